@@ -1,0 +1,52 @@
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
+SOURCES := $(wildcard cython_ext/*.pyx cython_ext/*.pxd cython_ext/*.h cython_ext/*.c)
+
+.PHONY: demo test test-all test-debug bench quality style build wheel clean
+
+# The environment: everything the project needs, pinned by constraints.txt, and the package itself.
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+build: $(VENV)/.installed
+
+demo: build
+	$(BIN)/python examples/demo.py
+
+test: build
+	$(BIN)/python -m pytest -m "not slow and not demo" -n 2
+
+test-all: build
+	$(BIN)/python -m pytest -n 2
+
+# The structures again, compiled with bounds checks into a copy of the tree.
+test-debug: build
+	rm -rf build/checked && mkdir -p build/checked
+	cp -r setup.py pyproject.toml README.md LICENSE cython_ext hf_retrieval_assist tests build/checked
+	find build/checked -name '*.so' -delete
+	cd build/checked && HFRA_DEBUG=1 ../../$(BIN)/python setup.py -q build_ext --inplace
+	cd build/checked && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" tests/structures
+
+bench: build
+	$(BIN)/python -m benchmarks
+
+quality: build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: build
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: build
+	$(PIP) install --quiet build
+	$(BIN)/python -m build
+
+clean:
+	rm -rf build dist *.egg-info hf_retrieval_assist/*.so

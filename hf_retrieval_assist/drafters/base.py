@@ -1,0 +1,111 @@
+"""The drafter protocol: what a source of drafts is, and what the engine tells it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..token_tree import Float32Array, Int32Array, TokenTree
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model that is being assisted, as far as a drafter may look at it.
+
+    Attributes:
+        vocab_size: rows of the output layer; every drafted id lies below it.
+        device: where the logits are.
+        fingerprint: equal for equal model and tokenizer ids; keys what is learnt from outputs.
+        model: the model itself, for drafters that share its embeddings; None in a simulation.
+    """
+
+    vocab_size: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    fingerprint: str = ""
+    model: Any = None
+
+
+@dataclass(frozen=True)
+class FeedbackNeeds:
+    """What a drafter asks the engine to hand to `commit`; nothing else is computed.
+
+    Attributes:
+        logits: logits of the nodes that were fed.
+        hidden_layers: boundaries of the residual stream, counted as transformers counts
+            `hidden_states` (k: before block k; 0: the embeddings); −1 is the last hidden state
+            after the final norm. Their widths are concatenated in this order.
+    """
+
+    logits: bool = False
+    hidden_layers: tuple[int, ...] = ()
+
+
+@dataclass
+class Feedback:
+    """What one forward showed about one row of the batch.
+
+    Attributes:
+        token_ids: int32 [m], the tokens that were fed: the root and the verified nodes, or, after
+            the prefill, the last tokens of the prompt.
+        accepted: int32 [a], indices into `token_ids` of the ones that belong to the text, in order
+            (the root and the accepted nodes; all of them after the prefill).
+        logits: [m, vocab_size] on the target's device, aligned with `token_ids`; None when no
+            drafter asked or none were computed.
+        hidden_states: [a, width], aligned with `accepted`; None when no drafter asked.
+    """
+
+    token_ids: Int32Array
+    accepted: Int32Array
+    logits: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
+
+
+class DraftSession(ABC):
+    """One text being generated: one row of a batch, from its prompt to its end.
+
+    A session is used by one thread at a time; sessions of one drafter may run on several.
+    """
+
+    @abstractmethod
+    def propose(self, budget: int) -> TokenTree:
+        """At most `budget` candidate nodes below the last token of the text; may be empty."""
+
+    @abstractmethod
+    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        """Append `token_ids` (at least one) to the text.
+
+        The first call follows the prefill and brings the first generated token. `feedback` tells
+        of the forward that produced them, or is None where there was none (in a simulation).
+        """
+
+    def close(self) -> None:
+        """The text is finished; release what the session holds. Called once."""
+
+
+class Drafter(ABC):
+    """A source of drafts. What its sessions share must be safe to use from several threads.
+
+    Attributes:
+        name: one lower-case word or two, shown in `stats`.
+        needs: see :class:`FeedbackNeeds`.
+    """
+
+    name: str = "drafter"
+    needs: FeedbackNeeds = FeedbackNeeds()
+
+    @abstractmethod
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
+        """A session for a prompt (int32 [length], without padding)."""
+
+    def priors(self) -> Float32Array:
+        """float32 [classes]: for each evidence class that `TokenTree.classes` of this drafter may
+        name, the probability that a node is accepted given that its parent was, before any
+        observation. Calibration starts here.
+        """
+        return np.empty(0, np.float32)

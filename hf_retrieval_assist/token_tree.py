@@ -1,0 +1,180 @@
+"""The one draft type: a tree of candidate tokens below the last generated token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import draft_tree
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """Candidate continuations of a text, sharing prefixes.
+
+    The root, the last token of the text, is not among the nodes: the model has not processed it
+    yet, so it is fed in front of them.
+
+    Attributes:
+        token_ids: int32 [n].
+        parents: int32 [n], index of each node's parent, −1 for children of the root. Parents come
+            before their children, and siblings carry different tokens.
+        probs: float32 [n], estimated probability that the node is accepted (that the text goes on
+            along the path to it), never above its parent's.
+        classes: int32 [n], the evidence class each node's probability was read from, by which the
+            estimate is calibrated; −1 where there is none.
+    """
+
+    token_ids: Int32Array
+    parents: Int32Array
+    probs: Float32Array
+    classes: Int32Array
+
+    @classmethod
+    def empty(cls) -> TokenTree:
+        """The draft of a plain decoding step."""
+        return _EMPTY
+
+    @classmethod
+    def build(
+        cls,
+        token_ids: Sequence[int] | Int32Array,
+        parents: Sequence[int] | Int32Array,
+        probs: Sequence[float] | Float32Array,
+        classes: Sequence[int] | Int32Array | None = None,
+    ) -> TokenTree:
+        """A tree from sequences or arrays of equal length, converted to the contract's dtypes."""
+        tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+        return cls(
+            tokens,
+            np.ascontiguousarray(parents, dtype=np.int32),
+            np.ascontiguousarray(probs, dtype=np.float32),
+            np.full(len(tokens), -1, np.int32)
+            if classes is None
+            else np.ascontiguousarray(classes, dtype=np.int32),
+        )
+
+    @classmethod
+    def chain(
+        cls,
+        token_ids: Sequence[int] | Int32Array,
+        probs: Sequence[float] | Float32Array,
+        classes: Sequence[int] | Int32Array | None = None,
+    ) -> TokenTree:
+        """A tree with a single path."""
+        return cls.build(token_ids, np.arange(-1, len(token_ids) - 1), probs, classes)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @cached_property
+    def depths(self) -> Int32Array:
+        """int32 [n], children of the root being at depth 1."""
+        return draft_tree.depths(self.parents)
+
+    @cached_property
+    def ancestor_mask(self) -> NDArray[np.bool_]:
+        """bool [n, n], True where the column is the row's node or one of its ancestors."""
+        return draft_tree.ancestor_mask(self.parents)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node is the only child of the node before it."""
+        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+
+    @property
+    def expected_tokens(self) -> float:
+        """Expected number of accepted nodes when the whole tree is verified."""
+        return float(self.probs.sum())
+
+    def child(self, parent: int, token: int) -> int:
+        """Index of the child of `parent` (−1: the root) that carries `token`, or −1."""
+        return draft_tree.child_with(self.token_ids, self.parents, parent, token)
+
+    def follow(self, token_ids: Sequence[int] | Int32Array) -> Int32Array:
+        """Nodes on the path spelt by `token_ids`, as far as the tree goes along with it."""
+        tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+        return draft_tree.follow(self.token_ids, self.parents, tokens)
+
+    def path(self, node: int) -> Int32Array:
+        """Nodes from the root's child down to `node`."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = int(self.parents[node])
+        return np.array(nodes[::-1], dtype=np.int32)
+
+    def select(self, nodes: Int32Array) -> TokenTree:
+        """The tree of the given nodes (ascending, and with every node its parent)."""
+        new_index = np.full(len(self) + 1, -1, np.int32)
+        new_index[nodes] = np.arange(len(nodes), dtype=np.int32)
+        return TokenTree(
+            self.token_ids[nodes],
+            # The spare last entry answers for the root, whose index −1 reads it.
+            new_index[self.parents[nodes]],
+            self.probs[nodes],
+            self.classes[nodes],
+        )
+
+    def prune(self, budget: int, max_depth: int | None = None) -> TokenTree:
+        """The `budget` most probable nodes, none deeper than `max_depth`; closed under parents.
+
+        Ties go to the earlier node, which cannot be a descendant.
+        """
+        tree = self if max_depth is None else self.cut_depth(max_depth)
+        if budget >= len(tree):
+            return tree
+        nodes = np.argsort(-tree.probs, kind="stable")[: max(budget, 0)]
+        nodes.sort()
+        return tree.select(nodes.astype(np.int32))
+
+    def cut_depth(self, max_depth: int) -> TokenTree:
+        """The nodes at most `max_depth` deep."""
+        if len(self) <= max_depth:
+            return self
+        keep = self.depths <= max_depth
+        return self if keep.all() else self.select(np.flatnonzero(keep).astype(np.int32))
+
+    def merge(self, other: TokenTree) -> TokenTree:
+        """The union of both trees; a node in both keeps the higher probability and its class."""
+        if not len(other):
+            return self
+        if not len(self):
+            return other
+        place = draft_tree.graft(self.token_ids, self.parents, other.token_ids, other.parents)
+        shared, new = place < len(self), place >= len(self)
+        better = other.probs[shared] > self.probs[place[shared]]
+        probs, classes = self.probs.copy(), self.classes.copy()
+        probs[place[shared][better]] = other.probs[shared][better]
+        classes[place[shared][better]] = other.classes[shared][better]
+        roots = other.parents[new] < 0
+        new_parents = np.where(roots, np.int32(-1), place[other.parents[new]])
+        return TokenTree(
+            np.concatenate([self.token_ids, other.token_ids[new]]),
+            np.concatenate([self.parents, new_parents]),
+            np.concatenate([probs, other.probs[new]]),
+            np.concatenate([classes, other.classes[new]]),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the arrays break the contract above."""
+        n = len(self)
+        assert self.parents.shape == self.probs.shape == self.classes.shape == (n,), "lengths"
+        assert self.token_ids.dtype == self.parents.dtype == np.int32, "dtypes"
+        assert (self.parents >= -1).all(), "a parent below −1"
+        assert (self.parents < np.arange(n)).all(), "a child before its parent"
+        assert len({*zip(self.parents.tolist(), self.token_ids.tolist(), strict=True)}) == n, (
+            "equal siblings"
+        )
+        above = np.where(self.parents < 0, np.float32(1), self.probs[self.parents])
+        assert (self.probs <= above + 1e-6).all(), "a node more probable than its parent"
+
+
+_EMPTY = TokenTree.build([], [], [])

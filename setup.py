@@ -1,0 +1,58 @@
+"""Compiles every `cython_ext/*.pyx` into the package; everything else stands in pyproject.toml.
+
+Environment switches, read at build time:
+    HFRA_DEBUG=1    bounds, None and overflow checks in every structure, no optimisation
+"""
+
+import os
+from pathlib import Path
+
+import numpy
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+DEBUG = os.environ.get("HFRA_DEBUG", "0") not in ("", "0")
+WINDOWS = os.name == "nt"
+
+DIRECTIVES = {
+    "language_level": 3,
+    "embedsignature": True,
+    "boundscheck": DEBUG,
+    "wraparound": False,
+    "initializedcheck": DEBUG,
+    "nonecheck": DEBUG,
+    "cdivision": not DEBUG,
+    "overflowcheck": DEBUG,
+    "freethreading_compatible": False,
+}
+
+
+def compile_args() -> list[str]:
+    if WINDOWS:
+        return ["/Od", "/Zi"] if DEBUG else ["/O2"]
+    return ["-O1", "-g", "-fno-omit-frame-pointer"] if DEBUG else ["-O3"]
+
+
+def extensions() -> list[Extension]:
+    """One extension per .pyx, named after it, so that a new structure is one new file."""
+    return [
+        Extension(
+            f"hf_retrieval_assist.{source.stem}",
+            [str(source)],
+            include_dirs=["cython_ext", numpy.get_include()],
+            define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+            extra_compile_args=compile_args(),
+        )
+        for source in sorted(Path("cython_ext").glob("*.pyx"))
+    ]
+
+
+setup(
+    ext_modules=cythonize(
+        extensions(),
+        compiler_directives=DIRECTIVES,
+        include_path=["cython_ext"],
+        build_dir="build/debug" if DEBUG else "build/cython",
+        force=DEBUG,
+    )
+)

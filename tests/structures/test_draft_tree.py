@@ -1,0 +1,86 @@
+"""Tree operations against definitions written out in plain Python."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.token_tree import TokenTree
+
+
+@st.composite
+def trees(draw, max_nodes=24, tokens=4):
+    """Random valid trees, with few tokens so that merging meets equal paths."""
+    nodes: dict[tuple[int, int], int] = {}
+    for _ in range(draw(st.integers(0, max_nodes))):
+        parent = draw(st.integers(-1, len(nodes) - 1))
+        nodes.setdefault((parent, draw(st.integers(0, tokens - 1))), len(nodes))
+    parents = [parent for parent, _ in nodes]
+    rates = [draw(st.integers(0, 8)) / 8 for _ in nodes]
+    probs: list[float] = []
+    for parent, rate in zip(parents, rates, strict=True):
+        probs.append(rate * (1.0 if parent < 0 else probs[parent]))
+    return TokenTree.build([token for _, token in nodes], parents, probs, range(len(nodes)))
+
+
+def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    """Every node as the tokens that lead to it, with its probability."""
+    return {
+        tuple(tree.token_ids[tree.path(node)].tolist()): float(tree.probs[node])
+        for node in range(len(tree))
+    }
+
+
+@given(trees())
+def test_depths_and_ancestors_follow_the_paths(tree):
+    tree.check_invariants()
+    for node in range(len(tree)):
+        path = tree.path(node).tolist()
+        assert tree.depths[node] == len(path)
+        assert np.flatnonzero(tree.ancestor_mask[node]).tolist() == path
+
+
+@given(trees(), st.integers(0, 30))
+def test_prune_keeps_the_most_probable_nodes_closed_under_parents(tree, budget):
+    pruned = tree.prune(budget)
+    pruned.check_invariants()
+    assert len(pruned) == min(budget, len(tree))
+    assert paths(pruned).items() <= paths(tree).items()
+    best = np.sort(tree.probs)[::-1][:budget]
+    assert np.array_equal(np.sort(pruned.probs)[::-1], best)
+
+
+@given(trees(), st.integers(0, 6))
+def test_cut_depth(tree, depth):
+    kept = tree.cut_depth(depth)
+    kept.check_invariants()
+    assert paths(kept) == {k: v for k, v in paths(tree).items() if len(k) <= depth}
+
+
+@given(trees(), trees())
+def test_merge_is_the_union_of_paths_with_the_higher_probability(first, second):
+    merged = first.merge(second)
+    merged.check_invariants()
+    a, b = paths(first), paths(second)
+    assert paths(merged) == {k: max(a.get(k, 0.0), b.get(k, 0.0)) for k in a | b}
+
+
+@given(trees(), st.lists(st.integers(0, 3), max_size=8))
+def test_follow_walks_as_far_as_the_tree_goes(tree, tokens):
+    known = paths(tree)
+    length = 0
+    while length < len(tokens) and tuple(tokens[: length + 1]) in known:
+        length += 1
+    walked = tree.follow(tokens)
+    assert len(walked) == length
+    node = -1
+    for token, expected in zip(tokens, walked.tolist(), strict=False):
+        node = tree.child(node, token)
+        assert node == expected
+
+
+def test_chain():
+    tree = TokenTree.chain([5, 6, 7], [0.9, 0.5, 0.1])
+    tree.check_invariants()
+    assert tree.is_chain
+    assert tree.expected_tokens == np.float32([0.9, 0.5, 0.1]).sum()
+    assert not len(TokenTree.empty())
