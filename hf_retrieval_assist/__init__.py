@@ -1,3 +1,15 @@
-"""Lossless retrieval-based speculative decoding inside Hugging Face `generate`."""
+"""Lossless retrieval-based speculative decoding inside Hugging Face `generate`.
+
+Importing the package gives `model.generate` its `assistant=` keyword; :func:`uninstall` takes it
+back.
+"""
+
+from .assistants import Assistant
+from .hook import install, uninstall
+from .token_tree import TokenTree
 
 __version__ = "0.1.0"
+
+__all__ = ["Assistant", "TokenTree", "install", "uninstall"]
+
+install()

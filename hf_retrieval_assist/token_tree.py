@@ -69,7 +69,9 @@ class TokenTree:
         classes: Sequence[int] | Int32Array | None = None,
     ) -> TokenTree:
         """A tree with a single path."""
-        return cls.build(token_ids, np.arange(-1, len(token_ids) - 1), probs, classes)
+        return cls.build(
+            token_ids, np.arange(-1, len(token_ids) - 1, dtype=np.int32), probs, classes
+        )
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -168,7 +170,7 @@ class TokenTree:
         n = len(self)
         assert self.parents.shape == self.probs.shape == self.classes.shape == (n,), "lengths"
         assert self.token_ids.dtype == self.parents.dtype == np.int32, "dtypes"
-        assert (self.parents >= -1).all(), "a parent below −1"
+        assert (self.parents >= -1).all(), "a parent below -1"
         assert (self.parents < np.arange(n)).all(), "a child before its parent"
         assert len({*zip(self.parents.tolist(), self.token_ids.tolist(), strict=True)}) == n, (
             "equal siblings"

@@ -84,7 +84,7 @@ class DraftSession(ABC):
         of the forward that produced them, or is None where there was none (in a simulation).
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most sessions hold nothing
         """The text is finished; release what the session holds. Called once."""
 
 

@@ -1,0 +1,376 @@
+"""The decoding loop: propose, prune, verify in one forward, walk, keep, learn.
+
+`decode` is what transformers calls in place of its own sampling loop (`custom_generate`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerationMode
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from .drafters.base import Feedback, Target
+from .kv_cache import SlotCache, has_slots
+from .outputs import OutputRecorder
+from .stats import CallStats
+from .tiers import Service, Tier, cache_for, choose_service
+from .token_tree import TokenTree
+from .verification import RowText, Stopping, TokenSelector, strip_padding, walk
+
+if TYPE_CHECKING:
+    from .assistants import Assistant, AssistantSession
+
+# Processors whose state follows all rows of a batch from step to step.
+_STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+# Keyword arguments with one entry per token.
+_PER_TOKEN = (
+    "attention_mask",
+    "decoder_attention_mask",
+    "position_ids",
+    "decoder_position_ids",
+    "token_type_ids",
+    "mm_token_type_ids",
+)
+
+
+def decode(
+    model: Any,
+    assistant: Assistant,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Generate as transformers' sampling loop does, in fewer forwards.
+
+    Args:
+        model: a transformers model with a language modelling head.
+        assistant: where drafts come from.
+        input_ids: int64 [batch, length], left-padded.
+        logits_processor, stopping_criteria, generation_config: as `generate` prepared them.
+        synced_gpus: go on with empty forwards until the other processes have finished.
+        streamer: receives every token, batch size 1 only.
+        model_kwargs: further inputs of the forward, as `generate` prepared them.
+
+    Returns:
+        What `generate` returns: int64 [batch, length], or an output object.
+    """
+    _check_mode(generation_config)
+    service = _service(model, input_ids, logits_processor, generation_config, model_kwargs)
+    call = CallStats(tier=service.tier.value, calls=1)
+    started = time.perf_counter()
+    loop = _plain if service.tier is Tier.PLAIN else _assisted
+    result = loop(
+        model=model,
+        assistant=assistant,
+        service=service,
+        call=call,
+        input_ids=input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=synced_gpus,
+        streamer=streamer,
+        model_kwargs=model_kwargs,
+    )
+    call.seconds["total"] = time.perf_counter() - started
+    assistant.record(call)
+    return result
+
+
+def _check_mode(config: GenerationConfig) -> None:
+    if (config.num_beams or 1) > 1:
+        raise ValueError(f"num_beams: expected 1 with an assistant, got {config.num_beams}")
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            "expected greedy decoding or sampling with an assistant, got the arguments of "
+            f"{mode.value.replace('_', ' ')}"
+        )
+
+
+def _service(
+    model: Any,
+    input_ids: torch.Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> Service:
+    """How this call is served: the model's tier, or plain where the call's arguments demand it."""
+    service = choose_service(model, model_kwargs)
+    batch_size = len(input_ids)
+    why = None
+    if config.use_cache is False:
+        why = "use_cache=False"
+    elif config.cache_implementation not in (None, "dynamic", "static"):
+        why = f"cache_implementation={config.cache_implementation!r}"
+    elif not _takes_over(model_kwargs.get(service.cache_name), service):
+        why = "past_key_values is a cache whose tokens cannot be dropped one by one"
+    elif batch_size > 1 and any(isinstance(p, _STATEFUL) for p in processors):
+        why = "a logits processor keeps a state of the whole batch"
+    elif batch_size > 1 and service.tier is Tier.REPLAY:
+        why = "rows with recurrent states cannot be replayed together"
+    elif batch_size > 1 and (config.output_attentions or config.output_hidden_states):
+        why = "attentions and hidden states of rows with unequal progress do not fit together"
+    return service if why is None else Service(Tier.PLAIN, why)
+
+
+def _takes_over(cache: Any, service: Service) -> bool:
+    """Whether the call's cache can be replaced: made by `generate` itself, or a dynamic one."""
+    cache = getattr(cache, "self_attention_cache", cache)
+    user_defined = getattr(cache, "_is_user_defined", False)
+    return not user_defined or service.tier is Tier.PLAIN or has_slots(cache)
+
+
+def _plain(model: Any, call: CallStats, model_kwargs: dict[str, Any], **arguments: Any) -> Any:
+    """transformers' own loop."""
+    input_ids = arguments["input_ids"]
+    kept = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
+    result = model._sample(input_ids, **{name: arguments[name] for name in kept}, **model_kwargs)
+    sequences = result if isinstance(result, torch.Tensor) else result.sequences
+    call.steps = sequences.shape[1] - input_ids.shape[1]
+    call.tokens = call.steps * len(input_ids)
+    return result
+
+
+def _assisted(
+    model: Any,
+    assistant: Assistant,
+    service: Service,
+    call: CallStats,
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    synced_gpus: bool,
+    **arguments: Any,
+) -> Any:
+    generation = Generation(model, assistant, service, call, input_ids, model_kwargs, **arguments)
+    try:
+        generation.prefill()
+        # The criteria may be met by the first token; other processes may still wait for forwards.
+        while model._has_unfinished_sequences(
+            generation.finished, synced_gpus, device=input_ids.device
+        ):
+            generation.step()
+        return generation.result()
+    finally:
+        generation.close()
+
+
+class Generation:
+    """One call to `generate`: its rows, their draft sessions, the cache and the outputs."""
+
+    def __init__(
+        self,
+        model: Any,
+        assistant: Assistant,
+        service: Service,
+        call: CallStats,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any,
+    ):
+        self.model = model
+        self.assistant = assistant
+        self.service = service
+        self.call = call
+        self.input_ids = input_ids
+        self.model_kwargs = model_kwargs
+        self.config = generation_config
+        self.criteria = stopping_criteria
+        self.streamer = streamer
+        self.select = TokenSelector(logits_processor, generation_config.do_sample, len(input_ids))
+        self.stopping = Stopping(stopping_criteria)
+        self.outputs = OutputRecorder(generation_config, len(input_ids))
+        limit = self.stopping.max_length
+        # The buffer doubles when a call has no limit or a far one.
+        room = 256 if limit is None else min(max(1, limit - input_ids.shape[1]), 4096)
+        self.rows = [RowText(i, ids, room) for i, ids in enumerate(input_ids)]
+        self.cache = self._slot_cache(input_ids.shape[1] + room)
+        self.sessions: list[AssistantSession] = self._start_sessions()
+
+    @property
+    def finished(self) -> bool:
+        return all(row.finished for row in self.rows)
+
+    def _slot_cache(self, capacity: int) -> SlotCache:
+        """Put a slot cache in the place of the one that `generate` prepared."""
+        name, config = self.service.cache_name, self.model.config.get_text_config(decoder=True)
+        given = self.model_kwargs.get(name)
+        own = getattr(given, "self_attention_cache", given)
+        if getattr(given, "_is_user_defined", False):
+            cache = SlotCache.around(own, config)
+            if given is not own:
+                given.self_attention_cache = cache
+            return cache
+        cache = SlotCache(config, capacity)
+        self.model_kwargs[name] = cache_for(self.model, cache)
+        return cache
+
+    def _start_sessions(self) -> list[AssistantSession]:
+        target = Target(
+            vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
+            device=self.input_ids.device,
+            fingerprint=self.assistant.fingerprint(self.model),
+            model=self.model,
+        )
+        prompts = strip_padding(self.input_ids, self.model_kwargs.get("attention_mask"))
+        return [self.assistant.start(ids.cpu().numpy().astype(np.int32), target) for ids in prompts]
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.call.seconds[phase] += time.perf_counter() - started
+
+    def prefill(self) -> None:
+        """transformers' own prefill, and the first token of every row."""
+        empty, roots = [TokenTree.empty()] * len(self.rows), [0] * len(self.rows)
+        with self._timed("prefill"):
+            outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
+            self._take_over(outputs)
+            self.outputs.prefill(outputs)
+            tokens, _ = self._walk(empty, outputs.logits[:, -1:], roots)
+        with self._timed("draft"):
+            for session, new in zip(self.sessions, tokens, strict=True):
+                session.commit(new, None)
+
+    def _take_over(self, outputs: Any) -> None:
+        """Start the verifier from what the prefill left."""
+        self.cache.begin(len(self.rows))
+        updated = self.model._update_model_kwargs_for_generation(
+            outputs,
+            dict(self.model_kwargs),
+            is_encoder_decoder=self.model.config.is_encoder_decoder,
+        )
+        # The verifier counts on from the prompt by itself.
+        prompt = {name: self.model_kwargs[name] for name in _PER_TOKEN if name in self.model_kwargs}
+        self.model_kwargs = updated | prompt
+        self.verifier = self.service.verifier(
+            self.model, self.cache, self.model_kwargs, self.input_ids
+        )
+
+    def step(self) -> None:
+        """Verify one tree per running row in one forward."""
+        running = [row for row in self.rows if not row.finished]
+        with self._timed("draft"):
+            trees = self._drafts()
+        with self._timed("forward"):
+            outputs, roots = self.verifier.forward(self.rows, trees)
+        with self._timed("walk"):
+            tokens, accepted = self._walk(trees, outputs.logits, roots)
+            if self.outputs.wants_states:
+                fed = [*range(roots[0]), *(roots[0] + i for i in accepted[0])]
+                self.outputs.step(outputs, fed, roots[0], self.cache)
+        with self._timed("cache"):
+            self.verifier.keep(self.rows, accepted)
+        with self._timed("draft"):
+            for row in running:
+                i = row.index
+                logits = outputs.logits[i, roots[i] : roots[i] + 1 + len(trees[i])]
+                self._learn(row, trees[i], tokens[i], accepted[i], logits)
+
+    def _drafts(self) -> list[TokenTree]:
+        trees = []
+        for row, session in zip(self.rows, self.sessions, strict=True):
+            remaining = self.stopping.remaining(row)
+            # The last token that may be generated needs no node: the walk draws it at its parent.
+            depth = None if remaining is None else max(0, remaining - 1)
+            trees.append(TokenTree.empty() if row.finished else session.propose(depth))
+        return self.verifier.limit(self.assistant.plan(trees))
+
+    def _walk(
+        self, trees: Sequence[TokenTree], logits: torch.Tensor, roots: list[int]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Walk every running row. Returns new tokens and accepted fed tokens per row."""
+        tokens: list[list[int]] = [[] for _ in self.rows]
+        accepted: list[list[int]] = [[] for _ in self.rows]
+        running = [row for row in self.rows if not row.finished]
+        choose = self._chooser(logits, roots)
+        for row in running:
+            i = row.index
+            tokens[i], accepted[i] = walk(row, trees[i], choose, self._stopped)
+        return tokens, accepted
+
+    def _chooser(self, logits: torch.Tensor, roots: list[int]) -> Callable[[RowText, int], int]:
+        """(row, k) -> token from the logits [batch, width, vocab_size] of its k-th fed token."""
+        if not self.select.greedy or self.outputs.wants_scores or self.outputs.wants_logits:
+            return lambda row, k: self._choose(row, logits[row.index, roots[row.index] + k])
+        if logits.device.type == "cpu":
+            # A row costs as much as the walk saves by not looking at it.
+            return lambda row, k: int(logits[row.index, roots[row.index] + k].float().argmax())
+        # One transfer instead of one per token.
+        best = logits.float().argmax(dim=-1).tolist()
+        return lambda row, k: best[row.index][roots[row.index] + k]
+
+    def _choose(self, row: RowText, logits: torch.Tensor) -> int:
+        raw = logits[None].to(copy=True, dtype=torch.float32, device=self.input_ids.device)
+        scores = self.select.process(row, raw)
+        self.outputs.token(row, scores, raw)
+        return self.select.choose(scores)
+
+    def _stopped(self, row: RowText) -> bool:
+        row.finished = self.stopping(row, self.outputs.scores(row))
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor([row.last]))
+        return row.finished
+
+    def _learn(
+        self,
+        row: RowText,
+        tree: TokenTree,
+        tokens: list[int],
+        accepted: list[int],
+        logits: torch.Tensor,
+    ) -> None:
+        self.call.steps += 1
+        self.call.drafted += len(tree)
+        self.call.accepted += len(accepted) - 1
+        feedback = Feedback(
+            token_ids=np.concatenate([[row.generated[-len(tokens) - 1]], tree.token_ids]).astype(
+                np.int32
+            ),
+            accepted=np.array(accepted, np.int32),
+            logits=logits,
+        )
+        self.sessions[row.index].commit(tokens, feedback)
+
+    def result(self) -> Any:
+        """What plain `generate` returns."""
+        longest = max(len(row.generated) for row in self.rows)
+        new = self.input_ids.new_zeros((len(self.rows), longest))
+        if any(len(row.generated) < longest for row in self.rows):
+            new += self.config._pad_token_tensor.to(new.device)
+        for row in self.rows:
+            new[row.index, : len(row.generated)] = new.new_tensor(row.generated)
+        self.call.tokens = sum(len(row.generated) for row in self.rows)
+        if self.streamer is not None:
+            self.streamer.end()
+        self.cache.align()
+        return self.outputs.result(
+            torch.cat([self.input_ids, new], dim=1),
+            self.model_kwargs.get(self.service.cache_name),
+            self.model_kwargs.get("encoder_outputs"),
+            longest,
+        )
+
+    def close(self) -> None:
+        for session in self.sessions:
+            session.close()

@@ -1,0 +1,149 @@
+"""The `assistant=` keyword: one reversible wrapper round `GenerationMixin.generate`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from .assistants import Assistant
+from .engine import decode
+
+logger = logging.getLogger(__name__)
+
+_ORIGINAL = "_generate_without_assistant"
+
+
+def install() -> None:
+    """Give `generate` its `assistant=` keyword. Done when the package is imported; idempotent."""
+    if not hasattr(GenerationMixin.generate, _ORIGINAL):
+        original = GenerationMixin.generate
+        wrapper = _wrap(original)
+        setattr(wrapper, _ORIGINAL, original)
+        GenerationMixin.generate = wrapper
+
+
+def uninstall() -> None:
+    """Put transformers' own `generate` back."""
+    GenerationMixin.generate = getattr(
+        GenerationMixin.generate, _ORIGINAL, GenerationMixin.generate
+    )
+
+
+def _wrap(original: Any) -> Any:
+    names = tuple(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
+        if assistant is None:
+            return original(self, *args, **kwargs)
+        kwargs.update(zip(names, args, strict=False))
+        return _generate(original, self, assistant, kwargs)
+
+    return generate
+
+
+def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any]) -> Any:
+    _check(assistant, kwargs)
+    if model.generation_config.stop_strings and not kwargs.get("stop_strings"):
+        # transformers fills them in again and then misses the tokenizer, which it has dropped.
+        logger.warning("stop_strings in model.generation_config: decoding without the assistant")
+        return original(model, **kwargs)
+    tokenizer = kwargs.pop("tokenizer", None)
+    _heal_tokens(model, tokenizer, kwargs)
+    _stop_at_strings(tokenizer, kwargs)
+    synced_gpus = kwargs.pop("synced_gpus", None)
+    if synced_gpus is None:
+        synced_gpus = _shards_need_company(model)
+    streamer = kwargs.get("streamer")
+
+    # transformers hands a callable neither the streamer nor synced_gpus, so the closure does.
+    def custom_generate(
+        model: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        return decode(
+            model,
+            assistant,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+
+    return original(model, custom_generate=custom_generate, **kwargs)
+
+
+def _check(assistant: Any, kwargs: dict[str, Any]) -> None:
+    if not isinstance(assistant, Assistant):
+        raise TypeError(f"assistant: expected an Assistant, got {type(assistant).__name__}")
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate"):
+        if _setting(kwargs, name) is not None:
+            raise ValueError(f"{name}: expected no other way of decoding beside assistant=")
+    # Checked here as well as in the engine because `generate` repeats the batch for every beam.
+    beams = _setting(kwargs, "num_beams") or 1
+    if beams > 1:
+        raise ValueError(f"num_beams: expected 1 with an assistant, got {beams}")
+
+
+def _setting(kwargs: dict[str, Any], name: str) -> Any:
+    """A setting from where the call gives it."""
+    if kwargs.get(name) is not None:
+        return kwargs[name]
+    return getattr(kwargs.get("generation_config"), name, None)
+
+
+def _without(kwargs: dict[str, Any], name: str, value: Any) -> None:
+    """Take a setting out of a call, without changing the caller's configuration object."""
+    kwargs.pop(name, None)
+    if getattr(kwargs.get("generation_config"), name, None):
+        kwargs["generation_config"] = copy.deepcopy(kwargs["generation_config"])
+        setattr(kwargs["generation_config"], name, value)
+
+
+def _stop_at_strings(tokenizer: Any, kwargs: dict[str, Any]) -> None:
+    """Turn stop strings into the criterion that `generate` would make of them."""
+    strings = _setting(kwargs, "stop_strings")
+    if strings is None:
+        return
+    if tokenizer is None:
+        raise ValueError("stop_strings: expected the model's tokenizer as tokenizer=, got none")
+    criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+    given = kwargs.get("stopping_criteria") or []
+    kwargs["stopping_criteria"] = StoppingCriteriaList([criterion, *given])
+    _without(kwargs, "stop_strings", None)
+
+
+def _heal_tokens(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
+    """Heal the prompt's last token here, since `generate` would miss the tokenizer."""
+    if not _setting(kwargs, "token_healing"):
+        return
+    name = "inputs" if kwargs.get("inputs") is not None else "input_ids"
+    ids = kwargs[name]
+    if kwargs.get("attention_mask") is None:
+        # Of the prompt as it was: healing puts padding in the place of its first token.
+        kwargs["attention_mask"] = torch.ones_like(ids)
+    kwargs[name] = model.heal_tokens(ids, tokenizer)
+    _without(kwargs, "token_healing", False)
+
+
+def _shards_need_company(model: Any) -> bool:
+    """Whether every process has to run as many forwards as the slowest, as `generate` decides."""
+    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return bool(sharded and distributed and torch.distributed.get_world_size() > 1)

@@ -1,0 +1,290 @@
+"""A key-value cache in which rows grow by different amounts and rejected drafts cost nothing.
+
+Every layer keeps one buffer `[batch, heads, capacity, head_dim]`. Slot s of a row holds the row's
+s-th cached token, whatever the other rows have accepted, so ragged progress wastes no slots: a
+cache of rows with lengths l_i takes max(l_i) slots, and a verification of n tokens n more. The
+nodes of a token tree are written behind each row's length; `keep` moves the accepted path to the
+front of them, which costs O(accepted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+# A buffer grows by half its size, so that copying it costs O(1) per token, never in small steps.
+_MIN_GROWTH = 256
+
+SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
+"""Layers whose content is one entry per token, so that any path of a tree can be kept."""
+
+
+class RowSlots:
+    """Where the next tokens of every row are written; shared by all layers of one cache.
+
+    Attributes:
+        lengths: kept slots per row.
+        view_from: first slot shown to layers with a sliding window, while a tree is verified.
+    """
+
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths = list(lengths)
+        self.view_from: int | None = None
+        self._index: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
+
+    @property
+    def uniform(self) -> bool:
+        return min(self.lengths, default=0) == self.longest
+
+    def index(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and slot indices, [batch, 1] and [batch, width], of the next `width` tokens."""
+        key = (width, device)
+        if key not in self._index:
+            lengths = torch.tensor(self.lengths, device=device)
+            slots = lengths[:, None] + torch.arange(width, device=device)
+            self._index[key] = (torch.arange(len(lengths), device=device)[:, None], slots)
+        return self._index[key]
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+        self._index.clear()
+
+
+class SlotLayer(DynamicLayer):
+    """A cache layer that writes in place into a preallocated buffer.
+
+    `keys` and `values` are views `[batch, heads, slots, head_dim]` of the buffer, so that whatever
+    reads or crops a :class:`DynamicLayer` goes on working.
+    """
+
+    def __init__(self, slots: RowSlots, window: int | None = None, capacity: int = 0):
+        super().__init__()
+        self.slots = slots
+        self.window = window
+        self.capacity = capacity
+        self._buffers: list[torch.Tensor] = []
+
+    def adopt(self, layer: DynamicLayer) -> None:
+        """Take over another layer's content; tokens that a window dropped become empty slots."""
+        length = layer.get_seq_length()
+        if length:
+            self.lazy_initialization(layer.keys, layer.values)
+            dropped = length - layer.keys.shape[-2]
+            self._show(
+                *(F.pad(states, (0, 0, dropped, 0)) for states in (layer.keys, layer.values))
+            )
+
+    def _show(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+        self._buffers = [keys, values]
+
+    def _reserve(self, total: int) -> None:
+        """Make the buffers hold `total` slots, keeping what `keys` and `values` show."""
+        shown = (self.keys, self.values)
+        in_place = self._buffers and all(
+            buffer.data_ptr() == view.data_ptr() and buffer.dtype == view.dtype
+            for buffer, view in zip(self._buffers, shown, strict=True)
+        )
+        if in_place and self._buffers[0].shape[-2] >= total:
+            return
+        length = self.get_seq_length()
+        capacity = max(self.capacity, total + max(_MIN_GROWTH, length // 2))
+        grown = []
+        for view in shown:
+            buffer = view.new_zeros((*view.shape[:-2], capacity, view.shape[-1]))
+            buffer[..., :length, :] = view
+            grown.append(buffer)
+        self._buffers = grown
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the states `[batch, heads, n, head_dim]` behind each row; show all slots in use."""
+        width = key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+        uniform = self.slots.uniform
+        start = self.get_seq_length() if uniform else self.slots.longest
+        self._reserve(start + width)
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            if uniform:
+                buffer[:, :, start : start + width] = states
+            else:
+                rows, slots = self.slots.index(width, states.device)
+                buffer[rows, :, slots] = states.transpose(1, 2)
+        self.keys, self.values = (buffer[:, :, : start + width] for buffer in self._buffers)
+        first = self.slots.view_from if self.window is not None else None
+        if first is None:
+            return self.keys, self.values
+        return self.keys[:, :, first:], self.values[:, :, first:]
+
+    def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy slots within rows; all index tensors broadcast to [batch, moved]."""
+        for buffer in self._buffers:
+            buffer[rows, :, destination] = buffer[rows, :, source]
+
+    def show(self, length: int) -> None:
+        """Show the first `length` slots."""
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+
+
+class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
+    """A slot layer of a sparse-attention model, whose indexer keys follow the same slots."""
+
+    def __init__(self, slots: RowSlots, window: int | None = None, capacity: int = 0):
+        DynamicIndexedLayer.__init__(self)
+        SlotLayer.__init__(self, slots, window, capacity)
+        self.indexer_keys = None
+        self.indexer_position_ids = None
+        self.is_indexer_initialized = False
+
+    def adopt(self, layer: DynamicLayer) -> None:
+        super().adopt(layer)
+        self.indexer_keys = layer.indexer_keys
+        self.indexer_position_ids = layer.indexer_position_ids
+        self.is_indexer_initialized = layer.is_indexer_initialized
+
+    def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
+        super().move(source, destination, rows)
+        if self.indexer_keys is not None:
+            self.indexer_keys[rows, destination] = self.indexer_keys[rows, source]
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids[:, rows, destination] = self.indexer_position_ids[
+                :, rows, source
+            ]
+
+    def show(self, length: int) -> None:
+        super().show(length)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[:, :length]
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length]
+
+
+class SlotCache(DynamicCache):
+    """A `DynamicCache` of slot layers; a next `generate`, assisted or not, can continue from it.
+
+    Args:
+        config: the model's configuration; decides the kind of each layer.
+        capacity: slots to reserve at the first write.
+
+    Attributes:
+        slots: the rows' lengths, shared by the layers.
+    """
+
+    def __init__(self, config: PreTrainedConfig, capacity: int = 0):
+        super().__init__(config=config.get_text_config(decoder=True))
+        self.slots = RowSlots([])
+        self.layers = [_slot_layer(layer, self.slots, capacity) for layer in self.layers]
+
+    @classmethod
+    def around(cls, cache: DynamicCache, config: PreTrainedConfig) -> SlotCache:
+        """Take over the content of a caller's cache, which shares the layers from then on."""
+        if isinstance(cache, SlotCache):
+            return cache
+        wrapper = cls(config)
+        if len(cache.layers) == len(wrapper.layers):
+            pairs = zip(cache.layers, wrapper.layers, strict=True)
+            wrapper.layers = [_adopted(layer, empty) for layer, empty in pairs]
+        elif cache.layers:
+            raise ValueError(
+                f"past_key_values: expected a cache of {len(wrapper.layers)} layers as the model "
+                f"has, got {len(cache.layers)}"
+            )
+        cache.layers = wrapper.layers
+        cache.layer_class_to_replicate = None
+        return wrapper
+
+    @property
+    def slot_layers(self) -> list[SlotLayer]:
+        return [
+            layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized
+        ]
+
+    def begin(self, batch_size: int) -> None:
+        """Take over after a prefill, which appended to all rows alike."""
+        length = max((layer.get_seq_length() for layer in self.slot_layers), default=0)
+        self.slots.set_lengths([length] * batch_size)
+
+    def align(self) -> None:
+        """Make all rows as long as the longest one, for whoever continues from this cache.
+
+        Slots that a row did not fill hold no text; they stand where plain decoding keeps padding.
+        """
+        self.slots.set_lengths([self.slots.longest] * len(self.slots.lengths))
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep, of the tokens that the last forward wrote, those at the given indices of each row.
+
+        Args:
+            paths: for each row, ascending indices into the tokens that were fed.
+        """
+        lengths = self.slots.lengths
+        moved = max(
+            (len(path) for path in paths if list(path) != list(range(len(path)))), default=0
+        )
+        if moved:
+            self._move(paths, moved)
+        self.slots.set_lengths(
+            [length + len(path) for length, path in zip(lengths, paths, strict=True)]
+        )
+        longest = self.slots.longest
+        for layer in self.slot_layers:
+            layer.show(longest)
+
+    def _move(self, paths: Sequence[Sequence[int]], moved: int) -> None:
+        # Rows with shorter paths copy slots onto themselves, so that one indexing serves all rows.
+        source = [[*path[:moved], *range(len(path), moved)] for path in paths]
+        for device in {layer.keys.device for layer in self.slot_layers}:
+            rows, destination = self.slots.index(moved, device)
+            base = destination[:, :1]
+            moves = base + torch.tensor(source, device=device)
+            for layer in self.slot_layers:
+                if layer.keys.device == device:
+                    layer.move(moves, destination, rows)
+
+
+def _slot_layer(layer: Any, slots: RowSlots, capacity: int) -> Any:
+    """The slot layer that takes an empty layer's place; others are kept as they are."""
+    if type(layer) is DynamicIndexedLayer:
+        return IndexedSlotLayer(slots, None, capacity)
+    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        return SlotLayer(slots, getattr(layer, "sliding_window", None), capacity)
+    return layer
+
+
+def _adopted(layer: Any, empty: Any) -> Any:
+    """The slot layer `empty` with a layer's content; a layer of another kind as it is."""
+    if isinstance(layer, SlotLayer):
+        layer.slots = empty.slots
+        return layer
+    if isinstance(empty, SlotLayer):
+        empty.adopt(layer)
+        return empty
+    return layer
+
+
+def has_slots(cache: Any) -> bool:
+    """Whether every layer of a cache holds one entry per token and nothing else."""
+    return (
+        isinstance(cache, DynamicCache)
+        and not cache.offloading
+        and all(
+            type(layer) in SLOT_LAYERS or isinstance(layer, SlotLayer) for layer in cache.layers
+        )
+    )

@@ -1,0 +1,92 @@
+"""What an assistant did: counts and seconds, for one call and in total."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+PHASES = ("draft", "forward", "walk", "cache")
+
+
+@dataclass
+class CallStats:
+    """Figures of one call to `generate`, or the sum over several.
+
+    Attributes:
+        tier: how drafts were verified: tree, chain, replay or plain.
+        calls: calls summed up here.
+        steps: forwards after the prefill, per row that was running.
+        tokens: generated tokens, all rows together.
+        drafted: verified nodes.
+        accepted: nodes that became tokens.
+        seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
+            tokens) and cache (keeping the accepted path); `total` is the whole call, prefill
+            included.
+        sources: drafter name -> accepted tokens it had proposed.
+    """
+
+    tier: str = ""
+    calls: int = 0
+    steps: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys((*PHASES, "prefill", "total"), 0.0)
+    )
+
+    @property
+    def mean_accepted_tokens(self) -> float:
+        """Tokens per forward, the one that plain decoding would have brought included.
+
+        The first token of a call comes from the prefill, and is not counted.
+        """
+        return (self.tokens - self._from_prefill) / self.steps if self.steps else 0.0
+
+    @property
+    def nodes_per_step(self) -> float:
+        return self.drafted / self.steps if self.steps else 0.0
+
+    @property
+    def _from_prefill(self) -> int:
+        return self.tokens - self.accepted - self.steps
+
+    def add(self, other: CallStats) -> None:
+        """Add another call's figures to these."""
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(mine, dict):
+                for key, value in theirs.items():
+                    mine[key] = mine.get(key, 0) + value
+            elif isinstance(mine, int):
+                setattr(self, item.name, mine + theirs)
+            else:
+                setattr(self, item.name, theirs or mine)
+
+    def __str__(self) -> str:
+        share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in PHASES)
+        return (
+            f"{self.tokens} tokens in {self.steps} steps ({self.tier or 'no call yet'}): "
+            f"{self.mean_accepted_tokens:.2f} tokens/step, {self.nodes_per_step:.1f} nodes/step, "
+            f"{self.accepted} of {self.drafted} accepted; "
+            f"{self.seconds['total']:.2f} s "
+            f"(ms: prefill {1e3 * self.seconds['prefill']:.0f} {share})"
+        )
+
+
+@dataclass
+class Stats:
+    """`assistant.stats`: the last call and the total."""
+
+    last: CallStats = field(default_factory=CallStats)
+    total: CallStats = field(default_factory=CallStats)
+
+    @property
+    def tier(self) -> str:
+        return self.last.tier
+
+    def record(self, call: CallStats) -> None:
+        self.last = call
+        self.total.add(call)
+
+    def __repr__(self) -> str:
+        return f"last call: {self.last}\n{self.total.calls} calls: {self.total}"

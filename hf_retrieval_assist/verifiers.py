@@ -1,0 +1,242 @@
+"""How one forward checks drafts and how the cache forgets what was rejected, for each tier.
+
+A verifier feeds every row its pending tokens (the ones the model has not processed, the root being
+the last of them) followed by a draft, and later keeps what was accepted.
+
+* :class:`TreeVerifier`: token trees under a 4D mask; rows advance independently.
+* :class:`ChainVerifier`: one chain per row, for models without usable positions or masks. All rows
+  advance by what the slowest one accepted; what faster rows know already stays pending.
+* :class:`ReplayVerifier`: chains for models with a recurrent state, which cannot forget single
+  tokens: after a rejection the state is restored and the accepted tokens stay pending, so that
+  replaying them shares the next step's forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from .kv_cache import SlotCache, SlotLayer
+from .token_tree import TokenTree
+from .tree_attention import TreeAttention, lay_out
+from .verification import RowText
+
+# Above this many pending tokens a recurrent model gets them without a draft behind, which always
+# succeeds: it bounds the width that replaying adds to every forward.
+_MAX_REPLAY = 16
+
+
+class Verifier:
+    """Common part: the keyword arguments of a forward and the rows' progress.
+
+    Args:
+        model: a transformers model.
+        cache: its self-attention cache, filled by the prefill.
+        model_kwargs: `generate`'s, after the prefill.
+        prompt_ids: int64 [batch, length], as the rows of text begin.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: SlotCache,
+        model_kwargs: dict[str, Any],
+        prompt_ids: torch.Tensor,
+    ):
+        self.model = model
+        self.cache = cache
+        self.prompt_ids = prompt_ids
+        self.positions = model_kwargs.get("position_ids")
+        self.kwargs = {
+            name: value
+            for name, value in model_kwargs.items()
+            if name not in ("position_ids", "logits_to_keep", "inputs_embeds", "cache_position")
+        }
+        # The cache holds this many generated tokens of each row.
+        self.processed = [0] * len(prompt_ids)
+
+    def limit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        """The part of the drafts that this tier can verify."""
+        return list(trees)
+
+    def backlog(self, rows: Sequence[RowText]) -> int:
+        """Pending tokens that every forward carries besides the roots and drafts."""
+        return 0
+
+    def forward(
+        self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
+    ) -> tuple[Any, list[int]]:
+        """Feed pending tokens and drafts.
+
+        Returns:
+            The model's outputs, and for each row the index of its root among the fed tokens; the
+            draft's nodes follow it.
+        """
+        raise NotImplementedError
+
+    def keep(self, rows: Sequence[RowText], accepted: Sequence[Sequence[int]]) -> None:
+        """Keep each row's accepted tokens: 0 for the root, 1 + i for node i; none at rest."""
+        raise NotImplementedError
+
+    def _token_types(self, width: int) -> dict[str, torch.Tensor]:
+        """Fed tokens continue the last token's type; in multimodal types they are text."""
+        types = {}
+        if (ids := self.kwargs.get("token_type_ids")) is not None:
+            types["token_type_ids"] = ids[:, -1:].expand(-1, width)
+        if (ids := self.kwargs.get("mm_token_type_ids")) is not None:
+            types["mm_token_type_ids"] = ids.new_zeros((ids.shape[0], width))
+        return types
+
+    def _run(self, input_ids: torch.Tensor, width: int, arguments: dict, options: dict) -> Any:
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=width,
+            **(self.kwargs | self._token_types(width) | arguments),
+        )
+        return self.model(**(inputs | arguments | options), return_dict=True)
+
+
+class TreeVerifier(Verifier):
+    """Verifies one token tree per row; see the module's docstring."""
+
+    def __init__(self, *args: Any, attention: TreeAttention):
+        super().__init__(*args)
+        self.attention = attention
+
+    def forward(
+        self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
+    ) -> tuple[Any, list[int]]:
+        fed = lay_out([row.last for row in rows], trees, self.positions.device)
+        progress = torch.tensor(self.processed, device=fed.depths.device)[:, None]
+        arguments = {
+            "attention_mask": self.attention.masks(fed, self.cache.slots),
+            "position_ids": self.positions[..., -1:] + 1 + progress + fed.depths,
+        }
+        return self._run(fed.token_ids, fed.width, arguments, options), [0] * len(rows)
+
+    def keep(self, rows: Sequence[RowText], accepted: Sequence[Sequence[int]]) -> None:
+        self.cache.keep(accepted)
+        for row, path in zip(rows, accepted, strict=True):
+            self.processed[row.index] += len(path)
+
+
+class ChainVerifier(Verifier):
+    """Verifies one chain per row, all rows in step; see the module's docstring."""
+
+    _width = 0
+
+    def pending(self, row: RowText) -> list[int]:
+        """Tokens of the row that the cache does not hold; the last one is the draft's root."""
+        return row.generated[self.processed[row.index] :] or [row.last]
+
+    def limit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        return [best_chain(tree) for tree in trees]
+
+    def backlog(self, rows: Sequence[RowText]) -> int:
+        return max(len(self.pending(row)) for row in rows) - 1
+
+    def forward(
+        self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
+    ) -> tuple[Any, list[int]]:
+        fed = [
+            [*self.pending(row), *tree.token_ids.tolist()]
+            for row, tree in zip(rows, trees, strict=True)
+        ]
+        self._width = width = max(len(tokens) for tokens in fed)
+        # Filler stands behind everything that matters and is cut off again by `keep`.
+        known = [
+            row.generated[: self.processed[row.index]] + (tokens + tokens[-1:] * width)[:width]
+            for row, tokens in zip(rows, fed, strict=True)
+        ]
+        suffix = torch.tensor(known, device=self.prompt_ids.device)
+        input_ids = torch.cat([self.prompt_ids, suffix], dim=1)
+        arguments = self._causal_arguments(width, input_ids.device)
+        roots = [len(self.pending(row)) - 1 for row in rows]
+        return self._run(input_ids, width, arguments, options), roots
+
+    def _causal_arguments(self, width: int, device: torch.device) -> dict[str, torch.Tensor]:
+        generated = self.processed[0]
+        arguments = {}
+        name = (
+            "decoder_attention_mask" if self.model.config.is_encoder_decoder else "attention_mask"
+        )
+        if (mask := self.kwargs.get(name)) is not None:
+            arguments[name] = F.pad(mask, (0, generated + width), value=1)
+        if self.positions is not None:
+            steps = torch.arange(generated, generated + width, device=self.positions.device)
+            arguments["position_ids"] = self.positions[..., -1:] + 1 + steps
+        return arguments
+
+    def keep(self, rows: Sequence[RowText], accepted: Sequence[Sequence[int]]) -> None:
+        valid = [
+            len(row.generated) - 1 - self.processed[row.index] if path else 0
+            for row, path in zip(rows, accepted, strict=True)
+        ]
+        running = [n for row, n in zip(rows, valid, strict=True) if not row.finished]
+        # When nothing runs on, the cache is as long as the longest text.
+        self._advance(min(running) if running else max(valid))
+
+    def _advance(self, tokens: int) -> None:
+        self.cache.keep([range(tokens)] * len(self.processed))
+        self.processed = [done + tokens for done in self.processed]
+
+
+class ReplayVerifier(ChainVerifier):
+    """Verifies chains on a model whose state cannot be cropped; see the module's docstring.
+
+    For one row: rows of a batch would have to restore and replay for each other.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._backlog = 0
+        self._snapshot: list[Any] = []
+
+    def limit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        return [TokenTree.empty()] if self._backlog >= _MAX_REPLAY else super().limit(trees)
+
+    def forward(
+        self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
+    ) -> tuple[Any, list[int]]:
+        if len(trees[0]):
+            self._snapshot = [_state_of(layer) for layer in self.cache.layers]
+        return super().forward(rows, trees, **options)
+
+    def _advance(self, tokens: int) -> None:
+        whole = tokens == self._width
+        self._backlog = 0 if whole else tokens
+        if whole:
+            super()._advance(tokens)
+        else:
+            super()._advance(0)
+            for layer, state in zip(self.cache.layers, self._snapshot, strict=True):
+                layer.__dict__.update(state)
+        self._snapshot = []
+
+
+def best_chain(tree: TokenTree) -> TokenTree:
+    """The path of a tree with the largest sum of probabilities."""
+    if tree.is_chain:
+        return tree
+    totals = np.zeros(len(tree), np.float64)
+    for node, parent in enumerate(tree.parents.tolist()):
+        totals[node] = tree.probs[node] + (totals[parent] if parent >= 0 else 0.0)
+    return tree.select(tree.path(int(totals.argmax())))
+
+
+def _state_of(layer: Any) -> dict[str, Any]:
+    """What a forward changes in a layer, copied where it changes in place.
+
+    Slot layers forget by themselves. `keys` and `values` of other layers grow by concatenation,
+    which leaves the old tensors as they are.
+    """
+    if isinstance(layer, SlotLayer):
+        return {}
+    grown = {name: layer.__dict__[name] for name in ("keys", "values") if name in layer.__dict__}
+    rest = {name: value for name, value in layer.__dict__.items() if name not in grown}
+    return copy.deepcopy(rest) | grown
