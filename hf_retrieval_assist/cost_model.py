@@ -1,0 +1,284 @@
+"""t(n): the measured time of a forward over n tokens, learnt from the loop's own forwards.
+
+The curve is kept as log t at a few knots, jointly Gaussian, and every timing is one Kalman update
+of it: sizes that were never fed are inferred from their neighbours and from a prior shape, with an
+uncertainty that tells the planner where a trial would teach something.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64Array = NDArray[np.float64]
+
+# Powers of two, the sizes half way, and the first size past each power from 8 on: kernels change
+# and tiles fill up there, so that a step of the curve falls between two knots that stand together.
+KNOTS = np.array(
+    [1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512]
+)
+MAX_TOKENS = int(KNOTS[-1])
+
+# t(n)/t(1) assumed before anything is measured: float32 linears on two cores; a GPU.
+_CPU_SIZES = np.array([1, 2, 4, 8, 16, 32, 64, 512])
+_CPU_RATIOS = np.array([1, 1.9, 2.2, 2.3, 2.6, 3.3, 5.0, 33.0])
+_ACCELERATOR_SLOPE = 0.003
+
+_LEVEL_STD = 1.0  # of log t(1), once a first timing has set it
+_CPU_OCTAVE_STD = 0.35  # of the change of log t when n doubles
+_ACCELERATOR_OCTAVE_STD = 0.15
+_STEP_OCTAVES = 0.5  # variance of a step past a power of two, as that of so many octaves
+
+_NOISE_STD = 0.1  # of one timing's logarithm, until the timings tell
+_MIN_NOISE_STD = 0.02
+_NOISE_MEMORY = 0.05
+_FIRST_NOISE = (256.0, 16.0, 4.0)  # times the variance: the first calls allocate and compile
+_OUTLIER = 3.0  # standard deviations
+_OUTLIERS_OF_A_CHANGE = 3  # so many in a row on one side are no outliers but a changed machine
+_CHANGE_FORGETTING = 0.5
+_FORGETTING = 0.01  # variance regained per timing, in units of a timing's own
+_FORGETTING_PERIOD = 8
+_RESTORED_VARIANCE = 0.02  # at least this share of the prior variance after a restart
+
+_SIZES = np.arange(1, MAX_TOKENS + 1)
+
+
+def _knot_positions() -> tuple[list[int], list[float]]:
+    """For every n: the knot at or below it, and the linear weight of the knot above."""
+    n = np.arange(MAX_TOKENS + 1)
+    left = np.clip(np.searchsorted(KNOTS, n, side="right") - 1, 0, len(KNOTS) - 2)
+    weight = (n - KNOTS[left]) / (KNOTS[left + 1] - KNOTS[left])
+    return left.tolist(), weight.tolist()
+
+
+_LEFT, _WEIGHT = _knot_positions()
+
+
+def _prior_mean(device_type: str) -> Float64Array:
+    if device_type == "cpu":
+        return np.log(np.interp(KNOTS, _CPU_SIZES, _CPU_RATIOS))
+    return np.log1p(_ACCELERATOR_SLOPE * (KNOTS - 1))
+
+
+def _prior_covariance(device_type: str) -> Float64Array:
+    """Of log t at the knots: one unknown level, and a Brownian motion over the octaves."""
+    steps = np.maximum(np.ceil(np.log2(KNOTS)) - 3, 0)  # powers of two from 8 on that lie below n
+    octaves = np.log2(KNOTS) + _STEP_OCTAVES * steps
+    std = _CPU_OCTAVE_STD if device_type == "cpu" else _ACCELERATOR_OCTAVE_STD
+    return _LEVEL_STD**2 + std**2 * np.minimum.outer(octaves, octaves)
+
+
+def _monotone(values: Float64Array) -> Float64Array:
+    """The mean of the least non-decreasing majorant and the greatest non-decreasing minorant."""
+    above = np.maximum.accumulate(values)
+    above += np.minimum.accumulate(values[::-1])[::-1]
+    above *= 0.5
+    return above
+
+
+class CostModel:
+    """Learns t(n), the seconds of one forward that feeds n tokens per row (the root included).
+
+    Robust to outliers and to the first slow calls; forgets, so that it follows a curve that
+    changes. Safe to share between threads. An observation and the next curve cost about 15 µs.
+
+    Args:
+        device_type: "cpu", or an accelerator's type: chooses the prior shape of t(n)/t(1).
+    """
+
+    def __init__(self, device_type: str = "cpu"):
+        self.device_type = device_type
+        self._mean = _prior_mean(device_type)
+        self._prior_covariance = _prior_covariance(device_type)
+        self._covariance = self._prior_covariance.copy()
+        self._noise = _NOISE_STD**2
+        self._count = 0
+        self._outliers = 0
+        self._curve: Float64Array = np.empty(0)
+        self._spread: Float64Array = np.empty(0)
+        self._stale = True
+        self._overheads: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def fixed(cls, seconds: Callable[[int], float]) -> CostModel:
+        """A model of a known t(n), `seconds(n)`, that learns nothing: for simulations."""
+        return _FixedCostModel(seconds)
+
+    @property
+    def observations(self) -> int:
+        """Forwards timed so far."""
+        return self._count
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from a forward that fed `tokens` tokens per row in `seconds`.
+
+        Sizes beyond `MAX_TOKENS` and clocks that stood still teach nothing.
+        """
+        if tokens < 1:
+            raise ValueError(f"expected tokens >= 1, got {tokens}")
+        if tokens <= MAX_TOKENS and seconds > 0:
+            with self._lock:
+                self._update(_LEFT[tokens], _WEIGHT[tokens], math.log(seconds))
+
+    def _update(self, left: int, weight: float, log_seconds: float) -> None:
+        """One robust Kalman step for a timing of `1 − weight` at a knot, `weight` at the next."""
+        covariance, mean = self._covariance, self._mean
+        row = covariance[left]
+        if weight:
+            row = row + weight * (covariance[left + 1] - row)
+        predicted = float(mean[left] + weight * (mean[left + 1] - mean[left]))
+        variance = float(row[left] + weight * (row[left + 1] - row[left]))
+        if self._count == 0:
+            mean += log_seconds - predicted
+            predicted = log_seconds
+        error = log_seconds - predicted
+        noise = self._noise * (_FIRST_NOISE[self._count] if self._count < len(_FIRST_NOISE) else 1)
+        limit = _OUTLIER * math.sqrt(variance + noise)
+        believed = min(max(error, -limit), limit)
+        gain = row / (variance + noise)
+        mean += believed * gain
+        covariance -= np.multiply.outer(gain, row)
+        self._count += 1
+        self._learn_noise(believed, variance)
+        self._age(error - believed)
+        self._stale = True
+
+    def _learn_noise(self, error: float, variance: float) -> None:
+        """Towards the share of the squared error that the curve's uncertainty leaves to noise."""
+        if self._count > len(_FIRST_NOISE):
+            unexplained = min(error * error / (1 + variance / self._noise), 4 * self._noise)
+            noise = self._noise + _NOISE_MEMORY * (unexplained - self._noise)
+            self._noise = max(noise, _MIN_NOISE_STD**2)
+
+    def _age(self, disbelieved: float) -> None:
+        """Forget a little, and much where outliers on one side say that the machine changed."""
+        if self._count % _FORGETTING_PERIOD == 0:
+            self._forget(_FORGETTING * _FORGETTING_PERIOD * self._noise / _LEVEL_STD**2)
+        side = (disbelieved > 0) - (disbelieved < 0)
+        self._outliers = self._outliers + side if self._outliers * side >= 0 else side
+        if side == 0:
+            self._outliers = 0
+        elif abs(self._outliers) >= _OUTLIERS_OF_A_CHANGE:
+            self._forget(_CHANGE_FORGETTING)
+            self._outliers = 0
+
+    def _forget(self, share: float) -> None:
+        """Move the uncertainty towards the prior's."""
+        self._covariance += min(share, 1.0) * (self._prior_covariance - self._covariance)
+
+    def seconds(self, tokens: int) -> float:
+        """Expected seconds of a forward over `tokens` tokens per row."""
+        return float(self.curve(tokens)[-1])
+
+    def curve(self, max_tokens: int) -> Float64Array:
+        """float64 [max_tokens]: t(1), …, t(max_tokens) in seconds, non-decreasing; read-only."""
+        with self._lock:
+            self._refresh(max_tokens)
+            return self._curve[:max_tokens]
+
+    def spread(self, max_tokens: int) -> Float64Array:
+        """float64 [max_tokens]: standard deviation of the estimate of log t(n); read-only."""
+        with self._lock:
+            self._refresh(max_tokens)
+            return self._spread[:max_tokens]
+
+    def _refresh(self, max_tokens: int) -> None:
+        if not self._stale and max_tokens <= len(self._curve):
+            return
+        sizes = _sizes(max(max_tokens, len(self._curve)))
+        at_knots = np.exp(_monotone(self._mean))
+        self._curve = np.interp(sizes, KNOTS, at_knots)
+        if len(sizes) > MAX_TOKENS:
+            slope = (at_knots[-1] - at_knots[-2]) / (KNOTS[-1] - KNOTS[-2])
+            self._curve[MAX_TOKENS:] += slope * (sizes[MAX_TOKENS:] - MAX_TOKENS)
+        self._spread = np.interp(sizes, KNOTS, np.sqrt(self._covariance.diagonal()))
+        self._stale = False
+
+    def observe_overhead(self, kind: str, seconds: float) -> None:
+        """Learn what a step spends outside the forward on `kind` ("draft", "walk", …)."""
+        with self._lock:
+            known = self._overheads.get(kind)
+            # An outlier of any size moves the mean by a tenth of it at most.
+            change = 0.0 if known is None else min(seconds - known, known)
+            self._overheads[kind] = seconds if known is None else known + 0.1 * change
+
+    def overhead(self, *kinds: str) -> float:
+        """Seconds per step spent on these kinds of work, or on all of them when none is named."""
+        known = self._overheads.copy()
+        return sum(known.get(kind, 0.0) for kind in (kinds or known))
+
+    def state(self) -> dict[str, Any]:
+        """What is known, in JSON's types; see `restore`."""
+        with self._lock:
+            return {
+                "log_seconds": self._mean.tolist(),
+                "noise": self._noise,
+                "observations": self._count,
+                "uncertainty": (self._covariance.diagonal() / self._prior_covariance.diagonal())
+                .clip(0, 1)
+                .tolist(),
+                "overheads": dict(self._overheads),
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Start from what `state()` told, trusting it less than fresh timings.
+
+        Raises:
+            ValueError: `state` is not one that `state()` could have told.
+        """
+        mean = _finite_numbers(state, "log_seconds", len(KNOTS))
+        uncertainty = _finite_numbers(state, "uncertainty", len(KNOTS))
+        noise, count = _finite_numbers(state, "noise"), _finite_numbers(state, "observations")
+        if (uncertainty < 0).any() or (uncertainty > 1).any() or noise[0] <= 0 or count[0] < 0:
+            raise ValueError("expected uncertainty in [0, 1], noise > 0 and observations >= 0")
+        overheads = state.get("overheads")
+        if not isinstance(overheads, dict):
+            raise ValueError(f"expected overheads to be an object, got {overheads!r}")
+        seconds = {str(kind): float(_finite_numbers(overheads, kind)[0]) for kind in overheads}
+        with self._lock:
+            self._mean = mean
+            std = np.sqrt(uncertainty.clip(_RESTORED_VARIANCE, 1))
+            self._covariance = np.outer(std, std) * self._prior_covariance
+            self._noise, self._count = float(noise[0]), int(count[0])
+            self._overheads = seconds
+            self._stale = True
+
+
+def _finite_numbers(state: dict[str, Any], name: str, length: int | None = None) -> Float64Array:
+    """`state[name]` as float64 [length], or as [1] where it is a single number."""
+    value = state.get(name)
+    try:
+        numbers = np.array(value if length else [value], dtype=np.float64)
+    except (TypeError, ValueError):
+        numbers = np.empty(0)
+    if numbers.shape != (length or 1,) or not np.isfinite(numbers).all():
+        raise ValueError(f"expected {name} to be {length or 1} finite number(s), got {value!r}")
+    return numbers
+
+
+def _sizes(count: int) -> NDArray[np.int64]:
+    return _SIZES[:count] if count <= MAX_TOKENS else np.arange(1, count + 1)
+
+
+class _FixedCostModel(CostModel):
+    """A known t(n); see `CostModel.fixed`."""
+
+    def __init__(self, seconds: Callable[[int], float]):
+        super().__init__()
+        self._seconds = seconds
+
+    def _update(self, left: int, weight: float, log_seconds: float) -> None:
+        pass
+
+    def _refresh(self, max_tokens: int) -> None:
+        known = len(self._curve)
+        if max_tokens > known:
+            more = [float(self._seconds(n)) for n in range(known + 1, max_tokens + 1)]
+            self._curve = np.concatenate([self._curve, more])
+            self._spread = np.zeros(max_tokens)

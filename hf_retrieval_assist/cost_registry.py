@@ -1,0 +1,163 @@
+"""Cost models by what t(n) depends on, kept from one process to the next."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import threading
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from .cost_model import CostModel
+
+_FORMAT = 1
+_MAX_FILE_BYTES = 1 << 22
+
+
+def size_bucket(size: int) -> int:
+    """The smallest power of two that is not below `size`: sizes of one bucket share a curve."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+@dataclass(frozen=True)
+class CostKey:
+    """What t(n) depends on; cache length and batch size as buckets, see `size_bucket`."""
+
+    fingerprint: str
+    device: str
+    dtype: str
+    attention: str
+    batch_size: int = 1
+    cache_length: int = 0
+
+    def name(self) -> str:
+        """The key within its fingerprint's file."""
+        fields = asdict(self)
+        del fields["fingerprint"]
+        return json.dumps(fields, sort_keys=True)
+
+    def distance(self, other: CostKey) -> float:
+        """How far apart two keys of one machine setting are, in doublings; infinite otherwise."""
+        if self.setting != other.setting:
+            return float("inf")
+        batch = abs(self.batch_size.bit_length() - other.batch_size.bit_length())
+        cache = abs(self.cache_length.bit_length() - other.cache_length.bit_length())
+        return 4.0 * batch + cache
+
+    @property
+    def setting(self) -> tuple[str, str, str, str]:
+        """What a curve cannot be carried across."""
+        return self.fingerprint, self.device, self.dtype, self.attention
+
+
+class CostModels:
+    """One `CostModel` per key; a new key starts from the nearest known one. Thread-safe.
+
+    Args:
+        directory: where `save` keeps one JSON file per fingerprint and from where a fingerprint's
+            models are read when it is first asked for; None keeps nothing on disk.
+    """
+
+    def __init__(self, directory: Path | None = None):
+        self.directory = directory
+        self._models: dict[CostKey, CostModel] = {}
+        self._loaded: set[str] = set()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def user_directory() -> Path:
+        """Where cost models live between processes: a folder of the user's cache directory."""
+        return Path(platformdirs.user_cache_dir("hf_retrieval_assist")) / "cost"
+
+    def get(self, key: CostKey) -> CostModel:
+        """The model of `key`, the same object each time."""
+        with self._lock:
+            if key.fingerprint not in self._loaded:
+                self._loaded.add(key.fingerprint)
+                self._load(key)
+            if key not in self._models:
+                self._models[key] = self._new(key)
+            return self._models[key]
+
+    def _new(self, key: CostKey) -> CostModel:
+        model = CostModel(_device_type(key))
+        nearest = min(self._models, key=key.distance, default=None)
+        if nearest is not None and key.distance(nearest) < float("inf"):
+            model.restore(self._models[nearest].state())
+        return model
+
+    def save(self, fingerprint: str) -> None:
+        """Write the fingerprint's models to its file, in one step; nothing without a directory."""
+        if self.directory is None:
+            return
+        with self._lock:
+            models = {k.name(): m for k, m in self._models.items() if k.fingerprint == fingerprint}
+        states = {name: model.state() for name, model in models.items() if model.observations}
+        content = {"format": _FORMAT, "fingerprint": fingerprint, "models": states}
+        _write_atomically(self._path(fingerprint), json.dumps(content))
+
+    def _path(self, fingerprint: str) -> Path:
+        assert self.directory is not None
+        return self.directory / (hashlib.sha256(fingerprint.encode()).hexdigest()[:32] + ".json")
+
+    def _load(self, key: CostKey) -> None:
+        """Read the file of the key's fingerprint; a damaged one is reported and ignored."""
+        if self.directory is None:
+            return
+        path = self._path(key.fingerprint)
+        try:
+            self._models.update(_read_models(path, key.fingerprint))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, RecursionError) as error:
+            warnings.warn(f"ignoring the saved timings in {path}: {error}", stacklevel=3)
+
+
+def _device_type(key: CostKey) -> str:
+    return key.device.partition(":")[0]
+
+
+def _read_models(path: Path, fingerprint: str) -> dict[CostKey, CostModel]:
+    """The file's models; ValueError where it is not one that `CostModels.save` wrote."""
+    with path.open("rb") as file:
+        text = file.read(_MAX_FILE_BYTES + 1)
+    if len(text) > _MAX_FILE_BYTES:
+        raise ValueError(f"expected at most {_MAX_FILE_BYTES} bytes")
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError(f"expected a file of format {_FORMAT}")
+    if content.get("fingerprint") != fingerprint or not isinstance(content.get("models"), dict):
+        raise ValueError(f"expected the models of {fingerprint!r}")
+    return dict(_read_model(fingerprint, *item) for item in content["models"].items())
+
+
+def _read_model(fingerprint: str, name: str, state: Any) -> tuple[CostKey, CostModel]:
+    fields, expected = json.loads(name), json.loads(CostKey("", "", "", "").name())
+    if not isinstance(fields, dict) or {k: type(v) for k, v in fields.items()} != {
+        k: type(v) for k, v in expected.items()
+    }:
+        raise ValueError(f"expected a key with {sorted(expected)}, got {name!r}")
+    if not isinstance(state, dict):
+        raise ValueError(f"expected a model's state to be an object, got {state!r}")
+    key = CostKey(fingerprint, **fields)
+    model = CostModel(_device_type(key))
+    model.restore(state)
+    return key, model
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,151 @@
+"""How much to verify: the part of a draft that brings the most tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from .cost_model import CostModel, Float64Array
+from .token_tree import TokenTree
+
+_TRIAL_PERIOD = 8  # steps from one consideration of a trial to the next
+
+Budget = Literal["auto", "paper"] | int
+
+
+@dataclass
+class Planner:
+    """Keeps of each draft the nodes that pay for their verification.
+
+    A node's probability is the number of tokens that it is expected to bring, and no node is more
+    probable than its parent, so the best tree of m nodes is the m most probable ones; of these
+    sizes the one with the highest expected tokens per second is kept, which may be none.
+
+    Sizes whose t(n) is uncertain and might be better are tried now and then. The time that a trial
+    may lose is saved up beforehand as a share of the time spent, so trials never cost more.
+
+    Attributes:
+        budget: "auto" does the above; "paper" leaves drafts as their drafters sized them; a number
+            keeps that many nodes.
+        max_nodes: the most that drafters are asked for under "auto".
+        exploration: share of the time that trials may lose, in [0, 1).
+    """
+
+    budget: Budget = "auto"
+    max_nodes: int = 64
+    exploration: float = 0.005
+
+    def __post_init__(self) -> None:
+        if self.budget not in ("auto", "paper") and not _is_count(self.budget):
+            raise ValueError(
+                f'expected budget "auto", "paper" or a number >= 0, got {self.budget!r}'
+            )
+        if self.max_nodes < 1:
+            raise ValueError(f"expected max_nodes >= 1, got {self.max_nodes}")
+        if not 0 <= self.exploration < 1:
+            raise ValueError(f"expected exploration in [0, 1), got {self.exploration}")
+        self._saved = 0.0  # seconds that a trial may lose
+        self._step = 0
+
+    @property
+    def request(self) -> int:
+        """How many nodes to ask of the drafters."""
+        return self.budget if isinstance(self.budget, int) else self.max_nodes
+
+    def plan(
+        self, tree: TokenTree, cost: CostModel, extra_tokens: int = 0, overhead: float | None = None
+    ) -> TokenTree:
+        """The part of `tree` to verify; closed under parents, maybe empty.
+
+        Args:
+            tree: a draft with calibrated probabilities.
+            cost: t(n), n counting every token that is fed.
+            extra_tokens: fed besides the root and the nodes, whatever is kept.
+            overhead: seconds per step outside the forward; None: as measured by `cost`.
+        """
+        return self.plan_batch([tree], cost, extra_tokens, overhead)[0]
+
+    def plan_batch(
+        self,
+        trees: Sequence[TokenTree],
+        cost: CostModel,
+        extra_tokens: int = 0,
+        overhead: float | None = None,
+    ) -> list[TokenTree]:
+        """The part of each row's tree to verify, when all rows are padded to the widest.
+
+        One width is chosen for the batch, the one with the most expected tokens per second of all
+        rows together; each row keeps its most probable nodes up to it. `cost` is the batch's: t(n)
+        for n tokens per row. Arguments as for `plan`.
+        """
+        if self.budget == "paper":
+            return list(trees)
+        width = self.budget if isinstance(self.budget, int) else None
+        if width is None:
+            seconds = cost.overhead() if overhead is None else overhead
+            width = self._best_width(trees, cost, extra_tokens, seconds)
+        return [tree.prune(width) for tree in trees]
+
+    def _best_width(
+        self, trees: Sequence[TokenTree], cost: CostModel, extra_tokens: int, overhead: float
+    ) -> int:
+        widest = max(map(len, trees))
+        tokens = expected_tokens(trees, widest)
+        seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:] + overhead
+        rates = tokens / seconds
+        best = int(rates.argmax())
+        self._saved += self.exploration * float(seconds[best])
+        self._step += 1
+        if not self.exploration or self._step % _TRIAL_PERIOD:
+            return best
+        spread = cost.spread(1 + extra_tokens + widest)[extra_tokens:]
+        return self._explore(best, rates, tokens, seconds, spread)
+
+    def _explore(
+        self,
+        best: int,
+        rates: Float64Array,
+        tokens: Float64Array,
+        seconds: Float64Array,
+        spread: Float64Array,
+    ) -> int:
+        """The width that would be best if it were as cheap as it may be, when that can be paid."""
+        # Only what is uncertain relative to the best size's own time can change the choice.
+        error = np.exp(np.abs(spread - spread[best]))
+        hopeful = int((rates * error).argmax())
+        if hopeful == best:
+            return best
+        loss = float(seconds[hopeful] * error[hopeful] - tokens[hopeful] / rates[best])
+        if loss > self._saved:
+            return best
+        self._saved -= max(loss, 0.0)
+        return hopeful
+
+
+def expected_tokens(trees: Sequence[TokenTree], width: int) -> Float64Array:
+    """float64 [width + 1]: tokens that a step brings, all rows together, when each row verifies
+    its 0, 1, …, `width` most probable nodes."""
+    gains = np.zeros(width + 1)
+    gains[0] = len(trees)
+    for tree in trees:
+        gains[1 : len(tree) + 1] += np.sort(tree.probs)[::-1]
+    return gains.cumsum()
+
+
+def token_rate(
+    tree: TokenTree, cost: CostModel, extra_tokens: int = 0, overhead: float = 0.0
+) -> float:
+    """Expected tokens per second when the best part of `tree` is verified.
+
+    What a dearer drafter is compared by: it is worth asking when its rate, with the seconds that
+    it takes as `overhead`, is above the rate of what is already there.
+    """
+    seconds = cost.curve(1 + extra_tokens + len(tree))[extra_tokens:] + overhead
+    return float((expected_tokens([tree], len(tree)) / seconds).max())
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
