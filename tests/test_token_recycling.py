@@ -1,5 +1,6 @@
 """Token Recycling against its definition, on tables small enough to write down."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -236,7 +237,7 @@ def test_prompt_tokens_without_logits_are_learnt_from_the_text():
 @given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
 def test_recent_successors(tokens, limit):
     expected = {}
-    for token, successor in zip(tokens[:-1], tokens[1:], strict=True):
+    for token, successor in itertools.pairwise(tokens):
         row = expected.setdefault(token, [])
         if successor in row:
             row.remove(successor)

@@ -309,9 +309,7 @@ def rows_to_learn(feedback: Feedback, vocab_size: int, affordable: int) -> NDArr
     accepted[feedback.accepted] = True
     # Ascending by preference, so that a later entry replaces an earlier one of the same token.
     order = np.argsort(accepted, kind="stable")
-    chosen = {
-        token: node for token, node in zip(tokens[order].tolist(), order.tolist(), strict=True)
-    }
+    chosen = dict(zip(tokens[order].tolist(), order.tolist(), strict=True))
     nodes = np.sort([node for token, node in chosen.items() if token < vocab_size]).astype(np.int64)
     mine, rejected = nodes[accepted[nodes]], nodes[~accepted[nodes]]
     return np.concatenate([mine, rejected[: max(0, affordable - len(mine))]])
@@ -320,19 +318,18 @@ def rows_to_learn(feedback: Feedback, vocab_size: int, affordable: int) -> NDArr
 def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Values and indices [m, k] of the k largest of each row [m, vocab_size], descending.
 
-    The k largest lie in the k blocks with the largest maxima, and a maximum is several times cheaper
-    than a selection: on a CPU this takes a fifth of `torch.topk` at 262,144 entries.
+    The k largest lie in the k blocks with the largest maxima, and a maximum is several times
+    cheaper than a selection: on a CPU this takes a fifth of `torch.topk` at 262,144 entries.
     """
     blocks = logits.shape[1] // _BLOCK
     if blocks <= 4 * k:
-        return tuple(logits.topk(k, dim=1))
+        whole = logits.topk(k, dim=1)
+        return whole.values, whole.indices
     head = blocks * _BLOCK
     by_block = logits[:, :head].unflatten(1, (blocks, _BLOCK))
     best = by_block.amax(2).topk(k, dim=1).indices
-    candidates = torch.cat(
-        [by_block.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1), logits[:, head:]],
-        1,
-    )
+    inside = by_block.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
+    candidates = torch.cat([inside, logits[:, head:]], dim=1)
     values, places = candidates.topk(k, dim=1)
     in_block = best.gather(1, (places // _BLOCK).clamp(max=k - 1)) * _BLOCK + places % _BLOCK
     in_tail = places - k * _BLOCK + head
