@@ -1,0 +1,368 @@
+"""Token Recycling: the most likely successors of every token, remembered from earlier logits.
+
+Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
+Recycling" (2024), sections 3.1 to 3.3. A table [vocab_size, k] holds, for every token, the k tokens
+that the target found most likely after it the last time it was fed. A static tree of ranks is laid
+over the table to draft.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .. import draft_tree
+from ..token_tree import Float32Array, Int32Array, TokenTree
+from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+
+TEMPLATES: dict[str, tuple[int, ...]] = {
+    # The authors' tree: 80 nodes below the root, six levels.
+    "2.2.2": (
+        *(8,),
+        *(8, 4, 3, 2, 1, 1, 1, 1),
+        *(8, 3, 2, 1, 1, 1, 1, 1, 2, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 0),
+        *(5, 2, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0),
+        *(3, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0),
+        *(2, 0, 0, 1, 0, 0, 0, 0),
+        *(0, 0, 0),
+    ),
+    # SAM-Decoding's: 60 nodes, five levels.
+    "sam": (
+        *(7,),
+        *(6, 5, 3, 2, 2, 1, 1),
+        *(3, 2, 2, 1, 1, 0, 3, 2, 1, 1, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0),
+        *(2, 1, 0, 1, 0, 0, 0, 0, 0, 2, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0),
+        *(2, 0, 1, 0, 1, 0, 0, 0),
+        *(0, 0, 0, 0),
+    ),
+}
+
+# Upper edges of a successor's share among the k likeliest (their softmax), best class last.
+_CONFIDENCE_EDGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95, 0.99)
+# Acceptance given an accepted parent, per confidence class.
+_LOGIT_PRIORS = np.linspace(0.01, 0.9, len(_CONFIDENCE_EDGES) + 1, dtype=np.float32)
+_UNKNOWN = -1
+_BLOCK = 256
+_CPU_CELLS = 1 << 22
+_CHUNK_CELLS = 1 << 25
+
+
+class Template:
+    """A tree of ranks: node "rank r below p" stands for the r-th likeliest successor of p's token.
+
+    Attributes:
+        parents: int32 [n], −1 for children of the root; levels stand together, in order.
+        ranks: int32 [n].
+        levels: for each level, the place of every node's parent within the level above (int64) and
+            its rank (int64).
+    """
+
+    def __init__(self, child_counts: Sequence[int], top_k: int) -> None:
+        """
+        Args:
+            child_counts: children of each node, breadth first, the root's first. Children take the
+                ranks 0, 1, ...; so the counts determine the tree.
+            top_k: ranks the table has; nodes of higher rank are left out with all below them.
+
+        Raises:
+            ValueError: the counts do not describe one whole tree.
+        """
+        nodes = _expand_counts(child_counts)
+        keep = _below(top_k, nodes)
+        place = {old: new for new, old in enumerate(keep)} | {-1: -1}
+        self.parents = np.array([place[nodes[i][0]] for i in keep], dtype=np.int32)
+        self.ranks = np.array([nodes[i][1] for i in keep], dtype=np.int32)
+        self.levels = list(self._split_levels())
+
+    def _split_levels(self) -> Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        depths = draft_tree.depths(self.parents)
+        start_above = -1
+        for depth in range(1, int(depths.max(initial=0)) + 1):
+            level = np.flatnonzero(depths == depth)
+            yield (
+                self.parents[level].astype(np.int64) - start_above,
+                self.ranks[level].astype(np.int64),
+            )
+            start_above = int(level[0])
+
+
+def _expand_counts(child_counts: Sequence[int]) -> list[tuple[int, int]]:
+    """(parent, rank) of every node below the root, breadth first."""
+    counts = [int(count) for count in child_counts]
+    if not counts or min(counts) < 0 or sum(counts) != len(counts) - 1:
+        raise ValueError(
+            "template: expected one non-negative child count per node, the root's first, and as "
+            f"many nodes as children plus the root; got {len(counts)} counts with sum {sum(counts)}"
+        )
+    nodes: list[tuple[int, int]] = []
+    for node, count in enumerate(counts):
+        if node > len(nodes):
+            raise ValueError(f"template: node {node} has a child count but no parent")
+        nodes += [(node - 1, rank) for rank in range(count)]
+    return nodes
+
+
+def _below(top_k: int, nodes: list[tuple[int, int]]) -> list[int]:
+    """The nodes whose whole path has ranks below `top_k`."""
+    kept: set[int] = {-1}
+    for node, (parent, rank) in enumerate(nodes):
+        if parent in kept and rank < top_k:
+            kept.add(node)
+    return sorted(kept - {-1})
+
+
+class TokenRecyclingDrafter(Drafter):
+    """Drafts from the target's own second thoughts; needs no text, corpus or second model.
+
+    The table is shared by all sessions, stays warm from call to call, and belongs to one target: a
+    model with another fingerprint gets a table of its own.
+
+    Rows come from the logits of verified nodes, rejected ones included, and from the prompt's where
+    the engine has them. A transition of the text that no logits cover (the whole text in a
+    simulation) is learnt from the text itself: the successor moves to the front of its row.
+    """
+
+    name = "token_recycling"
+    needs = FeedbackNeeds(logits=True)
+
+    def __init__(self, top_k: int = 8, template: str | Sequence[int] = "2.2.2") -> None:
+        """
+        Args:
+            top_k: successors kept per token.
+            template: "2.2.2" (80 nodes, the authors'), "sam" (60 nodes, SAM-Decoding's), or the
+                child counts of a tree, breadth first from the root.
+
+        Raises:
+            ValueError: `top_k` is not positive or `template` is not a tree.
+        """
+        if top_k < 1:
+            raise ValueError(f"top_k: expected a positive number, got {top_k}")
+        self.top_k = top_k
+        self._template = Template(_child_counts(template), top_k)
+        self._tables: dict[tuple[str, int, torch.device], SuccessorTable] = {}
+        self._lock = threading.Lock()
+
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
+        return _RecyclingSession(self._table_of(target), prompt_ids)
+
+    def reset(self) -> None:
+        """Forget every row. Sessions under way keep what they started with."""
+        with self._lock:
+            self._tables.clear()
+
+    def priors(self) -> Float32Array:
+        return np.concatenate([_LOGIT_PRIORS, _text_priors(self.top_k)])
+
+    def _table_of(self, target: Target) -> SuccessorTable:
+        if target.vocab_size < self.top_k:
+            raise ValueError(
+                f"top_k: expected at most the vocabulary's {target.vocab_size}, got {self.top_k}"
+            )
+        key = (target.fingerprint, target.vocab_size, target.device)
+        with self._lock:
+            if key not in self._tables:
+                self._tables[key] = SuccessorTable(
+                    target.vocab_size, self.top_k, self._template, self.priors(), target.device
+                )
+            return self._tables[key]
+
+
+def _child_counts(template: str | Sequence[int]) -> Sequence[int]:
+    if not isinstance(template, str):
+        return template
+    if template not in TEMPLATES:
+        raise ValueError(f"template: expected one of {sorted(TEMPLATES)}, got {template!r}")
+    return TEMPLATES[template]
+
+
+class _RecyclingSession(DraftSession):
+    def __init__(self, table: SuccessorTable, prompt_ids: NDArray[np.int32]) -> None:
+        self._table = table
+        self._uncovered = prompt_ids
+        self._last = int(prompt_ids[-1]) if len(prompt_ids) else _UNKNOWN
+
+    def propose(self, budget: int) -> TokenTree:
+        return self._table.draft(self._last).prune(budget)
+
+    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        """Teach the table: what the logits do not cover first, so that they have the last word."""
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        if feedback is None or feedback.logits is None:
+            self._table.learn_text(np.concatenate([self._uncovered, tokens]))
+        else:
+            covered = len(feedback.accepted)
+            self._table.learn_text(self._uncovered[: len(self._uncovered) - covered + 1])
+            self._table.learn_logits(feedback)
+        self._uncovered = tokens[-1:]
+        self._last = int(tokens[-1])
+
+
+class SuccessorTable:
+    """For every token the likeliest next tokens, best first, each with its evidence class.
+
+    Rows lie on the target's device; int32 [vocab_size + 1, k], of which the last row stays unknown:
+    index −1, the unknown token, reads it, so below an unknown node everything is unknown.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        top_k: int,
+        template: Template,
+        priors: Float32Array,
+        device: torch.device,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._top_k = top_k
+        self._template = template
+        self._priors = priors
+        self._device = device
+        self._lock = threading.Lock()
+        rows = (vocab_size + 1, top_k)
+        self._successors = torch.full(rows, _UNKNOWN, dtype=torch.int32, device=device)
+        self._classes = torch.zeros(rows, dtype=torch.uint8, device=device)
+        self._levels = [(self._native(p), self._native(r)) for p, r in template.levels]
+
+    def _native(self, array: NDArray[Any]) -> Any:
+        """Indices in the form that gathers fastest: NumPy's on a CPU, the device's elsewhere."""
+        return array if self._device.type == "cpu" else torch.from_numpy(array).to(self._device)
+
+    def draft(self, root: int) -> TokenTree:
+        """The template over the table below the token `root`, without unknown nodes."""
+        tokens, classes = self._gather(root)
+        known = np.flatnonzero(tokens >= 0).astype(np.int32)
+        parents = self._template.parents
+        probs = draft_tree.path_products(parents, self._priors[classes])
+        return TokenTree(tokens, parents, probs, classes.astype(np.int32)).select(known)
+
+    def _gather(self, root: int) -> tuple[Int32Array, NDArray[np.uint8]]:
+        """Tokens and classes of all template nodes, level by level."""
+        tokens, classes = [], []
+        above = self._native(np.array([root if root < self._vocab_size else _UNKNOWN]))
+        on_host = self._device.type == "cpu"
+        with self._lock:
+            successors = self._successors.numpy() if on_host else self._successors
+            evidence = self._classes.numpy() if on_host else self._classes
+            for parents, ranks in self._levels:
+                rows = above[parents]
+                above = successors[rows, ranks]
+                tokens.append(above)
+                classes.append(evidence[rows, ranks])
+        if on_host:
+            return np.concatenate(tokens), np.concatenate(classes)
+        both = torch.stack([torch.cat(tokens), torch.cat(classes).int()]).cpu().numpy()
+        return both[0], both[1].astype(np.uint8)
+
+    def learn_logits(self, feedback: Feedback) -> None:
+        """Overwrite the rows of the tokens that were fed by the top k of their logits.
+
+        A token fed at several nodes takes the row of the last accepted one, else of the last
+        rejected one.
+        """
+        assert feedback.logits is not None
+        nodes = rows_to_learn(feedback, self._vocab_size, self._affordable_rows())
+        chunk = max(1, _CHUNK_CELLS // self._vocab_size)
+        for start in range(0, len(nodes), chunk):
+            part = nodes[start : start + chunk]
+            index = torch.from_numpy(part).to(self._device)
+            values, successors = top_k(feedback.logits[index], self._top_k)
+            tokens = torch.from_numpy(feedback.token_ids[part].astype(np.int64))
+            self._write(tokens.to(self._device), successors.int(), confidence_classes(values))
+
+    def _affordable_rows(self) -> int:
+        """Rows whose top k is cheap beside a forward pass: any number on an accelerator."""
+        return _CPU_CELLS // self._vocab_size if self._device.type == "cpu" else 1 << 30
+
+    def learn_text(self, tokens: Int32Array) -> None:
+        """Move each token's successor in the text to the front of its row."""
+        known = np.where(tokens < self._vocab_size, tokens, _UNKNOWN)
+        recent = recent_successors(known.tolist(), self._top_k)
+        if not recent:
+            return
+        index = torch.tensor(list(recent), device=self._device)
+        old = self._successors[index].tolist()
+        rows = [_move_to_front(new, row) for new, row in zip(recent.values(), old, strict=True)]
+        ranks = torch.arange(self._top_k, dtype=torch.uint8, device=self._device)
+        classes = (len(_LOGIT_PRIORS) + ranks).expand(len(rows), -1)
+        self._write(index, torch.tensor(rows, dtype=torch.int32, device=self._device), classes)
+
+    def _write(self, tokens: torch.Tensor, successors: torch.Tensor, classes: torch.Tensor) -> None:
+        with self._lock:
+            self._successors.index_copy_(0, tokens, successors)
+            self._classes.index_copy_(0, tokens, classes)
+
+
+def rows_to_learn(feedback: Feedback, vocab_size: int, affordable: int) -> NDArray[np.int64]:
+    """Which fed nodes to learn from: one per distinct token, the accepted ones first.
+
+    Of nodes with the same token the last accepted one counts, else the last rejected one. Accepted
+    nodes are always learnt; rejected ones, nearest to the root first, while there are fewer than
+    `affordable`.
+    """
+    tokens = feedback.token_ids
+    accepted = np.zeros(len(tokens), dtype=np.bool_)
+    accepted[feedback.accepted] = True
+    # Ascending by preference, so that a later entry replaces an earlier one of the same token.
+    order = np.argsort(accepted, kind="stable")
+    chosen = dict(zip(tokens[order].tolist(), order.tolist(), strict=True))
+    nodes = np.sort([node for token, node in chosen.items() if token < vocab_size]).astype(np.int64)
+    mine, rejected = nodes[accepted[nodes]], nodes[~accepted[nodes]]
+    return np.concatenate([mine, rejected[: max(0, affordable - len(mine))]])
+
+
+def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and indices [m, k] of the k largest of each row [m, vocab_size], descending.
+
+    The k largest lie in the k blocks with the largest maxima, and a maximum is several times
+    cheaper than a selection: on a CPU this takes a fifth of `torch.topk` at 262,144 entries.
+    """
+    blocks = logits.shape[1] // _BLOCK
+    if blocks <= 4 * k:
+        whole = logits.topk(k, dim=1)
+        return whole.values, whole.indices
+    head = blocks * _BLOCK
+    by_block = logits[:, :head].unflatten(1, (blocks, _BLOCK))
+    best = by_block.amax(2).topk(k, dim=1).indices
+    inside = by_block.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
+    candidates = torch.cat([inside, logits[:, head:]], dim=1)
+    values, places = candidates.topk(k, dim=1)
+    in_block = best.gather(1, (places // _BLOCK).clamp(max=k - 1)) * _BLOCK + places % _BLOCK
+    in_tail = places - k * _BLOCK + head
+    return values, torch.where(places < k * _BLOCK, in_block, in_tail)
+
+
+def confidence_classes(values: torch.Tensor) -> torch.Tensor:
+    """Evidence classes, uint8 [m, k], of successors with the logits `values` [m, k].
+
+    How sure the target was of a successor the last time tells more about its acceptance than its
+    rank does. The share among the k best stands for the probability, which would cost a pass over
+    the whole vocabulary.
+    """
+    edges = torch.tensor(_CONFIDENCE_EDGES, device=values.device)
+    return torch.bucketize(values.float().softmax(1), edges, out_int32=True).to(torch.uint8)
+
+
+def _text_priors(top_k: int) -> Float32Array:
+    """Acceptance of a successor learnt from text, by its rank (0: the most recent)."""
+    return (0.4 / np.arange(1, top_k + 1) ** 1.5).astype(np.float32)
+
+
+def recent_successors(tokens: list[int], limit: int) -> dict[int, list[int]]:
+    """For each known token that a known one follows: `limit` successors, most recent first."""
+    recent: dict[int, list[int]] = {}
+    for token, successor in zip(reversed(tokens[:-1]), reversed(tokens[1:]), strict=True):
+        if token == _UNKNOWN or successor == _UNKNOWN:
+            continue
+        row = recent.setdefault(token, [])
+        if len(row) < limit and successor not in row:
+            row.append(successor)
+    return recent
+
+
+def _move_to_front(new: list[int], row: list[int]) -> list[int]:
+    return (new + [token for token in row if token not in new])[: len(row)]

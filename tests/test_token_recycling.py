@@ -1,0 +1,307 @@
+"""Token Recycling against its definition, on tables small enough to write down."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.drafters import token_recycling
+from hf_retrieval_assist.drafters.base import Feedback, Target
+from hf_retrieval_assist.drafters.token_recycling import (
+    TEMPLATES,
+    Template,
+    TokenRecyclingDrafter,
+    recent_successors,
+    rows_to_learn,
+    top_k,
+)
+
+CPU = torch.device("cpu")
+
+
+def ids(*tokens):
+    return np.array(tokens, dtype=np.int32)
+
+
+def target(vocab_size=10, fingerprint="a"):
+    return Target(vocab_size, CPU, fingerprint)
+
+
+def logits_preferring(vocab_size, *rows):
+    """Logits whose likeliest tokens are, row by row, the given ones, best first."""
+    logits = torch.zeros(len(rows), vocab_size)
+    for row, best in enumerate(rows):
+        for rank, token in enumerate(best):
+            logits[row, token] = 10 - rank
+    return logits
+
+
+def feed(session, tokens, accepted, logits, committed):
+    session.commit(committed, Feedback(ids(*tokens), ids(*accepted), logits))
+
+
+def drafted_paths(tree):
+    tree.check_invariants()
+    return {tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))}
+
+
+@pytest.mark.parametrize(
+    ("name", "per_level"), [("2.2.2", [8, 21, 25, 15, 8, 3]), ("sam", [7, 20, 21, 8, 4])]
+)
+def test_templates_have_the_published_shape(name, per_level):
+    template = Template(TEMPLATES[name], 8)
+    assert [len(ranks) for _, ranks in template.levels] == per_level
+    assert len(template.parents) == sum(per_level)
+    paths = [rank_path(template, node) for node in range(len(template.parents))]
+    assert len(set(paths)) == len(paths)
+    # Every published tree is monotone: a path may lower any of its ranks and stay inside.
+    assert all((*p[:-1], p[-1] - 1) in set(paths) for p in paths if p[-1])
+
+
+def rank_path(template, node):
+    path = ()
+    while node >= 0:
+        path = (int(template.ranks[node]), *path)
+        node = int(template.parents[node])
+    return path
+
+
+@pytest.mark.parametrize("counts", [(), (1,), (0, 0), (2, 0), (2, -1, 0), (0, 1), (1, 0, 2, 0)])
+def test_counts_that_are_no_tree_are_refused(counts):
+    with pytest.raises(ValueError, match="template"):
+        TokenRecyclingDrafter(template=counts)
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="top_k"):
+        TokenRecyclingDrafter(top_k=0)
+    with pytest.raises(ValueError, match="template"):
+        TokenRecyclingDrafter(template="3.3.3")
+    with pytest.raises(ValueError, match="top_k"):
+        TokenRecyclingDrafter(top_k=8).start(ids(1), target(vocab_size=5))
+
+
+def test_the_template_is_laid_over_the_table():
+    """Paths [0], [1], [0,0], [0,1], [1,0] over rows 0 -> 1 2, 1 -> 3 4, 2 -> 5 6."""
+    drafter = TokenRecyclingDrafter(top_k=2, template=(2, 2, 1, 0, 0, 0))
+    session = drafter.start(ids(0, 1, 2, 9), target())
+    logits = logits_preferring(10, (1, 2), (3, 4), (5, 6), (0, 7))
+    feed(session, (0, 1, 2, 9), (0, 1, 2, 3), logits, [0])
+    assert drafted_paths(session.propose(64)) == {(1,), (2,), (1, 3), (1, 4), (2, 5)}
+
+
+def test_ranks_beyond_the_table_are_left_out():
+    assert len(Template(TEMPLATES["2.2.2"], 1).parents) == 6
+    narrow = Template((2, 0, 1, 0), 1)
+    assert narrow.parents.tolist() == [-1]
+
+
+def test_budget_keeps_the_most_probable_nodes():
+    drafter = TokenRecyclingDrafter(top_k=2, template=(2, 2, 1, 0, 0, 0))
+    session = drafter.start(ids(0, 1, 2), target())
+    feed(session, (0, 1, 2), (0, 1, 2), logits_preferring(10, (1, 2), (3, 4), (5, 6)), [0])
+    whole = session.propose(64)
+    for budget in range(6):
+        tree = session.propose(budget)
+        assert len(tree) == min(budget, len(whole))
+        assert drafted_paths(tree) <= drafted_paths(whole)
+        assert np.isclose(tree.expected_tokens, np.sort(whole.probs)[::-1][:budget].sum())
+
+
+def test_nothing_known_drafts_nothing():
+    session = TokenRecyclingDrafter().start(ids(), target())
+    assert len(session.propose(64)) == 0
+    session.commit([3], None)
+    assert len(session.propose(64)) == 0
+
+
+def test_rows_of_rejected_nodes_change():
+    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
+    session = drafter.start(ids(0), target())
+    feed(session, (0, 5), (0,), logits_preferring(10, (1,), (7,)), [5])
+    assert drafted_paths(session.propose(8)) == {(7,)}
+
+
+@pytest.mark.parametrize(
+    ("accepted", "winner"), [((0, 1), 1), ((0, 2), 2), ((0, 1, 2), 2), ((0,), 3), ((0, 3), 3)]
+)
+def test_of_equal_tokens_an_accepted_node_wins_then_the_last(accepted, winner):
+    """Token 5 stands at nodes 1, 2 and 3, after which 1, 2 and 3 were likeliest."""
+    for _ in range(2):
+        drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
+        session = drafter.start(ids(0), target())
+        logits = logits_preferring(10, (9,), (1,), (2,), (3,))
+        feed(session, (0, 5, 5, 5), accepted, logits, [5])
+        assert drafted_paths(session.propose(8)) == {(winner,)}
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=20),
+    st.data(),
+    st.integers(0, 20),
+)
+def test_rows_to_learn_follow_the_rule(tokens, data, affordable):
+    accepted = sorted(data.draw(st.sets(st.integers(0, len(tokens) - 1))))
+    nodes = rows_to_learn(Feedback(ids(*tokens), ids(*accepted)), 6, affordable).tolist()
+    best = {}
+    for node, token in enumerate(tokens):
+        if token < 6 and (node in accepted or best.get(token) not in accepted):
+            best[token] = node
+    mine = sorted(node for node in best.values() if node in accepted)
+    others = sorted(set(best.values()) - set(mine))
+    assert nodes == mine + others[: max(0, affordable - len(mine))]
+
+
+@given(st.integers(1, 8), st.integers(0, 600), st.integers(0, 2**32 - 1), st.booleans())
+def test_top_k_is_torch_topk(k, extra, seed, padded):
+    torch.manual_seed(seed)
+    vocab_size = max(k, extra) + (9000 if seed % 2 else 0)
+    logits = torch.randn(3, vocab_size)
+    if padded:
+        logits[:, vocab_size // 2 :] = -torch.inf
+    values, indices = top_k(logits, k)
+    assert torch.equal(values, logits.topk(k, 1).values)
+    assert torch.equal(logits.gather(1, indices), values)
+    assert all(len(set(row)) == k for row in indices.tolist())
+
+
+def test_large_vocabularies_bound_what_rejected_nodes_cost(monkeypatch):
+    monkeypatch.setattr(token_recycling, "_CPU_CELLS", 20)
+    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
+    session = drafter.start(ids(0), target())
+    logits = logits_preferring(10, (1,), (2,), (3,), (4,))
+    feed(session, (0, 5, 6, 7), (0,), logits, [5])
+    assert drafted_paths(session.propose(8)) == {(2,)}
+    session.commit([6], None)
+    assert len(session.propose(8)) == 0
+
+
+def test_the_prompt_is_learnt_in_chunks(monkeypatch):
+    monkeypatch.setattr(token_recycling, "_CHUNK_CELLS", 25)
+    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 1, 1, 1, 1, 0))
+    session = drafter.start(ids(0, 1, 2, 3, 4), target())
+    logits = logits_preferring(10, (1,), (2,), (3,), (4,), (5,))
+    feed(session, (0, 1, 2, 3, 4), range(5), logits, [0])
+    assert session.propose(8).token_ids.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_the_table_stays_warm_until_it_is_reset():
+    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
+    feed(drafter.start(ids(0), target()), (0,), (0,), logits_preferring(10, (4,)), [4])
+
+    def drafted_after(fingerprint):
+        session = drafter.start(ids(0), target(fingerprint=fingerprint))
+        return drafted_paths(session.propose(8))
+
+    assert drafted_after("a") == {(4,)}
+    assert drafted_after("another model") == set()
+    drafter.reset()
+    assert drafted_after("a") == set()
+
+
+def test_confident_successors_are_drafted_as_more_probable():
+    drafter = TokenRecyclingDrafter(top_k=2, template=(2, 0, 0))
+    session = drafter.start(ids(0, 1), target())
+    logits = torch.zeros(2, 10)
+    logits[0, [2, 3]] = torch.tensor([9.0, 1.0])
+    logits[1, [2, 3]] = torch.tensor([2.0, 1.9])
+    feed(session, (0, 1), (0, 1), logits, [0])
+    sure = session.propose(8)
+    session.commit([1], None)
+    unsure = session.propose(8)
+    assert sure.probs[0] > unsure.probs[0] > unsure.probs[1] > sure.probs[1]
+    assert np.array_equal(sure.probs, drafter.priors()[sure.classes])
+
+
+def test_without_logits_the_text_teaches():
+    drafter = TokenRecyclingDrafter(top_k=2, template=(2, 0, 0))
+    session = drafter.start(ids(7, 1, 7, 2), target())
+    session.commit([7], None)
+    assert session.propose(8).token_ids.tolist() == [2, 1]
+    session.commit([3, 7], None)
+    assert session.propose(8).token_ids.tolist() == [3, 2]
+
+
+def test_prompt_tokens_without_logits_are_learnt_from_the_text():
+    """Only the last prompt token has logits, as with transformers' `logits_to_keep=1`."""
+    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 1, 1, 0))
+    session = drafter.start(ids(1, 2, 3), target())
+    feed(session, (3,), (0,), logits_preferring(10, (9,)), [1])
+    assert session.propose(8).token_ids.tolist() == [2, 3, 9]
+
+
+@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
+def test_recent_successors(tokens, limit):
+    expected = {}
+    for token, successor in itertools.pairwise(tokens):
+        row = expected.setdefault(token, [])
+        if successor in row:
+            row.remove(successor)
+        row.insert(0, successor)
+    assert recent_successors(tokens, limit) == {t: row[:limit] for t, row in expected.items()}
+
+
+def test_ids_beyond_the_logits_are_neither_learnt_nor_looked_up():
+    """A multimodal prompt holds placeholder ids that the output layer does not have."""
+    drafter = TokenRecyclingDrafter(top_k=2, template=(2, 0, 0))
+    session = drafter.start(ids(1, 262_144, 2, 12), target(vocab_size=10))
+    assert len(session.propose(8)) == 0
+    logits = logits_preferring(10, (3,), (4,), (5,), (6,))
+    feed(session, (1, 262_144, 2, 12), range(4), logits, [1])
+    assert session.propose(8).token_ids[0] == 3
+    session.commit([2], None)
+    assert session.propose(8).token_ids[0] == 5
+
+
+def test_text_around_an_id_beyond_the_logits_is_not_joined():
+    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
+    drafter.start(ids(1, 99, 2), target()).commit([1], None)
+    assert len(drafter.start(ids(1), target()).propose(8)) == 0
+    assert drafted_paths(drafter.start(ids(2), target()).propose(8)) == {(1,)}
+
+
+def test_threads_share_one_table():
+    """Sessions on several threads always see whole rows: siblings stay distinct."""
+    drafter = TokenRecyclingDrafter(top_k=4, template=(4, 4, 1, 0, 0, *[0] * 5))
+    failures = []
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        session = drafter.start(ids(0), target(vocab_size=50))
+        try:
+            for _ in range(150):
+                fed = rng.integers(0, 50, 6).astype(np.int32)
+                logits = torch.from_numpy(rng.standard_normal((6, 50), dtype=np.float32))
+                session.commit([int(fed[0])], Feedback(fed, ids(0), logits))
+                session.propose(16).check_invariants()
+        except AssertionError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_drafts_what_the_cpu_drafts():
+    rng = np.random.default_rng(0)
+    drafter = TokenRecyclingDrafter()
+    cuda = torch.device("cuda", 0)
+    sessions = [drafter.start(ids(0), Target(5000, device)) for device in (CPU, cuda)]
+    for _ in range(50):
+        fed = rng.integers(0, 200, 40).astype(np.int32)
+        logits = torch.from_numpy(rng.standard_normal((40, 5000), dtype=np.float32))
+        logits[:, 200:] -= 9
+        for session, device in zip(sessions, (CPU, cuda), strict=True):
+            session.commit([int(fed[0])], Feedback(fed, ids(0, 3, 7), logits.to(device)))
+        trees = [session.propose(64) for session in sessions]
+        assert np.array_equal(trees[0].token_ids, trees[1].token_ids)
+        assert np.allclose(trees[0].probs, trees[1].probs)
