@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,26 +10,42 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from .calibration import Calibrator
+from .cost_model import CostModel
+from .cost_registry import CostModels
 from .drafters.base import Drafter, DraftSession, Feedback, Target
 from .engine import decode
+from .planner import Budget, Planner
 from .stats import CallStats, Stats
 from .token_tree import TokenTree
-
-DEFAULT_NODES = 64
 
 
 class Assistant:
     """Drafts for `model.generate(..., assistant=...)`; reusable over calls, models and threads.
 
     Args:
-        drafters: where drafts come from; each is asked at every step.
-        max_nodes: nodes that one step may draft at most.
+        drafters: where drafts come from.
+        budget: how many nodes a step verifies. "auto": as many as pay for themselves at the
+            measured cost of this model on this machine, maybe none. "paper": the rule of the
+            preset's paper. A number: that many.
+        max_nodes: nodes that drafters are asked for at most under "auto".
+        costs: measured costs, to share between assistants or to keep on disk; None: its own.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], max_nodes: int = DEFAULT_NODES):
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        *,
+        budget: Budget = "auto",
+        max_nodes: int = 64,
+        costs: CostModels | None = None,
+    ):
         self.drafters = tuple(drafters)
-        self.max_nodes = max_nodes
-        self.stats = Stats()
+        self.planner = Planner(budget, max_nodes)
+        self.costs = CostModels() if costs is None else costs
+        self.calibrators = tuple(Calibrator(drafter.priors()) for drafter in self.drafters)
+        names = [drafter.name for drafter in self.drafters]
+        self.stats = Stats(dict(zip(names, self.calibrators, strict=True)))
         self._lock = threading.Lock()
 
     def __call__(
@@ -57,46 +72,58 @@ class Assistant:
         """A session for one prompt (int32 [length], without padding)."""
         return AssistantSession(self, prompt_ids, target)
 
-    def combine(self, sessions: Sequence[DraftSession], budget: int) -> TokenTree:
-        """One tree from the drafters' proposals: here, their union."""
+    def combine(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
+        """One tree from the calibrated drafts of each session: here, their union."""
         tree = TokenTree.empty()
-        for session in sessions:
-            tree = tree.merge(session.propose(budget))
+        for draft in drafts:
+            tree = tree.merge(draft)
         return tree
 
-    def plan(self, trees: list[TokenTree]) -> list[TokenTree]:
-        """The part of the proposals, one per row, that is worth verifying."""
-        return [tree.prune(self.max_nodes) for tree in trees]
+    def plan(
+        self, trees: Sequence[TokenTree], cost: CostModel | None, extra_tokens: int = 0
+    ) -> list[TokenTree]:
+        """The part of each row's draft that is worth verifying.
 
-    def fingerprint(self, model: Any) -> str:
-        return fingerprint(model)
+        Args:
+            trees: one per row.
+            cost: t(n) of this batch; None, in a simulation that counts tokens only, keeps all
+                that the drafters were asked for.
+            extra_tokens: that the forward carries besides roots and nodes.
+        """
+        if cost is None:
+            return [tree.prune(self.planner.request) for tree in trees]
+        return self.planner.plan_batch(trees, cost, extra_tokens)
 
     def record(self, call: CallStats) -> None:
+        """Count a finished call."""
         with self._lock:
             self.stats.record(call)
 
 
 class AssistantSession:
-    """The draft sessions of one text."""
+    """The draft sessions of one text, with probabilities calibrated on it."""
 
     def __init__(self, assistant: Assistant, prompt_ids: NDArray[np.int32], target: Target):
         self.assistant = assistant
         self.sessions = [drafter.start(prompt_ids, target) for drafter in assistant.drafters]
+        self.calibrations = [calibrator.session() for calibrator in assistant.calibrators]
 
     def propose(self, max_depth: int | None = None) -> TokenTree:
-        tree = self.assistant.combine(self.sessions, self.assistant.max_nodes)
+        """One tree of what all drafters propose, at most `max_depth` deep."""
+        budget = self.assistant.planner.request
+        drafts = [
+            calibration.calibrate(session.propose(budget))
+            for session, calibration in zip(self.sessions, self.calibrations, strict=True)
+        ]
+        tree = self.assistant.combine(self.sessions, drafts)
         return tree if max_depth is None else tree.cut_depth(max_depth)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        for session in self.sessions:
+        """Append tokens to the text and learn what they and the forward show."""
+        for session, calibration in zip(self.sessions, self.calibrations, strict=True):
+            calibration.commit(token_ids)
             session.commit(token_ids, feedback)
 
     def close(self) -> None:
         for session in self.sessions:
             session.close()
-
-
-def fingerprint(model: Any) -> str:
-    """Equal for equal configurations of a model: what is learnt from outputs is shared by these."""
-    text = model.config.to_json_string(use_diff=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

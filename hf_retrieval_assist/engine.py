@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,10 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from .cost_model import CostModel
+from .cost_registry import CostKey, size_bucket
 from .drafters.base import Feedback, Target
+from .fingerprints import fingerprint
 from .kv_cache import SlotCache, has_slots
 from .outputs import OutputRecorder
 from .stats import CallStats
@@ -171,6 +175,13 @@ def _assisted(
         generation.close()
 
 
+@dataclass
+class Span:
+    """A stretch of time."""
+
+    seconds: float = 0.0
+
+
 class Generation:
     """One call to `generate`: its rows, their draft sessions, the cache and the outputs."""
 
@@ -204,6 +215,13 @@ class Generation:
         room = 256 if limit is None else min(max(1, limit - input_ids.shape[1]), 4096)
         self.rows = [RowText(i, ids, room) for i, ids in enumerate(input_ids)]
         self.cache = self._slot_cache(input_ids.shape[1] + room)
+        self.cost_key = CostKey(
+            fingerprint=fingerprint(model),
+            device=str(input_ids.device),
+            dtype=str(model.dtype),
+            attention=str(getattr(model.config, "_attn_implementation", None)),
+            batch_size=size_bucket(len(input_ids)),
+        )
         self.sessions: list[AssistantSession] = self._start_sessions()
 
     @property
@@ -228,17 +246,18 @@ class Generation:
         target = Target(
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             device=self.input_ids.device,
-            fingerprint=self.assistant.fingerprint(self.model),
+            fingerprint=fingerprint(self.model),
             model=self.model,
         )
         prompts = strip_padding(self.input_ids, self.model_kwargs.get("attention_mask"))
         return [self.assistant.start(ids.cpu().numpy().astype(np.int32), target) for ids in prompts]
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.call.seconds[phase] += time.perf_counter() - started
+    def _timed(self, phase: str) -> Iterator[Span]:
+        span, started = Span(), time.perf_counter()
+        yield span
+        span.seconds = time.perf_counter() - started
+        self.call.seconds[phase] += span.seconds
 
     def prefill(self) -> None:
         """transformers' own prefill, and the first token of every row."""
@@ -272,15 +291,16 @@ class Generation:
         running = [row for row in self.rows if not row.finished]
         with self._timed("draft"):
             trees = self._drafts()
-        with self._timed("forward"):
+        with self._timed("forward") as forward:
             outputs, roots = self.verifier.forward(self.rows, trees)
-        with self._timed("walk"):
+        with self._timed("walk") as waiting:
             tokens, accepted = self._walk(trees, outputs.logits, roots)
             if self.outputs.wants_states:
                 fed = [*range(roots[0]), *(roots[0] + i for i in accepted[0])]
                 self.outputs.step(outputs, fed, roots[0], self.cache)
         with self._timed("cache"):
             self.verifier.keep(self.rows, accepted)
+        self._observe(forward.seconds, waiting.seconds)
         with self._timed("draft"):
             for row in running:
                 i = row.index
@@ -294,7 +314,25 @@ class Generation:
             # The last token that may be generated needs no node: the walk draws it at its parent.
             depth = None if remaining is None else max(0, remaining - 1)
             trees.append(TokenTree.empty() if row.finished else session.propose(depth))
-        return self.verifier.limit(self.assistant.plan(trees))
+        extra = self.verifier.backlog(self.rows)
+        planned = self.assistant.plan(self.verifier.limit(trees), self._cost(), extra)
+        self._width = 1 + extra + max(map(len, planned))
+        return planned
+
+    def _cost(self) -> CostModel:
+        """The measured t(n) of forwards like the next one."""
+        return self.assistant.costs.get(
+            replace(self.cost_key, cache_length=size_bucket(self.cache.slots.longest))
+        )
+
+    def _observe(self, forward: float, walk: float) -> None:
+        """Learn the cost of the step that was just timed."""
+        cost = self._cost()
+        # On an accelerator the forward has only been queued when the call returns; the walk waits
+        # for its logits.
+        waited = forward if self.input_ids.device.type == "cpu" else forward + walk
+        cost.observe(self._width, waited)
+        cost.observe_overhead("walk", walk if waited == forward else 0.0)
 
     def _walk(
         self, trees: Sequence[TokenTree], logits: torch.Tensor, roots: list[int]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+
+from .calibration import Calibrator, Reliability
 
 PHASES = ("draft", "forward", "walk", "cache")
 
@@ -21,7 +24,6 @@ class CallStats:
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
             tokens) and cache (keeping the accepted path); `total` is the whole call, prefill
             included.
-        sources: drafter name -> accepted tokens it had proposed.
     """
 
     tier: str = ""
@@ -73,12 +75,22 @@ class CallStats:
         )
 
 
-@dataclass
 class Stats:
-    """`assistant.stats`: the last call and the total."""
+    """`assistant.stats`: the last call, the total, and how predictions held.
 
-    last: CallStats = field(default_factory=CallStats)
-    total: CallStats = field(default_factory=CallStats)
+    Args:
+        calibrators: by drafter.
+    """
+
+    def __init__(self, calibrators: Mapping[str, Calibrator]):
+        self.last = CallStats()
+        self.total = CallStats()
+        self._calibrators = calibrators
+
+    @property
+    def reliability(self) -> dict[str, Reliability]:
+        """Drafter -> predicted against observed acceptance of its nodes."""
+        return {name: counts.reliability() for name, counts in self._calibrators.items()}
 
     @property
     def tier(self) -> str:
@@ -89,4 +101,11 @@ class Stats:
         self.total.add(call)
 
     def __repr__(self) -> str:
-        return f"last call: {self.last}\n{self.total.calls} calls: {self.total}"
+        lines = [f"last call: {self.last}", f"{self.total.calls} calls: {self.total}"]
+        for name, found in self.reliability.items():
+            if found.trials.sum():
+                lines.append(
+                    f"{name}: expected {found.predicted.sum():.0f} and observed "
+                    f"{found.observed.sum():.0f} acceptances of {found.trials.sum():.0f} nodes"
+                )
+        return "\n".join(lines)
