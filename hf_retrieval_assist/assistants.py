@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .calibration import Calibrator
 from .cost_model import CostModel
 from .cost_registry import CostModels
-from .drafters.base import Drafter, DraftSession, Feedback, Target
+from .drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 from .engine import decode
 from .planner import Budget, Planner
 from .stats import CallStats, Stats
@@ -46,6 +46,7 @@ class Assistant:
         self.calibrators = tuple(Calibrator(drafter.priors()) for drafter in self.drafters)
         names = [drafter.name for drafter in self.drafters]
         self.stats = Stats(dict(zip(names, self.calibrators, strict=True)))
+        self.needs_feedback = any(drafter.needs != FeedbackNeeds() for drafter in self.drafters)
         self._lock = threading.Lock()
 
     def __call__(

@@ -222,6 +222,7 @@ class Generation:
             attention=str(getattr(model.config, "_attn_implementation", None)),
             batch_size=size_bucket(len(input_ids)),
         )
+        self.cost = assistant.costs.get(self.cost_key)
         self.sessions: list[AssistantSession] = self._start_sessions()
 
     @property
@@ -315,19 +316,21 @@ class Generation:
             depth = None if remaining is None else max(0, remaining - 1)
             trees.append(TokenTree.empty() if row.finished else session.propose(depth))
         extra = self.verifier.backlog(self.rows)
-        planned = self.assistant.plan(self.verifier.limit(trees), self._cost(), extra)
+        planned = self.assistant.plan(self.verifier.limit(trees), self._current_cost(), extra)
         self._width = 1 + extra + max(map(len, planned))
         return planned
 
-    def _cost(self) -> CostModel:
+    def _current_cost(self) -> CostModel:
         """The measured t(n) of forwards like the next one."""
-        return self.assistant.costs.get(
-            replace(self.cost_key, cache_length=size_bucket(self.cache.slots.longest))
-        )
+        bucket = size_bucket(self.cache.slots.longest)
+        if bucket != self.cost_key.cache_length:
+            self.cost_key = replace(self.cost_key, cache_length=bucket)
+            self.cost = self.assistant.costs.get(self.cost_key)
+        return self.cost
 
     def _observe(self, forward: float, walk: float) -> None:
         """Learn the cost of the step that was just timed."""
-        cost = self._cost()
+        cost = self.cost
         # On an accelerator the forward has only been queued when the call returns; the walk waits
         # for its logits.
         waited = forward if self.input_ids.device.type == "cpu" else forward + walk
@@ -381,13 +384,14 @@ class Generation:
         self.call.steps += 1
         self.call.drafted += len(tree)
         self.call.accepted += len(accepted) - 1
-        feedback = Feedback(
-            token_ids=np.concatenate([[row.generated[-len(tokens) - 1]], tree.token_ids]).astype(
-                np.int32
-            ),
-            accepted=np.array(accepted, np.int32),
-            logits=logits,
-        )
+        feedback = None
+        if self.assistant.needs_feedback:
+            root = np.array([row.generated[-len(tokens) - 1]], np.int32)
+            feedback = Feedback(
+                token_ids=np.concatenate([root, tree.token_ids]),
+                accepted=np.array(accepted, np.int32),
+                logits=logits,
+            )
         self.sessions[row.index].commit(tokens, feedback)
 
     def result(self) -> Any:

@@ -22,7 +22,7 @@ class SimulationReport:
 
     Attributes:
         steps: verification steps.
-        tokens: tokens of all outputs.
+        tokens: tokens of all outputs but the first of each.
         nodes: verified nodes.
         draft_seconds: spent proposing and planning.
         update_seconds: spent committing.
@@ -77,18 +77,19 @@ def simulate(
 ) -> SimulationReport:
     """Replay requests in order, as if a model had produced exactly the recorded outputs.
 
-    The first step of a request drafts below its prompt's last token. Outputs are learnt from as
-    they are replayed, by assistants that learn; there are no logits to learn from.
+    As in `generate`, an output's first token comes from the prefill and belongs to no step. Outputs
+    are learnt from as they are replayed, by assistants that learn; there are no logits to learn
+    from.
 
     Args:
         assistant: its statistics are not touched, but what it learns stays.
-        requests: (prompt ids, output ids) pairs; prompts have at least one token.
+        requests: (prompt ids, output ids) pairs.
         cost: n -> relative time of a forward over n tokens; the planner then works with it and
             the report tells the speedup.
         vocab_size: of the recorded ids.
 
     Raises:
-        ValueError: an empty prompt, or an id outside the vocabulary.
+        ValueError: an id outside the vocabulary.
     """
     model = None if cost is None else CostModel.fixed(cost)
     report = SimulationReport(cost=None if cost is None else 0.0)
@@ -96,10 +97,10 @@ def simulate(
     target = Target(vocab_size=vocab_size, fingerprint="simulation")
     for prompt, output in requests:
         prompt_ids, output_ids = _checked(prompt, vocab_size), _checked(output, vocab_size)
-        if not len(prompt_ids):
-            raise ValueError("requests: expected prompts of at least one token, got an empty one")
         session = assistant.start(prompt_ids, target)
         try:
+            if not len(output_ids):
+                continue
             _replay(assistant, session, output_ids, model, report)
         finally:
             session.close()
@@ -113,7 +114,8 @@ def _replay(
     cost: CostModel | None,
     report: SimulationReport,
 ) -> None:
-    done = 0
+    done = 1
+    session.commit(output[:done].tolist(), None)
     while done < len(output):
         started = time.perf_counter()
         proposal = session.propose(len(output) - done - 1)

@@ -146,15 +146,22 @@ class TreeAttention:
             nodes = nodes & self._same_chunk(rule.chunk, fed, slots)
         elif rule.window is not None and fed.max_depth >= rule.window:
             nodes = nodes & (fed.depths[:, None, :] > fed.depths[:, :, None] - rule.window)
+        kept_slots = slots.longest - first
+        if slots.uniform and self.prompt_mask is None and _sees_all(rule, fed, slots, first):
+            mask = self._zeros(len(nodes), fed.width, kept_slots + fed.width, nodes.device)
+            mask[..., kept_slots:].masked_fill_(~nodes[:, None], self.minimum)
+            return mask
+        allowed = self._kept(rule, fed, slots, first, slots.longest + fed.width)
         if slots.uniform:
-            kept = self._kept(rule, fed, slots, first, slots.longest)
-            allowed = torch.cat([kept, nodes], dim=2)
+            allowed[:, :, kept_slots:] = nodes
         else:
-            allowed = self._kept(rule, fed, slots, first, slots.longest + fed.width)
             rows, columns = slots.index(fed.width, nodes.device)
             allowed.transpose(1, 2)[rows, columns - first] = nodes.transpose(1, 2)
-        mask = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
-        return mask.masked_fill_(~allowed, self.minimum)[:, None]
+        mask = self._zeros(*allowed.shape, allowed.device)
+        return mask.masked_fill_(~allowed[:, None], self.minimum)
+
+    def _zeros(self, batch: int, width: int, slots: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros((batch, 1, width, slots), dtype=self.dtype, device=device)
 
     def _kept(
         self, rule: LayerMask, fed: FedTrees, slots: RowSlots, first: int, stop: int
@@ -162,8 +169,6 @@ class TreeAttention:
         """bool [batch, width, stop − first]: which of a row's kept slots each query may see."""
         device = fed.depths.device
         shape = (*fed.depths.shape, stop - first)
-        if slots.uniform and self.prompt_mask is None and _sees_all(rule, fed, slots, first):
-            return torch.ones(shape, dtype=torch.bool, device=device)
         index = torch.arange(first, stop, device=device)
         lengths = torch.tensor(slots.lengths, device=device)[:, None, None]
         allowed = index < lengths

@@ -52,11 +52,15 @@ class Verifier:
         self.cache = cache
         self.prompt_ids = prompt_ids
         self.positions = model_kwargs.get("position_ids")
+        if self.positions is not None:
+            self.next_position = self.positions[..., -1:] + 1
         self.kwargs = {
             name: value
             for name, value in model_kwargs.items()
             if name not in ("position_ids", "logits_to_keep", "inputs_embeds", "cache_position")
         }
+        self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+        self._steady: dict[str, Any] | None = None
         # The cache holds this many generated tokens of each row.
         self.processed = [0] * len(prompt_ids)
 
@@ -93,12 +97,26 @@ class Verifier:
         return types
 
     def _run(self, input_ids: torch.Tensor, width: int, arguments: dict, options: dict) -> Any:
-        inputs = self.model.prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=width,
-            **(self.kwargs | self._token_types(width) | arguments),
-        )
+        arguments = self._token_types(width) | arguments
+        if self._steady is None:
+            inputs = self._prepared(input_ids, width, arguments)
+        else:
+            inputs = self._steady | {self._ids_name: input_ids[:, -width:]}
         return self.model(**(inputs | arguments | options), return_dict=True)
+
+    def _prepared(self, input_ids: torch.Tensor, width: int, arguments: dict) -> dict[str, Any]:
+        """The forward's inputs as the model prepares them.
+
+        What it only passes through is the same at every step, so a model that makes nothing else
+        of them than the ids is not asked again.
+        """
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=width, **(self.kwargs | arguments)
+        )
+        rest = {n: v for n, v in inputs.items() if n not in arguments and n != self._ids_name}
+        if all(value is self.kwargs.get(name) for name, value in rest.items()):
+            self._steady = rest
+        return inputs
 
 
 class TreeVerifier(Verifier):
@@ -112,12 +130,18 @@ class TreeVerifier(Verifier):
         self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
     ) -> tuple[Any, list[int]]:
         fed = lay_out([row.last for row in rows], trees, self.positions.device)
-        progress = torch.tensor(self.processed, device=fed.depths.device)[:, None]
         arguments = {
             "attention_mask": self.attention.masks(fed, self.cache.slots),
-            "position_ids": self.positions[..., -1:] + 1 + progress + fed.depths,
+            "position_ids": self._first_positions() + fed.depths,
         }
         return self._run(fed.token_ids, fed.width, arguments, options), [0] * len(rows)
+
+    def _first_positions(self) -> torch.Tensor:
+        """Position of each row's root: [batch, 1], or with a leading axis where ids have one."""
+        if len(self.processed) == 1:
+            return self.next_position + self.processed[0]
+        progress = torch.tensor(self.processed, device=self.next_position.device)
+        return self.next_position + progress[:, None]
 
     def keep(self, rows: Sequence[RowText], accepted: Sequence[Sequence[int]]) -> None:
         self.cache.keep(accepted)
@@ -169,7 +193,7 @@ class ChainVerifier(Verifier):
             arguments[name] = F.pad(mask, (0, generated + width), value=1)
         if self.positions is not None:
             steps = torch.arange(generated, generated + width, device=self.positions.device)
-            arguments["position_ids"] = self.positions[..., -1:] + 1 + steps
+            arguments["position_ids"] = self.next_position + steps
         return arguments
 
     def keep(self, rows: Sequence[RowText], accepted: Sequence[Sequence[int]]) -> None:
