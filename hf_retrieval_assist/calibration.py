@@ -70,7 +70,7 @@ class Calibrator:
             )
         self._prior_counts = np.stack([np.ones_like(priors), priors], axis=1) * _PRIOR_TRIALS
         # float64 [classes, 2]: trials and hits, the prior's included.
-        self._counts = self._prior_counts.copy()
+        self._counts: Float64Array = self._prior_counts.copy()
         self._bins = np.zeros((_BINS, 3))
         self._lock = threading.Lock()
 
