@@ -119,10 +119,10 @@ def test_expected_tokens():
 class Run:
     """Steps with noisy timings under a true curve, and the tokens per second they got."""
 
-    def __init__(self, device="cpu", exploration=0.005):
+    def __init__(self, device="cpu", exploration=0.005, seed=0):
         self.cost = CostModel(device)
         self.planner = Planner(max_nodes=96, exploration=exploration)
-        self.random = np.random.default_rng(0)
+        self.random = np.random.default_rng(seed)
 
     def steps(self, curve, rates, count):
         """Mean share of the time lost against a planner who knows the curve, and the sizes."""
@@ -145,23 +145,25 @@ class Run:
 MIXED = (0.98, 0.8, 0.4, 0.1)
 
 
+def mean_loss(before, after, warm_up):
+    """Of 200 steps under the curve `after`, `warm_up` steps after it took the place of `before`."""
+    runs = [Run(seed=seed) for seed in range(4)]
+    for run in runs:
+        run.steps(CURVES[before], MIXED, 200)
+        run.steps(CURVES[after], MIXED, warm_up)
+    return np.mean([run.steps(CURVES[after], MIXED, 200)[0] for run in runs])
+
+
 @pytest.mark.parametrize("name", ["flat", "linear", "step", "cpu"])
 def test_finds_the_right_sizes(name):
-    run = Run()
-    run.steps(CURVES[name], MIXED, 100)
-    lost, _ = run.steps(CURVES[name], MIXED, 300)
-    assert lost < 0.02
+    assert mean_loss(name, name, warm_up=0) < 0.03
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [("flat", "linear"), ("linear", "flat"), ("flat", "step"), ("cpu", "flat")]
 )
 def test_readapts_when_the_curve_changes(before, after):
-    run = Run()
-    run.steps(CURVES[before], MIXED, 200)
-    run.steps(CURVES[after], MIXED, 100)
-    lost, _ = run.steps(CURVES[after], MIXED, 200)
-    assert lost < 0.03
+    assert mean_loss(before, after, warm_up=60) < 0.05
 
 
 def test_a_step_past_64_is_found():
@@ -186,6 +188,7 @@ def test_without_exploration_nothing_is_tried():
 
 def test_drafts_again_when_the_text_turns_predictable():
     run = Run()
-    run.steps(CURVES["cpu"], [0.1], 300)
-    _, sizes = run.steps(CURVES["cpu"], [0.98], 50)
-    assert np.median(sizes) > 20
+    _, sizes = run.steps(CURVES["cpu"], [0.1], 300)
+    assert np.median(sizes) == 0
+    _, sizes = run.steps(CURVES["cpu"], [0.98], 10)
+    assert min(sizes) > 8
