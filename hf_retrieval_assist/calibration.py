@@ -63,12 +63,10 @@ class Calibrator:
     """
 
     def __init__(self, priors: Float32Array):
-        priors = np.asarray(priors, dtype=np.float64)
         if priors.ndim != 1 or not ((priors >= 0) & (priors <= 1)).all():
-            raise ValueError(
-                f"expected priors to be rates in [0, 1] of one dimension, got {priors}"
-            )
-        self._prior_counts = np.stack([np.ones_like(priors), priors], axis=1) * _PRIOR_TRIALS
+            raise ValueError(f"expected priors in [0, 1] of one dimension, got {priors}")
+        self._prior_counts: Float64Array = np.full((len(priors), 2), _PRIOR_TRIALS)
+        self._prior_counts[:, 1] *= priors
         # float64 [classes, 2]: trials and hits, the prior's included.
         self._counts = self._prior_counts.copy()
         self._bins = np.zeros((_BINS, 3))

@@ -31,7 +31,7 @@ _ACCELERATOR_SLOPE = 0.003
 
 _LEVEL_STD = 1.0  # of log t(1), once a first timing has set it
 _CPU_OCTAVE_STD = 0.35  # of the change of log t when n doubles
-_ACCELERATOR_OCTAVE_STD = 0.15
+_ACCELERATOR_OCTAVE_STD = 0.2
 _STEP_OCTAVES = 0.5  # variance of a step past a power of two, as that of so many octaves
 
 _NOISE_STD = 0.1  # of one timing's logarithm, until the timings tell
@@ -41,6 +41,7 @@ _FIRST_NOISE = (256.0, 16.0, 4.0)  # times the variance: the first calls allocat
 _OUTLIER = 3.0  # standard deviations
 _OUTLIERS_OF_A_CHANGE = 3  # so many in a row on one side are no outliers but a changed machine
 _CHANGE_FORGETTING = 0.5
+_ANYWHERE = len(KNOTS)
 _FORGETTING = 0.01  # variance regained per timing, in units of a timing's own
 _FORGETTING_PERIOD = 8
 _RESTORED_VARIANCE = 0.02  # at least this share of the prior variance after a restart
@@ -98,9 +99,8 @@ class CostModel:
         self._covariance = self._prior_covariance.copy()
         self._noise = _NOISE_STD**2
         self._count = 0
-        self._outliers = 0
+        self._outliers = [0] * (len(KNOTS) + 1)  # by knot, then anywhere; signed by side
         self._curve: Float64Array = np.empty(0)
-        self._spread: Float64Array = np.empty(0)
         self._stale = True
         self._overheads: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -146,7 +146,7 @@ class CostModel:
         covariance -= np.multiply.outer(gain, row)
         self._count += 1
         self._learn_noise(believed, variance)
-        self._age(error - believed)
+        self._age(left, error - believed)
         self._stale = True
 
     def _learn_noise(self, error: float, variance: float) -> None:
@@ -156,17 +156,23 @@ class CostModel:
             noise = self._noise + _NOISE_MEMORY * (unexplained - self._noise)
             self._noise = max(noise, _MIN_NOISE_STD**2)
 
-    def _age(self, disbelieved: float) -> None:
+    def _age(self, left: int, disbelieved: float) -> None:
         """Forget a little, and much where outliers on one side say that the machine changed."""
         if self._count % _FORGETTING_PERIOD == 0:
             self._forget(_FORGETTING * _FORGETTING_PERIOD * self._noise / _LEVEL_STD**2)
-        side = (disbelieved > 0) - (disbelieved < 0)
-        self._outliers = self._outliers + side if self._outliers * side >= 0 else side
-        if side == 0:
-            self._outliers = 0
-        elif abs(self._outliers) >= _OUTLIERS_OF_A_CHANGE:
+        changed = [self._count_outlier(place, disbelieved) for place in (left, _ANYWHERE)]
+        if any(changed):
             self._forget(_CHANGE_FORGETTING)
-            self._outliers = 0
+
+    def _count_outlier(self, place: int, disbelieved: float) -> bool:
+        """Whether a run of outliers on one side at `place` has become too long for chance."""
+        side = (disbelieved > 0) - (disbelieved < 0)
+        run = self._outliers[place]
+        self._outliers[place] = (run + side if run * side >= 0 else side) if side else 0
+        long = abs(self._outliers[place]) >= _OUTLIERS_OF_A_CHANGE
+        if long:
+            self._outliers[place] = 0
+        return long
 
     def _forget(self, share: float) -> None:
         """Move the uncertainty towards the prior's."""
@@ -182,11 +188,16 @@ class CostModel:
             self._refresh(max_tokens)
             return self._curve[:max_tokens]
 
-    def spread(self, max_tokens: int) -> Float64Array:
-        """float64 [max_tokens]: standard deviation of the estimate of log t(n); read-only."""
+    def spread(self, max_tokens: int, reference: int) -> Float64Array:
+        """float64 [max_tokens]: standard deviation of the estimates of log t(n)/t(reference)."""
+        size = min(reference, MAX_TOKENS)
+        left, weight = _LEFT[size], _WEIGHT[size]
         with self._lock:
-            self._refresh(max_tokens)
-            return self._spread[:max_tokens]
+            covariance = self._covariance
+            row = (1 - weight) * covariance[left] + weight * covariance[left + 1]
+            variance = covariance.diagonal() - 2 * row
+        variance += (1 - weight) * row[left] + weight * row[left + 1]
+        return np.sqrt(np.interp(_sizes(max_tokens), KNOTS, np.maximum(variance, 0)))
 
     def _refresh(self, max_tokens: int) -> None:
         if not self._stale and max_tokens <= len(self._curve):
@@ -197,7 +208,6 @@ class CostModel:
         if len(sizes) > MAX_TOKENS:
             slope = (at_knots[-1] - at_knots[-2]) / (KNOTS[-1] - KNOTS[-2])
             self._curve[MAX_TOKENS:] += slope * (sizes[MAX_TOKENS:] - MAX_TOKENS)
-        self._spread = np.interp(sizes, KNOTS, np.sqrt(self._covariance.diagonal()))
         self._stale = False
 
     def observe_overhead(self, kind: str, seconds: float) -> None:
@@ -281,4 +291,6 @@ class _FixedCostModel(CostModel):
         if max_tokens > known:
             more = [float(self._seconds(n)) for n in range(known + 1, max_tokens + 1)]
             self._curve = np.concatenate([self._curve, more])
-            self._spread = np.zeros(max_tokens)
+
+    def spread(self, max_tokens: int, reference: int) -> Float64Array:
+        return np.zeros(max_tokens)

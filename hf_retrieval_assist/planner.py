@@ -11,7 +11,9 @@ import numpy as np
 from .cost_model import CostModel, Float64Array
 from .token_tree import TokenTree
 
-_TRIAL_PERIOD = 8  # steps from one consideration of a trial to the next
+_HOPE = 2.0  # standard deviations by which a size may be cheaper than it is thought to be
+_FIRST_SAVINGS = 200  # steps whose share is lent at the start, when least is known
+_TRIAL_PERIOD = 4  # steps from one consideration of a trial to the next
 
 Budget = Literal["auto", "paper"] | int
 
@@ -97,32 +99,22 @@ class Planner:
         seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:] + overhead
         rates = tokens / seconds
         best = int(rates.argmax())
-        self._saved += self.exploration * float(seconds[best])
+        if not self.exploration or not cost.observations:
+            return best
+        steps = _FIRST_SAVINGS if self._step == 0 else 1
+        self._saved += steps * self.exploration * float(seconds[best])
         self._step += 1
-        if not self.exploration or self._step % _TRIAL_PERIOD:
+        if self._step % _TRIAL_PERIOD:
             return best
-        spread = cost.spread(1 + extra_tokens + widest)[extra_tokens:]
-        return self._explore(best, rates, tokens, seconds, spread)
+        spread = cost.spread(1 + extra_tokens + widest, 1 + extra_tokens + best)[extra_tokens:]
+        return self._try(rates * np.exp(_HOPE * spread), seconds - tokens / rates[best])
 
-    def _explore(
-        self,
-        best: int,
-        rates: Float64Array,
-        tokens: Float64Array,
-        seconds: Float64Array,
-        spread: Float64Array,
-    ) -> int:
-        """The width that would be best if it were as cheap as it may be, when that can be paid."""
-        # Only what is uncertain relative to the best size's own time can change the choice.
-        error = np.exp(np.abs(spread - spread[best]))
-        hopeful = int((rates * error).argmax())
-        if hopeful == best:
-            return best
-        loss = float(seconds[hopeful] * error[hopeful] - tokens[hopeful] / rates[best])
-        if loss > self._saved:
-            return best
-        self._saved -= max(loss, 0.0)
-        return hopeful
+    def _try(self, hopes: Float64Array, loss: Float64Array) -> int:
+        """Of the widths whose expected loss of time is saved up, the one that would have the
+        highest rate if it were as cheap as it may well be."""
+        chosen = int(np.where(loss <= self._saved, hopes, 0.0).argmax())
+        self._saved -= float(loss[chosen])
+        return chosen
 
 
 def expected_tokens(trees: Sequence[TokenTree], width: int) -> Float64Array:
