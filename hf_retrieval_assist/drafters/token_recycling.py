@@ -47,8 +47,10 @@ _CONFIDENCE_EDGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95, 0.9
 # Acceptance given an accepted parent, per confidence class.
 _LOGIT_PRIORS = np.linspace(0.01, 0.9, len(_CONFIDENCE_EDGES) + 1, dtype=np.float32)
 _UNKNOWN = -1
-_BLOCK = 256
-_CPU_CELLS = 1 << 22
+_BLOCK = 256  # columns per maximum in `top_k`
+# Rejected nodes learnt per step on a CPU, where a top k is not free.
+_CPU_REJECTED = 16
+# Logits looked at together, so that a long prompt needs no large temporaries.
 _CHUNK_CELLS = 1 << 25
 
 
@@ -265,18 +267,16 @@ class SuccessorTable:
         rejected one.
         """
         assert feedback.logits is not None
-        nodes = rows_to_learn(feedback, self._vocab_size, self._affordable_rows())
+        limit = _CPU_REJECTED if self._device.type == "cpu" else None
+        nodes = rows_to_learn(feedback, self._vocab_size, limit)
         chunk = max(1, _CHUNK_CELLS // self._vocab_size)
         for start in range(0, len(nodes), chunk):
             part = nodes[start : start + chunk]
-            index = torch.from_numpy(part).to(self._device)
-            values, successors = top_k(feedback.logits[index], self._top_k)
+            rows = torch.from_numpy(part - part[0]).to(self._device)
+            span = feedback.logits[part[0] : part[-1] + 1]
+            values, successors = top_k(span, rows, self._top_k)
             tokens = torch.from_numpy(feedback.token_ids[part].astype(np.int64))
             self._write(tokens.to(self._device), successors.int(), confidence_classes(values))
-
-    def _affordable_rows(self) -> int:
-        """Rows whose top k is cheap beside a forward pass: any number on an accelerator."""
-        return _CPU_CELLS // self._vocab_size if self._device.type == "cpu" else 1 << 30
 
     def learn_text(self, tokens: Int32Array) -> None:
         """Move each token's successor in the text to the front of its row."""
@@ -297,12 +297,13 @@ class SuccessorTable:
             self._classes.index_copy_(0, tokens, classes)
 
 
-def rows_to_learn(feedback: Feedback, vocab_size: int, affordable: int) -> NDArray[np.int64]:
-    """Which fed nodes to learn from: one per distinct token, the accepted ones first.
+def rows_to_learn(
+    feedback: Feedback, vocab_size: int, max_rejected: int | None = None
+) -> NDArray[np.int64]:
+    """Which fed nodes to learn from, ascending: one per distinct token.
 
-    Of nodes with the same token the last accepted one counts, else the last rejected one. Accepted
-    nodes are always learnt; rejected ones, nearest to the root first, while there are fewer than
-    `affordable`.
+    Of nodes with the same token the last accepted one counts, else the last rejected one. Of the
+    rejected ones only the first `max_rejected` are kept: the nearest to the root.
     """
     tokens = feedback.token_ids
     accepted = np.zeros(len(tokens), dtype=np.bool_)
@@ -311,25 +312,26 @@ def rows_to_learn(feedback: Feedback, vocab_size: int, affordable: int) -> NDArr
     order = np.argsort(accepted, kind="stable")
     chosen = dict(zip(tokens[order].tolist(), order.tolist(), strict=True))
     nodes = np.sort([node for token, node in chosen.items() if token < vocab_size]).astype(np.int64)
-    mine, rejected = nodes[accepted[nodes]], nodes[~accepted[nodes]]
-    return np.concatenate([mine, rejected[: max(0, affordable - len(mine))]])
+    rejected = nodes[~accepted[nodes]][:max_rejected]
+    return np.sort(np.concatenate([nodes[accepted[nodes]], rejected]))
 
 
-def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and indices [m, k] of the k largest of each row [m, vocab_size], descending.
+def top_k(logits: torch.Tensor, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and indices [n, k] of the k largest of the given rows of [m, vocab_size], descending.
 
     The k largest lie in the k blocks with the largest maxima, and a maximum is several times
     cheaper than a selection: on a CPU this takes a fifth of `torch.topk` at 262,144 entries.
     """
     blocks = logits.shape[1] // _BLOCK
     if blocks <= 4 * k:
-        whole = logits.topk(k, dim=1)
+        whole = logits[rows].topk(k, dim=1)
         return whole.values, whole.indices
     head = blocks * _BLOCK
     by_block = logits[:, :head].unflatten(1, (blocks, _BLOCK))
-    best = by_block.amax(2).topk(k, dim=1).indices
-    inside = by_block.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-    candidates = torch.cat([inside, logits[:, head:]], dim=1)
+    # The maxima of all rows cost less than copying the wanted ones together.
+    best = by_block.amax(2)[rows].topk(k, dim=1).indices
+    inside = by_block[rows[:, None], best].flatten(1)
+    candidates = torch.cat([inside, logits[rows, head:]], dim=1)
     values, places = candidates.topk(k, dim=1)
     in_block = best.gather(1, (places // _BLOCK).clamp(max=k - 1)) * _BLOCK + places % _BLOCK
     in_tail = places - k * _BLOCK + head
