@@ -218,6 +218,17 @@ def test_confident_successors_are_drafted_as_more_probable():
     assert np.array_equal(sure.probs, drafter.priors()[sure.classes])
 
 
+def test_a_successor_that_stays_first_is_drafted_as_more_probable():
+    drafter = TokenRecyclingDrafter(top_k=2, template=(2, 0, 0))
+    session = drafter.start(ids(0), target())
+    probs = []
+    for best in [(1, 2), (1, 2), (1, 2), (2, 1), (3, 4)]:
+        feed(session, (0,), (0,), logits_preferring(10, best), [0])
+        probs.append(session.propose(8).probs[0])
+    assert probs[0] < probs[1] < probs[2]
+    assert probs[2] > probs[3] >= probs[4] == probs[0]
+
+
 def test_without_logits_the_text_teaches():
     drafter = TokenRecyclingDrafter(top_k=2, template=(2, 0, 0))
     session = drafter.start(ids(7, 1, 7, 2), target())
