@@ -269,6 +269,20 @@ def test_ids_beyond_the_logits_are_neither_learnt_nor_looked_up():
     assert session.propose(8).token_ids[0] == 5
 
 
+def test_a_simulation_need_not_know_its_vocabulary():
+    unknown = target(vocab_size=2**31 - 1)
+    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 1, 0))
+    session = drafter.start(ids(1, 2, 1), unknown)
+    assert session.propose(8).token_ids.tolist() == [2, 1]
+    session.commit([1_500_000, 1], None)
+    assert session.propose(8).token_ids.tolist() == [1_500_000, 1]
+    assert drafted_paths(drafter.start(ids(1_500_000), unknown).propose(8)) == {
+        (1,),
+        (1, 1_500_000),
+    }
+    assert len(drafter.start(ids(2_000_000_000), unknown).propose(8)) == 0
+
+
 def test_text_around_an_id_beyond_the_logits_is_not_joined():
     drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
     drafter.start(ids(1, 99, 2), target()).commit([1], None)

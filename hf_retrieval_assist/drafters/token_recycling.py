@@ -62,6 +62,8 @@ _UNKNOWN = -1
 _BLOCK = 256  # columns per maximum in `top_k`
 # Rejected nodes learnt per step on a CPU, where a top k is not free.
 _CPU_REJECTED = 16
+# Rows made at first; more than any real vocabulary needs.
+_FIRST_ROWS = 1 << 20
 # Logits looked at together, so that a long prompt needs no large temporaries.
 _CHUNK_CELLS = 1 << 25
 
@@ -137,8 +139,9 @@ class TokenRecyclingDrafter(Drafter):
     model with another fingerprint gets a table of its own.
 
     Rows come from the logits of verified nodes, rejected ones included, and from the prompt's where
-    the engine has them. A transition of the text that no logits cover (the whole text in a
-    simulation) is learnt from the text itself: the successor moves to the front of its row.
+    the engine has them. Before that the prompt itself teaches which token follows which, and so
+    does the output where there are no logits, as in a simulation: the successor moves to the front
+    of its row.
     """
 
     name = "token_recycling"
@@ -197,30 +200,27 @@ def _child_counts(template: str | Sequence[int]) -> Sequence[int]:
 class _RecyclingSession(DraftSession):
     def __init__(self, table: SuccessorTable, prompt_ids: NDArray[np.int32]) -> None:
         self._table = table
-        self._uncovered = prompt_ids
-        self._last = int(prompt_ids[-1]) if len(prompt_ids) else _UNKNOWN
+        self._last = prompt_ids[-1:]
+        table.learn_text(prompt_ids)
 
     def propose(self, budget: int) -> TokenTree:
-        return self._table.draft(self._last).prune(budget)
+        root = int(self._last[0]) if len(self._last) else _UNKNOWN
+        return self._table.draft(root).prune(budget)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        """Teach the table: what the logits do not cover first, so that they have the last word."""
         tokens = np.asarray(token_ids, dtype=np.int32)
         if feedback is None or feedback.logits is None:
-            self._table.learn_text(np.concatenate([self._uncovered, tokens]))
+            self._table.learn_text(np.concatenate([self._last, tokens]))
         else:
-            covered = len(feedback.accepted)
-            self._table.learn_text(self._uncovered[: len(self._uncovered) - covered + 1])
             self._table.learn_logits(feedback)
-        self._uncovered = tokens[-1:]
-        self._last = int(tokens[-1])
+        self._last = tokens[-1:]
 
 
 class SuccessorTable:
     """For every token the likeliest next tokens, best first, each with its evidence class.
 
-    Rows lie on the target's device; int32 [vocab_size + 1, k], of which the last row stays unknown:
-    index −1, the unknown token, reads it, so below an unknown node everything is unknown.
+    Rows lie on the target's device; int32 [ids + 1, k], of which the last row stays unknown: index
+    −1, the unknown token, reads it, so below an unknown node everything is unknown.
     """
 
     def __init__(
@@ -235,14 +235,31 @@ class SuccessorTable:
         self._template = template
         self._device = device
         self._lock = threading.Lock()
-        rows = (vocab_size + 1, top_k)
-        self._successors = torch.full(rows, _UNKNOWN, dtype=torch.int32, device=device)
-        self._classes = torch.zeros(rows, dtype=torch.uint8, device=device)
+        self._successors, self._classes = self._rows(min(vocab_size, _FIRST_ROWS))
         self._levels = [(self._native(p), self._native(r)) for p, r in template.levels]
 
     def _native(self, array: NDArray[Any]) -> Any:
         """Indices in the form that gathers fastest: NumPy's on a CPU, the device's elsewhere."""
         return array if self._device.type == "cpu" else torch.from_numpy(array).to(self._device)
+
+    def _rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`count` unknown rows and the spare one."""
+        shape = (count + 1, self._top_k)
+        return (
+            torch.full(shape, _UNKNOWN, dtype=torch.int32, device=self._device),
+            torch.zeros(shape, dtype=torch.uint8, device=self._device),
+        )
+
+    def _reserve(self, ids: int) -> None:
+        """Make rows for the ids below `ids`: a simulation may not know how large its ids are."""
+        with self._lock:
+            known = len(self._successors) - 1
+            if ids <= known:
+                return
+            successors, classes = self._rows(min(self._vocab_size, max(ids, 2 * known)))
+            successors[:known] = self._successors[:known]
+            classes[:known] = self._classes[:known]
+            self._successors, self._classes = successors, classes
 
     def draft(self, root: int) -> TokenTree:
         """The template over the table below the token `root`, without unknown nodes."""
@@ -255,9 +272,9 @@ class SuccessorTable:
     def _gather(self, root: int) -> tuple[Int32Array, NDArray[np.uint8]]:
         """Tokens and classes of all template nodes, level by level."""
         tokens, classes = [], []
-        above = self._native(np.array([root if root < self._vocab_size else _UNKNOWN]))
         on_host = self._device.type == "cpu"
         with self._lock:
+            above = self._native(np.array([root if root < len(self._successors) else _UNKNOWN]))
             successors = self._successors.numpy() if on_host else self._successors
             evidence = self._classes.numpy() if on_host else self._classes
             for parents, ranks in self._levels:
@@ -277,6 +294,7 @@ class SuccessorTable:
         rejected one.
         """
         assert feedback.logits is not None
+        self._reserve(feedback.logits.shape[1])
         limit = _CPU_REJECTED if self._device.type == "cpu" else None
         nodes = rows_to_learn(feedback, self._vocab_size, limit)
         chunk = max(1, _CHUNK_CELLS // self._vocab_size)
@@ -294,6 +312,7 @@ class SuccessorTable:
         recent = recent_successors(known.tolist(), self._top_k)
         if not recent:
             return
+        self._reserve(int(known.max()) + 1)
         index = torch.tensor(list(recent), device=self._device)
         old = self._successors[index].tolist()
         rows = [_move_to_front(new, row) for new, row in zip(recent.values(), old, strict=True)]
