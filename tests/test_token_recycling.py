@@ -144,33 +144,34 @@ def test_of_equal_tokens_an_accepted_node_wins_then_the_last(accepted, winner):
     st.data(),
     st.integers(0, 20),
 )
-def test_rows_to_learn_follow_the_rule(tokens, data, affordable):
+def test_rows_to_learn_follow_the_rule(tokens, data, max_rejected):
     accepted = sorted(data.draw(st.sets(st.integers(0, len(tokens) - 1))))
-    nodes = rows_to_learn(Feedback(ids(*tokens), ids(*accepted)), 6, affordable).tolist()
+    nodes = rows_to_learn(Feedback(ids(*tokens), ids(*accepted)), 6, max_rejected).tolist()
     best = {}
     for node, token in enumerate(tokens):
         if token < 6 and (node in accepted or best.get(token) not in accepted):
             best[token] = node
     mine = sorted(node for node in best.values() if node in accepted)
     others = sorted(set(best.values()) - set(mine))
-    assert nodes == mine + others[: max(0, affordable - len(mine))]
+    assert nodes == sorted(mine + others[:max_rejected])
 
 
 @given(st.integers(1, 8), st.integers(0, 600), st.integers(0, 2**32 - 1), st.booleans())
 def test_top_k_is_torch_topk(k, extra, seed, padded):
     torch.manual_seed(seed)
     vocab_size = max(k, extra) + (9000 if seed % 2 else 0)
-    logits = torch.randn(3, vocab_size)
+    logits = torch.randn(4, vocab_size)
     if padded:
         logits[:, vocab_size // 2 :] = -torch.inf
-    values, indices = top_k(logits, k)
-    assert torch.equal(values, logits.topk(k, 1).values)
-    assert torch.equal(logits.gather(1, indices), values)
+    rows = torch.tensor([0, 2, 3])
+    values, indices = top_k(logits, rows, k)
+    assert torch.equal(values, logits[rows].topk(k, 1).values)
+    assert torch.equal(logits[rows].gather(1, indices), values)
     assert all(len(set(row)) == k for row in indices.tolist())
 
 
 def test_large_vocabularies_bound_what_rejected_nodes_cost(monkeypatch):
-    monkeypatch.setattr(token_recycling, "_CPU_CELLS", 20)
+    monkeypatch.setattr(token_recycling, "_CPU_REJECTED", 1)
     drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
     session = drafter.start(ids(0), target())
     logits = logits_preferring(10, (1,), (2,), (3,), (4,))
@@ -217,6 +218,17 @@ def test_confident_successors_are_drafted_as_more_probable():
     assert np.array_equal(sure.probs, drafter.priors()[sure.classes])
 
 
+def test_a_successor_that_stays_first_is_drafted_as_more_probable():
+    drafter = TokenRecyclingDrafter(top_k=2, template=(2, 0, 0))
+    session = drafter.start(ids(0), target())
+    probs = []
+    for best in [(1, 2), (1, 2), (1, 2), (2, 1), (3, 4)]:
+        feed(session, (0,), (0,), logits_preferring(10, best), [0])
+        probs.append(session.propose(8).probs[0])
+    assert probs[0] < probs[1] < probs[2]
+    assert probs[2] > probs[3] >= probs[4] == probs[0]
+
+
 def test_without_logits_the_text_teaches():
     drafter = TokenRecyclingDrafter(top_k=2, template=(2, 0, 0))
     session = drafter.start(ids(7, 1, 7, 2), target())
@@ -255,6 +267,20 @@ def test_ids_beyond_the_logits_are_neither_learnt_nor_looked_up():
     assert session.propose(8).token_ids[0] == 3
     session.commit([2], None)
     assert session.propose(8).token_ids[0] == 5
+
+
+def test_a_simulation_need_not_know_its_vocabulary():
+    unknown = target(vocab_size=2**31 - 1)
+    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 1, 0))
+    session = drafter.start(ids(1, 2, 1), unknown)
+    assert session.propose(8).token_ids.tolist() == [2, 1]
+    session.commit([1_500_000, 1], None)
+    assert session.propose(8).token_ids.tolist() == [1_500_000, 1]
+    assert drafted_paths(drafter.start(ids(1_500_000), unknown).propose(8)) == {
+        (1,),
+        (1, 1_500_000),
+    }
+    assert len(drafter.start(ids(2_000_000_000), unknown).propose(8)) == 0
 
 
 def test_text_around_an_id_beyond_the_logits_is_not_joined():
