@@ -1,0 +1,83 @@
+"""What a head needs to know of, and borrows from, the model it drafts for."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """Width of the residual stream, number of blocks, rows of the embedding matrix."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, target: nn.Module) -> TargetShape:
+        """The shape of a transformers causal language model."""
+        config = target.config.get_text_config(decoder=True)
+        vocab_size = target.get_input_embeddings().weight.shape[0]
+        return cls(config.hidden_size, config.num_hidden_layers, vocab_size)
+
+
+class BorrowedLayers:
+    """The target's embedding matrix and output layer, used by a head that has none of its own.
+
+    Not an `nn.Module`: moving or saving the head must not move or save the target. What lies in
+    the target's memory is shared; of an offloaded embedding matrix a copy is kept on the device
+    that the target computes on.
+    """
+
+    def __init__(self, target: nn.Module) -> None:
+        self.device = compute_device(target)
+        self.embedding_weight = float_weight(target.get_input_embeddings(), self.device)
+        self._output = target.get_output_embeddings()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows of the matrix as stored, without any factor the target's own layer applies."""
+        return F.embedding(token_ids.to(self.embedding_weight.device), self.embedding_weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The target's output layer. hidden: [..., Ht]; returns [..., V]."""
+        if self._output is None:
+            raise ValueError("lm_head.weight: the checkpoint has none and neither has the target")
+        weight = self._output.weight
+        floating = weight.is_floating_point() and weight.dtype.itemsize > 1
+        return self._output(hidden.to(weight.dtype) if floating else hidden)
+
+
+def compute_device(target: nn.Module) -> torch.device:
+    """Where the target's embeddings are looked up, also when accelerate keeps them elsewhere."""
+    embeddings = target.get_input_embeddings()
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return embeddings.weight.device if device is None else torch.device(device)
+
+
+def float_weight(layer: nn.Module, device: torch.device) -> Tensor:
+    """The weight matrix of a layer, without gradient; fetched if accelerate has offloaded it.
+
+    Raises:
+        ValueError: the matrix is stored in a quantised form.
+    """
+    with _onloaded(layer):
+        weight = layer.weight.detach()
+        if not weight.is_floating_point() or weight.dtype.itemsize < 2:
+            raise ValueError(
+                f"expected the target's {type(layer).__name__} in 16 bits or more, got "
+                f"{weight.dtype}: keep it out of the quantisation, or use a head with its own"
+            )
+        return weight.to(device, copy=hasattr(layer, "_hf_hook"))
+
+
+def _onloaded(layer: nn.Module):  # type: ignore[no-untyped-def]
+    if not hasattr(layer, "_hf_hook"):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(layer)
