@@ -77,9 +77,7 @@ def check_calls(case: Case, head: EagleHead, prefix: str, calls: list[Any]) -> N
         torch.testing.assert_close(head.logits(output), recorded["logits"], atol=1e-3, rtol=0)
     cache: HeadCache = calls[0][0][-1]
     keys, _ = cache.entries(0)
-    torch.testing.assert_close(
-        keys, case.io[prefix + "call0.k_cache_after"], atol=3e-4, rtol=0
-    )
+    torch.testing.assert_close(keys, case.io[prefix + "call0.k_cache_after"], atol=3e-4, rtol=0)
 
 
 def check_tree(case: Case, prefix: str, tree: TokenTree) -> None:

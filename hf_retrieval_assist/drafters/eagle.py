@@ -142,9 +142,7 @@ def _consecutive(
 
 def _tree(found: Candidates) -> TokenTree:
     parents = found.parents.cpu().numpy().astype(np.int32)
-    tree = TokenTree.build(
-        found.token_ids.cpu().numpy(), parents, found.scores.exp().cpu().numpy()
-    )
+    tree = TokenTree.build(found.token_ids.cpu().numpy(), parents, found.scores.exp().cpu().numpy())
     probs = found.log_probs.exp().cpu().numpy()
     classes = evidence_classes(probs, found.ranks.cpu().numpy(), tree.depths)
     return TokenTree.build(tree.token_ids, parents, tree.probs, classes)

@@ -115,15 +115,17 @@ def infer_config(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) ->
     layer = raw.get("transformer_layer_config", raw)
     hidden = _shape(shapes, "layers.0.self_attn.o_proj.weight")[0]
     is_eagle3 = _shape(shapes, "layers.0.self_attn.q_proj.weight")[1] == 2 * hidden
+    boundaries = _boundaries(shapes, raw, target) if is_eagle3 else _final_boundary(shapes, target)
     vocab, draft_vocab = _vocabularies(shapes, layer, target)
     return HeadConfig(
         generation=3 if is_eagle3 else 1,
         hidden_size=hidden,
-        num_layers=1 + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
+        num_layers=1
+        + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
         intermediate_size=_shape(shapes, "layers.0.mlp.gate_proj.weight")[0],
         **_attention_heads(shapes, layer),
         target_width=target.hidden_size,
-        boundaries=_boundaries(shapes, raw, target) if is_eagle3 else (-1,),
+        boundaries=boundaries,
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
         rope_parameters=_rope_parameters(layer),
@@ -152,9 +154,7 @@ def _attention_heads(shapes: Shapes, layer: Mapping[str, Any]) -> dict[str, int]
     return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
 
 
-def _vocabularies(
-    shapes: Shapes, layer: Mapping[str, Any], target: TargetShape
-) -> tuple[int, int]:
+def _vocabularies(shapes: Shapes, layer: Mapping[str, Any], target: TargetShape) -> tuple[int, int]:
     """Ids that may be fed, and ids that may be drafted."""
     if "lm_head.weight" not in shapes:
         return target.vocab_size, target.vocab_size
@@ -179,6 +179,14 @@ def _boundaries(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) -> 
             f"({rows}, {width})"
         )
     return boundaries
+
+
+def _final_boundary(shapes: Shapes, target: TargetShape) -> tuple[int, ...]:
+    """EAGLE-1 is fed what the target's output layer is fed, so it is as wide as the target."""
+    expected = (target.hidden_size, 2 * target.hidden_size)
+    if _shape(shapes, "fc.weight") != expected:
+        raise ValueError(f"fc.weight: expected {expected}, found {shapes['fc.weight']}")
+    return (-1,)
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:

@@ -35,28 +35,31 @@ class BorrowedLayers:
     """
 
     def __init__(self, target: nn.Module) -> None:
-        self.device = compute_device(target)
-        self.embedding_weight = float_weight(target.get_input_embeddings(), self.device)
+        embeddings = target.get_input_embeddings()
+        self.device = compute_device(embeddings)
+        self.embedding_weight = float_weight(embeddings, self.device)
         self._output = target.get_output_embeddings()
+        self._dtype = target.dtype
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the matrix as stored, without any factor the target's own layer applies."""
-        return F.embedding(token_ids.to(self.embedding_weight.device), self.embedding_weight)
+        return F.embedding(token_ids.to(self.device), self.embedding_weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The target's output layer. hidden: [..., Ht]; returns [..., V]."""
+        """The target's output layer. hidden: [..., Ht]; returns [..., V] on the same device."""
         if self._output is None:
             raise ValueError("lm_head.weight: the checkpoint has none and neither has the target")
-        weight = self._output.weight
-        floating = weight.is_floating_point() and weight.dtype.itemsize > 1
-        return self._output(hidden.to(weight.dtype) if floating else hidden)
+        inputs = hidden.to(compute_device(self._output, hidden.device), self._dtype)
+        return self._output(inputs).to(hidden.device)
 
 
-def compute_device(target: nn.Module) -> torch.device:
-    """Where the target's embeddings are looked up, also when accelerate keeps them elsewhere."""
-    embeddings = target.get_input_embeddings()
-    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
-    return embeddings.weight.device if device is None else torch.device(device)
+def compute_device(layer: nn.Module, otherwise: torch.device | None = None) -> torch.device:
+    """Where a layer computes, also when accelerate keeps its weights elsewhere."""
+    device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    if device is not None:
+        return torch.device(device)
+    parameter = next(layer.parameters(), None)
+    return otherwise or torch.device("cpu") if parameter is None else parameter.device
 
 
 def float_weight(layer: nn.Module, device: torch.device) -> Tensor:
