@@ -32,13 +32,13 @@ class FeatureTap:
         ValueError: a boundary does not exist, or the blocks cannot be found.
     """
 
-    def __init__(self, model: nn.Module, boundaries: Sequence[int]) -> None:
+    def __init__(self, model: Any, boundaries: Sequence[int]) -> None:
         self.boundaries = tuple(boundaries)
         self._decoder, self._blocks = find_blocks(model)
         for boundary in self.boundaries:
             if not -1 <= boundary < len(self._blocks):
                 raise ValueError(
-                    f"boundaries: expected −1 or 0 to {len(self._blocks) - 1} for a model of "
+                    f"boundaries: expected -1 or 0 to {len(self._blocks) - 1} for a model of "
                     f"{len(self._blocks)} blocks, got {boundary}"
                 )
         self._captured: dict[int, Tensor] = {}
@@ -106,7 +106,7 @@ class FeatureTap:
             self._captured.clear()
 
 
-def find_blocks(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+def find_blocks(model: Any) -> tuple[nn.Module, nn.ModuleList]:
     """The text decoder of a model and the list of its blocks.
 
     The list is the one with as many members as the config counts layers; among several (a model

@@ -44,7 +44,7 @@ DOWNLOADED = ["config.json", "*.safetensors", "*.bin", "*.index.json"]
 
 def load_head(
     path_or_hub_id: str | PathLike[str],
-    target: nn.Module,
+    target: Any,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -82,7 +82,7 @@ def load_head(
 
 
 def new_head(
-    target: nn.Module,
+    target: Any,
     *,
     draft_ids: Tensor | None = None,
     num_layers: int = 1,
@@ -251,7 +251,7 @@ def _check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
 
 
 def _fresh_config(
-    target: nn.Module, shape: TargetShape, num_layers: int, draft_vocab_size: int
+    target: Any, shape: TargetShape, num_layers: int, draft_vocab_size: int
 ) -> HeadConfig:
     """Attention shaped like the target's. Its features are normed before `fc`: at the start of
     training their scale, which differs by orders of magnitude between models, must not matter.
@@ -277,7 +277,7 @@ def _fresh_config(
 
 
 @torch.no_grad()
-def _initialise(head: EagleHead, output: nn.Module | None, ids: Tensor) -> None:
+def _initialise(head: EagleHead, output: Any, ids: Tensor) -> None:
     for module in head.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)

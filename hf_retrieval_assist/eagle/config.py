@@ -133,6 +133,7 @@ def infer_config(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) ->
         rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         hidden_act=layer.get("hidden_act", "silu"),
         **_tensor_flags(shapes),
+        final_norm=is_eagle3 or "norm.weight" in shapes,
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_output=bool(raw.get("norm_output", not is_eagle3 and "norm.weight" in shapes)),
     )
@@ -145,7 +146,7 @@ def _shape(shapes: Shapes, name: str) -> tuple[int, ...]:
     return shape
 
 
-def _attention_heads(shapes: Shapes, layer: Mapping[str, Any]) -> dict[str, int]:
+def _attention_heads(shapes: Shapes, layer: Mapping[str, Any]) -> dict[str, Any]:
     """The number of heads stands in the config; their sizes follow from the matrices."""
     prefix = "layers.0.self_attn."
     heads = int(layer["num_attention_heads"])
@@ -223,7 +224,6 @@ def _tensor_flags(shapes: Shapes) -> dict[str, Any]:
         "feature_norm": "each" if each else "joint" if joint else "none",
         "embedding_norm": "embed_norm.weight" in shapes,
         "input_norm": "layers.0.input_layernorm.weight" in shapes,
-        "final_norm": "norm.weight" in shapes,
         "own_embeddings": "embed_tokens.weight" in shapes,
         "own_lm_head": "lm_head.weight" in shapes,
     }

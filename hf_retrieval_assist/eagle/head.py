@@ -112,6 +112,9 @@ class EagleHead(nn.Module):
     is read-only, so any number of threads may use it.
     """
 
+    d2t: Tensor  # int64 [Vd]: what to add to a draft id to get the target's
+    t2d: Tensor  # bool [V]: which of the target's ids may be drafted
+
     def __init__(self, config: HeadConfig, borrowed: BorrowedLayers) -> None:
         super().__init__()
         self.config = config
@@ -129,7 +132,7 @@ class EagleHead(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, path_or_hub_id: str | PathLike[str], target: nn.Module, **overrides: Any
+        cls, path_or_hub_id: str | PathLike[str], target: Any, **overrides: Any
     ) -> EagleHead:
         """Load a head for `target`; see :func:`checkpoint.load_head`."""
         from .checkpoint import load_head
@@ -137,7 +140,7 @@ class EagleHead(nn.Module):
         return load_head(path_or_hub_id, target, **overrides)
 
     @classmethod
-    def for_target(cls, target: nn.Module, **overrides: Any) -> EagleHead:
+    def for_target(cls, target: Any, **overrides: Any) -> EagleHead:
         """A fresh EAGLE-3 head for `target`; see :func:`checkpoint.new_head`."""
         from .checkpoint import new_head
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class TargetShape:
     vocab_size: int
 
     @classmethod
-    def of(cls, target: nn.Module) -> TargetShape:
+    def of(cls, target: Any) -> TargetShape:
         """The shape of a transformers causal language model."""
         config = target.config.get_text_config(decoder=True)
         vocab_size = target.get_input_embeddings().weight.shape[0]
@@ -34,7 +35,7 @@ class BorrowedLayers:
     that the target computes on.
     """
 
-    def __init__(self, target: nn.Module) -> None:
+    def __init__(self, target: Any) -> None:
         embeddings = target.get_input_embeddings()
         self.device = compute_device(embeddings)
         self.embedding_weight = float_weight(embeddings, self.device)
@@ -53,7 +54,7 @@ class BorrowedLayers:
         return self._output(inputs).to(hidden.device)
 
 
-def compute_device(layer: nn.Module, otherwise: torch.device | None = None) -> torch.device:
+def compute_device(layer: Any, otherwise: torch.device | None = None) -> torch.device:
     """Where a layer computes, also when accelerate keeps its weights elsewhere."""
     device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
     if device is not None:
@@ -62,7 +63,7 @@ def compute_device(layer: nn.Module, otherwise: torch.device | None = None) -> t
     return otherwise or torch.device("cpu") if parameter is None else parameter.device
 
 
-def float_weight(layer: nn.Module, device: torch.device) -> Tensor:
+def float_weight(layer: Any, device: torch.device) -> Tensor:
     """The weight matrix of a layer, without gradient; fetched if accelerate has offloaded it.
 
     Raises:
@@ -78,7 +79,7 @@ def float_weight(layer: nn.Module, device: torch.device) -> Tensor:
         return weight.to(device, copy=hasattr(layer, "_hf_hook"))
 
 
-def _onloaded(layer: nn.Module):  # type: ignore[no-untyped-def]
+def _onloaded(layer: Any) -> AbstractContextManager[Any]:
     if not hasattr(layer, "_hf_hook"):
         return nullcontext()
     from accelerate.utils import align_module_device
