@@ -111,7 +111,7 @@ def new_head(
     return head.to(head.borrowed.device, dtype)
 
 
-def save_head(head: EagleHead, folder: str | PathLike[str], verifier: str | None = None) -> None:
+def save_head(head: EagleHead, folder: str | PathLike[str]) -> None:
     """Write `config.json` and `model.safetensors`, each replaced in one step.
 
     The layout is that of `speculators` 'eagle3' models, which vLLM loads too; embeddings shared
@@ -120,7 +120,6 @@ def save_head(head: EagleHead, folder: str | PathLike[str], verifier: str | None
     Args:
         head: an EAGLE-3 head.
         folder: made if missing.
-        verifier: name or path of the target, for loaders that look it up.
 
     Raises:
         ValueError: the head is an EAGLE-1 head, for which that format has no place.
@@ -130,7 +129,7 @@ def save_head(head: EagleHead, folder: str | PathLike[str], verifier: str | None
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().contiguous().cpu() for name, t in head.state_dict().items()}
-    config = json.dumps(_speculators_config(head.config, verifier), indent=2)
+    config = json.dumps(_speculators_config(head), indent=2)
     with tempfile.TemporaryDirectory(dir=path, prefix=".saving-") as staging:
         save_file(tensors, Path(staging, "model.safetensors"), metadata={"format": "pt"})
         Path(staging, "config.json").write_text(config, encoding="utf-8")
@@ -291,7 +290,8 @@ def _initialise(head: EagleHead, output: Any, ids: Tensor) -> None:
         head.t2d[ids] = True
 
 
-def _speculators_config(config: HeadConfig, verifier: str | None) -> dict[str, Any]:
+def _speculators_config(head: EagleHead) -> dict[str, Any]:
+    config = head.config
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -308,7 +308,7 @@ def _speculators_config(config: HeadConfig, verifier: str | None) -> dict[str, A
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
-            "verifier": {"name_or_path": verifier, "architectures": []},
+            "verifier": head.borrowed.identity,
         },
         "transformer_layer_config": _layer_config(config),
     }

@@ -33,6 +33,11 @@ class BorrowedLayers:
     Not an `nn.Module`: moving or saving the head must not move or save the target. What lies in
     the target's memory is shared; of an offloaded embedding matrix a copy is kept on the device
     that the target computes on.
+
+    Attributes:
+        device: where the target looks up embeddings.
+        embedding_weight: [V, Ht].
+        identity: name or path and architectures of the target, as its config tells them.
     """
 
     def __init__(self, target: Any) -> None:
@@ -41,6 +46,10 @@ class BorrowedLayers:
         self.embedding_weight = float_weight(embeddings, self.device)
         self._output = target.get_output_embeddings()
         self._dtype = target.dtype
+        self.identity = {
+            "name_or_path": target.config.name_or_path or None,
+            "architectures": target.config.architectures or [],
+        }
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the matrix as stored, without any factor the target's own layer applies."""
