@@ -1,0 +1,335 @@
+"""Reading EAGLE checkpoints as published, and writing heads in the `speculators` layout.
+
+Understood: repositories of SafeAILab (EAGLE-1, -2, -3) and of tools that follow them, and the
+`speculators` format of vLLM. Files are untrusted input: nothing is unpickled beyond tensors, and
+every shape is compared with what the target needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import tempfile
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .config import HeadConfig, default_boundaries, infer_config
+from .head import EagleHead, build_head
+from .target import BorrowedLayers, TargetShape, float_weight
+
+Tensors = dict[str, Tensor]
+
+# Other names of the tensors that `EagleHead.state_dict` names as `speculators` does.
+RENAMED = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^(midlayer|transformer)\."), "layers.0."),
+    (re.compile(r"^fusion_fc\."), "fc."),
+    (re.compile(r"^embedding_layernorm\."), "embed_norm."),
+    (re.compile(r"^pre_lm_head_layernorm\."), "norm."),
+)
+# Constants, and copies of the target's layers that were kept for training.
+IGNORED = re.compile(r"(rotary_emb\.inv_freq|^verifier_(norm|lm_head)\.weight)$")
+DOWNLOADED = ["config.json", "*.safetensors", "*.bin", "*.index.json"]
+
+
+def load_head(
+    path_or_hub_id: str | PathLike[str],
+    target: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    **overrides: Any,
+) -> EagleHead:
+    """A head from a folder or a hub repository, fitted to `target`.
+
+    What the architecture is, the tensors decide before the config does. Embeddings and output
+    layer are the target's where the checkpoint has none.
+
+    Args:
+        path_or_hub_id: folder with `config.json` and the weights, or a hub repository id.
+        target: the transformers model that the head drafts for.
+        dtype: of the head; the target's by default.
+        device: of the head; where the target's embeddings are computed by default.
+        overrides: fields of :class:`HeadConfig` the checkpoint is wrong or silent about,
+            and `rope_theta`.
+
+    Raises:
+        ValueError: the files are damaged, or are no head for this target: the message names the
+            first tensor that disagrees, with the expected and the found shape.
+        TypeError: an override is not a field of :class:`HeadConfig`.
+    """
+    folder = _local_folder(path_or_hub_id)
+    raw, tensors = _read_config(folder), _canonical_names(_read_tensors(folder))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    config = infer_config(shapes, raw, TargetShape.of(target)).override(**overrides)
+    if config.draft_vocab_size == config.vocab_size:
+        tensors = {k: v for k, v in tensors.items() if k not in ("d2t", "t2d")}
+    head = _build_on_meta(config, BorrowedLayers(target))
+    _check_fit(head, tensors)
+    head.load_state_dict(tensors, assign=True)
+    head.to(device or head.borrowed.device, dtype or target.dtype)
+    return head.requires_grad_(False).eval()
+
+
+def new_head(
+    target: Any,
+    *,
+    draft_ids: Tensor | None = None,
+    num_layers: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> EagleHead:
+    """A fresh EAGLE-3 head as wide as `target`, on its device, ready to be trained.
+
+    The output layer starts as the target's rows of the draft vocabulary; everything else is
+    random (`torch.manual_seed` makes it reproducible).
+
+    Args:
+        target: the transformers model that the head is to draft for.
+        draft_ids: int64 [Vd], ids that may be drafted; None: all.
+        num_layers: blocks of the head.
+        dtype: of the weights.
+        overrides: fields of :class:`HeadConfig`, and `rope_theta`.
+    """
+    shape = TargetShape.of(target)
+    ids = torch.arange(shape.vocab_size) if draft_ids is None else draft_ids.unique().cpu()
+    if len(ids) == 0 or ids[0] < 0 or ids[-1] >= shape.vocab_size:
+        raise ValueError(f"draft_ids: expected ids in [0, {shape.vocab_size}), got {ids}")
+    config = _fresh_config(target, shape, num_layers, len(ids)).override(**overrides)
+    head = build_head(config, BorrowedLayers(target))
+    _initialise(head, target.get_output_embeddings(), ids)
+    return head.to(head.borrowed.device, dtype)
+
+
+def save_head(head: EagleHead, folder: str | PathLike[str]) -> None:
+    """Write `config.json` and `model.safetensors`, each replaced in one step.
+
+    The layout is that of `speculators` 'eagle3' models, which vLLM loads too; embeddings shared
+    with the target are not written.
+
+    Args:
+        head: an EAGLE-3 head.
+        folder: made if missing.
+
+    Raises:
+        ValueError: the head is an EAGLE-1 head, for which that format has no place.
+    """
+    if head.config.generation != 3:
+        raise ValueError("head: expected an EAGLE-3 head, got one of EAGLE-1/2")
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.detach().contiguous().cpu() for name, t in head.state_dict().items()}
+    config = json.dumps(_speculators_config(head), indent=2)
+    with tempfile.TemporaryDirectory(dir=path, prefix=".saving-") as staging:
+        save_file(tensors, Path(staging, "model.safetensors"), metadata={"format": "pt"})
+        Path(staging, "config.json").write_text(config, encoding="utf-8")
+        for name in ("model.safetensors", "config.json"):
+            os.replace(Path(staging, name), path / name)
+
+
+def _local_folder(path_or_hub_id: str | PathLike[str]) -> Path:
+    path = Path(path_or_hub_id)
+    if path.is_dir():
+        return path
+    return Path(snapshot_download(str(path_or_hub_id), allow_patterns=DOWNLOADED))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config = _read_json(folder / "config.json")
+    layer = config.get("transformer_layer_config", config)
+    if not isinstance(layer, dict) or not isinstance(layer.get("num_attention_heads"), int):
+        raise ValueError(f"{folder / 'config.json'}: expected num_attention_heads, found none")
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: expected a readable JSON file ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _read_tensors(folder: Path) -> Tensors:
+    """All weights; safetensors are preferred, and an index before a single file."""
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index = folder / f"{stem}.{suffix}.index.json"
+        if index.is_file():
+            return _read_shards(index)
+        if (folder / f"{stem}.{suffix}").is_file():
+            return _read_file(folder / f"{stem}.{suffix}")
+    raise ValueError(
+        f"{folder}: expected model.safetensors or pytorch_model.bin, or their index, found neither"
+    )
+
+
+def _read_shards(index: Path) -> Tensors:
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+    ):
+        raise ValueError(f"{index}: expected weight_map to name files of the same folder")
+    tensors: Tensors = {}
+    for name in sorted(set(weight_map.values())):
+        tensors |= _read_file(index.parent / name)
+    return tensors
+
+
+def _read_file(path: Path) -> Tensors:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
+        raise ValueError(f"{path}: expected a file of tensors ({error})") from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
+        raise ValueError(f"{path}: expected a dictionary of tensors")
+    return tensors
+
+
+def _canonical_names(tensors: Tensors) -> Tensors:
+    """The tensors under the names of `EagleHead.state_dict`."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in RENAMED:
+            name = pattern.sub(replacement, name)
+        if not IGNORED.search(name):
+            renamed[name] = tensor
+    return renamed
+
+
+def _build_on_meta(config: HeadConfig, borrowed: BorrowedLayers) -> EagleHead:
+    """The modules without storage, except the RoPE frequencies, which no file holds."""
+    with torch.device("meta"):
+        head = build_head(config, borrowed)
+    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
+    return head
+
+
+def _check_fit(head: EagleHead, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for the first tensor that is missing, misshapen, unknown or senseless."""
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    for name in [*expected, *(name for name in tensors if name not in expected)]:
+        wanted = expected.get(name, "no such tensor")
+        found = tuple(tensors[name].shape) if name in tensors else "no such tensor"
+        if wanted != found:
+            raise ValueError(f"{name}: expected {wanted}, found {found}")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{name}: expected finite values, found NaN or infinity")
+    if "d2t" in expected:
+        _check_draft_vocabulary(tensors["d2t"], tensors["t2d"])
+
+
+def _check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
+    """d2t holds offsets: draft id i stands for the target id i + d2t[i], a member of t2d."""
+    if d2t.is_floating_point() or t2d.is_floating_point():
+        raise ValueError(f"d2t: expected integers, found {d2t.dtype} (t2d: {t2d.dtype})")
+    ids = torch.arange(len(d2t)) + d2t
+    inside = (ids >= 0) & (ids < len(t2d))
+    if not inside.all():
+        raise ValueError(
+            f"d2t: expected offsets to ids in [0, {len(t2d)}), found the id {int(ids[~inside][0])}"
+        )
+    if not torch.equal(ids, t2d.nonzero().flatten()):
+        raise ValueError("d2t: expected offsets to the ids that t2d marks, found others")
+
+
+def _fresh_config(
+    target: Any, shape: TargetShape, num_layers: int, draft_vocab_size: int
+) -> HeadConfig:
+    """Attention shaped like the target's. Its features are normed before `fc`: at the start of
+    training their scale, which differs by orders of magnitude between models, must not matter.
+    """
+    config = target.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    return HeadConfig(
+        generation=3,
+        hidden_size=shape.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 3 * shape.hidden_size,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or shape.hidden_size // heads,
+        target_width=shape.hidden_size,
+        boundaries=default_boundaries(shape.num_layers),
+        vocab_size=shape.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        feature_norm="joint",
+        norm_before_residual=True,
+        input_norm=True,
+    )
+
+
+@torch.no_grad()
+def _initialise(head: EagleHead, output: Any, ids: Tensor) -> None:
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    if output is not None and head.config.hidden_size == head.config.target_width:
+        rows = float_weight(output, torch.device("cpu"))[ids]
+        head.lm_head.weight.copy_(rows)
+    if head.config.draft_vocab_size < head.config.vocab_size:
+        head.d2t.copy_(ids - torch.arange(len(ids)))
+        head.t2d[ids] = True
+
+
+def _speculators_config(head: EagleHead) -> dict[str, Any]:
+    config = head.config
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": (
+            None if config.target_width == config.hidden_size else config.target_width
+        ),
+        "eagle_aux_hidden_state_layer_ids": list(config.boundaries),
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.feature_norm == "joint",
+        "fc_norm": config.feature_norm == "each",
+        "norm_output": config.norm_output,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+            "verifier": head.borrowed.identity,
+        },
+        "transformer_layer_config": _layer_config(config),
+    }
+
+
+def _layer_config(config: HeadConfig) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.hidden_act,
+        "max_position_embeddings": config.trained_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "rope_parameters": dict(config.rope_parameters),
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False,
+    }

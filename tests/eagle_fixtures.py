@@ -1,0 +1,100 @@
+"""The recorded heads of tests/fixtures/eagle, and tiny targets to load them for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+FIXTURES = Path(__file__).parent / "fixtures" / "eagle"
+CASES = (
+    "eagle1_fcbias",
+    "eagle1_nobias_qkvbias_theta1e6",
+    "eagle3_d2t",
+    "eagle3_fullvocab",
+    "eagle3_target_hidden48_theta5e5",
+)
+
+
+def tiny_target(
+    hidden_size: int = 64, num_layers: int = 10, vocab_size: int = 128, **config: Any
+) -> LlamaForCausalLM:
+    """A random float32 Llama, the same at every call."""
+    torch.manual_seed(0)
+    shape = {
+        "intermediate_size": 2 * hidden_size,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **config,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=hidden_size, num_hidden_layers=num_layers, vocab_size=vocab_size, **shape
+        )
+    )
+    return model.eval().requires_grad_(False)
+
+
+@dataclass
+class Case:
+    """One recorded head: its checkpoint, and two rounds of inputs and outputs."""
+
+    name: str
+    config: dict[str, Any]
+    tree: dict[str, int]
+    weights: dict[str, torch.Tensor]
+    io: dict[str, torch.Tensor]
+
+    @property
+    def is_eagle3(self) -> bool:
+        return self.name.startswith("eagle3")
+
+    @property
+    def carries_embeddings(self) -> bool:
+        """Whether published checkpoints of this kind carry their own embeddings."""
+        return not self.is_eagle3 or "target_hidden_size" in self.config
+
+    def target(self) -> LlamaForCausalLM:
+        """A target with the embeddings and the output layer that the head was recorded with."""
+        target = tiny_target(self.config.get("target_hidden_size", 64))
+        if not self.carries_embeddings:
+            target.model.embed_tokens.weight.copy_(self.weights["embed_tokens.weight"])
+        if not self.is_eagle3:
+            target.lm_head.weight.copy_(self.io["target.lm_head.weight"])
+        return target
+
+    def published(self) -> dict[str, torch.Tensor]:
+        """The tensors as a published checkpoint holds them."""
+        left_out = () if self.carries_embeddings else ("embed_tokens.weight",)
+        return {name: t for name, t in self.weights.items() if name not in left_out}
+
+    def save(self, folder: Path) -> Path:
+        """The checkpoint with its weights in safetensors."""
+        write_config(folder, self.config)
+        save_file(self.published(), folder / "model.safetensors")
+        return folder
+
+
+@lru_cache
+def load_case(name: str) -> Case:
+    description = json.loads((FIXTURES / f"{name}.json").read_text())
+    return Case(
+        name,
+        description["config"],
+        description["tree"],
+        load_file(FIXTURES / f"{name}.weights.safetensors"),
+        load_file(FIXTURES / f"{name}.io.safetensors"),
+    )
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
