@@ -27,6 +27,7 @@ cdef struct Node:
     int32_t end          # position of the last token of one occurrence of the label
     int32_t depth        # length of the label, from the root
     int32_t ends         # suffixes that stop exactly here
+    int32_t children     # inner nodes and leaves
     int32_t first_child  # inner nodes, by descending count
     int32_t first_leaf
     int32_t first_end
@@ -189,12 +190,17 @@ cdef inline int32_t item_parent(Store* s, int32_t item) noexcept nogil:
 # Child table: (node, first token) to item, open addressing. A node with one child, the root apart,
 # is not in it: its child hangs in its list alone, and may be given another first token freely.
 
+# Murmur3's finaliser, a bijection: children of one node have different tags, so that an entry of
+# equal tag and parent is the one looked for.
+@cython.overflowcheck(False)
+cdef inline uint32_t scramble(uint32_t h) noexcept nogil:
+    h = (h ^ (h >> 16)) * <uint32_t>0x85EBCA6B
+    h = (h ^ (h >> 13)) * <uint32_t>0xC2B2AE35
+    return h ^ (h >> 16)
+
 @cython.overflowcheck(False)
 cdef inline uint32_t tag_of(int32_t parent, token_t token) noexcept nogil:
-    cdef uint64_t h = (<uint64_t><uint32_t>parent << 32) | <uint32_t>token
-    h = (h ^ (h >> 32)) * <uint64_t>0xD6E8FEB86659FD93
-    h = (h ^ (h >> 32)) * <uint64_t>0xD6E8FEB86659FD93
-    return <uint32_t>(h >> 32)
+    return scramble(<uint32_t>token + scramble(<uint32_t>parent))
 
 cdef inline int64_t home_of(Store* s, uint32_t tag) noexcept nogil:
     return <int64_t>((<uint64_t>tag * <uint64_t>s.slot_count) >> 32)
@@ -248,8 +254,7 @@ cdef inline int32_t table_find(Store* s, int32_t parent, token_t token) noexcept
         item = s.slots[i].item
         if item == NO_ITEM:
             return NO_ITEM
-        if (s.slots[i].tag == tag and item_parent(s, item) == parent
-                and label_token(s, item, node_at(s, parent).depth + 1) == token):
+        if s.slots[i].tag == tag and item_parent(s, item) == parent:
             return item
         i = after(s, i)
 
@@ -413,12 +418,7 @@ cdef inline void take_place(Store* s, int32_t child, int32_t by) noexcept nogil:
 
 cdef inline bint branches(Store* s, int32_t node) noexcept nogil:
     """Whether the node's children stand in the table."""
-    cdef Node* v = node_at(s, node)
-    if node == ROOT:
-        return True
-    if v.first_child != NIL:
-        return node_at(s, v.first_child).next != NIL or v.first_leaf != NIL
-    return v.first_leaf != NIL and link_at(s, v.first_leaf).next != NIL
+    return node_at(s, node).children > 1 or node == ROOT
 
 cdef inline int32_t first_item(Store* s, int32_t node) noexcept nogil:
     """The child of the highest count, or NO_ITEM."""
@@ -453,6 +453,7 @@ cdef inline void add_leaf(Store* s, int32_t node, token_t token, int32_t positio
         only = first_item(s, node)
     link_at(s, position).node = node
     push(s, &node_at(s, node).first_leaf, position)
+    node_at(s, node).children += 1
     if only != NO_ITEM:
         table_add(s, node, label_token(s, only, depth), only)
     if branches(s, node):
@@ -464,6 +465,7 @@ cdef inline void remove_leaf(Store* s, int32_t node, int32_t position) noexcept 
     if branched:
         table_remove(s, node, label_token(s, ~position, depth), ~position)
     drop(s, &node_at(s, node).first_leaf, position)
+    node_at(s, node).children -= 1
     if branched and not branches(s, node):
         only = first_item(s, node)
         table_remove(s, node, label_token(s, only, depth), only)

@@ -58,6 +58,7 @@ cdef int32_t split(Store* s, int32_t node, token_t token, int32_t item) noexcept
     m.count = item_count(s, item)
     m.end = label_end(s, item, depth)
     m.ends = 0
+    m.children = 1
     m.first_child = m.first_leaf = m.first_end = m.stale = NIL
     if branches(s, node):
         table_replace(s, node, token, item, middle)
@@ -89,7 +90,7 @@ cdef void fuse(Store* s, int32_t node, int32_t child) noexcept nogil:
 cdef void stop_leaf(Store* s, int32_t node, int32_t leaf) noexcept nogil:
     """A leaf of `node` turned out to stop there: its sequence has not grown past it."""
     cdef Sequence* owner = sequence_at(s, page_of(s, leaf).owner)
-    drop(s, &node_at(s, node).first_leaf, leaf)
+    remove_leaf(s, node, leaf)
     add_end(s, node, leaf)
     if node_at(s, node).depth < s.max_depth and start_of(s, leaf) < owner.pending:
         owner.pending = start_of(s, leaf)
@@ -101,7 +102,7 @@ cdef int32_t descend(
     """Move `suffix`, which stops at `node`, by one token towards the child `item`."""
     cdef Node* v = node_at(s, node)
     cdef int32_t depth = v.depth + 1
-    cdef bint alone = node != ROOT and v.ends == 1 and not branches(s, node)
+    cdef bint alone = v.children == 1 and v.ends == 1
     if item_depth(s, item) == depth and item >= 0:
         if node != ROOT:
             remove_end(s, node, suffix)
@@ -460,7 +461,7 @@ cdef class SuffixTree:
             raise MemoryError
         cdef Node* root = node_at(s, pool_take(&s.nodes))
         root[0] = Node(
-            parent=NIL, count=0, end=NIL, depth=0, ends=0, first_child=NIL, first_leaf=NIL,
+            parent=NIL, count=0, end=NIL, depth=0, ends=0, children=0, first_child=NIL, first_leaf=NIL,
             first_end=NIL, next=NIL, prev=NIL, group=NIL, stale=NIL,
         )
         if max_bytes is not None:
@@ -688,6 +689,7 @@ cdef class SuffixTree:
             assert link_at(&self.store, end).node == ~node, "an end of another node"
             ends += 1
             end = link_at(&self.store, end).next
+        assert v.children == len(items), "children are counted wrong"
         assert v.ends == ends, "ends are counted wrong"
         assert v.count == ends + sum(counts), "a count that its items do not add up to"
         assert counts == sorted(counts, reverse=True), "children out of order"
