@@ -9,6 +9,16 @@ from types cimport int32_t, int64_t, token_t, uint32_t, uint64_t
 
 import cython
 
+cdef extern from *:
+    """
+    #if defined(__GNUC__) || defined(__clang__)
+    #define hfra_prefetch(address) __builtin_prefetch(address)
+    #else
+    #define hfra_prefetch(address) ((void)(address))
+    #endif
+    """
+    void prefetch "hfra_prefetch"(const void* address) noexcept nogil
+
 cdef enum:
     ROOT = 0
     NIL = -1

@@ -127,6 +127,30 @@ cdef int32_t descend(
     return node
 
 
+cdef void fetch_children(Store* s, int32_t suffix, int32_t count, token_t token) noexcept nogil:
+    """Ask for the memory that looking up a token below `count` suffixes' nodes will read.
+
+    The lookups do not depend on one another, so their cache misses need not queue up.
+    """
+    cdef int32_t i, node, item, position = suffix
+    for i in range(count):
+        node = ~link_at(s, position).node
+        if branches(s, node):
+            prefetch(&s.slots[home_of(s, tag_of(node, token))])
+        if i + 1 < count:
+            position = forward(s, position, 1)
+    for i in range(count):
+        node = ~link_at(s, suffix).node
+        if branches(s, node):
+            item = s.slots[home_of(s, tag_of(node, token))].item
+            if item >= 0:
+                prefetch(node_at(s, item))
+            elif item != NO_ITEM:
+                prefetch(link_at(s, ~item))
+        if i + 1 < count:
+            suffix = forward(s, suffix, 1)
+
+
 cdef void append_token(Store* s, int32_t sequence, token_t token) noexcept nogil:
     """Move every pending suffix, the longest first: it becomes a leaf where it parts from all others."""
     cdef Sequence* q = sequence_at(s, sequence)
@@ -135,6 +159,7 @@ cdef void append_token(Store* s, int32_t sequence, token_t token) noexcept nogil
     node_at(s, ROOT).count += 1
     suffix = backward(s, last, q.length - 1 - start)
     link_at(s, last).node = ~ROOT
+    fetch_children(s, suffix, q.length - start, token)
     while start < q.length:
         node = ~link_at(s, suffix).node
         item = child_of(s, node, token)
