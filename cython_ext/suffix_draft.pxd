@@ -131,7 +131,7 @@ cdef inline int32_t speculate(
                 break
             continue
         grow_draft(s, matches[length], budget, min_prob, tree, paper, heap, spare)
-        if spare.score > best.score:
+        if spare.score > best.score + 1e-9:  # sums that differ by rounding alone are a tie
             chosen = length
             other = best[0]
             best[0] = spare[0]

@@ -214,7 +214,7 @@ cdef class SuffixTree:
     ):
         cdef int32_t budget = max(max_nodes, 0), chosen
         cdef bint paper = convention == "paper"
-        cdef Draft best, spare
+        cdef Draft best = Draft(tokens=NULL), spare = Draft(tokens=NULL)
         if convention not in ("paper", "arctic"):
             raise ValueError(f"convention: expected 'paper' or 'arctic', got {convention!r}")
         tokens, parents = np.empty((2, budget), np.int32), np.empty((2, budget), np.int32)
