@@ -83,6 +83,15 @@ cdef class SuffixTree:
         return store_bytes(&self.store) + (self.store.max_depth + 1) * <int64_t>sizeof(Place)
 
     @property
+    def max_bytes(self):
+        """Limit on `nbytes`, or None. Lowering it below `nbytes` only stops growth."""
+        return self.store.max_bytes or None
+
+    @max_bytes.setter
+    def max_bytes(self, limit):
+        self.store.max_bytes = 0 if limit is None else max(<int64_t>limit, 1)
+
+    @property
     def token_count(self):
         """Tokens in all sequences."""
         return node_at(&self.store, ROOT).count
@@ -92,11 +101,16 @@ cdef class SuffixTree:
         return self.live
 
     def add_sequence(self):
-        """Start an empty sequence and return its id, which may be a removed one's."""
+        """Start an empty sequence and return its id, which may be a removed one's.
+
+        Returns None where it does not fit under `max_bytes`.
+        """
         cdef Store* s = &self.store
         cdef int room = pool_reserve(s, &s.sequences, 1, 2147483647)
-        if room < 1:
-            raise MemoryError("no room for another sequence")
+        if room < 0:
+            raise MemoryError
+        if room == 0:
+            return None
         cdef int32_t sequence = pool_take(&s.sequences)
         sequence_at(s, sequence)[0] = Sequence(length=0, first_page=NIL, last_page=NIL, pending=0)
         self.live += 1
@@ -214,7 +228,7 @@ cdef class SuffixTree:
     ):
         cdef int32_t budget = max(max_nodes, 0), chosen
         cdef bint paper = convention == "paper"
-        cdef Draft best = Draft(tokens=NULL), spare = Draft(tokens=NULL)
+        cdef Draft best = Draft(0, 0.0, NULL, NULL, NULL), spare = best
         if convention not in ("paper", "arctic"):
             raise ValueError(f"convention: expected 'paper' or 'arctic', got {convention!r}")
         tokens, parents = np.empty((2, budget), np.int32), np.empty((2, budget), np.int32)
