@@ -1,0 +1,265 @@
+"""The suffix tree against a plain trie that stores every suffix token by token."""
+
+import heapq
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.suffix_tree import SuffixTree
+
+
+class PlainTrie:
+    """Counts of every token run of at most `depth` tokens, and drafts by their definition."""
+
+    def __init__(self, depth):
+        self.depth = depth
+        self.sequences = {}
+
+    def runs(self):
+        counts = {}
+        for text in self.sequences.values():
+            for i, j in itertools.combinations(range(len(text) + 1), 2):
+                if j - i <= self.depth:
+                    run = tuple(text[i:j])
+                    counts[run] = counts.get(run, 0) + 1
+        counts[()] = sum(map(len, self.sequences.values()))
+        return counts
+
+    def speculate(self, context, max_nodes, factor, offset, min_prob, tree, convention):
+        counts, below = self.runs(), {}
+        for run in counts:
+            if run:
+                below.setdefault(run[:-1], []).append(run)
+        best = (0, [0.0])
+        for length in range(1, min(self.depth, len(context)) + 1):
+            match = tuple(context[len(context) - length :])
+            if match not in counts:
+                break
+            budget = min(max_nodes, max(0, int(length * factor + offset + 1e-6)))
+            probs = self.draft(counts, below, match, budget, min_prob, tree, convention)
+            if probs and sum(probs) >= sum(best[1]) - 1e-9:
+                best = (length, probs)
+        return best[0], sum(best[1])
+
+    @staticmethod
+    def draft(counts, below, match, budget, min_prob, tree, convention):
+        probs, frontier, ties = [], [(-1.0, 0, match)], itertools.count(1)
+        while frontier and len(probs) <= budget:
+            prob, _, run = heapq.heappop(frontier)
+            probs.append(-prob)
+            children = sorted(below.get(run, []), key=counts.get, reverse=True)
+            total = counts[run] if convention == "arctic" else sum(map(counts.get, children))
+            for child in children if tree else children[:1]:
+                if -prob * counts[child] / total >= min_prob:
+                    heapq.heappush(frontier, (prob * counts[child] / total, next(ties), child))
+        return probs[1:]
+
+
+def array(tokens):
+    return np.array(tokens, dtype=np.int32)
+
+
+def assert_equal_counts(tree, trie):
+    """Every run of the trie, and the runs one token longer that are not in it."""
+    tree.check_invariants()
+    counts = trie.runs()
+    alphabet = {run[0] for run in counts if run}
+    assert tree.token_count == counts[()]
+    for run, count in counts.items():
+        assert tree.count(array(run)) == count
+        children = tree.children(array(run))
+        expected = {t: counts[(*run, t)] for t in alphabet if (*run, t) in counts}
+        assert dict(children) == expected
+        assert len(children) == len(expected)
+        assert [c for _, c in children] == sorted(expected.values(), reverse=True)
+
+
+def grown(sequences, depth=64):
+    tree, trie = SuffixTree(depth), PlainTrie(depth)
+    for text in sequences:
+        sequence = tree.add_sequence()
+        assert tree.extend(sequence, array(text)) == len(text)
+        trie.sequences[sequence] = list(text)
+    return tree, trie
+
+
+tokens = st.integers(0, 2)
+texts = st.lists(tokens, max_size=24)
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(0, 3), st.lists(tokens, max_size=9)),
+        st.tuples(st.just("remove"), st.integers(0, 3)),
+    ),
+    max_size=14,
+)
+
+
+@given(operations, st.sampled_from([1, 2, 3, 6, 12]))
+def test_counts_agree_with_a_plain_trie_while_sequences_grow_and_go(steps, depth):
+    tree, trie = SuffixTree(depth), PlainTrie(depth)
+    ids = {}
+    for kind, slot, *more in steps:
+        if kind == "append":
+            if slot not in ids:
+                ids[slot] = tree.add_sequence()
+                trie.sequences[ids[slot]] = []
+            for token in more[0]:
+                assert tree.append(ids[slot], token)
+                tree.check_invariants()
+            trie.sequences[ids[slot]] += more[0]
+        elif slot in ids:
+            tree.remove(ids[slot])
+            del trie.sequences[ids.pop(slot)]
+        assert_equal_counts(tree, trie)
+    for slot, sequence in ids.items():
+        assert tree.tokens(ids[slot]).tolist() == trie.sequences[sequence]
+
+
+@given(st.lists(texts, min_size=1, max_size=4), st.sampled_from([3, 6, 12]))
+def test_removing_every_sequence_leaves_nothing(sequences, depth):
+    tree, trie = grown(sequences, depth)
+    for sequence in list(trie.sequences):
+        tree.remove(sequence)
+        del trie.sequences[sequence]
+        assert_equal_counts(tree, trie)
+    assert tree.token_count == len(tree) == 0
+
+
+@given(
+    st.lists(texts, min_size=1, max_size=3),
+    texts,
+    st.sampled_from([1.0, 1.5, 4.0]),
+    st.sampled_from([-1.0, 0.0, 2.0]),
+    st.sampled_from([0.03, 0.11, 0.27, 0.6]),
+    st.booleans(),
+    st.sampled_from(["arctic", "paper"]),
+)
+@settings(max_examples=200)
+def test_scores_agree_with_a_plain_trie(
+    sequences, context, factor, offset, min_prob, branching, convention
+):
+    tree, trie = grown(sequences, 8)
+    for tail in ([*context], *sequences):
+        if not branching and has_equal_counts(trie):
+            continue
+        got = tree.speculate(
+            array(tail), 12, factor=factor, offset=offset, min_prob=min_prob, tree=branching,
+            convention=convention,
+        )  # fmt: skip
+        length, score = trie.speculate(tail, 12, factor, offset, min_prob, branching, convention)
+        assert got.score == pytest.approx(score, abs=1e-5)
+        assert got.match_length == length
+
+
+def has_equal_counts(trie):
+    """Whether a path would depend on the order of equally frequent children."""
+    counts = trie.runs()
+    seen = {(run[:-1], count) for run, count in counts.items() if run}
+    return len(seen) < len(counts) - 1
+
+
+@given(st.lists(texts, min_size=1, max_size=3), st.sampled_from(["arctic", "paper"]))
+def test_a_sequences_own_matches_equal_matching_its_tokens(sequences, convention):
+    tree, trie = grown(sequences, 8)
+    for sequence, text in trie.sequences.items():
+        ours = tree.speculate_after(sequence, 12, factor=4, convention=convention)
+        from_scratch = tree.speculate(array(text), 12, factor=4, convention=convention)
+        assert ours.token_ids.tolist() == from_scratch.token_ids.tolist()
+        assert ours[3:] == from_scratch[3:]
+
+
+@given(st.lists(texts, min_size=1, max_size=3), texts)
+def test_drafts_are_trees_of_continuations_within_the_depth(sequences, context):
+    tree, trie = grown(sequences, 8)
+    counts = trie.runs()
+    draft = tree.speculate(array(context), 20, factor=8, min_prob=0.01)
+    runs = []
+    for token, parent in zip(draft.token_ids.tolist(), draft.parents.tolist(), strict=True):
+        assert parent < len(runs)
+        above = runs[parent] if parent >= 0 else tuple(context[-draft.match_length :])
+        runs.append((*above, token))
+        assert runs[-1] in counts
+        assert len(runs[-1]) <= 8
+    assert len(set(runs)) == len(runs)
+    assert draft.score == pytest.approx(draft.probs.sum(), abs=1e-4)
+
+
+def test_the_context_dilutes_its_own_match():
+    text = array([1, 2, 3, 4, 5, 1, 2])
+    tree, _ = grown([text])
+    draft = tree.speculate(text, 8, tree=False)
+    assert draft.token_ids.tolist() == [3, 4]
+    assert draft.probs.tolist() == [0.5, 0.5]
+    assert (draft.match_length, draft.score) == (2, 1.0)
+    assert tree.speculate(text, 8, min_prob=0.6).match_length == 0
+    assert tree.speculate(text, 8, factor=4).token_ids.tolist() == [3, 4, 5, 1, 2]
+    assert tree.speculate(text, 8, convention="paper").probs.tolist() == [1.0, 1.0]
+
+
+def test_ties_go_to_the_longer_match():
+    tree, _ = grown([[1, 2, 3, 9]])
+    assert tree.speculate(array([1, 2]), 1, factor=4).match_length == 2
+
+
+def test_token_ids_reach_the_int32_limit():
+    big = [2**31 - 1, 262143, 2**31 - 2, 2**31 - 1, 262143]
+    tree, trie = grown([big, big[1:]])
+    assert_equal_counts(tree, trie)
+    assert tree.speculate(array(big), 2).token_ids.tolist() == [2**31 - 2, 2**31 - 1]
+
+
+def test_a_leaf_of_a_growing_sequence_is_caught_up_with():
+    tree, trie = SuffixTree(4), PlainTrie(4)
+    first, second = tree.add_sequence(), tree.add_sequence()
+    trie.sequences = {first: [], second: []}
+    for sequence, token in [(first, 7), (second, 7), (first, 8), (second, 8), (second, 9)] * 3:
+        tree.append(sequence, token)
+        trie.sequences[sequence].append(token)
+        assert_equal_counts(tree, trie)
+
+
+@pytest.mark.parametrize("period", [1, 2, 5])
+def test_repetition_beyond_a_page_and_the_depth(period):
+    text = list(range(period)) * (150 // period)
+    tree, trie = grown([text, text[3:40]], 64)
+    assert_equal_counts(tree, trie)
+    tree.remove(0)
+    del trie.sequences[0]
+    assert_equal_counts(tree, trie)
+
+
+def test_memory_is_reused_and_never_above_the_limit():
+    rng = np.random.default_rng(5)
+    tree = SuffixTree(16, max_bytes=60_000)
+    kept = []
+    for _ in range(60):
+        rest = rng.integers(0, 50, 100).astype(np.int32)
+        kept.append(tree.add_sequence())
+        while len(rest):
+            rest = rest[tree.extend(kept[-1], rest) :]
+            assert tree.nbytes <= 60_000
+            if len(rest):
+                tree.remove(kept.pop(0))
+        assert tree.token_count == 100 * len(kept)
+    assert tree.token_count > 400
+    tree.check_invariants()
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="max_depth: expected 1 to 65536, got 0"):
+        SuffixTree(0)
+    with pytest.raises(ValueError, match="max_bytes: expected at least"):
+        SuffixTree(max_bytes=10)
+    tree = SuffixTree()
+    sequence = tree.add_sequence()
+    with pytest.raises(ValueError, match="token_ids: expected 0 or more, got -1"):
+        tree.extend(sequence, array([1, -1]))
+    tree.remove(sequence)
+    for missing in (sequence, -1, 7):
+        with pytest.raises(ValueError, match="sequence: expected the id of one that is here"):
+            tree.extend(missing, array([1]))
+    with pytest.raises(ValueError, match="convention: expected 'paper' or 'arctic', got 'other'"):
+        tree.speculate(array([1]), 4, convention="other")
