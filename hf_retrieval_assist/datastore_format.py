@@ -1,0 +1,253 @@
+"""The files of a datastore: its manifest, its shards, and the checks on both.
+
+A datastore is a directory with `manifest.json` and three files per shard, little-endian and without
+headers, since the manifest says what they hold:
+
+* `<name>.tokens`: the shard's documents as codes (token id + 1, and 0 after each document), each
+  big-endian in as few bytes as the vocabulary needs;
+* `<name>.suffixes`: uint32 positions of all ids, in the order of the suffixes starting there;
+* `<name>.starts`: uint32, where in that order the suffixes of each range of first codes begin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = "hf-retrieval-assist datastore"
+VERSION = 1
+MANIFEST = "manifest.json"
+PARTS = ("tokens", "suffixes", "starts")
+MAX_BYTES = 2**31 - 1  # of a shard's tokens: the sorter counts bytes in 32 bits
+_SHARD_NAME = re.compile(r"[0-9a-f]{16}")
+_CHECKSUM = re.compile(r"[0-9a-f]{64}")
+
+
+def code_width(vocab_size: int) -> int:
+    """Bytes that hold the codes 0 .. `vocab_size`."""
+    return (vocab_size.bit_length() + 7) // 8
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard as the manifest describes it.
+
+    Attributes:
+        name: 16 hexadecimal digits, the stem of its files.
+        documents, tokens: how many it holds.
+        bucket_shift: log2 of the codes that share an entry of `starts`.
+        checksums: SHA-256 of each file, in the order of `PARTS`.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    bucket_shift: int
+    checksums: tuple[str, ...]
+
+    def files(self) -> list[str]:
+        return [f"{self.name}.{part}" for part in PARTS]
+
+    def sizes(self, vocab_size: int) -> list[int]:
+        """Bytes of each file, in the order of `PARTS`."""
+        codes = self.documents + self.tokens
+        buckets = (vocab_size >> self.bucket_shift) + 1
+        return [codes * code_width(vocab_size), 4 * self.tokens, 4 * (buckets + 1)]
+
+    def check(self, vocab_size: int) -> None:
+        """Raise ValueError for a description that no shard can have."""
+        _expect(
+            _SHARD_NAME.fullmatch(self.name), "a shard name of 16 hexadecimal digits", self.name
+        )
+        _expect(0 < self.documents <= self.tokens, "1 to `tokens` documents", self.documents)
+        _expect(0 <= self.bucket_shift <= 30, "a bucket_shift of 0 to 30", self.bucket_shift)
+        # The lengths bound every position, so an index of any larger shard would overflow.
+        _expect(self.sizes(vocab_size)[0] <= MAX_BYTES, f"at most {MAX_BYTES} bytes", self.tokens)
+        _expect(len(self.checksums) == len(PARTS), "three checksums", self.checksums)
+        for checksum in self.checksums:
+            _expect(_CHECKSUM.fullmatch(checksum), "SHA-256 digests", checksum)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a datastore holds.
+
+    Attributes:
+        vocab_size: ids lie below it.
+        tokenizer: fingerprint of the tokenizer that made the ids, or None.
+        shards: in the order in which they were added.
+    """
+
+    vocab_size: int
+    tokenizer: str | None
+    shards: tuple[Shard, ...]
+
+    def check(self) -> None:
+        """Raise ValueError for contents that no datastore can have."""
+        _expect(0 < self.vocab_size < 2**31, "a vocab_size below 2^31", self.vocab_size)
+        _expect(self.shards, "at least one shard", "none")
+        for shard in self.shards:
+            shard.check(self.vocab_size)
+        names = {shard.name for shard in self.shards}
+        _expect(len(names) == len(self.shards), "distinct shards", "equal names")
+
+
+def _expect(condition: object, expected: str, got: object) -> None:
+    if not condition:
+        raise ValueError(f"expected {expected}, got {got!r}")
+
+
+def _from_json(kind: type, values: Any, types: Mapping[str, Any]) -> Any:
+    """A `kind` from a JSON object with exactly its fields, each of the type given."""
+    _expect(isinstance(values, dict), f"an object describing a {kind.__name__}", values)
+    _expect(values.keys() == {f.name for f in fields(kind)}, f"the fields of {kind}", [*values])
+    for name, expected in types.items():
+        value = values[name]
+        valid = isinstance(value, expected) and not isinstance(value, bool)
+        _expect(valid, f"{name} of type {expected}", value)
+    return kind(**values)
+
+
+def _shard_from_json(values: Any) -> Shard:
+    types = {"name": str, "documents": int, "tokens": int, "bucket_shift": int, "checksums": list}
+    shard = _from_json(Shard, values, types)
+    _expect(all(isinstance(c, str) for c in shard.checksums), "checksums as text", shard.checksums)
+    return Shard(**{**vars(shard), "checksums": tuple(shard.checksums)})
+
+
+def _manifest_from_json(values: Any) -> Manifest:
+    types = {"vocab_size": int, "tokenizer": (str, type(None)), "shards": list}
+    manifest = _from_json(Manifest, values, types)
+    shards = tuple(_shard_from_json(shard) for shard in manifest.shards)
+    return Manifest(manifest.vocab_size, manifest.tokenizer, shards)
+
+
+def _digest(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the datastore at `path`, with every number within its bounds.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+        ValueError: it holds no manifest, or one that is altered, malformed or of a newer format.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(f"no datastore at {path}")
+    if not (path / MANIFEST).is_file():
+        raise ValueError(f"{path} is not a datastore: it has no {MANIFEST}")
+    try:
+        return _parse_manifest((path / MANIFEST).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path / MANIFEST}: {error}") from error
+
+
+def _parse_manifest(data: bytes) -> Manifest:
+    envelope = json.loads(data)
+    _expect(isinstance(envelope, dict), "an object", type(envelope).__name__)
+    _expect(envelope.get("format") == MAGIC, f"format {MAGIC!r}", envelope.get("format"))
+    _expect(envelope.get("version") == VERSION, f"version {VERSION}", envelope.get("version"))
+    contents = envelope.get("contents")
+    manifest = _manifest_from_json(contents)
+    _expect(envelope.get("sha256") == _digest(contents), "an unaltered manifest", "a wrong sha256")
+    manifest.check()
+    return manifest
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Replace the manifest at `path` in one step: a reader sees the old one or the new one."""
+    contents = asdict(manifest)
+    envelope = {
+        "format": MAGIC,
+        "version": VERSION,
+        "sha256": _digest(contents),
+        "contents": contents,
+    }
+    temporary = path / f"{MANIFEST}.new"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(envelope, file, indent=1)
+        file.write("\n")
+        sync_file(file)
+    os.replace(temporary, path / MANIFEST)
+    sync_directory(path)
+
+
+def sync_file(file: Any) -> None:
+    """Wait until what was written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on the disk, where the system can say so."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def map_shard(path: Path, shard: Shard, vocab_size: int) -> list[NDArray[Any]]:
+    """A shard's files mapped read-only: uint8 codes, uint32 suffixes, uint32 starts.
+
+    Raises:
+        ValueError: a file is missing or has another size than the manifest implies.
+    """
+    dtypes = (np.uint8, np.uint32, np.uint32)
+    files = zip(shard.files(), shard.sizes(vocab_size), dtypes, strict=True)
+    return [np.frombuffer(_map_file(path / name, size), dtype) for name, size, dtype in files]
+
+
+def _map_file(path: Path, size: int) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != size:
+                raise ValueError(f"{path}: expected {size} bytes, got {found}")
+            return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing") from error
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def verify_files(path: Path, manifest: Manifest) -> None:
+    """Raise ValueError naming the first file whose size or checksum is not the manifest's."""
+    for shard in manifest.shards:
+        sizes = shard.sizes(manifest.vocab_size)
+        for name, size, expected in zip(shard.files(), sizes, shard.checksums, strict=True):
+            _map_file(path / name, size)
+            if checksum(path / name) != expected:
+                raise ValueError(f"{path / name} is altered: its SHA-256 is not the manifest's")
+
+
+def remove_unlisted(path: Path, shards: Iterable[Shard]) -> None:
+    """Delete shard files that no manifest names any more."""
+    listed = {name for shard in shards for name in shard.files()}
+    for part in PARTS:
+        for file in path.glob(f"*.{part}"):
+            if file.name not in listed and _SHARD_NAME.fullmatch(file.stem):
+                # Windows keeps a file that a reader has mapped; the next writer tries again.
+                with suppress(PermissionError):
+                    file.unlink()
