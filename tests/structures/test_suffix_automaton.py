@@ -1,0 +1,391 @@
+"""The suffix automaton against brute force over the text."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.suffix_automaton import Cursor, SuffixAutomaton
+
+SEPARATOR = -1
+LARGEST = 2**31 - 1
+
+
+def texts(max_size=24):
+    """Texts over 1 to 5 symbols, over more than 64, and with the largest ids."""
+    small = st.integers(1, 5).flatmap(
+        lambda k: st.lists(st.integers(0, k - 1), max_size=max_size),
+    )
+    wide = st.lists(st.integers(0, 70), max_size=max_size)
+    large = st.lists(st.sampled_from([0, 70_000, 262_143, LARGEST - 1, LARGEST]), max_size=max_size)
+    return st.one_of(small, wide, large)
+
+
+def documents():
+    return st.lists(texts(max_size=10), max_size=5)
+
+
+def ends_of(pattern: list[int], text: list[int]) -> list[int]:
+    """1-based end positions of the occurrences, ascending."""
+    m = len(pattern)
+    return [end for end in range(m, len(text) + 1) if text[end - m : end] == pattern]
+
+
+def longest_suffix(seen: list[int], text: list[int]) -> list[int]:
+    """The longest suffix of `seen` that occurs in `text`."""
+    starts = range(len(seen) + 1)
+    return next(seen[start:] for start in starts if not seen[start:] or ends_of(seen[start:], text))
+
+
+def earlier_ends(text: list[int]) -> tuple[int, list[int]]:
+    """Length of the longest suffix that occurs earlier too, and those occurrences."""
+    length = len(longest_earlier_suffix(text))
+    return length, ends_of(text[len(text) - length :], text)[:-1] if length else []
+
+
+def longest_earlier_suffix(text: list[int]) -> list[int]:
+    suffixes = (text[start:] for start in range(1, len(text)))
+    return next((suffix for suffix in suffixes if len(ends_of(suffix, text)) > 1), [])
+
+
+def build(text, **options) -> SuffixAutomaton:
+    automaton = SuffixAutomaton(**options)
+    automaton.extend(text)
+    automaton.check_invariants()
+    return automaton
+
+
+def build_documents(docs) -> tuple[SuffixAutomaton, list[int]]:
+    """A frozen automaton over the documents, and its text with separators."""
+    automaton, text = SuffixAutomaton(refresh=0), []
+    for doc in docs:
+        automaton.extend(doc)
+        automaton.end_document()
+        automaton.check_invariants()
+        text += [*doc, SEPARATOR]
+    automaton.freeze()
+    automaton.check_invariants()
+    return automaton, text
+
+
+def document_tail(text: list[int], end: int) -> list[int]:
+    """The tokens after a 1-based end position, up to the end of their document."""
+    tail = text[end:]
+    return tail[: tail.index(SEPARATOR)] if SEPARATOR in tail else tail
+
+
+def suffix_chain(cursor: Cursor, text: list[int]):
+    """The cursor's match and its suffix links as (string, earliest, latest)."""
+    seen = text[len(text) - cursor.length :]
+    while cursor.length:
+        yield seen[len(seen) - cursor.length :], cursor.earliest, cursor.latest
+        cursor.retreat()
+
+
+@given(texts())
+def test_every_substring_is_found_with_its_occurrences(text):
+    automaton = build(text)
+    automaton.freeze()
+    automaton.check_invariants()
+    assert automaton.tokens().tolist() == text
+    for start in range(len(text)):
+        for end in range(start + 1, len(text) + 1):
+            cursor = automaton.cursor()
+            assert cursor.advance_all(text[start:end]) == end - start
+            ends = ends_of(text[start:end], text)
+            assert (cursor.earliest, cursor.latest, cursor.count) == (ends[0], ends[-1], len(ends))
+
+
+@given(texts(), texts())
+def test_cursor_holds_the_longest_matching_suffix(text, query):
+    automaton = build(text)
+    cursor = automaton.cursor()
+    for i, token in enumerate(query):
+        expected = longest_suffix(query[: i + 1], text)
+        assert cursor.advance(token) == cursor.length == len(expected)
+        assert cursor.earliest == (ends_of(expected, text)[0] if expected else 0)
+
+
+@given(texts(), texts())
+def test_a_cursor_stays_exact_while_the_text_grows(text, query):
+    """Splits move matched strings to other states behind the cursor's back."""
+    automaton, grown = SuffixAutomaton(), []
+    cursor = automaton.cursor()
+    for i, token in enumerate(query):
+        piece = text[2 * i : 2 * i + 2]
+        matched = query[i - cursor.length : i]
+        cursor.advance(token)
+        assert cursor.length == len(longest_suffix([*matched, token], grown))
+        automaton.extend(piece)
+        grown += piece
+        if cursor.length:
+            found = query[i + 1 - cursor.length : i + 1]
+            assert cursor.earliest == ends_of(found, grown)[0]
+
+
+@given(texts(max_size=32))
+def test_growing_text_matches_its_longest_earlier_suffix(text):
+    automaton = SuffixAutomaton(refresh=len(text))
+    cursor = automaton.cursor()
+    for n in range(1, len(text) + 1):
+        automaton.extend(text[n - 1 : n], cursor)
+        automaton.check_invariants()
+        length, ends = earlier_ends(text[:n])
+        assert cursor.length == length
+        if length:
+            assert (cursor.earliest, cursor.latest) == (ends[0], ends[-1])
+
+
+@given(texts(max_size=32), st.integers(0, 3))
+def test_latest_is_exact_with_enough_refreshing_and_else_true_but_older(text, refresh):
+    exact, lazy = SuffixAutomaton(refresh=len(text)), SuffixAutomaton(refresh=refresh)
+    exact_cursor, lazy_cursor = exact.cursor(), lazy.cursor()
+    exact.extend(text, exact_cursor)
+    lazy.extend(text, lazy_cursor)
+    for string, earliest, latest in suffix_chain(exact_cursor, text):
+        assert (earliest, latest) == (ends_of(string, text)[0], ends_of(string, text)[-2])
+    for string, earliest, latest in suffix_chain(lazy_cursor, text):
+        assert earliest <= latest <= ends_of(string, text)[-2]
+        assert latest in ends_of(string, text)
+
+
+def test_a_late_end_is_found_within_the_refreshed_suffixes_only():
+    text = [1, 2, 9, 1, 2, 8, 3, 1, 2, 9, 7, 2]
+    late, never = SuffixAutomaton(refresh=8), SuffixAutomaton(refresh=0)
+    for automaton, expected in ((late, 9), (never, 2)):
+        cursor = automaton.cursor()
+        automaton.extend(text, cursor)
+        assert (cursor.length, cursor.earliest, cursor.latest) == (1, 2, expected)
+
+
+@given(texts(max_size=32))
+def test_the_cursor_must_move_before_the_text_grows(text):
+    """The other order matches the text with itself."""
+    automaton = SuffixAutomaton()
+    cursor = automaton.cursor()
+    for token in text:
+        automaton.extend([token])
+        cursor.advance(token)
+    assert cursor.length == len(text)
+
+
+@given(texts(max_size=32), st.integers(0, 8), st.booleans())
+def test_draft_continues_the_occurrence(text, limit, latest):
+    automaton = SuffixAutomaton(refresh=len(text))
+    cursor = automaton.cursor()
+    automaton.extend(text, cursor)
+    length, ends = earlier_ends(text)
+    expected = text[ends[-1 if latest else 0] :][:limit] if length else []
+    draft = cursor.draft(limit, latest=latest, retreat=False)
+    assert draft.dtype == np.int32
+    assert draft.tolist() == expected
+
+
+@given(texts(max_size=32), st.integers(1, 8))
+def test_retreat_takes_the_longest_suffix_with_enough_followers(text, limit):
+    automaton = SuffixAutomaton()
+    cursor = automaton.cursor()
+    automaton.extend(text, cursor)
+    best: list[int] = []
+    for start in range(len(text) - len(longest_earlier_suffix(text)), len(text)):
+        tail = text[ends_of(text[start:], text)[0] :][:limit]
+        best = tail if len(tail) > len(best) else best
+    assert cursor.draft(limit).tolist() == best
+
+
+def test_retreat_near_the_end_of_the_text():
+    automaton = SuffixAutomaton()
+    cursor = automaton.cursor()
+    automaton.extend([7] * 20, cursor)
+    assert cursor.length == 19
+    assert cursor.draft(8, retreat=False).tolist() == [7]
+    assert cursor.draft(8).tolist() == [7] * 8
+    assert cursor.length == 19  # drafting does not move the cursor
+
+
+@given(documents(), texts(), st.integers(0, 6))
+def test_no_match_and_no_draft_crosses_documents(docs, query, limit):
+    automaton, text = build_documents(docs)
+    cursor = automaton.cursor()
+    for i, token in enumerate(query):
+        expected = longest_suffix(query[: i + 1], text)
+        assert cursor.advance(token) == len(expected)
+        if expected:
+            ends = ends_of(expected, text)
+            assert cursor.count == len(ends)
+            for latest, end in ((False, ends[0]), (True, ends[-1])):
+                draft = cursor.draft(limit, latest=latest, retreat=False).tolist()
+                assert draft == document_tail(text, end)[:limit]
+
+
+def counted_tree(text, match, limit, min_prob):
+    """(path, rate) of the best-first nodes with all children, by definition."""
+    nodes, frontier = [], [(-1.0, -1, (), 1.0)]
+    while frontier and len(nodes) <= limit:
+        frontier.sort(key=lambda item: (item[0], item[1], item[2][-1:]))
+        negative, _, path, rate = frontier.pop(0)
+        nodes.append((path, rate))
+        here = [*match, *path]
+        total = len(ends_of(here, text))
+        for token in {text[end] for end in ends_of(here, text) if end < len(text)} - {SEPARATOR}:
+            child_rate = np.float32(len(ends_of([*here, token], text)) / total)
+            if -negative * child_rate >= min_prob:
+                score = (negative * float(child_rate), len(nodes) - 2)
+                frontier.append((*score, (*path, token), child_rate))
+    return nodes[1:]
+
+
+@settings(max_examples=60)
+@given(documents(), texts(max_size=3), st.integers(0, 12), st.sampled_from([0.0, 0.3]))
+def test_draft_tree_grows_by_counts(docs, query, limit, min_prob):
+    automaton, text = build_documents(docs)
+    cursor = automaton.cursor()
+    cursor.advance_all(query)
+    tokens, parents, rates = cursor.draft_tree(limit, max_children=100, min_prob=min_prob)
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    match = query[len(query) - cursor.length :]
+    expected = counted_tree(text, match, limit, min_prob) if match else []
+    assert paths == [path for path, _ in expected]
+    assert rates.tolist() == [rate for _, rate in expected]
+
+
+def test_draft_tree_keeps_the_frequent_children():
+    docs = [[1, token] for token in [5, 6, 6, 7, 7, 7, 8, 8, 8, 8]]
+    automaton, _ = build_documents(docs)
+    cursor = automaton.cursor()
+    cursor.advance(1)
+    tokens, parents, rates = cursor.draft_tree(10, max_children=3)
+    # The first transition (5) always counts among the three.
+    assert tokens.tolist() == [8, 7, 5]
+    assert parents.tolist() == [-1, -1, -1]
+    assert rates.tolist() == [np.float32(0.4), np.float32(0.3), np.float32(0.1)]
+
+
+def fibonacci_word(n):
+    a, b = [0], [0, 1]
+    while len(b) < n:
+        a, b = b, b + a
+    return b[:n]
+
+
+def de_bruijn(n_symbols, order):
+    """The lexicographically least cycle with every word of `order` symbols, by greedy choice."""
+    seen, word = set(), [0] * order
+    while True:
+        tail = tuple(word[-(order - 1) :])
+        fresh = (s for s in reversed(range(n_symbols)) if (*tail, s) not in seen)
+        symbol = next(fresh, None)
+        if symbol is None:
+            return word
+        seen.add((*tail, symbol))
+        word.append(symbol)
+
+
+HARD_TEXTS = {
+    "one token": [3] * 20_000,
+    "fibonacci": fibonacci_word(20_000),
+    "de bruijn 2": de_bruijn(2, 14),
+    "de bruijn 16": de_bruijn(16, 3),
+    "one change": [0] + [1] * 20_000,
+    "squares": [i * i % 251 for i in range(20_000)],
+    "distinct": list(range(20_000)),
+}
+
+
+@pytest.mark.parametrize("text", HARD_TEXTS.values(), ids=HARD_TEXTS)
+def test_linear_time_and_memory_on_hard_texts(text):
+    automaton = SuffixAutomaton(refresh=0)
+    cursor = automaton.cursor()
+    automaton.extend(text, cursor)
+    automaton.check_invariants()
+    # Blumer et al.: at most 2n states and 3n transitions, each written once; links followed by the
+    # construction and by the redirections are bounded by them.
+    assert automaton.operations <= 6 * len(text)
+    assert automaton.state_count <= 2 * len(text) + 1
+    assert automaton.nbytes <= 100 * len(text)
+    automaton.freeze()
+    automaton.check_invariants()
+    assert automaton.nbytes <= 100 * len(text)
+
+
+def test_refreshing_costs_a_bounded_number_of_links():
+    text = HARD_TEXTS["one token"]
+    plain, refreshed = build(text, refresh=0), build(text, refresh=8)
+    assert refreshed.operations - plain.operations <= 8 * len(text)
+
+
+@given(texts(), st.integers(0, 40))
+def test_capacity_and_pieces_make_no_difference(text, capacity):
+    whole, pieces = build(text), SuffixAutomaton(capacity=capacity)
+    for token in text:
+        pieces.extend(np.array([token]))
+    pieces.check_invariants()
+    assert pieces.state_count == whole.state_count
+    assert pieces.tokens().tolist() == whole.tokens().tolist()
+    assert len(pieces) == len(text)
+
+
+def test_a_long_text_is_appended_without_the_gil():
+    text = np.tile(np.arange(50, dtype=np.int64), 100)
+    automaton = build(text)
+    cursor = automaton.cursor()
+    assert cursor.advance_all(text.astype(np.uint32)) == len(text)
+
+
+def test_an_empty_automaton_matches_and_drafts_nothing():
+    automaton = build([])
+    cursor = automaton.cursor()
+    assert cursor.advance(5) == cursor.length == cursor.earliest == cursor.latest == 0
+    assert cursor.draft(8).tolist() == []
+    automaton.freeze()
+    assert cursor.count == 0
+    assert [array.tolist() for array in cursor.draft_tree(8)] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [
+        ([1, -1], ValueError),
+        (np.array([1, -1], dtype=np.int32), ValueError),
+        ([2**31], ValueError),
+        (np.array([2**63], dtype=np.uint64), ValueError),
+        ([2**70], TypeError),
+        ([0.5], TypeError),
+        (["a"], TypeError),
+        ([[1, 2]], ValueError),
+        (np.zeros((2, 2), np.int32), ValueError),
+    ],
+)
+def test_bad_tokens_are_refused_and_nothing_is_appended(tokens, error):
+    automaton = SuffixAutomaton()
+    cursor = automaton.cursor()
+    with pytest.raises(error, match="tokens: expected"):
+        automaton.extend(tokens)
+    with pytest.raises(error, match="tokens: expected"):
+        cursor.advance_all(tokens)
+    assert len(automaton) == 0
+
+
+def test_misuse_is_refused():
+    automaton, other = build([1, 2]), build([1])
+    cursor = automaton.cursor()
+    with pytest.raises(ValueError, match="over another"):
+        automaton.extend([3], other.cursor())
+    for misuse in (lambda: cursor.count, lambda: cursor.draft_tree(4)):
+        with pytest.raises(ValueError, match="expected a frozen automaton"):
+            misuse()
+    with pytest.raises(ValueError, match="token: expected"):
+        cursor.advance(-1)
+    with pytest.raises(ValueError, match="capacity"):
+        SuffixAutomaton(capacity=-1)
+    with pytest.raises(ValueError, match="refresh"):
+        SuffixAutomaton(refresh=-1)
+    automaton.freeze()
+    automaton.freeze()
+    for misuse in (lambda: automaton.extend([3]), automaton.end_document):
+        with pytest.raises(ValueError, match="expected a growing automaton"):
+            misuse()
+    with pytest.raises(ValueError, match="limit"):
+        cursor.draft_tree(-1)
