@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from .calibration import Calibrator
 from .cost_model import CostModel
 from .cost_registry import CostModels
-from .drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Target
 from .engine import decode
+from .feedback import RowFeedback, prompt_feedback
 from .planner import Budget, Planner
 from .stats import CallStats, Stats
 from .token_tree import TokenTree
@@ -47,6 +48,9 @@ class Assistant:
         names = [drafter.name for drafter in self.drafters]
         self.stats = Stats(dict(zip(names, self.calibrators, strict=True)))
         self.needs_feedback = any(drafter.needs != FeedbackNeeds() for drafter in self.drafters)
+        self.needs_logits = any(drafter.needs.logits for drafter in self.drafters)
+        layers = (drafter.needs.hidden_layers for drafter in self.drafters)
+        self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
         self._lock = threading.Lock()
 
     def __call__(
@@ -106,11 +110,23 @@ class AssistantSession:
 
     def __init__(self, assistant: Assistant, prompt_ids: NDArray[np.int32], target: Target):
         self.assistant = assistant
+        self.prompt_ids = prompt_ids
         self.sessions = [drafter.start(prompt_ids, target) for drafter in assistant.drafters]
         self.calibrations = [calibrator.session() for calibrator in assistant.calibrators]
 
-    def propose(self, max_depth: int | None = None) -> TokenTree:
-        """One tree of what all drafters propose, at most `max_depth` deep."""
+    def begin(
+        self,
+        token_ids: Sequence[int],
+        logits: torch.Tensor | None = None,
+        hidden_states: dict[tuple[int, ...], torch.Tensor] | None = None,
+    ) -> None:
+        """Append the first tokens, which follow the prefill; see `prompt_feedback`."""
+        for session, drafter in zip(self.sessions, self.assistant.drafters, strict=True):
+            feedback = prompt_feedback(self.prompt_ids, drafter.needs, logits, hidden_states or {})
+            session.commit(token_ids, feedback)
+
+    def propose(self, max_depth: int | None = None, cost: CostModel | None = None) -> TokenTree:
+        """One tree of what the drafters propose, at most `max_depth` deep."""
         budget = self.assistant.planner.request
         drafts = [
             calibration.calibrate(session.propose(budget))
@@ -119,11 +135,14 @@ class AssistantSession:
         tree = self.assistant.combine(self.sessions, drafts)
         return tree if max_depth is None else tree.cut_depth(max_depth)
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+    def commit(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
         """Append tokens to the text and learn what they and the forward show."""
-        for session, calibration in zip(self.sessions, self.calibrations, strict=True):
+        drafters = self.assistant.drafters
+        for drafter, session, calibration in zip(
+            drafters, self.sessions, self.calibrations, strict=True
+        ):
             calibration.commit(token_ids)
-            session.commit(token_ids, feedback)
+            session.commit(token_ids, feedback and feedback.share(drafter.needs))
 
     def close(self) -> None:
         for session in self.sessions:

@@ -22,7 +22,9 @@ from transformers.generation.logits_process import (
 
 from .cost_model import CostModel
 from .cost_registry import CostKey, size_bucket
-from .drafters.base import Feedback, Target
+from .drafters.base import Target
+from .feature_tap import FeatureTaps
+from .feedback import RowFeedback
 from .fingerprints import fingerprint
 from .kv_cache import SlotCache, has_slots
 from .outputs import OutputRecorder
@@ -223,6 +225,7 @@ class Generation:
             batch_size=size_bucket(len(input_ids)),
         )
         self.cost = assistant.costs.get(self.cost_key)
+        self.taps = FeatureTaps(model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = self._start_sessions()
 
     @property
@@ -264,13 +267,16 @@ class Generation:
         """transformers' own prefill, and the first token of every row."""
         empty, roots = [TokenTree.empty()] * len(self.rows), [0] * len(self.rows)
         with self._timed("prefill"):
-            outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
+            with self.taps:
+                outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs)
             self._take_over(outputs)
             self.outputs.prefill(outputs)
             tokens, _ = self._walk(empty, outputs.logits[:, -1:], roots)
         with self._timed("draft"):
-            for session, new in zip(self.sessions, tokens, strict=True):
-                session.commit(new, None)
+            states = self.taps.features
+            for i, (session, new) in enumerate(zip(self.sessions, tokens, strict=True)):
+                logits = outputs.logits[i] if self.assistant.needs_logits else None
+                session.begin(new, logits, {name: found[i] for name, found in states.items()})
 
     def _take_over(self, outputs: Any) -> None:
         """Start the verifier from what the prefill left."""
@@ -292,7 +298,7 @@ class Generation:
         running = [row for row in self.rows if not row.finished]
         with self._timed("draft"):
             trees = self._drafts()
-        with self._timed("forward") as forward:
+        with self._timed("forward") as forward, self.taps:
             outputs, roots = self.verifier.forward(self.rows, trees)
         with self._timed("walk") as waiting:
             tokens, accepted = self._walk(trees, outputs.logits, roots)
@@ -305,8 +311,11 @@ class Generation:
         with self._timed("draft"):
             for row in running:
                 i = row.index
-                logits = outputs.logits[i, roots[i] : roots[i] + 1 + len(trees[i])]
-                self._learn(row, trees[i], tokens[i], accepted[i], logits)
+                self._count(trees[i], accepted[i])
+                feedback = None
+                if self.assistant.needs_feedback:
+                    feedback = self._feedback(row, trees[i], tokens[i], accepted[i], outputs, roots)
+                self.sessions[i].commit(tokens[i], feedback)
 
     def _drafts(self) -> list[TokenTree]:
         trees = []
@@ -314,9 +323,11 @@ class Generation:
             remaining = self.stopping.remaining(row)
             # The last token that may be generated needs no node: the walk draws it at its parent.
             depth = None if remaining is None else max(0, remaining - 1)
-            trees.append(TokenTree.empty() if row.finished else session.propose(depth))
+            trees.append(
+                TokenTree.empty() if row.finished else session.propose(depth, self._current_cost())
+            )
         extra = self.verifier.backlog(self.rows)
-        planned = self.assistant.plan(self.verifier.limit(trees), self._current_cost(), extra)
+        planned = self.assistant.plan(self.verifier.limit(trees), self.cost, extra)
         self._width = 1 + extra + max(map(len, planned))
         return planned
 
@@ -373,26 +384,30 @@ class Generation:
             self.streamer.put(torch.tensor([row.last]))
         return row.finished
 
-    def _learn(
+    def _count(self, tree: TokenTree, accepted: list[int]) -> None:
+        self.call.steps += 1
+        self.call.drafted += len(tree)
+        self.call.accepted += len(accepted) - 1
+
+    def _feedback(
         self,
         row: RowText,
         tree: TokenTree,
         tokens: list[int],
         accepted: list[int],
-        logits: torch.Tensor,
-    ) -> None:
-        self.call.steps += 1
-        self.call.drafted += len(tree)
-        self.call.accepted += len(accepted) - 1
-        feedback = None
-        if self.assistant.needs_feedback:
-            root = np.array([row.generated[-len(tokens) - 1]], np.int32)
-            feedback = Feedback(
-                token_ids=np.concatenate([root, tree.token_ids]),
-                accepted=np.array(accepted, np.int32),
-                logits=logits,
-            )
-        self.sessions[row.index].commit(tokens, feedback)
+        outputs: Any,
+        roots: list[int],
+    ) -> RowFeedback:
+        """What the forward showed about one row."""
+        i, first = row.index, roots[row.index]
+        path = [first + k for k in accepted]
+        root = np.array([row.generated[-len(tokens) - 1]], np.int32)
+        return RowFeedback(
+            token_ids=np.concatenate([root, tree.token_ids]),
+            accepted=np.array(accepted, np.int32),
+            logits=outputs.logits[i, first : first + 1 + len(tree)],
+            hidden_states={name: found[i, path] for name, found in self.taps.features.items()},
+        )
 
     def result(self) -> Any:
         """What plain `generate` returns."""

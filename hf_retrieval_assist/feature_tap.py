@@ -139,3 +139,28 @@ def _lists_of(root: nn.Module, count: int | None) -> list[tuple[nn.Module, nn.Mo
         for child in parent.children()
         if isinstance(child, nn.ModuleList) and len(child) == count
     ]
+
+
+class FeatureTaps:
+    """A tap for every set of layers that drafters ask for; entered round each forward.
+
+    Args:
+        model: as for :class:`FeatureTap`.
+        layers: the sets of boundaries; none, and entering does nothing.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[tuple[int, ...]]) -> None:
+        self._taps = {boundaries: FeatureTap(model, boundaries) for boundaries in layers}
+
+    @property
+    def features(self) -> dict[tuple[int, ...], Tensor]:
+        """For each set of layers, [batch, n, width] of the last forward."""
+        return {boundaries: tap.features for boundaries, tap in self._taps.items()}
+
+    def __enter__(self) -> None:
+        for tap in self._taps.values():
+            tap.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for tap in self._taps.values():
+            tap.__exit__(*error)

@@ -115,7 +115,7 @@ def _replay(
     report: SimulationReport,
 ) -> None:
     done = 1
-    session.commit(output[:done].tolist(), None)
+    session.begin(output[:done].tolist())
     while done < len(output):
         started = time.perf_counter()
         proposal = session.propose(len(output) - done - 1)
