@@ -226,7 +226,7 @@ cdef void expand(
 
 cdef int64_t best_first(
     const Automaton* a, state_t s, Frontier* f, int64_t limit,
-    int32_t* tokens, int32_t* parents, float* rates,
+    int32_t* tokens, int32_t* parents, float* rates, int32_t* counts,
 ) noexcept nogil:
     cdef Candidate top
     cdef int64_t n = 0
@@ -238,6 +238,7 @@ cdef int64_t best_first(
         f.heap[0] = f.heap[f.n]
         sift_down(f.heap, f.n)
         tokens[n], parents[n], rates[n] = top.token, top.parent, top.rate
+        counts[n] = count_of(a, top.state)
         expand(a, f, &top, <int32_t>n)
         n += 1
     return n
@@ -615,7 +616,8 @@ cdef class Cursor:
             min_prob: nodes whose product is less are left out.
 
         Returns:
-            token_ids int32 [n], parents int32 [n] (−1: the root), rates float32 [n].
+            token_ids int32 [n], parents int32 [n] (−1: the root), rates float32 [n], counts
+            int32 [n] (the node's occurrences).
 
         Raises:
             ValueError: the automaton is not frozen; limit or max_children is below 0.
@@ -628,18 +630,18 @@ cdef class Cursor:
         if self.match.state == ROOT:
             limit = 0
         tokens, parents = np.empty(limit, np.int32), np.empty(limit, np.int32)
-        rates = np.empty(limit, np.float32)
-        cdef int32_t[::1] tokens_view = tokens, parents_view = parents
+        rates, counts = np.empty(limit, np.float32), np.empty(limit, np.int32)
+        cdef int32_t[::1] tokens_view = tokens, parents_view = parents, counts_view = counts
         cdef float[::1] rates_view = rates
         if limit == 0:
-            return tokens, parents, rates
+            return tokens, parents, rates, counts
         f.heap = <Candidate*>malloc((limit + 1) * (max_children + 1) * sizeof(Candidate))
         if f.heap == NULL:
             raise MemoryError(f"no memory for a draft of {limit} nodes")
         f.n, f.max_children, f.min_prob = 0, max_children, min_prob
         n = best_first(
             &self.automaton.a, self.match.state, &f, limit,
-            &tokens_view[0], &parents_view[0], &rates_view[0],
+            &tokens_view[0], &parents_view[0], &rates_view[0], &counts_view[0],
         )
         free(f.heap)
-        return tokens[:n], parents[:n], rates[:n]
+        return tokens[:n], parents[:n], rates[:n], counts[:n]

@@ -241,7 +241,7 @@ def test_draft_tree_grows_by_counts(docs, query, limit, min_prob):
     automaton, text = build_documents(docs)
     cursor = automaton.cursor()
     cursor.advance_all(query)
-    tokens, parents, rates = cursor.draft_tree(limit, max_children=100, min_prob=min_prob)
+    tokens, parents, rates, counts = cursor.draft_tree(limit, max_children=100, min_prob=min_prob)
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
@@ -249,6 +249,7 @@ def test_draft_tree_grows_by_counts(docs, query, limit, min_prob):
     expected = counted_tree(text, match, limit, min_prob) if match else []
     assert paths == [path for path, _ in expected]
     assert rates.tolist() == [rate for _, rate in expected]
+    assert counts.tolist() == [len(ends_of([*match, *path], text)) for path in paths]
 
 
 def test_draft_tree_keeps_the_frequent_children():
@@ -256,10 +257,11 @@ def test_draft_tree_keeps_the_frequent_children():
     automaton, _ = build_documents(docs)
     cursor = automaton.cursor()
     cursor.advance(1)
-    tokens, parents, rates = cursor.draft_tree(10, max_children=3)
+    tokens, parents, rates, counts = cursor.draft_tree(10, max_children=3)
     # The first transition (5) always counts among the three.
     assert tokens.tolist() == [8, 7, 5]
     assert parents.tolist() == [-1, -1, -1]
+    assert counts.tolist() == [4, 3, 1]
     assert rates.tolist() == [np.float32(0.4), np.float32(0.3), np.float32(0.1)]
 
 
@@ -271,7 +273,7 @@ def fibonacci_word(n):
 
 
 def de_bruijn(n_symbols, order):
-    """The lexicographically least cycle with every word of `order` symbols, by greedy choice."""
+    """Every word of `order` symbols once, by always appending the largest symbol that is new."""
     seen, word = set(), [0] * order
     while True:
         tail = tuple(word[-(order - 1) :])
@@ -341,7 +343,7 @@ def test_an_empty_automaton_matches_and_drafts_nothing():
     assert cursor.draft(8).tolist() == []
     automaton.freeze()
     assert cursor.count == 0
-    assert [array.tolist() for array in cursor.draft_tree(8)] == [[], [], []]
+    assert [array.tolist() for array in cursor.draft_tree(8)] == [[], [], [], []]
 
 
 @pytest.mark.parametrize(
