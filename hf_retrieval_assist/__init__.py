@@ -6,10 +6,20 @@ back.
 
 from .assistants import Assistant
 from .hook import install, uninstall
+from .presets import SamAssistant
+from .simulation import SimulationReport, simulate
 from .token_tree import TokenTree
 
 __version__ = "0.1.0"
 
-__all__ = ["Assistant", "TokenTree", "install", "uninstall"]
+__all__ = [
+    "Assistant",
+    "SamAssistant",
+    "SimulationReport",
+    "TokenTree",
+    "install",
+    "simulate",
+    "uninstall",
+]
 
 install()
