@@ -151,7 +151,7 @@ cdef class SuffixAutomaton:
             raise ValueError("expected a growing automaton, got a frozen one")
 
     def freeze(self):
-        """End the text: count occurrences, find the latest ones, give back spare room. O(n log).
+        """End the text: count occurrences, find the latest ones, give back spare room. O(n log n).
 
         Needed by `Cursor.count` and `Cursor.draft_tree`; makes `Cursor.latest` exact.
         """
