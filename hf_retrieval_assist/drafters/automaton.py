@@ -54,9 +54,7 @@ class _ChainTable:
     def chain(self, token_ids: Int32Array, length: int, unique: bool) -> TokenTree:
         n = len(token_ids)
         row = 2 * int(CHAIN_MATCHES[min(length, LONGEST)]) + unique
-        return TokenTree(
-            token_ids, self.parents[:n], self.probs[row, :n], self.classes[row, :n]
-        )
+        return TokenTree(token_ids, self.parents[:n], self.probs[row, :n], self.classes[row, :n])
 
 
 class _AutomatonSession(DraftSession):
