@@ -51,7 +51,8 @@ class Outcome:
     def row(self, title: str) -> str:
         plain, assisted = statistics.median(self.plain), statistics.median(self.assisted)
         return (
-            f"{title:<22}{self.tokens:>7}{self.tokens / plain:>10.1f}{self.tokens / assisted:>11.1f}"
+            f"{title:<22}{self.tokens:>7}"
+            f"{self.tokens / plain:>10.1f}{self.tokens / assisted:>11.1f}"
             f"{plain / assisted:>8.2f}x{self.mean_accepted_tokens:>13.2f}"
             f"{'yes' if self.identical else 'NO':>11}"
         )
