@@ -38,6 +38,7 @@ class Index(ABC):
 
     builds = True
 
+    @abstractmethod
     def __init__(self, text: Int32Array) -> None:
         """Index a whole text."""
 
