@@ -1,0 +1,1 @@
+"""Measurements a sceptic can repeat: `python -m benchmarks --help`."""

@@ -1,0 +1,265 @@
+"""How fast structures grow and answer, and how much memory they take, from 1k to 10M tokens."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from hf_retrieval_assist.datastore import Datastore
+from hf_retrieval_assist.suffix_array import SuffixMatcher
+from hf_retrieval_assist.suffix_automaton import SuffixAutomaton
+from hf_retrieval_assist.suffix_tree import SuffixTree
+
+from .report import Report
+from .texts import STREAMS, Int32Array
+from .timing import mean_us
+
+VOCAB_SIZE = 32_000
+DRAFT = 32
+QUERIES = 1_000
+QUERY_SECONDS = 1.0
+
+
+class Index(ABC):
+    """A text that can be drafted from.
+
+    Attributes:
+        builds: whether indexing is more than keeping the text.
+    """
+
+    builds = True
+
+    @abstractmethod
+    def __init__(self, text: Int32Array) -> None:
+        """Index a whole text."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int | None:
+        """Bytes in use; None where that cannot be known."""
+
+    def append(self, token: int) -> None:
+        """One more token of the text that is being written."""
+        raise NotImplementedError
+
+    def draft(self) -> None:
+        """What may follow the text so far, at most DRAFT tokens."""
+        raise NotImplementedError
+
+
+class AutomatonIndex(Index):
+    """Suffix automaton, online (SAM-Decoding)."""
+
+    def __init__(self, text: Int32Array) -> None:
+        self._automaton = SuffixAutomaton()
+        self._cursor = self._automaton.cursor()
+        self._automaton.extend(text, self._cursor)
+
+    @property
+    def nbytes(self) -> int:
+        return self._automaton.nbytes
+
+    def append(self, token: int) -> None:
+        self._automaton.extend([token], self._cursor)
+
+    def draft(self) -> None:
+        self._cursor.draft(DRAFT)
+
+
+class TreeIndex(Index):
+    """Suffix tree of depth 64 with counts, online (SuffixDecoding)."""
+
+    def __init__(self, text: Int32Array) -> None:
+        self._tree = SuffixTree(64)
+        self._sequence = self._tree.add_sequence()
+        self._tree.extend(self._sequence, text)
+
+    @property
+    def nbytes(self) -> int:
+        return self._tree.nbytes
+
+    def append(self, token: int) -> None:
+        self._tree.append(self._sequence, token)
+
+    def draft(self) -> None:
+        self._tree.speculate_after(self._sequence, DRAFT)
+
+
+class ArrayIndex(Index):
+    """Suffix array on disk with a trie of continuations (REST); a static corpus.
+
+    Appending moves the query, not the corpus.
+    """
+
+    def __init__(self, text: Int32Array) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        documents = np.array_split(text, max(1, len(text) // 1000))
+        self._store = Datastore.build(
+            documents, Path(self._folder.name) / "corpus", vocab_size=VOCAB_SIZE, progress=False
+        )
+        self._matcher = SuffixMatcher(self._store.index, 16, DRAFT)
+
+    @property
+    def nbytes(self) -> int:
+        return self._store.bytes_on_disk
+
+    def append(self, token: int) -> None:
+        self._matcher.extend([token])
+
+    def draft(self) -> None:
+        self._matcher.select(DRAFT, 16)
+
+
+class PromptLookupIndex(Index):
+    """transformers' prompt lookup: searches the text anew for every draft."""
+
+    builds = False
+
+    def __init__(self, text: Int32Array) -> None:
+        self._length = len(text)
+        self._ids = torch.zeros(1, len(text) + QUERIES, dtype=torch.int64)
+        self._ids[0, : len(text)] = torch.from_numpy(text)
+        self._generator = PromptLookupCandidateGenerator(
+            num_output_tokens=DRAFT, max_matching_ngram_size=2, max_length=2**31
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * self._length
+
+    def append(self, token: int) -> None:
+        self._ids[0, self._length] = token
+        self._length += 1
+
+    def draft(self) -> None:
+        self._generator.get_candidates(self._ids[:, : self._length])
+
+
+class DivsufsortIndex(Index):
+    """pydivsufsort: sorting alone, as a yardstick for the suffix array."""
+
+    def __init__(self, text: Int32Array) -> None:
+        from pydivsufsort import divsufsort
+
+        self._suffixes = divsufsort(text)
+
+    @property
+    def nbytes(self) -> int:
+        return self._suffixes.nbytes
+
+
+class ArcticIndex(Index):
+    """ArcticInference's suffix cache."""
+
+    def __init__(self, text: Int32Array) -> None:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+        self._cache = SuffixDecodingCache(max_tree_depth=64)
+        self._cache.start_request(0, text)
+        self._context = text[-64:].tolist()
+
+    @property
+    def nbytes(self) -> None:
+        return None
+
+    def append(self, token: int) -> None:
+        self._cache.add_active_response(0, [token])
+        self._context = [*self._context[-63:], token]
+
+    def draft(self) -> None:
+        self._cache.speculate(0, self._context, max_spec_tokens=DRAFT)
+
+
+INDEXES: dict[str, type[Index]] = {
+    "suffix automaton": AutomatonIndex,
+    "suffix tree": TreeIndex,
+    "suffix array": ArrayIndex,
+    "prompt lookup": PromptLookupIndex,
+    "pydivsufsort": DivsufsortIndex,
+    "ArcticInference": ArcticIndex,
+}
+
+COLUMNS = {
+    "structure": "structure",
+    "text": "text",
+    "tokens": "tokens",
+    "build": "build tokens/s",
+    "bytes": "bytes/token",
+    "update": "us/update",
+    "draft": "us/draft",
+}
+
+
+def measure(index: type[Index], text: Int32Array, queries: Int32Array) -> dict[str, float | None]:
+    """Figures of one structure over one text, then asked along `queries`."""
+    gc.collect()
+    started = time.perf_counter()
+    built = index(text)
+    seconds = time.perf_counter() - started
+    nbytes = built.nbytes
+    figures: dict[str, float | None] = {
+        "build": len(text) / seconds if index.builds else None,
+        "bytes": None if nbytes is None else nbytes / len(text),
+    }
+    if index.append is not Index.append:
+        calls = [(lambda t=int(token): built.append(t)) for token in queries]
+        half = len(calls) // 2
+        figures["update"] = mean_us(calls[:half], QUERY_SECONDS)
+        figures["draft"] = mean_us(_after_each(calls[half:], built.draft), QUERY_SECONDS)
+    return figures
+
+
+def _after_each(calls: list[Callable[[], object]], timed: Callable[[], object]):
+    """`timed` once after each of the calls, which are not timed themselves."""
+    for call in calls:
+        call()
+        yield timed
+
+
+def available(report: Report) -> dict[str, type[Index]]:
+    """The indexes whose packages are installed; a note for each other."""
+    found = {}
+    for name, index in INDEXES.items():
+        try:
+            index(np.arange(8, dtype=np.int32))
+        except ImportError as error:
+            report.note(f"{name} is left out: {error}")
+        else:
+            found[name] = index
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-tokens", type=int, help="largest text (default: 10M, quick: 100k)")
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    largest = arguments.max_tokens or (100_000 if arguments.quick else 10_000_000)
+    sizes = [10**e for e in range(3, 9) if 10**e <= largest]
+    report = Report("structures", {"sizes": sizes, "draft": DRAFT, "seed": arguments.seed})
+    table = report.table(f"Structures, drafting {DRAFT} tokens", COLUMNS)
+    indexes = available(report)
+    for stream, size in [*(("natural", s) for s in sizes), *_adversarial(sizes)]:
+        length = size + QUERIES
+        options = {"seed": arguments.seed} if stream == "natural" else {}
+        text = STREAMS[stream](length, **options)
+        for name, index in indexes.items():
+            progress(f"{name}: {size:,} tokens, {stream}")
+            figures = measure(index, text[:size], text[size:])
+            table.add(structure=name, text=stream, tokens=size, **figures)
+    return report
+
+
+def _adversarial(sizes: list[int]) -> list[tuple[str, int]]:
+    """The hard texts, at up to a million tokens: enough to tell linear time from worse."""
+    largest = max([size for size in sizes if size <= 10**6], default=0)
+    return [(name, largest) for name in STREAMS if name != "natural" and largest]
