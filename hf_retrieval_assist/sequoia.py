@@ -8,6 +8,7 @@ term 1 is the token that every step brings.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,6 +22,9 @@ Float64Array: TypeAlias = NDArray[np.float64]
 _PRIOR_HAZARDS = (0.6, 0.3, 0.2, 0.15, 0.1)  # of ranks 1, 2, …; the last one for all others
 _PRIOR_TRIALS = 4.0
 _MEMORY = 2000.0  # trials of the first rank, after which half of all are forgotten
+
+_RECONSIDER = 32  # steps from one look at what the tree was solved for to the next
+_TOLERANCE = 0.1  # relative change of the times, absolute change of p, that asks for another tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,3 +265,83 @@ class AcceptanceCounts:
         hazards = self._hits / self._trials
         survival = np.append(1.0, np.cumprod(1 - hazards)[:-1])
         return hazards * survival
+
+
+class ShapeChooser:
+    """Keeps the tree that is fastest for what has been measured lately. Thread-safe.
+
+    Measures the acceptance vector and the time of a draft pass, is told the target's t(n), and
+    solves for the tree again when one of them has changed (section 4.3).
+
+    Args:
+        width: children of a node at most.
+        max_nodes: size of a tree at most, its root included.
+        max_levels: levels of a tree at most, its root included.
+    """
+
+    def __init__(self, width: int, max_nodes: int, max_levels: int):
+        self.max_nodes = max_nodes
+        self.max_levels = max_levels
+        self.counts = AcceptanceCounts(width)
+        self.draft_seconds = 0.0
+        self._seconds: Float64Array | None = None
+        self._solved_for: Float64Array | None = None
+        self._asked = 0
+        self._lock = threading.Lock()
+        self._solve()
+
+    def observe(self, children: int, accepted: int) -> None:
+        """Count one accepted node; see `AcceptanceCounts.observe`."""
+        with self._lock:
+            self.counts.observe(children, accepted)
+
+    def observe_pass(self, seconds: float) -> None:
+        """Learn the time of one forward of the draft model over a level."""
+        with self._lock:
+            known = self.draft_seconds
+            change = min(seconds - known, known) if known else seconds
+            self.draft_seconds += change * (0.1 if known else 1.0)
+
+    def set_seconds(self, seconds: ArrayLike) -> None:
+        """Tell t(1), t(2), …, at least `max_nodes` of them; None was told: the largest tree."""
+        with self._lock:
+            self._seconds = np.array(seconds, dtype=np.float64)[: self.max_nodes]
+
+    def shape(self, budget: int | None = None) -> TreeShape:
+        """The tree to draft now, of at most `budget` nodes below the root."""
+        with self._lock:
+            self._asked += 1
+            if self._asked % _RECONSIDER == 0 and self._has_changed():
+                self._solve()
+            if budget is None or len(self._shape) <= budget:
+                return self._shape
+            return self._trees.tree(budget + 1)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second that the tree of the last solution was expected to bring; 0 before
+        t(n) was told."""
+        return self._rate
+
+    def _measured(self) -> Float64Array:
+        times = np.empty(0) if self._seconds is None else self._seconds
+        return np.concatenate(
+            [self.counts.vector, np.log(np.append(times, self.draft_seconds) + 1e-12)]
+        )
+
+    def _has_changed(self) -> bool:
+        now, then = self._measured(), self._solved_for
+        return then is None or now.shape != then.shape or np.abs(now - then).max() > _TOLERANCE
+
+    def _solve(self) -> None:
+        self._solved_for = self._measured()
+        vector = self.counts.vector
+        self._trees = OptimalTrees(vector, self.max_nodes, self.max_levels)
+        self._rate = 0.0
+        if self._seconds is None:
+            self._shape = self._trees.tree(self.max_nodes)
+            return
+        self._shape = self._trees.fastest(self._seconds, self.draft_seconds)
+        passes = self._shape.levels - 1
+        seconds = self._seconds[len(self._shape)] + passes * self.draft_seconds
+        self._rate = self._shape.expected_tokens(vector) / seconds
