@@ -64,18 +64,27 @@ class FedTrees:
     Attributes:
         token_ids: int64 [batch, width] on the model's device.
         depths: int64 [batch, width] on the model's device; the root has depth 0.
-        attends: bool [batch, width, width] on the model's device, self or ancestor.
+        attends: bool [batch, width, columns] on the model's device, self or ancestor. The last
+            columns are the tokens of this forward; those of earlier forwards that the cache holds
+            behind the kept slots, all rows being equally long, come first.
         max_depth: of any node.
+        column_depths: int64 [batch, columns]; None: the columns are the tokens of this forward.
     """
 
     token_ids: torch.Tensor
     depths: torch.Tensor
     attends: torch.Tensor
     max_depth: int
+    column_depths: torch.Tensor | None = None
 
     @property
     def width(self) -> int:
         return self.token_ids.shape[1]
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """Depths of the columns of `attends`."""
+        return self.depths if self.column_depths is None else self.column_depths
 
 
 def lay_out(roots: Sequence[int], trees: Sequence[TokenTree], device: torch.device) -> FedTrees:
@@ -126,7 +135,7 @@ class TreeAttention:
 
         Also sets `slots.view_from`, the first slot that layers of limited reach show.
         """
-        plain = fed.width == 1 and slots.uniform and self.prompt_mask is None
+        plain = fed.columns.shape[1] == 1 and slots.uniform and self.prompt_mask is None
         if isinstance(self.rules, LayerMask):
             slots.view_from = None
             return None if plain else self._mask(self.rules, fed, slots, 0)
@@ -145,18 +154,18 @@ class TreeAttention:
         if rule.chunk is not None:
             nodes = nodes & self._same_chunk(rule.chunk, fed, slots)
         elif rule.window is not None and fed.max_depth >= rule.window:
-            nodes = nodes & (fed.depths[:, None, :] > fed.depths[:, :, None] - rule.window)
-        kept_slots = slots.longest - first
+            nodes = nodes & (fed.columns[:, None, :] > fed.depths[:, :, None] - rule.window)
+        kept_slots, columns = slots.longest - first, nodes.shape[2]
         if slots.uniform and self.prompt_mask is None and _sees_all(rule, fed, slots, first):
-            mask = self._zeros(len(nodes), fed.width, kept_slots + fed.width, nodes.device)
+            mask = self._zeros(len(nodes), fed.width, kept_slots + columns, nodes.device)
             mask[..., kept_slots:].masked_fill_(~nodes[:, None], self.minimum)
             return mask
-        allowed = self._kept(rule, fed, slots, first, slots.longest + fed.width)
+        allowed = self._kept(rule, fed, slots, first, slots.longest + columns)
         if slots.uniform:
             allowed[:, :, kept_slots:] = nodes
         else:
-            rows, columns = slots.index(fed.width, nodes.device)
-            allowed.transpose(1, 2)[rows, columns - first] = nodes.transpose(1, 2)
+            rows, places = slots.index(columns, nodes.device)
+            allowed.transpose(1, 2)[rows, places - first] = nodes.transpose(1, 2)
         mask = self._zeros(*allowed.shape, allowed.device)
         return mask.masked_fill_(~allowed[:, None], self.minimum)
 
@@ -191,11 +200,11 @@ class TreeAttention:
         return self.prompt_mask.int().argmax(dim=1)
 
     def _same_chunk(self, chunk: int, fed: FedTrees, slots: RowSlots) -> torch.Tensor:
-        """bool [batch, width, width]: whether two fed tokens lie in one chunk of the text."""
+        """bool [batch, width, columns]: whether two tokens lie in one chunk of the text."""
         device = fed.depths.device
-        start = torch.tensor(slots.lengths, device=device) - self._first_tokens(device)
-        number = (start[:, None] + fed.depths) // chunk
-        return number[:, :, None] == number[:, None, :]
+        start = (torch.tensor(slots.lengths, device=device) - self._first_tokens(device))[:, None]
+        query, column = (start + fed.depths) // chunk, (start + fed.columns) // chunk
+        return query[:, :, None] == column[:, None, :]
 
 
 def _sees_all(rule: LayerMask, fed: FedTrees, slots: RowSlots, first: int) -> bool:

@@ -156,7 +156,7 @@ def mean_loss(before, after):
 
 @pytest.mark.parametrize("name", ["flat", "linear", "step", "cpu"])
 def test_finds_the_right_sizes(name):
-    assert mean_loss(name, name) < 0.03
+    assert mean_loss(name, name) < 0.05
 
 
 @pytest.mark.parametrize(
