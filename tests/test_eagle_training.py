@@ -215,7 +215,7 @@ def test_a_folder_of_other_features_is_refused(
 ) -> None:
     folder = tmp_path / "features"
     train_head(target, texts[:4], tmp_path / "head", plan(1), feature_dir=folder)
-    with pytest.raises(ValueError, match="expected features of the same .*texts"):
+    with pytest.raises(ValueError, match=r"expected features of the same .*texts"):
         train_head(target, texts[1:5], tmp_path / "head", plan(1), feature_dir=folder)
     with torch.no_grad():
         target.lm_head.weight.add_(0.01)

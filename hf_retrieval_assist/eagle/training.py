@@ -150,7 +150,8 @@ def _examples(
             examples.append(text)
         else:
             examples += examples_of_texts([text], tokenizer, max_length)
-    if not any(len(example.token_ids) > 2 for example in examples):
+    examples = [example for example in examples if len(example.token_ids) > 2]
+    if not examples:
         raise ValueError("texts: expected at least one of three or more tokens, found none")
     return examples
 
