@@ -50,8 +50,9 @@ def check_lossless(target: Any, assistant: Assistant, rows: int, **arguments: An
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_k": 20}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("arguments", [{}, SAMPLING], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("rows", "arguments"), [(1, {}), (3, {}), (1, SAMPLING)], ids=["greedy", "batch", "seeded"]
+)
 @pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_target_hidden48_theta5e5"])
 def test_recorded_heads(name: str, rows: int, arguments: dict[str, Any], tmp_path: Path) -> None:
     case = load_case(name)
