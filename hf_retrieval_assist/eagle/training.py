@@ -81,7 +81,12 @@ class HeadTraining:
             "report_to": [],
         }
         # Columns are what the unrolled head reads; there are no labels besides.
-        fixed = {"remove_unused_columns": False, "label_names": []}
+        # Features may come from the target's device, whose memory cannot be pinned.
+        fixed = {
+            "remove_unused_columns": False,
+            "label_names": [],
+            "dataloader_pin_memory": False,
+        }
         return TrainingArguments(str(output_dir), **{**defaults, **self.arguments, **fixed})
 
 
@@ -141,8 +146,10 @@ def _examples(
 ) -> list[Example]:
     examples: list[Example] = []
     for text in texts:
-        whole = isinstance(text, Example)
-        examples += [text] if whole else examples_of_texts([text], tokenizer, max_length)
+        if isinstance(text, Example):
+            examples.append(text)
+        else:
+            examples += examples_of_texts([text], tokenizer, max_length)
     examples = [example for example in examples if len(example.token_ids) > 2]
     if not examples:
         raise ValueError("texts: expected at least one of three or more tokens, found none")
