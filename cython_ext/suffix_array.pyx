@@ -231,8 +231,8 @@ cdef class SuffixArray:
         if not self.shards:
             raise MemoryError()
         for i, (codes, suffixes, starts, shift) in enumerate(shards):
-            if not 0 <= shift < 32:
-                raise ValueError(f"bucket_shift: expected 0 to 31, got {shift}")
+            if not 0 <= shift <= 30:
+                raise ValueError(f"bucket_shift: expected 0 to 30, got {shift}")
             if codes.shape[0] == 0 or codes.shape[0] % width:
                 raise ValueError(f"codes: expected a multiple of {width} bytes, got {codes.shape[0]}")
             if suffixes.shape[0] == 0 or starts.shape[0] < 2:
@@ -357,7 +357,7 @@ cdef class Tree:
         self.contexts[node] = length + entry.depth - 1
         self.counts[node] = entry.count
         self.parent_counts[node] = entry.parent_count
-        self.size += 1
+        self.size = node + 1
         return node
 
 
@@ -542,7 +542,7 @@ cdef class SuffixMatcher:
             row[s] = run
         self.put_back(entry, 0, self.pool_used)
         self.put_back(entry, 0, self.pool_used + 1)
-        self.pool_used += 2
+        self.pool_used = self.pool_used + 2
         if code > 0:  # nothing follows the end of a document
             self.put_back(entry, code, entry.slot)
 
@@ -557,7 +557,7 @@ cdef class SuffixMatcher:
 
     cdef void push(self, Entry entry) noexcept nogil:
         cdef int32_t i = self.heap_size, up
-        self.heap_size += 1
+        self.heap_size = i + 1
         while i > 0:
             up = (i - 1) // 2
             if not before(&entry, &self.heap[up]):
@@ -569,7 +569,7 @@ cdef class SuffixMatcher:
     cdef Entry pop(self) noexcept nogil:
         cdef Entry top = self.heap[0], last
         cdef int32_t i = 0, child
-        self.heap_size -= 1
+        self.heap_size = self.heap_size - 1
         last = self.heap[self.heap_size]
         while 2 * i + 1 < self.heap_size:
             child = 2 * i + 1

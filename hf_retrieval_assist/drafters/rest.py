@@ -1,4 +1,7 @@
-"""Drafts from a corpus on disk: REST (He et al., "REST: Retrieval-Based Speculative Decoding", 2023)."""
+"""Drafts from a corpus on disk, as in REST.
+
+He, Zhong, Cai, Lee, He: "REST: Retrieval-Based Speculative Decoding", 2023, sections 3.2 and 3.3.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ _COUNT_EDGES = np.array([2.0, 4.0, 16.0])
 _TYPICAL_SHARES = np.array([0.012, 0.055, 0.16, 0.36, 0.62, 0.86, 1.0])
 _TYPICAL_COUNTS = np.array([1.0, 2.4, 7.0, 64.0])
 
-# P(next token) = (its count - discount) / (count of the context + strength), as in the smoothing of
-# n-gram models; one pair per bucket of context length. Fitted by maximum likelihood to 620,000 nodes
-# whose parent was accepted, on recorded outputs of chat, code, mathematics and SQL, each weighted
-# equally: log loss 0.217 nats, against 0.401 for plain relative frequencies and 0.212 for the
-# best table over all 168 classes.
+# P(next token) = (its count - discount) / (count of the context + strength), as in the smoothing
+# of n-gram models; one pair per bucket of context length. Fitted by maximum likelihood to 620,000
+# nodes whose parent was accepted, on recorded outputs of chat, code, mathematics and SQL, weighted
+# equally: a log loss of 0.22 nats, against 0.40 for relative frequencies and 0.21 for a free
+# parameter in each of the 168 classes.
 _DISCOUNTS = np.array([0.349, 0.588, 0.539, 0.340, 0.074, 0.018])
 _STRENGTHS = np.array([13.27, 0.60, 0.06, 0.07, 0.06, 0.02])
 _LEAST_PRIOR = 0.005
