@@ -231,8 +231,8 @@ cdef class SuffixArray:
         if not self.shards:
             raise MemoryError()
         for i, (codes, suffixes, starts, shift) in enumerate(shards):
-            if not 0 <= shift < 32:
-                raise ValueError(f"bucket_shift: expected 0 to 31, got {shift}")
+            if not 0 <= shift <= 30:
+                raise ValueError(f"bucket_shift: expected 0 to 30, got {shift}")
             if codes.shape[0] == 0 or codes.shape[0] % width:
                 raise ValueError(f"codes: expected a multiple of {width} bytes, got {codes.shape[0]}")
             if suffixes.shape[0] == 0 or starts.shape[0] < 2:
@@ -259,6 +259,42 @@ cdef class SuffixArray:
         if matcher.match_length < len(token_ids):
             return 0
         return matcher.occurrences(matcher.match_length)
+
+
+# ---------------------------------------------------------------------------------- evidence
+
+cdef inline int32_t bucket(double value, const double[::1] edges) noexcept nogil:
+    """How many of the ascending edges are at or below the value."""
+    cdef int32_t i = 0
+    while i < edges.shape[0] and value >= edges[i]:
+        i += 1
+    return i
+
+
+def evidence_classes(
+    const int64_t[::1] counts,
+    const int64_t[::1] parent_counts,
+    const int32_t[::1] contexts,
+    const double[::1] context_edges,
+    const double[::1] share_edges,
+    const double[::1] count_edges,
+):
+    """The class of evidence behind each node of a selection.
+
+    Nodes are told apart by context length, by their share of their parent's occurrences and by how
+    many those are, each bucketed at its ascending edges; the class is the bucket's index in row-major
+    order. Returns int32 [nodes].
+    """
+    cdef Py_ssize_t i
+    cdef int32_t row
+    cdef int32_t[::1] classes = np.empty(counts.shape[0], np.int32)
+    with nogil:
+        for i in range(counts.shape[0]):
+            row = bucket(contexts[i], context_edges) * <int32_t>(share_edges.shape[0] + 1)
+            row += bucket(<double>counts[i] / <double>parent_counts[i], share_edges)
+            row *= <int32_t>(count_edges.shape[0] + 1)
+            classes[i] = row + bucket(<double>parent_counts[i], count_edges)
+    return np.asarray(classes)
 
 
 # ---------------------------------------------------------------------------------- matching
@@ -293,7 +329,7 @@ cdef class Tree:
     cdef int32_t capacity
     cdef int32_t[::1] token_ids
     cdef int32_t[::1] parents
-    cdef int32_t[::1] lengths
+    cdef int32_t[::1] contexts
     cdef int64_t[::1] counts
     cdef int64_t[::1] parent_counts
 
@@ -301,12 +337,12 @@ cdef class Tree:
         self.capacity = capacity
         self.token_ids = np.empty(capacity, np.int32)
         self.parents = np.empty(capacity, np.int32)
-        self.lengths = np.empty(capacity, np.int32)
+        self.contexts = np.empty(capacity, np.int32)
         self.counts = np.empty(capacity, np.int64)
         self.parent_counts = np.empty(capacity, np.int64)
 
     def arrays(self):
-        fields = [self.token_ids, self.parents, self.counts, self.parent_counts, self.lengths]
+        fields = [self.token_ids, self.parents, self.counts, self.parent_counts, self.contexts]
         return tuple([np.asarray(field)[: self.size] for field in fields])
 
     cdef int32_t add(self, const Entry* entry, int32_t length) noexcept nogil:
@@ -318,10 +354,10 @@ cdef class Tree:
         node = self.size
         self.token_ids[node] = token
         self.parents[node] = entry.parent
-        self.lengths[node] = length
+        self.contexts[node] = length + entry.depth - 1
         self.counts[node] = entry.count
         self.parent_counts[node] = entry.parent_count
-        self.size += 1
+        self.size = node + 1
         return node
 
 
@@ -403,9 +439,9 @@ cdef class SuffixMatcher:
             sources: how many match lengths may contribute.
 
         Returns:
-            (token_ids, parents, counts, parent_counts, lengths): int32, int32, int64, int64, int32
+            (token_ids, parents, counts, parent_counts, contexts): int32, int32, int64, int64, int32
             [nodes]. `counts` are occurrences of the match with the path to the node,
-            `parent_counts` those without its last token, `lengths` the tokens of the match.
+            `parent_counts` those without its last token, `contexts` the tokens of the latter.
 
         Raises:
             ValueError: `budget` exceeds max_nodes.
@@ -506,7 +542,7 @@ cdef class SuffixMatcher:
             row[s] = run
         self.put_back(entry, 0, self.pool_used)
         self.put_back(entry, 0, self.pool_used + 1)
-        self.pool_used += 2
+        self.pool_used = self.pool_used + 2
         if code > 0:  # nothing follows the end of a document
             self.put_back(entry, code, entry.slot)
 
@@ -521,7 +557,7 @@ cdef class SuffixMatcher:
 
     cdef void push(self, Entry entry) noexcept nogil:
         cdef int32_t i = self.heap_size, up
-        self.heap_size += 1
+        self.heap_size = i + 1
         while i > 0:
             up = (i - 1) // 2
             if not before(&entry, &self.heap[up]):
@@ -533,7 +569,7 @@ cdef class SuffixMatcher:
     cdef Entry pop(self) noexcept nogil:
         cdef Entry top = self.heap[0], last
         cdef int32_t i = 0, child
-        self.heap_size -= 1
+        self.heap_size = self.heap_size - 1
         last = self.heap[self.heap_size]
         while 2 * i + 1 < self.heap_size:
             child = 2 * i + 1

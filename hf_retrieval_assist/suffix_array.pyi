@@ -9,6 +9,14 @@ def align_suffixes(
 def bucket_starts(
     codes: NDArray[np.uint8], width: int, shift: int, out: NDArray[np.uint32]
 ) -> None: ...
+def evidence_classes(
+    counts: NDArray[np.int64],
+    parent_counts: NDArray[np.int64],
+    contexts: NDArray[np.int32],
+    context_edges: NDArray[np.float64],
+    share_edges: NDArray[np.float64],
+    count_edges: NDArray[np.float64],
+) -> NDArray[np.int32]: ...
 
 class SuffixArray:
     shard_count: int

@@ -1,0 +1,282 @@
+"""Suffix-array lookup and selection, against searches that look at every position of the text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.suffix_array import (
+    SuffixArray,
+    SuffixMatcher,
+    align_suffixes,
+    bucket_starts,
+    evidence_classes,
+)
+
+VOCAB = 5
+
+
+def make_shard(documents, vocab_size=VOCAB, width=1, shift=0):
+    """A shard's buffers, sorted by comparing whole suffixes."""
+    text = [code for document in documents for code in [*(t + 1 for t in document), 0]]
+    codes = np.array(text, ">u4").view(np.uint8).reshape(-1, 4)[:, 4 - width :]
+    codes = np.ascontiguousarray(codes).reshape(-1)
+    order = sorted((i for i, code in enumerate(text) if code), key=lambda i: text[i:])
+    starts = np.empty((vocab_size >> shift) + 2, np.uint32)
+    bucket_starts(codes, width, shift, starts)
+    return codes, np.array(order, np.uint32), starts, shift
+
+
+def make_index(documents, shards=1, shift=0):
+    parts = [documents[i::shards] for i in range(shards)]
+    return SuffixArray([make_shard(part, shift=shift) for part in parts if part], 1, VOCAB)
+
+
+def occurrences(documents, query):
+    """(document, end) of every occurrence of `query`."""
+    n = len(query)
+    return [
+        (document, i + n)
+        for document in documents
+        for i in range(len(document) - n + 1)
+        if document[i : i + n] == query
+    ]
+
+
+def longest_match(documents, text, max_match):
+    for n in range(min(max_match, len(text)), 0, -1):
+        if occurrences(documents, text[-n:]):
+            return n
+    return 0
+
+
+def best_first(documents, text, max_match, budget, depth, sources):
+    """The selection's contract, word by word: a list of (token, parent, count, parent_count)."""
+    nodes, index, paths = [], {}, {-1: ()}
+    seen = 0
+    for n in range(longest_match(documents, text, max_match), 0, -1):
+        places = occurrences(documents, text[-n:])
+        if len(places) <= seen or not sources:
+            continue
+        seen, sources = len(places), sources - 1
+        frontier = expand(documents, text[-n:], paths, -1)
+        while frontier and len(nodes) < budget:
+            best = min(frontier)
+            frontier.remove(best)
+            count, node_depth, parent, token, parent_count = best
+            if (parent, token) not in index:
+                index[parent, token] = len(nodes)
+                nodes.append((token, parent, -count, parent_count))
+            node = index[parent, token]
+            paths[node] = (*paths[parent], token)
+            if node_depth < depth:
+                frontier += expand(documents, text[-n:], paths, node)
+    return nodes
+
+
+def expand(documents, match, paths, parent):
+    """The children of a node as heap entries (−count, depth, parent, token, parent_count)."""
+    path = paths[parent]
+    places = occurrences(documents, [*match, *path])
+    following = [document[end] for document, end in places if end < len(document)]
+    return [
+        (-following.count(token), len(path) + 1, parent, token, len(places))
+        for token in sorted(set(following))
+    ]
+
+
+def selected(matcher, budget, depth, sources):
+    tokens, parents, counts, parent_counts, _ = matcher.select(budget, depth, sources)
+    columns = (tokens, parents, counts, parent_counts)
+    return [*zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def corpora(max_documents=6):
+    document = st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=12)
+    return st.lists(document, min_size=1, max_size=max_documents)
+
+
+TEXT = st.lists(st.integers(-1, VOCAB), min_size=1, max_size=15)
+
+
+@given(corpora(), TEXT, st.integers(1, 3), st.integers(0, 2), st.integers(1, 5))
+def test_matches_equal_a_search_of_every_position(documents, text, shards, shift, max_match):
+    matcher = SuffixMatcher(make_index(documents, shards, shift), max_match)
+    for end in range(1, len(text) + 1):
+        matcher.extend(text[end - 1 : end])
+        matcher.check_invariants()
+        assert matcher.match_length == longest_match(documents, text[:end], max_match)
+        expected = [
+            len(occurrences(documents, text[end - n : end]))
+            for n in range(1, matcher.match_length + 1)
+        ]
+        assert matcher.counts() == expected
+
+
+@given(
+    corpora(),
+    st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(0, 20),
+    st.integers(0, 4),
+    st.integers(1, 3),
+)
+def test_selection_is_best_first_by_exact_counts(documents, text, shards, budget, depth, sources):
+    matcher = SuffixMatcher(make_index(documents, shards), 4, 64)
+    matcher.extend(text)
+    expected = best_first(documents, text, 4, budget if depth else 0, depth, sources)
+    assert selected(matcher, budget, depth, sources) == expected
+
+
+@given(corpora(), st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=4))
+def test_count_equals_a_search_of_every_position(documents, query):
+    assert make_index(documents).count(query) == len(occurrences(documents, query))
+
+
+def test_nothing_crosses_the_end_of_a_document():
+    index = make_index([[0, 1, 2], [3, 0, 1]])
+    assert index.count([2, 3]) == 0
+    matcher = SuffixMatcher(index, 4, 8)
+    matcher.extend([0, 1])
+    assert selected(matcher, 8, 4, 1) == [(2, -1, 1, 2)]
+    matcher.extend([2])
+    assert selected(matcher, 8, 4, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "width"), [(255, 1), (256, 2), (65535, 2), (65536, 3), (262144, 3), (1 << 25, 4)]
+)
+def test_ids_of_every_width(vocab_size, width):
+    top = vocab_size - 1
+    documents = [[top, 0, top], [0, top, top - 1]]
+    shift = max(vocab_size.bit_length() - 8, 0)
+    index = SuffixArray([make_shard(documents, vocab_size, width, shift)], width, vocab_size)
+    assert (index.count([top]), index.count([0, top]), index.count([top, 0])) == (3, 2, 1)
+    matcher = SuffixMatcher(index, 4, 8)
+    matcher.extend([0, top])
+    assert selected(matcher, 8, 4, 1) == [(top - 1, -1, 1, 2)]
+
+
+def test_a_flat_distribution_is_given_up_deterministically():
+    documents = [[0, token] for token in range(1, 2000)]
+    index = SuffixArray([make_shard(documents, 2000, 2, 4)], 2, 2000)
+    drafts = []
+    for _ in range(2):
+        matcher = SuffixMatcher(index, 2, 8)
+        matcher.extend([0])
+        drafts.append(selected(matcher, 8, 2, 1))
+    assert drafts[0] == drafts[1]
+    assert {(parent, count) for _, parent, count, _ in drafts[0]} <= {(-1, 1)}
+
+
+def test_align_suffixes_keeps_whole_codes():
+    codes, order, _, _ = make_shard([[3, 1, 3, 1], [1, 3]], 400, 2, 4)
+    data = codes.tobytes()
+    by_bytes = np.array(sorted(range(len(data)), key=lambda i: data[i:]), np.int32)
+    out = np.empty_like(order)
+    align_suffixes(by_bytes, 2, 2, out)
+    assert out.tolist() == order.tolist()
+    with pytest.raises(ValueError, match="byte suffixes"):
+        align_suffixes(by_bytes[:-2].copy(), 2, 2, out)
+    with pytest.raises(ValueError, match="suffixes of tokens"):
+        align_suffixes(np.ones_like(by_bytes), 2, 2, out)
+
+
+def test_bucket_starts_reject_codes_beyond_the_table():
+    with pytest.raises(ValueError, match="beyond the 2 buckets"):
+        bucket_starts(np.array([7], np.uint8), 1, 1, np.empty(3, np.uint32))
+
+
+def test_evidence_classes_number_the_buckets_row_by_row():
+    counts, totals = np.array([1, 9, 10]), np.array([10, 10, 10])
+    contexts = np.array([1, 2, 3], np.int32)
+    edges = np.array([2.0]), np.array([0.5, 1.0]), np.array([10.0, 11.0])
+    classes = evidence_classes(counts, totals, contexts, *edges)
+    assert classes.tolist() == [0 * 9 + 0 * 3 + 1, 1 * 9 + 1 * 3 + 1, 1 * 9 + 2 * 3 + 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shards": []}, "at least one"),
+        ({"width": 5}, "width"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"codes": np.zeros(3, np.uint8), "width": 2}, "multiple of 2"),
+        ({"codes": np.zeros(0, np.uint8)}, "multiple of 1"),
+        ({"suffixes": np.zeros(0, np.uint32)}, "at least one suffix"),
+        ({"starts": np.zeros(1, np.uint32)}, "one bucket"),
+        ({"shift": 31}, "bucket_shift"),
+    ],
+)
+def test_index_rejects(change, message):
+    parts = dict(zip(("codes", "suffixes", "starts", "shift"), make_shard([[1, 2]]), strict=True))
+    parts |= {name: value for name, value in change.items() if name in parts}
+    shards = change.get("shards", [tuple(parts.values())])
+    with pytest.raises(ValueError, match=message):
+        SuffixArray(shards, change.get("width", 1), change.get("vocab_size", VOCAB))
+
+
+@pytest.mark.parametrize(("max_match", "max_nodes"), [(0, 1), (1, 0), (1 << 17, 1), (1, 1 << 17)])
+def test_matcher_rejects_sizes_out_of_range(max_match, max_nodes):
+    with pytest.raises(ValueError, match="expected 1 to"):
+        SuffixMatcher(make_index([[1]]), max_match, max_nodes)
+
+
+def test_budget_above_max_nodes_is_rejected():
+    with pytest.raises(ValueError, match="at most 3"):
+        SuffixMatcher(make_index([[1]]), 2, 3).select(4, 1)
+
+
+def mutate(buffers, rng):
+    """Overwrite a few elements of a few buffers with anything."""
+    buffers = [buffer.copy() for buffer in buffers]
+    for _ in range(rng.integers(1, 6)):
+        buffer = buffers[rng.integers(len(buffers))].view(np.uint8)
+        start = rng.integers(len(buffer))
+        stop = start + rng.choice([1, 4, 64, len(buffer)])
+        part = buffer[start:stop]
+        part[:] = [0, 255, rng.integers(256), np.frombuffer(rng.bytes(len(part)), np.uint8)][
+            rng.integers(4)
+        ]
+    return buffers
+
+
+def check_mutations(cases, seed):
+    """Any bytes give an answer inside the vocabulary, from a lookup that ends."""
+    rng = np.random.default_rng(seed)
+    for case in range(cases):
+        width, vocab_size = [(1, VOCAB), (2, 300), (3, 70_000), (4, 1 << 25)][case % 4]
+        ids = np.array([0, 1, 2, 3, vocab_size - 1])
+        documents = [rng.choice(ids, rng.integers(1, 20)).tolist() for _ in range(4)]
+        shift = max(vocab_size.bit_length() - 6, 0)
+        shards = [make_shard(documents[i::2], vocab_size, width, shift) for i in range(2)]
+        shards = [(*mutate(shard[:3], rng), shift) for shard in shards]
+        matcher = SuffixMatcher(SuffixArray(shards, width, vocab_size), 4, 16)
+        for _ in range(8):
+            matcher.extend(rng.choice(ids, 1).tolist())
+            tokens, parents, _, _, _ = matcher.select(16, 4, 3)
+            assert ((tokens >= 0) & (tokens < vocab_size)).all()
+            assert (parents < np.arange(len(parents))).all()
+
+
+def test_any_bytes_give_tokens_of_the_vocabulary():
+    check_mutations(300, seed=0)
+
+
+@pytest.mark.slow
+def test_ten_thousand_mutations():
+    check_mutations(10_000, seed=1)
+
+
+@settings(max_examples=20)
+@given(corpora(), TEXT)
+def test_matchers_of_one_index_do_not_disturb_each_other(documents, text):
+    index = make_index(documents)
+    first, second = SuffixMatcher(index, 4, 8), SuffixMatcher(index, 4, 8)
+    first.extend(text)
+    second.extend(text[::-1])
+    fresh = SuffixMatcher(index, 4, 8)
+    fresh.extend(text)
+    assert selected(first, 8, 3, 2) == selected(fresh, 8, 3, 2)
