@@ -21,7 +21,8 @@ static int skinny_cpu_has_avx2(void) {
 #define LOAD(p) _mm256_loadu_ps(p)
 #define STORE(p, v) _mm256_storeu_ps((p), (v))
 #define ADD(a, b) _mm256_add_ps((a), (b))
-#define FMA(a, b, c) _mm256_fmadd_ps((a), (b), (c))
+#define PACKED_DTYPE SKINNY_FLOAT32
+#define MULTIPLY_ADD(w, x, sum) _mm256_fmadd_ps((w), (x), (sum))
 #define LOAD_BF16(p) skinny_load_bf16_avx2(p)
 #define LOAD_F16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #define STORE_BF16(p, v) skinny_store_bf16_avx2((p), (v))
@@ -56,3 +57,4 @@ TARGET static ALWAYS_INLINE void skinny_sum_lanes_avx2(__m256 a, __m256 b, __m25
 }
 
 #include "skinny_template.h"
+#include "skinny_undef.h"

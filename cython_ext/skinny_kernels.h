@@ -40,16 +40,26 @@ typedef struct {
 /* One pass over the weights, shared by its threads. */
 typedef struct {
     const skinny_problem *problem;
-    const float *panels; /* the rows of x, packed by pack_panels */
-    int64_t padded_depth, panel_count;
-    char *scratch; /* scratch_bytes for every thread */
-    int64_t scratch_bytes;
-    int64_t next_chunk; /* taken atomically */
+    char *panels;         /* the rows of x, packed */
+    int64_t packed_bytes; /* of one packed row */
+    int64_t panel_count;
+    float *sums;          /* [threads, rows, CHUNK_ROWS] */
+    int64_t next_chunk;   /* taken atomically, like the next */
     int64_t next_thread;
 } skinny_pass;
 
+/* TILE_ROWS rows of weights times one panel, and the weights to fetch meanwhile: `ahead_lines` cache
+ * lines with every step. */
+typedef struct {
+    const char *weight[TILE_ROWS];
+    const char *panel;
+    int64_t depth;
+    const char *ahead;
+    int64_t ahead_lines;
+    float *sums;
+} skinny_tile;
+
 static inline int64_t skinny_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t skinny_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 static inline int64_t skinny_item_bytes(int dtype) { return dtype == SKINNY_FLOAT32 ? 4 : 2; }
 
 /* Panels of equal height, give or take one row: panel i holds the rows from here to i + 1's start. */
@@ -89,12 +99,14 @@ typedef struct {
 } skinny_path;
 
 /* The instruction sets this CPU has, slowest first. Returns how many were written to `paths`. */
-static int skinny_paths(skinny_path paths[3]) {
+static int skinny_paths(skinny_path paths[4]) {
     int count = 0;
     paths[count++] = (skinny_path){"portable", skinny_run_portable};
 #if defined(__GNUC__) && defined(__x86_64__)
     if (skinny_cpu_has_avx2()) paths[count++] = (skinny_path){"avx2", skinny_run_avx2};
     if (skinny_cpu_has_avx512()) paths[count++] = (skinny_path){"avx512", skinny_run_avx512};
+    if (skinny_cpu_has_avx512bf16())
+        paths[count++] = (skinny_path){"avx512bf16", skinny_run_with_avx512bf16};
 #elif defined(__GNUC__) && defined(__aarch64__)
     paths[count++] = (skinny_path){"neon", skinny_run_neon};
 #endif

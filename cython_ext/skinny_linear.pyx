@@ -39,7 +39,7 @@ cdef extern from "skinny_kernels.h" nogil:
     int skinny_paths(skinny_path *paths)
 
 
-cdef skinny_path _paths[3]
+cdef skinny_path _paths[4]
 cdef int _path_count = skinny_paths(_paths)
 cdef dict _dtypes = {
     torch.float32: SKINNY_FLOAT32,

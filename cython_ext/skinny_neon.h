@@ -10,7 +10,8 @@
 #define LOAD(p) vld1q_f32(p)
 #define STORE(p, v) vst1q_f32((p), (v))
 #define ADD(a, b) vaddq_f32((a), (b))
-#define FMA(a, b, c) vfmaq_f32((c), (a), (b))
+#define PACKED_DTYPE SKINNY_FLOAT32
+#define MULTIPLY_ADD(w, x, sum) vfmaq_f32((sum), (w), (x))
 #define LOAD_BF16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)(p)), 16))
 #define LOAD_F16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p))))
 #define STORE_BF16(p, v) skinny_store_bf16_neon((p), (v))
@@ -29,3 +30,4 @@ static ALWAYS_INLINE void skinny_store_bf16_neon(char *p, float32x4_t v) {
 }
 
 #include "skinny_template.h"
+#include "skinny_undef.h"

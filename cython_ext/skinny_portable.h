@@ -9,7 +9,8 @@
 #define LOAD(p) skinny_load_portable(p)
 #define STORE(p, v) memcpy((p), (v).lane, sizeof((v).lane))
 #define ADD(a, b) skinny_add_portable((a), (b))
-#define FMA(a, b, c) skinny_fma_portable((a), (b), (c))
+#define PACKED_DTYPE SKINNY_FLOAT32
+#define MULTIPLY_ADD(w, x, sum) skinny_fma_portable((w), (x), (sum))
 #define LOAD_BF16(p) skinny_load_bf16_portable(p)
 #define LOAD_F16(p) skinny_load_f16_portable(p)
 #define STORE_BF16(p, v) skinny_store_bf16_portable((p), (v))
@@ -108,3 +109,4 @@ SKINNY_CONVERT_LANES(f16)
 #undef SKINNY_CONVERT_LANES
 
 #include "skinny_template.h"
+#include "skinny_undef.h"

@@ -2,12 +2,19 @@
  *
  *   ISA, TARGET                  suffix of the names; attribute of the functions
  *   VEC, LANES, PANEL_ROWS       a vector of LANES floats; input rows of one register tile
- *   ZERO(), LOAD(p), STORE(p, v), ADD(a, b), FMA(a, b, c)       float32, any alignment
+ *   ZERO(), LOAD(p), STORE(p, v), ADD(a, b)      float32, any alignment
  *   LOAD_BF16(p), LOAD_F16(p), STORE_BF16(p, v), STORE_F16(p, v)  to and from float32
  *   SUM_LANES(a, b, c, d, out)   four sums over lanes, written side by side
+ *   PACKED_DTYPE                 what the multiplication takes: float32, LANES to a vector, or
+ *                                bfloat16, twice as many; other dtypes are widened to it
+ *   MULTIPLY_ADD(w, x, sum)      on vectors of PACKED_DTYPE, adding to a VEC
  *
- * and gets `skinny_run_<ISA>`. No include guard: it is compiled once for each of them.
+ * and gets `skinny_run_<ISA>`. No include guard: it is compiled once for each of them, and forgets
+ * the macros that name it, its target and its multiplication.
  */
+
+#define STEP (PACKED_DTYPE == SKINNY_FLOAT32 ? LANES : 2 * LANES)
+#define STEP_BYTES (LANES * 4)
 
 TARGET static ALWAYS_INLINE VEC NAMED(read)(const char *from, int dtype) {
     if (dtype == SKINNY_FLOAT32) return LOAD((const float *)from);
@@ -23,174 +30,173 @@ TARGET static ALWAYS_INLINE void NAMED(write)(char *to, VEC value, int dtype) {
         STORE_F16(to, value);
 }
 
-/* The first `count` (at most LANES) elements, zeros behind them. */
-TARGET static ALWAYS_INLINE VEC NAMED(read_part)(const char *from, int64_t count, int dtype) {
-    char part[LANES * 4] = {0};
-    memcpy(part, from, count * skinny_item_bytes(dtype));
-    return NAMED(read)(part, dtype);
+/* STEP elements, ready to be multiplied. */
+TARGET static ALWAYS_INLINE VEC NAMED(operand)(const char *from, int dtype) {
+    return NAMED(read)(from, dtype == PACKED_DTYPE ? SKINNY_FLOAT32 : dtype);
 }
 
-/* One row as float32, padded with zeros to whole vectors, `step` floats from vector to vector. */
-TARGET static void NAMED(widen)(float *to, int64_t step, const char *from, int64_t depth, int dtype) {
+/* The same of the last `count` < STEP elements of a row, with zeros behind them. */
+TARGET static VEC NAMED(last_operand)(const char *from, int64_t count, int dtype) {
+    char part[STEP_BYTES] = {0};
+    memcpy(part, from, count * skinny_item_bytes(dtype));
+    return NAMED(operand)(part, dtype);
+}
+
+/* One row of x for the multiplication, STEP elements every `stride` bytes. */
+TARGET static void NAMED(pack_row)(char *to, int64_t stride, const char *from, int64_t depth,
+                                   int dtype) {
     const int64_t bytes = skinny_item_bytes(dtype);
     int64_t k = 0;
-    for (; k + LANES <= depth; k += LANES, to += step)
-        STORE(to, NAMED(read)(from + k * bytes, dtype));
-    if (k < depth) STORE(to, NAMED(read_part)(from + k * bytes, depth - k, dtype));
+    for (; k + STEP <= depth; k += STEP, to += stride)
+        STORE((float *)to, NAMED(operand)(from + k * bytes, dtype));
+    if (k < depth) STORE((float *)to, NAMED(last_operand)(from + k * bytes, depth - k, dtype));
 }
 
-/* Panels of x one after another, each as [depth / LANES][its rows][LANES]: a tile reads forward. */
-TARGET static void NAMED(pack_panels)(float *panels, const skinny_pass *pass) {
+/* Panels of x one after another, each as [steps][its rows][STEP]: a tile reads them forward. */
+TARGET static void NAMED(pack_panels)(char *panels, const skinny_pass *pass) {
     const skinny_problem *p = pass->problem;
     const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = skinny_panel_start(pass, i), end = skinny_panel_start(pass, i + 1);
-        float *panel = panels + start * pass->padded_depth;
+        char *panel = panels + start * pass->packed_bytes;
         for (int64_t row = start; row < end; row++)
-            NAMED(widen)(panel + (row - start) * LANES, (end - start) * LANES,
-                         p->x + row * row_bytes, p->depth, p->dtype);
+            NAMED(pack_row)(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
+                            p->x + row * row_bytes, p->depth, p->dtype);
     }
 }
 
-/* Weights that will be needed next, fetched `lines` cache lines with every step of a tile. */
-typedef struct {
-    const char *address;
-    int64_t lines;
-} NAMED(ahead);
+/* acc[weight row][input row] += one step of both. */
+TARGET static ALWAYS_INLINE void NAMED(accumulate)(const int rows, const VEC w[TILE_ROWS],
+                                                   const char *x,
+                                                   VEC acc[TILE_ROWS][PANEL_ROWS]) {
+    for (int r = 0; r < rows; r++) {
+        const VEC operand = LOAD((const float *)(x + r * STEP_BYTES));
+        for (int o = 0; o < TILE_ROWS; o++) acc[o][r] = MULTIPLY_ADD(w[o], operand, acc[o][r]);
+    }
+}
 
-/* TILE_ROWS weight rows times `rows` input rows; sums[row * CHUNK_ROWS + weight row]. */
-TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const float *const weight[TILE_ROWS],
-                                             const float *panel, int64_t padded_depth,
-                                             NAMED(ahead) ahead, float *sums) {
-    VEC acc[TILE_ROWS][PANEL_ROWS];
+/* TILE_ROWS weight rows times one panel; sums[input row * CHUNK_ROWS + weight row]. */
+TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, skinny_tile t) {
+    const int64_t bytes = skinny_item_bytes(dtype), depth = t.depth;
+    VEC acc[TILE_ROWS][PANEL_ROWS], w[TILE_ROWS];
     for (int r = 0; r < rows; r++)
         for (int o = 0; o < TILE_ROWS; o++) acc[o][r] = ZERO();
-    for (int64_t k = 0; k < padded_depth; k += LANES) {
-        for (int64_t line = 0; line < ahead.lines; line++, ahead.address += CACHE_LINE)
-            PREFETCH(ahead.address);
-        VEC w[TILE_ROWS];
-        for (int o = 0; o < TILE_ROWS; o++) w[o] = LOAD(weight[o] + k);
-        for (int r = 0; r < rows; r++, panel += LANES) {
-            const VEC x = LOAD(panel);
-            for (int o = 0; o < TILE_ROWS; o++) acc[o][r] = FMA(w[o], x, acc[o][r]);
-        }
+    int64_t k = 0;
+    for (; k + STEP <= depth; k += STEP, t.panel += rows * STEP_BYTES) {
+        for (int64_t line = 0; line < t.ahead_lines; line++, t.ahead += CACHE_LINE)
+            PREFETCH(t.ahead);
+        for (int o = 0; o < TILE_ROWS; o++) w[o] = NAMED(operand)(t.weight[o] + k * bytes, dtype);
+        NAMED(accumulate)(rows, w, t.panel, acc);
+    }
+    if (k < depth) {
+        for (int o = 0; o < TILE_ROWS; o++)
+            w[o] = NAMED(last_operand)(t.weight[o] + k * bytes, depth - k, dtype);
+        NAMED(accumulate)(rows, w, t.panel, acc);
     }
     for (int r = 0; r < rows; r++)
-        SUM_LANES(acc[0][r], acc[1][r], acc[2][r], acc[3][r], sums + r * CHUNK_ROWS);
+        SUM_LANES(acc[0][r], acc[1][r], acc[2][r], acc[3][r], t.sums + r * CHUNK_ROWS);
 }
 
-/* `tile` with its row count known to the compiler, so that the accumulators live in registers. */
-TARGET static void NAMED(tile_of)(int64_t rows, const float *const weight[TILE_ROWS],
-                                  const float *panel, int64_t padded_depth, NAMED(ahead) ahead,
-                                  float *sums) {
+/* The same with row count and dtype known to the compiler, so that the sums live in registers. */
+#define TILE_CASE(rows)                                                                     \
+    case rows:                                                                              \
+        if (dtype == PACKED_DTYPE)                                                          \
+            NAMED(tile)(rows, PACKED_DTYPE, t);                                             \
+        else if (dtype == SKINNY_BFLOAT16)                                                  \
+            NAMED(tile)(rows, SKINNY_BFLOAT16, t);                                          \
+        else                                                                                \
+            NAMED(tile)(rows, SKINNY_FLOAT16, t);                                           \
+        break;
+
+TARGET static void NAMED(tile_of)(int64_t rows, int dtype, skinny_tile t) {
     switch (rows) {
-        case 1: NAMED(tile)(1, weight, panel, padded_depth, ahead, sums); break;
-        case 2: NAMED(tile)(2, weight, panel, padded_depth, ahead, sums); break;
+        TILE_CASE(1)
+        TILE_CASE(2)
 #if PANEL_ROWS >= 3
-        case 3: NAMED(tile)(3, weight, panel, padded_depth, ahead, sums); break;
+        TILE_CASE(3)
 #endif
 #if PANEL_ROWS >= 4
-        case 4: NAMED(tile)(4, weight, panel, padded_depth, ahead, sums); break;
+        TILE_CASE(4)
 #endif
 #if PANEL_ROWS >= 5
-        case 5: NAMED(tile)(5, weight, panel, padded_depth, ahead, sums); break;
+        TILE_CASE(5)
 #endif
 #if PANEL_ROWS >= 6
-        case 6: NAMED(tile)(6, weight, panel, padded_depth, ahead, sums); break;
+        TILE_CASE(6)
 #endif
     }
 }
 
-/* All panels times the weight rows from `first`; the next rows are fetched meanwhile, spread over
- * the panels so that memory stays busy while the arithmetic runs from the caches. */
-TARGET static void NAMED(tile_row)(const skinny_pass *pass, const float *const weight[TILE_ROWS],
-                                   int64_t first, float *sums) {
+/* All panels times the weight rows from `first`; the rows after them are fetched meanwhile, spread
+ * over the panels so that memory stays busy while the arithmetic runs from the caches. A tile past
+ * the last weight row repeats it: nobody reads those sums. */
+TARGET static void NAMED(tile_row)(const skinny_pass *pass, int64_t first, float *sums) {
     const skinny_problem *p = pass->problem;
     const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->dtype);
-    const int64_t steps = pass->padded_depth / LANES;
+    const int64_t steps = pass->packed_bytes / STEP_BYTES;
     const int64_t block_lines = TILE_ROWS * row_bytes / CACHE_LINE + 1;
-    const int64_t panel_lines = block_lines / pass->panel_count + 1;
+    const int64_t lines = block_lines / (pass->panel_count * steps) + 1;
     const char *next = p->weight + (first + TILE_ROWS) * row_bytes;
-    const int64_t per_step = (panel_lines + steps - 1) / steps;
+    skinny_tile tile = {.depth = p->depth};
+    for (int o = 0; o < TILE_ROWS; o++)
+        tile.weight[o] = p->weight + skinny_min(first + o, p->outputs - 1) * row_bytes;
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = skinny_panel_start(pass, i), end = skinny_panel_start(pass, i + 1);
-        const int64_t fetched = i * steps * per_step;
-        const NAMED(ahead) ahead = {next + fetched * CACHE_LINE,
-                                    fetched < block_lines ? per_step : 0};
-        NAMED(tile_of)(end - start, weight, pass->panels + start * pass->padded_depth,
-                       pass->padded_depth, ahead, sums + start * CHUNK_ROWS);
+        const int64_t fetched = i * steps * lines;
+        tile.panel = pass->panels + start * pass->packed_bytes;
+        tile.ahead = next + fetched * CACHE_LINE;
+        tile.ahead_lines = fetched < block_lines ? lines : 0;
+        tile.sums = sums + start * CHUNK_ROWS;
+        NAMED(tile_of)(end - start, p->dtype, tile);
     }
 }
 
-/* TILE_ROWS weight rows from `first` as float32 in whole vectors: in place where they are that
- * already, widened into `buffer` where not. Rows past the last repeat it; nobody reads their sums. */
-TARGET static void NAMED(weight_rows)(const skinny_pass *pass, int64_t first, float *buffer,
-                                      const float *rows[TILE_ROWS]) {
-    const skinny_problem *p = pass->problem;
-    const int in_place = p->dtype == SKINNY_FLOAT32 && p->depth == pass->padded_depth;
-    for (int o = 0; o < TILE_ROWS; o++) {
-        const int64_t row = skinny_min(first + o, p->outputs - 1);
-        const char *from = p->weight + row * p->weight_stride * skinny_item_bytes(p->dtype);
-        float *widened = buffer + o * pass->padded_depth;
-        if (!in_place) NAMED(widen)(widened, LANES, from, p->depth, p->dtype);
-        rows[o] = in_place ? (const float *)from : widened;
-    }
-}
-
-/* Sums plus bias, rounded once to the output's dtype. */
-TARGET static void NAMED(write_outputs)(const skinny_problem *p, int64_t first, int64_t count,
+/* Sums plus bias for outputs [o, o + count), count <= LANES, rounded once to the output's dtype. */
+TARGET static void NAMED(write_outputs)(const skinny_problem *p, int64_t o, int64_t count,
                                         const float *sums) {
     const int64_t bytes = skinny_item_bytes(p->dtype);
-    for (int64_t o = 0; o < count; o += LANES) {
-        const int64_t lanes = skinny_min(LANES, count - o);
-        const char *from = p->bias ? p->bias + (first + o) * bytes : NULL;
-        const VEC bias = from ? NAMED(read_part)(from, lanes, p->dtype) : ZERO();
-        for (int64_t row = 0; row < p->rows; row++) {
-            const VEC value = ADD(LOAD(sums + row * CHUNK_ROWS + o), bias);
-            char *to = p->y + (row * p->y_stride + first + o) * bytes;
-            if (lanes == LANES) {
-                NAMED(write)(to, value, p->dtype);
-            } else {
-                char part[LANES * 4];
-                NAMED(write)(part, value, p->dtype);
-                memcpy(to, part, lanes * bytes);
-            }
+    char part[LANES * 4] = {0};
+    if (p->bias) memcpy(part, p->bias + o * bytes, count * bytes);
+    const VEC bias = NAMED(read)(part, p->dtype);
+    for (int64_t row = 0; row < p->rows; row++) {
+        const VEC value = ADD(LOAD(sums + row * CHUNK_ROWS), bias);
+        char *to = p->y + (row * p->y_stride + o) * bytes;
+        if (count == LANES) {
+            NAMED(write)(to, value, p->dtype);
+        } else {
+            NAMED(write)(part, value, p->dtype);
+            memcpy(to, part, count * bytes);
         }
     }
 }
 
-/* What one thread does: chunks of output rows until none is left. */
+/* What one thread does: chunks of outputs until none is left. */
 TARGET static void NAMED(work)(void *shared) {
     skinny_pass *pass = shared;
     const skinny_problem *p = pass->problem;
-    float *sums = (float *)(pass->scratch + FETCH_ADD(&pass->next_thread) * pass->scratch_bytes);
-    float *buffer = sums + p->rows * CHUNK_ROWS;
-    const float *weight[TILE_ROWS];
+    float *sums = pass->sums + FETCH_ADD(&pass->next_thread) * p->rows * CHUNK_ROWS;
     int64_t first;
     while ((first = FETCH_ADD(&pass->next_chunk) * CHUNK_ROWS) < p->outputs) {
         const int64_t count = skinny_min(CHUNK_ROWS, p->outputs - first);
-        for (int64_t o = 0; o < count; o += TILE_ROWS) {
-            NAMED(weight_rows)(pass, first + o, buffer, weight);
-            NAMED(tile_row)(pass, weight, first + o, sums + o);
-        }
-        NAMED(write_outputs)(p, first, count, sums);
+        for (int64_t o = 0; o < count; o += TILE_ROWS)
+            NAMED(tile_row)(pass, first + o, sums + o);
+        for (int64_t o = 0; o < count; o += LANES)
+            NAMED(write_outputs)(p, first + o, skinny_min(LANES, count - o), sums + o);
     }
 }
 
 /* At most PASS_ROWS rows. Returns 0, or -1 when memory ran out. */
 TARGET static int NAMED(run_pass)(const skinny_problem *p, int threads) {
     skinny_pass pass = {.problem = p};
-    pass.padded_depth = skinny_round_up(p->depth, LANES);
+    pass.packed_bytes = (p->depth + STEP - 1) / STEP * STEP_BYTES;
     pass.panel_count = (p->rows + PANEL_ROWS - 1) / PANEL_ROWS;
-    pass.scratch_bytes = skinny_round_up(
-        4 * (p->rows * CHUNK_ROWS + TILE_ROWS * pass.padded_depth), CACHE_LINE);
-    const int64_t panel_bytes = skinny_round_up(4 * p->rows * pass.padded_depth, CACHE_LINE);
-    char *memory = malloc(panel_bytes + threads * pass.scratch_bytes + CACHE_LINE);
+    const int64_t panel_bytes = p->rows * pass.packed_bytes;
+    const int64_t sums_bytes = threads * p->rows * CHUNK_ROWS * 4;
+    char *memory = malloc(sums_bytes + panel_bytes + CACHE_LINE);
     if (!memory) return -1;
-    char *aligned = memory + (CACHE_LINE - (uintptr_t)memory % CACHE_LINE);
-    pass.panels = (float *)aligned;
-    pass.scratch = aligned + panel_bytes;
-    NAMED(pack_panels)((float *)aligned, &pass);
+    pass.sums = (float *)(memory + (CACHE_LINE - (uintptr_t)memory % CACHE_LINE));
+    pass.panels = (char *)pass.sums + sums_bytes;
+    NAMED(pack_panels)(pass.panels, &pass);
     openmp_parallel(NAMED(work), &pass, threads);
     free(memory);
     return 0;
@@ -210,18 +216,10 @@ TARGET static int NAMED(run)(const skinny_problem *problem, int threads) {
     return failed;
 }
 
+#undef STEP
+#undef STEP_BYTES
+#undef TILE_CASE
 #undef ISA
 #undef TARGET
-#undef VEC
-#undef LANES
-#undef PANEL_ROWS
-#undef ZERO
-#undef LOAD
-#undef STORE
-#undef ADD
-#undef FMA
-#undef LOAD_BF16
-#undef LOAD_F16
-#undef STORE_BF16
-#undef STORE_F16
-#undef SUM_LANES
+#undef PACKED_DTYPE
+#undef MULTIPLY_ADD
