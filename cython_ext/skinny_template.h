@@ -65,36 +65,36 @@ TARGET static void NAMED(pack_panels)(char *panels, const skinny_pass *pass) {
     }
 }
 
-/* acc[weight row][input row] += one step of both. */
-TARGET static ALWAYS_INLINE void NAMED(accumulate)(const int rows, const VEC w[TILE_ROWS],
-                                                   const char *x,
-                                                   VEC acc[TILE_ROWS][PANEL_ROWS]) {
-    for (int r = 0; r < rows; r++) {
-        const VEC operand = LOAD((const float *)(x + r * STEP_BYTES));
-        for (int o = 0; o < TILE_ROWS; o++) acc[o][r] = MULTIPLY_ADD(w[o], operand, acc[o][r]);
+/* acc[input row][weight row] += one step of both, `count` elements of it. The input rows wait in
+ * registers and the weight rows pass by: one register less than the other way round, which lets the
+ * tile fit into 16 or 32 of them. */
+TARGET static ALWAYS_INLINE void NAMED(step)(const int rows, const int dtype, const skinny_tile *t,
+                                             int64_t k, int64_t count,
+                                             VEC acc[PANEL_ROWS][TILE_ROWS]) {
+    VEC x[PANEL_ROWS];
+    for (int r = 0; r < rows; r++) x[r] = LOAD((const float *)(t->panel + r * STEP_BYTES));
+    for (int o = 0; o < TILE_ROWS; o++) {
+        const char *from = t->weight[o] + k * skinny_item_bytes(dtype);
+        const VEC w = count == STEP ? NAMED(operand)(from, dtype)
+                                    : NAMED(last_operand)(from, count, dtype);
+        for (int r = 0; r < rows; r++) acc[r][o] = MULTIPLY_ADD(w, x[r], acc[r][o]);
     }
 }
 
 /* TILE_ROWS weight rows times one panel; sums[input row * CHUNK_ROWS + weight row]. */
 TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, skinny_tile t) {
-    const int64_t bytes = skinny_item_bytes(dtype), depth = t.depth;
-    VEC acc[TILE_ROWS][PANEL_ROWS], w[TILE_ROWS];
+    VEC acc[PANEL_ROWS][TILE_ROWS];
     for (int r = 0; r < rows; r++)
-        for (int o = 0; o < TILE_ROWS; o++) acc[o][r] = ZERO();
+        for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ZERO();
     int64_t k = 0;
-    for (; k + STEP <= depth; k += STEP, t.panel += rows * STEP_BYTES) {
+    for (; k + STEP <= t.depth; k += STEP, t.panel += rows * STEP_BYTES) {
         for (int64_t line = 0; line < t.ahead_lines; line++, t.ahead += CACHE_LINE)
             PREFETCH(t.ahead);
-        for (int o = 0; o < TILE_ROWS; o++) w[o] = NAMED(operand)(t.weight[o] + k * bytes, dtype);
-        NAMED(accumulate)(rows, w, t.panel, acc);
+        NAMED(step)(rows, dtype, &t, k, STEP, acc);
     }
-    if (k < depth) {
-        for (int o = 0; o < TILE_ROWS; o++)
-            w[o] = NAMED(last_operand)(t.weight[o] + k * bytes, depth - k, dtype);
-        NAMED(accumulate)(rows, w, t.panel, acc);
-    }
+    if (k < t.depth) NAMED(step)(rows, dtype, &t, k, t.depth - k, acc);
     for (int r = 0; r < rows; r++)
-        SUM_LANES(acc[0][r], acc[1][r], acc[2][r], acc[3][r], t.sums + r * CHUNK_ROWS);
+        SUM_LANES(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t.sums + r * CHUNK_ROWS);
 }
 
 /* The same with row count and dtype known to the compiler, so that the sums live in registers. */
