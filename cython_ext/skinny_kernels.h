@@ -26,6 +26,10 @@ enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16 };
 #define PASS_ROWS 64
 #define CACHE_LINE 64
 
+/* Rows of weights are fetched ahead by TILE_ROWS of them, as long as two such blocks stay in a
+ * first-level cache. Longer rows are streams that the hardware follows by itself. */
+#define AHEAD_BYTES 32768
+
 /* Strides count elements; a row's elements are adjacent. */
 typedef struct {
     const char *x;      /* [rows, depth] */
@@ -69,15 +73,12 @@ static inline int64_t skinny_panel_start(const skinny_pass *pass, int64_t i) {
 
 #if defined(__GNUC__)
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define PREFETCH(address) __builtin_prefetch((address), 0, SKINNY_PREFETCH_LOCALITY)
+#define PREFETCH(address) __builtin_prefetch(address)
 #define FETCH_ADD(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELAXED)
 #else
 #define ALWAYS_INLINE inline
 #define PREFETCH(address) ((void)(address))
 #define FETCH_ADD(counter) ((*(counter))++)
-#endif
-#ifndef SKINNY_PREFETCH_LOCALITY
-#define SKINNY_PREFETCH_LOCALITY 2
 #endif
 
 #define PASTE_(name, isa) skinny_##name##_##isa

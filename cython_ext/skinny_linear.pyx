@@ -15,11 +15,15 @@ cdef extern from "openmp_runtime.h" nogil:
     void openmp_use_gomp(uintptr_t parallel)
     void openmp_use_kmp(uintptr_t fork, uintptr_t thread, uintptr_t push)
 
+cdef extern from "route_depth.h" nogil:
+    int route_depth
+
 cdef extern from "skinny_kernels.h" nogil:
     enum:
         SKINNY_FLOAT32
         SKINNY_BFLOAT16
         SKINNY_FLOAT16
+        PASS_ROWS
 
     ctypedef struct skinny_problem:
         char *x
@@ -49,6 +53,7 @@ cdef dict _dtypes = {
 cdef object _strided = torch.strided
 cdef object _get_num_threads = torch.get_num_threads
 
+MAX_ROWS = PASS_ROWS
 PATHS = tuple(_paths[i].name.decode() for i in range(_path_count))
 
 
@@ -91,6 +96,8 @@ cdef int _check_plain(str name, object tensor, object dtype) except -1:
         raise ValueError(
             f"{name}: expected a dense CPU tensor, got {tensor.layout} on {tensor.device}"
         )
+    if tensor.is_neg():
+        raise ValueError(f"{name}: expected values in memory, got a view with the negative bit set")
     if tensor.dtype is not dtype:
         raise TypeError(f"{name}: expected {dtype} like the weight, got {tensor.dtype}")
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -135,7 +142,7 @@ cdef int _check(object x, object weight, object bias, object out) except -1:
 cdef object _as_rows(object x, int64_t depth, skinny_problem *problem):
     """Describe x as rows of adjacent elements; returns the tensor that owns them."""
     if not x.is_contiguous():
-        x = x.resolve_neg().reshape(-1, depth)
+        x = x.reshape(-1, depth)
         if x.stride(1) != 1:
             x = x.contiguous()
         problem.x_stride = x.stride(0)
@@ -196,3 +203,84 @@ def skinny_linear(x, weight, bias=None, out=None, *, path=None, threads=None):
     if threads < 1:
         raise ValueError(f"threads: expected a positive number, got {threads}")
     return _multiply(x, weight, bias, out, _path_index(path), threads)
+
+
+def kernel_linear(x, weight, bias):
+    """`skinny_linear` with its defaults, on arguments that `routed_linear` has looked at."""
+    return _multiply(x, weight, bias, None, _path_count - 1, _get_num_threads())
+
+
+cdef object _plain_linear = torch._C._nn.linear
+cdef object _tensor = torch.Tensor
+cdef object _parameter = torch.nn.Parameter
+cdef object _is_grad_enabled = torch.is_grad_enabled
+cdef object _is_autocast_enabled = torch.is_autocast_enabled
+cdef object _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+cdef dict _methods = {}
+cdef object _choose = None
+
+
+cdef bint _is_plain(object tensor, object dtype):
+    """Whether nothing but the tensor's own memory decides its values."""
+    kind = type(tensor)
+    return (
+        (kind is _tensor or kind is _parameter)
+        and tensor.dtype is dtype
+        and tensor.is_cpu
+        and tensor.layout is _strided
+        and not tensor.is_neg()
+        and not _is_functorch_wrapped(tensor)
+    )
+
+
+cdef bint _can_route(object x, object weight, object bias):
+    """Whether the product may be computed here: few rows of plain tensors, nothing recorded."""
+    dtype = getattr(weight, "dtype", None)
+    if dtype not in _dtypes or not _is_plain(weight, dtype) or not _is_plain(x, dtype):
+        return False
+    if bias is not None and not _is_plain(bias, dtype):
+        return False
+    if weight.dim() != 2 or weight.stride(1) != 1 or x.dim() < 1 or _is_autocast_enabled("cpu"):
+        return False
+    if _is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return False
+    depth = weight.size(1)
+    if depth == 0 or x.size(-1) != depth or (bias is not None and bias.numel() != weight.size(0)):
+        return False
+    return 0 < x.numel() <= PASS_ROWS * depth
+
+
+def routed_linear(input, weight, bias=None):
+    """`torch.nn.functional.linear`; inside a scope of this thread, by the method chosen for the
+    weight, where the arguments allow it.
+    """
+    if route_depth == 0 or not _can_route(input, weight, bias):
+        return _plain_linear(input, weight, bias)
+    key = (weight.shape, weight.dtype, _get_num_threads())
+    method = _methods.get(key)
+    if method is None:
+        method = _methods[key] = _choose(weight)
+    return method(input, weight, bias)
+
+
+def set_chooser(choose):
+    """Let `choose(weight)` name the function (x, weight, bias) for weights of a new shape, dtype or
+    number of threads; what was chosen before is forgotten.
+    """
+    global _choose
+    _choose = choose
+    _methods.clear()
+
+
+def enter_route():
+    """Let this thread's `routed_linear` choose; nests."""
+    global route_depth
+    route_depth += 1
+
+
+def leave_route():
+    """Undo one `enter_route` of this thread."""
+    global route_depth
+    route_depth -= 1

@@ -134,9 +134,10 @@ TARGET static void NAMED(tile_row)(const skinny_pass *pass, int64_t first, float
     const skinny_problem *p = pass->problem;
     const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->dtype);
     const int64_t steps = pass->packed_bytes / STEP_BYTES;
-    const int64_t block_lines = TILE_ROWS * row_bytes / CACHE_LINE + 1;
+    const int64_t block_bytes = TILE_ROWS * row_bytes;
+    const int64_t block_lines = block_bytes < AHEAD_BYTES ? block_bytes / CACHE_LINE + 1 : 0;
     const int64_t lines = block_lines / (pass->panel_count * steps) + 1;
-    const char *next = p->weight + (first + TILE_ROWS) * row_bytes;
+    const char *next = p->weight + first * row_bytes + block_bytes;
     skinny_tile tile = {.depth = p->depth};
     for (int o = 0; o < TILE_ROWS; o++)
         tile.weight[o] = p->weight + skinny_min(first + o, p->outputs - 1) * row_bytes;
