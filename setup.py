@@ -35,6 +35,7 @@ def compile_args() -> list[str]:
 
 def extensions() -> list[Extension]:
     """One extension per .pyx, named after it, so that a new structure is one new file."""
+    headers = [str(header) for header in Path("cython_ext").glob("*.h")]
     return [
         Extension(
             f"hf_retrieval_assist.{source.stem}",
@@ -42,6 +43,7 @@ def extensions() -> list[Extension]:
             include_dirs=["cython_ext", numpy.get_include()],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=compile_args(),
+            depends=headers,
         )
         for source in sorted(Path("cython_ext").glob("*.pyx"))
     ]

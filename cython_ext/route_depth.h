@@ -1,0 +1,11 @@
+/* How many reroute scopes the running thread is inside. */
+#ifndef ROUTE_DEPTH_H
+#define ROUTE_DEPTH_H
+
+#if defined(_MSC_VER)
+static __declspec(thread) int route_depth = 0;
+#else
+static __thread int route_depth = 0;
+#endif
+
+#endif

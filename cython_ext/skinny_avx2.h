@@ -1,0 +1,60 @@
+/* AVX2 with FMA and half-precision conversion: 4 x 3 accumulators of 8 floats. */
+#include <cpuid.h>
+#include <immintrin.h>
+
+/* Half-precision conversion has a CPUID bit, but not every compiler's builtin knows its name. */
+static int skinny_cpu_has_f16c(void) {
+    unsigned int a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+static int skinny_cpu_has_avx2(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && skinny_cpu_has_f16c();
+}
+
+#define ISA avx2
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define VEC __m256
+#define LANES 8
+#define PANEL_ROWS 3
+#define ZERO() _mm256_setzero_ps()
+#define LOAD(p) _mm256_loadu_ps(p)
+#define STORE(p, v) _mm256_storeu_ps((p), (v))
+#define ADD(a, b) _mm256_add_ps((a), (b))
+#define PACKED_DTYPE SKINNY_FLOAT32
+#define MULTIPLY_ADD(w, x, sum) _mm256_fmadd_ps((w), (x), (sum))
+#define LOAD_BF16(p) skinny_load_bf16_avx2(p)
+#define LOAD_F16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define STORE_BF16(p, v) skinny_store_bf16_avx2((p), (v))
+#define STORE_F16(p, v) \
+    _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph((v), _MM_FROUND_TO_NEAREST_INT))
+#define SUM_LANES(a, b, c, d, out) skinny_sum_lanes_avx2((a), (b), (c), (d), (out))
+
+TARGET static ALWAYS_INLINE __m256 skinny_load_bf16_avx2(const char *p) {
+    const __m128i half = _mm_loadu_si128((const __m128i *)p);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+/* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
+TARGET static ALWAYS_INLINE void skinny_store_bf16_avx2(char *p, __m256 v) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded =
+        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256 quiet = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+    const __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+    const __m256 chosen = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), quiet, nan);
+    const __m256i words = _mm256_srli_epi32(_mm256_castps_si256(chosen), 16);
+    /* Packing works within 128-bit halves; the permutation brings both to the front. */
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(packed));
+}
+
+TARGET static ALWAYS_INLINE void skinny_sum_lanes_avx2(__m256 a, __m256 b, __m256 c, __m256 d,
+                                                       float *out) {
+    const __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+}
+
+#include "skinny_template.h"
+#include "skinny_undef.h"

@@ -1,0 +1,74 @@
+/* AVX-512: 4 x 6 accumulators of 16 floats; and its bfloat16 extension, whose instruction adds the
+ * products of two neighbours to each of them. That one takes subnormal numbers for zero, as
+ * PyTorch's bfloat16 products on the same CPUs do. */
+#include <immintrin.h>
+
+static int skinny_cpu_has_avx512(void) {
+    return __builtin_cpu_supports("avx512f") && skinny_cpu_has_avx2();
+}
+
+#define ISA avx512
+#define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
+#define VEC __m512
+#define LANES 16
+#define PANEL_ROWS 6
+#define ZERO() _mm512_setzero_ps()
+#define LOAD(p) _mm512_loadu_ps(p)
+#define STORE(p, v) _mm512_storeu_ps((p), (v))
+#define ADD(a, b) _mm512_add_ps((a), (b))
+#define PACKED_DTYPE SKINNY_FLOAT32
+#define MULTIPLY_ADD(w, x, sum) _mm512_fmadd_ps((w), (x), (sum))
+#define LOAD_BF16(p) skinny_load_bf16_avx512(p)
+#define LOAD_F16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define STORE_BF16(p, v) skinny_store_bf16_avx512((p), (v))
+#define STORE_F16(p, v) \
+    _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph((v), _MM_FROUND_TO_NEAREST_INT))
+#define SUM_LANES(a, b, c, d, out) skinny_sum_lanes_avx512((a), (b), (c), (d), (out))
+
+TARGET static ALWAYS_INLINE __m512 skinny_load_bf16_avx512(const char *p) {
+    const __m256i half = _mm256_loadu_si256((const __m256i *)p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
+TARGET static ALWAYS_INLINE void skinny_store_bf16_avx512(char *p, __m512 v) {
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_set1_epi32(rounded, nan, 0x7fc00000);
+    const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    _mm256_storeu_si256((__m256i *)p, half);
+}
+
+TARGET static ALWAYS_INLINE __m256 skinny_fold_avx512(__m512 v) {
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
+    return _mm256_add_ps(_mm512_castps512_ps256(v), high);
+}
+
+TARGET static ALWAYS_INLINE void skinny_sum_lanes_avx512(__m512 a, __m512 b, __m512 c, __m512 d,
+                                                         float *out) {
+    const __m256 ab = _mm256_hadd_ps(skinny_fold_avx512(a), skinny_fold_avx512(b));
+    const __m256 cd = _mm256_hadd_ps(skinny_fold_avx512(c), skinny_fold_avx512(d));
+    const __m256 abcd = _mm256_hadd_ps(ab, cd);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+}
+
+#include "skinny_template.h"
+
+static int skinny_cpu_has_avx512bf16(void) {
+    return __builtin_cpu_supports("avx512bf16") && skinny_cpu_has_avx512();
+}
+
+#define ISA avx512bf16
+#define TARGET __attribute__((target("avx512bf16,avx512f,avx2,fma,f16c")))
+#define PACKED_DTYPE SKINNY_BFLOAT16
+#define MULTIPLY_ADD(w, x, sum) _mm512_dpbf16_ps((sum), (__m512bh)(w), (__m512bh)(x))
+#include "skinny_template.h"
+#include "skinny_undef.h"
+
+/* What the extension does not know goes the common way. */
+static int skinny_run_with_avx512bf16(const skinny_problem *problem, int threads) {
+    return problem->dtype == SKINNY_BFLOAT16 ? skinny_run_avx512bf16(problem, threads)
+                                             : skinny_run_avx512(problem, threads);
+}

@@ -1,0 +1,33 @@
+/* NEON, which every arm64 CPU has: 4 x 5 accumulators of 4 floats. */
+#include <arm_neon.h>
+
+#define ISA neon
+#define TARGET
+#define VEC float32x4_t
+#define LANES 4
+#define PANEL_ROWS 5
+#define ZERO() vdupq_n_f32(0.0f)
+#define LOAD(p) vld1q_f32(p)
+#define STORE(p, v) vst1q_f32((p), (v))
+#define ADD(a, b) vaddq_f32((a), (b))
+#define PACKED_DTYPE SKINNY_FLOAT32
+#define MULTIPLY_ADD(w, x, sum) vfmaq_f32((sum), (w), (x))
+#define LOAD_BF16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)(p)), 16))
+#define LOAD_F16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p))))
+#define STORE_BF16(p, v) skinny_store_bf16_neon((p), (v))
+#define STORE_F16(p, v) vst1_u16((uint16_t *)(p), vreinterpret_u16_f16(vcvt_f16_f32(v)))
+#define SUM_LANES(a, b, c, d, out) \
+    vst1q_f32((out), vpaddq_f32(vpaddq_f32((a), (b)), vpaddq_f32((c), (d))))
+
+/* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
+static ALWAYS_INLINE void skinny_store_bf16_neon(char *p, float32x4_t v) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(v);
+    const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    const uint32x4_t number = vceqq_f32(v, v);
+    const uint32x4_t chosen = vbslq_u32(number, rounded, vdupq_n_u32(0x7fc00000));
+    vst1_u16((uint16_t *)p, vshrn_n_u32(chosen, 16));
+}
+
+#include "skinny_template.h"
+#include "skinny_undef.h"

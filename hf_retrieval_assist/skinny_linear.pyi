@@ -1,0 +1,24 @@
+from collections.abc import Callable
+
+from torch import Tensor
+
+LinearMethod = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+MAX_ROWS: int
+PATHS: tuple[str, ...]
+OPENMP: str | None
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    path: str | None = None,
+    threads: int | None = None,
+) -> Tensor: ...
+def kernel_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+def routed_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+def set_chooser(choose: Callable[[Tensor], LinearMethod]) -> None: ...
+def enter_route() -> None: ...
+def leave_route() -> None: ...
