@@ -1,0 +1,124 @@
+"""A drafter that knows how the text goes on and hides it among wrong branches.
+
+With it every step of a test accepts long paths that do not lie at the front of the fed tokens,
+rejects others, and now and then gets no draft at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_retrieval_assist import Assistant
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
+from hf_retrieval_assist.token_tree import TokenTree
+
+
+class OracleDrafter(Drafter):
+    """Drafts for texts whose continuations are known.
+
+    Args:
+        texts: for each row of the next call, in order, its prompt without padding and its
+            continuation.
+        seed: of the random shapes.
+        miss: probability that the true token is left out of a tree, which ends its true path.
+        depth: tokens drafted at most along the true path.
+    """
+
+    name = "oracle"
+
+    def __init__(
+        self, texts: Sequence[Sequence[int]], seed: int = 0, miss: float = 0.1, depth: int = 6
+    ):
+        self.texts = [list(text) for text in texts]
+        self.rng = np.random.default_rng(seed)
+        self.miss = miss
+        self.depth = depth
+        self._started = 0
+
+    def start(self, prompt_ids: Any, target: Target) -> DraftSession:
+        text = self.texts[self._started % len(self.texts)]
+        self._started += 1
+        return _OracleSession(self, text, len(prompt_ids), target.vocab_size)
+
+
+class _OracleSession(DraftSession):
+    def __init__(self, drafter: OracleDrafter, text: list[int], length: int, vocab_size: int):
+        self.drafter = drafter
+        self.text = text
+        self.length = length
+        self.vocab_size = vocab_size
+
+    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        self.length += len(token_ids)
+
+    def propose(self, budget: int) -> TokenTree:
+        rng = self.drafter.rng
+        depth = int(rng.integers(0, self.drafter.depth + 1))
+        edges: list[tuple[int, int]] = []
+        end = -1
+        for token in self.text[self.length : self.length + depth]:
+            for _ in range(int(rng.integers(0, 3))):
+                # A wrong sibling in front of the true token moves that one out of the first slots.
+                end_of_wrong = self._add(edges, end, self._random())
+                self._add(edges, end_of_wrong, self._random())
+            if rng.random() < self.drafter.miss:
+                break
+            end = self._add(edges, end, token)
+        if edges:
+            self._add(edges, len(edges) - 1, self._random())
+        nodes = edges[:budget]
+        parents = [parent for parent, _ in nodes]
+        return TokenTree.build([token for _, token in nodes], parents, self._probs(parents))
+
+    def _random(self) -> int:
+        return int(self.drafter.rng.integers(0, self.vocab_size))
+
+    @staticmethod
+    def _add(edges: list[tuple[int, int]], parent: int, token: int) -> int:
+        """The child of a node that carries a token, made where there is none."""
+        if (parent, token) not in edges:
+            edges.append((parent, token))
+        return edges.index((parent, token))
+
+    @staticmethod
+    def _probs(parents: list[int]) -> list[float]:
+        probs: list[float] = []
+        for parent in parents:
+            probs.append(0.95 * (probs[parent] if parent >= 0 else 1.0))
+        return probs
+
+
+def oracle_assistant(
+    sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+) -> Assistant:
+    """An assistant for a call whose result, int64 [batch, length], is known from a plain run."""
+    rows = sequences.tolist()
+    if attention_mask is not None:
+        padding = (attention_mask == 0).sum(dim=1).tolist()
+        rows = [row[skip:] for row, skip in zip(rows, padding, strict=True)]
+    return Assistant([OracleDrafter(rows, **options)])
+
+
+def sequences_of(result: Any) -> torch.Tensor:
+    return result if isinstance(result, torch.Tensor) else result.sequences
+
+
+def both(
+    model: Any, inputs: dict[str, Any], seed: int = 0, oracle: dict[str, Any] | None = None, **kwargs: Any
+) -> tuple[Any, Any, Assistant]:
+    """Generate plainly, then with an oracle that knows the outcome; same seed for both.
+
+    Returns:
+        Both results and the assistant, whose `stats` tell how the second one came about.
+    """
+    torch.manual_seed(seed)
+    plain = model.generate(**inputs, **kwargs)
+    mask = inputs.get("attention_mask")
+    assistant = oracle_assistant(sequences_of(plain), mask, **(oracle or {}))
+    torch.manual_seed(seed)
+    assisted = model.generate(**inputs, **kwargs, assistant=assistant)
+    return plain, assisted, assistant
