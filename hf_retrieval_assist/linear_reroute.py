@@ -1,7 +1,7 @@
 """Linear layers of few rows on a CPU, computed by whichever method is fastest on this machine.
 
-Within :class:`linear_reroute` the running thread's `torch.nn.functional.linear` computes products of
-1 to 64 rows by one of
+Within :class:`linear_reroute` the running thread's `torch.nn.functional.linear` computes products
+of 1 to 64 rows by one of
 
 * `kernel`: :func:`skinny_linear`, which reads the weights once for all rows,
 * `transposed`: `(W @ x.T).T`, for which BLAS libraries often have the better code,
@@ -109,17 +109,24 @@ def fastest_method(weight: torch.Tensor) -> str:
     return min(scores, key=scores.__getitem__)
 
 
+# The lines of /proc/cpuinfo that name a CPU, on x86 and on Arm.
+_CPU_FACTS = (
+    *("vendor_id", "cpu family", "model", "model name"),
+    *("CPU implementer", "CPU variant", "CPU part"),
+)
+
+
 def _cpu_name() -> str:
     """The CPU's model as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    facts = dict(line.split(":", 1) for line in lines if ":" in line)
-    facts = {key.strip(): value.strip() for key, value in facts.items()}
-    return " ".join(
-        facts.get(key, "") for key in ("vendor_id", "cpu family", "model", "model name")
-    )
+        lines = []
+    facts = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    named = [facts[key] for key in _CPU_FACTS if key in facts]
+    return " ".join(named) or platform.processor() or platform.machine()
 
 
 def _environment() -> dict[str, str]:
@@ -130,6 +137,18 @@ def _environment() -> dict[str, str]:
         "torch": torch.__version__,
         "package": __version__,
     }
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Write `text` to the file in one step, so that no reader meets half of it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise
 
 
 class LinearTuning:
@@ -180,14 +199,10 @@ class LinearTuning:
         return choices
 
     def _save(self, choices: dict[str, str]) -> None:
-        """Replace the file in one step, so that no reader meets half of it."""
         text = json.dumps({"environment": _environment(), "choices": choices}, indent=1)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, self.path)
+            _replace_file(self.path, text)
         except OSError as error:
             self._warn(f"cannot remember what is fastest in {self.path}: {error!r}")
 
@@ -197,7 +212,8 @@ class LinearTuning:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
-set_chooser(LinearTuning().choose)
+TUNING = LinearTuning()
+set_chooser(TUNING.choose)
 
 
 def _linear(
