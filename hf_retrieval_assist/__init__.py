@@ -4,13 +4,13 @@ Importing the package gives `model.generate` its `assistant=` keyword; :func:`un
 back.
 """
 
+__version__ = "0.1.0"
+
 from .assistants import Assistant
 from .hook import install, uninstall
 from .presets import SamAssistant
 from .simulation import SimulationReport, simulate
 from .token_tree import TokenTree
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Assistant",

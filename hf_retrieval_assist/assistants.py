@@ -30,6 +30,8 @@ class Assistant:
             measured cost of this model on this machine, maybe none. "paper": the rule of the
             preset's paper. A number: that many.
         max_nodes: nodes that drafters are asked for at most under "auto".
+        reroute: on a CPU, compute the linear layers of verification forwards by the fastest method
+            for few rows; see :class:`linear_reroute`.
         costs: measured costs, to share between assistants or to keep on disk; None: its own.
     """
 
@@ -38,11 +40,13 @@ class Assistant:
         drafters: Sequence[Drafter],
         *,
         budget: Budget = "auto",
-        max_nodes: int = 64,
+        max_nodes: int = 256,
+        reroute: bool = True,
         costs: CostModels | None = None,
     ):
         self.drafters = tuple(drafters)
         self.planner = Planner(budget, max_nodes)
+        self.reroute = reroute
         self.costs = CostModels() if costs is None else costs
         self.calibrators = tuple(Calibrator(drafter.priors()) for drafter in self.drafters)
         names = [drafter.name for drafter in self.drafters]
@@ -96,7 +100,7 @@ class Assistant:
             extra_tokens: that the forward carries besides roots and nodes.
         """
         if cost is None:
-            return [tree.prune(self.planner.request) for tree in trees]
+            return [tree.prune(self.planner.request()) for tree in trees]
         return self.planner.plan_batch(trees, cost, extra_tokens)
 
     def record(self, call: CallStats) -> None:
@@ -127,7 +131,7 @@ class AssistantSession:
 
     def propose(self, max_depth: int | None = None, cost: CostModel | None = None) -> TokenTree:
         """One tree of what the drafters propose, at most `max_depth` deep."""
-        budget = self.assistant.planner.request
+        budget = self.assistant.planner.request(cost)
         drafts = [
             calibration.calibrate(session.propose(budget))
             for session, calibration in zip(self.sessions, self.calibrations, strict=True)

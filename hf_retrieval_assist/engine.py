@@ -27,6 +27,7 @@ from .feature_tap import FeatureTaps
 from .feedback import RowFeedback
 from .fingerprints import fingerprint
 from .kv_cache import SlotCache, has_slots
+from .linear_reroute import linear_reroute
 from .outputs import OutputRecorder
 from .stats import CallStats
 from .tiers import Service, Tier, cache_for, choose_service
@@ -225,6 +226,7 @@ class Generation:
             batch_size=size_bucket(len(input_ids)),
         )
         self.cost = assistant.costs.get(self.cost_key)
+        self.reroute = linear_reroute(assistant.reroute and input_ids.device.type == "cpu")
         self.taps = FeatureTaps(model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = self._start_sessions()
 
@@ -298,7 +300,7 @@ class Generation:
         running = [row for row in self.rows if not row.finished]
         with self._timed("draft"):
             trees = self._drafts()
-        with self._timed("forward") as forward, self.taps:
+        with self._timed("forward") as forward, self.taps, self.reroute:
             outputs, roots = self.verifier.forward(self.rows, trees)
         with self._timed("walk") as waiting:
             tokens, accepted = self._walk(trees, outputs.logits, roots)

@@ -13,6 +13,7 @@ from .token_tree import TokenTree
 
 _HOPE = 2.0  # standard deviations by which a size may be cheaper than it is thought to be
 _FIRST_SAVINGS = 200  # steps whose share is lent at the start, when least is known
+_UNMEASURED_NODES = 64  # asked for where no t(n) says how many would pay
 _TRIAL_PERIOD = 4  # steps from one consideration of a trial to the next
 
 Budget = Literal["auto", "paper"] | int
@@ -37,7 +38,7 @@ class Planner:
     """
 
     budget: Budget = "auto"
-    max_nodes: int = 64
+    max_nodes: int = 256
     exploration: float = 0.005
 
     def __post_init__(self) -> None:
@@ -52,10 +53,18 @@ class Planner:
         self._saved = 0.0  # seconds that a trial may lose
         self._step = 0
 
-    @property
-    def request(self) -> int:
-        """How many nodes to ask of the drafters."""
-        return self.budget if isinstance(self.budget, int) else self.max_nodes
+    def request(self, cost: CostModel | None = None) -> int:
+        """How many nodes to ask of the drafters: more would not pay even if all were accepted.
+
+        Args:
+            cost: t(n); None when it is unknown and only tokens are counted.
+        """
+        if isinstance(self.budget, int):
+            return self.budget
+        if cost is None or self.budget == "paper":
+            return _UNMEASURED_NODES
+        seconds = cost.curve(1 + self.max_nodes) + cost.overhead()
+        return int((np.arange(1, self.max_nodes + 2) / seconds).argmax())
 
     def plan(
         self, tree: TokenTree, cost: CostModel, extra_tokens: int = 0, overhead: float | None = None

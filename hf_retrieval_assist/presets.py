@@ -11,6 +11,8 @@ from .drafters.base import Drafter, DraftSession
 from .drafters.token_recycling import TokenRecyclingDrafter
 from .token_tree import TokenTree
 
+_LONGEST_DRAFT = 256
+
 
 def fallback_drafter(fallback: Any) -> list[Drafter]:
     """The drafter that a preset's `fallback=` names, if any.
@@ -28,8 +30,7 @@ def fallback_drafter(fallback: Any) -> list[Drafter]:
     if isinstance(fallback, str):
         raise ValueError(f"fallback: expected 'token_recycling', got {fallback!r}")
     raise TypeError(
-        "fallback: expected 'token_recycling', a drafter or None, "
-        f"got {type(fallback).__name__}"
+        f"fallback: expected 'token_recycling', a drafter or None, got {type(fallback).__name__}"
     )
 
 
@@ -45,7 +46,7 @@ class SamAssistant(Assistant):
         fallback: "token_recycling", a drafter, or None.
         min_match: shortest match that drafts under "paper", in tokens.
         corpus_bias: tokens by which a corpus match must be longer than one in the text.
-        max_draft: longest draft from a match.
+        max_draft: longest draft from a match under "paper".
         **options: of :class:`Assistant`.
 
     Raises:
@@ -65,9 +66,11 @@ class SamAssistant(Assistant):
         for name, value in (("min_match", min_match), ("corpus_bias", corpus_bias)):
             if value < 0:
                 raise ValueError(f"{name}: expected at least 0, got {value}")
-        retrieval: list[Drafter] = [AutomatonDrafter(max_draft)]
+        # Under "auto" the planner says how long drafts may be.
+        limit = max_draft if options.get("budget") == "paper" else max(max_draft, _LONGEST_DRAFT)
+        retrieval: list[Drafter] = [AutomatonDrafter(limit)]
         if corpus is not None:
-            retrieval.append(StaticAutomatonDrafter(corpus, max_draft))
+            retrieval.append(StaticAutomatonDrafter(corpus, limit))
         self.min_match = min_match
         self.corpus_bias = corpus_bias
         self._retrieval = len(retrieval)

@@ -118,7 +118,7 @@ def _replay(
     session.begin(output[:done].tolist())
     while done < len(output):
         started = time.perf_counter()
-        proposal = session.propose(len(output) - done - 1)
+        proposal = session.propose(len(output) - done - 1, cost)
         tree = assistant.plan([proposal], cost)[0]
         proposed = time.perf_counter()
         tokens = output[done : done + 1 + len(tree.follow(output[done:]))]

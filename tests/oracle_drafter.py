@@ -108,7 +108,11 @@ def sequences_of(result: Any) -> torch.Tensor:
 
 
 def both(
-    model: Any, inputs: dict[str, Any], seed: int = 0, oracle: dict[str, Any] | None = None, **kwargs: Any
+    model: Any,
+    inputs: dict[str, Any],
+    seed: int = 0,
+    oracle: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> tuple[Any, Any, Assistant]:
     """Generate plainly, then with an oracle that knows the outcome; same seed for both.
 

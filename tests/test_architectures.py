@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import pytest
 import torch
 
-from .architectures import SKIPPED, architectures
+from .architectures import architectures
 from .oracle_drafter import both
 from .tiny_models import tiny_config, tiny_model
 

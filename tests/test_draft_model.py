@@ -105,7 +105,10 @@ def test_assisted_generation_is_plain_generation(model, budget):
         plain = model.generate(prompts[:1], **(options | {"attention_mask": None}), **sampling)
         torch.manual_seed(5)
         assisted = model.generate(
-            prompts[:1], custom_generate=assistant, **(options | {"attention_mask": None}), **sampling
+            prompts[:1],
+            custom_generate=assistant,
+            **(options | {"attention_mask": None}),
+            **sampling,
         )
         assert torch.equal(plain, assisted)
     plain = model.generate(prompts, do_sample=False, **options)

@@ -48,9 +48,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "ffn_hidden_size", "d_inner", "dff", "dim_ff"), 48
     ),
-    **dict.fromkeys(
-        ("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp", "mlp_dim"), 48
-    ),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp", "mlp_dim"), 48),
     **dict.fromkeys(("expert_ffn_hidden_size", "dense_intermediate_size", "feed_forward_size"), 48),
     **dict.fromkeys(
         ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 16
@@ -58,9 +56,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(
         ("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"), 16
     ),
-    **dict.fromkeys(
-        ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4
-    ),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(
         ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"), 2
     ),
