@@ -303,13 +303,21 @@ def test_the_draft_vocabulary_holds_the_frequent_learnt_tokens() -> None:
     assert choose_draft_ids(examples, 12, 12).tolist() == [3, 5, 7]
 
 
-def test_prompts_are_continued_by_the_target(target: torch.nn.Module) -> None:
-    prompts = [[3, 4], [5, 6, 7]]
-    examples = examples_of_prompts(prompts, target, None, 6, do_sample=False, eos_token_id=None)
-    for prompt, example in zip(prompts, examples, strict=True):
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_prompts_are_continued_by_the_target(target: Any, batch_size: int) -> None:
+    prompts = [[5, 6, 7, 9], [3, 4], [5, 6, 7]]
+    alone = [
+        target.generate(torch.tensor([p]), max_new_tokens=9, eos_token_id=None) for p in prompts
+    ]
+    stop = alone[1][0, 5].item()
+    examples = examples_of_prompts(
+        prompts, target, None, 9, batch_size=batch_size, do_sample=False, eos_token_id=stop
+    )
+    for prompt, example, whole in zip(prompts, examples, alone, strict=True):
+        answer = whole[0, len(prompt) :].tolist()
+        end = answer.index(stop) + 1 if stop in answer else len(answer)
         assert example.learn_from == len(prompt)
-        assert example.token_ids[: len(prompt)].tolist() == prompt
-        assert len(example.token_ids) == len(prompt) + 6
+        assert example.token_ids.tolist() == prompt + answer[:end]
 
 
 def test_long_texts_are_cut() -> None:

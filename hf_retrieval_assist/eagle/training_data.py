@@ -57,32 +57,58 @@ def examples_of_texts(
     return examples
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def examples_of_prompts(
     prompts: Sequence[str | Sequence[int]],
     target: Any,
     tokenizer: Any,
     max_new_tokens: int,
+    batch_size: int = 8,
     **generation: Any,
 ) -> list[Example]:
     """Prompts continued by the target itself, which is the text the head will have to draft.
 
     Args:
         prompts: texts or token ids.
+        target: the transformers model.
+        tokenizer: needed for texts.
+        max_new_tokens: most tokens of an answer.
+        batch_size: prompts that are answered together.
         generation: further arguments of `generate`, such as `do_sample` and `temperature`.
     """
-    examples = []
-    for prompt in tqdm(prompts, desc="Generating", unit="prompt"):
-        ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-        prompt_ids = torch.tensor([ids], device=target.device)
-        arguments = {
-            "attention_mask": torch.ones_like(prompt_ids),
-            "max_new_tokens": max_new_tokens,
-            **generation,
-        }
-        output = target.generate(prompt_ids, **arguments)
-        examples.append(Example(output[0].cpu(), learn_from=len(ids)))
-    return examples
+    ids = [tokenizer(p)["input_ids"] if isinstance(p, str) else list(p) for p in prompts]
+    # Prompts of similar length share a batch, so that little of it is padding.
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    examples: dict[int, Example] = {}
+    for start in tqdm(range(0, len(ids), batch_size), desc="Generating", unit="batch"):
+        batch = order[start : start + batch_size]
+        answers = _answers(target, [ids[i] for i in batch], max_new_tokens, generation)
+        for i, answer in zip(batch, answers, strict=True):
+            examples[i] = Example(torch.tensor(ids[i] + answer), learn_from=len(ids[i]))
+    return [examples[i] for i in range(len(ids))]
+
+
+def _answers(
+    target: Any, prompts: list[list[int]], max_new_tokens: int, generation: dict[str, Any]
+) -> list[list[int]]:
+    """The target's answers, each up to and with its first end-of-sequence token."""
+    longest = max(map(len, prompts))
+    padded = [[0] * (longest - len(ids)) + ids for ids in prompts]
+    mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+    config = target.generation_config
+    ends = generation.get("eos_token_id", config.eos_token_id)
+    ends = set(ends) if isinstance(ends, list) else {ends}
+    output = target.generate(
+        torch.tensor(padded, device=target.device),
+        attention_mask=torch.tensor(mask, device=target.device),
+        **{"max_new_tokens": max_new_tokens, "pad_token_id": 0, **generation},
+    )
+    return [_until(row, ends) for row in output[:, longest:].tolist()]
+
+
+def _until(tokens: list[int], ends: set[int]) -> list[int]:
+    stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: stop + 1]
 
 
 def choose_draft_ids(examples: Sequence[Example], count: int, vocab_size: int) -> Tensor:
