@@ -112,7 +112,8 @@ def train_head(
         training: how to train; the defaults if None.
         tokenizer: needed for strings.
         feature_dir: keep the target's features on disk, so that further epochs and runs need
-            not compute them (about 5 bytes per token for each unit of the target's width).
+            not compute them (for each token, 2 bytes a boundary and unit of the target's width,
+            and about 0.4 kB).
         resume: go on from the last checkpoint in `output_dir`, if there is one.
 
     Returns:
