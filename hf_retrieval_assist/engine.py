@@ -381,7 +381,7 @@ class Generation:
         return self.select.choose(scores)
 
     def _stopped(self, row: RowText) -> bool:
-        row.finished = self.stopping(row, self.outputs.scores(row))
+        self.stopping.finish(row, self.rows, self.outputs.scores(row))
         if self.streamer is not None:
             self.streamer.put(torch.tensor([row.last]))
         return row.finished
@@ -413,7 +413,7 @@ class Generation:
 
     def result(self) -> Any:
         """What plain `generate` returns."""
-        longest = max(len(row.generated) for row in self.rows)
+        longest = self._cut()
         new = self.input_ids.new_zeros((len(self.rows), longest))
         if any(len(row.generated) < longest for row in self.rows):
             new += self.config._pad_token_tensor.to(new.device)
@@ -429,6 +429,15 @@ class Generation:
             self.model_kwargs.get("encoder_outputs"),
             longest,
         )
+
+    def _cut(self) -> int:
+        """Drop what rows generated while they waited for others; the longest row's tokens."""
+        end = self.stopping.end(self.rows)
+        held = self.cache.slots.lengths[0] - self.verifier.processed[0]
+        self.cache.truncate(held + end - 1)
+        for row in self.rows:
+            del row.generated[end:]
+        return end
 
     def close(self) -> None:
         for session in self.sessions:

@@ -228,6 +228,12 @@ class SlotCache(DynamicCache):
         """
         self.slots.set_lengths([self.slots.longest] * len(self.slots.lengths))
 
+    def truncate(self, length: int) -> None:
+        """Forget the tokens behind a length in every row."""
+        self.slots.set_lengths([min(kept, length) for kept in self.slots.lengths])
+        for layer in self.slot_layers:
+            layer.show(self.slots.longest)
+
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep, of the tokens that the last forward wrote, those at the given indices of each row.
 

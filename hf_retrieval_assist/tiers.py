@@ -66,8 +66,16 @@ _lock = threading.Lock()
 
 
 def choose_service(model: Any, model_kwargs: dict[str, Any]) -> Service:
-    """The best tier the model is right at; found once per model and attention implementation."""
-    key = (getattr(model.config, "_attn_implementation", None), model.dtype, model.training)
+    """The best tier the model is right at.
+
+    Found once per model, attention implementation and dtype, and once more for padded batches.
+    """
+    key = (
+        getattr(model.config, "_attn_implementation", None),
+        model.dtype,
+        model.training,
+        _has_padding(model_kwargs),
+    )
     with _lock:
         known = _services.setdefault(model, {})
         if key not in known:
@@ -129,19 +137,22 @@ def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:
 
 def _tolerance(dtype: torch.dtype) -> float:
     """Largest error, relative to the logits' spread, that rounding explains."""
-    return 0.02 if dtype in (torch.float32, torch.float64) else 0.5
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.2
 
 
-# The fed tree: two paths of two nodes below the root. The second is accepted, so that keeping it
-# moves slots, and a chain of two goes on from there.
-_TREE = TokenTree.build([0, 1, 2, 3], [-1, 0, -1, 2], [1.0] * 4)
-_ACCEPTED = [0, 3, 4]
+# The fed tree: two paths of two nodes below the root. When the second is accepted, keeping it moves
+# slots. The chain tiers get three nodes in a row, the last of them wrong.
+_TREE_PARENTS = [-1, 0, -1, 2]
+
+# Tokens that rows generate in the three steps of the test. Rows of a batch differ, so that their
+# progress does.
+_PROGRESS = ((3, 3, 1), (1, 2, 1))
 
 
 def _fault(model: Any, service: Service, model_kwargs: dict[str, Any]) -> str | None:
     """What goes wrong when the tier verifies drafts on random tokens; None when nothing does.
 
-    The reference is one forward over the whole text without a cache.
+    The reference is what plain decoding does: one token per forward from a cache of its own.
     """
     try:
         error = _largest_error(model, service, model_kwargs)
@@ -151,88 +162,123 @@ def _fault(model: Any, service: Service, model_kwargs: dict[str, Any]) -> str | 
     return None if error <= limit else f"logits off by {error:.2g} of their spread"
 
 
+@torch.no_grad()
 def _largest_error(model: Any, service: Service, model_kwargs: dict[str, Any]) -> float:
+    """Over three steps: a draft that is rejected in part, one that is accepted, and none."""
     probe = _Probe(model, service, model_kwargs)
-    chain = service.tier is not Tier.TREE
-    ids = probe.random_ids
-    if chain:
-        # The second of three drafted tokens is rejected, and the text goes on with another one.
-        draft = TokenTree.chain(ids[1:4], [1.0] * 3)
-        first = probe.step([ids[0]], draft, [0, 1], [ids[1], ids[4]])
-        second = probe.step([], TokenTree.chain(ids[5:7], [1.0] * 2), [0, 1, 2], ids[5:8])
-        rows = torch.cat([first[:4], second[:3]])
-        texts = [ids[:4], [ids[0], ids[1], *ids[4:7]]]
-        picks = [(0, [0, 1, 2, 3]), (1, [2, 3, 4])]
-    else:
-        nodes = ids[1:5]
-        tree = TokenTree.build(nodes, _TREE.parents, _TREE.probs)
-        first = probe.step([ids[0]], tree, _ACCEPTED, [*nodes[2:], ids[5]])
-        second = probe.step([], TokenTree.chain(ids[6:8], [1.0] * 2), [0, 1, 2], ids[6:9])
-        rows = torch.cat([first[:5], second[:3]])
-        texts = [ids[:3], [ids[0], *nodes[2:], *ids[5:8]]]
-        picks = [(0, [0, 1, 2]), (1, [1, 2, 3, 4, 5])]
-    expected = torch.cat([probe.reference(texts[text])[positions] for text, positions in picks])
-    return float((rows - expected).abs().max() / expected.std())
+    actual = [probe.step(number) for number in range(3)]
+    expected = probe.reference()
+    error = 0.0
+    for row, texts in enumerate(zip(*actual, strict=True)):
+        logits = torch.cat(texts)
+        # NaN, which compares as no error, is one.
+        errors = (logits - expected[row, : len(logits)]).abs().nan_to_num(nan=torch.inf)
+        error = max(error, float(errors.max() / expected[row].std()))
+    return error
 
 
 class _Probe:
-    """One row of random tokens decoded by a tier's verifier, beside the reference."""
+    """Rows of random tokens decoded by a tier's verifier, beside plain decoding of the same.
+
+    Calls with padding or several rows are probed with two rows, one of them padded.
+    """
 
     def __init__(self, model: Any, service: Service, model_kwargs: dict[str, Any]):
         self.model, self.service = model, service
-        config = model.config.get_text_config(decoder=True)
+        self.config = model.config.get_text_config(decoder=True)
+        self.extra: dict[str, Any] = {}
+        rows = 1
+        if model.config.is_encoder_decoder:
+            names = ("encoder_outputs", "attention_mask")
+            self.extra = {n: model_kwargs[n] for n in names if model_kwargs.get(n) is not None}
+            rows = len(self.extra["encoder_outputs"][0])
+        elif _has_padding(model_kwargs):
+            rows = 2
         generator = torch.Generator().manual_seed(0)
-        length = _prompt_length(config)
-        ids = torch.randint(1, config.vocab_size, (length + 9,), generator=generator)
-        self.prompt = ids[None, :length].to(model.device)
-        self.random_ids: list[int] = ids[length:].tolist()
-        self.extra = {
-            name: model_kwargs[name]
-            for name in ("encoder_outputs", "attention_mask")
-            if model.config.is_encoder_decoder and model_kwargs.get(name) is not None
-        }
-        rows = len(self.extra["encoder_outputs"][0]) if self.extra else 1
-        self.prompt = self.prompt.expand(rows, -1)
+        length = _prompt_length(self.config)
+        ids = torch.randint(1, self.config.vocab_size, (rows, length + 10), generator=generator)
+        self.prompt = ids[:, :length].to(model.device)
+        # Per row the text, and behind it a token that is drafted wrongly.
+        self.texts: list[list[int]] = ids[:, length:].tolist()
+        self.mask = torch.ones_like(self.prompt)
+        if rows == 2 and not self.extra:
+            self.mask[1, :3] = 0
         self.rows = [RowText(i, self.prompt[i], 16) for i in range(rows)]
-        cache = SlotCache(config)
-        self.kwargs = self._arguments(self.prompt.shape[1]) | {
-            service.cache_name: cache_for(model, cache),
+        for row, text in zip(self.rows, self.texts, strict=True):
+            row.generated.append(text[0])
+        cache = SlotCache(self.config)
+        kwargs, _ = self._prefill(cache)
+        cache.begin(rows)
+        self.verifier = service.verifier(model, cache, kwargs, self.prompt)
+
+    def _prefill(self, cache: DynamicCache) -> tuple[dict[str, Any], Any]:
+        """The keyword arguments of the steps to come, and the outputs for the prompt."""
+        kwargs = self.extra | {
+            self.service.cache_name: cache_for(self.model, cache),
             "use_cache": True,
         }
-        self._call(self.prompt, **self.kwargs)
-        cache.begin(rows)
-        self.verifier = service.verifier(model, cache, self.kwargs, self.prompt)
+        if not self.model.config.is_encoder_decoder:
+            kwargs["attention_mask"] = self.mask
+            if "position_ids" in inspect.signature(self.model.forward).parameters:
+                kwargs["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        inputs = self.model.prepare_inputs_for_generation(
+            self.prompt, is_first_iteration=True, **kwargs
+        )
+        return kwargs, self.model(**inputs, return_dict=True)
 
-    def _arguments(self, length: int) -> dict[str, Any]:
-        arguments = dict(self.extra)
-        if "position_ids" in inspect.signature(self.model.forward).parameters:
-            positions = torch.arange(length, device=self.prompt.device)
-            arguments["position_ids"] = positions.expand(len(self.prompt), -1)
-        return arguments
+    def reference(self) -> torch.Tensor:
+        """Logits [rows, tokens, vocab_size] of plain decoding, the texts being fed."""
+        model, ids = self.model, self.prompt
+        kwargs, outputs = self._prefill(DynamicCache(config=self.config))
+        logits = []
+        for tokens in list(zip(*self.texts, strict=True))[: sum(_PROGRESS[0])]:
+            kwargs = model._update_model_kwargs_for_generation(
+                outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder
+            )
+            ids = torch.cat([ids, ids.new_tensor(tokens)[:, None]], dim=1)
+            inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+            outputs = model(**inputs, return_dict=True)
+            logits.append(outputs.logits[:, -1].float())
+        return torch.stack(logits, dim=1)
 
-    def _call(self, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        name = "decoder_input_ids" if self.model.config.is_encoder_decoder else "input_ids"
-        return self.model(**{name: ids}, **kwargs, return_dict=True).logits
+    def step(self, number: int) -> list[torch.Tensor]:
+        """One step of the loop.
 
-    def reference(self, text: list[int]) -> torch.Tensor:
-        """Logits [len(text), vocab_size] of a text behind the prompt, without a cache."""
-        suffix = torch.tensor(text, device=self.prompt.device).expand(len(self.prompt), -1)
-        ids = torch.cat([self.prompt, suffix], dim=1)
-        logits = self._call(ids, **self._arguments(ids.shape[1]), use_cache=False)
-        return logits[0, -len(text) :].float()
+        Returns:
+            For each row, logits [accepted tokens, vocab_size].
+        """
+        plans = [self._plan(row, number) for row in self.rows]
+        outputs, roots = self.verifier.forward(self.rows, [tree for tree, _ in plans])
+        for row, (_, accepted) in zip(self.rows, plans, strict=True):
+            text, done = self.texts[row.index], len(row.generated)
+            row.generated += text[done : done + len(accepted)]
+        self.verifier.keep(self.rows, [accepted for _, accepted in plans])
+        return [
+            outputs.logits[row.index, roots[row.index] :][accepted].float()
+            for row, (_, accepted) in zip(self.rows, plans, strict=True)
+        ]
 
-    def step(
-        self, new: list[int], tree: TokenTree, accepted: list[int], tokens: list[int]
-    ) -> torch.Tensor:
-        """One step of the loop; `new` tokens come first, `tokens` are what it generates."""
-        for row in self.rows:
-            row.generated += new
-        trees = [tree] * len(self.rows)
-        outputs, roots = self.verifier.forward(self.rows, trees)
-        for row in self.rows:
-            row.generated += tokens
-        self.verifier.keep(self.rows, [accepted] * len(self.rows))
-        return outputs.logits[0, roots[0] :].float()
+    def _plan(self, row: RowText, number: int) -> tuple[TokenTree, list[int]]:
+        """A row's draft in a step, and the fed tokens of it that will be accepted."""
+        text = self.texts[row.index]
+        tokens = _PROGRESS[row.index % 2][number]
+        # Up to here the draft is right; then it goes wrong.
+        known = text[len(row.generated) :][: tokens - 1]
+        right = known + [text[-1]] * (2 - len(known))
+        if number == 2:
+            return TokenTree.empty(), [0]
+        if number == 1:
+            return TokenTree.chain(right, [1.0] * 2), list(range(tokens))
+        if self.service.tier is not Tier.TREE:
+            return TokenTree.chain([*right, text[-1]], [1.0] * 3), list(range(tokens))
+        tree = TokenTree.build([text[-1], text[-2], *right], _TREE_PARENTS, [1.0] * 4)
+        return tree, [0, 3, 4][:tokens]
+
+
+def _has_padding(model_kwargs: dict[str, Any]) -> bool:
+    """Whether rows may be padded: a batch, or a mask that hides something."""
+    mask = model_kwargs.get("attention_mask")
+    return mask is not None and (len(mask) > 1 or not bool(mask.all()))
 
 
 def _prompt_length(config: Any) -> int:

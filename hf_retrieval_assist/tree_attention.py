@@ -22,10 +22,14 @@ from .token_tree import TokenTree
 
 @dataclass(frozen=True)
 class LayerMask:
-    """How far back the layers of one type see: a sliding window, a chunk, or everything."""
+    """How far back the layers of one type see: a sliding window, a chunk, or everything.
+
+    `explicit` layers look into their mask themselves, and so need one where nothing is masked.
+    """
 
     window: int | None = None
     chunk: int | None = None
+    explicit: bool = False
 
     @property
     def reach(self) -> int | None:
@@ -40,6 +44,7 @@ def layer_masks(config: PreTrainedConfig) -> dict[str, LayerMask]:
     rules = {
         "sliding_attention": LayerMask(window=window),
         "chunked_attention": LayerMask(chunk=chunk),
+        "indexed_attention": LayerMask(explicit=True),
     }
     return {
         kind: rules.get(kind, LayerMask())
@@ -138,13 +143,15 @@ class TreeAttention:
         plain = fed.columns.shape[1] == 1 and slots.uniform and self.prompt_mask is None
         if isinstance(self.rules, LayerMask):
             slots.view_from = None
-            return None if plain else self._mask(self.rules, fed, slots, 0)
+            # A model whose cache has windows may not know of them in its own masks.
+            unmasked = plain and _sees_all(self.rules, fed, slots, 0)
+            return None if unmasked else self._mask(self.rules, fed, slots, 0)
         reach = max((rule.reach or 0 for rule in self.rules.values()), default=0)
         # The query itself takes one place of its reach.
         slots.view_from = first = max(0, min(slots.lengths) - reach + 1) if reach else 0
         return {
             kind: None
-            if plain and rule.chunk is None
+            if plain and rule.chunk is None and not rule.explicit
             else self._mask(rule, fed, slots, first if rule.reach else 0)
             for kind, rule in self.rules.items()
         }

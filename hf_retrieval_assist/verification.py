@@ -36,12 +36,14 @@ class RowText:
     Attributes:
         index: the row's number in the batch.
         generated: ids generated so far.
-        finished: whether its stopping criteria have been met.
+        met: tokens that it had generated when its stopping criteria were met; None before.
+        finished: whether it generates no more.
     """
 
     def __init__(self, index: int, prompt_ids: torch.Tensor, capacity: int):
         self.index = index
         self.generated: list[int] = []
+        self.met: int | None = None
         self.finished = False
         self._prompt_length = len(prompt_ids)
         self._ids = prompt_ids.new_empty((1, self._prompt_length + capacity))
@@ -142,6 +144,28 @@ class Stopping:
         if len(self.others):
             done = bool(self.others(row.ids, scores).all()) or done
         return done
+
+    def finish(self, row: RowText, rows: Sequence[RowText], scores: Any) -> None:
+        """Find out after a token of a row which rows are finished.
+
+        Without an end-of-sequence criterion plain decoding pads nothing: rows go on until the last
+        one has met its criteria.
+        """
+        if row.met is None and self(row, scores):
+            row.met = len(row.generated)
+        if self.has_eos:
+            row.finished = row.met is not None
+            return
+        waiting = any(other.met is None for other in rows)
+        end = self.end(rows)
+        for other in rows:
+            ended = not waiting and len(other.generated) >= end
+            other.finished = ended or self.remaining(other) == 0
+
+    @staticmethod
+    def end(rows: Sequence[RowText]) -> int:
+        """Tokens that the longest row generates."""
+        return max(row.met or 0 for row in rows)
 
     def remaining(self, row: RowText) -> int | None:
         """Tokens the row may still grow by; None without a limit."""

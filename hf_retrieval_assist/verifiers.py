@@ -113,6 +113,8 @@ class Verifier:
         inputs = self.model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=width, **(self.kwargs | arguments)
         )
+        # Some models would keep the last token's logits only, whatever is asked of them.
+        inputs.pop("logits_to_keep", None)
         rest = {n: v for n, v in inputs.items() if n not in arguments and n != self._ids_name}
         if all(value is self.kwargs.get(name) for name, value in rest.items()):
             self._steady = rest
@@ -174,7 +176,7 @@ class ChainVerifier(Verifier):
         self._width = width = max(len(tokens) for tokens in fed)
         # Filler stands behind everything that matters and is cut off again by `keep`.
         known = [
-            row.generated[: self.processed[row.index]] + (tokens + tokens[-1:] * width)[:width]
+            _filled(row.generated, self.processed[row.index]) + _filled(tokens, width)
             for row, tokens in zip(rows, fed, strict=True)
         ]
         suffix = torch.tensor(known, device=self.prompt_ids.device)
@@ -241,6 +243,11 @@ class ReplayVerifier(ChainVerifier):
             for layer, state in zip(self.cache.layers, self._snapshot, strict=True):
                 layer.__dict__.update(state)
         self._snapshot = []
+
+
+def _filled(tokens: list[int], length: int) -> list[int]:
+    """A text cut or filled up to a length."""
+    return (tokens + tokens[-1:] * length)[:length]
 
 
 def best_chain(tree: TokenTree) -> TokenTree:

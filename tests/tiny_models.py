@@ -92,7 +92,7 @@ _SMALL: dict[str, Any] = {
 
 
 # A decoder with an output layer of its own: a tied one mostly repeats the last token.
-_CAUSAL = {"is_decoder": True, "tie_word_embeddings": False}
+_CAUSAL = {"is_decoder": True, "use_cache": True, "tie_word_embeddings": False}
 
 # Lists with one kind per layer.
 _PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "layers_block_type")
@@ -103,7 +103,7 @@ _QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _M
 _MAMBA_LAST = ["linear_attention", "linear_attention", "full_attention"]
 _OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), _QWEN),
-    **dict.fromkeys(("laguna", "mellum", "smollm3", "minimax_m3_vl_text"), _QWEN),
+    **dict.fromkeys(("laguna", "mellum", "smollm3"), _QWEN),
     "qwen3_moe": {"use_sliding_window": True},
     "granitemoehybrid": {"layer_types": _MAMBA_LAST},
     "bamba": {"attn_layer_indices": [2]},

@@ -1,0 +1,103 @@
+"""The causal language models of the installed transformers, and how each is served.
+
+`python -m tests.architectures` writes docs/architectures.md.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from hf_retrieval_assist.tiers import Service, choose_service
+
+from .tiny_models import tiny_config, tiny_model
+
+TABLE = Path(__file__).parents[1] / "docs" / "architectures.md"
+KNOWN = Path(__file__).parent / "fixtures" / "architectures.json"
+
+SKIPPED = {
+    "BltForCausalLM": "plain `generate` fails on its default configuration",
+    "Gemma3nForConditionalGeneration": "its vision tower needs timm",
+    "Gemma4AssistantForCausalLM": "drafts for another model, cannot generate alone",
+    "Gemma4UnifiedAssistantForCausalLM": "drafts for another model, cannot generate alone",
+    "MusicgenForCausalLM": "has a `generate` of its own, for several codebooks at once",
+    "MusicgenMelodyForCausalLM": "has a `generate` of its own, for several codebooks at once",
+}
+
+_RECURRENT = (
+    "a crop of its convolution state would be right as well; restoring and replaying it costs as "
+    "many forwards"
+)
+BELOW_KNOWN = {
+    **dict.fromkeys(
+        ("InklingForCausalLM", "Inkling2ForCausalLM", "Lfm2ForCausalLM"), _RECURRENT
+    ),
+    **dict.fromkeys(("Lfm2MoeForCausalLM", "Lfm3ForCausalLM"), _RECURRENT),
+    **dict.fromkeys(
+        ("NemotronHForCausalLM", "Zamba2ForCausalLM"),
+        "its forward of several tokens from a cached state differs from single steps by 1 to 7 % "
+        "of the logits' spread, more than rounding",
+    ),
+}
+"""Why a class is served at a lower tier than the one at which its mathematics could be served."""
+
+
+@cache
+def architectures() -> dict[str, Any]:
+    """Every distinct class behind `AutoModelForCausalLM` by name, except those skipped."""
+    classes = {model_class.__name__: model_class for model_class in _mapped()}
+    return {name: classes[name] for name in sorted(classes) if name not in SKIPPED}
+
+
+def _mapped() -> list[Any]:
+    flat: list[Any] = []
+    for entry in MODEL_FOR_CAUSAL_LM_MAPPING.values():
+        flat += entry if isinstance(entry, tuple) else [entry]
+    return flat
+
+
+def known_tiers() -> dict[str, str]:
+    """The tier at which each class was found right by experiments outside this package."""
+    return json.loads(KNOWN.read_text())
+
+
+def services_of(name: str) -> list[Service]:
+    """How a class is served alone and in batches."""
+    model_class = architectures()[name]
+    model = tiny_model(model_class, tiny_config(model_class.config_class))
+    masks = [torch.ones(batch_size, 8, dtype=torch.long) for batch_size in (1, 2)]
+    return [choose_service(model, {"attention_mask": mask}) for mask in masks]
+
+
+def table() -> str:
+    lines = [
+        "# How each architecture is served",
+        "",
+        f"Found by `python -m tests.architectures` with tiny float32 models of transformers "
+        f"{transformers.__version__}: the tier that the self-test chose. Batches on the replay "
+        "tier are decoded plainly.",
+        "",
+        "| class | one row | batch | why not higher |",
+        "|---|---|---|---|",
+    ]
+    for name in architectures():
+        single, batch = services_of(name)
+        batch_tier = "plain" if batch.tier.value == "replay" else batch.tier.value
+        why = BELOW_KNOWN.get(name, "" if single.tier.value == "tree" else single.reason)
+        lines.append(f"| {name} | {single.tier.value} | {batch_tier} | {why} |")
+    lines += ["", "Not served, and not tested:", ""]
+    lines += [f"* {name}: {why}" for name, why in SKIPPED.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    TABLE.parent.mkdir(exist_ok=True)
+    TABLE.write_text(table())
