@@ -17,7 +17,7 @@ import numpy as np
 from types cimport int32_t, int64_t, token_t, uint8_t, uint32_t
 
 cdef enum:
-    SPLITS_PER_NODE = 4  # work spent on flat distributions before the rest is given up
+    SPLITS_PER_NODE = 2  # work spent on flat distributions before the rest is given up
 
 
 cdef struct Shard:
@@ -384,6 +384,7 @@ cdef class SuffixMatcher:
     cdef Interval* pool     # [2 * max_splits + 1, shard_count]
     cdef Entry* heap        # [2 * max_splits + 1]
     cdef int32_t max_splits
+    cdef int32_t splits_left
     cdef int32_t pool_used
     cdef int32_t heap_size
 
@@ -431,7 +432,7 @@ cdef class SuffixMatcher:
         shallower, then the one with the earlier parent, then the lower id. If the continuations of
         the longest match do not fill the budget, those of the longest shorter match that occurs more
         often go on, without what is in the tree already. A distribution so flat that its most
-        frequent tokens are not found in 4 x max_nodes splits is given up where it stands.
+        frequent tokens are not found in 2 x max_nodes splits is given up where it stands.
 
         Args:
             budget: the most nodes, at most max_nodes.
@@ -451,6 +452,7 @@ cdef class SuffixMatcher:
         cdef Tree tree = Tree(max(budget, 0))
         cdef int32_t length = self.match_length
         cdef int64_t count = 0
+        self.splits_left = self.max_splits
         with nogil:
             while length > 0 and sources > 0 and tree.size < tree.capacity:
                 if self.occurrences(length) > count:
@@ -495,7 +497,7 @@ cdef class SuffixMatcher:
 
     cdef void grow(self, Tree tree, int32_t length, int32_t depth) noexcept nogil:
         """Add the most frequent continuations of the match of one length to the tree."""
-        cdef int32_t shards = self.index.shard_count, splits = self.max_splits, node
+        cdef int32_t shards = self.index.shard_count, node
         cdef Entry entry
         memcpy(self.pool, self.matches + (length - 1) * shards, shards * sizeof(Interval))
         self.pool_used = 1
@@ -506,9 +508,8 @@ cdef class SuffixMatcher:
         while self.heap_size > 0 and tree.size < tree.capacity:
             entry = self.pop()
             if entry.code == 0:
-                if splits > 0:
+                if self.splits_left > 0:
                     self.split(entry, length)
-                splits -= 1
                 continue
             node = tree.add(&entry, length)
             if entry.depth < depth:
@@ -543,6 +544,7 @@ cdef class SuffixMatcher:
         self.put_back(entry, 0, self.pool_used)
         self.put_back(entry, 0, self.pool_used + 1)
         self.pool_used = self.pool_used + 2
+        self.splits_left = self.splits_left - 1
         if code > 0:  # nothing follows the end of a document
             self.put_back(entry, code, entry.slot)
 

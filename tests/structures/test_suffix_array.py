@@ -124,7 +124,7 @@ def test_matches_equal_a_search_of_every_position(documents, text, shards, shift
     st.integers(1, 3),
 )
 def test_selection_is_best_first_by_exact_counts(documents, text, shards, budget, depth, sources):
-    matcher = SuffixMatcher(make_index(documents, shards), 4, 64)
+    matcher = SuffixMatcher(make_index(documents, shards), 4, 512)
     matcher.extend(text)
     expected = best_first(documents, text, 4, budget if depth else 0, depth, sources)
     assert selected(matcher, budget, depth, sources) == expected
