@@ -16,10 +16,6 @@ import numpy as np
 
 from types cimport int32_t, int64_t, token_t, uint8_t, uint32_t
 
-cdef enum:
-    SPLITS_PER_NODE = 2  # work spent on flat distributions before the rest is given up
-
-
 cdef struct Shard:
     const uint8_t* codes      # [length * width], big-endian
     const uint32_t* suffixes  # [suffix_count], positions of codes, in the order of their suffixes
@@ -46,6 +42,46 @@ cdef struct Entry:            # an element of the selection's heap
 
 
 # ---------------------------------------------------------------------------------- building
+
+def rank_codes(const uint8_t[::1] codes, int32_t width, int64_t vocab_size):
+    """A text's codes by their rank among those that occur, which sorts alike and may need less room.
+
+    Args:
+        codes: uint8 [length x width], the text; holds a zero.
+        width: bytes per code.
+        vocab_size: the highest code.
+
+    Returns:
+        (ranks, rank_width): uint8 [length x rank_width], big-endian. O(length + vocab_size).
+
+    Raises:
+        ValueError: a code lies beyond `vocab_size`.
+    """
+    cdef Shard text = Shard(&codes[0], NULL, NULL, codes.shape[0] // width, 0, 0, 0, width)
+    cdef int32_t[::1] ranks = np.zeros(vocab_size + 1, np.int32)
+    cdef uint8_t[:, ::1] out
+    cdef int64_t i, place
+    cdef int32_t rank_width, rank
+    cdef bint outside = False
+    with nogil:
+        for i in range(text.length):
+            if code_at(&text, i) > vocab_size:
+                outside = True
+            else:
+                ranks[code_at(&text, i)] = 1
+    if outside:
+        raise ValueError(f"codes: expected at most {vocab_size}")
+    np.cumsum(ranks, out=np.asarray(ranks))
+    rank_width = max((int(ranks[vocab_size] - 1).bit_length() + 7) // 8, 1)
+    out = np.empty((text.length, rank_width), np.uint8)
+    with nogil:
+        for i in range(text.length):
+            rank = ranks[code_at(&text, i)] - 1
+            for place in range(rank_width - 1, -1, -1):
+                out[i, place] = rank & 255
+                rank >>= 8
+    return np.asarray(out).reshape(-1), rank_width
+
 
 def align_suffixes(const int32_t[::1] byte_suffixes, int32_t width, int64_t separators, uint32_t[::1] out):
     """The suffix array of a code text from that of its bytes.
@@ -398,7 +434,8 @@ cdef class SuffixMatcher:
         self.max_match = max_match
         self.max_nodes = max_nodes
         self.match_length = 0
-        self.max_splits = SPLITS_PER_NODE * max_nodes
+        # Work on flat distributions, whose many rare codes no draft needs, is bounded.
+        self.max_splits = 3 * max_nodes // 2 + 16
         cdef size_t entries = 2 * self.max_splits + 1  # a split leaves two more than it found
         self.matches = <Interval*>PyMem_Malloc(max_match * row)
         self.pool = <Interval*>PyMem_Malloc(entries * row)
@@ -432,7 +469,7 @@ cdef class SuffixMatcher:
         shallower, then the one with the earlier parent, then the lower id. If the continuations of
         the longest match do not fill the budget, those of the longest shorter match that occurs more
         often go on, without what is in the tree already. A distribution so flat that its most
-        frequent tokens are not found in 2 x max_nodes splits is given up where it stands.
+        frequent tokens are not found in 1.5 x max_nodes + 16 splits is given up where it stands.
 
         Args:
             budget: the most nodes, at most max_nodes.
