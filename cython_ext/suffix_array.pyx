@@ -16,10 +16,6 @@ import numpy as np
 
 from types cimport int32_t, int64_t, token_t, uint8_t, uint32_t
 
-cdef enum:
-    SPLITS_PER_NODE = 4  # work spent on flat distributions before the rest is given up
-
-
 cdef struct Shard:
     const uint8_t* codes      # [length * width], big-endian
     const uint32_t* suffixes  # [suffix_count], positions of codes, in the order of their suffixes
@@ -46,6 +42,46 @@ cdef struct Entry:            # an element of the selection's heap
 
 
 # ---------------------------------------------------------------------------------- building
+
+def rank_codes(const uint8_t[::1] codes, int32_t width, int64_t vocab_size):
+    """A text's codes by their rank among those that occur, which sorts alike and may need less room.
+
+    Args:
+        codes: uint8 [length x width], the text; holds a zero.
+        width: bytes per code.
+        vocab_size: the highest code.
+
+    Returns:
+        (ranks, rank_width): uint8 [length x rank_width], big-endian. O(length + vocab_size).
+
+    Raises:
+        ValueError: a code lies beyond `vocab_size`.
+    """
+    cdef Shard text = Shard(&codes[0], NULL, NULL, codes.shape[0] // width, 0, 0, 0, width)
+    cdef int32_t[::1] ranks = np.zeros(vocab_size + 1, np.int32)
+    cdef uint8_t[:, ::1] out
+    cdef int64_t i, place
+    cdef int32_t rank_width, rank
+    cdef bint outside = False
+    with nogil:
+        for i in range(text.length):
+            if code_at(&text, i) > vocab_size:
+                outside = True
+            else:
+                ranks[code_at(&text, i)] = 1
+    if outside:
+        raise ValueError(f"codes: expected at most {vocab_size}")
+    np.cumsum(ranks, out=np.asarray(ranks))
+    rank_width = max((int(ranks[vocab_size] - 1).bit_length() + 7) // 8, 1)
+    out = np.empty((text.length, rank_width), np.uint8)
+    with nogil:
+        for i in range(text.length):
+            rank = ranks[code_at(&text, i)] - 1
+            for place in range(rank_width - 1, -1, -1):
+                out[i, place] = rank & 255
+                rank >>= 8
+    return np.asarray(out).reshape(-1), rank_width
+
 
 def align_suffixes(const int32_t[::1] byte_suffixes, int32_t width, int64_t separators, uint32_t[::1] out):
     """The suffix array of a code text from that of its bytes.
@@ -384,6 +420,7 @@ cdef class SuffixMatcher:
     cdef Interval* pool     # [2 * max_splits + 1, shard_count]
     cdef Entry* heap        # [2 * max_splits + 1]
     cdef int32_t max_splits
+    cdef int32_t splits_left
     cdef int32_t pool_used
     cdef int32_t heap_size
 
@@ -397,7 +434,8 @@ cdef class SuffixMatcher:
         self.max_match = max_match
         self.max_nodes = max_nodes
         self.match_length = 0
-        self.max_splits = SPLITS_PER_NODE * max_nodes
+        # Work on flat distributions, whose many rare codes no draft needs, is bounded.
+        self.max_splits = 3 * max_nodes // 2 + 16
         cdef size_t entries = 2 * self.max_splits + 1  # a split leaves two more than it found
         self.matches = <Interval*>PyMem_Malloc(max_match * row)
         self.pool = <Interval*>PyMem_Malloc(entries * row)
@@ -431,7 +469,7 @@ cdef class SuffixMatcher:
         shallower, then the one with the earlier parent, then the lower id. If the continuations of
         the longest match do not fill the budget, those of the longest shorter match that occurs more
         often go on, without what is in the tree already. A distribution so flat that its most
-        frequent tokens are not found in 4 x max_nodes splits is given up where it stands.
+        frequent tokens are not found in 1.5 x max_nodes + 16 splits is given up where it stands.
 
         Args:
             budget: the most nodes, at most max_nodes.
@@ -451,6 +489,7 @@ cdef class SuffixMatcher:
         cdef Tree tree = Tree(max(budget, 0))
         cdef int32_t length = self.match_length
         cdef int64_t count = 0
+        self.splits_left = self.max_splits
         with nogil:
             while length > 0 and sources > 0 and tree.size < tree.capacity:
                 if self.occurrences(length) > count:
@@ -495,7 +534,7 @@ cdef class SuffixMatcher:
 
     cdef void grow(self, Tree tree, int32_t length, int32_t depth) noexcept nogil:
         """Add the most frequent continuations of the match of one length to the tree."""
-        cdef int32_t shards = self.index.shard_count, splits = self.max_splits, node
+        cdef int32_t shards = self.index.shard_count, node
         cdef Entry entry
         memcpy(self.pool, self.matches + (length - 1) * shards, shards * sizeof(Interval))
         self.pool_used = 1
@@ -506,9 +545,8 @@ cdef class SuffixMatcher:
         while self.heap_size > 0 and tree.size < tree.capacity:
             entry = self.pop()
             if entry.code == 0:
-                if splits > 0:
+                if self.splits_left > 0:
                     self.split(entry, length)
-                splits -= 1
                 continue
             node = tree.add(&entry, length)
             if entry.depth < depth:
@@ -543,6 +581,7 @@ cdef class SuffixMatcher:
         self.put_back(entry, 0, self.pool_used)
         self.put_back(entry, 0, self.pool_used + 1)
         self.pool_used = self.pool_used + 2
+        self.splits_left = self.splits_left - 1
         if code > 0:  # nothing follows the end of a document
             self.put_back(entry, code, entry.slot)
 

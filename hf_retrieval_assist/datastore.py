@@ -140,7 +140,7 @@ class Datastore:
             path: the directory to make.
             vocab_size: ids lie below it; the rows of the model's output layer.
             tokenizer: what made the ids; its fingerprint is kept.
-            memory: bytes for sorting, shared by the workers. A shard takes 19 bytes per token at
+            memory: bytes for sorting, shared by the workers. A shard takes 22 bytes per token at
                 three bytes per id, and fewer shards answer faster.
             workers: shards that are sorted at the same time.
             progress: show a progress bar.

@@ -29,6 +29,7 @@ MAGIC = "hf-retrieval-assist datastore"
 VERSION = 1
 MANIFEST = "manifest.json"
 PARTS = ("tokens", "suffixes", "starts")
+MAX_VOCAB = 2**26  # beyond any tokenizer's; tables of this many entries still fit anywhere
 MAX_BYTES = 2**31 - 1  # of a shard's tokens: the sorter counts bytes in 32 bits
 _SHARD_NAME = re.compile(r"[0-9a-f]{16}")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
@@ -95,7 +96,7 @@ class Manifest:
 
     def check(self) -> None:
         """Raise ValueError for contents that no datastore can have."""
-        _expect(0 < self.vocab_size < 2**31, "a vocab_size below 2^31", self.vocab_size)
+        _expect(0 < self.vocab_size <= MAX_VOCAB, f"1 to {MAX_VOCAB} ids", self.vocab_size)
         _expect(self.shards, "at least one shard", "none")
         for shard in self.shards:
             shard.check(self.vocab_size)

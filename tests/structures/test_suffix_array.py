@@ -13,6 +13,7 @@ from hf_retrieval_assist.suffix_array import (
     align_suffixes,
     bucket_starts,
     evidence_classes,
+    rank_codes,
 )
 
 VOCAB = 5
@@ -101,6 +102,7 @@ def corpora(max_documents=6):
 TEXT = st.lists(st.integers(-1, VOCAB), min_size=1, max_size=15)
 
 
+@settings(deadline=None)
 @given(corpora(), TEXT, st.integers(1, 3), st.integers(0, 2), st.integers(1, 5))
 def test_matches_equal_a_search_of_every_position(documents, text, shards, shift, max_match):
     matcher = SuffixMatcher(make_index(documents, shards, shift), max_match)
@@ -115,6 +117,7 @@ def test_matches_equal_a_search_of_every_position(documents, text, shards, shift
         assert matcher.counts() == expected
 
 
+@settings(deadline=None)
 @given(
     corpora(),
     st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=6),
@@ -124,12 +127,13 @@ def test_matches_equal_a_search_of_every_position(documents, text, shards, shift
     st.integers(1, 3),
 )
 def test_selection_is_best_first_by_exact_counts(documents, text, shards, budget, depth, sources):
-    matcher = SuffixMatcher(make_index(documents, shards), 4, 64)
+    matcher = SuffixMatcher(make_index(documents, shards), 4, 512)
     matcher.extend(text)
     expected = best_first(documents, text, 4, budget if depth else 0, depth, sources)
     assert selected(matcher, budget, depth, sources) == expected
 
 
+@settings(deadline=None)
 @given(corpora(), st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=4))
 def test_count_equals_a_search_of_every_position(documents, query):
     assert make_index(documents).count(query) == len(occurrences(documents, query))
@@ -182,6 +186,30 @@ def test_align_suffixes_keeps_whole_codes():
         align_suffixes(by_bytes[:-2].copy(), 2, 2, out)
     with pytest.raises(ValueError, match="suffixes of tokens"):
         align_suffixes(np.ones_like(by_bytes), 2, 2, out)
+
+
+@settings(deadline=None)
+@given(corpora(), st.sampled_from([(4, 1), (300, 2), (70_000, 3)]))
+def test_ranks_sort_like_the_codes(documents, scale):
+    factor, width = scale
+    documents = [[token * factor // VOCAB for token in document] for document in documents]
+    codes, order, _, _ = make_shard(documents, factor, width, max(factor.bit_length() - 4, 0))
+    ranks, rank_width = rank_codes(codes, width, factor)
+    assert rank_width == 1
+    data = ranks.tobytes()
+    by_bytes = np.array(sorted(range(len(data)), key=lambda i: data[i:]), np.int32)
+    out = np.empty_like(order)
+    align_suffixes(by_bytes, 1, len(documents), out)
+    assert out.tolist() == order.tolist()
+
+
+def test_ranks_widen_with_the_number_of_distinct_codes():
+    codes = np.arange(300, dtype=">u2").view(np.uint8)
+    ranks, rank_width = rank_codes(codes, 2, 299)
+    assert (ranks == codes).all()
+    assert rank_width == 2
+    with pytest.raises(ValueError, match="at most 298"):
+        rank_codes(codes, 2, 298)
 
 
 def test_bucket_starts_reject_codes_beyond_the_table():
@@ -270,7 +298,7 @@ def test_ten_thousand_mutations():
     check_mutations(10_000, seed=1)
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(corpora(), TEXT)
 def test_matchers_of_one_index_do_not_disturb_each_other(documents, text):
     index = make_index(documents)

@@ -1,0 +1,201 @@
+"""Text files and data sets as streams of texts, and their token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DATASET_PREFIX = "datasets:"
+_PIECE = 1 << 20  # characters of text that are held, and tokenised, at a time
+
+
+def read_texts(sources: Iterable[str], field: str = "text", split: str = "train") -> Iterator[str]:
+    """The texts of all sources, one after another, as a stream.
+
+    Args:
+        sources: files (`.txt`, `.py`, `.md`: one text each, in pieces of about a million
+            characters; `.jsonl`, `.parquet`: one text per row), directories (all such files below
+            them, hidden ones left out), and `datasets:` followed by a Hub id or a local folder that
+            the `datasets` library reads.
+        field: the column that holds the text of a row.
+        split: of a data set that has several.
+
+    Raises:
+        FileNotFoundError: there is no such source.
+        ValueError: a file of another kind, not UTF-8, or a row without text in `field`.
+        ImportError: a Parquet file or data set without the `datasets` extra.
+    """
+    for source in sources:
+        if source.startswith(DATASET_PREFIX):
+            yield from _read_dataset(source.removeprefix(DATASET_PREFIX), field, split)
+        else:
+            for path in _files(Path(source)):
+                yield from _READERS[path.suffix](path, field)
+
+
+def _files(source: Path) -> list[Path]:
+    """A file, or every readable one below a directory, in a fixed order."""
+    if source.is_dir():
+        below = (path for path in source.rglob("*") if not _is_hidden(path.relative_to(source)))
+        files = sorted(path for path in below if path.suffix in _READERS and path.is_file())
+        if not files:
+            raise ValueError(f"{source}: expected files ending in {_suffixes()}, got none")
+        return files
+    if not source.is_file():
+        raise FileNotFoundError(f"no file or directory {source}")
+    if source.suffix not in _READERS:
+        raise ValueError(f"{source}: expected a name ending in {_suffixes()}")
+    return [source]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _suffixes() -> str:
+    return ", ".join(_READERS)
+
+
+def _read_lines(path: Path, field: str) -> Iterator[str]:
+    with path.open(encoding="utf-8") as file:
+        try:
+            while lines := file.readlines(_PIECE):
+                yield "".join(lines)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: expected UTF-8, got {error}") from error
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[str]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: expected JSON, got {error}") from error
+            yield _text_of(row, field, f"{path}:{number}")
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[str]:
+    parquet = _import("pyarrow.parquet", "Parquet files")
+    with parquet.ParquetFile(path) as file:
+        if field not in file.schema_arrow.names:
+            raise ValueError(f"{path}: no column {field!r} among {file.schema_arrow.names}")
+        for batch in file.iter_batches(columns=[field]):
+            for row in batch.to_pylist():
+                yield _text_of(row, field, str(path))
+
+
+def _read_dataset(name: str, field: str, split: str) -> Iterator[str]:
+    datasets = _import("datasets", "data sets")
+    if (Path(name) / "dataset_info.json").is_file():
+        rows = datasets.load_from_disk(name)
+    elif (Path(name) / "dataset_dict.json").is_file():
+        rows = datasets.load_from_disk(name)[split]
+    else:
+        rows = datasets.load_dataset(name, split=split, streaming=True)
+    for row in rows:
+        yield _text_of(row, field, name)
+
+
+def _text_of(row: Any, field: str, place: str) -> str:
+    text = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"{place}: expected text in field {field!r}, got {type(text).__name__}")
+    return text
+
+
+def _import(module: str, purpose: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        message = f"{purpose} need: pip install 'hf-retrieval-assist[datasets]'"
+        raise ImportError(message) from error
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+    ".txt": _read_lines,
+    ".py": _read_lines,
+    ".md": _read_lines,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """A tokenizer as far as building a datastore needs it.
+
+    Attributes:
+        tokenizer: the object that fingerprints are taken of.
+        vocab_size: rows of the output layer of the model it belongs to where that is known, else
+            the tokenizer's size.
+        encode: token ids of a batch of texts, without special tokens.
+    """
+
+    tokenizer: Any
+    vocab_size: int
+    encode: Callable[[list[str]], list[list[int]]]
+
+    def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """Token ids of each text, tokenised in batches of about a million characters."""
+        batch: list[str] = []
+        size = 0
+        for text in texts:
+            batch.append(text)
+            size += len(text)
+            if size >= _PIECE:
+                yield from self.encode(batch)
+                batch, size = [], 0
+        if batch:
+            yield from self.encode(batch)
+
+
+def load_encoder(source: str) -> TextEncoder:
+    """A tokenizer by its place.
+
+    Args:
+        source: a SentencePiece `.model` file, or a folder or Hub id of a transformers tokenizer.
+
+    Raises:
+        OSError: there is none.
+        ValueError: the file is not a SentencePiece model.
+    """
+    return _sentencepiece(source) if source.endswith(".model") else _transformers(source)
+
+
+def _sentencepiece(source: str) -> TextEncoder:
+    from sentencepiece import SentencePieceProcessor
+
+    processor = SentencePieceProcessor()
+    try:
+        processor.load_from_serialized_proto(Path(source).read_bytes())
+    except RuntimeError as error:
+        raise ValueError(f"{source} is not a SentencePiece model: {error}") from error
+    return TextEncoder(processor, processor.get_piece_size(), processor.encode)
+
+
+def _transformers(source: str) -> TextEncoder:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    return TextEncoder(tokenizer, _model_vocab_size(source) or len(tokenizer), encode)
+
+
+def _model_vocab_size(source: str) -> int | None:
+    """Rows of the output layer of the model beside a tokenizer; None where none is described."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(source)
+    except OSError:
+        return None
+    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
