@@ -10,6 +10,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
+from hf_retrieval_assist.assistants import Assistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.draft_model import DraftModelDrafter, evidence_classes
 from hf_retrieval_assist.residual import verify_node
@@ -91,6 +92,28 @@ def test_may_be_asked_twice_or_not_at_all(model):
     text = [1, 2, 3, 4, 5, 6, *[7] * 20]
     assert_best_candidates(model, text, tree, session._schedule.shape.ranks)
     session.close()
+
+
+@pytest.mark.parametrize("budget", ["auto", "paper", 6])
+def test_assisted_generation_is_plain_generation(model, budget):
+    draft = llama(3)
+    assistant = Assistant([DraftModelDrafter(draft, max_nodes=8, max_levels=3)], budget=budget)
+    prompts = torch.randint(1, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 12, "attention_mask": torch.ones_like(prompts), "pad_token_id": 0}
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
+        torch.manual_seed(5)
+        plain = model.generate(prompts[:1], **(options | {"attention_mask": None}), **sampling)
+        torch.manual_seed(5)
+        assisted = model.generate(
+            prompts[:1],
+            custom_generate=assistant,
+            **(options | {"attention_mask": None}),
+            **sampling,
+        )
+        assert torch.equal(plain, assisted)
+    plain = model.generate(prompts, do_sample=False, **options)
+    assisted = model.generate(prompts, do_sample=False, custom_generate=assistant, **options)
+    assert torch.equal(plain, assisted)
 
 
 def count_forwards(model):

@@ -217,8 +217,8 @@ class DraftModelSession(DraftSession):
         ids = torch.cat(tokens).cpu().numpy().astype(np.int32)
         given = torch.cat(rates).float().cpu().numpy()
         shape = schedule.shape
-        probs = draft_tree.path_products(shape.parents, given)
-        return TokenTree(ids, shape.parents, probs, evidence_classes(given, shape.ranks))
+        reached = draft_tree.path_products(shape.parents, given)
+        return TokenTree(ids, shape.parents, reached, evidence_classes(given, shape.ranks))
 
     def _logits(self, level: _Level, above: torch.Tensor) -> torch.Tensor:
         fed = above[level.chosen]
