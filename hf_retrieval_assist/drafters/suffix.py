@@ -2,7 +2,7 @@
 
 Follows https://arxiv.org/abs/2411.04975: one suffix tree for the text, one for all outputs,
 candidates over the lengths of match. Where the paper keeps the one match whose draft scores best
-(Algorithm 1), the matches of all lengths and both trees vote here for each token, the longest first,
+(Algorithm 1), matches of several lengths in both trees vote here for each token, the longest first,
 and what their word is worth comes from measurements instead of from counts alone.
 """
 
