@@ -11,11 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc
+from suffix_blend cimport *
 from suffix_draft cimport *
 from suffix_growth cimport *
 from suffix_store cimport *
 from types cimport int32_t, int64_t, token_t
+
+
+# Evidence classes of `SuffixTree.blend`: tree, rank among the witnesses (2: third or later), length
+# of the match, continuations it has, and the share of them that agree.
+BLEND_SHAPE = (2, RANKS, LENGTH_BUCKETS, SUPPORT_BUCKETS, SHARE_BUCKETS)
+BLEND_CLASSES = 2 * RANKS * LENGTH_BUCKETS * SUPPORT_BUCKETS * SHARE_BUCKETS
 
 
 class Speculation(NamedTuple):
@@ -254,6 +262,71 @@ cdef class SuffixTree:
             tokens[row, :best.size], parents[row, :best.size],
             probs[row, :best.size].astype(np.float32), chosen, best.score,
         )
+
+    cdef int32_t _witnesses(self, sequence, const token_t[::1] context, int32_t source, Witness* out):
+        cdef int32_t longest = 0, index
+        if sequence is None:
+            longest = match_context(&self.store, context, self.matches)
+        else:
+            index = self._checked(sequence)
+            if sequence_at(&self.store, index).pending:
+                longest = match_sequence(&self.store, index, self.matches)
+            else:  # all of it matches, and perhaps what stood before it
+                longest = match_context(&self.store, context, self.matches)
+        return choose_witnesses(&self.store, self.matches, longest, source, out)
+
+    def blend(
+        self, sequence, SuffixTree other, other_sequence, const token_t[::1] context, int budget,
+        const float[::1] rates, *, token_t vocab_size, double alpha=INFINITY, float min_prob=0,
+        bint path=False,
+    ):
+        """Draft from this tree and another one (or None) what may follow `context`.
+
+        Args:
+            sequence, other_sequence: whose tokens end as `context` does, in each tree; None where
+                there is no such one.
+            context: int32 [n], the last tokens of the text.
+            budget: number of nodes at most.
+            rates: float32 [BLEND_CLASSES], probability that a token is right, by evidence.
+            vocab_size: bound of the ids that may be drafted.
+            alpha: nodes for each token of the longest match, at most.
+            min_prob: no node is less probable.
+            path: draft a single path.
+
+        Returns int32 token ids, int32 parents, float32 probs, int32 classes, each [nodes].
+        """
+        cdef Witness[WITNESSES] own, others
+        cdef int32_t n, m = 0
+        cdef Blend b
+        cdef size_t nodes = max(budget, 0) + 1
+        if rates.shape[0] != BLEND_CLASSES:
+            raise ValueError(f"rates: expected {BLEND_CLASSES} of them, got {rates.shape[0]}")
+        n = self._witnesses(sequence, context, 0, own)
+        if other is not None:
+            m = other._witnesses(other_sequence, context, 1, others)
+        tokens, parents = np.empty(nodes, np.int32), np.empty(nodes, np.int32)
+        probs, classes = np.empty(nodes, np.float32), np.empty(nodes, np.int32)
+        cdef token_t[::1] token_view = tokens
+        cdef int32_t[::1] parent_view = parents, class_view = classes
+        cdef float[::1] prob_view = probs
+        b.vocab_size, b.min_prob, b.path, b.rates = vocab_size, min_prob, path, &rates[0]
+        b.tokens, b.parents = &token_view[0], &parent_view[0]
+        b.probs, b.classes = &prob_view[0], &class_view[0]
+        b.witnesses = <Witness*>malloc(nodes * WITNESSES * sizeof(Witness))
+        b.witness_counts = <int32_t*>malloc(nodes * sizeof(int32_t))
+        b.heap = <Guess*>malloc(nodes * WITNESSES * NAMES * sizeof(Guess))
+        try:
+            if b.witnesses == NULL or b.witness_counts == NULL or b.heap == NULL:
+                raise MemoryError
+            with nogil:
+                b.witness_counts[0] = merge_witnesses(own, n, others, m, b.witnesses)
+                b.budget = <int32_t>min(<double>nodes - 1, alpha * match_length(b.witnesses)) if n + m else 0
+                blend(&b)
+        finally:
+            free(b.witnesses)
+            free(b.witness_counts)
+            free(b.heap)
+        return tokens[:b.size], parents[:b.size], probs[:b.size], classes[:b.size]
 
     def check_invariants(self):
         """Raise AssertionError where the structure contradicts itself. For tests: slow."""

@@ -29,9 +29,10 @@ class OutputMemory:
 
     With `path`, finished outputs are also appended to a log, so that they survive a restart. An
     output is in the log when `add`, or `RunningOutput.close`, returns, and then outlives even a
-    killed process (not a loss of power); outputs still running are lost with it. Several processes may share one path: each
-    reads what the others have finished whenever it starts an output. The log holds outputs
-    in plain form, readable by their owner alone (mode 0600). Prompts are not learnt.
+    killed process (not a loss of power); outputs still running are lost with it. Several processes
+    may share one path: each reads what the others have finished whenever it starts an output. The
+    log holds outputs in plain form, readable by their owner alone (mode 0600). Prompts are not
+    learnt, unless they are handed to `add`.
 
     Args:
         max_bytes: bound on the memory that all trees together occupy.
@@ -138,7 +139,7 @@ class OutputMemory:
             output.number = self._log.last_number
 
     def _learn(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
-        """Append to an output's sequence, older ones making room. Without room it stops for good."""
+        """Append to an output, older ones making room; for good no more where there is none."""
         if output.sequence is None and not self._open(output):
             return
         tree = self._trees[output.fingerprint]
@@ -204,6 +205,11 @@ class RunningOutput:
         self.full = self.forgotten = False
         self._memory = memory
         self._tokens: list[NDArray[np.int32]] = []
+
+    @property
+    def live_sequence(self) -> int | None:
+        """Its id in the memory's tree while all of its tokens are there, otherwise None."""
+        return None if self.full else self.sequence
 
     def extend(self, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
         """Append tokens.

@@ -3,6 +3,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+BLEND_SHAPE: tuple[int, int, int, int, int]
+BLEND_CLASSES: int
+
 class Speculation(NamedTuple):
     token_ids: NDArray[np.int32]
     parents: NDArray[np.int32]
@@ -52,4 +55,18 @@ class SuffixTree:
         tree: bool = True,
         convention: str = "arctic",
     ) -> Speculation: ...
+    def blend(
+        self,
+        sequence: int | None,
+        other: SuffixTree | None,
+        other_sequence: int | None,
+        context: NDArray[np.int32],
+        budget: int,
+        rates: NDArray[np.float32],
+        *,
+        vocab_size: int,
+        alpha: float = ...,
+        min_prob: float = 0,
+        path: bool = False,
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
     def check_invariants(self) -> None: ...
