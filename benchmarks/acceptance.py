@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_retrieval_assist import Assistant
+from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.simulation import SimulationReport, simulate
 
 from . import variants
@@ -65,7 +65,6 @@ STUDIES = {
     "sam-grid": Study("SAM-Decoding: thresholds", variants.sam_thresholds),
     "draft-size": Study("Draft size", variants.draft_sizes),
     "rest": Study("REST: datastore size and longest match", variants.rest_sizes),
-    "suffix": Study("SuffixDecoding: alpha, and what is learnt from", variants.suffix_settings),
 }
 
 
@@ -77,11 +76,12 @@ def measure(
     speedups: bool,
 ) -> None:
     """Replay a trace through a fresh assistant, and once more under each t(n)."""
-    counted = simulate(make(), trace.requests)
+    vocab_size = trace.vocab_size
+    counted = simulate(make(), trace.requests, vocab_size=vocab_size)
     gains: dict[str, float | None] = {}
     if speedups:
         for key, cost in (("gpu", gpu_time), ("cpu", cpu_time)):
-            gains[key] = simulate(make(), trace.requests, cost).speedup
+            gains[key] = simulate(make(), trace.requests, cost, vocab_size).speedup
     table.add(trace=trace.name, variant=name, **_figures(counted), **gains)
 
 
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     )
     for trace in traces:
         progress(f"learning: {trace.name}")
-        learning_curve(curve, trace, "SuffixAssistant", variants.learner())
+        learning_curve(curve, trace, "SuffixAssistant", SamAssistant())
     return report
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def _items(path: Path, arrays: Any, kind: str) -> Iterator[Ids]:
     tokens, offsets = arrays[f"{kind}_tokens"], arrays[f"{kind}_offsets"]
     if not len(offsets) or (np.diff(offsets) < 0).any() or offsets[-1] > len(tokens):
         raise ValueError(f"{path}: {kind}_offsets do not divide {kind}_tokens")
-    yield from (ids.astype(np.int32) for ids in np.split(tokens[: offsets[-1]], offsets[1:-1]))
+    for start, end in pairwise(offsets.tolist()):
+        yield tokens[start:end].astype(np.int32)
 
 
 def _read_jsonl(path: Path, tokenizer: Any) -> Trace:
