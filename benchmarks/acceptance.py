@@ -1,0 +1,166 @@
+"""Accepted tokens on recorded requests, with a perfect verifier and no model.
+
+Every preset beside prompt lookup, the ablations that the papers report, and what the accepted
+tokens are worth where verifying n tokens takes t(n): on a GPU (1 + 0.003 (n - 1)) and on two CPU
+cores (measured with Gemma-3-270M in float32).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.simulation import SimulationReport, simulate
+
+from . import variants
+from .report import Report, Table
+from .traces import SHIPPED, Trace, read_traces
+
+CPU_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+CPU_TIMES = (1.0, 1.94, 2.31, 2.16, 2.56, 3.29, 5.0)
+
+COLUMNS = {
+    "trace": "trace",
+    "variant": "variant",
+    "accepted": "tokens/step",
+    "nodes": "nodes/step",
+    "draft": "draft us/step",
+    "update": "update us/token",
+    "gpu": "x GPU",
+    "cpu": "x CPU",
+}
+
+
+def gpu_time(n: int) -> float:
+    """Time of verifying n tokens, in units of one."""
+    return 1 + 0.003 * (n - 1)
+
+
+def cpu_time(n: int) -> float:
+    """As `gpu_time`; beyond the measured range it grows as at its end."""
+    if n <= CPU_TOKENS[-1]:
+        return float(np.interp(n, CPU_TOKENS, CPU_TIMES))
+    return CPU_TIMES[-1] * n / CPU_TOKENS[-1]
+
+
+@dataclass
+class Study:
+    """A question, the variants that answer it, and the traces it is asked of."""
+
+    title: str
+    variants: Callable[[Trace, Path], dict[str, Callable[[], Assistant]]]
+    speedups: bool = False
+
+
+STUDIES = {
+    "presets": Study("Presets beside prompt lookup", variants.presets, speedups=True),
+    "sam": Study("SAM-Decoding: what each part brings", variants.sam_parts),
+    "sam-grid": Study("SAM-Decoding: thresholds", variants.sam_thresholds),
+    "draft-size": Study("Draft size", variants.draft_sizes),
+    "rest": Study("REST: datastore size and longest match", variants.rest_sizes),
+}
+
+
+def measure(
+    table: Table,
+    trace: Trace,
+    name: str,
+    make: Callable[[], Assistant],
+    speedups: bool,
+) -> None:
+    """Replay a trace through a fresh assistant, and once more under each t(n)."""
+    vocab_size = trace.vocab_size
+    counted = simulate(make(), trace.requests, vocab_size=vocab_size)
+    gains: dict[str, float | None] = {}
+    if speedups:
+        for key, cost in (("gpu", gpu_time), ("cpu", cpu_time)):
+            gains[key] = simulate(make(), trace.requests, cost, vocab_size).speedup
+    table.add(trace=trace.name, variant=name, **_figures(counted), **gains)
+
+
+def _figures(report: SimulationReport) -> dict[str, float]:
+    return {
+        "accepted": report.mean_accepted_tokens,
+        "nodes": report.nodes_per_step,
+        "draft": report.draft_us,
+        "update": report.update_us_per_token,
+    }
+
+
+def learning_curve(
+    table: Table, trace: Trace, name: str, assistant: Assistant, parts: int = 5
+) -> None:
+    """Accepted tokens while an assistant learns from the outputs it has served."""
+    for chunk in np.array_split(np.arange(len(trace.requests)), min(parts, len(trace.requests))):
+        served = [trace.requests[i] for i in chunk]
+        accepted = simulate(assistant, served).mean_accepted_tokens
+        table.add(trace=trace.name, variant=name, served=int(chunk[0]), accepted=accepted)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traces", type=Path, default=SHIPPED, help="folder of .npz or .jsonl recordings"
+    )
+    parser.add_argument("--tokenizer", help="folder or hub id; needed for .jsonl")
+    parser.add_argument("--requests", type=int, help="only the first requests of every trace")
+    parser.add_argument(
+        "--study", choices=STUDIES, nargs="+", default=list(STUDIES), help="default: all"
+    )
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    requests = arguments.requests or (5 if arguments.quick else None)
+    traces = [trace.head(requests) for trace in _load(arguments.traces, arguments.tokenizer)]
+    report = Report(
+        "acceptance",
+        {"traces": arguments.traces.name, "requests": requests, "seed": arguments.seed},
+    )
+    with _workspace() as folder:
+        for study in (STUDIES[name] for name in arguments.study):
+            table = report.table(study.title, _columns(study))
+            for trace, name, make in _plan(study, traces, folder):
+                progress(f"{study.title}: {trace.name}, {name}")
+                measure(table, trace, name, make, study.speedups)
+    curve = report.table(
+        "Learning from served outputs",
+        {"trace": "trace", "variant": "variant", "served": "served", "accepted": "tokens/step"},
+    )
+    for trace in traces:
+        progress(f"learning: {trace.name}")
+        learning_curve(curve, trace, "SuffixAssistant", SamAssistant())
+    return report
+
+
+def _columns(study: Study) -> dict[str, str]:
+    without = () if study.speedups else ("gpu", "cpu")
+    return {key: heading for key, heading in COLUMNS.items() if key not in without}
+
+
+def _plan(
+    study: Study, traces: Iterable[Trace], folder: Path
+) -> Iterator[tuple[Trace, str, Callable[[], Assistant]]]:
+    for trace in traces:
+        for name, make in study.variants(trace, folder).items():
+            yield trace, name, make
+
+
+def _load(folder: Path, tokenizer: str | None) -> list[Trace]:
+    if tokenizer is None:
+        return read_traces(folder)
+    from transformers import AutoTokenizer
+
+    return read_traces(folder, AutoTokenizer.from_pretrained(tokenizer))
+
+
+@contextmanager
+def _workspace() -> Iterator[Path]:
+    """A folder for the datastores that variants build."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)

@@ -1,0 +1,209 @@
+"""A real model over real prompts: Gemma-3-270M, greedy and sampled.
+
+Prompts stand in `prompts/`, one file per category of Spec-Bench, written for a small base model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import set_seed
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.cost_registry import CostModels
+from hf_retrieval_assist.demo_model import load_demo_model
+
+from .methods import Method, Run, assisted, baselines, run_method
+from .report import Report, Table
+from .timing import alternate
+from .traces import SHIPPED, Trace, write_npz
+
+PROMPTS = Path(__file__).parent / "prompts"
+
+COLUMNS = {
+    "category": "category",
+    "method": "method",
+    "rate": "tokens/s",
+    "ratio": "x plain",
+    "worst": "worst x",
+    "per_forward": "tokens/forward",
+    "same": "identical",
+}
+DECODING: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.7},
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    category: str
+    name: str
+    text: str
+
+
+def read_prompts(folder: Path = PROMPTS) -> list[Prompt]:
+    """All prompts, by category."""
+    prompts = []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        prompts += [Prompt(content["category"], **item) for item in content["prompts"]]
+    return prompts
+
+
+@dataclass
+class Comparison:
+    """One prompt through all methods: median seconds, and the last run of each."""
+
+    prompt: Prompt
+    seconds: dict[str, float]
+    runs: dict[str, Run]
+
+    def ratio(self, method: str) -> float:
+        return self.seconds["plain"] / self.seconds[method]
+
+    def identical(self, method: str) -> bool:
+        return torch.equal(self.runs[method].ids, self.runs["plain"].ids)
+
+
+def methods() -> list[Method]:
+    costs = CostModels()
+    return [*baselines(), assisted("SamAssistant", partial(SamAssistant, costs=costs))]
+
+
+def compare(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    candidates: Iterable[Method],
+    arguments: argparse.Namespace,
+    decoding: dict[str, Any],
+    progress: Callable[[str], None],
+) -> Comparison:
+    """Alternate the methods over one prompt; every call starts from the same seed."""
+    inputs = dict(tokenizer(prompt.text, return_tensors="pt").to(model.device))
+    options = decoding | {"max_new_tokens": arguments.new_tokens}
+
+    def call(method: Method) -> Run:
+        set_seed(arguments.seed)
+        return run_method(method, model, inputs, **options)
+
+    seconds, runs = alternate(
+        {method.name: partial(call, method) for method in candidates}, arguments.repeats, progress
+    )
+    return Comparison(prompt, seconds, runs)
+
+
+def summarise(table: Table, comparisons: list[Comparison]) -> None:
+    """A row per category and method; speed ratios are geometric means over the prompts."""
+    for category in dict.fromkeys(c.prompt.category for c in comparisons):
+        of_category = [c for c in comparisons if c.prompt.category == category]
+        _summarise(table, category, of_category)
+    _summarise(table, "all", comparisons)
+
+
+def _summarise(table: Table, category: str, comparisons: list[Comparison]) -> None:
+    for method in comparisons[0].runs:
+        runs = [c.runs[method] for c in comparisons]
+        ratios = [c.ratio(method) for c in comparisons]
+        tokens = sum(run.tokens for run in runs)
+        table.add(
+            category=category,
+            method=method,
+            rate=tokens / sum(c.seconds[method] for c in comparisons),
+            ratio=geometric_mean(ratios),
+            worst=min(ratios),
+            per_forward=tokens / sum(run.forwards for run in runs),
+            same=f"{sum(c.identical(method) for c in comparisons)} of {len(comparisons)}",
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="folder or hub id (default: Gemma-3-270M)")
+    parser.add_argument("--model-device", default="cpu", help="torch device")
+    parser.add_argument("--model-tokens", type=int, help="tokens to generate per prompt")
+    parser.add_argument("--model-repeats", type=int, default=3)
+    parser.add_argument("--decoding", choices=DECODING, nargs="+", default=list(DECODING))
+    parser.add_argument(
+        "--record", action="store_true", help="keep the sampled outputs as a trace to replay"
+    )
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    progress("loading the model")
+    model, tokenizer = _load(arguments.model)
+    model.to(arguments.model_device)
+    arguments.new_tokens = arguments.model_tokens or (32 if arguments.quick else 128)
+    arguments.repeats = 1 if arguments.quick else arguments.model_repeats
+    return measure(model, tokenizer, read_prompts(), arguments, progress)
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[Prompt],
+    arguments: argparse.Namespace,
+    progress: Callable[[str], None],
+) -> Report:
+    """Every prompt through every method, for each kind of decoding."""
+    names = ("new_tokens", "repeats", "seed", "decoding")
+    report = Report("model", {name: getattr(arguments, name) for name in names})
+    report.settings["model"] = model.config.get_text_config().to_dict()
+    candidates = methods()
+    for method in candidates:
+        progress(f"warming up {method.name}")
+        compare(model, tokenizer, prompts[0], [method], arguments, DECODING["greedy"], _silent)
+    for kind in arguments.decoding:
+        table = report.table(f"Real model, {kind}", COLUMNS)
+        done = []
+        for prompt in prompts:
+            title = f"{kind}: {prompt.category}, {prompt.name}"
+            done.append(
+                compare(
+                    model,
+                    tokenizer,
+                    prompt,
+                    candidates,
+                    arguments,
+                    DECODING[kind],
+                    lambda text, title=title: progress(f"{title}: {text}"),
+                )
+            )
+        summarise(table, done)
+        if arguments.record:
+            record(tokenizer, kind, done)
+    return report
+
+
+def record(tokenizer: Any, kind: str, comparisons: list[Comparison]) -> None:
+    """Keep what plain decoding wrote as a trace for the other benchmarks."""
+    requests = [
+        (
+            np.array(tokenizer(c.prompt.text).input_ids, dtype=np.int32),
+            c.runs["plain"].ids[0].numpy().astype(np.int32),
+        )
+        for c in comparisons
+    ]
+    write_npz(SHIPPED / f"{kind}.npz", Trace(kind, requests))
+
+
+def _silent(text: str) -> None:
+    """Progress of what is not worth reporting."""
+
+
+def _load(name: str | None) -> tuple[Any, Any]:
+    if name is None:
+        return load_demo_model()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(name)

@@ -1,0 +1,160 @@
+"""Figures from reports; needs the `plot` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .report import Report, Table
+
+
+def require_matplotlib() -> Any:
+    """matplotlib.pyplot, drawing to files.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            "figures need the `plot` extra: pip install 'hf-retrieval-assist[plot]'"
+        ) from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def draw(report: Report, folder: Path) -> list[Path]:
+    """Draw a report's figures into a folder; returns their paths."""
+    plt = require_matplotlib()
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in _FIGURES[report.benchmark](plt, report).items():
+        paths.append(folder / f"{name}.png")
+        figure.savefig(paths[-1], dpi=150, bbox_inches="tight")
+        plt.close(figure)
+    return paths
+
+
+def _structures(plt: Any, report: Report) -> dict[str, Any]:
+    """Growth with the size of the text."""
+    table = report.tables[0]
+    wanted = [key for key in ("build", "bytes", "update", "draft") if _any(table, key)]
+    figure, axes = plt.subplots(1, len(wanted), figsize=(4.2 * len(wanted), 3.6), squeeze=False)
+    for axis, key in zip(axes[0], wanted, strict=True):
+        for name, rows in _by(table, "structure").items():
+            points = [(r["tokens"], r[key]) for r in rows if r["text"] == "natural" and r.get(key)]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=table.columns[key])
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=7)
+    figure.suptitle(table.title)
+    figure.tight_layout()
+    return {"structures": figure}
+
+
+def _acceptance(plt: Any, report: Report) -> dict[str, Any]:
+    """Tokens per step of every study, and learning curves."""
+    figures = {}
+    for index, table in enumerate(t for t in report.tables if t.rows):
+        if "served" in table.columns:
+            figures["learning"] = _curves(plt, table)
+        else:
+            figures[f"acceptance-{index}"] = _bars(
+                plt, table, "trace", "variant", "accepted", "tokens per step"
+            )
+    return figures
+
+
+def _replay(plt: Any, report: Report) -> dict[str, Any]:
+    """Tokens per second by batch size."""
+    settings = report.settings
+    subtitle = f"{settings['shape']}, {settings['dtype']}, {settings['device']}"
+    return {
+        f"replay-{index}": _bars(
+            plt, table, "batch", "method", "rate", "tokens per second", subtitle
+        )
+        for index, table in enumerate(report.tables)
+        if table.rows
+    }
+
+
+def _model(plt: Any, report: Report) -> dict[str, Any]:
+    """Speed relative to plain decoding by category."""
+    return {
+        f"model-{index}": _bars(
+            plt, table, "category", "method", "ratio", "speed relative to plain", reference=1.0
+        )
+        for index, table in enumerate(report.tables)
+    }
+
+
+def _bars(
+    plt: Any,
+    table: Table,
+    group: str,
+    series: str,
+    value: str,
+    label: str,
+    subtitle: str = "",
+    reference: float | None = None,
+) -> Any:
+    """Grouped bars: a group per value of one column, a colour per value of another."""
+    groups, names = list(_by(table, group)), list(_by(table, series))
+    figure, axis = plt.subplots(figsize=(max(6, 1.1 * len(groups) + 0.25 * len(names) + 2), 4))
+    width = 0.8 / len(names)
+    colours = plt.get_cmap("viridis")
+    for i, name in enumerate(names):
+        found = {row[group]: row[value] for row in table.rows if row[series] == name}
+        places = [g + (i - (len(names) - 1) / 2) * width for g in range(len(groups))]
+        heights = [found.get(key) or 0 for key in groups]
+        axis.bar(places, heights, width, label=name, color=colours(i / max(1, len(names) - 1)))
+    if reference is not None:
+        axis.axhline(reference, color="black", linewidth=0.8, linestyle="--")
+    axis.set_xticks(range(len(groups)), [str(key) for key in groups], rotation=20)
+    axis.set(xlabel=table.columns[group], ylabel=label)
+    axis.set_title("\n".join(filter(None, [table.title, subtitle])), fontsize=10)
+    axis.legend(fontsize=7, ncols=1 + len(names) // 7, loc="upper left", bbox_to_anchor=(1.01, 1))
+    axis.grid(axis="y", alpha=0.3)
+    return figure
+
+
+def _curves(plt: Any, table: Table) -> Any:
+    """Tokens per step over the requests served before, a line per trace."""
+    figure, axis = plt.subplots(figsize=(6, 4))
+    for trace, rows in _by(table, "trace").items():
+        axis.plot(
+            [row["served"] for row in rows],
+            [row["accepted"] for row in rows],
+            marker="o",
+            label=trace,
+        )
+    axis.set(xlabel="requests served before", ylabel="tokens per step", yscale="log")
+    axis.set_title(table.title, fontsize=10)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return figure
+
+
+def _by(table: Table, key: str) -> dict[Any, list[dict[str, Any]]]:
+    """Rows by the value of a column, in order of appearance."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in table.rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups
+
+
+def _any(table: Table, key: str) -> bool:
+    return any(row.get(key) is not None for row in table.rows)
+
+
+_FIGURES: dict[str, Callable[[Any, Report], dict[str, Any]]] = {
+    "structures": _structures,
+    "acceptance": _acceptance,
+    "replay": _replay,
+    "model": _model,
+}

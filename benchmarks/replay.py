@@ -1,0 +1,310 @@
+"""Wall clock at any size of model, without its weights.
+
+A randomly initialised model of a real shape does the arithmetic; a hook then adds a large constant
+to the logit of the recorded next token at every position. Plain decoding, prompt lookup, a draft
+model and our assistants so emit the same recorded text, each at the true cost of its forwards:
+dense arithmetic takes the same time whatever the weights are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.cost_registry import CostModels
+
+from .methods import Method, Run, assisted, baselines, draft_model, run_method
+from .report import Report, Table
+from .timing import alternate
+from .traces import SHIPPED, Ids, Trace, read_traces
+
+SHAPES: dict[str, PreTrainedConfig] = {
+    "tiny": LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    ),
+    "270m": Gemma3TextConfig(
+        vocab_size=262_144,
+        hidden_size=640,
+        intermediate_size=2048,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+    ),
+    "1b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+    ),
+    "8b": LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+    ),
+}
+# The draft model: of the target's vocabulary, and an eighth of the width.
+DRAFT_SHRINK = 8
+DRAFT_AGREEMENT = 0.7
+FORCE = 1e4
+
+COLUMNS = {
+    "batch": "batch",
+    "method": "method",
+    "rate": "tokens/s",
+    "ratio": "x plain",
+    "steps": "forwards",
+    "per_forward": "tokens/forward",
+    "forward": "ms/forward",
+    "share": "% in forward",
+    "draft": "draft ms",
+    "walk": "walk ms",
+    "cache": "cache ms",
+    "same": "recorded text",
+}
+
+
+def build(config: PreTrainedConfig, arguments: argparse.Namespace) -> Any:
+    """A model of a shape with random weights."""
+    torch.manual_seed(arguments.seed)
+    with torch.device(arguments.device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, arguments.dtype), attn_implementation=arguments.attention
+        )
+    return model.eval()
+
+
+def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The shape of a draft model for `config`."""
+    small = type(config)(**config.to_dict())
+    small.num_attention_heads = small.num_key_value_heads = 2
+    small.head_dim = 64
+    small.num_hidden_layers = max(1, config.num_hidden_layers // DRAFT_SHRINK)
+    small.hidden_size = max(64, config.hidden_size // DRAFT_SHRINK)
+    small.intermediate_size = max(128, config.intermediate_size // DRAFT_SHRINK)
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[: small.num_hidden_layers]
+    return small
+
+
+@contextmanager
+def forcing(model: torch.nn.Module, texts: torch.Tensor) -> Iterator[None]:
+    """Make the likeliest token at position p of row b `texts[b, p + 1]` (int64 [b, length]).
+
+    Every forward must say where its tokens stand (`position_ids`), as `generate`'s and ours do;
+    nodes of a tree at equal depth share a position, hence a forced token. What follows a draft off
+    the recorded text is never looked at.
+    """
+    handle = model.register_forward_hook(partial(_force, texts), with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _force(texts: torch.Tensor, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    if kwargs.get("position_ids") is None:
+        raise RuntimeError("expected position_ids in every forward of the replayed model")
+    logits = output.logits
+    # Forwards may return logits of their last tokens only.
+    positions = kwargs["position_ids"][..., -logits.shape[1] :].reshape(-1, logits.shape[1])
+    positions = positions.expand(len(logits), -1)
+    following = texts.gather(1, (positions + 1).clamp(0, texts.shape[1] - 1))
+    logits.scatter_(2, following[..., None], FORCE)
+    return output
+
+
+def dense_ids(trace: Trace, vocab_size: int) -> Trace:
+    """The trace with its distinct ids renumbered from 0, so that it fits a smaller vocabulary.
+
+    Raises:
+        ValueError: it has more distinct ids than that.
+    """
+    texts = [ids for pair in trace.requests for ids in pair]
+    known = np.unique(np.concatenate(texts))
+    if len(known) > vocab_size:
+        raise ValueError(f"{trace.name}: {len(known)} distinct ids, expected at most {vocab_size}")
+
+    def renumber(ids: Ids) -> Ids:
+        return np.searchsorted(known, ids).astype(np.int32)
+
+    return Trace(trace.name, [(renumber(p), renumber(o)) for p, o in trace.requests])
+
+
+def batch_of(
+    requests: Sequence[tuple[Ids, Ids]], new_tokens: int, device: str
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Left-padded inputs and the texts to force, without padding, [batch, longest]."""
+    prompts = [torch.from_numpy(prompt.astype(np.int64)) for prompt, _ in requests]
+    texts = [np.concatenate([p, o[:new_tokens]]) for p, o in requests]
+    forced = torch.zeros(len(requests), max(map(len, texts)) + 1, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        forced[row, : len(text)] = torch.from_numpy(text.astype(np.int64))
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+    inputs = {
+        "input_ids": pad(prompts),
+        "attention_mask": pad([torch.ones_like(prompt) for prompt in prompts]),
+    }
+    return {name: x.to(device) for name, x in inputs.items()}, forced.to(device)
+
+
+def disagreeing(texts: torch.Tensor, agreement: float, vocab_size: int, seed: int) -> torch.Tensor:
+    """The texts with a wrong token in a share 1 − `agreement` of the places: a draft model's."""
+    random = torch.Generator().manual_seed(seed)
+    wrong = (torch.rand(texts.shape, generator=random) >= agreement).to(texts.device)
+    return torch.where(wrong, (texts + 1) % vocab_size, texts)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=SHAPES, help="default: 270m; 8b with --device cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
+    parser.add_argument("--batch", type=int, nargs="+", help="batch sizes (default: 1 4 16)")
+    parser.add_argument("--new-tokens", type=int, help="tokens to generate per row")
+    parser.add_argument("--replay-traces", type=Path, default=SHIPPED, help="recordings to replay")
+    parser.add_argument("--repeats", type=int, default=3)
+
+
+def _settle(arguments: argparse.Namespace) -> None:
+    """Fill in what depends on the device and on `--quick`."""
+    cuda, quick = arguments.device.startswith("cuda"), arguments.quick
+    arguments.shape = arguments.shape or ("tiny" if quick else "8b" if cuda else "270m")
+    arguments.dtype = arguments.dtype or ("bfloat16" if cuda else "float32")
+    arguments.batch = arguments.batch or ([1, 2] if quick else [1, 4, 16])
+    arguments.new_tokens = arguments.new_tokens or (16 if quick else 256 if cuda else 64)
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    _settle(arguments)
+    names = ("shape", "device", "dtype", "attention", "batch", "new_tokens", "repeats", "seed")
+    report = Report("replay", {name: getattr(arguments, name) for name in names})
+    progress(f"building the {arguments.shape} model")
+    config = SHAPES[arguments.shape]
+    model, draft = build(config, arguments), build(shrink(config), arguments)
+    _note_roofline(report, model)
+    for trace in read_traces(arguments.replay_traces):
+        trace = dense_ids(trace, config.vocab_size)
+        table = report.table(f"Replaying {trace.name}", COLUMNS)
+        for size in arguments.batch:
+            requests = trace.requests[:size]
+            if len(requests) == size:
+                _compare(table, model, draft, requests, arguments, progress)
+    return report
+
+
+def _compare(
+    table: Table,
+    model: Any,
+    draft: Any,
+    requests: Sequence[tuple[Ids, Ids]],
+    arguments: argparse.Namespace,
+    progress: Callable[[str], None],
+) -> None:
+    """One batch through every method that takes it."""
+    new_tokens = min(arguments.new_tokens, *(len(output) for _, output in requests))
+    inputs, texts = batch_of(requests, new_tokens, arguments.device)
+    guesses = disagreeing(texts, DRAFT_AGREEMENT, model.config.vocab_size, arguments.seed)
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
+    options["pad_token_id"] = 0
+    methods = [m for m in _methods(draft) if m.max_batch is None or len(requests) <= m.max_batch]
+    with forcing(model, texts), forcing(draft, guesses):
+        calls = {m.name: partial(run_method, m, model, inputs, **options) for m in methods}
+        for method in methods:
+            progress(f"{table.title}, batch {len(requests)}: warming up {method.name}")
+            calls[method.name]()
+        seconds, runs = alternate(
+            calls,
+            arguments.repeats,
+            lambda text: progress(f"{table.title}, batch {len(requests)}: {text}"),
+        )
+    recorded = torch.stack([_recorded(o, new_tokens) for _, o in requests])
+    for name, last in runs.items():
+        table.add(
+            batch=len(requests),
+            method=name,
+            same="yes" if torch.equal(last.ids, recorded) else "NO",
+            **_figures(last, seconds[name], seconds["plain"]),
+        )
+
+
+def _recorded(output: Ids, new_tokens: int) -> torch.Tensor:
+    return torch.from_numpy(output[:new_tokens].astype(np.int64))
+
+
+def _methods(draft: Any) -> list[Method]:
+    costs = CostModels()
+    return [
+        *baselines(),
+        draft_model(draft),
+        assisted("SamAssistant", partial(SamAssistant, costs=costs)),
+    ]
+
+
+def _figures(last: Run, seconds: float, plain: float) -> dict[str, Any]:
+    return {
+        "rate": last.tokens / seconds,
+        "ratio": plain / seconds,
+        "steps": last.forwards,
+        "per_forward": last.tokens / len(last.ids) / last.forwards,
+        "forward": 1e3 * last.forward_seconds / last.forwards,
+        "share": 100 * last.forward_seconds / last.seconds,
+        **{phase: 1e3 * last.split[phase] for phase in ("draft", "walk", "cache") if last.split},
+    }
+
+
+def _note_roofline(report: Report, model: Any) -> None:
+    """The least time of a forward: every weight is read once."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    bandwidth = copy_bandwidth(model.device)
+    report.settings["weight_bytes"] = weights
+    report.settings["copy_bytes_per_s"] = bandwidth
+    report.note(
+        f"{weights / 1e9:.2f} GB of weights over a measured copy bandwidth of "
+        f"{bandwidth / 1e9:.1f} GB/s (read and write): no forward in less than "
+        f"{1e3 * weights / bandwidth:.2f} ms, no plain decoding above "
+        f"{bandwidth / weights:.1f} steps/s"
+    )
+
+
+def copy_bandwidth(device: torch.device, nbytes: int = 1 << 28, repeats: int = 5) -> float:
+    """Bytes read and written per second by the best of a few large copies."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(repeats):
+        _wait(device)
+        started = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * nbytes / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

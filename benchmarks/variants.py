@@ -1,0 +1,104 @@
+"""The assistants that the acceptance benchmark compares: presets, and presets less a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.datastore import Datastore
+from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
+from hf_retrieval_assist.drafters.rest import RestDrafter
+from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
+
+from .baselines import prompt_lookup
+from .traces import Ids, Trace
+
+Make = Callable[[], Assistant]
+
+
+def presets(trace: Trace, folder: Path) -> dict[str, Make]:
+    """Everything a user would reach for, with what the trace lets it index beforehand."""
+    found: dict[str, Make] = {
+        "prompt lookup": prompt_lookup,
+        "token recycling": lambda: Assistant([TokenRecyclingDrafter()]),
+        "SamAssistant": SamAssistant,
+    }
+    if trace.corpus:
+        found["SamAssistant, corpus"] = lambda: SamAssistant(corpus=trace.corpus)
+        found["RestAssistant"] = _rest(trace, folder, trace.corpus)
+    return found
+
+
+def sam_parts(trace: Trace, folder: Path) -> dict[str, Make]:
+    """The paper's table of ablations, under its own rule."""
+    paper = partial(SamAssistant, budget="paper")
+    found: dict[str, Make] = {
+        "without corpus": paper,
+        "without corpus and fallback": partial(paper, fallback=None),
+    }
+    if trace.corpus:
+        recycling = TokenRecyclingDrafter
+        found |= {
+            "whole": lambda: paper(corpus=trace.corpus),
+            "without fallback": lambda: paper(corpus=trace.corpus, fallback=None),
+            "without the text's own automaton": lambda: Assistant(
+                [StaticAutomatonDrafter(trace.corpus), recycling()], budget="paper"
+            ),
+            "whole, planned": lambda: SamAssistant(corpus=trace.corpus),
+        }
+    return found
+
+
+def sam_thresholds(trace: Trace, folder: Path) -> dict[str, Make]:
+    """`min_match` (the paper's l_threshold) and `corpus_bias` (l_bias)."""
+    if not trace.corpus:
+        return {}
+
+    def make(min_match: int, bias: int) -> Assistant:
+        return SamAssistant(trace.corpus, None, min_match, bias, budget="paper")
+
+    return {
+        f"min_match {match}, corpus_bias {bias}": partial(make, match, bias)
+        for match in (1, 3, 5, 8)
+        for bias in (0, 5, 10)
+    }
+
+
+def draft_sizes(trace: Trace, folder: Path) -> dict[str, Make]:
+    """The longest draft from the text itself."""
+    return {f"{size} tokens": partial(_own_text, size) for size in (4, 8, 16, 24, 40, 64, 100)}
+
+
+def _own_text(size: int) -> Assistant:
+    return Assistant([AutomatonDrafter(size)], budget="paper")
+
+
+def rest_sizes(trace: Trace, folder: Path) -> dict[str, Make]:
+    """REST's tables 2 and 3: more corpus, and longer matches (its n_max)."""
+    if not trace.corpus:
+        return {}
+    found = {}
+    for share in (16, 4, 1):
+        part = trace.corpus[::share]
+        found[f"1/{share} of the corpus" if share > 1 else "whole corpus"] = _rest(
+            trace, folder, part
+        )
+    for longest in (2, 4, 8):
+        found[f"matches up to {longest}"] = _rest(trace, folder, trace.corpus, longest)
+    return found
+
+
+def _rest(trace: Trace, folder: Path, corpus: list[Ids], max_match: int = 16) -> Make:
+    """A maker of assistants over a datastore that is built when first asked for."""
+    path = folder / f"{trace.name}-{len(corpus)}"
+
+    def make() -> Assistant:
+        if path.exists():
+            store = Datastore.open(path)
+        else:
+            store = Datastore.build(corpus, path, vocab_size=trace.vocab_size, progress=False)
+        return Assistant([RestDrafter(store, max_match)])
+
+    return make
