@@ -197,6 +197,8 @@ TARGET static int NAMED(run_pass)(const skinny_problem *p, int threads) {
     if (!memory) return -1;
     pass.sums = (float *)(memory + (CACHE_LINE - (uintptr_t)memory % CACHE_LINE));
     pass.panels = (char *)pass.sums + sums_bytes;
+    /* The last outputs may fill less than the vector that is read of them. */
+    memset(pass.sums, 0, sums_bytes);
     NAMED(pack_panels)(pass.panels, &pass);
     openmp_parallel(NAMED(work), &pass, threads);
     free(memory);
