@@ -7,15 +7,24 @@ back.
 __version__ = "0.1.0"
 
 from .assistants import Assistant
+from .datastore import Datastore
+from .eagle.head import EagleHead
 from .hook import install, uninstall
-from .presets import SamAssistant
+from .output_memory import OutputMemory
+from .presets import RestAssistant, SamAssistant, SequoiaAssistant, SuffixAssistant
 from .simulation import SimulationReport, simulate
 from .token_tree import TokenTree
 
 __all__ = [
     "Assistant",
+    "Datastore",
+    "EagleHead",
+    "OutputMemory",
+    "RestAssistant",
     "SamAssistant",
+    "SequoiaAssistant",
     "SimulationReport",
+    "SuffixAssistant",
     "TokenTree",
     "install",
     "simulate",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,16 @@ from numpy.typing import NDArray
 from .calibration import Calibrator
 from .cost_model import CostModel
 from .cost_registry import CostModels
-from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Target
+from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Proposal, Target
 from .engine import decode
 from .feedback import RowFeedback, prompt_feedback
-from .planner import Budget, Planner
+from .planner import Budget, Planner, token_rate
 from .stats import CallStats, Stats
 from .token_tree import TokenTree
+
+# Steps after which a costly drafter that did not seem worth it is asked again: what it takes then is
+# a small share of the steps between.
+_ASK_AGAIN = 64
 
 
 class Assistant:
@@ -32,6 +37,8 @@ class Assistant:
         max_nodes: nodes that drafters are asked for at most under "auto".
         reroute: on a CPU, compute the linear layers of verification forwards by the fastest method
             for few rows; see :class:`linear_reroute`.
+        residual: verify sampled drafts by residual sampling; for drafters that record what they
+            drew from.
         costs: measured costs, to share between assistants or to keep on disk; None: its own.
     """
 
@@ -42,12 +49,15 @@ class Assistant:
         budget: Budget = "auto",
         max_nodes: int = 256,
         reroute: bool = True,
+        residual: bool = False,
         costs: CostModels | None = None,
     ):
         self.drafters = tuple(drafters)
         self.planner = Planner(budget, max_nodes)
         self.reroute = reroute
+        self.residual = residual
         self.costs = CostModels() if costs is None else costs
+        self.consultations = tuple(Consultation() for _ in self.drafters)
         self.calibrators = tuple(Calibrator(drafter.priors()) for drafter in self.drafters)
         names = [drafter.name for drafter in self.drafters]
         self.stats = Stats(dict(zip(names, self.calibrators, strict=True)))
@@ -81,12 +91,9 @@ class Assistant:
         """A session for one prompt (int32 [length], without padding)."""
         return AssistantSession(self, prompt_ids, target)
 
-    def combine(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        """One tree from the calibrated drafts of each session: here, their union."""
-        tree = TokenTree.empty()
-        for draft in drafts:
-            tree = tree.merge(draft)
-        return tree
+    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
+        """What `budget="paper"` verifies of the calibrated drafts, one of each session."""
+        return union(drafts)
 
     def plan(
         self, trees: Sequence[TokenTree], cost: CostModel | None, extra_tokens: int = 0
@@ -107,6 +114,44 @@ class Assistant:
         """Count a finished call."""
         with self._lock:
             self.stats.record(call)
+
+
+def union(drafts: Sequence[TokenTree]) -> TokenTree:
+    """One tree of all paths."""
+    tree = TokenTree.empty()
+    for draft in drafts:
+        tree = tree.merge(draft)
+    return tree
+
+
+class Consultation:
+    """Whether a drafter that takes noticeable time is worth asking."""
+
+    def __init__(self) -> None:
+        self._typical = TokenTree.empty()
+        self._seconds = 0.0
+        self._passed_over = 0
+
+    def worthwhile(self, tree: TokenTree, cost: CostModel) -> bool:
+        """Whether a draft like the last one would pay for its time, given what is at hand.
+
+        Asked again after a while in any case, because what drafts bring changes with the text.
+        """
+        overhead = cost.overhead()
+        rate = token_rate(self._typical, cost, overhead=overhead + self._seconds)
+        if self._seconds and rate <= token_rate(tree, cost, overhead=overhead):
+            self._passed_over += 1
+            if self._passed_over < _ASK_AGAIN:
+                return False
+        self._passed_over = 0
+        return True
+
+    def observe(self, draft: TokenTree, seconds: float) -> None:
+        """Remember what was drafted, and how long it took."""
+        self._typical = draft
+        # One slow call says little.
+        known = self._seconds or seconds
+        self._seconds = known + 0.2 * min(seconds - known, known)
 
 
 class AssistantSession:
@@ -131,13 +176,37 @@ class AssistantSession:
 
     def propose(self, max_depth: int | None = None, cost: CostModel | None = None) -> TokenTree:
         """One tree of what the drafters propose, at most `max_depth` deep."""
-        budget = self.assistant.planner.request(cost)
-        drafts = [
-            calibration.calibrate(session.propose(budget))
-            for session, calibration in zip(self.sessions, self.calibrations, strict=True)
-        ]
-        tree = self.assistant.combine(self.sessions, drafts)
+        planner = self.assistant.planner
+        budget = planner.request(cost)
+        drafts: list[TokenTree] = []
+        for i, drafter in enumerate(self.assistant.drafters):
+            if drafter.costly and cost is not None and planner.budget == "auto":
+                draft = self._consult(i, union(drafts), budget, cost)
+            else:
+                draft = self._draft(i, budget)
+            drafts.append(draft)
+        paper = planner.budget == "paper"
+        tree = self.assistant.choose(self.sessions, drafts) if paper else union(drafts)
         return tree if max_depth is None else tree.cut_depth(max_depth)
+
+    def _draft(self, number: int, budget: int) -> TokenTree:
+        return self.calibrations[number].calibrate(self.sessions[number].propose(budget))
+
+    def _consult(self, number: int, tree: TokenTree, budget: int, cost: CostModel) -> TokenTree:
+        """A costly drafter's draft, where it is expected to bring more than it takes."""
+        record = self.assistant.consultations[number]
+        if not record.worthwhile(tree, cost):
+            return TokenTree.empty()
+        self.sessions[number].see_cost(cost)
+        started = time.perf_counter()
+        draft = self._draft(number, budget)
+        record.observe(draft, time.perf_counter() - started)
+        return draft
+
+    def proposal(self, path: Sequence[int]) -> Proposal | None:
+        """What children were drawn from below a path of tokens, for residual verification."""
+        found = (session.proposal(path) for session in self.sessions)
+        return next((proposal for proposal in found if proposal is not None), None)
 
     def commit(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
         """Append tokens to the text and learn what they and the forward show."""

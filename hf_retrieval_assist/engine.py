@@ -29,6 +29,7 @@ from .fingerprints import fingerprint
 from .kv_cache import SlotCache, has_slots
 from .linear_reroute import linear_reroute
 from .outputs import OutputRecorder
+from .residual import verify_node
 from .stats import CallStats
 from .tiers import Service, Tier, cache_for, choose_service
 from .token_tree import TokenTree
@@ -357,6 +358,7 @@ class Generation:
         tokens: list[list[int]] = [[] for _ in self.rows]
         accepted: list[list[int]] = [[] for _ in self.rows]
         running = [row for row in self.rows if not row.finished]
+        self._text_lengths = [len(row.generated) for row in self.rows]
         choose = self._chooser(logits, roots)
         for row in running:
             i = row.index
@@ -378,6 +380,13 @@ class Generation:
         raw = logits[None].to(copy=True, dtype=torch.float32, device=self.input_ids.device)
         scores = self.select.process(row, raw)
         self.outputs.token(row, scores, raw)
+        if self.assistant.residual and self.select.do_sample:
+            path = row.generated[self._text_lengths[row.index] :]
+            proposal = self.sessions[row.index].proposal(path)
+            if proposal is not None:
+                law = scores[0].softmax(dim=-1)
+                draft = proposal.draft.to(law.device)
+                return verify_node(law, draft, proposal.children.to(law.device))[1]
         return self.select.choose(scores)
 
     def _stopped(self, row: RowText) -> bool:

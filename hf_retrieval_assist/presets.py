@@ -5,16 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .assistants import Assistant
+from transformers import PreTrainedModel
+
+from .assistants import Assistant, union
+from .datastore import Datastore
 from .drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter, Tokens
 from .drafters.base import Drafter, DraftSession
+from .drafters.draft_model import DraftModelDrafter
+from .drafters.eagle import EagleDrafter
+from .drafters.rest import RestDrafter
+from .drafters.suffix import SuffixDrafter
 from .drafters.token_recycling import TokenRecyclingDrafter
+from .eagle.head import EagleHead
+from .output_memory import OutputMemory
 from .token_tree import TokenTree
 
+# The longest draft from a match where the planner says how much of it pays.
 _LONGEST_DRAFT = 256
 
 
-def fallback_drafter(fallback: Any) -> list[Drafter]:
+def fallback_drafters(fallback: Any) -> list[Drafter]:
     """The drafter that a preset's `fallback=` names, if any.
 
     Raises:
@@ -25,12 +35,17 @@ def fallback_drafter(fallback: Any) -> list[Drafter]:
         return []
     if isinstance(fallback, Drafter):
         return [fallback]
+    if isinstance(fallback, EagleHead):
+        return [EagleDrafter(fallback)]
+    if isinstance(fallback, PreTrainedModel):
+        return [DraftModelDrafter(fallback)]
     if fallback == "token_recycling":
         return [TokenRecyclingDrafter()]
     if isinstance(fallback, str):
         raise ValueError(f"fallback: expected 'token_recycling', got {fallback!r}")
     raise TypeError(
-        f"fallback: expected 'token_recycling', a drafter or None, got {type(fallback).__name__}"
+        "fallback: expected 'token_recycling', a draft model, an EagleHead, a drafter or None, "
+        f"got {type(fallback).__name__}"
     )
 
 
@@ -42,8 +57,9 @@ class SamAssistant(Assistant):
     counting `corpus_bias` tokens less, and below `min_match` tokens the fallback does.
 
     Args:
-        corpus: documents as sequences of token ids, indexed once.
-        fallback: "token_recycling", a drafter, or None.
+        corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
+        memory: earlier outputs to draft from, and to teach; None learns nothing.
+        fallback: "token_recycling", a draft model, an `EagleHead`, a drafter, or None.
         min_match: shortest match that drafts under "paper", in tokens.
         corpus_bias: tokens by which a corpus match must be longer than one in the text.
         max_draft: longest draft from a match under "paper".
@@ -56,7 +72,8 @@ class SamAssistant(Assistant):
 
     def __init__(
         self,
-        corpus: Iterable[Tokens] | None = None,
+        corpus: Iterable[Tokens] | Datastore | None = None,
+        memory: OutputMemory | None = None,
         fallback: Any = "token_recycling",
         min_match: int = 5,
         corpus_bias: int = 5,
@@ -66,25 +83,121 @@ class SamAssistant(Assistant):
         for name, value in (("min_match", min_match), ("corpus_bias", corpus_bias)):
             if value < 0:
                 raise ValueError(f"{name}: expected at least 0, got {value}")
-        # Under "auto" the planner says how long drafts may be.
-        limit = max_draft if options.get("budget") == "paper" else max(max_draft, _LONGEST_DRAFT)
-        retrieval: list[Drafter] = [AutomatonDrafter(limit)]
-        if corpus is not None:
-            retrieval.append(StaticAutomatonDrafter(corpus, limit))
+        paper = options.get("budget") == "paper"
+        limit = max_draft if paper else max(max_draft, _LONGEST_DRAFT)
+        matchers: list[Drafter] = [AutomatonDrafter(limit)]
+        if isinstance(corpus, Datastore):
+            matchers.append(RestDrafter(corpus, max_nodes=limit, continuation=limit))
+        elif corpus is not None:
+            matchers.append(StaticAutomatonDrafter(corpus, limit))
+        self.memory = memory
         self.min_match = min_match
         self.corpus_bias = corpus_bias
-        self._retrieval = len(retrieval)
-        super().__init__([*retrieval, *fallback_drafter(fallback)], **options)
+        self._matchers = len(matchers)
+        learning: list[Drafter] = [] if memory is None else [SuffixDrafter(memory)]
+        super().__init__([*matchers, *learning, *fallback_drafters(fallback)], **options)
 
-    def combine(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        if self.planner.budget != "paper":
-            return super().combine(sessions, drafts)
-        biases = [0, *[self.corpus_bias] * (self._retrieval - 1)]
+    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
+        biases = [0, *[self.corpus_bias] * (self._matchers - 1)]
         matches = [
-            session.match_length - bias  # type: ignore[attr-defined]
-            for session, bias in zip(sessions, biases, strict=False)
+            session.match_length - bias for session, bias in zip(sessions, biases, strict=False)
         ]
         longest = max(matches)
         if longest >= self.min_match:
             return drafts[matches.index(longest)]
-        return drafts[self._retrieval] if len(drafts) > self._retrieval else TokenTree.empty()
+        return union(drafts[self._matchers :])
+
+
+class SuffixAssistant(Assistant):
+    """SuffixDecoding (Oliaro et al., 2024): suffix trees over the text and over earlier outputs.
+
+    `budget="paper"` drafts with the fallback where the suffix draft's score is lower than the
+    fallback's own (the paper's hybrid, section 4.3).
+
+    Args:
+        memory: earlier outputs to draft from, and to teach; None for a new one, at hand as
+            `assistant.memory`.
+        max_depth: longest match plus draft, in tokens.
+        alpha: nodes for each matched token, at most.
+        min_prob: no node is drafted that is estimated to be less probable.
+        tree: draft trees; otherwise single paths.
+        fallback: as for :class:`SamAssistant`.
+        **options: of :class:`Assistant`.
+    """
+
+    def __init__(
+        self,
+        memory: OutputMemory | None = None,
+        max_depth: int = 64,
+        alpha: float = float("inf"),
+        min_prob: float = 0.02,
+        tree: bool = True,
+        fallback: Any = "token_recycling",
+        **options: Any,
+    ):
+        drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree)
+        self.memory = drafter.memory
+        super().__init__([drafter, *fallback_drafters(fallback)], **options)
+
+    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
+        return max(drafts, key=lambda draft: draft.expected_tokens)
+
+
+class RestAssistant(Assistant):
+    """REST (He et al., 2023): drafts from a corpus on disk, the most frequent continuations first.
+
+    Args:
+        datastore: of the model's tokenizer.
+        max_match: the longest context looked up, in tokens.
+        max_nodes: of a draft.
+        continuation: tokens of a draft's longest path.
+        **options: of :class:`Assistant`.
+    """
+
+    def __init__(
+        self,
+        datastore: Datastore,
+        max_match: int = 16,
+        max_nodes: int = 64,
+        continuation: int = 10,
+        **options: Any,
+    ):
+        self.datastore = datastore
+        super().__init__([RestDrafter(datastore, max_match, max_nodes, continuation)], **options)
+
+
+class SequoiaAssistant(Assistant):
+    """Sequoia (Chen et al., 2024): optimal trees of a small draft model.
+
+    Args:
+        draft_model: a transformers model with the target's vocabulary.
+        temperature: None drafts the draft model's most probable tokens, and generation keeps its
+            seed. A number, for sampling: children are drawn without replacement at this
+            temperature and verified by residual sampling, which keeps the distribution of the
+            output but not the seed.
+        max_nodes: of a draft.
+        max_levels: forwards of the draft model for one draft.
+        width: children of a node at most.
+        **options: of :class:`Assistant`.
+
+    Raises:
+        ValueError: a bad size; from `generate`, another vocabulary than the target's.
+    """
+
+    def __init__(
+        self,
+        draft_model: PreTrainedModel,
+        temperature: float | None = None,
+        max_nodes: int = 63,
+        max_levels: int = 8,
+        width: int = 8,
+        **options: Any,
+    ):
+        drafter = DraftModelDrafter(
+            draft_model,
+            max_nodes=max_nodes,
+            max_levels=max_levels,
+            width=width,
+            temperature=temperature,
+        )
+        super().__init__([drafter], residual=temperature is not None, **options)

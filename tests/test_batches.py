@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
-    BartConfig,
     BartForCausalLM,
     Gemma3ForCausalLM,
     LlamaForCausalLM,
@@ -121,9 +120,7 @@ def allowed(row, ids):
 
 @pytest.mark.parametrize("processor", [RowBias(), PrefixConstrainedLogitsProcessor(allowed, 1)])
 def test_processors_that_know_their_row(model, processor):
-    equal(
-        model, padded(4), do_sample=False, max_new_tokens=16, logits_processor=[processor]
-    )
+    equal(model, padded(4), do_sample=False, max_new_tokens=16, logits_processor=[processor])
 
 
 class StopsRowWise(StoppingCriteria):
@@ -161,7 +158,9 @@ def test_scores_of_rows(model):
 
 
 def test_encoder_decoder_batch():
-    model = tiny_model(T5ForConditionalGeneration, tiny_config(T5ForConditionalGeneration.config_class))
+    model = tiny_model(
+        T5ForConditionalGeneration, tiny_config(T5ForConditionalGeneration.config_class)
+    )
     ids = torch.randint(3, 60, (4, 11), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[2, 6:] = 0

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..cost_model import CostModel
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
 
@@ -66,6 +67,19 @@ class Feedback:
     hidden_states: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """What residual verification must know of a node.
+
+    Attributes:
+        draft: [vocab_size], the distribution its children were drawn from.
+        children: int64 [k], the tokens, in the order drawn without replacement.
+    """
+
+    draft: torch.Tensor
+    children: torch.Tensor
+
+
 class DraftSession(ABC):
     """One text being generated: one row of a batch, from its prompt to its end.
 
@@ -84,6 +98,16 @@ class DraftSession(ABC):
         of the forward that produced them, or is None where there was none (in a simulation).
         """
 
+    def see_cost(self, cost: CostModel) -> None:  # noqa: B027 - most drafters do not care
+        """Learn t(n), before a draft, to size it by."""
+
+    def proposal(self, path: Sequence[int]) -> Proposal | None:
+        """What was drawn below the node that `path` leads to, tokens from the last draft's root.
+
+        None where nothing was drawn there, or nothing is ever drawn.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027 - most sessions hold nothing
         """The text is finished; release what the session holds. Called once."""
 
@@ -94,10 +118,12 @@ class Drafter(ABC):
     Attributes:
         name: one lower-case word or two, shown in `stats`.
         needs: see :class:`FeedbackNeeds`.
+        costly: drafting takes a share of a forward's time, so it is asked only where that pays.
     """
 
     name: str = "drafter"
     needs: FeedbackNeeds = FeedbackNeeds()
+    costly: bool = False
 
     @abstractmethod
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:

@@ -13,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from .. import draft_tree
+from ..cost_model import CostModel
 from ..draft_stream import DraftStream, mask_rules
 from ..residual import draw_children
 from ..sequoia import ShapeChooser, TreeShape
 from ..token_tree import Float32Array, Int32Array, TokenTree
-from .base import Drafter, DraftSession, Feedback, Target
+from .base import Drafter, DraftSession, Feedback, Proposal, Target
 
 # Evidence: the draft model's probability of the node given its parent, and its rank.
 PROB_EDGES = np.array([0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97], np.float32)
@@ -28,19 +29,6 @@ RANKS = 4  # the last one stands for all further ranks
 
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What residual verification must know of a node.
-
-    Attributes:
-        draft: [vocab_size], the distribution its children were drawn from.
-        children: int64 [k], the tokens, in the order drawn without replacement.
-    """
-
-    draft: torch.Tensor
-    children: torch.Tensor
 
 
 class DraftModelDrafter(Drafter):
@@ -63,6 +51,7 @@ class DraftModelDrafter(Drafter):
     """
 
     name = "draft model"
+    costly = True
 
     def __init__(
         self,
@@ -239,11 +228,10 @@ class DraftModelSession(DraftSession):
         ]
         return children, draft.gather(-1, children)
 
-    def proposal(self, path: Sequence[int]) -> Proposal | None:
-        """What was drawn below the node that `path` leads to, tokens from the last draft's root.
+    def see_cost(self, cost: CostModel) -> None:
+        self.chooser.set_seconds(cost.curve(self.chooser.max_nodes) + cost.overhead())
 
-        None where nothing was drawn there, or nothing is ever drawn: without a temperature.
-        """
+    def proposal(self, path: Sequence[int]) -> Proposal | None:
         nodes = self._tree.follow(np.array(path, np.int32))
         if not self._proposals or len(nodes) < len(path):
             return None

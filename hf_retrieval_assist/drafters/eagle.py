@@ -36,6 +36,7 @@ class EagleDrafter(Drafter):
     """
 
     name = "eagle"
+    costly = True
 
     def __init__(
         self,
