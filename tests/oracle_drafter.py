@@ -100,7 +100,8 @@ def oracle_assistant(
     if attention_mask is not None:
         padding = (attention_mask == 0).sum(dim=1).tolist()
         rows = [row[skip:] for row, skip in zip(rows, padding, strict=True)]
-    return Assistant([OracleDrafter(rows, **options)])
+    # Every node of a draft is verified, whatever it costs.
+    return Assistant([OracleDrafter(rows, **options)], budget=64, reroute=False)
 
 
 def sequences_of(result: Any) -> torch.Tensor:

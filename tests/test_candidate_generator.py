@@ -1,0 +1,79 @@
+"""Retrieved drafts in transformers' own assisted loop."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from transformers.generation import CandidateGenerator
+
+from hf_retrieval_assist import Assistant
+from hf_retrieval_assist.candidate_generator import RetrievalCandidateGenerator
+from hf_retrieval_assist.drafters.base import Target
+
+from .oracle_drafter import OracleDrafter, oracle_assistant
+from .tiny_models import tiny_config, tiny_model
+
+PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44]])
+
+
+class RetrievalLlama(LlamaForCausalLM):
+    generator: RetrievalCandidateGenerator
+
+    def _get_candidate_generator(self, *args, **kwargs):
+        return self.generator
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(RetrievalLlama, tiny_config(LlamaForCausalLM.config_class))
+
+
+def test_loop_gives_the_same_tokens_in_fewer_forwards(model, monkeypatch):
+    plain = model.generate(PROMPT, do_sample=False, max_new_tokens=30)
+    model.generator = RetrievalCandidateGenerator.for_model(oracle_assistant(plain), model, 37)
+    forwards = []
+    handle = model.register_forward_hook(lambda *args: forwards.append(1))
+    drafted = model.generate(
+        PROMPT, do_sample=False, max_new_tokens=30, prompt_lookup_num_tokens=1
+    )
+    handle.remove()
+    assert torch.equal(plain, drafted)
+    assert len(forwards) < 30
+
+
+def test_candidates_extend_the_text():
+    text = [*PROMPT[0].tolist(), 3, 8, 12, 40]
+    drafter = OracleDrafter([text], miss=0.0, seed=2)
+    generator = RetrievalCandidateGenerator(Assistant([drafter], budget=64), Target(67))
+    assert isinstance(generator, CandidateGenerator)
+    candidates, logits = generator.get_candidates(PROMPT)
+    assert logits is None
+    assert torch.equal(candidates[:, :7], PROMPT)
+    generator.update_candidate_strategy(torch.tensor([text[:9]]), None, 1)
+    candidates, _ = generator.get_candidates(torch.tensor([text[:9]]))
+    assert candidates[0, :9].tolist() == text[:9]
+    generator.close()
+
+
+def test_drafts_stay_below_the_length_limit():
+    text = [*PROMPT[0].tolist(), *range(20)]
+    drafter = OracleDrafter([text], miss=0.0, depth=12, seed=1)
+    generator = RetrievalCandidateGenerator(Assistant([drafter], budget=64), Target(67), 10)
+    for _ in range(5):
+        assert generator.get_candidates(PROMPT)[0].shape[1] < 10
+
+
+def test_several_rows_are_refused():
+    generator = RetrievalCandidateGenerator(oracle_assistant(PROMPT), Target(67))
+    with pytest.raises(ValueError, match="one row"):
+        generator.get_candidates(PROMPT.repeat(2, 1))
+
+
+def test_example(capsys):
+    example = Path(__file__).parents[1] / "examples" / "candidate_generator.py"
+    runpy.run_path(str(example), run_name="__main__")
+    assert "same tokens: True" in capsys.readouterr().out

@@ -1,0 +1,248 @@
+"""Outputs and inputs of `generate` that go beyond ids: equal with and without an assistant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    LlavaForConditionalGeneration,
+    MarianMTModel,
+    Qwen2VLForConditionalGeneration,
+    StoppingCriteria,
+    T5ForConditionalGeneration,
+    WatermarkingConfig,
+    WhisperForConditionalGeneration,
+)
+
+from hf_retrieval_assist.tiers import Tier, choose_service
+
+from .oracle_drafter import both, oracle_assistant, sequences_of
+from .tiny_models import VOCAB, tiny_config, tiny_model
+
+PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
+INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+
+
+def build(model_class, **overrides):
+    return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
+
+
+@pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
+def model(request):
+    return build(request.param, attn_implementation="eager")
+
+
+def equal(model, inputs=INPUTS, **kwargs):
+    kwargs = {"do_sample": False, "max_new_tokens": 16} | kwargs
+    plain, assisted, assistant = both(model, inputs, **kwargs)
+    assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    return plain, assisted, assistant
+
+
+def assert_same_states(plain, assisted):
+    assert len(plain) == len(assisted)
+    for expected_step, actual_step in zip(plain, assisted, strict=True):
+        for expected, actual in zip(expected_step, actual_step, strict=True):
+            assert expected.shape == actual.shape
+            torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_scores_logits_attentions_and_hidden_states(model):
+    names = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    wanted = dict.fromkeys(names, True) | {"return_dict_in_generate": True}
+    plain, assisted, assistant = equal(model, **wanted)
+    assert assistant.stats.last.accepted > 0
+    assert_same_states([plain.scores, plain.logits], [assisted.scores, assisted.logits])
+    assert_same_states(plain.hidden_states, assisted.hidden_states)
+    assert_same_states(plain.attentions, assisted.attentions)
+
+
+@pytest.mark.parametrize("next_is_assisted", [False, True])
+def test_next_turn_continues_from_the_cache(model, next_is_assisted):
+    first, assisted, _ = equal(model, return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, torch.tensor([[3, 14, 15]])], dim=1)
+    turn = {"do_sample": False, "max_new_tokens": 12}
+    expected = model.generate(ids, **turn)
+    options = {"assistant": oracle_assistant(expected)} if next_is_assisted else {}
+    actual = model.generate(ids, past_key_values=assisted.past_key_values, **turn, **options)
+    assert torch.equal(expected, actual)
+    assert assisted.past_key_values.get_seq_length() == actual.shape[1] - 1
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_cache_of_the_caller(model, with_config):
+    def cache():
+        return DynamicCache(config=model.config) if with_config else DynamicCache()
+
+    turn = {"do_sample": False, "max_new_tokens": 14}
+    given = cache()
+    first = model.generate(PROMPT, past_key_values=given, **turn)
+    ids = torch.cat([first, torch.tensor([[3, 14, 15]])], dim=1)
+    expected = model.generate(ids, past_key_values=given, **turn)
+
+    given = cache()
+    model.generate(PROMPT, past_key_values=given, assistant=oracle_assistant(first), **turn)
+    assert given.get_seq_length() == first.shape[1] - 1
+    actual = model.generate(
+        ids, past_key_values=given, assistant=oracle_assistant(expected), **turn
+    )
+    assert torch.equal(expected, actual)
+
+
+def test_embeddings_as_inputs(model):
+    embeds = model.get_input_embeddings()(PROMPT)
+    plain = model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=12)
+    assisted = model.generate(
+        inputs_embeds=embeds,
+        do_sample=False,
+        max_new_tokens=12,
+        assistant=oracle_assistant(plain),
+    )
+    assert torch.equal(plain, assisted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1},
+        {"prefill_chunk_size": 5},
+        {"cache_implementation": "static"},
+        {"cache_implementation": "offloaded"},
+        {"synced_gpus": True},
+        {"guidance_scale": 1.5},
+        {"use_cache": False},
+        {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"watermarking_config": WatermarkingConfig(bias=2.0, seeding_scheme="selfhash")},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options(model, options):
+    equal(model, **options)
+
+
+def test_mask_with_holes(model):
+    mask = torch.ones_like(PROMPT)
+    mask[0, [2, 3, 7]] = 0
+    plain = model.generate(PROMPT, attention_mask=mask, do_sample=False, max_new_tokens=12)
+    shown = plain[:, torch.cat([mask[0].bool(), torch.ones(12, dtype=torch.bool)])]
+    assisted = model.generate(
+        PROMPT,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=12,
+        assistant=oracle_assistant(shown),
+    )
+    assert torch.equal(plain, assisted)
+
+
+def test_end_of_sequence_in_the_middle_of_a_tree(model):
+    free = model.generate(**INPUTS, do_sample=False, max_new_tokens=16)
+    eos = int(free[0, -6])
+    assistant = oracle_assistant(free, miss=0.0)
+    options = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": eos}
+    plain = model.generate(**INPUTS, **options)
+    assert torch.equal(plain, model.generate(**INPUTS, **options, assistant=assistant))
+
+
+def test_no_drafts(model):
+    _, _, assistant = equal(model, oracle={"depth": 0})
+    assert assistant.stats.last.drafted == 0
+
+
+def test_bfloat16_model_gets_the_tree_tier():
+    model = build(LlamaForCausalLM).to(torch.bfloat16)
+    assert choose_service(model, {}).tier is Tier.TREE
+
+
+def test_flash_attention_gets_the_chain_tier():
+    model = build(LlamaForCausalLM)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    from hf_retrieval_assist.tiers import _candidates
+
+    assert [service.tier for service in _candidates(model)] == [Tier.CHAIN, Tier.PLAIN]
+
+
+def test_self_test_disturbs_nothing():
+    model = build(LlamaForCausalLM).train()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    choose_service(model, {})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_quantised_modules():
+    model = build(LlamaForCausalLM)
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8)
+    equal(quantised)
+
+
+def test_lora_adapter():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        build(LlamaForCausalLM), peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3)
+    _, _, assistant = equal(model.eval())
+    assert assistant.stats.tier == "tree"
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_weights(place, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = build(LlamaForCausalLM)
+    if place == "cpu":
+        model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        model = accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    _, _, assistant = equal(model)
+    assert assistant.stats.tier == "tree"
+
+
+@pytest.mark.parametrize("implementation", ["quantized"])
+def test_quantised_caches_are_refused(implementation):
+    with pytest.raises(ValueError, match="cache_implementation"):
+        build(LlamaForCausalLM).generate(
+            **INPUTS,
+            max_new_tokens=4,
+            cache_implementation=implementation,
+            assistant=oracle_assistant(PROMPT),
+        )
+
+
+class EndsWith(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -1] % 4 == 1) & (input_ids.shape[1] > 18)
+
+
+def test_custom_stopping_criterion(model):
+    equal(model, stopping_criteria=[EndsWith()])
+
+
+def encoder_decoder(model_class):
+    model = build(model_class, is_encoder_decoder=True)
+    if model_class is WhisperForConditionalGeneration:
+        frames = 2 * model.config.max_source_positions
+        features = torch.randn(1, model.config.num_mel_bins, frames)
+        return model, {"input_features": features}
+    return model, INPUTS
+
+
+@pytest.mark.parametrize(
+    "model_class",
+    [T5ForConditionalGeneration, MarianMTModel, WhisperForConditionalGeneration],
+)
+def test_encoder_decoder(model_class):
+    model, inputs = encoder_decoder(model_class)
+    options = {"do_sample": False, "max_new_tokens": 20, "forced_eos_token_id": None, "num_beams": 1}
+    plain = model.generate(**inputs, **options)
+    assistant = oracle_assistant(plain)
+    assert torch.equal(plain, model.generate(**inputs, **options, assistant=assistant))
+    assert assistant.stats.tier == "chain"
+    assert assistant.stats.last.accepted > 0
