@@ -30,7 +30,7 @@ from .datastore_format import (
     sync_file,
     write_manifest,
 )
-from .suffix_array import align_suffixes, bucket_starts, rank_codes
+from .suffix_sort import align_suffixes, bucket_starts, rank_codes
 
 _BATCH = 1 << 20  # tokens that are validated and encoded at a time
 _MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
