@@ -6,10 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hf_retrieval_assist import output_log
 from hf_retrieval_assist.output_log import OutputLog
 from hf_retrieval_assist.output_memory import OutputMemory
 
@@ -209,10 +211,12 @@ def test_threads_share_a_memory(tmp_path):
     assert len(logged(tmp_path / "log")) == 60
 
 
+# The module alone: importing the package would take most of a writer's life.
 WRITER = """
 import sys
 import numpy as np
-from hf_retrieval_assist.output_log import OutputLog
+sys.path.insert(0, sys.argv[4])
+from output_log import OutputLog
 
 log, first, count = OutputLog(sys.argv[1], 1 << 30), int(sys.argv[2]), int(sys.argv[3])
 for i in range(first, first + count):
@@ -222,7 +226,8 @@ for i in range(first, first + count):
 
 
 def start_writer(path, first, outputs):
-    arguments = [sys.executable, "-c", WRITER, str(path), str(first), str(outputs)]
+    folder = str(Path(output_log.__file__).parent)
+    arguments = [sys.executable, "-c", WRITER, str(path), str(first), str(outputs), folder]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 
