@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -201,7 +200,6 @@ COLUMNS = {
 
 def measure(index: type[Index], text: Int32Array, queries: Int32Array) -> dict[str, float | None]:
     """Figures of one structure over one text, then asked along `queries`."""
-    gc.collect()
     started = time.perf_counter()
     built = index(text)
     seconds = time.perf_counter() - started
