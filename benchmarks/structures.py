@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -201,7 +200,6 @@ COLUMNS = {
 
 def measure(index: type[Index], text: Int32Array, queries: Int32Array) -> dict[str, float | None]:
     """Figures of one structure over one text, then asked along `queries`."""
-    gc.collect()
     started = time.perf_counter()
     built = index(text)
     seconds = time.perf_counter() - started
@@ -246,12 +244,12 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     largest = arguments.max_tokens or (100_000 if arguments.quick else 10_000_000)
     sizes = [10**e for e in range(3, 9) if 10**e <= largest]
     report = Report("structures", {"sizes": sizes, "draft": DRAFT, "seed": arguments.seed})
+    queries = QUERIES // 10 if arguments.quick else QUERIES
     table = report.table(f"Structures, drafting {DRAFT} tokens", COLUMNS)
     indexes = available(report)
     for stream, size in [*(("natural", s) for s in sizes), *_adversarial(sizes)]:
-        length = size + QUERIES
         options = {"seed": arguments.seed} if stream == "natural" else {}
-        text = STREAMS[stream](length, **options)
+        text = STREAMS[stream](size + queries, **options)
         for name, index in indexes.items():
             progress(f"{name}: {size:,} tokens, {stream}")
             figures = measure(index, text[:size], text[size:])

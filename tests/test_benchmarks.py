@@ -1,0 +1,273 @@
+"""Every benchmark at tiny size: it runs, and what it prints adds up. Timings are not looked at."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from benchmarks import acceptance, model, plots, replay, structures, texts, timing, traces
+from benchmarks.__main__ import main, parse
+from benchmarks.report import Report
+from hf_retrieval_assist.simulation import simulate
+
+WORDS = [f"w{i}" for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "<pad>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def trace_folder(tmp_path_factory):
+    """Requests whose outputs copy from their prompts and from each other."""
+    folder = tmp_path_factory.mktemp("traces")
+    rng = np.random.default_rng(0)
+    phrase = rng.integers(0, 50, 24).astype(np.int32)
+    requests = [
+        (np.concatenate([rng.integers(0, 50, 12).astype(np.int32), phrase]), np.tile(phrase, 3))
+        for _ in range(4)
+    ]
+    corpus = [rng.integers(0, 50, 40).astype(np.int32), phrase]
+    traces.write_npz(folder / "phrases.npz", traces.Trace("phrases", requests, corpus))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def structures_report():
+    return structures.run(arguments("structures", "--max-tokens", 1000), silent)
+
+
+@pytest.fixture(scope="module")
+def acceptance_report(trace_folder):
+    return acceptance.run(arguments("acceptance", "--traces", trace_folder), silent)
+
+
+@pytest.fixture(scope="module")
+def replay_report(trace_folder):
+    options = ("--replay-traces", trace_folder, "--device", "cpu", "--repeats", 1)
+    return replay.run(arguments("replay", *options, "--batch", 1, 3, "--new-tokens", 12), silent)
+
+
+def silent(text):
+    pass
+
+
+def arguments(*argv):
+    return parse(["--quick", *map(str, argv)])
+
+
+def rows(report, title):
+    (table,) = [table for table in report.tables if table.title.startswith(title)]
+    return table.rows
+
+
+def test_structures(structures_report, tmp_path):
+    found = rows(structures_report, "Structures")
+    names = {row["structure"] for row in found}
+    assert {"suffix automaton", "suffix tree", "suffix array", "prompt lookup"} <= names
+    assert {row["text"] for row in found} == set(texts.STREAMS)
+    automaton = [row for row in found if row["structure"] == "suffix automaton"]
+    assert all(row["build"] > 0 and row["draft"] > 0 and row["bytes"] > 0 for row in automaton)
+    content = json.loads(structures_report.save(tmp_path).read_text())
+    assert content["environment"]["versions"]["torch"] == torch.__version__
+    assert content["settings"]["seed"] == 0
+    assert len(content["tables"][0]["rows"]) == len(found)
+
+
+def test_streams_are_what_they_are_called():
+    assert len(set(texts.repeated(50).tolist())) == 1
+    assert texts.fibonacci(8).tolist() == [0, 1, 0, 0, 1, 0, 1, 0]
+    bits = texts.de_bruijn(2**6, order=6)
+    around = np.concatenate([bits, bits[:5]])
+    assert len({tuple(around[i : i + 6].tolist()) for i in range(2**6)}) == 2**6
+    text = texts.natural(5000, 1000, seed=1)
+    assert np.array_equal(text, texts.natural(5000, 1000, seed=1))
+    assert 0 <= text.min() < text.max() < 1000
+
+
+def test_acceptance(acceptance_report):
+    presets = {row["variant"]: row for row in rows(acceptance_report, "Presets")}
+    assert presets["SamAssistant"]["accepted"] > 2
+    assert presets["SamAssistant"]["accepted"] >= presets["prompt lookup"]["accepted"]
+    assert presets["prompt lookup"]["nodes"] <= 10
+    assert {"SamAssistant, corpus", "RestAssistant"} <= presets.keys()
+    assert presets["SamAssistant"]["gpu"] > presets["SamAssistant"]["cpu"] > 0
+    sizes = {row["variant"]: row["nodes"] for row in rows(acceptance_report, "Draft size")}
+    assert sizes["4 tokens"] <= 4 < sizes["40 tokens"]
+    for study in acceptance.STUDIES.values():
+        assert rows(acceptance_report, study.title)
+
+
+def test_prompt_lookup_is_counted_as_transformers_drafts(trace_folder):
+    """Ten tokens a step while the phrase repeats, as the outputs were made to."""
+    (trace,) = traces.read_traces(trace_folder)
+    found = simulate(acceptance.variants.prompt_lookup(), trace.requests, vocab_size=50)
+    assert 5 < found.mean_accepted_tokens <= 11
+
+
+def test_curves_of_t():
+    for time in (acceptance.gpu_time, acceptance.cpu_time):
+        assert time(1) == 1
+        assert time(65) > time(64) > 1
+
+
+def test_traces_round_trip_and_are_checked(tmp_path, trace_folder, tokenizer):
+    (trace,) = traces.read_traces(trace_folder)
+    assert (len(trace.requests), len(trace.corpus), trace.vocab_size) == (4, 2, 50)
+    assert len(trace.head(2).requests) == 2
+    lines = [{"prompt": "w1 w2", "output": "w3"}, {"corpus": "w4 w5 w6"}]
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (text,) = traces.read_traces(folder, tokenizer)
+    assert [ids.tolist() for ids in text.requests[0]] == [[3, 4], [5]]
+    assert text.corpus[0].tolist() == [6, 7, 8]
+    with pytest.raises(ValueError, match="tokenizer"):
+        traces.read_traces(folder)
+    (folder / "a.jsonl").write_text('{"question": "w1"}')
+    with pytest.raises(ValueError, match=r"a\.jsonl:1"):
+        traces.read_traces(folder, tokenizer)
+    with pytest.raises(ValueError, match=r"no \.npz"):
+        traces.read_traces(tmp_path / "nowhere")
+    np.savez(tmp_path / "b.npz", prompt_tokens=np.arange(3), prompt_offsets=np.array([0, 9]))
+    with pytest.raises(ValueError, match="prompt_offsets"):
+        traces.read_traces(tmp_path)
+
+
+def test_replay_emits_the_recorded_text_by_every_method(replay_report):
+    found = rows(replay_report, "Replaying")
+    assert {row["same"] for row in found} == {"yes"}
+    assert {row["batch"] for row in found} == {1, 3}
+    by_method = {row["method"]: row for row in found if row["batch"] == 1}
+    assert by_method["plain"]["steps"] == 12
+    assert by_method["prompt lookup"]["steps"] < 8
+    assert by_method["draft model"]["steps"] < 12
+    assert by_method["SamAssistant"]["steps"] <= 12
+    assert all(0 < row["share"] <= 100 for row in found)
+    assert replay_report.settings["weight_bytes"] > 0
+
+
+def test_forcing_tells_rows_and_positions_apart():
+    small = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=90,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
+    recorded = torch.tensor([[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 0, 0]])
+    inputs = torch.tensor([[1, 2, 3], [0, 11, 12]])
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    with replay.forcing(small, recorded):
+        ids = small.generate(inputs, attention_mask=mask, max_new_tokens=2, pad_token_id=0)
+        assert ids[:, 3:].tolist() == [[4, 5], [13, 14]]
+        tree = small(torch.tensor([[3, 4, 80, 81]]), position_ids=torch.tensor([[2, 3, 3, 4]]))
+        assert tree.logits.argmax(-1)[0].tolist() == [4, 5, 5, 6]
+        with pytest.raises(RuntimeError, match="position_ids"):
+            small(inputs)
+    plain = small(inputs, attention_mask=mask).logits
+    assert plain.max() < replay.FORCE
+
+
+def test_dense_ids_keep_what_is_equal(trace_folder):
+    (trace,) = traces.read_traces(trace_folder)
+    far = traces.Trace("far", [(p * 1000, o * 1000) for p, o in trace.requests])
+    near = replay.dense_ids(far, 50)
+    assert near.vocab_size <= 50
+    values = np.unique(np.concatenate([ids for pair in far.requests for ids in pair]))
+    assert all(
+        np.array_equal(values[mine], theirs)
+        for mine, theirs in zip(near.requests[0], far.requests[0], strict=True)
+    )
+    with pytest.raises(ValueError, match="distinct"):
+        replay.dense_ids(far, 10)
+
+
+def test_real_model_benchmark_on_a_random_one(tokenizer):
+    torch.manual_seed(0)
+    small = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=62,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=1,
+        )
+    ).eval()
+    prompts = [
+        model.Prompt(c, n, "w1 w2 w3 w1 w2") for c, n in [("a", "x"), ("a", "y"), ("b", "z")]
+    ]
+    options = arguments("model")
+    options.new_tokens, options.repeats = 12, 1
+    report = model.measure(small, tokenizer, prompts, options, silent)
+    for kind in model.DECODING:
+        found = rows(report, f"Real model, {kind}")
+        assert {row["category"] for row in found} == {"a", "b", "all"}
+        same = {(row["category"], row["method"]): row["same"] for row in found}
+        assert same["all", "SamAssistant"] == "3 of 3"
+
+
+def test_shipped_prompts_cover_the_categories():
+    prompts = model.read_prompts()
+    counts = {p.category: sum(q.category == p.category for q in prompts) for p in prompts}
+    assert len(counts) == 7
+    assert min(counts.values()) >= 3
+    assert len({p.text for p in prompts}) == len(prompts)
+
+
+def test_shipped_traces_are_there():
+    assert all(len(trace.requests) >= 16 for trace in traces.read_traces(traces.SHIPPED))
+
+
+def test_alternating_order_and_medians():
+    order = []
+    calls = {name: lambda name=name: order.append(name) or len(order) for name in "ab"}
+    seconds, results = timing.alternate(calls, 3, silent)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert results == {"a": 5, "b": 6}
+    assert seconds.keys() == {"a", "b"}
+
+
+def test_tables_refuse_unknown_columns_and_print_dashes():
+    report = Report("x", {})
+    table = report.table("Title", {"name": "name", "value": "value/s"})
+    table.add(name="long name", value=1234.5)
+    table.add(name="none")
+    with pytest.raises(KeyError, match="colour"):
+        table.add(colour="red")
+    title, heading, rule, *body = str(table).splitlines()
+    assert title == "Title"
+    assert len(heading) == len(rule) == len(body[0])
+    assert body[0].endswith("1,234") or body[0].endswith("1,235")
+    assert body[1].endswith("-")
+
+
+def test_command_line(tmp_path, trace_folder, capsys):
+    folders = ["--traces", str(trace_folder), "--output", str(tmp_path)]
+    main(["acceptance", "--quick", "--study", "draft-size", *folders])
+    assert "Draft size" in capsys.readouterr().out
+    assert json.loads((tmp_path / "acceptance.json").read_text())["benchmark"] == "acceptance"
+    with pytest.raises(SystemExit):
+        parse(["speed"])
+
+
+def test_figures(tmp_path, structures_report, acceptance_report, replay_report):
+    pytest.importorskip("matplotlib")
+    for report, names in (
+        (structures_report, {"structures"}),
+        (acceptance_report, {"acceptance-0", "learning"}),
+        (replay_report, {"replay-0"}),
+    ):
+        drawn = plots.draw(report, tmp_path)
+        assert names <= {path.stem for path in drawn}
+        assert all(path.stat().st_size > 5_000 for path in drawn)
