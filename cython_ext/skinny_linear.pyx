@@ -215,7 +215,7 @@ cdef object _tensor = torch.Tensor
 cdef object _parameter = torch.nn.Parameter
 cdef object _is_grad_enabled = torch.is_grad_enabled
 cdef object _is_autocast_enabled = torch.is_autocast_enabled
-cdef object _is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+cdef object _function_transform = torch._C._functorch.peek_interpreter_stack
 cdef dict _methods = {}
 cdef object _choose = None
 
@@ -229,27 +229,35 @@ cdef bint _is_plain(object tensor, object dtype):
         and tensor.is_cpu
         and tensor.layout is _strided
         and not tensor.is_neg()
-        and not _is_functorch_wrapped(tensor)
+    )
+
+
+cdef bint _is_recorded(object x, object weight, object bias):
+    """Whether autograd would record the product."""
+    return _is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     )
 
 
 cdef bint _can_route(object x, object weight, object bias):
-    """Whether the product may be computed here: few rows of plain tensors, nothing recorded."""
+    """Whether the product may be computed here: few rows of plain tensors that fit, and nobody who
+    records or transforms it.
+    """
     dtype = getattr(weight, "dtype", None)
     if dtype not in _dtypes or not _is_plain(weight, dtype) or not _is_plain(x, dtype):
         return False
-    if bias is not None and not _is_plain(bias, dtype):
+    if weight.dim() != 2 or not weight.is_contiguous() or x.dim() < 1:
         return False
-    if weight.dim() != 2 or weight.stride(1) != 1 or x.dim() < 1 or _is_autocast_enabled("cpu"):
+    outputs, depth = weight.shape
+    if depth == 0 or x.size(-1) != depth or not 0 < x.numel() <= PASS_ROWS * depth:
         return False
-    if _is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    ):
+    if bias is not None and (not _is_plain(bias, dtype) or bias.shape != (outputs,)):
         return False
-    depth = weight.size(1)
-    if depth == 0 or x.size(-1) != depth or (bias is not None and bias.numel() != weight.size(0)):
-        return False
-    return 0 < x.numel() <= PASS_ROWS * depth
+    return not (
+        _is_recorded(x, weight, bias)
+        or _is_autocast_enabled("cpu")
+        or _function_transform() is not None
+    )
 
 
 def routed_linear(input, weight, bias=None):
