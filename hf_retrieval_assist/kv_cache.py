@@ -227,6 +227,7 @@ class SlotCache(DynamicCache):
         Slots that a row did not fill hold no text; they stand where plain decoding keeps padding.
         """
         self.slots.set_lengths([self.slots.longest] * len(self.slots.lengths))
+        self.slots.view_from = None
 
     def truncate(self, length: int) -> None:
         """Forget the tokens behind a length in every row."""

@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -103,7 +104,7 @@ def _first_right(model: Any, model_kwargs: dict[str, Any]) -> Service:
 def _candidates(model: Any) -> list[Service]:
     """Tiers that the model's properties allow, best first; the last one is plain."""
     plain = Service(Tier.PLAIN, "")
-    parameters = inspect.signature(model.forward).parameters
+    parameters = _forward_parameters(model)
     name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
     if name is None:
         return [Service(Tier.PLAIN, "its forward takes no cache")]
@@ -121,6 +122,11 @@ def _candidates(model: Any) -> list[Service]:
     single = Service(Tier.TREE, "one mask", single_mask(config))
     per_type = Service(Tier.TREE, "a mask per layer type", layer_masks(config))
     return [per_type, single, chain, plain] if layer_masks(config) else [single, chain, plain]
+
+
+def _forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    """Of the class's forward: an instance's may be wrapped by hooks that take anything."""
+    return inspect.signature(type(model).forward).parameters
 
 
 def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:
@@ -219,7 +225,7 @@ class _Probe:
         }
         if not self.model.config.is_encoder_decoder:
             kwargs["attention_mask"] = self.mask
-            if "position_ids" in inspect.signature(self.model.forward).parameters:
+            if "position_ids" in _forward_parameters(self.model):
                 kwargs["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)
         inputs = self.model.prepare_inputs_for_generation(
             self.prompt, is_first_iteration=True, **kwargs

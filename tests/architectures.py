@@ -35,9 +35,7 @@ _RECURRENT = (
     "many forwards"
 )
 BELOW_KNOWN = {
-    **dict.fromkeys(
-        ("InklingForCausalLM", "Inkling2ForCausalLM", "Lfm2ForCausalLM"), _RECURRENT
-    ),
+    **dict.fromkeys(("InklingForCausalLM", "Inkling2ForCausalLM", "Lfm2ForCausalLM"), _RECURRENT),
     **dict.fromkeys(("Lfm2MoeForCausalLM", "Lfm3ForCausalLM"), _RECURRENT),
     **dict.fromkeys(
         ("NemotronHForCausalLM", "Zamba2ForCausalLM"),

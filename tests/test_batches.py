@@ -124,9 +124,7 @@ def allowed(row, ids):
 
 @pytest.mark.parametrize("processor", [RowBias(), PrefixConstrainedLogitsProcessor(allowed, 1)])
 def test_processors_that_know_their_row(model, processor):
-    equal(
-        model, padded(4), do_sample=False, max_new_tokens=16, logits_processor=[processor]
-    )
+    equal(model, padded(4), do_sample=False, max_new_tokens=16, logits_processor=[processor])
 
 
 class StopsRowWise(StoppingCriteria):
@@ -164,7 +162,9 @@ def test_scores_of_rows(model):
 
 
 def test_encoder_decoder_batch():
-    model = tiny_model(T5ForConditionalGeneration, tiny_config(T5ForConditionalGeneration.config_class))
+    model = tiny_model(
+        T5ForConditionalGeneration, tiny_config(T5ForConditionalGeneration.config_class)
+    )
     ids = torch.randint(3, 60, (4, 11), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[2, 6:] = 0

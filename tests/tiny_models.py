@@ -141,6 +141,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "gemma3n_text": {"num_kv_shared_layers": 1, "layer_types": _MIXED},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
