@@ -203,7 +203,7 @@ class _Probe:
         generator = torch.Generator().manual_seed(0)
         length = _prompt_length(self.config)
         ids = torch.randint(1, self.config.vocab_size, (rows, length + 10), generator=generator)
-        self.prompt = ids[:, :length].to(model.device)
+        self.prompt = ids[:, :length].to(_device(model))
         # Per row the text, and behind it a token that is drafted wrongly.
         self.texts: list[list[int]] = ids[:, length:].tolist()
         self.mask = torch.ones_like(self.prompt)
@@ -279,6 +279,13 @@ class _Probe:
             return TokenTree.chain([*right, text[-1]], [1.0] * 3), list(range(tokens))
         tree = TokenTree.build([text[-1], text[-2], *right], _TREE_PARENTS, [1.0] * 4)
         return tree, [0, 3, 4][:tokens]
+
+
+def _device(model: Any) -> torch.device:
+    """Where the model computes; with offloaded weights its parameters are elsewhere."""
+    hook = getattr(model, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    return model.device if device is None else torch.device(device)
 
 
 def _has_padding(model_kwargs: dict[str, Any]) -> bool:
