@@ -283,7 +283,7 @@ class _Probe:
 
 def _device(model: Any) -> torch.device:
     """Where the model computes; with offloaded weights its parameters are elsewhere."""
-    hook = getattr(model, "_hf_hook", None)
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
     return model.device if device is None else torch.device(device)
 
