@@ -20,7 +20,7 @@ from transformers import (
 from hf_retrieval_assist.tiers import Tier, _candidates, choose_service
 
 from .oracle_drafter import both, oracle_assistant, sequences_of
-from .tiny_models import VOCAB, tiny_config, tiny_model
+from .tiny_models import tiny_config, tiny_model
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
