@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 SOURCES := $(wildcard cython_ext/*.pyx cython_ext/*.pxd cython_ext/*.h cython_ext/*.c)
 
-.PHONY: demo test test-all test-debug bench quality style build wheel clean
+.PHONY: demo test test-all test-debug test-matrix bench quality style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
@@ -31,6 +31,12 @@ test-debug: build
 	find build/checked -name '*.so' -delete
 	cd build/checked && HFRA_DEBUG=1 ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/checked && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" tests/structures
+
+# The contract of `generate` under the oldest supported transformers.
+test-matrix: build
+	test -x .venv-5.17/bin/python || $(PYTHON) -m venv .venv-5.17
+	.venv-5.17/bin/python -m pip install --quiet torch==2.13.0 transformers==5.17.0 pytest --editable .
+	.venv-5.17/bin/python -m pytest -q tests/test_batches.py tests/test_generate_contract.py tests/test_candidate_generator.py
 
 bench: build
 	$(BIN)/python -m benchmarks

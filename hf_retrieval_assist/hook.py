@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationMixin, QuantizedCache
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
@@ -95,6 +95,16 @@ def _check(assistant: Any, kwargs: dict[str, Any]) -> None:
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate"):
         if _setting(kwargs, name) is not None:
             raise ValueError(f"{name}: expected no other way of decoding beside assistant=")
+    if _setting(kwargs, "cache_implementation") == "quantized":
+        raise ValueError(
+            'cache_implementation: expected "dynamic", "static" or none with an assistant, got '
+            '"quantized", whose tokens cannot be dropped one by one'
+        )
+    if isinstance(kwargs.get("past_key_values"), QuantizedCache):
+        raise ValueError(
+            "past_key_values: expected a cache whose tokens can be dropped one by one, got a "
+            f"{type(kwargs['past_key_values']).__name__}"
+        )
     # Checked here as well as in the engine because `generate` repeats the batch for every beam.
     beams = _setting(kwargs, "num_beams") or 1
     if beams > 1:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -25,7 +24,10 @@ from transformers.cache_utils import (
 # A buffer grows by half its size, so that copying it costs O(1) per token, never in small steps.
 _MIN_GROWTH = 256
 
-SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
+# Layers that share another one's entries have a class of their own in later versions only.
+_SHARING = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+
+SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_SHARING)
 """Layers whose content is one entry per token, so that any path of a tree can be kept."""
 
 
@@ -227,6 +229,7 @@ class SlotCache(DynamicCache):
         Slots that a row did not fill hold no text; they stand where plain decoding keeps padding.
         """
         self.slots.set_lengths([self.slots.longest] * len(self.slots.lengths))
+        self.slots.view_from = None
 
     def truncate(self, length: int) -> None:
         """Forget the tokens behind a length in every row."""

@@ -6,6 +6,7 @@ import inspect
 import logging
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -103,7 +104,7 @@ def _first_right(model: Any, model_kwargs: dict[str, Any]) -> Service:
 def _candidates(model: Any) -> list[Service]:
     """Tiers that the model's properties allow, best first; the last one is plain."""
     plain = Service(Tier.PLAIN, "")
-    parameters = inspect.signature(model.forward).parameters
+    parameters = _forward_parameters(model)
     name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
     if name is None:
         return [Service(Tier.PLAIN, "its forward takes no cache")]
@@ -121,6 +122,11 @@ def _candidates(model: Any) -> list[Service]:
     single = Service(Tier.TREE, "one mask", single_mask(config))
     per_type = Service(Tier.TREE, "a mask per layer type", layer_masks(config))
     return [per_type, single, chain, plain] if layer_masks(config) else [single, chain, plain]
+
+
+def _forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    """Of the class's forward: an instance's may be wrapped by hooks that take anything."""
+    return inspect.signature(type(model).forward).parameters
 
 
 def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:
@@ -197,7 +203,7 @@ class _Probe:
         generator = torch.Generator().manual_seed(0)
         length = _prompt_length(self.config)
         ids = torch.randint(1, self.config.vocab_size, (rows, length + 10), generator=generator)
-        self.prompt = ids[:, :length].to(model.device)
+        self.prompt = ids[:, :length].to(_device(model))
         # Per row the text, and behind it a token that is drafted wrongly.
         self.texts: list[list[int]] = ids[:, length:].tolist()
         self.mask = torch.ones_like(self.prompt)
@@ -219,7 +225,7 @@ class _Probe:
         }
         if not self.model.config.is_encoder_decoder:
             kwargs["attention_mask"] = self.mask
-            if "position_ids" in inspect.signature(self.model.forward).parameters:
+            if "position_ids" in _forward_parameters(self.model):
                 kwargs["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)
         inputs = self.model.prepare_inputs_for_generation(
             self.prompt, is_first_iteration=True, **kwargs
@@ -273,6 +279,13 @@ class _Probe:
             return TokenTree.chain([*right, text[-1]], [1.0] * 3), list(range(tokens))
         tree = TokenTree.build([text[-1], text[-2], *right], _TREE_PARENTS, [1.0] * 4)
         return tree, [0, 3, 4][:tokens]
+
+
+def _device(model: Any) -> torch.device:
+    """Where the model computes; with offloaded weights its parameters are elsewhere."""
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    return model.device if device is None else torch.device(device)
 
 
 def _has_padding(model_kwargs: dict[str, Any]) -> bool:

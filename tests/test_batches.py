@@ -66,7 +66,7 @@ def test_padding_behind_finished_rows(model):
     inputs = padded(3)
     free = model.generate(**inputs, do_sample=False, max_new_tokens=20)[:, 18:]
     eos = int(free[1, 2])
-    plain, assisted, _ = equal(
+    _, assisted, _ = equal(
         model, inputs, do_sample=False, max_new_tokens=20, eos_token_id=eos, pad_token_id=61
     )
     assert (assisted[1, 18:] == 61).any()

@@ -37,9 +37,7 @@ def test_loop_gives_the_same_tokens_in_fewer_forwards(model, monkeypatch):
     model.generator = RetrievalCandidateGenerator.for_model(oracle_assistant(plain), model, 37)
     forwards = []
     handle = model.register_forward_hook(lambda *args: forwards.append(1))
-    drafted = model.generate(
-        PROMPT, do_sample=False, max_new_tokens=30, prompt_lookup_num_tokens=1
-    )
+    drafted = model.generate(PROMPT, do_sample=False, max_new_tokens=30, prompt_lookup_num_tokens=1)
     handle.remove()
     assert torch.equal(plain, drafted)
     assert len(forwards) < 30

@@ -17,10 +17,10 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from hf_retrieval_assist.tiers import Tier, choose_service
+from hf_retrieval_assist.tiers import Tier, _candidates, choose_service
 
 from .oracle_drafter import both, oracle_assistant, sequences_of
-from .tiny_models import VOCAB, tiny_config, tiny_model
+from .tiny_models import tiny_config, tiny_model
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
@@ -110,8 +110,6 @@ def test_embeddings_as_inputs(model):
         {"max_new_tokens": 1},
         {"prefill_chunk_size": 5},
         {"cache_implementation": "static"},
-        {"cache_implementation": "offloaded"},
-        {"synced_gpus": True},
         {"guidance_scale": 1.5},
         {"use_cache": False},
         {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2},
@@ -121,6 +119,19 @@ def test_embeddings_as_inputs(model):
 )
 def test_options(model, options):
     equal(model, **options)
+
+
+@pytest.fixture
+def process_group():
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_synced_processes(model):
+    equal(model, synced_gpus=True)
 
 
 def test_mask_with_holes(model):
@@ -160,8 +171,6 @@ def test_bfloat16_model_gets_the_tree_tier():
 def test_flash_attention_gets_the_chain_tier():
     model = build(LlamaForCausalLM)
     model.config._attn_implementation_internal = "flash_attention_2"
-    from hf_retrieval_assist.tiers import _candidates
-
     assert [service.tier for service in _candidates(model)] == [Tier.CHAIN, Tier.PLAIN]
 
 
@@ -205,13 +214,12 @@ def test_offloaded_weights(place, tmp_path):
     assert assistant.stats.tier == "tree"
 
 
-@pytest.mark.parametrize("implementation", ["quantized"])
-def test_quantised_caches_are_refused(implementation):
+def test_quantised_caches_are_refused():
     with pytest.raises(ValueError, match="cache_implementation"):
         build(LlamaForCausalLM).generate(
             **INPUTS,
             max_new_tokens=4,
-            cache_implementation=implementation,
+            cache_implementation="quantized",
             assistant=oracle_assistant(PROMPT),
         )
 
@@ -240,9 +248,72 @@ def encoder_decoder(model_class):
 )
 def test_encoder_decoder(model_class):
     model, inputs = encoder_decoder(model_class)
-    options = {"do_sample": False, "max_new_tokens": 20, "forced_eos_token_id": None, "num_beams": 1}
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 20,
+        "forced_eos_token_id": None,
+        "num_beams": 1,
+    }
     plain = model.generate(**inputs, **options)
     assistant = oracle_assistant(plain)
     assert torch.equal(plain, model.generate(**inputs, **options, assistant=assistant))
     assert assistant.stats.tier == "chain"
     assert assistant.stats.last.accepted > 0
+
+
+def image_inputs(model_class):
+    """A tiny vision-language model, and one image with a prompt around it."""
+    if model_class is Qwen2VLForConditionalGeneration:
+        text = {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+            }
+        }
+        config = model_class.config_class
+        tiny = tiny_config(config)
+        text_config = tiny.text_config.to_dict() | text
+        vision = tiny.vision_config.to_dict() | {
+            "depth": 1,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "patch_size": 4,
+        }
+        tiny = config(
+            text_config=text_config,
+            vision_config=vision,
+            image_token_id=64,
+            video_token_id=65,
+            vision_start_token_id=62,
+            vision_end_token_id=63,
+        )
+        model = tiny_model(model_class, tiny)
+        grid = torch.tensor([[1, 4, 6]])
+        pixels = torch.randn(24, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
+        ids = torch.tensor([[5, 9, 62, *[64] * 6, 63, 33, 21, 60]])
+        extra = {"pixel_values": pixels, "image_grid_thw": grid}
+        extra["mm_token_type_ids"] = (ids == 64).int()
+        return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
+    config = tiny_config(model_class.config_class, image_token_index=64)
+    model = tiny_model(model_class, config)
+    size, patch = config.vision_config.image_size, config.vision_config.patch_size
+    ids = torch.tensor([[5, 9, *[64] * (size // patch) ** 2, 33, 21, 60]])
+    pixels = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+@pytest.mark.parametrize(
+    "model_class", [LlavaForConditionalGeneration, Qwen2VLForConditionalGeneration]
+)
+def test_images(model_class):
+    model, inputs = image_inputs(model_class)
+    options = {"suppress_tokens": [62, 63, 64, 65]}
+    plain, _, assistant = equal(model, inputs, **options)
+    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.accepted > 0
+    other = inputs | {"pixel_values": inputs["pixel_values"] + 1.0}
+    assert not torch.equal(
+        plain, model.generate(**other, do_sample=False, max_new_tokens=16, **options)
+    )

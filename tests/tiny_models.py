@@ -128,7 +128,8 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 16]},
     "rwkv": {"attention_hidden_size": 32},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 2},
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe"), {"head_dim": 8}),
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
     "ministral": {"head_dim": 8, "layer_types": _MIXED},
     "dots1": _QWEN | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {
@@ -141,6 +142,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "gemma3n_text": {"num_kv_shared_layers": 1, "layer_types": _MIXED},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
