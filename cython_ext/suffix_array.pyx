@@ -15,7 +15,7 @@ from libc.string cimport memcpy
 import numpy as np
 
 from codes cimport Text, code_at
-from types cimport int32_t, int64_t, token_t, uint8_t, uint32_t
+from types cimport int32_t, int64_t, uint8_t, uint32_t
 
 cdef struct Shard:
     Text text
