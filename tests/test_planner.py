@@ -96,7 +96,14 @@ def test_budgets():
     assert Planner(budget="paper").plan(tree, cost) is tree
     assert len(Planner(budget=5).plan(tree, cost)) == 5
     assert len(Planner(budget=0).plan(tree, cost)) == 0
-    assert [Planner(budget=b).request for b in ("auto", "paper", 7)] == [64, 64, 7]
+    assert [Planner(budget=b).request() for b in ("auto", "paper", 7)] == [64, 64, 7]
+
+
+def test_drafters_are_asked_for_no_more_than_could_pay():
+    assert Planner(max_nodes=96).request(CostModel.fixed(CURVES["flat"])) == 96
+    assert Planner(max_nodes=96).request(CostModel.fixed(CURVES["step"])) == 63
+    assert Planner(max_nodes=96).request(CostModel.fixed(lambda n: 0.02 * n**2)) == 0
+    assert Planner(budget=7).request(CostModel.fixed(CURVES["step"])) == 7
 
 
 @pytest.mark.parametrize("budget", ["most", -1, 2.5, True, None])
