@@ -21,7 +21,7 @@ from .planner import Budget, Planner, token_rate
 from .stats import CallStats, Stats
 from .token_tree import TokenTree
 
-# Steps after which a costly drafter that did not seem worth it is asked again: what it takes then is
+# Steps after which a costly drafter that did not seem worth it is asked again: its time then is
 # a small share of the steps between.
 _ASK_AGAIN = 64
 
@@ -215,7 +215,7 @@ class AssistantSession:
             drafters, self.sessions, self.calibrations, strict=True
         ):
             calibration.commit(token_ids)
-            session.commit(token_ids, feedback and feedback.share(drafter.needs))
+            session.commit(token_ids, None if feedback is None else feedback.share(drafter.needs))
 
     def close(self) -> None:
         for session in self.sessions:

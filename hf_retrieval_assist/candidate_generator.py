@@ -6,7 +6,7 @@ selects; `generate(assistant=...)` does more. This class is for code that is bui
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ class RetrievalCandidateGenerator(CandidateGenerator):
         room = None if self.max_length is None else max(0, self.max_length - len(text) - 1)
         draft = best_chain(self._session.propose(room))
         tokens = input_ids.new_tensor(draft.token_ids.tolist())[None]
-        return torch.cat([input_ids, tokens], dim=1), None
+        return cast(torch.LongTensor, torch.cat([input_ids, tokens], dim=1)), None
 
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int

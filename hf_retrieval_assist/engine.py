@@ -238,7 +238,7 @@ class Generation:
     def _slot_cache(self, capacity: int) -> SlotCache:
         """Put a slot cache in the place of the one that `generate` prepared."""
         name, config = self.service.cache_name, self.model.config.get_text_config(decoder=True)
-        given = self.model_kwargs.get(name)
+        given: Any = self.model_kwargs.get(name)
         own = getattr(given, "self_attention_cache", given)
         if getattr(given, "_is_user_defined", False):
             cache = SlotCache.around(own, config)

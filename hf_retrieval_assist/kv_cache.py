@@ -192,7 +192,7 @@ class SlotCache(DynamicCache):
     def __init__(self, config: PreTrainedConfig, capacity: int = 0):
         super().__init__(config=config.get_text_config(decoder=True))
         self.slots = RowSlots([])
-        self.layers = [_slot_layer(layer, self.slots, capacity) for layer in self.layers]
+        self.layers: list[Any] = [_slot_layer(layer, self.slots, capacity) for layer in self.layers]
 
     @classmethod
     def around(cls, cache: DynamicCache, config: PreTrainedConfig) -> SlotCache:

@@ -77,8 +77,8 @@ class OutputRecorder:
     def _state_names(self, outputs: Any) -> list[str]:
         if not self.wants_states:
             return []
-        names = ("hidden_states", "attentions")
-        names += ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
+        decoder = ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
+        names = ("hidden_states", "attentions", *decoder)
         return [name for name in names if outputs.get(name) is not None]
 
     def result(

@@ -99,8 +99,9 @@ class SamAssistant(Assistant):
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         biases = [0, *[self.corpus_bias] * (self._matchers - 1)]
+        matchers: Any = sessions[: self._matchers]
         matches = [
-            session.match_length - bias for session, bias in zip(sessions, biases, strict=False)
+            session.match_length - bias for session, bias in zip(matchers, biases, strict=True)
         ]
         longest = max(matches)
         if longest >= self.min_match:

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -18,7 +18,7 @@ from .kv_cache import SLOT_LAYERS, SlotCache
 from .token_tree import TokenTree
 from .tree_attention import LayerMask, TreeAttention, layer_masks, single_mask
 from .verification import RowText
-from .verifiers import ChainVerifier, ReplayVerifier, TreeVerifier, Verifier
+from .verifiers import ChainVerifier, ReplayVerifier, TreeVerifier, Verifier, input_device
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Service:
 
     tier: Tier
     reason: str
-    rules: dict[str, LayerMask] | LayerMask | None = None
+    rules: dict[str, LayerMask] | LayerMask = field(default_factory=LayerMask)
     cache_name: str = "past_key_values"
 
     def verifier(
@@ -56,9 +56,10 @@ class Service:
             return ReplayVerifier(model, cache, model_kwargs, prompt_ids)
         if self.tier is Tier.CHAIN:
             return ChainVerifier(model, cache, model_kwargs, prompt_ids)
-        mask = model_kwargs.get("attention_mask")
-        padded = mask is not None and not bool(mask.all())
-        attention = TreeAttention(self.rules, mask.bool() if padded else None, model.dtype)
+        mask: torch.Tensor | None = model_kwargs.get("attention_mask")
+        if mask is not None:
+            mask = None if bool(mask.all()) else mask.bool().to(input_device(model, mask))
+        attention = TreeAttention(self.rules, mask, model.dtype)
         return TreeVerifier(model, cache, model_kwargs, prompt_ids, attention=attention)
 
 

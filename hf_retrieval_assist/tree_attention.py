@@ -173,7 +173,8 @@ class TreeAttention:
         else:
             rows, places = slots.index(columns, nodes.device)
             allowed.transpose(1, 2)[rows, places - first] = nodes.transpose(1, 2)
-        mask = self._zeros(*allowed.shape, allowed.device)
+        batch, width, shown = allowed.shape
+        mask = self._zeros(batch, width, shown, allowed.device)
         return mask.masked_fill_(~allowed[:, None], self.minimum)
 
     def _zeros(self, batch: int, width: int, slots: int, device: torch.device) -> torch.Tensor:

@@ -51,9 +51,10 @@ class Verifier:
         self.model = model
         self.cache = cache
         self.prompt_ids = prompt_ids
+        self.device = input_device(model, prompt_ids)
         self.positions = model_kwargs.get("position_ids")
         if self.positions is not None:
-            self.next_position = self.positions[..., -1:] + 1
+            self.next_position = self.positions[..., -1:].to(self.device) + 1
         self.kwargs = {
             name: value
             for name, value in model_kwargs.items()
@@ -131,7 +132,7 @@ class TreeVerifier(Verifier):
     def forward(
         self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
     ) -> tuple[Any, list[int]]:
-        fed = lay_out([row.last for row in rows], trees, self.positions.device)
+        fed = lay_out([row.last for row in rows], trees, self.device)
         arguments = {
             "attention_mask": self.attention.masks(fed, self.cache.slots),
             "position_ids": self._first_positions() + fed.depths,
@@ -180,12 +181,12 @@ class ChainVerifier(Verifier):
             for row, tokens in zip(rows, fed, strict=True)
         ]
         suffix = torch.tensor(known, device=self.prompt_ids.device)
-        input_ids = torch.cat([self.prompt_ids, suffix], dim=1)
-        arguments = self._causal_arguments(width, input_ids.device)
+        input_ids = torch.cat([self.prompt_ids, suffix], dim=1).to(self.device)
+        arguments = self._causal_arguments(width)
         roots = [len(self.pending(row)) - 1 for row in rows]
         return self._run(input_ids, width, arguments, options), roots
 
-    def _causal_arguments(self, width: int, device: torch.device) -> dict[str, torch.Tensor]:
+    def _causal_arguments(self, width: int) -> dict[str, torch.Tensor]:
         generated = self.processed[0]
         arguments = {}
         name = (
@@ -194,7 +195,7 @@ class ChainVerifier(Verifier):
         if (mask := self.kwargs.get(name)) is not None:
             arguments[name] = F.pad(mask, (0, generated + width), value=1)
         if self.positions is not None:
-            steps = torch.arange(generated, generated + width, device=self.positions.device)
+            steps = torch.arange(generated, generated + width, device=self.device)
             arguments["position_ids"] = self.next_position + steps
         return arguments
 
@@ -248,6 +249,11 @@ class ReplayVerifier(ChainVerifier):
 def _filled(tokens: list[int], length: int) -> list[int]:
     """A text cut or filled up to a length."""
     return (tokens + tokens[-1:] * length)[:length]
+
+
+def input_device(model: Any, inputs: torch.Tensor) -> torch.device:
+    """Where the forward wants its inputs; offloaded models take them where they are."""
+    return inputs.device if model.device.type == "meta" else model.device
 
 
 def best_chain(tree: TokenTree) -> TokenTree:
