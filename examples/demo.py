@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,14 +87,13 @@ def run(model: Any, tokenizer: Any, task: Task, repeats: int, costs: CostModels)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     plain, assisted, identical = [], [], True
     for repeat in range(repeats):
-        print(f"\r{task.title}: run {repeat + 1} of {repeats}", end="", flush=True)
+        print(f"{task.title}: run {repeat + 1} of {repeats}", file=sys.stderr)
         seconds, expected = generate(model, inputs, **task.options)
         plain.append(seconds)
         assistant = SamAssistant(costs=costs)
         seconds, ids = generate(model, inputs, assistant=assistant, **task.options)
         assisted.append(seconds)
         identical &= torch.equal(expected, ids)
-    print("\r" + " " * 60, end="\r")
     new = ids[inputs.input_ids.shape[1] :]
     return Outcome(
         plain,

