@@ -12,9 +12,20 @@ def follow(
 def child_with(
     token_ids: NDArray[np.int32], parents: NDArray[np.int32], parent: int, token: int
 ) -> int: ...
-def graft(
-    base_tokens: NDArray[np.int32],
-    base_parents: NDArray[np.int32],
-    added_tokens: NDArray[np.int32],
-    added_parents: NDArray[np.int32],
-) -> NDArray[np.int32]: ...
+def merge(
+    tokens_a: NDArray[np.int32],
+    parents_a: NDArray[np.int32],
+    probs_a: NDArray[np.float32],
+    classes_a: NDArray[np.int32],
+    tokens_b: NDArray[np.int32],
+    parents_b: NDArray[np.int32],
+    probs_b: NDArray[np.float32],
+    classes_b: NDArray[np.int32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
+def prune(
+    token_ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    probs: NDArray[np.float32],
+    classes: NDArray[np.int32],
+    budget: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...

@@ -22,6 +22,8 @@ from .token_tree import TokenTree
 
 # The longest draft from a match where the planner says how much of it pays.
 _LONGEST_DRAFT = 256
+# Corpus continuations rarer than this cost more to look at than they bring.
+_LEAST_PROB = 0.01
 
 
 def fallback_drafters(fallback: Any) -> list[Drafter]:
@@ -58,11 +60,11 @@ class SamAssistant(Assistant):
 
     Args:
         corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
-        memory: earlier outputs to draft from, and to teach; None learns nothing.
         fallback: "token_recycling", a draft model, an `EagleHead`, a drafter, or None.
         min_match: shortest match that drafts under "paper", in tokens.
         corpus_bias: tokens by which a corpus match must be longer than one in the text.
         max_draft: longest draft from a match under "paper".
+        memory: earlier outputs to draft from, and to teach; None learns nothing.
         **options: of :class:`Assistant`.
 
     Raises:
@@ -73,11 +75,11 @@ class SamAssistant(Assistant):
     def __init__(
         self,
         corpus: Iterable[Tokens] | Datastore | None = None,
-        memory: OutputMemory | None = None,
         fallback: Any = "token_recycling",
         min_match: int = 5,
         corpus_bias: int = 5,
         max_draft: int = 40,
+        memory: OutputMemory | None = None,
         **options: Any,
     ):
         for name, value in (("min_match", min_match), ("corpus_bias", corpus_bias)):
@@ -89,7 +91,7 @@ class SamAssistant(Assistant):
         if isinstance(corpus, Datastore):
             matchers.append(RestDrafter(corpus, max_nodes=limit, continuation=limit))
         elif corpus is not None:
-            matchers.append(StaticAutomatonDrafter(corpus, limit))
+            matchers.append(StaticAutomatonDrafter(corpus, limit, min_prob=_LEAST_PROB))
         self.memory = memory
         self.min_match = min_match
         self.corpus_bias = corpus_bias

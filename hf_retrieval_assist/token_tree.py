@@ -133,9 +133,7 @@ class TokenTree:
         tree = self if max_depth is None else self.cut_depth(max_depth)
         if budget >= len(tree):
             return tree
-        nodes = np.argsort(-tree.probs, kind="stable")[: max(budget, 0)]
-        nodes.sort()
-        return tree.select(nodes.astype(np.int32))
+        return TokenTree(*draft_tree.prune(*tree._arrays, max(budget, 0)))
 
     def cut_depth(self, max_depth: int) -> TokenTree:
         """The nodes at most `max_depth` deep."""
@@ -150,20 +148,11 @@ class TokenTree:
             return self
         if not len(self):
             return other
-        place = draft_tree.graft(self.token_ids, self.parents, other.token_ids, other.parents)
-        shared, new = place < len(self), place >= len(self)
-        better = other.probs[shared] > self.probs[place[shared]]
-        probs, classes = self.probs.copy(), self.classes.copy()
-        probs[place[shared][better]] = other.probs[shared][better]
-        classes[place[shared][better]] = other.classes[shared][better]
-        roots = other.parents[new] < 0
-        new_parents = np.where(roots, np.int32(-1), place[other.parents[new]])
-        return TokenTree(
-            np.concatenate([self.token_ids, other.token_ids[new]]),
-            np.concatenate([self.parents, new_parents]),
-            np.concatenate([probs, other.probs[new]]),
-            np.concatenate([classes, other.classes[new]]),
-        )
+        return TokenTree(*draft_tree.merge(*self._arrays, *other._arrays))
+
+    @property
+    def _arrays(self) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array]:
+        return self.token_ids, self.parents, self.probs, self.classes
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the arrays break the contract above."""

@@ -118,6 +118,7 @@ def test_wrapped_targets(name: str, wrap: Callable[[Any], Any], tmp_path: Path) 
     check_lossless(target, assistant_of(head), rows=1)
 
 
+@pytest.mark.slow
 def test_sampled_batches_follow_the_targets_distribution() -> None:
     """Pairs of tokens of a five-token vocabulary against their exact probabilities."""
     target = tiny_target(32, num_layers=4, vocab_size=5)
