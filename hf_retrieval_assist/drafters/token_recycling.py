@@ -323,7 +323,7 @@ class SuccessorTable:
         self._write(index, self._native(np.array(rows, dtype=np.int32)), self._text_kinds)
 
     def _write(self, tokens: Any, successors: Any, kinds: Any) -> None:
-        """Replace the rows of distinct tokens [n] by successors [n, k] of these kinds of evidence."""
+        """Replace the rows of distinct tokens [n] by successors [n, k], whose evidence is given."""
         with self._lock:
             old_stability = self._classes[tokens] // _KINDS
             stability = _stability(successors, self._successors[tokens], old_stability)
