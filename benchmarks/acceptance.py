@@ -9,22 +9,33 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist import Assistant, OutputMemory, SuffixAssistant
+from hf_retrieval_assist.sequoia import OptimalTrees
 from hf_retrieval_assist.simulation import SimulationReport, simulate
 
 from . import variants
 from .report import Report, Table
-from .traces import SHIPPED, Trace, read_traces
+from .traces import SHIPPED, Ids, Trace, read_traces
 
 CPU_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CPU_TIMES = (1.0, 1.94, 2.31, 2.16, 2.56, 3.29, 5.0)
+
+CURVE_POINTS = 5
+# The fingerprint under which `simulate` learns.
+SIMULATED = "simulation"
+TREE_SIZES = (4, 8, 16, 32, 64, 128)
+# How often the child of each rank is accepted where its parent was.
+ACCEPTANCE_VECTORS = {
+    "token recycling, Gemma-3-270M": (0.352, 0.093, 0.052, 0.037, 0.027, 0.020, 0.017, 0.014),
+    "a good draft model": (0.75, 0.09, 0.04, 0.02, 0.015, 0.01, 0.008, 0.006),
+}
 
 COLUMNS = {
     "trace": "trace",
@@ -65,6 +76,9 @@ STUDIES = {
     "sam-grid": Study("SAM-Decoding: thresholds", variants.sam_thresholds),
     "draft-size": Study("Draft size", variants.draft_sizes),
     "rest": Study("REST: datastore size and longest match", variants.rest_sizes),
+    "suffix": Study(
+        "SuffixDecoding: nodes per match, and what is learnt", variants.suffix_settings
+    ),
 }
 
 
@@ -94,14 +108,66 @@ def _figures(report: SimulationReport) -> dict[str, float]:
     }
 
 
-def learning_curve(
-    table: Table, trace: Trace, name: str, assistant: Assistant, parts: int = 5
-) -> None:
-    """Accepted tokens while an assistant learns from the outputs it has served."""
-    for chunk in np.array_split(np.arange(len(trace.requests)), min(parts, len(trace.requests))):
-        served = [trace.requests[i] for i in chunk]
-        accepted = simulate(assistant, served).mean_accepted_tokens
+def learning_curve(table: Table, trace: Trace, name: str, memory: OutputMemory) -> None:
+    """Accepted tokens on the second half of a trace, while the assistant learns on."""
+    second = trace.requests[len(trace.requests) // 2 :]
+    assistant = SuffixAssistant(memory)
+    for chunk in np.array_split(np.arange(len(second)), min(CURVE_POINTS, len(second))):
+        served = [second[i] for i in chunk]
+        accepted = simulate(assistant, served, vocab_size=trace.vocab_size).mean_accepted_tokens
         table.add(trace=trace.name, variant=name, served=int(chunk[0]), accepted=accepted)
+
+
+def warmed(outputs: Iterable[Ids]) -> OutputMemory:
+    """A memory that has learnt these outputs."""
+    memory = OutputMemory()
+    for output in outputs:
+        memory.add(output, SIMULATED)
+    return memory
+
+
+def distribution_shift(
+    report: Report, traces: list[Trace], progress: Callable[[str], None]
+) -> None:
+    """SuffixDecoding's figure 9: a memory that learnt the same kind of requests, another, none."""
+    table = report.table(
+        "SuffixDecoding: what the memory held before, and learning on",
+        {"trace": "trace", "variant": "memory", "served": "served", "accepted": "tokens/step"},
+    )
+    for index, trace in enumerate(traces):
+        progress(f"{table.title}: {trace.name}")
+        first = [output for _, output in trace.requests[: len(trace.requests) // 2]]
+        learning_curve(table, trace, "empty", OutputMemory())
+        learning_curve(table, trace, "first half of the trace", warmed(first))
+        if len(traces) > 1:
+            other = traces[index - 1]
+            outputs = [output for _, output in other.requests]
+            learning_curve(table, trace, f"outputs of {other.name}", warmed(outputs))
+
+
+def sequoia_trees(report: Report) -> None:
+    """Sequoia's figure 3: expected tokens of its tree, of k chains and of one, from theory."""
+    columns = {"draft": "draft", "nodes": "nodes", "chain": "one chain", "chains": "best k chains"}
+    table = report.table("Sequoia: expected tokens/step", columns | {"k": "k", "tree": "tree"})
+    for draft, acceptance in ACCEPTANCE_VECTORS.items():
+        trees = OptimalTrees(acceptance, max(TREE_SIZES) + 1)
+        for nodes in TREE_SIZES:
+            chains = {k: chain_tokens(acceptance, k, nodes) for k in range(1, len(acceptance) + 1)}
+            best = max(chains, key=chains.__getitem__)
+            tree = trees.tree(nodes + 1).expected_tokens(acceptance)
+            table.add(
+                draft=draft, nodes=nodes, chain=chains[1], chains=chains[best], k=best, tree=tree
+            )
+
+
+def chain_tokens(acceptance: Sequence[float], chains: int, nodes: int) -> float:
+    """Expected tokens of a step that verifies k chains, equally long, below the k best children.
+
+    `acceptance[r]` is the probability that the child of rank r is accepted where its parent was.
+    """
+    length = nodes // chains
+    below_first = sum(acceptance[0] ** depth for depth in range(length))
+    return 1 + sum(acceptance[:chains]) * below_first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,13 +194,8 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
             for trace, name, make in _plan(study, traces, folder):
                 progress(f"{study.title}: {trace.name}, {name}")
                 measure(table, trace, name, make, study.speedups)
-    curve = report.table(
-        "Learning from served outputs",
-        {"trace": "trace", "variant": "variant", "served": "served", "accepted": "tokens/step"},
-    )
-    for trace in traces:
-        progress(f"learning: {trace.name}")
-        learning_curve(curve, trace, "SuffixAssistant", SamAssistant())
+    distribution_shift(report, traces, progress)
+    sequoia_trees(report)
     return report
 
 

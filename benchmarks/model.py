@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import set_seed
 
-from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist import SamAssistant, SuffixAssistant
 from hf_retrieval_assist.cost_registry import CostModels
 from hf_retrieval_assist.demo_model import load_demo_model
 
@@ -77,7 +77,11 @@ class Comparison:
 
 def methods() -> list[Method]:
     costs = CostModels()
-    return [*baselines(), assisted("SamAssistant", partial(SamAssistant, costs=costs))]
+    return [
+        *baselines(),
+        assisted("SamAssistant", partial(SamAssistant, costs=costs)),
+        assisted("SuffixAssistant", partial(SuffixAssistant, costs=costs)),
+    ]
 
 
 def compare(

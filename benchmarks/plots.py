@@ -58,16 +58,30 @@ def _structures(plt: Any, report: Report) -> dict[str, Any]:
 
 
 def _acceptance(plt: Any, report: Report) -> dict[str, Any]:
-    """Tokens per step of every study, and learning curves."""
+    """Tokens per step of every study, learning curves, and Sequoia's trees beside chains."""
     figures = {}
     for index, table in enumerate(t for t in report.tables if t.rows):
         if "served" in table.columns:
-            figures["learning"] = _curves(plt, table)
+            figures["learning"] = _lines(plt, table, "trace", "served", _by_memory)
+        elif "tree" in table.columns:
+            figures["sequoia"] = _lines(plt, table, "draft", "nodes", _tree_and_chains)
         else:
             figures[f"acceptance-{index}"] = _bars(
                 plt, table, "trace", "variant", "accepted", "tokens per step"
             )
     return figures
+
+
+def _by_memory(rows: list[dict[str, Any]], x: str) -> dict[str, list[tuple[Any, Any]]]:
+    lines: dict[str, list[tuple[Any, Any]]] = {}
+    for row in rows:
+        lines.setdefault(row["variant"], []).append((row[x], row["accepted"]))
+    return lines
+
+
+def _tree_and_chains(rows: list[dict[str, Any]], x: str) -> dict[str, list[tuple[Any, Any]]]:
+    titles = {"tree": "Sequoia's tree", "chains": "best k chains", "chain": "one chain"}
+    return {title: [(row[x], row[key]) for row in rows] for key, title in titles.items()}
 
 
 def _replay(plt: Any, report: Report) -> dict[str, Any]:
@@ -123,21 +137,29 @@ def _bars(
     return figure
 
 
-def _curves(plt: Any, table: Table) -> Any:
-    """Tokens per step over the requests served before, a line per trace."""
-    figure, axis = plt.subplots(figsize=(6, 4))
-    for trace, rows in _by(table, "trace").items():
-        axis.plot(
-            [row["served"] for row in rows],
-            [row["accepted"] for row in rows],
-            marker="o",
-            label=trace,
-        )
-    axis.set(xlabel="requests served before", ylabel="tokens per step", yscale="log")
-    axis.set_title(table.title, fontsize=10)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+def _lines(
+    plt: Any,
+    table: Table,
+    panel: str,
+    x: str,
+    lines_of: Callable[[list[dict[str, Any]], str], dict[str, list[tuple[Any, Any]]]],
+) -> Any:
+    """A panel per value of one column; tokens per step over another."""
+    panels = _by(table, panel)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), squeeze=False)
+    for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):
+        for label, points in lines_of(rows, x).items():
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+        axis.set(xlabel=_AXES[x], ylabel="tokens per step", ylim=(0, None))
+        axis.set_title(title, fontsize=9)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=7)
+    figure.suptitle(table.title, fontsize=10)
+    figure.tight_layout()
     return figure
+
+
+_AXES = {"served": "requests served before", "nodes": "drafted nodes"}
 
 
 def _by(table: Table, key: str) -> dict[Any, list[dict[str, Any]]]:

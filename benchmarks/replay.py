@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
-from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist import SamAssistant, SequoiaAssistant, SuffixAssistant
 from hf_retrieval_assist.cost_registry import CostModels
 
 from .methods import Method, Run, assisted, baselines, draft_model, run_method
@@ -262,6 +262,8 @@ def _methods(draft: Any) -> list[Method]:
         *baselines(),
         draft_model(draft),
         assisted("SamAssistant", partial(SamAssistant, costs=costs)),
+        assisted("SuffixAssistant", partial(SuffixAssistant, costs=costs)),
+        assisted("SequoiaAssistant", partial(SequoiaAssistant, draft, costs=costs)),
     ]
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.datastore import Datastore
+from hf_retrieval_assist import Assistant, Datastore, RestAssistant, SamAssistant, SuffixAssistant
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
-from hf_retrieval_assist.drafters.rest import RestDrafter
+from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 
 from .baselines import prompt_lookup
@@ -24,6 +23,7 @@ def presets(trace: Trace, folder: Path) -> dict[str, Make]:
         "prompt lookup": prompt_lookup,
         "token recycling": lambda: Assistant([TokenRecyclingDrafter()]),
         "SamAssistant": SamAssistant,
+        "SuffixAssistant": SuffixAssistant,
     }
     if trace.corpus:
         found["SamAssistant, corpus"] = lambda: SamAssistant(corpus=trace.corpus)
@@ -57,7 +57,9 @@ def sam_thresholds(trace: Trace, folder: Path) -> dict[str, Make]:
         return {}
 
     def make(min_match: int, bias: int) -> Assistant:
-        return SamAssistant(trace.corpus, None, min_match, bias, budget="paper")
+        return SamAssistant(
+            trace.corpus, fallback=None, min_match=min_match, corpus_bias=bias, budget="paper"
+        )
 
     return {
         f"min_match {match}, corpus_bias {bias}": partial(make, match, bias)
@@ -73,6 +75,21 @@ def draft_sizes(trace: Trace, folder: Path) -> dict[str, Make]:
 
 def _own_text(size: int) -> Assistant:
     return Assistant([AutomatonDrafter(size)], budget="paper")
+
+
+def suffix_settings(trace: Trace, folder: Path) -> dict[str, Make]:
+    """The paper's alpha (nodes per matched token), and what each of the two trees brings."""
+    found: dict[str, Make] = {
+        f"alpha {alpha}": partial(SuffixAssistant, alpha=alpha, fallback=None, budget="paper")
+        for alpha in (0.5, 1, 2, 4)
+    }
+    bare = partial(SuffixAssistant, fallback=None)
+    return found | {
+        "planned": bare,
+        "planned, with fallback": SuffixAssistant,
+        "paths instead of trees": partial(bare, tree=False),
+        "without earlier outputs": lambda: Assistant([SuffixDrafter(learn=False)]),
+    }
 
 
 def rest_sizes(trace: Trace, folder: Path) -> dict[str, Make]:
@@ -99,6 +116,6 @@ def _rest(trace: Trace, folder: Path, corpus: list[Ids], max_match: int = 16) ->
             store = Datastore.open(path)
         else:
             store = Datastore.build(corpus, path, vocab_size=trace.vocab_size, progress=False)
-        return Assistant([RestDrafter(store, max_match)])
+        return RestAssistant(store, max_match)
 
     return make

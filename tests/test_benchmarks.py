@@ -101,6 +101,9 @@ def test_acceptance(acceptance_report):
     assert presets["SamAssistant"]["gpu"] > presets["SamAssistant"]["cpu"] > 0
     sizes = {row["variant"]: row["nodes"] for row in rows(acceptance_report, "Draft size")}
     assert sizes["4 tokens"] <= 4 < sizes["40 tokens"]
+    shift = rows(acceptance_report, "SuffixDecoding: what the memory held")
+    first = {row["variant"]: row["accepted"] for row in shift if row["served"] == 0}
+    assert first["first half of the trace"] > first["empty"]
     for study in acceptance.STUDIES.values():
         assert rows(acceptance_report, study.title)
 
@@ -110,6 +113,14 @@ def test_prompt_lookup_is_counted_as_transformers_drafts(trace_folder):
     (trace,) = traces.read_traces(trace_folder)
     found = simulate(acceptance.variants.prompt_lookup(), trace.requests, vocab_size=50)
     assert 5 < found.mean_accepted_tokens <= 11
+
+
+def test_sequoia_beats_chains_of_the_same_size(acceptance_report):
+    found = rows(acceptance_report, "Sequoia")
+    assert {row["nodes"] for row in found} == set(acceptance.TREE_SIZES)
+    assert all(row["tree"] >= row["chains"] - 1e-9 >= row["chain"] - 1e-9 for row in found)
+    assert acceptance.chain_tokens([0.5, 0.25], 1, 2) == 1 + 0.5 + 0.25
+    assert acceptance.chain_tokens([0.5, 0.25], 2, 2) == 1 + 0.5 + 0.25
 
 
 def test_curves_of_t():
@@ -265,7 +276,7 @@ def test_figures(tmp_path, structures_report, acceptance_report, replay_report):
     pytest.importorskip("matplotlib")
     for report, names in (
         (structures_report, {"structures"}),
-        (acceptance_report, {"acceptance-0", "learning"}),
+        (acceptance_report, {"acceptance-0", "learning", "sequoia"}),
         (replay_report, {"replay-0"}),
     ):
         drawn = plots.draw(report, tmp_path)

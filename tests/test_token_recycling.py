@@ -315,19 +315,38 @@ def test_threads_share_one_table():
     assert not failures
 
 
+def assert_equal_drafts(drafters, devices):
+    """Feed two drafters the same and expect the same of them."""
+    rng = np.random.default_rng(0)
+    sessions = [
+        drafter.start(ids(0, 3, 0), Target(5000, device))
+        for drafter, device in zip(drafters, devices, strict=True)
+    ]
+    drafted = 0
+    for step in range(30):
+        fed = rng.integers(0, 60, 16).astype(np.int32)
+        logits = torch.from_numpy(rng.standard_normal((16, 5000), dtype=np.float32))
+        logits[:, 60:] -= 9
+        for session, device in zip(sessions, devices, strict=True):
+            feedback = Feedback(fed, ids(0, 3, 7), logits.to(device)) if step % 3 else None
+            session.commit([int(fed[0]), int(fed[1])], feedback)
+        first, second = (session.propose(64) for session in sessions)
+        drafted += len(first)
+        for name in ("token_ids", "parents", "classes", "probs"):
+            assert np.array_equal(getattr(first, name), getattr(second, name))
+    assert drafted > 500
+
+
+def test_rows_of_numpy_and_of_torch_are_alike(monkeypatch):
+    """What runs on accelerators, run on a CPU."""
+    answers = iter([True, False])
+    monkeypatch.setattr(token_recycling, "_prefers_numpy", lambda _: next(answers))
+    assert_equal_drafts([TokenRecyclingDrafter(), TokenRecyclingDrafter()], [CPU, CPU])
+    assert next(answers, None) is None
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_drafts_what_the_cpu_drafts():
-    rng = np.random.default_rng(0)
     drafter = TokenRecyclingDrafter()
-    cuda = torch.device("cuda", 0)
-    sessions = [drafter.start(ids(0), Target(5000, device)) for device in (CPU, cuda)]
-    for _ in range(50):
-        fed = rng.integers(0, 200, 40).astype(np.int32)
-        logits = torch.from_numpy(rng.standard_normal((40, 5000), dtype=np.float32))
-        logits[:, 200:] -= 9
-        for session, device in zip(sessions, (CPU, cuda), strict=True):
-            session.commit([int(fed[0])], Feedback(fed, ids(0, 3, 7), logits.to(device)))
-        trees = [session.propose(64) for session in sessions]
-        assert np.array_equal(trees[0].token_ids, trees[1].token_ids)
-        assert np.allclose(trees[0].probs, trees[1].probs)
+    assert_equal_drafts([drafter, drafter], [CPU, torch.device("cuda", 0)])

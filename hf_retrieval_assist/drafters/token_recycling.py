@@ -220,7 +220,9 @@ class SuccessorTable:
     """For every token the likeliest next tokens, best first, each with its evidence class.
 
     Rows lie on the target's device; int32 [ids + 1, k], of which the last row stays unknown: index
-    −1, the unknown token, reads it, so below an unknown node everything is unknown.
+    −1, the unknown token, reads it, so below an unknown node everything is unknown. On a CPU the
+    rows are NumPy arrays, whose small operations are several times faster than torch's; the code
+    keeps to what both spell alike.
     """
 
     def __init__(
@@ -234,21 +236,24 @@ class SuccessorTable:
         self._top_k = top_k
         self._template = template
         self._device = device
+        self._numpy = _prefers_numpy(device)
         self._lock = threading.Lock()
         self._successors, self._classes = self._rows(min(vocab_size, _FIRST_ROWS))
         self._levels = [(self._native(p), self._native(r)) for p, r in template.levels]
+        self._class_of = self._native(
+            np.arange(_PRIORS.size, dtype=np.uint8).reshape(_PRIORS.shape)
+        )
+        self._text_kinds = self._native(_FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2))
 
     def _native(self, array: NDArray[Any]) -> Any:
-        """Indices in the form that gathers fastest: NumPy's on a CPU, the device's elsewhere."""
-        return array if self._device.type == "cpu" else torch.from_numpy(array).to(self._device)
+        """An array where the rows are."""
+        return array if self._numpy else torch.from_numpy(array).to(self._device)
 
-    def _rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, count: int) -> tuple[Any, Any]:
         """`count` unknown rows and the spare one."""
         shape = (count + 1, self._top_k)
-        return (
-            torch.full(shape, _UNKNOWN, dtype=torch.int32, device=self._device),
-            torch.zeros(shape, dtype=torch.uint8, device=self._device),
-        )
+        unknown = np.full(shape, _UNKNOWN, dtype=np.int32)
+        return self._native(unknown), self._native(np.zeros(shape, dtype=np.uint8))
 
     def _reserve(self, ids: int) -> None:
         """Make rows for the ids below `ids`: a simulation may not know how large its ids are."""
@@ -264,28 +269,26 @@ class SuccessorTable:
     def draft(self, root: int) -> TokenTree:
         """The template over the table below the token `root`, without unknown nodes."""
         tokens, classes = self._gather(root)
-        known = np.flatnonzero(tokens >= 0).astype(np.int32)
         parents = self._template.parents
         probs = draft_tree.path_products(parents, _PRIORS.ravel()[classes])
-        return TokenTree(tokens, parents, probs, classes.astype(np.int32)).select(known)
+        tree = TokenTree(tokens, parents, probs, classes)
+        known = np.flatnonzero(tokens >= 0).astype(np.int32)
+        return tree if len(known) == len(tree) else tree.select(known)
 
-    def _gather(self, root: int) -> tuple[Int32Array, NDArray[np.uint8]]:
+    def _gather(self, root: int) -> tuple[Int32Array, Int32Array]:
         """Tokens and classes of all template nodes, level by level."""
         tokens, classes = [], []
-        on_host = self._device.type == "cpu"
         with self._lock:
             above = self._native(np.array([root if root < len(self._successors) else _UNKNOWN]))
-            successors = self._successors.numpy() if on_host else self._successors
-            evidence = self._classes.numpy() if on_host else self._classes
             for parents, ranks in self._levels:
                 rows = above[parents]
-                above = successors[rows, ranks]
+                above = self._successors[rows, ranks]
                 tokens.append(above)
-                classes.append(evidence[rows, ranks])
-        if on_host:
-            return np.concatenate(tokens), np.concatenate(classes)
+                classes.append(self._classes[rows, ranks])
+        if self._numpy:
+            return np.concatenate(tokens), np.concatenate(classes).astype(np.int32)
         both = torch.stack([torch.cat(tokens), torch.cat(classes).int()]).cpu().numpy()
-        return both[0], both[1].astype(np.uint8)
+        return both[0], both[1]
 
     def learn_logits(self, feedback: Feedback) -> None:
         """Overwrite the rows of the tokens that were fed by the top k of their logits.
@@ -294,17 +297,18 @@ class SuccessorTable:
         rejected one.
         """
         assert feedback.logits is not None
-        self._reserve(feedback.logits.shape[1])
-        limit = _CPU_REJECTED if self._device.type == "cpu" else None
-        nodes = rows_to_learn(feedback, self._vocab_size, limit)
-        chunk = max(1, _CHUNK_CELLS // self._vocab_size)
+        logits = feedback.logits[:, : self._vocab_size]
+        self._reserve(logits.shape[1])
+        nodes = rows_to_learn(feedback, self._vocab_size, _CPU_REJECTED if self._numpy else None)
+        chunk = max(1, _CHUNK_CELLS // logits.shape[1])
         for start in range(0, len(nodes), chunk):
             part = nodes[start : start + chunk]
             rows = torch.from_numpy(part - part[0]).to(self._device)
-            span = feedback.logits[part[0] : part[-1] + 1]
-            values, successors = top_k(span, rows, self._top_k)
-            tokens = torch.from_numpy(feedback.token_ids[part].astype(np.int64))
-            self._write(tokens.to(self._device), successors.int(), shares(values))
+            values, best = top_k(logits[part[0] : part[-1] + 1], rows, self._top_k)
+            learnt = best.int(), shares(values)
+            successors, kinds = (x.numpy() for x in learnt) if self._numpy else learnt
+            tokens = self._native(feedback.token_ids[part].astype(np.int64))
+            self._write(tokens, successors, kinds)
 
     def learn_text(self, tokens: Int32Array) -> None:
         """Move each token's successor in the text to the front of its row."""
@@ -313,22 +317,25 @@ class SuccessorTable:
         if not recent:
             return
         self._reserve(int(known.max()) + 1)
-        index = torch.tensor(list(recent), device=self._device)
+        index = self._native(np.array(list(recent)))
         old = self._successors[index].tolist()
         rows = [_move_to_front(new, row) for new, row in zip(recent.values(), old, strict=True)]
-        kinds = _FIRST_TEXT_KIND + torch.arange(self._top_k, device=self._device).clamp(max=2)
-        successors = torch.tensor(rows, dtype=torch.int32, device=self._device)
-        self._write(index, successors, kinds.expand(len(rows), -1))
+        self._write(index, self._native(np.array(rows, dtype=np.int32)), self._text_kinds)
 
-    def _write(self, tokens: torch.Tensor, successors: torch.Tensor, kinds: torch.Tensor) -> None:
+    def _write(self, tokens: Any, successors: Any, kinds: Any) -> None:
+        """Replace the rows of distinct tokens [n] by successors [n, k], whose evidence is given."""
         with self._lock:
-            old = self._successors[tokens]
-            stability = _stability(successors, old, self._classes[tokens] // _KINDS)
-            self._successors.index_copy_(0, tokens, successors)
-            self._classes.index_copy_(0, tokens, (stability * _KINDS + kinds).to(torch.uint8))
+            old_stability = self._classes[tokens] // _KINDS
+            stability = _stability(successors, self._successors[tokens], old_stability)
+            self._successors[tokens] = successors
+            self._classes[tokens] = self._class_of[stability, kinds]
 
 
-def _stability(new: torch.Tensor, old: torch.Tensor, old_stability: torch.Tensor) -> torch.Tensor:
+def _prefers_numpy(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _stability(new: Any, old: Any, old_stability: Any) -> Any:
     """How long each successor of a row has been a good guess, [n, k] from rows [n, k].
 
     0: it was not in the old row; 1: it was, below the first place; 2: it was the first; 3: it was
@@ -336,9 +343,9 @@ def _stability(new: torch.Tensor, old: torch.Tensor, old_stability: torch.Tensor
     often as a new one of equal share.
     """
     same = new[:, :, None] == old[:, None, :]
-    was_first = same[:, :, 0].int()
-    settled = was_first * (old_stability[:, :1] >= 2)
-    return same.any(2).int() + was_first + settled
+    was_first = same[:, :, 0]
+    settled = was_first & (old_stability[:, :1] >= 2)
+    return 1 * same.any(2) + was_first + settled
 
 
 def rows_to_learn(
@@ -390,7 +397,7 @@ def shares(values: torch.Tensor) -> torch.Tensor:
     the whole vocabulary.
     """
     edges = torch.tensor(_SHARE_EDGES, device=values.device)
-    return torch.bucketize(values.float().softmax(1), edges, out_int32=True)
+    return torch.bucketize(values.float().softmax(1), edges)
 
 
 def recent_successors(tokens: list[int], limit: int) -> dict[int, list[int]]:
