@@ -101,14 +101,22 @@ def decode(
     return result
 
 
+# What asks for other ways of decoding.
+_MODE_ARGUMENTS = {
+    GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
+    GenerationMode.DOLA_GENERATION: "dola_layers",
+    GenerationMode.ASSISTED_GENERATION: "prompt_lookup_num_tokens",
+}
+
+
 def _check_mode(config: GenerationConfig) -> None:
     if (config.num_beams or 1) > 1:
         raise ValueError(f"num_beams: expected 1 with an assistant, got {config.num_beams}")
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(
-            "expected greedy decoding or sampling with an assistant, got the arguments of "
-            f"{mode.value.replace('_', ' ')}"
+            f"{_MODE_ARGUMENTS.get(mode, 'generation_config')}: expected greedy decoding or "
+            f"sampling with an assistant, got {mode.value.replace('_', ' ')}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from .assistants import Assistant, union
@@ -51,6 +52,13 @@ def fallback_drafters(fallback: Any) -> list[Drafter]:
     )
 
 
+def _require(kind: type, **arguments: Any) -> None:
+    """TypeError where an argument is of another kind."""
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
+
+
 class SamAssistant(Assistant):
     """SAM-Decoding (Hu et al., 2024): suffix automata over the text itself and over a corpus.
 
@@ -70,6 +78,7 @@ class SamAssistant(Assistant):
     Raises:
         ValueError: a bad size or an empty corpus; from `generate`, a corpus id outside the model's
             vocabulary.
+        TypeError: an argument of another kind than said.
     """
 
     def __init__(
@@ -85,18 +94,24 @@ class SamAssistant(Assistant):
         for name, value in (("min_match", min_match), ("corpus_bias", corpus_bias)):
             if value < 0:
                 raise ValueError(f"{name}: expected at least 0, got {value}")
+        if max_draft < 1:
+            raise ValueError(f"max_draft: expected at least 1, got {max_draft}")
         paper = options.get("budget") == "paper"
         limit = max_draft if paper else max(max_draft, _LONGEST_DRAFT)
         matchers: list[Drafter] = [AutomatonDrafter(limit)]
         if isinstance(corpus, Datastore):
             matchers.append(RestDrafter(corpus, max_nodes=limit, continuation=limit))
         elif corpus is not None:
+            _require(Iterable, corpus=corpus)
             matchers.append(StaticAutomatonDrafter(corpus, limit, min_prob=_LEAST_PROB))
         self.memory = memory
         self.min_match = min_match
         self.corpus_bias = corpus_bias
         self._matchers = len(matchers)
-        learning: list[Drafter] = [] if memory is None else [SuffixDrafter(memory)]
+        learning: list[Drafter] = []
+        if memory is not None:
+            _require(OutputMemory, memory=memory)
+            learning = [SuffixDrafter(memory)]
         super().__init__([*matchers, *learning, *fallback_drafters(fallback)], **options)
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
@@ -138,6 +153,8 @@ class SuffixAssistant(Assistant):
         fallback: Any = "token_recycling",
         **options: Any,
     ):
+        if memory is not None:
+            _require(OutputMemory, memory=memory)
         drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree)
         self.memory = drafter.memory
         super().__init__([drafter, *fallback_drafters(fallback)], **options)
@@ -165,6 +182,7 @@ class RestAssistant(Assistant):
         continuation: int = 10,
         **options: Any,
     ):
+        _require(Datastore, datastore=datastore)
         self.datastore = datastore
         super().__init__([RestDrafter(datastore, max_match, max_nodes, continuation)], **options)
 
@@ -196,6 +214,7 @@ class SequoiaAssistant(Assistant):
         width: int = 8,
         **options: Any,
     ):
+        _require(torch.nn.Module, draft_model=draft_model)
         drafter = DraftModelDrafter(
             draft_model,
             max_nodes=max_nodes,

@@ -90,6 +90,7 @@ def simulate(
 
     Raises:
         ValueError: an id outside the vocabulary.
+        TypeError: ids that are no integers.
     """
     model = None if cost is None else CostModel.fixed(cost)
     report = SimulationReport(cost=None if cost is None else 0.0)
@@ -136,6 +137,8 @@ def _replay(
 
 def _checked(tokens: Tokens, vocab_size: int) -> NDArray[np.int32]:
     ids = np.asarray(tokens)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"requests: expected integer token ids, got {ids.dtype}")
     if ids.ndim != 1 or (len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size)):
         raise ValueError(
             f"requests: expected token ids in [0, {vocab_size}), got shape {ids.shape}"

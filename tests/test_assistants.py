@@ -1,0 +1,352 @@
+"""Assistants: whom they ask, what they tell drafters, what they count."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_retrieval_assist import Assistant, SamAssistant, TokenTree, simulate
+from hf_retrieval_assist.assistants import Consultation, union
+from hf_retrieval_assist.cost_model import CostModel
+from hf_retrieval_assist.cost_registry import CostModels
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
+from hf_retrieval_assist.feedback import prompt_feedback
+from hf_retrieval_assist.stats import CallStats
+
+from .oracle_drafter import OracleDrafter
+from .tiny_models import LAYERS, VOCAB, tiny_config, tiny_model
+
+PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44]])
+NEW_TOKENS = 20
+FLAT = CostModel.fixed(lambda n: 1.0)
+
+
+class Recorder(Drafter):
+    """Proposes chains of what its text will be, if it knows, and writes down what it is told."""
+
+    name = "recorder"
+
+    def __init__(self, text=(), needs=None, costly=False):
+        self.text = list(text)
+        self.needs = needs or FeedbackNeeds()
+        self.costly = costly
+        self.proposals = self.costs_seen = self.closed = 0
+        self.commits = []
+
+    def start(self, prompt_ids, target):
+        return RecorderSession(self, len(prompt_ids))
+
+
+class RecorderSession(DraftSession):
+    def __init__(self, drafter, length):
+        self.drafter, self.length = drafter, length
+
+    def see_cost(self, cost):
+        self.drafter.costs_seen += 1
+
+    def propose(self, budget):
+        self.drafter.proposals += 1
+        tokens = self.drafter.text[self.length : self.length + min(budget, 4)]
+        return TokenTree.chain(tokens, [0.9**i for i in range(1, len(tokens) + 1)])
+
+    def commit(self, token_ids, feedback):
+        self.length += len(token_ids)
+        self.drafter.commits.append((list(token_ids), feedback))
+
+    def close(self):
+        self.drafter.closed += 1
+
+
+class FixedCosts(CostModels):
+    """One known t(n) for everything."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.known = CostModel.fixed(seconds)
+
+    def get(self, key):
+        return self.known
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(LlamaForCausalLM, tiny_config(LlamaForCausalLM.config_class))
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return run(model)
+
+
+def run(model, **options):
+    return model.generate(
+        PROMPT,
+        attention_mask=torch.ones_like(PROMPT),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        **options,
+    )
+
+
+def chain(length, prob):
+    return TokenTree.chain(list(range(length)), [prob**i for i in range(1, length + 1)])
+
+
+def test_a_drafter_is_asked_before_anything_is_known():
+    assert Consultation().worthwhile(TokenTree.empty(), FLAT)
+
+
+def test_a_drafter_that_brings_nothing_is_asked_rarely():
+    record = Consultation()
+    record.observe(TokenTree.empty(), 0.01)
+    asked = 0
+    for _ in range(640):
+        if record.worthwhile(TokenTree.empty(), FLAT):
+            asked += 1
+            record.observe(TokenTree.empty(), 0.01)
+    assert asked == 10
+
+
+def test_a_drafter_that_pays_is_always_asked():
+    record = Consultation()
+    for _ in range(50):
+        assert record.worthwhile(TokenTree.empty(), FLAT)
+        record.observe(chain(6, 0.9), 0.5)
+
+
+def test_what_is_at_hand_makes_a_drafter_superfluous():
+    record = Consultation()
+    record.observe(chain(6, 0.9), 0.1)
+    assert not record.worthwhile(chain(8, 0.95), FLAT)
+    assert record.worthwhile(chain(2, 0.3), FLAT)
+
+
+def test_what_drafting_takes_is_weighed():
+    record = Consultation()
+    record.observe(chain(6, 0.9), 10.0)
+    assert not record.worthwhile(TokenTree.empty(), FLAT)
+
+
+def test_one_slow_call_does_not_silence_a_drafter():
+    record = Consultation()
+    for _ in range(5):
+        record.observe(chain(6, 0.9), 0.01)
+    record.observe(chain(6, 0.9), 100.0)
+    assert record.worthwhile(TokenTree.empty(), FLAT)
+
+
+REQUEST = (list(range(10)), list(range(10, 210)))
+
+
+@pytest.mark.parametrize(
+    ("text", "budget", "cost", "least", "most"),
+    [
+        # Of the 199 steps the first, and every 64th after it.
+        ([], "auto", lambda n: 1.0, 4, 4),
+        ([], 4, lambda n: 1.0, 199, 199),
+        ([], "paper", lambda n: 1.0, 199, 199),
+        ([], "auto", None, 199, 199),
+        # Four tokens and one in every step.
+        (REQUEST[0] + REQUEST[1], "auto", lambda n: 1.0, 40, 40),
+    ],
+)
+def test_costly_drafters_are_consulted(text, budget, cost, least, most):
+    drafter = Recorder(text, costly=True)
+    simulate(Assistant([drafter], budget=budget), [REQUEST], cost)
+    assert least <= drafter.proposals <= most
+    consulted = budget == "auto" and cost is not None
+    assert drafter.costs_seen == (drafter.proposals if consulted else 0)
+
+
+def test_cheap_drafters_are_always_asked():
+    drafter = Recorder()
+    simulate(Assistant([drafter]), [REQUEST], lambda n: 1.0)
+    assert drafter.proposals == 199
+    assert drafter.closed == 1
+
+
+def test_union_holds_all_paths_once():
+    drafts = [TokenTree.chain([1, 2], [0.9, 0.8]), TokenTree.chain([1, 3], [0.7, 0.6])]
+    tree = union(drafts)
+    tree.check_invariants()
+    paths = {tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))}
+    assert paths == {(1,), (1, 2), (1, 3)}
+    assert len(union([])) == 0
+
+
+def test_a_steep_cost_drafts_nothing(model, plain):
+    drafter = OracleDrafter([plain[0].tolist()])
+    assistant = Assistant([drafter], costs=FixedCosts(lambda n: n**2))
+    assert torch.equal(plain, run(model, assistant=assistant))
+    assert assistant.stats.last.drafted == 0
+    assert assistant.stats.last.steps == NEW_TOKENS - 1
+
+
+def test_a_flat_cost_drafts_everything(model, plain):
+    counts = []
+    for options in ({"costs": FixedCosts(lambda n: 1.0)}, {"budget": 256}):
+        assistant = Assistant([OracleDrafter([plain[0].tolist()])], **options)
+        assert torch.equal(plain, run(model, assistant=assistant))
+        last = assistant.stats.last
+        counts.append((last.steps, last.drafted, last.accepted))
+    assert counts[0] == counts[1]
+    assert counts[0][2] > 0
+
+
+def test_a_step_in_the_cost_bounds_the_drafts(model, plain):
+    costs = FixedCosts(lambda n: 1.0 if n <= 3 else 100.0)
+    assistant = Assistant([Recorder(plain[0].tolist())], costs=costs)
+    assert torch.equal(plain, run(model, assistant=assistant))
+    # Two nodes and a token a step; the last step has one token less to bring than it could.
+    assert assistant.stats.last.steps == -(-(NEW_TOKENS - 1) // 3)
+    assert assistant.stats.last.drafted <= 2 * assistant.stats.last.steps
+
+
+def test_real_costs_are_learnt(model):
+    assistant = SamAssistant(budget=4)
+    run(model, assistant=assistant)
+    # A longer cache starts from what a shorter one taught.
+    found = [cost.observations for cost in assistant.costs._models.values()]
+    assert max(found) == assistant.stats.last.steps
+
+
+def test_drafters_without_needs_get_no_feedback(model, plain):
+    drafter = Recorder(plain[0].tolist())
+    run(model, assistant=Assistant([drafter], budget=4))
+    assert len(drafter.commits) > 2
+    assert all(feedback is None for _, feedback in drafter.commits)
+    committed = [token for tokens, _ in drafter.commits for token in tokens]
+    assert committed == plain[0, -NEW_TOKENS:].tolist()
+
+
+@pytest.mark.parametrize(
+    "needs", [FeedbackNeeds(logits=True), FeedbackNeeds(hidden_layers=(1, -1))], ids=str
+)
+def test_drafters_get_what_they_need_and_no_more(model, plain, needs):
+    text = plain[0].tolist()
+    needy, other = Recorder(text, needs), Recorder(text)
+    run(model, assistant=Assistant([needy, other], budget=4))
+    with torch.no_grad():
+        expected = model(plain, output_hidden_states=True)
+    length = PROMPT.shape[1]
+    for tokens, feedback in needy.commits:
+        fed = feedback.token_ids[feedback.accepted].tolist()
+        # The prompt's last tokens; then the last token of the text and the accepted nodes.
+        first = length - (1 if length > PROMPT.shape[1] else len(fed))
+        rows = slice(first, first + len(fed))
+        assert fed == text[rows]
+        assert (feedback.logits is not None) == needs.logits
+        assert (feedback.hidden_states is not None) == bool(needs.hidden_layers)
+        if needs.logits:
+            assert feedback.logits.shape == (len(feedback.token_ids), VOCAB)
+            close(feedback.logits[feedback.accepted], expected.logits[0, rows])
+        else:
+            states = [expected.hidden_states[k][0, rows] for k in (1, LAYERS)]
+            close(feedback.hidden_states, torch.cat(states, dim=-1))
+        length += len(tokens)
+    assert length == len(text)
+    for _, feedback in other.commits[1:]:
+        assert feedback.logits is feedback.hidden_states is None
+
+
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_prompt_feedback_shows_the_last_tokens():
+    prompt = np.arange(6, dtype=np.int32)
+    logits, states = torch.randn(4, VOCAB), torch.randn(3, 8)
+    needs = FeedbackNeeds(logits=True, hidden_layers=(2,))
+    feedback = prompt_feedback(prompt, needs, logits, {(2,): states})
+    assert feedback.token_ids.tolist() == [3, 4, 5]
+    assert feedback.accepted.tolist() == [0, 1, 2]
+    assert torch.equal(feedback.logits, logits[1:])
+    assert torch.equal(feedback.hidden_states, states)
+    short = prompt_feedback(prompt[:2], FeedbackNeeds(logits=True), logits, {})
+    assert torch.equal(short.logits, logits[2:])
+    assert prompt_feedback(prompt, FeedbackNeeds(), logits, {(2,): states}) is None
+    assert prompt_feedback(prompt[:0], needs, logits, {(2,): states}) is None
+
+
+def test_sessions_are_closed_when_generation_fails(model, plain):
+    class Broken(Recorder):
+        def start(self, prompt_ids, target):
+            return BrokenSession(self, len(prompt_ids))
+
+    class BrokenSession(RecorderSession):
+        def propose(self, budget):
+            raise ArithmeticError("broken")
+
+    drafters = [Recorder(), Broken()]
+    with pytest.raises(ArithmeticError, match="broken"):
+        run(model, assistant=Assistant(drafters, budget=4))
+    assert [drafter.closed for drafter in drafters] == [1, 1]
+
+
+def test_statistics_of_calls(model, plain):
+    assistant = Assistant([Recorder(plain[0].tolist())], budget=4)
+    assert assistant.stats.last.mean_accepted_tokens == 0
+    assert "no call yet" in repr(assistant.stats)
+    for _ in range(2):
+        run(model, assistant=assistant)
+    last, total = assistant.stats.last, assistant.stats.total
+    # Four nodes and a token a step, and 19 tokens after the first.
+    assert (last.calls, last.steps, last.tokens) == (1, 4, NEW_TOKENS)
+    assert last.accepted == last.drafted == 15
+    assert last.mean_accepted_tokens == pytest.approx(19 / 4)
+    assert last.nodes_per_step == pytest.approx(15 / 4)
+    assert (total.calls, total.steps, total.tokens) == (2, 8, 2 * NEW_TOKENS)
+    assert total.mean_accepted_tokens == pytest.approx(19 / 4)
+    assert assistant.stats.tier == last.tier == "tree"
+    assert all(seconds > 0 for seconds in last.seconds.values())
+    assert sum(last.seconds.values()) - last.seconds["total"] <= last.seconds["total"]
+
+
+def test_repr_tells_the_figures(model, plain):
+    assistant = SamAssistant(corpus=[plain[0].tolist()], budget=8)
+    run(model, assistant=assistant)
+    text = repr(assistant.stats)
+    last = assistant.stats.last
+    assert f"{last.tokens} tokens in {last.steps} steps (tree)" in text
+    assert f"{last.accepted} of {last.drafted} accepted" in text
+    assert "1 calls" in text
+    assert "corpus automaton: expected" in text
+
+
+def test_reliability(model, plain):
+    assistant = SamAssistant(corpus=[plain[0].tolist()], budget=8)
+    run(model, assistant=assistant)
+    found = assistant.stats.reliability
+    assert list(found) == [drafter.name for drafter in assistant.drafters]
+    corpus = found["corpus automaton"]
+    assert corpus.trials.sum() >= corpus.observed.sum() > 0
+    assert (corpus.predicted <= corpus.trials + 1e-9).all()
+    assert corpus.ratio == pytest.approx(corpus.predicted.sum() / corpus.observed.sum())
+
+
+def test_calls_of_several_threads_are_all_counted():
+    assistant = Assistant([])
+    call = CallStats(calls=1, steps=2, tokens=3)
+
+    def work():
+        for _ in range(500):
+            assistant.record(call)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    total = assistant.stats.total
+    assert (total.calls, total.steps, total.tokens) == (2000, 4000, 6000)
+
+
+def test_no_drafters_is_plain_decoding(model, plain):
+    assistant = Assistant([])
+    assert torch.equal(plain, run(model, assistant=assistant))
+    assert assistant.stats.last.steps == NEW_TOKENS - 1
+    assert assistant.stats.last.drafted == 0

@@ -1,0 +1,150 @@
+"""The `assistant=` keyword: put on, taken off, and refusing what it cannot serve."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LlamaForCausalLM,
+)
+
+import hf_retrieval_assist
+from hf_retrieval_assist import Datastore, RestAssistant, SamAssistant
+
+from .tiny_models import VOCAB, tiny_config, tiny_model
+
+PROMPT = torch.tensor([[5, 9, 33, 21, 60, 5, 9, 33]])
+LENGTH = {"max_new_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(LlamaForCausalLM, tiny_config(LlamaForCausalLM.config_class))
+
+
+@pytest.fixture
+def reinstalled():
+    yield
+    hf_retrieval_assist.install()
+
+
+def test_uninstall_and_install(model, reinstalled):
+    wrapper = GenerationMixin.generate
+    hf_retrieval_assist.uninstall()
+    original = GenerationMixin.generate
+    assert original is not wrapper
+    with pytest.raises((TypeError, ValueError), match="assistant"):
+        model.generate(PROMPT, assistant=SamAssistant(), **LENGTH)
+    plain = model.generate(PROMPT, **LENGTH)
+    assert torch.equal(plain, model.generate(PROMPT, custom_generate=SamAssistant(), **LENGTH))
+    hf_retrieval_assist.install()
+    assert torch.equal(plain, model.generate(PROMPT, assistant=SamAssistant(), **LENGTH))
+
+
+def test_both_are_idempotent(reinstalled):
+    hf_retrieval_assist.install()
+    wrapper = GenerationMixin.generate
+    hf_retrieval_assist.install()
+    assert GenerationMixin.generate is wrapper
+    hf_retrieval_assist.uninstall()
+    original = GenerationMixin.generate
+    hf_retrieval_assist.uninstall()
+    assert GenerationMixin.generate is original
+
+
+def test_the_wrapper_looks_like_generate(reinstalled):
+    wrapper = GenerationMixin.generate
+    hf_retrieval_assist.uninstall()
+    original = GenerationMixin.generate
+    assert wrapper.__doc__ == original.__doc__
+    assert wrapper.__name__ == original.__name__
+    assert inspect.signature(wrapper) == inspect.signature(original)
+
+
+def test_positional_arguments(model):
+    config = GenerationConfig(do_sample=False, pad_token_id=0, **LENGTH)
+    plain = model.generate(PROMPT, config)
+    assert torch.equal(plain, model.generate(PROMPT, config, assistant=SamAssistant()))
+
+
+def test_no_assistant_is_plain_generation(model):
+    assert torch.equal(
+        model.generate(PROMPT, **LENGTH), model.generate(PROMPT, assistant=None, **LENGTH)
+    )
+
+
+def test_the_callers_configuration_is_left_alone(model):
+    config = GenerationConfig(do_sample=False, pad_token_id=0, stop_strings=["x"], **LENGTH)
+    before = config.to_dict()
+    with pytest.raises(ValueError, match=r"stop_strings.*tokenizer"):
+        model.generate(PROMPT, config, assistant=SamAssistant())
+    assert config.to_dict() == before
+
+
+REFUSED = {
+    "num_beams": {"num_beams": 3},
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola_layers": {"dola_layers": "high"},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("by_config", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_other_ways_of_decoding(model, name, by_config):
+    options = REFUSED[name] | LENGTH
+    if by_config:
+        options = {"generation_config": GenerationConfig(pad_token_id=0, **options)}
+    with pytest.raises(ValueError, match=name):
+        model.generate(PROMPT, assistant=SamAssistant(), **options)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_them_in_the_models_own_configuration(model, name, monkeypatch):
+    for option, value in REFUSED[name].items():
+        monkeypatch.setattr(model.generation_config, option, value)
+    with pytest.raises(ValueError, match=name):
+        model.generate(PROMPT, assistant=SamAssistant(), **LENGTH)
+
+
+@pytest.mark.parametrize("by_config", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_them_without_the_wrapper(model, name, by_config):
+    options = REFUSED[name] | LENGTH
+    if by_config:
+        options = {"generation_config": GenerationConfig(pad_token_id=0, **options)}
+    with pytest.raises(ValueError, match=name):
+        model.generate(PROMPT, custom_generate=SamAssistant(), **options)
+
+
+def test_refuses_assisted_generation(model):
+    with pytest.raises(ValueError, match="assistant_model"):
+        model.generate(PROMPT, assistant=SamAssistant(), assistant_model=model, **LENGTH)
+
+
+def test_refuses_a_second_custom_generate(model):
+    with pytest.raises(ValueError, match="custom_generate"):
+        model.generate(PROMPT, assistant=SamAssistant(), custom_generate=SamAssistant(), **LENGTH)
+
+
+@pytest.mark.parametrize("assistant", ["sam", SamAssistant, 3])
+def test_refuses_what_is_no_assistant(model, assistant):
+    with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got"):
+        model.generate(PROMPT, assistant=assistant, **LENGTH)
+
+
+@pytest.mark.parametrize("bad_id", [VOCAB, 2**31 - 1])
+def test_refuses_corpora_of_another_vocabulary(model, bad_id):
+    assistant = SamAssistant(corpus=[[1, 2], [3, bad_id]])
+    with pytest.raises(ValueError, match=f"^corpus: .*{VOCAB}.*{bad_id}"):
+        model.generate(PROMPT, assistant=assistant, **LENGTH)
+
+
+def test_refuses_datastores_of_another_vocabulary(model, tmp_path):
+    store = Datastore.build([[1, 2, 3]], tmp_path / "store", vocab_size=VOCAB + 5, progress=False)
+    with pytest.raises(ValueError, match=r"vocab"):
+        model.generate(PROMPT, assistant=RestAssistant(store), **LENGTH)

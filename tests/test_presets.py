@@ -1,0 +1,375 @@
+"""Every preset inside `generate`: lossless, and with the parts it is made of."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
+
+from hf_retrieval_assist import (
+    Datastore,
+    EagleHead,
+    OutputMemory,
+    RestAssistant,
+    SamAssistant,
+    SequoiaAssistant,
+    SuffixAssistant,
+)
+from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
+from hf_retrieval_assist.fingerprints import fingerprint
+
+from .tiny_models import VOCAB, tiny_config, tiny_model
+
+PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44] * 2])
+NEW_TOKENS = 20
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+BUDGETS = ["auto", "paper", 6]
+
+
+def build(model_class=LlamaForCausalLM, **overrides):
+    return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
+
+
+@pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
+def model(request):
+    return build(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build()
+
+
+def draft_of(model):
+    """A draft model that is right most of the time: the model with a disturbed output layer."""
+    draft = copy.deepcopy(model)
+    weight = draft.get_output_embeddings().weight
+    weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    return draft
+
+
+@pytest.fixture(scope="module")
+def draft_model(llama):
+    return draft_of(llama)
+
+
+def run(model, ids=PROMPT, seed=0, **options):
+    torch.manual_seed(seed)
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | options
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def check_lossless(model, assistant, **options):
+    """Greedy, sampled and in a batch; the figures of the greedy call."""
+    plain = run(model, **options)
+    assert torch.equal(plain, run(model, **options, assistant=assistant))
+    greedy = assistant.stats.last
+    sampled = options | SAMPLING
+    assert torch.equal(run(model, **sampled), run(model, **sampled, assistant=assistant))
+    batch = torch.cat([PROMPT, PROMPT.flip(1)])
+    assert torch.equal(
+        run(model, batch, **options), run(model, batch, **options, assistant=assistant)
+    )
+    return greedy
+
+
+def texts_of(model):
+    """What the model generates, as documents."""
+    return [run(model)[0].tolist(), run(model, PROMPT.flip(1))[0].tolist()]
+
+
+@pytest.fixture(scope="module")
+def datastore(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "store"
+    return Datastore.build(texts_of(model), path, vocab_size=VOCAB, progress=False)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("fallback", ["token_recycling", None])
+def test_sam_on_its_own(model, budget, fallback):
+    check_lossless(model, SamAssistant(budget=budget, fallback=fallback))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_sam_with_a_corpus_in_memory(model, budget):
+    # Texts as short as these are matched by less than the paper asks for.
+    assistant = SamAssistant(corpus=texts_of(model), min_match=3, budget=budget)
+    greedy = check_lossless(model, assistant)
+    assert budget == "auto" or greedy.accepted > NEW_TOKENS // 2
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_sam_with_a_corpus_on_disk(model, datastore, budget):
+    assistant = SamAssistant(corpus=datastore, min_match=3, budget=budget)
+    greedy = check_lossless(model, assistant)
+    assert budget == "auto" or greedy.accepted > NEW_TOKENS // 2
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_sam_with_a_memory(model, budget):
+    memory = OutputMemory()
+    check_lossless(model, SamAssistant(memory=memory, budget=budget))
+    assert len(memory) == 4
+    memory.check_invariants()
+
+
+def test_sam_drafts_from_its_memory(llama):
+    assistant = SamAssistant(memory=OutputMemory(), fallback=None, budget=8)
+    run(llama, assistant=assistant)
+    first = assistant.stats.last.steps
+    run(llama, assistant=assistant)
+    assert assistant.stats.last.steps < first
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": False}, {"fallback": None}])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_suffix(model, budget, options):
+    assistant = SuffixAssistant(budget=budget, **options)
+    check_lossless(model, assistant)
+    assert len(assistant.memory) == 4
+    assistant.memory.check_invariants()
+
+
+def test_a_second_identical_call_needs_fewer_steps(llama):
+    assistant = SuffixAssistant(fallback=None, budget=8)
+    steps = []
+    for _ in range(2):
+        run(llama, assistant=assistant)
+        steps.append(assistant.stats.last.steps)
+    assert steps[1] <= steps[0] // 2
+
+
+def test_memory_may_be_filled_beforehand(llama):
+    output = run(llama)[0, PROMPT.shape[1] :].tolist()
+    memory = OutputMemory()
+    memory.add(output, fingerprint(llama))
+    assistant = SuffixAssistant(memory, fallback=None, budget=8)
+    assert assistant.memory is memory
+    run(llama, assistant=assistant)
+    assert assistant.stats.last.steps <= 4
+
+
+def test_memories_of_models_are_kept_apart(llama):
+    other = build(GPT2LMHeadModel)
+    assistant = SuffixAssistant(fallback=None, budget=8)
+    plain = run(other)
+    run(llama, assistant=assistant)
+    assert torch.equal(plain, run(other, assistant=assistant))
+    trees = [assistant.memory.tree(fingerprint(model)) for model in (llama, other)]
+    assert [tree.token_count for tree in trees] == [NEW_TOKENS] * 2
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_rest(model, datastore, budget):
+    greedy = check_lossless(model, RestAssistant(datastore, budget=budget))
+    assert budget == "auto" or greedy.accepted > NEW_TOKENS // 2
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_sequoia(model, budget):
+    assistant = SequoiaAssistant(draft_of(model), max_nodes=8, max_levels=3, width=3, budget=budget)
+    greedy = check_lossless(model, assistant)
+    assert budget == "auto" or greedy.accepted > 0
+
+
+@pytest.mark.parametrize("temperature", [None, 0.6])
+def test_a_perfect_draft_model_is_accepted_to_the_end(llama, temperature):
+    assistant = SequoiaAssistant(
+        llama, temperature, max_nodes=4, max_levels=4, width=1, budget="paper"
+    )
+    # Drafted at one temperature, accepted at any: greedy decoding draws nothing.
+    plain = run(llama)
+    assert torch.equal(plain, run(llama, assistant=assistant))
+    if temperature is None:
+        assert assistant.stats.last.accepted == assistant.stats.last.drafted
+    else:
+        # Equal laws accept the first child.
+        run(llama, do_sample=True, temperature=temperature, top_k=0, assistant=assistant)
+        assert assistant.stats.last.accepted == assistant.stats.last.drafted > 0
+
+
+@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_draft_models_as_fallback(llama, draft_model, preset, budget):
+    assistant = preset(fallback=draft_model, budget=budget)
+    check_lossless(llama, assistant)
+    assert assistant.drafters[-1].costly
+
+
+@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
+def test_eagle_heads_as_fallback(llama, preset):
+    assistant = preset(fallback=EagleHead.for_target(llama), budget=6)
+    check_lossless(llama, assistant)
+    assert assistant.hidden_layers
+
+
+def test_drafters_as_fallback(llama):
+    fallback = TokenRecyclingDrafter(top_k=4)
+    assistant = SamAssistant(fallback=fallback, budget=6)
+    assert assistant.drafters[-1] is fallback
+    check_lossless(llama, assistant)
+
+
+def test_without_reroute(model):
+    check_lossless(model, SamAssistant(corpus=texts_of(model), budget=6, reroute=False))
+
+
+def test_a_budget_bounds_every_step(llama):
+    for budget in (0, 1, 6):
+        assistant = SamAssistant(corpus=texts_of(llama), budget=budget)
+        run(llama, assistant=assistant)
+        last = assistant.stats.last
+        assert last.drafted <= budget * last.steps
+        assert bool(last.drafted) == bool(budget)
+        assert last.steps >= (NEW_TOKENS - 1) / (1 + budget)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        SequoiaAssistant,
+        lambda draft: SamAssistant(fallback=draft),
+        lambda draft: SuffixAssistant(fallback=draft),
+    ],
+)
+def test_refuses_draft_models_of_another_vocabulary(llama, preset):
+    other = build(vocab_size=VOCAB + 1)
+    with pytest.raises(ValueError, match=f"draft model .* {VOCAB} ids, got .* {VOCAB + 1}"):
+        run(llama, assistant=preset(other))
+
+
+BAD_SIZES = [
+    (SamAssistant, {"min_match": -1}),
+    (SamAssistant, {"corpus_bias": -1}),
+    (SamAssistant, {"max_draft": 0}),
+    (SamAssistant, {"max_draft": -1, "budget": "paper"}),
+    (SamAssistant, {"max_nodes": 0}),
+    (SamAssistant, {"budget": -1}),
+    (SamAssistant, {"budget": "papers"}),
+    (SamAssistant, {"corpus": []}),
+    (SamAssistant, {"corpus": [[], []]}),
+    (SamAssistant, {"corpus": [[1, -2]]}),
+    (SamAssistant, {"corpus": "text"}),
+    (SamAssistant, {"fallback": "prompt_lookup"}),
+    (SuffixAssistant, {"fallback": "token-recycling"}),
+    (SuffixAssistant, {"alpha": 0.0}),
+    (SuffixAssistant, {"min_prob": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("preset", "options"), BAD_SIZES)
+def test_refuses_bad_values(preset, options):
+    with pytest.raises(ValueError, match=rf"\b{next(iter(options))}\b"):
+        preset(**options)
+
+
+@pytest.mark.parametrize("name", ["max_nodes", "max_levels", "width", "temperature"])
+def test_sequoia_refuses_bad_values(draft_model, name):
+    with pytest.raises(ValueError, match=f"^{name}: expected"):
+        SequoiaAssistant(draft_model, **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [
+        (SamAssistant, {"corpus": 5}),
+        (SamAssistant, {"corpus": [["a"]]}),
+        (SamAssistant, {"memory": []}),
+        (SamAssistant, {"fallback": 3}),
+        (SuffixAssistant, {"memory": {}}),
+        (SuffixAssistant, {"fallback": object()}),
+        (RestAssistant, {"datastore": [[1, 2]]}),
+        (SequoiaAssistant, {"draft_model": "a name"}),
+    ],
+)
+def test_refuses_other_kinds(preset, options):
+    with pytest.raises(TypeError, match=f"^{next(iter(options))}: "):
+        preset(**options)
+
+
+@pytest.mark.parametrize("name", ["max_match", "max_nodes", "continuation"])
+def test_rest_refuses_bad_values(datastore, name):
+    with pytest.raises(ValueError, match=rf"^{name}: expected at least 1"):
+        RestAssistant(datastore, **{name: 0})
+
+
+# The law of residual sampling, on a vocabulary small enough to enumerate.
+SMALL = 12
+
+
+@pytest.fixture(scope="module")
+def small_models():
+    """A target and a draft model that is no copy of it."""
+    target = build(vocab_size=SMALL, num_hidden_layers=1)
+    draft = build(GPT2LMHeadModel, vocab_size=SMALL, n_layer=1)
+    for model in (target, draft):
+        # Flat enough that all tokens count.
+        model.get_output_embeddings().weight.data *= 0.4
+    return target, draft
+
+
+def target_law(logits, temperature, top_p):
+    """Sampling's distribution: float64 [..., vocab_size]."""
+    probs = torch.softmax(logits.double() / temperature, dim=-1)
+    best, order = probs.sort(dim=-1, descending=True)
+    kept = best.cumsum(-1) - best < top_p
+    probs = torch.zeros_like(probs).scatter(-1, order, best * kept)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def exact_law(target, prompt, temperature, top_p):
+    """float64 [SMALL, SMALL, SMALL]: probability of every continuation by three tokens."""
+    law = torch.ones(1, dtype=torch.float64)
+    texts = torch.tensor([prompt])
+    for _ in range(3):
+        step = target_law(target(texts).logits[:, -1], temperature, top_p)
+        law = (law[:, None] * step).flatten()
+        tokens = torch.arange(SMALL).repeat(len(texts))[:, None]
+        texts = torch.cat([texts.repeat_interleave(SMALL, dim=0), tokens], dim=1)
+    return law.reshape(SMALL, SMALL, SMALL).numpy()
+
+
+def assert_follows(observed, law):
+    """Pearson's test; cells of few expected observations are thrown together."""
+    assert observed[law == 0].sum() == 0
+    expected = law * observed.sum()
+    large = expected >= 5
+    counts = np.append(observed[large], observed[~large].sum())
+    cells = np.append(expected[large], expected[~large].sum())
+    counts, cells = counts[cells > 0], cells[cells > 0]
+    statistic = ((counts - cells) ** 2 / cells).sum()
+    freedom = len(cells) - 1
+    assert freedom >= 5
+    assert statistic < freedom + 4 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "budget", "rows"),
+    [
+        (0.7, 1.0, "paper", 500),
+        (1.3, 0.8, 2, 500),
+        pytest.param(0.7, 0.9, 2, 4000, marks=pytest.mark.slow),
+        pytest.param(1.5, 1.0, "paper", 4000, marks=pytest.mark.slow),
+    ],
+)
+def test_residual_sampling_keeps_the_law(small_models, temperature, top_p, budget, rows):
+    target, draft = small_models
+    prompt = [5, 9, 3, 5]
+    law = exact_law(target, prompt, temperature, top_p)
+    assistant = SequoiaAssistant(
+        draft, temperature, max_nodes=4, max_levels=2, width=3, budget=budget
+    )
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0, "do_sample": True}
+    ids = torch.tensor([prompt]).expand(rows, -1)
+    result = run(target, ids, **sampling, max_new_tokens=3, assistant=assistant)
+    assert assistant.stats.last.accepted > rows // 10
+    assert assistant.stats.last.accepted < assistant.stats.last.drafted
+    observed = np.zeros_like(law)
+    np.add.at(observed, tuple(result[:, -3:].T.tolist()), 1)
+    assert_follows(observed, law)
+    for axis in range(3):
+        assert_follows(observed.sum(axis), law.sum(axis))

@@ -1,0 +1,201 @@
+"""Replays of hand-made requests, whose every step can be counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hf_retrieval_assist import (
+    Assistant,
+    OutputMemory,
+    SamAssistant,
+    SimulationReport,
+    SuffixAssistant,
+    simulate,
+)
+from hf_retrieval_assist.drafters.base import Target
+
+TEXT = list(range(1, 11))
+TARGET = Target(vocab_size=1000)
+# An output that repeats its prompt: after the first token the rest is one chain.
+COPY = (TEXT, TEXT)
+
+
+def sam(**options):
+    return SamAssistant(**({"fallback": None} | options))
+
+
+def counts(report):
+    return report.steps, report.tokens, report.nodes
+
+
+def test_a_copy_takes_one_step():
+    # Nine tokens follow the first; the last one needs no node.
+    assert counts(simulate(sam(), [COPY])) == (1, 9, 8)
+
+
+def test_a_fixed_budget_cuts_the_drafts():
+    # 4 nodes and a token, then 3 nodes and a token.
+    assert counts(simulate(sam(budget=4), [COPY])) == (2, 9, 7)
+
+
+def test_paper_mode_waits_for_a_match():
+    # One token a step until 5 are matched, then the remaining 5 with 4 nodes.
+    assert counts(simulate(sam(budget="paper"), [COPY])) == (5, 9, 4)
+    assert counts(simulate(sam(budget="paper", min_match=3), [COPY])) == (3, 9, 6)
+    assert counts(simulate(sam(budget="paper", max_draft=2), [COPY])) == (6, 9, 3)
+
+
+def test_nothing_drafts_nothing():
+    report = simulate(Assistant([]), [COPY])
+    assert counts(report) == (9, 9, 0)
+    assert report.mean_accepted_tokens == 1
+    assert report.nodes_per_step == 0
+
+
+def test_a_wrong_turn_costs_a_step():
+    # Right up to 5, then 99 instead of 6, which nothing has seen; after it all is new.
+    output = [1, 2, 3, 4, 5, 99, 98]
+    report = simulate(sam(budget=4), [(TEXT, output)])
+    # The draft 2 3 4 5 and 99 from its last logits; 98 alone.
+    assert counts(report) == (2, 6, 4)
+    assert report.mean_accepted_tokens == 3
+    assert report.nodes_per_step == 2
+
+
+def test_requests_add_up():
+    one, two = simulate(sam(), [COPY]), simulate(sam(), [COPY, COPY])
+    assert counts(two) == tuple(2 * count for count in counts(one))
+
+
+@pytest.mark.parametrize("output", [[], [7]])
+@pytest.mark.parametrize("prompt", [[], TEXT])
+def test_outputs_without_a_step(prompt, output):
+    report = simulate(sam(), [(prompt, output)], cost=lambda n: 1.0)
+    assert counts(report) == (0, 0, 0)
+    assert report.speedup == 0
+    assert report.draft_us == report.update_us_per_token == 0
+
+
+def test_an_empty_prompt():
+    assert counts(simulate(sam(), [([], [1, 2, 3])])) == (2, 2, 0)
+
+
+def test_arrays_and_generators_are_requests():
+    requests = ((np.array(p, np.int64), np.array(o, np.uint16)) for p, o in [COPY])
+    assert counts(simulate(sam(), requests)) == (1, 9, 8)
+
+
+def test_speedup_at_a_cost():
+    report = simulate(sam(budget=4), [COPY], cost=lambda n: 3 + 0.3 * (n - 1))
+    # Two forwards, over 5 and 4 tokens, in units of one over 1.
+    assert report.cost == pytest.approx((4.2 + 3.9) / 3)
+    assert report.speedup == pytest.approx(9 / 2.7)
+    assert f"{9 / 2.7:.2f}x" in str(report)
+
+
+def test_no_cost_no_speedup():
+    report = simulate(sam(), [COPY])
+    assert report.cost is None
+    assert report.speedup is None
+    assert str(report).startswith("9.00 tokens/step, 8.0 nodes/step, draft ")
+    assert str(report).endswith("us/token (9 tokens in 1 steps)")
+
+
+def test_the_planner_follows_the_cost():
+    steep, flat = (simulate(sam(), [COPY], cost=cost) for cost in (lambda n: n**2, lambda n: 1.0))
+    assert counts(steep) == (9, 9, 0)
+    assert steep.speedup == pytest.approx(1)
+    assert counts(flat) == (1, 9, 8)
+    assert flat.speedup == pytest.approx(9)
+
+
+def test_times_are_per_step_and_per_token():
+    report = SimulationReport(
+        steps=4, tokens=10, nodes=12, draft_seconds=8e-6, update_seconds=5e-6, cost=5.0
+    )
+    assert report.draft_us == pytest.approx(2)
+    assert report.update_us_per_token == pytest.approx(0.5)
+    assert report.mean_accepted_tokens == 2.5
+    assert report.nodes_per_step == 3
+    assert report.speedup == 2
+    assert simulate(sam(), [COPY]).draft_us > 0
+
+
+def test_later_requests_profit_from_earlier_ones():
+    output = list(range(20, 40))
+    assistant = SuffixAssistant(fallback=None)
+    first, second = (simulate(assistant, [([1, 2, 3], output)]) for _ in range(2))
+    assert counts(first) == (19, 19, 0)
+    assert second.tokens == 19
+    assert second.steps <= 3
+    together = simulate(SuffixAssistant(fallback=None), [([1, 2, 3], output)] * 2)
+    assert together.steps == first.steps + second.steps
+
+
+def test_what_it_learns_is_kept_from_real_models():
+    memory = OutputMemory()
+    simulate(SuffixAssistant(memory), [(TEXT, TEXT)])
+    assert memory.tree("simulation").token_count == len(TEXT)
+    assert memory.tree("model") is None
+
+
+def test_statistics_are_not_touched():
+    assistant = sam()
+    simulate(assistant, [COPY])
+    assert assistant.stats.total.calls == assistant.stats.total.tokens == 0
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [([1, 2], [5]), ([5], [1, 2]), ([-1], [2]), ([1], [2, -1]), ([[1, 2]], [3])],
+)
+def test_refuses_ids_outside_the_vocabulary(request_):
+    with pytest.raises(ValueError, match=r"^requests: expected token ids in \[0, 5\)"):
+        simulate(sam(), [request_], vocab_size=5)
+
+
+def test_refuses_what_is_no_id():
+    with pytest.raises(TypeError, match=r"^requests: expected integer token ids, got float64"):
+        simulate(sam(), [([1.5], [2])])
+
+
+def test_refuses_corpora_outside_the_vocabulary():
+    with pytest.raises(ValueError, match=r"^corpus: "):
+        simulate(sam(corpus=[[9]]), [([1], [2])], vocab_size=5)
+
+
+# Of the paper's rule: a corpus of consecutive ids, and texts that match it in part.
+CORPUS = list(range(100, 140))
+
+
+def first_draft(prompt, first, **options):
+    assistant = sam(corpus=[CORPUS], budget="paper", **options)
+    session = assistant.start(np.array(prompt, np.int32), TARGET)
+    session.begin([first])
+    dynamic, static = (part.match_length for part in session.sessions)
+    return dynamic, static, session.propose().token_ids.tolist()
+
+
+@pytest.mark.parametrize(("matched", "drafts"), [(9, False), (10, True), (11, True)])
+def test_a_corpus_match_counts_less_by_its_bias(matched, drafts):
+    text = CORPUS[:matched]
+    dynamic, static, draft = first_draft(text[:-1], text[-1])
+    assert (dynamic, static) == (0, matched)
+    assert draft == (CORPUS[matched:] if drafts else [])
+
+
+@pytest.mark.parametrize(("skipped", "static_wins"), [(1, False), (0, True)])
+def test_the_corpus_drafts_where_its_match_is_longer_by_more_than_the_bias(skipped, static_wins):
+    # The text has met the last six tokens before, followed by 7.
+    prompt = [*CORPUS[6:12], 7, *CORPUS[skipped:11]]
+    dynamic, static, draft = first_draft(prompt, CORPUS[11])
+    assert (dynamic, static) == (6, 12 - skipped)
+    assert draft[0] == (CORPUS[12] if static_wins else 7)
+
+
+def test_the_bias_may_be_none():
+    _, _, draft = first_draft(CORPUS[:5], CORPUS[5], corpus_bias=0)
+    assert draft == CORPUS[6:]
+    _, _, draft = first_draft(CORPUS[:5], CORPUS[5], corpus_bias=0, max_draft=3)
+    assert draft == CORPUS[6:9]
