@@ -23,7 +23,6 @@ import json
 import math
 import os
 import platform
-import statistics
 import tempfile
 import threading
 import time
@@ -58,8 +57,11 @@ _plain_linear = torch._C._nn.linear
 # Numbers of rows that a choice is made for, and what is timed for each: enough of the weight to
 # leave the second-level cache, as it does between two forwards, and not more.
 TUNING_ROWS = (1, 4, 16)
-TUNING_BYTES = 8 << 20
-TUNING_REPEATS = 3
+TUNING_BYTES = 4 << 20
+TUNING_REPEATS = 7
+# The kernel keeps its place unless another method is so many times faster: what it promises about
+# bits is worth something, and a choice that is remembered should not hang on a moment's noise.
+KERNEL_MARGIN = 1.1
 
 
 def transposed_linear(
@@ -87,23 +89,28 @@ def _seconds(method: LinearMethod, x: torch.Tensor, weight: torch.Tensor) -> flo
     return time.perf_counter() - start
 
 
-def _median_seconds(x: torch.Tensor, weight: torch.Tensor) -> dict[str, float]:
-    """Each method's median time, the methods taking turns so that a busy moment hits them all."""
+def _best_seconds(x: torch.Tensor, weight: torch.Tensor) -> dict[str, float]:
+    """Each method's least time, which other work on the machine distorts least. The methods take
+    turns, the first of which warms up.
+    """
     turns = [
         {name: _seconds(method, x, weight) for name, method in METHODS.items()}
         for _ in range(1 + TUNING_REPEATS)
     ]
-    return {name: statistics.median(turn[name] for turn in turns[1:]) for name in METHODS}
+    return {name: min(turn[name] for turn in turns[1:]) for name in METHODS}
 
 
 def fastest_method(weight: torch.Tensor) -> str:
-    """The name in METHODS with the lowest geometric mean of times over TUNING_ROWS."""
+    """The name in METHODS with the lowest geometric mean of times over TUNING_ROWS, the kernel's
+    divided by KERNEL_MARGIN.
+    """
     rows = max(1, TUNING_BYTES // (weight.shape[1] * weight.element_size()))
     part = weight.detach()[:rows]
     scores = dict.fromkeys(METHODS, 0.0)
+    scores["kernel"] -= len(TUNING_ROWS) * math.log(KERNEL_MARGIN)
     with torch.no_grad():
         for n in TUNING_ROWS:
-            seconds = _median_seconds(torch.ones(n, weight.shape[1], dtype=weight.dtype), part)
+            seconds = _best_seconds(torch.ones(n, weight.shape[1], dtype=weight.dtype), part)
             for name, value in seconds.items():
                 scores[name] += math.log(value)
     return min(scores, key=scores.__getitem__)

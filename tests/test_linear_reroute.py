@@ -230,15 +230,28 @@ def test_every_method_computes_the_product(name, dtype, shape):
         torch.testing.assert_close(METHODS[name](x, weight, b), PLAIN(x, weight, b))
 
 
-def test_the_fastest_method_is_chosen(monkeypatch):
-    def fake_seconds(method, x, weight):
-        # Ties at one row, the kernel ahead at four, PyTorch far ahead at sixteen.
-        return {1: 1.0, 4: 1.0 + (method is not METHODS["kernel"])}.get(
-            len(x), 1.0 + 9 * (method is not METHODS["pytorch"])
-        )
+def seconds_as(monkeypatch, **seconds):
+    """Let each method take so many seconds for 1, 4 and 16 rows."""
 
-    monkeypatch.setattr(module, "_seconds", fake_seconds)
+    def measured(method, x, weight):
+        name = next(name for name in METHODS if METHODS[name] is method)
+        return seconds[name][(1, 4, 16).index(len(x))]
+
+    monkeypatch.setattr(module, "_seconds", measured)
+
+
+def test_the_fastest_method_over_all_row_counts_is_chosen(monkeypatch):
+    seconds_as(monkeypatch, kernel=(1, 1, 9), transposed=(9, 9, 1), pytorch=(2, 2, 1))
     assert module.fastest_method(W) == "pytorch"
+    seconds_as(monkeypatch, kernel=(1, 1, 3), transposed=(9, 9, 1), pytorch=(2, 2, 1))
+    assert module.fastest_method(W) == "kernel"
+
+
+def test_the_kernel_gives_way_to_a_clear_winner_only(monkeypatch):
+    seconds_as(monkeypatch, kernel=(1, 1, 1), transposed=(2, 2, 2), pytorch=(0.95, 0.95, 0.95))
+    assert module.fastest_method(W) == "kernel"
+    seconds_as(monkeypatch, kernel=(1, 1, 1), transposed=(0.8, 0.8, 0.8), pytorch=(0.9, 0.9, 0.9))
+    assert module.fastest_method(W) == "transposed"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
