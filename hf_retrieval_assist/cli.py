@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import calibrate_command
 from .corpus_readers import load_encoder, read_texts
 from .datastore import Datastore
+from .eagle import train_command
 
 PROGRAM = "hf-retrieval-assist"
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -154,6 +156,10 @@ COMMANDS = {
     "info": Command("show what a datastore holds", _add_path, _info),
     "verify": Command("check every file of a datastore", _add_path, _verify),
     "compact": Command("merge the shards of a datastore", _add_sorting_arguments, _compact),
+    "calibrate": Command(
+        calibrate_command.SUMMARY, calibrate_command.add_arguments, calibrate_command.run
+    ),
+    "train-head": Command(train_command.SUMMARY, train_command.add_arguments, train_command.run),
 }
 
 

@@ -153,6 +153,18 @@ def _takes_over(cache: Any, service: Service) -> bool:
     return not user_defined or service.tier is Tier.PLAIN or has_slots(cache)
 
 
+def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> CostKey:
+    """What t(n) of a call with these inputs depends on, int64 [batch, length]."""
+    return CostKey(
+        fingerprint=fingerprint(model),
+        device=str(input_ids.device),
+        dtype=str(model.dtype),
+        attention=str(getattr(model.config, "_attn_implementation", None)),
+        batch_size=size_bucket(len(input_ids)),
+        cache_length=size_bucket(cache_length),
+    )
+
+
 def _plain(model: Any, call: CallStats, model_kwargs: dict[str, Any], **arguments: Any) -> Any:
     """transformers' own loop."""
     input_ids = arguments["input_ids"]
@@ -227,13 +239,7 @@ class Generation:
         room = 256 if limit is None else min(max(1, limit - input_ids.shape[1]), 4096)
         self.rows = [RowText(i, ids, room) for i, ids in enumerate(input_ids)]
         self.cache = self._slot_cache(input_ids.shape[1] + room)
-        self.cost_key = CostKey(
-            fingerprint=fingerprint(model),
-            device=str(input_ids.device),
-            dtype=str(model.dtype),
-            attention=str(getattr(model.config, "_attn_implementation", None)),
-            batch_size=size_bucket(len(input_ids)),
-        )
+        self.cost_key = cost_key(model, input_ids)
         self.cost = assistant.costs.get(self.cost_key)
         self.reroute = linear_reroute(assistant.reroute and input_ids.device.type == "cpu")
         self.taps = FeatureTaps(model, assistant.hidden_layers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +18,11 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.drafters.eagle import EagleDrafter
+from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.eagle import EagleHead, training
 from hf_retrieval_assist.eagle.checkpoint import new_head
 from hf_retrieval_assist.eagle.evaluation import mean_accepted_tokens
-from hf_retrieval_assist.eagle.train_command import add_train_head_command, read_records
+from hf_retrieval_assist.eagle.train_command import read_records
 from hf_retrieval_assist.eagle.training import HeadTraining, UnrolledHead, train_head
 from hf_retrieval_assist.eagle.training_data import (
     Example,
@@ -359,12 +359,9 @@ def test_the_command(
     texts = [" ".join(f"w{(7 * i + j) % VOCAB}" for j in range(12)) for i in range(6)]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps({kind: text}) for text in texts))
-    parser = argparse.ArgumentParser()
-    add_train_head_command(parser.add_subparsers())
     options = ["--response-length", "6", "--held-out", "2", "--epochs", "1"]
     paths = [str(tmp_path / "model"), str(data), str(tmp_path / "head")]
-    args = parser.parse_args(["train-head", *paths, *options])
-    assert args.run(args) == 0
+    assert main(["train-head", *paths, *options]) == 0
     assert "Mean accepted tokens on held-out texts: 1." in capsys.readouterr().out
     assert EagleHead.from_pretrained(tmp_path / "head", target).config.generation == 3
 

@@ -11,20 +11,18 @@ if TYPE_CHECKING:
     from .training import HeadTraining
     from .training_data import Example
 
-DESCRIPTION = """
-Train an EAGLE-3 head for a model. DATA is a text file (.txt: texts separated by blank lines) or a
-JSON-lines file of objects with "text", or with "prompt", which the model then answers itself: a
-head drafts best what its model would write.
-"""
+SUMMARY = "train an EAGLE-3 head for a model"
+_DATA_HELP = (
+    "a text file (.txt: texts separated by blank lines) or a JSON-lines file of objects with "
+    '"text", or with "prompt", which the model then answers itself: a head drafts best what its '
+    "model would write"
+)
 
 
-def add_train_head_command(subparsers: Any) -> argparse.ArgumentParser:
-    """Add `train-head` to a command line; `args.run(args)` runs it and returns the exit status."""
-    parser = subparsers.add_parser(
-        "train-head", help="train an EAGLE-3 head for a model", description=DESCRIPTION
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("model", help="path or hub id of the model that the head is to draft for")
-    parser.add_argument("data", type=Path, metavar="DATA", help="texts or prompts, see above")
+    parser.add_argument("data", type=Path, metavar="DATA", help=_DATA_HELP)
     parser.add_argument("output", type=Path, help="folder for the head and its checkpoints")
     parser.add_argument("--draft-vocabulary", type=int, default=8192, metavar="N")
     parser.add_argument("--steps", type=int, default=5, help="unrolled steps (5)")
@@ -39,11 +37,9 @@ def add_train_head_command(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--held-out", type=int, default=8, help="texts kept for the evaluation")
     parser.add_argument("--dtype", default="auto", help="of the model: auto, float32, bfloat16, …")
     parser.add_argument("--restart", action="store_true", help="do not resume from a checkpoint")
-    parser.set_defaults(run=run)
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Train, save, and print the mean accepted tokens on texts that were held out."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"Saved to {args.output}.")
     if held_out:
         print(f"Mean accepted tokens on held-out texts: {_evaluate(head, target, held_out):.2f}")
-    return 0
 
 
 def read_records(path: Path) -> list[dict[str, str]]:
