@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.drafters import token_recycling
 from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.drafters.token_recycling import (
@@ -343,6 +345,46 @@ def test_rows_of_numpy_and_of_torch_are_alike(monkeypatch):
     monkeypatch.setattr(token_recycling, "_prefers_numpy", lambda _: next(answers))
     assert_equal_drafts([TokenRecyclingDrafter(), TokenRecyclingDrafter()], [CPU, CPU])
     assert next(answers, None) is None
+
+
+@pytest.fixture(scope="module")
+def small_llama():
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=0,
+    )
+    # Logits far enough apart that sampling has something to prefer.
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.lm_head.weight.data *= 20
+    return model
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8}])
+def test_generation_is_lossless_and_warms_up(small_llama, options):
+    """A second call needs fewer forwards, a reset the first number again; tokens stay the same."""
+    prompt = torch.tensor([[5, 6, 7]])
+    drafter = TokenRecyclingDrafter()
+    assistant = Assistant([drafter], budget=24)
+
+    def generate(**assisted):
+        torch.manual_seed(0)
+        return small_llama.generate(prompt, max_new_tokens=60, eos_token_id=None, **assisted)
+
+    expected = generate(**options)
+    steps = []
+    for _ in range(2):
+        assert torch.equal(generate(assistant=assistant, **options), expected)
+        steps.append(assistant.stats.last.steps)
+    assert steps[1] < steps[0]
+    drafter.reset()
+    again = Assistant([drafter], budget=24)
+    assert torch.equal(generate(assistant=again, **options), expected)
+    assert again.stats.last.steps == steps[0]
 
 
 @pytest.mark.cuda
