@@ -17,11 +17,10 @@ from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNee
 from hf_retrieval_assist.feedback import prompt_feedback
 from hf_retrieval_assist.stats import CallStats
 
+from .lossless import NEW_TOKENS, PROMPT, build, run
 from .oracle_drafter import OracleDrafter
-from .tiny_models import LAYERS, VOCAB, tiny_config, tiny_model
+from .tiny_models import LAYERS, VOCAB
 
-PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44]])
-NEW_TOKENS = 20
 FLAT = CostModel.fixed(lambda n: 1.0)
 
 
@@ -74,22 +73,12 @@ class FixedCosts(CostModels):
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(LlamaForCausalLM, tiny_config(LlamaForCausalLM.config_class))
+    return build(LlamaForCausalLM)
 
 
 @pytest.fixture(scope="module")
 def plain(model):
     return run(model)
-
-
-def run(model, **options):
-    return model.generate(
-        PROMPT,
-        attention_mask=torch.ones_like(PROMPT),
-        do_sample=False,
-        max_new_tokens=NEW_TOKENS,
-        **options,
-    )
 
 
 def chain(length, prob):

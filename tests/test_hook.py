@@ -15,15 +15,15 @@ from transformers import (
 import hf_retrieval_assist
 from hf_retrieval_assist import Datastore, RestAssistant, SamAssistant
 
-from .tiny_models import VOCAB, tiny_config, tiny_model
+from .lossless import PROMPT, build
+from .tiny_models import VOCAB
 
-PROMPT = torch.tensor([[5, 9, 33, 21, 60, 5, 9, 33]])
 LENGTH = {"max_new_tokens": 6}
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(LlamaForCausalLM, tiny_config(LlamaForCausalLM.config_class))
+    return build(LlamaForCausalLM)
 
 
 @pytest.fixture

@@ -21,16 +21,11 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.fingerprints import fingerprint
 
-from .tiny_models import VOCAB, tiny_config, tiny_model
+from .lossless import NEW_TOKENS, PROMPT, build, run
+from .tiny_models import VOCAB
 
-PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44] * 2])
-NEW_TOKENS = 20
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 BUDGETS = ["auto", "paper", 6]
-
-
-def build(model_class=LlamaForCausalLM, **overrides):
-    return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
 
 
 @pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
@@ -40,7 +35,7 @@ def model(request):
 
 @pytest.fixture(scope="module")
 def llama():
-    return build()
+    return build(LlamaForCausalLM)
 
 
 def draft_of(model):
@@ -54,12 +49,6 @@ def draft_of(model):
 @pytest.fixture(scope="module")
 def draft_model(llama):
     return draft_of(llama)
-
-
-def run(model, ids=PROMPT, seed=0, **options):
-    torch.manual_seed(seed)
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | options
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
 def check_lossless(model, assistant, **options):
@@ -236,7 +225,7 @@ def test_a_budget_bounds_every_step(llama):
     ],
 )
 def test_refuses_draft_models_of_another_vocabulary(llama, preset):
-    other = build(vocab_size=VOCAB + 1)
+    other = build(LlamaForCausalLM, vocab_size=VOCAB + 1)
     with pytest.raises(ValueError, match=f"draft model .* {VOCAB} ids, got .* {VOCAB + 1}"):
         run(llama, assistant=preset(other))
 
@@ -303,7 +292,7 @@ SMALL = 12
 @pytest.fixture(scope="module")
 def small_models():
     """A target and a draft model that is no copy of it."""
-    target = build(vocab_size=SMALL, num_hidden_layers=1)
+    target = build(LlamaForCausalLM, vocab_size=SMALL, num_hidden_layers=1)
     draft = build(GPT2LMHeadModel, vocab_size=SMALL, n_layer=1)
     for model in (target, draft):
         # Flat enough that all tokens count.

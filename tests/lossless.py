@@ -1,0 +1,47 @@
+"""Calls to `generate` whose results are compared with and without an assistant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_retrieval_assist import SamAssistant
+
+from .oracle_drafter import sequences_of
+from .tiny_models import tiny_config, tiny_model
+
+# One phrase twice over, longer than the tiny models' windows.
+PHRASE = [5, 9, 33, 21, 60, 7, 44]
+PROMPT = torch.tensor([PHRASE * 2])
+NEW_TOKENS = 20
+
+
+def build(model_class: Any, **overrides: Any) -> Any:
+    """A tiny model, its configuration changed by `overrides`."""
+    return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
+
+
+def run(model: Any, ids: torch.Tensor = PROMPT, seed: int = 0, **options: Any) -> Any:
+    """One call under a seed; greedy unless `options` say otherwise."""
+    ids = ids.to(model.device)
+    torch.manual_seed(seed)
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | options
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def knowing(*results: Any, **options: Any) -> SamAssistant:
+    """An assistant whose corpus holds these results, so that its drafts are accepted."""
+    corpus = [sequences_of(result)[0].tolist() for result in results]
+    return SamAssistant(corpus, **({"budget": 16} | options))
+
+
+def equal(model: Any, **options: Any) -> tuple[Any, Any]:
+    """Both results of a call, which agree; the second one took fewer forwards."""
+    plain = run(model, **options)
+    assistant = knowing(plain)
+    assisted = run(model, **options, assistant=assistant)
+    assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    assert assistant.stats.last.accepted > 0
+    assert assistant.stats.last.steps < assistant.stats.last.tokens - 1
+    return plain, assisted

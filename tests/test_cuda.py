@@ -1,0 +1,142 @@
+"""The lossless checks on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    OPTForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from hf_retrieval_assist import (
+    Datastore,
+    EagleHead,
+    OutputMemory,
+    RestAssistant,
+    SamAssistant,
+    SequoiaAssistant,
+    SuffixAssistant,
+)
+
+from .lossless import PROMPT, build, equal, run
+from .oracle_drafter import both, oracle_assistant
+from .tiny_models import VOCAB
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = "cuda"
+CLASSES = [
+    LlamaForCausalLM,
+    Qwen3ForCausalLM,
+    Gemma3ForCausalLM,
+    MixtralForCausalLM,
+    GPT2LMHeadModel,
+    OPTForCausalLM,
+]
+
+
+@pytest.fixture(scope="module", params=CLASSES)
+def any_model(request):
+    return build(request.param).to(DEVICE)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build(LlamaForCausalLM).to(DEVICE)
+
+
+SAMPLING = [
+    {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
+    {"do_sample": True, "top_k": 8, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_greedy(any_model, attention):
+    any_model.set_attn_implementation(attention)
+    equal(any_model)
+
+
+@pytest.mark.parametrize("options", SAMPLING, ids="-".join)
+def test_sampled(any_model, options):
+    equal(any_model, seed=3, **options)
+
+
+def test_the_defaults(any_model):
+    assistant = SamAssistant()
+    assert torch.equal(run(any_model), run(any_model, assistant=assistant))
+    assert assistant.stats.tier == "tree"
+
+
+def test_scores_and_logits(llama):
+    names = ("return_dict_in_generate", "output_scores", "output_logits")
+    plain, assisted = equal(llama, do_sample=True, top_k=8, **dict.fromkeys(names, True))
+    for name in ("scores", "logits"):
+        for expected, actual in zip(plain[name], assisted[name], strict=True):
+            assert actual.device == expected.device
+            torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_padded_batch(any_model):
+    ids = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3]).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = mask[2, :9] = 0
+    inputs = {"input_ids": ids * mask, "attention_mask": mask}
+    plain, assisted, assistant = both(any_model, inputs, do_sample=False, max_new_tokens=16)
+    assert torch.equal(plain, assisted)
+    assert assistant.stats.last.accepted > 0
+
+
+def test_half_precision_is_served_by_trees(llama):
+    half = copy.deepcopy(llama).to(torch.bfloat16)
+    assistant = oracle_assistant(run(half))
+    run(half, assistant=assistant)
+    assert assistant.stats.tier == "tree"
+
+
+def presets(model, folder):
+    """Every preset, made to draft what the model generates."""
+    documents = [run(model)[0].tolist()]
+    store = Datastore.build(documents, folder / "store", vocab_size=VOCAB, progress=False)
+    return {
+        "corpus": SamAssistant(documents, budget=8),
+        "datastore": SamAssistant(store, budget=8),
+        "memory": SamAssistant(memory=OutputMemory(), budget=8),
+        "head": SamAssistant(documents, fallback=EagleHead.for_target(model), budget=8),
+        "draft model": SamAssistant(documents, fallback=copy.deepcopy(model), budget=8),
+        "suffix": SuffixAssistant(budget=8),
+        "rest": RestAssistant(store, budget=8),
+        "sequoia": SequoiaAssistant(copy.deepcopy(model), max_nodes=8, max_levels=3, budget=8),
+    }
+
+
+def test_presets(llama, tmp_path):
+    plain = [run(llama, **options) for options in ({}, *SAMPLING)]
+    for name, assistant in presets(llama, tmp_path).items():
+        for expected, options in zip(plain, ({}, *SAMPLING), strict=True):
+            assert torch.equal(expected, run(llama, **options, assistant=assistant)), name
+        assert assistant.stats.total.accepted > 0, name
+
+
+def test_residual_sampling_accepts_the_targets_own_draws(llama):
+    draft = copy.deepcopy(llama)
+    assistant = SequoiaAssistant(draft, 0.8, max_nodes=3, max_levels=3, width=1, budget="paper")
+    run(llama, do_sample=True, temperature=0.8, top_k=0, assistant=assistant)
+    assert assistant.stats.last.accepted > 0.9 * assistant.stats.last.drafted > 0
+
+
+def test_costs_are_those_of_the_device(llama):
+    assistant = SamAssistant(budget=4)
+    run(llama, assistant=assistant)
+    assert {key.device.partition(":")[0] for key in assistant.costs._models} == {DEVICE}
+    assert any(cost.observations for cost in assistant.costs._models.values())
