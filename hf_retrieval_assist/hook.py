@@ -143,6 +143,8 @@ def _heal_tokens(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
     """Heal the prompt's last token here, since `generate` would miss the tokenizer."""
     if not _setting(kwargs, "token_healing"):
         return
+    if tokenizer is None:
+        raise ValueError("token_healing: expected the model's tokenizer as tokenizer=, got none")
     name = "inputs" if kwargs.get("inputs") is not None else "input_ids"
     ids = kwargs[name]
     if kwargs.get("attention_mask") is None:
