@@ -313,3 +313,32 @@ def test_one_assistant_serves_several_models():
         model = build(model_class)
         assert torch.equal(run(model), run(model, assistant=assistant))
     assert assistant.stats.total.calls == 3
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [{}, {"inputs": PROMPT}, {"input_ids": PROMPT[:, :1]}, {"input_ids": PROMPT, "max_length": 20}],
+    ids=lambda inputs: "-".join(inputs) or "none",
+)
+def test_ways_to_give_the_prompt(model, inputs):
+    options = {"max_length": 16} | inputs
+    plain = model.generate(**options, do_sample=False)
+    assistant = knowing(plain)
+    assert torch.equal(plain, model.generate(**options, do_sample=False, assistant=assistant))
+
+
+class BrokenStreamer(BaseStreamer):
+    def put(self, value):
+        raise OSError("closed")
+
+    def end(self):
+        pass
+
+
+def test_a_failed_call_leaves_the_assistant_usable(model):
+    plain = run(model)
+    assistant = knowing(plain)
+    with pytest.raises(OSError, match="closed"):
+        run(model, streamer=BrokenStreamer(), assistant=assistant)
+    assert torch.equal(plain, run(model, assistant=assistant))
+    assert assistant.stats.total.calls == 1

@@ -148,3 +148,19 @@ def test_refuses_datastores_of_another_vocabulary(model, tmp_path):
     store = Datastore.build([[1, 2, 3]], tmp_path / "store", vocab_size=VOCAB + 5, progress=False)
     with pytest.raises(ValueError, match=r"vocab"):
         model.generate(PROMPT, assistant=RestAssistant(store), **LENGTH)
+
+
+@pytest.mark.parametrize("option", [{"stop_strings": "x"}, {"token_healing": True}])
+@pytest.mark.parametrize("given", [{}, {"input_ids": PROMPT}])
+def test_misses_the_tokenizer(model, option, given):
+    with pytest.raises(ValueError, match=f"^{next(iter(option))}: expected the model's tokenizer"):
+        model.generate(assistant=SamAssistant(), **given, **option, **LENGTH)
+
+
+def test_stop_strings_of_the_model_are_left_to_transformers(model, monkeypatch, caplog):
+    monkeypatch.setattr(model.generation_config, "stop_strings", ["x"])
+    assistant = SamAssistant()
+    with pytest.raises(ValueError, match="could not locate a tokenizer"):
+        model.generate(PROMPT, assistant=assistant, **LENGTH)
+    assert "decoding without the assistant" in caplog.text
+    assert assistant.stats.total.calls == 0
