@@ -30,6 +30,9 @@ enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16 };
  * first-level cache. Longer rows are streams that the hardware follows by itself. */
 #define AHEAD_BYTES 32768
 
+/* Waking one more thread costs as much as reading about so many bytes of weights. */
+#define THREAD_BYTES 65536
+
 /* Strides count elements; a row's elements are adjacent. */
 typedef struct {
     const char *x;      /* [rows, depth] */

@@ -208,13 +208,15 @@ TARGET static int NAMED(run_pass)(const skinny_problem *p, int threads) {
 TARGET static int NAMED(run)(const skinny_problem *problem, int threads) {
     skinny_problem part = *problem;
     const int64_t bytes = skinny_item_bytes(part.dtype);
+    const int64_t weight_bytes = part.outputs * part.depth * bytes;
     const int64_t chunks = (part.outputs + CHUNK_ROWS - 1) / CHUNK_ROWS;
+    const int64_t useful = skinny_min(chunks, weight_bytes / THREAD_BYTES + 1);
     int failed = 0;
     for (int64_t row = 0; row < problem->rows && !failed; row += PASS_ROWS) {
         part.rows = skinny_min(PASS_ROWS, problem->rows - row);
         part.x = problem->x + row * problem->x_stride * bytes;
         part.y = problem->y + row * problem->y_stride * bytes;
-        failed = NAMED(run_pass)(&part, (int)skinny_min(threads, chunks));
+        failed = NAMED(run_pass)(&part, (int)skinny_min(threads, useful));
     }
     return failed;
 }

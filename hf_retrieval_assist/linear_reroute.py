@@ -45,6 +45,7 @@ from .skinny_linear import (
     leave_route,
     routed_linear,
     set_chooser,
+    skinny_linear,
 )
 
 if TYPE_CHECKING:
@@ -59,9 +60,12 @@ _plain_linear = torch._C._nn.linear
 TUNING_ROWS = (1, 4, 16)
 TUNING_BYTES = 4 << 20
 TUNING_REPEATS = 7
+TUNING_SECONDS = 0.1  # for one number of rows, after which repeating stops
 # The kernel keeps its place unless another method is so many times faster: what it promises about
 # bits is worth something, and a choice that is remembered should not hang on a moment's noise.
 KERNEL_MARGIN = 1.1
+# Threads that make the kernel so many times slower are waiting for their turn on a busy machine.
+CONTENTION = 1.5
 
 
 def transposed_linear(
@@ -89,20 +93,27 @@ def _seconds(method: LinearMethod, x: torch.Tensor, weight: torch.Tensor) -> flo
     return time.perf_counter() - start
 
 
+def _serial_kernel(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    return skinny_linear(x, weight, bias, threads=1)
+
+
 def _best_seconds(x: torch.Tensor, weight: torch.Tensor) -> dict[str, float]:
-    """Each method's least time, which other work on the machine distorts least. The methods take
-    turns, the first of which warms up.
+    """The least time of each of METHODS and of the kernel on one thread ("serial"), which other
+    work on the machine distorts least. They take turns, the first of which warms up.
     """
-    turns = [
-        {name: _seconds(method, x, weight) for name, method in METHODS.items()}
-        for _ in range(1 + TUNING_REPEATS)
-    ]
-    return {name: min(turn[name] for turn in turns[1:]) for name in METHODS}
+    candidates = METHODS | {"serial": _serial_kernel}
+    turns: list[dict[str, float]] = []
+    end = time.perf_counter() + TUNING_SECONDS
+    while len(turns) < 2 or (len(turns) <= TUNING_REPEATS and time.perf_counter() < end):
+        turns.append({name: _seconds(method, x, weight) for name, method in candidates.items()})
+    return {name: min(turn[name] for turn in turns[1:]) for name in candidates}
 
 
-def fastest_method(weight: torch.Tensor) -> str:
+def fastest_method(weight: torch.Tensor) -> str | None:
     """The name in METHODS with the lowest geometric mean of times over TUNING_ROWS, the kernel's
-    divided by KERNEL_MARGIN.
+    divided by KERNEL_MARGIN; None where the machine is too busy to tell.
     """
     rows = max(1, TUNING_BYTES // (weight.shape[1] * weight.element_size()))
     part = weight.detach()[:rows]
@@ -110,9 +121,12 @@ def fastest_method(weight: torch.Tensor) -> str:
     scores["kernel"] -= len(TUNING_ROWS) * math.log(KERNEL_MARGIN)
     with torch.no_grad():
         for n in TUNING_ROWS:
-            seconds = _best_seconds(torch.ones(n, weight.shape[1], dtype=weight.dtype), part)
-            for name, value in seconds.items():
-                scores[name] += math.log(value)
+            x = torch.ones(n, weight.shape[1], dtype=weight.dtype)
+            seconds = _best_seconds(x, part)
+            if seconds["kernel"] > CONTENTION * seconds["serial"]:
+                return None
+            for name in METHODS:
+                scores[name] += math.log(seconds[name])
     return min(scores, key=scores.__getitem__)
 
 
@@ -178,14 +192,19 @@ class LinearTuning:
         self._warned = False
 
     def choose(self, weight: torch.Tensor) -> LinearMethod:
-        """The method for weights of this shape and dtype at the present number of threads."""
+        """The method for weights of this shape and dtype at the present number of threads; the
+        kernel, without remembering it, where the machine is too busy to tell.
+        """
         rows, columns = weight.shape
         key = f"{weight.dtype} {rows}x{columns} threads={torch.get_num_threads()}"
         with self._lock:
             if self._choices is None:
                 self._choices = self._load()
             if key not in self._choices:
-                self._choices[key] = fastest_method(weight)
+                fastest = fastest_method(weight)
+                if fastest is None:
+                    return kernel_linear
+                self._choices[key] = fastest
                 self._save(self._choices)
             return METHODS[self._choices[key]]
 
