@@ -32,11 +32,15 @@ test-debug: build
 	cd build/checked && HFRA_DEBUG=1 ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/checked && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" tests/structures
 
-# The contract of `generate` under the oldest supported transformers.
-test-matrix: build
+# The contract of `generate` under the oldest supported transformers, beside the pinned torch.
+.venv-5.17/.installed: constraints.txt pyproject.toml
 	test -x .venv-5.17/bin/python || $(PYTHON) -m venv .venv-5.17
-	.venv-5.17/bin/python -m pip install --quiet torch==2.13.0 transformers==5.17.0 pytest --editable .
-	.venv-5.17/bin/python -m pytest -q tests/test_batches.py tests/test_generate_contract.py tests/test_candidate_generator.py
+	sed 's/^transformers==.*/transformers==5.17.0/' constraints.txt > .venv-5.17/constraints.txt
+	.venv-5.17/bin/python -m pip install --quiet --constraint .venv-5.17/constraints.txt pytest --editable .
+	touch $@
+
+test-matrix: build .venv-5.17/.installed
+	.venv-5.17/bin/python -m pytest -q -m "not slow" tests/test_batches.py tests/test_generate_contract.py tests/test_generate_inputs.py tests/test_candidate_generator.py
 
 bench: build
 	$(BIN)/python -m benchmarks

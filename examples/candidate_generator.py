@@ -9,8 +9,7 @@ is set. Overriding that method in a subclass of the model's class is how it take
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.candidate_generator import RetrievalCandidateGenerator
+from hf_retrieval_assist import RetrievalCandidateGenerator, SamAssistant
 
 
 class RetrievalLlama(LlamaForCausalLM):

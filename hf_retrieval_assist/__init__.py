@@ -7,6 +7,7 @@ back.
 __version__ = "0.1.0"
 
 from .assistants import Assistant
+from .candidate_generator import RetrievalCandidateGenerator
 from .datastore import Datastore
 from .eagle.head import EagleHead
 from .hook import install, uninstall
@@ -21,6 +22,7 @@ __all__ = [
     "EagleHead",
     "OutputMemory",
     "RestAssistant",
+    "RetrievalCandidateGenerator",
     "SamAssistant",
     "SequoiaAssistant",
     "SimulationReport",

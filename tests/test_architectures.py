@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .architectures import BELOW_KNOWN, SKIPPED, TABLE, architectures, known_tiers
+from .architectures import (
+    BELOW_KNOWN,
+    SKIPPED,
+    TABLE,
+    architectures,
+    build,
+    known_tiers,
+    table_row,
+)
 from .oracle_drafter import both, sequences_of
-from .tiny_models import tiny_config, tiny_model
 
 # Longer than the windows and chunks of the tiny models.
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50, 3, 29]])
@@ -19,15 +26,17 @@ LOOSE = {"XLMWithLMHeadModel"}
 
 
 @pytest.fixture(scope="module")
-def served():
-    """Tier per class, as the table shows it."""
-    rows = [line.split("|") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
-    return {cells[1].strip(): cells[2].strip() for cells in rows[1:]}
+def lines():
+    """The table's line on each class."""
+    rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    return {line.split("|")[1].strip(): line for line in rows[1:]}
 
 
-def build(name):
-    model_class = architectures()[name]
-    return tiny_model(model_class, tiny_config(model_class.config_class))
+@pytest.fixture(scope="module")
+def served(lines):
+    """Tier of one row and of a batch per class, as the table shows them."""
+    cells = {name: line.split("|") for name, line in lines.items()}
+    return {name: (cell[2].strip(), cell[3].strip()) for name, cell in cells.items()}
 
 
 def relative_error(expected, actual):
@@ -37,14 +46,15 @@ def relative_error(expected, actual):
 
 
 @pytest.mark.parametrize("name", architectures())
-def test_class_generates_as_without_assistant(name, served):
+def test_class_generates_as_without_assistant(name, lines, served):
     model = build(name)
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     length = {"max_new_tokens": NEW_TOKENS}
 
     plain, assisted, assistant = both(model, inputs, do_sample=False, **length)
     assert torch.equal(plain, assisted)
-    assert assistant.stats.tier == served[name]
+    assert assistant.stats.tier == served[name][0]
+    assert table_row(name, model) == lines[name]
     if assistant.stats.tier != "plain":
         assert assistant.stats.last.accepted > 0
 
@@ -58,13 +68,15 @@ def test_class_generates_as_without_assistant(name, served):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", architectures())
-def test_class_generates_padded_batches_as_without_assistant(name):
+def test_class_generates_padded_batches_as_without_assistant(name, served):
     prompts = torch.cat([PROMPT, PROMPT.flip(1)])
     mask = torch.ones_like(prompts)
     mask[1, :5] = prompts[1, :5] = 0
     inputs = {"input_ids": prompts, "attention_mask": mask}
-    plain, assisted, _ = both(build(name), inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
+    length = {"max_new_tokens": NEW_TOKENS}
+    plain, assisted, assistant = both(build(name), inputs, do_sample=False, **length)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    assert assistant.stats.tier == served[name][1]
 
 
 def test_table_lists_every_class(served):
@@ -77,7 +89,7 @@ def test_no_class_is_served_below_its_known_tier_without_a_reason(served):
     known = known_tiers()
     lower = {
         name
-        for name, tier in served.items()
+        for name, (tier, _) in served.items()
         if TIERS.index(tier) > TIERS.index(known.get(name, "plain"))
     }
     assert lower == set(BELOW_KNOWN)

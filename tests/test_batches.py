@@ -14,6 +14,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.kv_cache import SlotCache
 
 from .oracle_drafter import both, oracle_assistant, sequences_of
@@ -48,6 +49,7 @@ def late_token(text, earliest):
 def equal(model, inputs, **kwargs):
     plain, assisted, assistant = both(model, inputs, **kwargs)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    assert assistant.stats.tier == ("chain" if isinstance(model, BartForCausalLM) else "tree")
     assert assistant.stats.last.accepted > 0
     return plain, assisted, assistant
 
@@ -176,3 +178,24 @@ def test_encoder_decoder_batch():
     )
     assert torch.equal(plain, assisted)
     assert assistant.stats.last.accepted > 0
+
+
+def forwards_of(model, **arguments):
+    """What `generate` returns, and how many forwards it took."""
+    forwards = []
+    handle = model.register_forward_hook(lambda *args: forwards.append(1))
+    try:
+        return model.generate(**arguments), len(forwards)
+    finally:
+        handle.remove()
+
+
+def test_eight_copying_rows_need_fewer_forwards_than_plain_decoding(model):
+    arguments = padded(8) | {"do_sample": False, "max_new_tokens": 32}
+    plain, plain_forwards = forwards_of(model, **arguments)
+    assistant = SamAssistant(corpus=plain.tolist(), fallback=None, budget=64, reroute=False)
+    model.generate(**arguments | {"max_new_tokens": 1}, assistant=assistant)
+    assisted, forwards = forwards_of(model, **arguments, assistant=assistant)
+    assert torch.equal(plain, assisted)
+    assert plain_forwards == 32
+    assert forwards <= plain_forwards / 2

@@ -10,8 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.generation import CandidateGenerator
 
-from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.candidate_generator import RetrievalCandidateGenerator
+from hf_retrieval_assist import Assistant, RetrievalCandidateGenerator
 from hf_retrieval_assist.drafters.base import Target
 
 from .oracle_drafter import OracleDrafter, oracle_assistant
