@@ -90,9 +90,8 @@ class _RandomChainSession(DraftSession):
 
     def propose(self, budget: int) -> TokenTree:
         nodes = next(self._sizes) - 1
-        return TokenTree.chain(
-            self._random.integers(self._vocab_size, size=nodes), np.full(nodes, 0.5)
-        )
+        token_ids = self._random.integers(self._vocab_size, size=nodes, dtype=np.int32)
+        return TokenTree.chain(token_ids, np.full(nodes, 0.5, np.float32))
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         """What the model says does not matter."""

@@ -100,6 +100,12 @@ def test_opting_out_leaves_no_trace(tmp_path):
     assert not (tmp_path / "log").exists()
 
 
+def test_prompts_are_learnt_when_asked_for():
+    drafter = SuffixDrafter(learn_prompts=True)
+    session(drafter, [50, 51, 52], [1, 2]).close()
+    assert (52, 1) in paths(session(drafter, [50, 51]).propose(8))
+
+
 def test_models_and_ids_out_of_the_vocabulary_are_not_drafted():
     memory = OutputMemory()
     memory.add([1, 2, 5000, 3], "m")

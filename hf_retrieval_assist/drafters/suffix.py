@@ -71,6 +71,7 @@ class SuffixDrafter(Drafter):
         min_prob: no node is drafted that is estimated to be less probable.
         tree: draft trees; otherwise single paths.
         learn: teach the outputs to the memory, from their first token on.
+        learn_prompts: teach the prompts too, each as the beginning of its output.
     """
 
     name = "suffix"
@@ -83,6 +84,7 @@ class SuffixDrafter(Drafter):
         min_prob: float = 0.02,
         tree: bool = True,
         learn: bool = True,
+        learn_prompts: bool = False,
     ) -> None:
         if not alpha > 0:
             raise ValueError(f"alpha: expected a number above 0, got {alpha}")
@@ -94,6 +96,7 @@ class SuffixDrafter(Drafter):
         self.min_prob = min_prob
         self.tree = tree
         self.learn = learn
+        self.learn_prompts = learn_prompts
         self.rates = acceptance_rates()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SuffixSession:
@@ -122,8 +125,10 @@ class SuffixSession(DraftSession):
         self._context_length = max(drafter.max_depth, drafter.memory.max_depth)
         self._context = np.array(prompt_ids[-self._context_length :], dtype=np.int32)
         self._output: RunningOutput | None = None
-        if drafter.learn:
+        if drafter.learn and target.learn:
             self._output = drafter.memory.start(target.fingerprint)
+            if drafter.learn_prompts:
+                self._output.extend(prompt_ids)
         else:
             drafter.memory.refresh()
 
