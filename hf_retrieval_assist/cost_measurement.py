@@ -19,7 +19,7 @@ from .cost_model import CostModel
 from .cost_registry import CostModels
 from .drafters.base import Drafter, DraftSession, Feedback, Target
 from .engine import cost_key
-from .token_tree import Float32Array, TokenTree
+from .token_tree import TokenTree
 
 _ROUNDS = 12
 
@@ -77,9 +77,6 @@ class _RandomChains(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> _RandomChainSession:
         return _RandomChainSession(self.sizes, target.vocab_size)
-
-    def priors(self) -> Float32Array:
-        return np.full(1, 0.5, np.float32)
 
 
 class _RandomChainSession(DraftSession):
