@@ -250,7 +250,9 @@ class SuccessorTable:
         """A table of its own with the same rows."""
         table = SuccessorTable(self._vocab_size, self._top_k, self._template, self._device)
         with self._lock:
-            table._successors, table._classes = self._successors.clone(), self._classes.clone()
+            table._successors, table._classes = self._rows(len(self._successors) - 1)
+            table._successors[:] = self._successors
+            table._classes[:] = self._classes
         return table
 
     def _native(self, array: NDArray[Any]) -> Any:
