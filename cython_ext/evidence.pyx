@@ -132,21 +132,3 @@ def score(const double[::1] predicted, const unsigned char[::1] hits, double[:, 
         bins[b, 0] += 1
         bins[b, 1] += predicted[i]
         bins[b, 2] += hits[i]
-
-
-def rivalry(const int32_t[::1] parents, const float[::1] probs):
-    """Rate of each node given its parent, and the sum of its siblings' rates. Two float64 [n]. O(n)."""
-    cdef Py_ssize_t n = parents.shape[0], i
-    cdef double above
-    rates_out = np.empty(n, dtype=np.float64)
-    rivals_out = np.empty(n, dtype=np.float64)
-    cdef double[::1] rate = rates_out, rivals = rivals_out
-    cdef double[::1] below = np.zeros(n + 1, dtype=np.float64)  # by parent, the root's last
-    with nogil:
-        for i in range(n):
-            above = 1.0 if parents[i] < 0 else probs[parents[i]]
-            rate[i] = min(1.0, probs[i] / above) if above > 0 else 0.0
-            below[n if parents[i] < 0 else parents[i]] += rate[i]
-        for i in range(n):
-            rivals[i] = below[n if parents[i] < 0 else parents[i]] - rate[i]
-    return rates_out, rivals_out

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,11 @@ class Assistant:
             for few rows; see :class:`linear_reroute`.
         residual: verify sampled drafts by residual sampling; for drafters that record what they
             drew from.
-        costs: measured costs, to share between assistants or to keep on disk; None: its own.
+        costs: measured costs, to share between assistants; None: its own. With
+            `CostModels(CostModels.user_directory())` they are kept from one process to the next.
+
+    Attributes:
+        learn: whether texts teach later ones; see `private`.
     """
 
     def __init__(
@@ -65,7 +71,18 @@ class Assistant:
         self.needs_logits = any(drafter.needs.logits for drafter in self.drafters)
         layers = (drafter.needs.hidden_layers for drafter in self.drafters)
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
+        self.learn = True
         self._lock = threading.Lock()
+
+    def private(self) -> Assistant:
+        """This assistant for texts that must leave no trace in what later texts are drafted from.
+
+        It drafts from all that was learnt so far. Statistics and measured costs, which hold no
+        text, stay common to both.
+        """
+        assistant = copy.copy(self)
+        assistant.learn = False
+        return assistant
 
     def __call__(
         self,
@@ -89,7 +106,7 @@ class Assistant:
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> AssistantSession:
         """A session for one prompt (int32 [length], without padding)."""
-        return AssistantSession(self, prompt_ids, target)
+        return AssistantSession(self, prompt_ids, replace(target, learn=self.learn))
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         """What `budget="paper"` verifies of the calibrated drafts, one of each session."""

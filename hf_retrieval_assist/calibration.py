@@ -30,15 +30,6 @@ _TREND_MEMORY = 192.0
 _MAX_OPEN = 4  # proposals that later tokens may still judge
 _BINS = 10
 
-# Evidence of a node among the proposals of several drafters: its own calibrated rate, and the sum
-# of its siblings' rates.
-_RATE_EDGES = np.array(
-    [0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.97, 0.985, 0.995]
-)
-_RATE_MIDDLES = 0.5 * (np.append(0.0, _RATE_EDGES) + np.append(_RATE_EDGES, 1.0))
-_RIVAL_EDGES = np.array([0.05, 0.2, 0.5])
-_RIVALS = len(_RIVAL_EDGES) + 1
-
 
 @dataclass(frozen=True)
 class Reliability:
@@ -109,28 +100,6 @@ class Calibrator:
     def session(self) -> CalibrationSession:
         """The view of one text, used by one thread at a time."""
         return CalibrationSession(self)
-
-
-class UnionCalibrator(Calibrator):
-    """Rates of nodes in the union of several drafters' calibrated trees.
-
-    Each drafter's rates are right for itself; where drafters disagree they cannot all be, and
-    whichever promises most is chosen, and overrated, most. The union's nodes are therefore counted
-    once more, by their rate and by what their siblings promise. Trees go through `classify` first.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(np.repeat(_RATE_MIDDLES, _RIVALS).astype(np.float32))
-
-    @staticmethod
-    def classify(tree: TokenTree) -> TokenTree:
-        """The tree with the union's evidence classes in place of the drafters'."""
-        if not len(tree):
-            return tree
-        rates, rivals = evidence.rivalry(tree.parents, tree.probs)
-        classes = np.searchsorted(_RATE_EDGES, rates) * _RIVALS
-        classes += np.searchsorted(_RIVAL_EDGES, rivals)
-        return TokenTree(tree.token_ids, tree.parents, tree.probs, classes.astype(np.int32))
 
 
 @dataclass

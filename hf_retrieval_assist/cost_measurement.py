@@ -19,7 +19,7 @@ from .cost_model import CostModel
 from .cost_registry import CostModels
 from .drafters.base import Drafter, DraftSession, Feedback, Target
 from .engine import cost_key
-from .token_tree import Float32Array, TokenTree
+from .token_tree import TokenTree
 
 _ROUNDS = 12
 
@@ -78,9 +78,6 @@ class _RandomChains(Drafter):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> _RandomChainSession:
         return _RandomChainSession(self.sizes, target.vocab_size)
 
-    def priors(self) -> Float32Array:
-        return np.full(1, 0.5, np.float32)
-
 
 class _RandomChainSession(DraftSession):
     def __init__(self, sizes: Sequence[int], vocab_size: int):
@@ -90,9 +87,8 @@ class _RandomChainSession(DraftSession):
 
     def propose(self, budget: int) -> TokenTree:
         nodes = next(self._sizes) - 1
-        return TokenTree.chain(
-            self._random.integers(self._vocab_size, size=nodes), np.full(nodes, 0.5)
-        )
+        token_ids = self._random.integers(self._vocab_size, size=nodes, dtype=np.int32)
+        return TokenTree.chain(token_ids, np.full(nodes, 0.5, np.float32))
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         """What the model says does not matter."""

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import threading
+import time
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from .cost_model import CostModel
 
 _FORMAT = 1
 _MAX_FILE_BYTES = 1 << 22
+_SAVE_INTERVAL = 60.0  # seconds
 
 
 def size_bucket(size: int) -> int:
@@ -66,8 +68,10 @@ class CostModels:
 
     def __init__(self, directory: Path | None = None):
         self.directory = directory
+        self._writable = directory is not None
         self._models: dict[CostKey, CostModel] = {}
         self._loaded: set[str] = set()
+        self._next_save: dict[str, float] = {}  # by fingerprint, as time.monotonic() counts
         self._lock = threading.Lock()
 
     @staticmethod
@@ -101,6 +105,23 @@ class CostModels:
         states = {name: model.state() for name, model in models.items() if model.observations}
         content = {"format": _FORMAT, "fingerprint": fingerprint, "models": states}
         _write_atomically(self._path(fingerprint), json.dumps(content))
+
+    def save_at_times(self, fingerprint: str) -> None:
+        """`save`, at most once a minute; for the end of every call.
+
+        Where the directory cannot be written, one warning tells so and nothing more is tried.
+        """
+        now = time.monotonic()
+        with self._lock:
+            known = self._writable and fingerprint in self._loaded
+            if not known or now < self._next_save.get(fingerprint, now):
+                return
+            self._next_save[fingerprint] = now + _SAVE_INTERVAL
+        try:
+            self.save(fingerprint)
+        except OSError as error:
+            warnings.warn(f"timings are not kept in {self.directory}: {error}", stacklevel=2)
+            self._writable = False
 
     def _path(self, fingerprint: str) -> Path:
         assert self.directory is not None

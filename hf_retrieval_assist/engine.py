@@ -98,6 +98,7 @@ def decode(
     )
     call.seconds["total"] = time.perf_counter() - started
     assistant.record(call)
+    assistant.costs.save_at_times(fingerprint(model))
     return result
 
 

@@ -31,6 +31,3 @@ def follow_trend(
 def score(
     predicted: NDArray[np.float64], hits: NDArray[np.uint8], bins: NDArray[np.float64]
 ) -> None: ...
-def rivalry(
-    parents: NDArray[np.int32], probs: NDArray[np.float32]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...

@@ -26,6 +26,9 @@ _LONGEST_DRAFT = 256
 # Corpus continuations rarer than this cost more to look at than they bring.
 _LEAST_PROB = 0.01
 
+# SuffixDecoding's nodes for each matched token.
+_PAPER_ALPHA = 4.0
+
 
 def fallback_drafters(fallback: Any) -> list[Drafter]:
     """The drafter that a preset's `fallback=` names, if any.
@@ -129,17 +132,19 @@ class SamAssistant(Assistant):
 class SuffixAssistant(Assistant):
     """SuffixDecoding (Oliaro et al., 2024): suffix trees over the text and over earlier outputs.
 
-    `budget="paper"` drafts with the fallback where the suffix draft's score is lower than the
-    fallback's own (the paper's hybrid, section 4.3).
+    `budget="paper"` drafts by the paper's Algorithm 1, and with the fallback where the SCORE of the
+    suffix draft is below `threshold` (the paper's hybrid).
 
     Args:
         memory: earlier outputs to draft from, and to teach; None for a new one, at hand as
             `assistant.memory`.
         max_depth: longest match plus draft, in tokens.
-        alpha: nodes for each matched token, at most.
+        alpha: nodes for each matched token, at most; None: 4 under "paper", otherwise no limit.
         min_prob: no node is drafted that is estimated to be less probable.
         tree: draft trees; otherwise single paths.
         fallback: as for :class:`SamAssistant`.
+        threshold: SCORE from which on "paper" drafts from the trees; None: the number of tokens
+            that the fallback's draft is expected to bring.
         **options: of :class:`Assistant`.
     """
 
@@ -147,20 +152,28 @@ class SuffixAssistant(Assistant):
         self,
         memory: OutputMemory | None = None,
         max_depth: int = 64,
-        alpha: float = float("inf"),
+        alpha: float | None = None,
         min_prob: float = 0.02,
         tree: bool = True,
         fallback: Any = "token_recycling",
+        threshold: float | None = None,
         **options: Any,
     ):
         if memory is not None:
             _require(OutputMemory, memory=memory)
-        drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree)
+        paper = options.get("budget") == "paper"
+        if alpha is None:
+            alpha = _PAPER_ALPHA if paper else float("inf")
+        drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree, scored=paper)
+        self.threshold = threshold
         self.memory = drafter.memory
         super().__init__([drafter, *fallback_drafters(fallback)], **options)
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        return max(drafts, key=lambda draft: draft.expected_tokens)
+        suffix: Any = sessions[0]
+        fallback = union(drafts[1:])
+        threshold = fallback.expected_tokens if self.threshold is None else self.threshold
+        return drafts[0] if suffix.score >= threshold or not len(fallback) else fallback
 
 
 class RestAssistant(Assistant):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist import evidence
-from hf_retrieval_assist.calibration import Calibrator, UnionCalibrator
+from hf_retrieval_assist.calibration import Calibrator
 from hf_retrieval_assist.token_tree import TokenTree
 
 
@@ -170,32 +170,6 @@ def test_reliability_before_anything_was_seen():
 def test_rejects_priors_that_are_no_rates(priors):
     with pytest.raises(ValueError, match=r"priors in \[0, 1\]"):
         Calibrator(np.array(priors))
-
-
-def test_rivals_are_told_apart():
-    rates, rivals = evidence.rivalry(
-        np.array([-1, -1, 0, 0, 3], np.int32), np.array([0.6, 0.3, 0.3, 0.12, 0.0], np.float32)
-    )
-    assert rates == pytest.approx([0.6, 0.3, 0.5, 0.2, 0.0], abs=1e-6)
-    assert rivals == pytest.approx([0.3, 0.6, 0.2, 0.5, 0.0], abs=1e-6)
-
-
-def test_a_union_learns_that_disagreeing_drafters_overrate_themselves():
-    calibrator, rng = UnionCalibrator(), np.random.default_rng(0)
-    agreeing = TokenTree.chain([1], [0.7])
-    disagreeing = TokenTree.build([1, 2], [-1, -1], [0.7, 0.7])
-    for _ in range(300):
-        session = calibrator.session()
-        session.calibrate(UnionCalibrator.classify(agreeing))
-        session.commit([1 if rng.random() < 0.7 else 9])
-        session = calibrator.session()
-        session.calibrate(UnionCalibrator.classify(disagreeing))
-        session.commit([1 if rng.random() < 0.5 else 2])
-    session = calibrator.session()
-    assert session.calibrate(UnionCalibrator.classify(agreeing)).probs[0] > 0.65
-    probs = session.calibrate(UnionCalibrator.classify(disagreeing)).probs
-    assert probs == pytest.approx([0.5, 0.5], abs=0.05)
-    assert UnionCalibrator.classify(TokenTree.empty()) is TokenTree.empty()
 
 
 def test_rejects_unknown_classes():

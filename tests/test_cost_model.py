@@ -1,5 +1,6 @@
 import json
 import threading
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -228,3 +229,37 @@ def test_threads_may_share_a_model():
     assert model.observations == 800
     check_invariants(model)
     assert worst_error(model, CURVES["linear"]) < 1.3
+
+
+def test_timings_are_saved_at_times(tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    models = CostModels(tmp_path)
+    models.save_at_times("never asked for")
+    assert not list(tmp_path.iterdir())
+
+    def kept():
+        models.get(KEY).observe(1, 0.1)
+        models.save_at_times("model")
+        return CostModels(tmp_path).get(KEY).observations
+
+    assert kept() == 1
+    clock[0] += 59
+    assert kept() == 1
+    clock[0] += 2
+    assert kept() == 3
+
+
+def test_a_directory_that_cannot_be_written_gives_one_warning(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    models = CostModels(tmp_path)
+    for fingerprint in ("model", "other"):
+        models.get(replace(KEY, fingerprint=fingerprint))
+    with pytest.warns(UserWarning, match="timings are not kept .* read-only"):
+        models.save_at_times("model")
+    with warnings.catch_warnings(record=True) as caught:
+        models.save_at_times("other")
+    assert not caught

@@ -17,8 +17,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
 
 from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.drafters.eagle import EagleDrafter
 from hf_retrieval_assist.cli import main
+from hf_retrieval_assist.drafters.eagle import EagleDrafter
 from hf_retrieval_assist.eagle import EagleHead, training
 from hf_retrieval_assist.eagle.checkpoint import new_head
 from hf_retrieval_assist.eagle.evaluation import mean_accepted_tokens

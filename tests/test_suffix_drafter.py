@@ -5,11 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.draft_tree import path_products
-from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Target
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter, acceptance_rates
 from hf_retrieval_assist.output_memory import OutputMemory
-from hf_retrieval_assist.suffix_tree import BLEND_SHAPE
+from hf_retrieval_assist.suffix_tree import BLEND_SHAPE, SuffixTree
+from hf_retrieval_assist.token_tree import TokenTree
 
 TARGET = Target(vocab_size=1000, fingerprint="m")
 
@@ -92,12 +94,74 @@ def test_a_text_that_repeats_at_length_is_drafted_beyond_the_depth_of_the_match(
     assert tree.token_ids.tolist()[:50] == text[100:150]
 
 
+def test_scored_drafts_follow_algorithm_1():
+    """The memory knows 1 2 -> 3 thrice and 1 2 -> 7 once: C(N) is 3/4 and 1/4."""
+    memory = OutputMemory()
+    for last in (3, 3, 3, 7):
+        memory.add([1, 2, last], "m")
+    started = session(SuffixDrafter(memory, alpha=1.5, scored=True, learn=False), [9, 1], [2])
+    tree = started.propose(8)
+    assert tree.token_ids.tolist() == [3, 7]
+    assert tree.probs.tolist() == [0.75, 0.25]
+    assert started.score == 1.0
+    tree = session(SuffixDrafter(memory, alpha=1.0, scored=True, learn=False), [9, 1], [2])
+    assert tree.propose(8).token_ids.tolist() == [3], "alpha p - 1 nodes"
+
+
+def test_the_better_of_both_trees_is_drafted():
+    memory = OutputMemory()
+    memory.add([1, 2, 3, 4, 5, 6], "m")
+    drafter = SuffixDrafter(memory, alpha=4, scored=True, learn=False)
+    assert session(drafter, [2, 8, 9], [2]).propose(16).token_ids.tolist() == [3, 4, 5]
+    longer = session(drafter, [0, 1, 2, 8, 9, 8, 7, 6, 5], [1, 2])
+    assert longer.propose(16).token_ids.tolist() == [8, 9, 8, 7, 6, 5, 1]
+
+
+@given(st.lists(texts, max_size=3), texts, texts, st.integers(0, 20), st.booleans())
+def test_scored_drafts_are_the_best_of_both_structures(earlier, prompt, output, budget, branching):
+    memory = OutputMemory(max_depth=8)
+    for text in earlier:
+        memory.add(text, "m")
+    drafter = SuffixDrafter(memory, 8, alpha=4, scored=True, tree=branching, learn=False)
+    started = session(drafter, prompt, output, Target(vocab_size=5, fingerprint="m"))
+    tree = started.propose(budget)
+    tree.check_invariants()
+    assert (tree.token_ids < 5).all()
+    assert len(tree) <= budget
+    assert branching or tree.is_chain
+    assert not len(tree.classes) or 0 <= tree.classes.min() <= tree.classes.max() < 10
+    assert len(drafter.priors()) == 10
+    whole = session(drafter, prompt, output).propose(budget)
+    scores = []
+    for source in (prompt + output, *([] if not earlier else [None])):
+        structure = memory.tree("m") if source is None else SuffixTree(8)
+        if source is not None:
+            structure.extend(structure.add_sequence(), np.array(source, np.int32))
+        found = structure.speculate(
+            np.array((prompt + output)[-64:], np.int32),
+            budget,
+            factor=4,
+            offset=-1,
+            min_prob=0.02,
+            tree=branching,
+            convention="paper",
+        )
+        scores.append(found.score)
+    assert whole.expected_tokens == pytest.approx(max(scores), abs=1e-5)
+
+
 def test_opting_out_leaves_no_trace(tmp_path):
     memory = OutputMemory(path=tmp_path / "log")
     private = session(SuffixDrafter(memory, learn=False), [1], [2, 3, 4])
     private.close()
     assert len(memory) == memory.token_count == 0
     assert not (tmp_path / "log").exists()
+
+
+def test_prompts_are_learnt_when_asked_for():
+    drafter = SuffixDrafter(learn_prompts=True)
+    session(drafter, [50, 51, 52], [1, 2]).close()
+    assert (52, 1) in paths(session(drafter, [50, 51]).propose(8))
 
 
 def test_models_and_ids_out_of_the_vocabulary_are_not_drafted():
@@ -137,3 +201,30 @@ def test_wrong_arguments_are_refused():
         SuffixDrafter(alpha=0)
     with pytest.raises(ValueError, match="min_prob: expected a number above 0, at most 1, got 0"):
         SuffixDrafter(min_prob=0)
+
+
+class SevenDrafter(Drafter):
+    """Always drafts a 7, and is half sure of it."""
+
+    def start(self, prompt_ids, target):
+        return SevenSession()
+
+
+class SevenSession(DraftSession):
+    def propose(self, budget):
+        return TokenTree.chain([7], [0.5])
+
+    def commit(self, token_ids, feedback):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("threshold", "token", "drafted"),
+    [(2.9, 2, [3, 4, 5]), (3.1, 2, [7]), (None, 2, [3, 4, 5]), (None, 8, [7]), (0.0, 8, [])],
+)
+def test_the_paper_falls_back_below_the_threshold(threshold, token, drafted):
+    assistant = SuffixAssistant(budget="paper", threshold=threshold, fallback=SevenDrafter())
+    assistant.memory.add([1, 2, 3, 4, 5, 6])
+    started = assistant.private().start(np.array([9], np.int32), Target(vocab_size=1000))
+    started.begin([token])
+    assert started.propose().token_ids.tolist() == drafted

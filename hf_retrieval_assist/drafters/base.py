@@ -24,12 +24,14 @@ class Target:
         device: where the logits are.
         fingerprint: equal for equal model and tokenizer ids; keys what is learnt from outputs.
         model: the model itself, for drafters that share its embeddings; None in a simulation.
+        learn: whether the text may teach other sessions anything.
     """
 
     vocab_size: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     fingerprint: str = ""
     model: Any = None
+    learn: bool = True
 
 
 @dataclass(frozen=True)

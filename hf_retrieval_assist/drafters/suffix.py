@@ -3,19 +3,21 @@
 Follows https://arxiv.org/abs/2411.04975: one suffix tree for the text, one for all outputs,
 candidates over the lengths of match. Where the paper keeps the one match whose draft scores best
 (Algorithm 1), matches of several lengths in both trees vote here for each token, the longest first,
-and what their word is worth comes from measurements instead of from counts alone.
+and what their word is worth comes from measurements instead of from counts alone. `scored=True`
+drafts as the paper does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..output_memory import OutputMemory, RunningOutput
-from ..suffix_tree import BLEND_SHAPE, SuffixTree
+from ..suffix_tree import BLEND_SHAPE, Speculation, SuffixTree
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 
@@ -23,6 +25,8 @@ from .base import Drafter, DraftSession, Feedback, Target
 _LENGTHS = (1, 2, 3, 4, 5.5, 8.5, 15, 26, 45, 90)
 _SUPPORTS = (1, 2, 3.5, 7, 20, 100)
 _SHARES = (0.01, 0.04, 0.1, 0.22, 0.4, 0.6, 0.85, 1)
+
+_FREQUENCIES = 10  # classes of scored drafts
 
 # Log odds that a token is accepted after its parent was, as a quadratic form in: one, drafted from
 # the memory, not by the longest match, by the third or a later one, log length, log support,
@@ -70,7 +74,10 @@ class SuffixDrafter(Drafter):
         alpha: nodes for each token of the longest match, at most.
         min_prob: no node is drafted that is estimated to be less probable.
         tree: draft trees; otherwise single paths.
+        scored: draft by the paper's Algorithm 1: the match of the highest SCORE in the better of
+            the two trees; `alpha` then bounds each match's draft by the match's own length.
         learn: teach the outputs to the memory, from their first token on.
+        learn_prompts: teach the prompts too, each as the beginning of its output.
     """
 
     name = "suffix"
@@ -82,7 +89,9 @@ class SuffixDrafter(Drafter):
         alpha: float = math.inf,
         min_prob: float = 0.02,
         tree: bool = True,
+        scored: bool = False,
         learn: bool = True,
+        learn_prompts: bool = False,
     ) -> None:
         if not alpha > 0:
             raise ValueError(f"alpha: expected a number above 0, got {alpha}")
@@ -93,21 +102,38 @@ class SuffixDrafter(Drafter):
         self.alpha = alpha
         self.min_prob = min_prob
         self.tree = tree
+        self.scored = scored
         self.learn = learn
+        self.learn_prompts = learn_prompts
         self.rates = acceptance_rates()
+        # Scored drafts know of no other evidence than the frequency of each token.
+        self._priors = (np.arange(_FREQUENCIES) + 0.5) / _FREQUENCIES if scored else self.rates
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SuffixSession:
         return SuffixSession(self, prompt_ids, target)
 
     def priors(self) -> Float32Array:
-        return self.rates
+        return self._priors.astype(np.float32)
+
+
+def _frequency_tree(draft: Speculation, vocab_size: int) -> TokenTree:
+    """A scored draft without foreign ids, classed by each token's frequency after its parent."""
+    above = np.append(draft.probs, np.float32(1))[draft.parents]
+    classes = np.minimum(draft.probs / above * _FREQUENCIES, _FREQUENCIES - 1).astype(np.int32)
+    tree = TokenTree(draft.token_ids, draft.parents, draft.probs, classes)
+    kept = draft.token_ids < vocab_size
+    if kept.all():
+        return tree
+    for node, parent in enumerate(draft.parents.tolist()):
+        kept[node] &= parent < 0 or kept[parent]
+    return tree.select(np.flatnonzero(kept).astype(np.int32))
 
 
 class SuffixSession(DraftSession):
     """A text and its suffix tree.
 
     Attributes:
-        score: estimated number of tokens of the last draft that are accepted (the paper's SCORE).
+        score: number of tokens of the last draft that its evidence promises (the paper's SCORE).
     """
 
     def __init__(
@@ -122,15 +148,22 @@ class SuffixSession(DraftSession):
         self._context_length = max(drafter.max_depth, drafter.memory.max_depth)
         self._context = np.array(prompt_ids[-self._context_length :], dtype=np.int32)
         self._output: RunningOutput | None = None
-        if drafter.learn:
+        if drafter.learn and target.learn:
             self._output = drafter.memory.start(target.fingerprint)
+            if drafter.learn_prompts:
+                self._output.extend(prompt_ids)
         else:
             drafter.memory.refresh()
 
     def propose(self, budget: int) -> TokenTree:
+        tree = self._scored(budget) if self._drafter.scored else self._blended(budget)
+        self.score = tree.expected_tokens
+        return tree
+
+    def _blended(self, budget: int) -> TokenTree:
         drafter = self._drafter
         with drafter.memory.lock:
-            tree = TokenTree(
+            return TokenTree(
                 *self._text.blend(
                     self._sequence,
                     drafter.memory.tree(self._target.fingerprint),
@@ -144,8 +177,24 @@ class SuffixSession(DraftSession):
                     path=not drafter.tree,
                 )
             )
-        self.score = tree.expected_tokens
-        return tree
+
+    def _scored(self, budget: int) -> TokenTree:
+        """Algorithm 1, its expansion counting the matched node; the memory first among equals."""
+        drafter = self._drafter
+        how: dict[str, Any] = {
+            "factor": drafter.alpha,
+            "offset": -1.0,
+            "min_prob": drafter.min_prob,
+            "tree": drafter.tree,
+            "convention": "paper",
+        }
+        drafts = [self._text.speculate_after(self._sequence, budget, **how)]
+        with drafter.memory.lock:
+            outputs = drafter.memory.tree(self._target.fingerprint)
+            if outputs is not None:
+                drafts.insert(0, outputs.speculate(self._context, budget, **how))
+        best = max(drafts, key=lambda draft: draft.score)
+        return _frequency_tree(best, self._target.vocab_size)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         tokens = np.asarray(token_ids, dtype=np.int32)

@@ -165,7 +165,8 @@ class TokenRecyclingDrafter(Drafter):
         self._lock = threading.Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
-        return _RecyclingSession(self._table_of(target), prompt_ids)
+        table = self._table_of(target)
+        return _RecyclingSession(table if target.learn else table.copy(), prompt_ids)
 
     def reset(self) -> None:
         """Forget every row. Sessions under way keep what they started with."""
@@ -244,6 +245,15 @@ class SuccessorTable:
             np.arange(_PRIORS.size, dtype=np.uint8).reshape(_PRIORS.shape)
         )
         self._text_kinds = self._native(_FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2))
+
+    def copy(self) -> SuccessorTable:
+        """A table of its own with the same rows."""
+        table = SuccessorTable(self._vocab_size, self._top_k, self._template, self._device)
+        with self._lock:
+            table._successors, table._classes = self._rows(len(self._successors) - 1)
+            table._successors[:] = self._successors
+            table._classes[:] = self._classes
+        return table
 
     def _native(self, array: NDArray[Any]) -> Any:
         """An array where the rows are."""

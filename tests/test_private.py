@@ -1,0 +1,56 @@
+"""Private texts: drafted from what was learnt, and leaving no trace in it."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant, simulate
+from hf_retrieval_assist.cost_registry import CostModels
+from hf_retrieval_assist.engine import cost_key
+
+from .tiny_models import tiny_config, tiny_model
+
+TEXT = np.random.default_rng(0).integers(1, 60, 60).tolist()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
+
+
+@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
+def test_a_private_text_teaches_nothing(preset):
+    assistant = preset(memory=OutputMemory())
+    private = assistant.private()
+    requests = [(TEXT[:1], TEXT[1:])]
+    first, second = simulate(private, requests), simulate(private, requests)
+    assert first.steps == second.steps
+    assert len(assistant.memory) == 0
+    simulate(assistant, requests)
+    assert assistant.memory.token_count == len(TEXT) - 1
+    assert simulate(private, requests).steps < first.steps / 2
+    assert assistant.memory.token_count == len(TEXT) - 1
+
+
+def test_generate_with_a_private_assistant(model, tmp_path):
+    assistant = SuffixAssistant(memory=OutputMemory(path=tmp_path / "log"))
+    private = assistant.private()
+    prompt = torch.tensor([[5, 6, 7]])
+    plain = model.generate(prompt, max_new_tokens=24, do_sample=False)
+    assert model.generate(prompt, assistant=private, max_new_tokens=24, do_sample=False).equal(
+        plain
+    )
+    assert len(assistant.memory) == 0
+    assert not (tmp_path / "log").exists()
+    assert assistant.stats.total.calls == 1
+    model.generate(prompt, assistant=assistant, max_new_tokens=24, do_sample=False)
+    assert assistant.memory.token_count == 24
+
+
+def test_timings_outlive_the_assistant(model, tmp_path):
+    prompt = torch.tensor([[5, 6, 7]])
+    assistant = SuffixAssistant(costs=CostModels(tmp_path))
+    model.generate(prompt, assistant=assistant, max_new_tokens=24, do_sample=False)
+    kept = CostModels(tmp_path).get(cost_key(model, prompt, 16))
+    assert kept.observations > 2
