@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +59,17 @@ def read_prompts(folder: Path = PROMPTS) -> list[Prompt]:
         content = json.loads(path.read_text(encoding="utf-8"))
         prompts += [Prompt(content["category"], **item) for item in content["prompts"]]
     return prompts
+
+
+def first_of_each(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """At most `count` prompts of every category."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for prompt in prompts:
+        seen[prompt.category] += 1
+        if seen[prompt.category] <= count:
+            chosen.append(prompt)
+    return chosen
 
 
 @dataclass
@@ -136,7 +148,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-device", default="cpu", help="torch device")
     parser.add_argument("--model-tokens", type=int, help="tokens to generate per prompt")
     parser.add_argument("--model-repeats", type=int, default=3)
-    parser.add_argument("--decoding", choices=DECODING, nargs="+", default=list(DECODING))
+    parser.add_argument("--greedy-prompts", type=int, default=2, help="of each category")
+    parser.add_argument("--sampled-prompts", type=int, default=1, help="of each category")
     parser.add_argument(
         "--record", action="store_true", help="keep the sampled outputs as a trace to replay"
     )
@@ -146,7 +159,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     progress("loading the model")
     model, tokenizer = _load(arguments.model)
     model.to(arguments.model_device)
-    arguments.new_tokens = arguments.model_tokens or (32 if arguments.quick else 128)
+    arguments.new_tokens = arguments.model_tokens or (16 if arguments.quick else 48)
     arguments.repeats = 1 if arguments.quick else arguments.model_repeats
     return measure(model, tokenizer, read_prompts(), arguments, progress)
 
@@ -159,17 +172,18 @@ def measure(
     progress: Callable[[str], None],
 ) -> Report:
     """Every prompt through every method, for each kind of decoding."""
-    names = ("new_tokens", "repeats", "seed", "decoding")
+    names = ("new_tokens", "repeats", "seed", "greedy_prompts", "sampled_prompts")
     report = Report("model", {name: getattr(arguments, name) for name in names})
     report.settings["model"] = model.config.get_text_config().to_dict()
     candidates = methods()
     for method in candidates:
         progress(f"warming up {method.name}")
         compare(model, tokenizer, prompts[0], [method], arguments, DECODING["greedy"], _silent)
-    for kind in arguments.decoding:
+    counts = {"greedy": arguments.greedy_prompts, "sampled": arguments.sampled_prompts}
+    for kind in (kind for kind, count in counts.items() if count):
         table = report.table(f"Real model, {kind}", COLUMNS)
         done = []
-        for prompt in prompts:
+        for prompt in first_of_each(prompts, counts[kind]):
             title = f"{kind}: {prompt.category}, {prompt.name}"
             done.append(
                 compare(
