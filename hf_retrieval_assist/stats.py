@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -109,3 +110,30 @@ class Stats:
                     f"{found.observed.sum():.0f} acceptances of {found.trials.sum():.0f} nodes"
                 )
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        calls = [("last call", self.last), (f"{self.total.calls} calls", self.total)]
+        rows = [_html_row("th", "", *_HTML_COLUMNS)]
+        rows += [_html_row("td", title, *_html_cells(call)) for title, call in calls]
+        return f"<table>{''.join(rows)}</table>"
+
+
+_HTML_COLUMNS = ("tier", "tokens", "steps", "tokens/step", "nodes/step", "seconds", "in forward")
+
+
+def _html_cells(call: CallStats) -> tuple[str, ...]:
+    total, forward = call.seconds["total"], call.seconds["forward"] + call.seconds["prefill"]
+    return (
+        call.tier,
+        f"{call.tokens:,}",
+        f"{call.steps:,}",
+        f"{call.mean_accepted_tokens:.2f}",
+        f"{call.nodes_per_step:.1f}",
+        f"{total:.2f}",
+        f"{forward / total:.0%}" if total else "",
+    )
+
+
+def _html_row(tag: str, *cells: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
