@@ -93,7 +93,8 @@ def test_other_threads_see_nothing(served):
         thread.start()
         thread.join()
     assert not served
-    assert torch.equal(result[0], PLAIN(X, W))
+    # A new thread starts with as many OpenMP threads as there are cores, and may sum differently.
+    torch.testing.assert_close(result[0], PLAIN(X, W), rtol=1e-4, atol=1e-4)
 
 
 def test_scopes_of_several_threads_overlap(served):
