@@ -43,17 +43,21 @@ def _structures(plt: Any, report: Report) -> dict[str, Any]:
     """Growth with the size of the text."""
     table = report.tables[0]
     wanted = [key for key in ("build", "bytes", "update", "draft") if _any(table, key)]
-    figure, axes = plt.subplots(1, len(wanted), figsize=(4.2 * len(wanted), 3.6), squeeze=False)
+    structures = _by(table, "structure")
+    figure, axes = plt.subplots(1, len(wanted), figsize=(4.2 * len(wanted), 3.8), squeeze=False)
     for axis, key in zip(axes[0], wanted, strict=True):
-        for name, rows in _by(table, "structure").items():
+        for index, (name, rows) in enumerate(structures.items()):
             points = [(r["tokens"], r[key]) for r in rows if r["text"] == "natural" and r.get(key)]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel=table.columns[key])
+            # Without points too, so that every structure has one colour and a place in the legend.
+            x, y = zip(*points, strict=True) if points else ((), ())
+            axis.plot(x, y, marker="o", markersize=3, label=name, color=f"C{index}")
+        axis.set(xscale="log", xlabel="tokens", ylabel=table.columns[key])
+        axis.set(**({"ylim": (0, None)} if key == "bytes" else {"yscale": "log"}))
         axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=7)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, ncols=len(labels), loc="lower center")
     figure.suptitle(table.title)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
     return {"structures": figure}
 
 
