@@ -148,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-device", default="cpu", help="torch device")
     parser.add_argument("--model-tokens", type=int, help="tokens to generate per prompt")
     parser.add_argument("--model-repeats", type=int, default=3)
-    parser.add_argument("--greedy-prompts", type=int, default=2, help="of each category")
+    parser.add_argument("--greedy-prompts", type=int, default=1, help="of each category")
     parser.add_argument("--sampled-prompts", type=int, default=1, help="of each category")
     parser.add_argument(
         "--record", action="store_true", help="keep the sampled outputs as a trace to replay"
@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     progress("loading the model")
     model, tokenizer = _load(arguments.model)
     model.to(arguments.model_device)
-    arguments.new_tokens = arguments.model_tokens or (16 if arguments.quick else 48)
+    arguments.new_tokens = arguments.model_tokens or (16 if arguments.quick else 64)
     arguments.repeats = 1 if arguments.quick else arguments.model_repeats
     return measure(model, tokenizer, read_prompts(), arguments, progress)
 

@@ -212,8 +212,10 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     for trace in read_traces(arguments.replay_traces):
         trace = dense_ids(trace, config.vocab_size)
         table = report.table(f"Replaying {trace.name}", COLUMNS)
+        # The longest outputs, so that a batch's shortest leaves enough to time.
+        longest = sorted(trace.requests, key=lambda request: -len(request[1]))
         for size in arguments.batch:
-            requests = trace.requests[:size]
+            requests = longest[:size]
             if len(requests) == size:
                 _compare(table, model, draft, requests, arguments, progress)
     return report
