@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_retrieval_assist import Assistant
+from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.cost_registry import CostModels
 from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.drafters.base import Drafter
@@ -100,7 +100,9 @@ def answers(model: Any, prompts: list[list[int]], args: argparse.Namespace) -> l
     path = args.work / "answers.npz"
     if not path.is_file():
         args.work.mkdir(parents=True, exist_ok=True)
-        made = examples_of_prompts(prompts, model, None, args.new_tokens, do_sample=False)
+        made = examples_of_prompts(
+            prompts, model, None, args.new_tokens, do_sample=False, assistant=SamAssistant()
+        )
         tokens = {str(i): example.token_ids.numpy() for i, example in enumerate(made)}
         np.savez(path, starts=np.array([example.learn_from for example in made]), **tokens)
     with np.load(path, allow_pickle=False) as kept:
