@@ -386,9 +386,9 @@ class Generation:
             return lambda row, k: self._choose(row, logits[row.index, roots[row.index] + k])
         if logits.device.type == "cpu":
             # A row costs as much as the walk saves by not looking at it.
-            return lambda row, k: int(logits[row.index, roots[row.index] + k].float().argmax())
-        # One transfer instead of one per token.
-        best = logits.float().argmax(dim=-1).tolist()
+            return lambda row, k: int(logits[row.index, roots[row.index] + k].argmax())
+        # One transfer instead of one per token; a wider dtype would not change an order.
+        best = logits.argmax(dim=-1).tolist()
         return lambda row, k: best[row.index][roots[row.index] + k]
 
     def _choose(self, row: RowText, logits: torch.Tensor) -> int:
