@@ -24,7 +24,8 @@ class OutputMemory:
     """Remembers outputs, so that later ones that resemble them can be drafted.
 
     Outputs of different models (by `Target.fingerprint`) are kept apart, since their token ids mean
-    different things. Memory in use never exceeds `max_bytes`: the oldest outputs go first. Safe to
+    different things; outputs added without a fingerprint are those of the first model that drafts
+    from this memory. Memory in use never exceeds `max_bytes`: the oldest outputs go first. Safe to
     use from several threads.
 
     With `path`, finished outputs are also appended to a log, so that they survive a restart. An
@@ -81,11 +82,22 @@ class OutputMemory:
         return len(self._outputs)
 
     def tree(self, fingerprint: str = "") -> SuffixTree | None:
-        """The suffix tree of a model's outputs, to be used while holding `lock`."""
+        """The suffix tree of a model's outputs, to be used while holding `lock`.
+
+        Finished outputs of no named model become this model's.
+        """
+        if fingerprint and "" in self._trees:
+            self._adopt(fingerprint)
         return self._trees.get(fingerprint)
 
     def add(self, token_ids: Sequence[int] | NDArray[np.int32], fingerprint: str = "") -> None:
-        """Learn a whole output, or any other text, for the model with this fingerprint.
+        """Learn a whole output, or any other text.
+
+        Args:
+            token_ids: the text.
+            fingerprint: of the model that is to draft from it, see
+                :func:`~hf_retrieval_assist.fingerprints.fingerprint`; by default the first model
+                that drafts from this memory.
 
         Raises:
             ValueError: for a negative id.
@@ -129,9 +141,22 @@ class OutputMemory:
         for output in [o for o in self._outputs if o.number is not None and o.number < floor]:
             self._drop(output)
         for record in records:
-            output = RunningOutput(self, record.fingerprint)
-            self._learn(output, record.token_ids)
-            output.number = record.number
+            self._learn_finished(record.fingerprint, record.token_ids, record.number)
+
+    def _adopt(self, fingerprint: str) -> None:
+        """Make the finished outputs of no named model those of this one."""
+        unnamed = self._trees[""]
+        for output in [o for o in self._outputs if not o.fingerprint and o.finished]:
+            token_ids, number = unnamed.tokens(output.sequence), output.number
+            self._drop(output)
+            self._learn_finished(fingerprint, token_ids, number)
+
+    def _learn_finished(
+        self, fingerprint: str, token_ids: NDArray[np.int32], number: int | None
+    ) -> None:
+        output = RunningOutput(self, fingerprint)
+        output.finished, output.number = True, number
+        self._learn(output, token_ids)
 
     def _finish(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         if self._log is not None:
@@ -192,17 +217,21 @@ class RunningOutput:
         fingerprint: of the model that writes it.
         sequence: its id in the memory's tree; None before its first token and after its eviction.
         number: its place in the log, when it is there.
+        finished: whether it grows no more.
         full: whether the memory takes in no more of it.
         forgotten: whether the memory was told to forget it; it will not be logged either.
     """
 
-    __slots__ = ("_memory", "_tokens", "fingerprint", "forgotten", "full", "number", "sequence")
+    __slots__ = (
+        *("_memory", "_tokens", "finished", "fingerprint", "forgotten", "full", "number"),
+        "sequence",
+    )
 
     def __init__(self, memory: OutputMemory, fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self.sequence: int | None = None
         self.number: int | None = None
-        self.full = self.forgotten = False
+        self.finished = self.full = self.forgotten = False
         self._memory = memory
         self._tokens: list[NDArray[np.int32]] = []
 
@@ -228,6 +257,7 @@ class RunningOutput:
     def close(self) -> None:
         """The output is finished: write it to the log. Called once."""
         with self._memory.lock:
+            self.finished = True
             if self._tokens and not self.forgotten:
                 self._memory._finish(self, np.concatenate(self._tokens))
             self._tokens.clear()

@@ -257,3 +257,22 @@ def test_every_flushed_output_outlives_a_kill(tmp_path, kills):
         assert outputs.keys() >= set(flushed)
         assert all(tokens == [i] * (300 + i % 100) for i, tokens in outputs.items())
     assert len(flushed) > kills
+
+
+def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path):
+    memory = OutputMemory(max_depth=8, path=tmp_path / "log")
+    memory.add([1, 2, 3], "a")
+    memory.add([1, 2, 4])
+    running = memory.start()
+    running.extend([1, 2, 5])
+    assert count(memory, [1, 2], "a") == 2
+    assert memory.tree("b") is None
+    memory.check_invariants()
+    running.extend([6])
+    running.close()
+    assert count(memory, [5, 6], "b") == 1
+    memory.check_invariants()
+    # What is on disk is still unnamed.
+    again = OutputMemory(max_depth=8, path=tmp_path / "log")
+    assert count(again, [1, 2], "b") == 2
+    again.check_invariants()

@@ -131,10 +131,11 @@ def test_a_second_identical_call_needs_fewer_steps(llama):
     assert steps[1] <= steps[0] // 2
 
 
-def test_memory_may_be_filled_beforehand(llama):
+@pytest.mark.parametrize("named", [True, False])
+def test_memory_may_be_filled_beforehand(llama, named):
     output = run(llama)[0, PROMPT.shape[1] :].tolist()
     memory = OutputMemory()
-    memory.add(output, fingerprint(llama))
+    memory.add(output, *([fingerprint(llama)] if named else []))
     assistant = SuffixAssistant(memory, fallback=None, budget=8)
     assert assistant.memory is memory
     run(llama, assistant=assistant)
