@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,12 +32,14 @@ from .linear_reroute import linear_reroute
 from .outputs import OutputRecorder
 from .residual import verify_node
 from .stats import CallStats
-from .tiers import Service, Tier, cache_for, choose_service
+from .tiers import REPLAYS_ONE_ROW, Service, Tier, cache_for, choose_service
 from .token_tree import TokenTree
 from .verification import RowText, Stopping, TokenSelector, strip_padding, walk
 
 if TYPE_CHECKING:
     from .assistants import Assistant, AssistantSession
+
+logger = logging.getLogger(__name__)
 
 # Processors whose state follows all rows of a batch from step to step.
 _STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
@@ -141,17 +144,22 @@ def _service(
     elif batch_size > 1 and any(isinstance(p, _STATEFUL) for p in processors):
         why = "a logits processor keeps a state of the whole batch"
     elif batch_size > 1 and service.tier is Tier.REPLAY:
-        why = "rows with recurrent states cannot be replayed together"
+        why = REPLAYS_ONE_ROW
     elif batch_size > 1 and (config.output_attentions or config.output_hidden_states):
         why = "attentions and hidden states of rows with unequal progress do not fit together"
-    return service if why is None else Service(Tier.PLAIN, why)
+    if why is None:
+        return service
+    if service.tier is not Tier.PLAIN:
+        logger.info("%s: plain for this call (%s)", type(model).__name__, why)
+    return Service(Tier.PLAIN, why)
 
 
 def _takes_over(cache: Any, service: Service) -> bool:
-    """Whether the call's cache can be replaced: made by `generate` itself, or a dynamic one."""
+    """Whether the call's cache can serve: made by `generate`, a slot cache, or a dynamic one."""
     cache = getattr(cache, "self_attention_cache", cache)
-    user_defined = getattr(cache, "_is_user_defined", False)
-    return not user_defined or service.tier is Tier.PLAIN or has_slots(cache)
+    if service.tier is Tier.PLAIN or not getattr(cache, "_is_user_defined", False):
+        return True
+    return isinstance(cache, SlotCache) or has_slots(cache)
 
 
 def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> CostKey:
@@ -446,7 +454,6 @@ class Generation:
         self.call.tokens = sum(len(row.generated) for row in self.rows)
         if self.streamer is not None:
             self.streamer.end()
-        self.cache.align()
         return self.outputs.result(
             torch.cat([self.input_ids, new], dim=1),
             self.model_kwargs.get(self.service.cache_name),
@@ -457,8 +464,7 @@ class Generation:
     def _cut(self) -> int:
         """Drop what rows generated while they waited for others; the longest row's tokens."""
         end = self.stopping.end(self.rows)
-        held = self.cache.slots.lengths[0] - self.verifier.processed[0]
-        self.cache.truncate(held + end - 1)
+        self.verifier.finish(end)
         for row in self.rows:
             del row.generated[end:]
         return end
