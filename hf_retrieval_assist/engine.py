@@ -258,6 +258,10 @@ class Generation:
     def finished(self) -> bool:
         return all(row.finished for row in self.rows)
 
+    @property
+    def running(self) -> list[RowText]:
+        return [row for row in self.rows if not row.finished]
+
     def _slot_cache(self, capacity: int) -> SlotCache:
         """Put a slot cache in the place of the one that `generate` prepared."""
         name, config = self.service.cache_name, self.model.config.get_text_config(decoder=True)
@@ -321,7 +325,7 @@ class Generation:
 
     def step(self) -> None:
         """Verify one tree per running row in one forward."""
-        running = [row for row in self.rows if not row.finished]
+        running = self.running
         with self._timed("draft"):
             trees = self._drafts()
         with self._timed("forward") as forward, self.taps, self.reroute:
@@ -344,18 +348,22 @@ class Generation:
                 self.sessions[i].commit(tokens[i], feedback)
 
     def _drafts(self) -> list[TokenTree]:
-        trees = []
-        for row, session in zip(self.rows, self.sessions, strict=True):
-            remaining = self.stopping.remaining(row)
-            # The last token that may be generated needs no node: the walk draws it at its parent.
-            depth = None if remaining is None else max(0, remaining - 1)
-            trees.append(
-                TokenTree.empty() if row.finished else session.propose(depth, self._current_cost())
-            )
+        """What to verify of each row; nothing of finished ones, which bring no more tokens."""
+        trees = [TokenTree.empty()] * len(self.rows)
         extra = self.verifier.backlog(self.rows)
-        planned = self.assistant.plan(self.verifier.limit(trees), self.cost, extra)
-        self._width = 1 + extra + max(map(len, planned))
-        return planned
+        if running := self.running:
+            drafts = self.verifier.limit([self._draft(row) for row in running])
+            planned = self.assistant.plan(drafts, self.cost, extra)
+            for row, tree in zip(running, planned, strict=True):
+                trees[row.index] = tree
+        self._width = 1 + extra + max(map(len, trees))
+        return trees
+
+    def _draft(self, row: RowText) -> TokenTree:
+        remaining = self.stopping.remaining(row)
+        # The last token that may be generated needs no node: the walk draws it at its parent.
+        depth = None if remaining is None else max(0, remaining - 1)
+        return self.sessions[row.index].propose(depth, self._current_cost())
 
     def _current_cost(self) -> CostModel:
         """The measured t(n) of forwards like the next one."""

@@ -276,7 +276,8 @@ class ReplayVerifier(ChainVerifier):
     def forward(
         self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
     ) -> tuple[Any, list[int]]:
-        if len(trees[0]):
+        # What a finished row is fed, for other processes, is not kept either.
+        if len(trees[0]) or rows[0].finished:
             self._snapshot = [_state_of(layer) for layer in self.cache.layers]
         return super().forward(rows, trees, **options)
 
