@@ -39,6 +39,17 @@ COLUMNS = {
     "per_forward": "tokens/forward",
     "same": "identical",
 }
+BATCH_COLUMNS = {
+    "rows": "rows",
+    "method": "method",
+    "rate": "tokens/s",
+    "ratio": "x plain",
+    "per_forward": "tokens/forward",
+    "same": "identical rows",
+}
+COPYING = ("answer from a passage", "multi-turn", "summarise")
+"""Categories whose outputs repeat much of the prompt."""
+
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.7},
@@ -105,18 +116,59 @@ def compare(
     decoding: dict[str, Any],
     progress: Callable[[str], None],
 ) -> Comparison:
-    """Alternate the methods over one prompt; every call starts from the same seed."""
+    """Alternate the methods over one prompt."""
     inputs = dict(tokenizer(prompt.text, return_tensors="pt").to(model.device))
+    return Comparison(prompt, *_alternate(model, inputs, candidates, arguments, decoding, progress))
+
+
+def _alternate(
+    model: Any,
+    inputs: dict[str, Any],
+    candidates: Iterable[Method],
+    arguments: argparse.Namespace,
+    decoding: dict[str, Any],
+    progress: Callable[[str], None],
+) -> tuple[dict[str, float], dict[str, Run]]:
+    """Median seconds and last run of each method; every call starts from the same seed."""
     options = decoding | {"max_new_tokens": arguments.new_tokens}
 
     def call(method: Method) -> Run:
         set_seed(arguments.seed)
         return run_method(method, model, inputs, **options)
 
-    seconds, runs = alternate(
-        {method.name: partial(call, method) for method in candidates}, arguments.repeats, progress
+    calls = {method.name: partial(call, method) for method in candidates}
+    return alternate(calls, arguments.repeats, progress)
+
+
+def compare_batch(
+    table: Table,
+    model: Any,
+    tokenizer: Any,
+    prompts: list[Prompt],
+    candidates: Iterable[Method],
+    arguments: argparse.Namespace,
+    progress: Callable[[str], None],
+) -> None:
+    """A row per method that takes batches: prompts of different lengths in one call, greedy."""
+    texts = [prompt.text for prompt in prompts]
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    seconds, runs = _alternate(
+        model,
+        dict(inputs.to(model.device)),
+        [method for method in candidates if method.max_batch is None],
+        arguments,
+        DECODING["greedy"],
+        progress,
     )
-    return Comparison(prompt, seconds, runs)
+    for method, run in runs.items():
+        table.add(
+            rows=len(texts),
+            method=method,
+            rate=run.tokens / seconds[method],
+            ratio=seconds["plain"] / seconds[method],
+            per_forward=run.tokens / run.forwards,
+            same=f"{int((run.ids == runs['plain'].ids).all(dim=1).sum())} of {len(texts)}",
+        )
 
 
 def summarise(table: Table, comparisons: list[Comparison]) -> None:
@@ -150,6 +202,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-repeats", type=int, default=3)
     parser.add_argument("--greedy-prompts", type=int, default=1, help="of each category")
     parser.add_argument("--sampled-prompts", type=int, default=1, help="of each category")
+    parser.add_argument("--batch-rows", type=int, default=8, help="prompts in the batch; 0: none")
     parser.add_argument(
         "--record", action="store_true", help="keep the sampled outputs as a trace to replay"
     )
@@ -172,7 +225,7 @@ def measure(
     progress: Callable[[str], None],
 ) -> Report:
     """Every prompt through every method, for each kind of decoding."""
-    names = ("new_tokens", "repeats", "seed", "greedy_prompts", "sampled_prompts")
+    names = ("new_tokens", "repeats", "seed", "greedy_prompts", "sampled_prompts", "batch_rows")
     report = Report("model", {name: getattr(arguments, name) for name in names})
     report.settings["model"] = model.config.get_text_config().to_dict()
     candidates = methods()
@@ -199,6 +252,18 @@ def measure(
         summarise(table, done)
         if arguments.record:
             record(tokenizer, kind, done)
+    copying = [prompt for prompt in prompts if prompt.category in COPYING][: arguments.batch_rows]
+    if copying:
+        table = report.table("Real model, a batch of prompts to copy from", BATCH_COLUMNS)
+        compare_batch(
+            table,
+            model,
+            tokenizer,
+            copying,
+            candidates,
+            arguments,
+            lambda text: progress(f"batch: {text}"),
+        )
     return report
 
 

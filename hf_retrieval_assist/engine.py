@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,12 +32,14 @@ from .linear_reroute import linear_reroute
 from .outputs import OutputRecorder
 from .residual import verify_node
 from .stats import CallStats
-from .tiers import Service, Tier, cache_for, choose_service
+from .tiers import REPLAYS_ONE_ROW, Service, Tier, cache_for, choose_service
 from .token_tree import TokenTree
 from .verification import RowText, Stopping, TokenSelector, strip_padding, walk
 
 if TYPE_CHECKING:
     from .assistants import Assistant, AssistantSession
+
+logger = logging.getLogger(__name__)
 
 # Processors whose state follows all rows of a batch from step to step.
 _STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
@@ -141,17 +144,22 @@ def _service(
     elif batch_size > 1 and any(isinstance(p, _STATEFUL) for p in processors):
         why = "a logits processor keeps a state of the whole batch"
     elif batch_size > 1 and service.tier is Tier.REPLAY:
-        why = "rows with recurrent states cannot be replayed together"
+        why = REPLAYS_ONE_ROW
     elif batch_size > 1 and (config.output_attentions or config.output_hidden_states):
         why = "attentions and hidden states of rows with unequal progress do not fit together"
-    return service if why is None else Service(Tier.PLAIN, why)
+    if why is None:
+        return service
+    if service.tier is not Tier.PLAIN:
+        logger.info("%s: plain for this call (%s)", type(model).__name__, why)
+    return Service(Tier.PLAIN, why)
 
 
 def _takes_over(cache: Any, service: Service) -> bool:
-    """Whether the call's cache can be replaced: made by `generate` itself, or a dynamic one."""
+    """Whether the call's cache can serve: made by `generate`, a slot cache, or a dynamic one."""
     cache = getattr(cache, "self_attention_cache", cache)
-    user_defined = getattr(cache, "_is_user_defined", False)
-    return not user_defined or service.tier is Tier.PLAIN or has_slots(cache)
+    if service.tier is Tier.PLAIN or not getattr(cache, "_is_user_defined", False):
+        return True
+    return isinstance(cache, SlotCache) or has_slots(cache)
 
 
 def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> CostKey:
@@ -250,6 +258,10 @@ class Generation:
     def finished(self) -> bool:
         return all(row.finished for row in self.rows)
 
+    @property
+    def running(self) -> list[RowText]:
+        return [row for row in self.rows if not row.finished]
+
     def _slot_cache(self, capacity: int) -> SlotCache:
         """Put a slot cache in the place of the one that `generate` prepared."""
         name, config = self.service.cache_name, self.model.config.get_text_config(decoder=True)
@@ -313,7 +325,7 @@ class Generation:
 
     def step(self) -> None:
         """Verify one tree per running row in one forward."""
-        running = [row for row in self.rows if not row.finished]
+        running = self.running
         with self._timed("draft"):
             trees = self._drafts()
         with self._timed("forward") as forward, self.taps, self.reroute:
@@ -336,18 +348,22 @@ class Generation:
                 self.sessions[i].commit(tokens[i], feedback)
 
     def _drafts(self) -> list[TokenTree]:
-        trees = []
-        for row, session in zip(self.rows, self.sessions, strict=True):
-            remaining = self.stopping.remaining(row)
-            # The last token that may be generated needs no node: the walk draws it at its parent.
-            depth = None if remaining is None else max(0, remaining - 1)
-            trees.append(
-                TokenTree.empty() if row.finished else session.propose(depth, self._current_cost())
-            )
+        """What to verify of each row; nothing of finished ones, which bring no more tokens."""
+        trees = [TokenTree.empty()] * len(self.rows)
         extra = self.verifier.backlog(self.rows)
-        planned = self.assistant.plan(self.verifier.limit(trees), self.cost, extra)
-        self._width = 1 + extra + max(map(len, planned))
-        return planned
+        if running := self.running:
+            drafts = self.verifier.limit([self._draft(row) for row in running])
+            planned = self.assistant.plan(drafts, self.cost, extra)
+            for row, tree in zip(running, planned, strict=True):
+                trees[row.index] = tree
+        self._width = 1 + extra + max(map(len, trees))
+        return trees
+
+    def _draft(self, row: RowText) -> TokenTree:
+        remaining = self.stopping.remaining(row)
+        # The last token that may be generated needs no node: the walk draws it at its parent.
+        depth = None if remaining is None else max(0, remaining - 1)
+        return self.sessions[row.index].propose(depth, self._current_cost())
 
     def _current_cost(self) -> CostModel:
         """The measured t(n) of forwards like the next one."""
@@ -446,7 +462,6 @@ class Generation:
         self.call.tokens = sum(len(row.generated) for row in self.rows)
         if self.streamer is not None:
             self.streamer.end()
-        self.cache.align()
         return self.outputs.result(
             torch.cat([self.input_ids, new], dim=1),
             self.model_kwargs.get(self.service.cache_name),
@@ -457,8 +472,7 @@ class Generation:
     def _cut(self) -> int:
         """Drop what rows generated while they waited for others; the longest row's tokens."""
         end = self.stopping.end(self.rows)
-        held = self.cache.slots.lengths[0] - self.verifier.processed[0]
-        self.cache.truncate(held + end - 1)
+        self.verifier.finish(end)
         for row in self.rows:
             del row.generated[end:]
         return end

@@ -19,6 +19,9 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
 )
 
 # A buffer grows by half its size, so that copying it costs O(1) per token, never in small steps.
@@ -29,6 +32,12 @@ _SHARING = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_SHARING)
 """Layers whose content is one entry per token, so that any path of a tree can be kept."""
+
+HYBRID_LAYERS = (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+"""Layers with one entry per token and a convolution or another recurrent state besides."""
 
 
 class RowSlots:
@@ -178,6 +187,14 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
             self.indexer_position_ids = self.indexer_position_ids[..., :length]
 
 
+class HybridSlotLayer(SlotLayer, LinearAttentionAndFullAttentionLayer):
+    """A slot layer of a block that also has a convolution or another recurrent state."""
+
+    def __init__(self, slots: RowSlots, window: int | None, capacity: int, number_of_states: int):
+        super().__init__(slots, window, capacity)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+
 class SlotCache(DynamicCache):
     """A `DynamicCache` of slot layers; a next `generate`, assisted or not, can continue from it.
 
@@ -217,6 +234,11 @@ class SlotCache(DynamicCache):
         return [
             layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized
         ]
+
+    @property
+    def state_layers(self) -> list[LinearAttentionLayer]:
+        """Layers with a convolution or another recurrent state."""
+        return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
 
     def begin(self, batch_size: int) -> None:
         """Take over after a prefill, which appended to all rows alike."""
@@ -272,8 +294,11 @@ def _slot_layer(layer: Any, slots: RowSlots, capacity: int) -> Any:
     """The slot layer that takes an empty layer's place; others are kept as they are."""
     if type(layer) is DynamicIndexedLayer:
         return IndexedSlotLayer(slots, None, capacity)
+    window = getattr(layer, "sliding_window", None)
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return SlotLayer(slots, getattr(layer, "sliding_window", None), capacity)
+        return SlotLayer(slots, window, capacity)
+    if type(layer) in HYBRID_LAYERS:
+        return HybridSlotLayer(slots, window, capacity, layer.number_of_states)
     return layer
 
 

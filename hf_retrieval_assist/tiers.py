@@ -18,9 +18,21 @@ from .kv_cache import SLOT_LAYERS, SlotCache
 from .token_tree import TokenTree
 from .tree_attention import LayerMask, TreeAttention, layer_masks, single_mask
 from .verification import RowText
-from .verifiers import ChainVerifier, ReplayVerifier, TreeVerifier, Verifier, input_device
+from .verifiers import (
+    ChainVerifier,
+    ConvolutionVerifier,
+    ReplayVerifier,
+    TreeVerifier,
+    Verifier,
+    input_device,
+)
 
 logger = logging.getLogger(__name__)
+
+
+REPLAYS_ONE_ROW = (
+    "rows with recurrent states accept different numbers of tokens, but replay in step"
+)
 
 
 class Tier(str, Enum):
@@ -55,7 +67,8 @@ class Service:
         if self.tier is Tier.REPLAY:
             return ReplayVerifier(model, cache, model_kwargs, prompt_ids)
         if self.tier is Tier.CHAIN:
-            return ChainVerifier(model, cache, model_kwargs, prompt_ids)
+            chain = ConvolutionVerifier if cache.state_layers else ChainVerifier
+            return chain(model, cache, model_kwargs, prompt_ids)
         mask: torch.Tensor | None = model_kwargs.get("attention_mask")
         if mask is not None:
             mask = None if bool(mask.all()) else mask.bool().to(input_device(model, mask))
@@ -91,6 +104,9 @@ def choose_service(model: Any, model_kwargs: dict[str, Any]) -> Service:
 def _first_right(model: Any, model_kwargs: dict[str, Any]) -> Service:
     reason = ""
     for service in _candidates(model):
+        if service.tier is Tier.REPLAY and _has_padding(model_kwargs):
+            reason = REPLAYS_ONE_ROW
+            continue
         if service.tier is Tier.PLAIN:
             return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
         fault = _fault(model, service, model_kwargs)
@@ -113,10 +129,11 @@ def _candidates(model: Any) -> list[Service]:
         return [Service(Tier.PLAIN, "it does not take a DynamicCache")]
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers
-    if getattr(model, "_is_stateful", False) or any(
-        type(layer) not in SLOT_LAYERS for layer in layers
-    ):
-        return [Service(Tier.REPLAY, "it has a recurrent state", cache_name=name), plain]
+    stateful = getattr(model, "_is_stateful", False)
+    if stateful or any(type(layer) not in SLOT_LAYERS for layer in layers):
+        replay = Service(Tier.REPLAY, "it has a recurrent state", cache_name=name)
+        convolution = Service(Tier.CHAIN, "it has a convolution state", cache_name=name)
+        return [replay, plain] if stateful else [convolution, replay, plain]
     chain = Service(Tier.CHAIN, "")
     if (why := _why_no_tree(model, config, parameters)) is not None:
         return [Service(Tier.CHAIN, why), plain]

@@ -158,11 +158,12 @@ class Stopping:
         if self.has_eos:
             row.finished = row.met is not None
             return
-        waiting = any(other.met is None for other in rows)
+        if any(other.met is None for other in rows):
+            row.finished = self.remaining(row) == 0
+            return
         end = self.end(rows)
         for other in rows:
-            ended = not waiting and len(other.generated) >= end
-            other.finished = ended or self.remaining(other) == 0
+            other.finished = len(other.generated) >= end
 
     @staticmethod
     def end(rows: Sequence[RowText]) -> int:

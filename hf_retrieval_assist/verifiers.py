@@ -6,6 +6,7 @@ the last of them) followed by a draft, and later keeps what was accepted.
 * :class:`TreeVerifier`: token trees under a 4D mask; rows advance independently.
 * :class:`ChainVerifier`: one chain per row, for models without usable positions or masks. All rows
   advance by what the slowest one accepted; what faster rows know already stays pending.
+* :class:`ConvolutionVerifier`: the same for models that also convolve over the last few tokens.
 * :class:`ReplayVerifier`: chains for models with a recurrent state, which cannot forget single
   tokens: after a rejection the state is restored and the accepted tokens stay pending, so that
   replaying them shares the next step's forward.
@@ -20,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from transformers.cache_utils import LinearAttentionLayer
 
-from .kv_cache import SlotCache, SlotLayer
+from .kv_cache import HybridSlotLayer, SlotCache, SlotLayer
 from .token_tree import TokenTree
 from .tree_attention import TreeAttention, lay_out
 from .verification import RowText
@@ -87,6 +89,12 @@ class Verifier:
     def keep(self, rows: Sequence[RowText], accepted: Sequence[Sequence[int]]) -> None:
         """Keep each row's accepted tokens: 0 for the root, 1 + i for node i; none at rest."""
         raise NotImplementedError
+
+    def finish(self, tokens: int) -> None:
+        """Leave the cache as plain decoding does after generating this many tokens per row."""
+        prompt = self.cache.slots.lengths[0] - self.processed[0]
+        self.cache.truncate(prompt + tokens - 1)
+        self.cache.align()
 
     def _token_types(self, width: int) -> dict[str, torch.Tensor]:
         """Fed tokens continue the last token's type; in multimodal types they are text."""
@@ -213,6 +221,44 @@ class ChainVerifier(Verifier):
         self.processed = [done + tokens for done in self.processed]
 
 
+class ConvolutionVerifier(ChainVerifier):
+    """Verifies chains on a model with convolution states; see the module's docstring.
+
+    The states of a forward's tokens are recorded. They are cropped before the next forward, since
+    `finish` may drop more of them than `keep`.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._excess = 0
+        for layer in self.cache.state_layers:
+            if not layer.is_croppable:
+                raise ValueError("its recurrent state cannot be cropped")
+            layer.activate_past_recording()
+
+    def forward(
+        self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
+    ) -> tuple[Any, list[int]]:
+        self._crop()
+        return super().forward(rows, trees, **options)
+
+    def _advance(self, tokens: int) -> None:
+        super()._advance(tokens)
+        self._excess = self._width - tokens
+
+    def _crop(self) -> None:
+        for layer in self.cache.state_layers:
+            LinearAttentionLayer.crop(layer, -self._excess)
+        self._excess = 0
+
+    def finish(self, tokens: int) -> None:
+        super().finish(tokens)
+        self._excess += self.processed[0] - (tokens - 1)
+        self._crop()
+        for layer in self.cache.state_layers:
+            layer.record_past = False
+
+
 class ReplayVerifier(ChainVerifier):
     """Verifies chains on a model whose state cannot be cropped; see the module's docstring.
 
@@ -230,7 +276,8 @@ class ReplayVerifier(ChainVerifier):
     def forward(
         self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
     ) -> tuple[Any, list[int]]:
-        if len(trees[0]):
+        # What a finished row is fed, for other processes, is not kept either.
+        if len(trees[0]) or rows[0].finished:
             self._snapshot = [_state_of(layer) for layer in self.cache.layers]
         return super().forward(rows, trees, **options)
 
@@ -269,9 +316,11 @@ def best_chain(tree: TokenTree) -> TokenTree:
 def _state_of(layer: Any) -> dict[str, Any]:
     """What a forward changes in a layer, copied where it changes in place.
 
-    Slot layers forget by themselves. `keys` and `values` of other layers grow by concatenation,
-    which leaves the old tensors as they are.
+    Slots forget by themselves. `keys` and `values` of other layers grow by concatenation, which
+    leaves the old tensors as they are.
     """
+    if isinstance(layer, HybridSlotLayer):
+        return copy.deepcopy({name: layer.__dict__[name] for name in vars(LinearAttentionLayer())})
     if isinstance(layer, SlotLayer):
         return {}
     grown = {name: layer.__dict__[name] for name in ("keys", "values") if name in layer.__dict__}

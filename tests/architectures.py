@@ -30,19 +30,11 @@ SKIPPED = {
     "MusicgenMelodyForCausalLM": "has a `generate` of its own, for several codebooks at once",
 }
 
-_RECURRENT = (
-    "a crop of its convolution state would be right as well; restoring and replaying it costs as "
-    "many forwards"
+BELOW_KNOWN = dict.fromkeys(
+    ("NemotronHForCausalLM", "Zamba2ForCausalLM"),
+    "transformers clamps their time steps at `time_step_limit` in forwards of several tokens "
+    "but not of one: logits 0.7 and 2 % of their spread off (1e-6 and 6e-6 without the clamp)",
 )
-BELOW_KNOWN = {
-    **dict.fromkeys(("InklingForCausalLM", "Inkling2ForCausalLM", "Lfm2ForCausalLM"), _RECURRENT),
-    **dict.fromkeys(("Lfm2MoeForCausalLM", "Lfm3ForCausalLM"), _RECURRENT),
-    **dict.fromkeys(
-        ("NemotronHForCausalLM", "Zamba2ForCausalLM"),
-        "transformers clamps their time steps at `time_step_limit` in forwards of several tokens "
-        "but not of one: logits 0.7 and 2 % of their spread off (1e-6 and 6e-6 without the clamp)",
-    ),
-}
 """Why a class is served at a lower tier than the one at which its mathematics could be served."""
 
 
@@ -77,6 +69,8 @@ def table_row(name: str, model: Any) -> str:
     single, batch = (choose_service(model, {"attention_mask": mask}) for mask in masks)
     batch_tier = "plain" if batch.tier is Tier.REPLAY else batch.tier.value
     why = BELOW_KNOWN.get(name, "" if single.tier is Tier.TREE else single.reason)
+    if batch.tier is not single.tier is not Tier.REPLAY:
+        why = f"{why}; in batches {batch.reason}".lstrip("; ")
     return f"| {name} | {single.tier.value} | {batch_tier} | {why} |"
 
 
@@ -85,8 +79,13 @@ def table() -> str:
         "# How each architecture is served",
         "",
         f"Found by `python -m tests.architectures` with tiny float32 models of transformers "
-        f"{transformers.__version__}: the tier that the self-test chose. Batches on the replay "
-        "tier are decoded plainly.",
+        f"{transformers.__version__}: the tier that the self-test chose.",
+        "",
+        "Batches on the replay tier are decoded plainly. A recurrent state can be kept after a "
+        "whole forward or restored to what it was before, for all rows at the same token, since "
+        "these models take one mask with an entry per token and so no rows of unequal progress. "
+        "Rows accept different numbers of tokens: hardly a forward would be kept, and all rows "
+        "would carry what they have accepted from forward to forward.",
         "",
         "| class | one row | batch | why not higher |",
         "|---|---|---|---|",

@@ -1,8 +1,24 @@
 """Settings of the whole suite."""
 
+import os
+
+import pytest
 import torch
 import transformers
 
 transformers.logging.set_verbosity_error()
 # The models are tiny; threads would only wait for each other.
 torch.set_num_threads(1)
+
+
+def pytest_configure():
+    expected = os.environ.get("HFRA_EXPECT_TRANSFORMERS", transformers.__version__)
+    if transformers.__version__ != expected:
+        raise pytest.UsageError(
+            f"expected transformers {expected}, got {transformers.__version__} "
+            f"from {transformers.__file__}"
+        )
+
+
+def pytest_report_header():
+    return f"transformers {transformers.__version__}, torch {torch.__version__}"

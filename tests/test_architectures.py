@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from .architectures import (
     BELOW_KNOWN,
@@ -20,6 +21,10 @@ from .oracle_drafter import both, sequences_of
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50, 3, 29]])
 NEW_TOKENS = 14
 TIERS = ("tree", "chain", "replay", "plain")
+
+# The table is of one version; others have fewer classes, and serve some of them at lower tiers.
+TABLED = f"transformers {transformers.__version__}:" in TABLE.read_text()
+with_table = pytest.mark.skipif(not TABLED, reason="the table is of another transformers version")
 
 # XLM puts out NaN once its positions exceed the padding index, with or without an assistant.
 LOOSE = {"XLMWithLMHeadModel"}
@@ -53,8 +58,9 @@ def test_class_generates_as_without_assistant(name, lines, served):
 
     plain, assisted, assistant = both(model, inputs, do_sample=False, **length)
     assert torch.equal(plain, assisted)
-    assert assistant.stats.tier == served[name][0]
-    assert table_row(name, model) == lines[name]
+    if TABLED:
+        assert assistant.stats.tier == served[name][0]
+        assert table_row(name, model) == lines[name]
     if assistant.stats.tier != "plain":
         assert assistant.stats.last.accepted > 0
 
@@ -76,15 +82,18 @@ def test_class_generates_padded_batches_as_without_assistant(name, served):
     length = {"max_new_tokens": NEW_TOKENS}
     plain, assisted, assistant = both(build(name), inputs, do_sample=False, **length)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
-    assert assistant.stats.tier == served[name][1]
+    if TABLED:
+        assert assistant.stats.tier == served[name][1]
 
 
+@with_table
 def test_table_lists_every_class(served):
     assert sorted(served) == sorted(architectures())
     text = TABLE.read_text()
     assert all(name in text for name in SKIPPED)
 
 
+@with_table
 def test_no_class_is_served_below_its_known_tier_without_a_reason(served):
     known = known_tiers()
     lower = {

@@ -7,12 +7,14 @@ import torch
 from transformers import (
     BartForCausalLM,
     Gemma3ForCausalLM,
+    Lfm2ForCausalLM,
     LlamaForCausalLM,
     LogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     T5ForConditionalGeneration,
 )
+from transformers.cache_utils import LinearAttentionLayer
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.kv_cache import SlotCache
@@ -20,7 +22,12 @@ from hf_retrieval_assist.kv_cache import SlotCache
 from .oracle_drafter import both, oracle_assistant, sequences_of
 from .tiny_models import tiny_config, tiny_model
 
-CLASSES = {"tree": LlamaForCausalLM, "windows": Gemma3ForCausalLM, "chain": BartForCausalLM}
+CLASSES = {
+    "tree": LlamaForCausalLM,
+    "windows": Gemma3ForCausalLM,
+    "chain": BartForCausalLM,
+    "convolution": Lfm2ForCausalLM,
+}
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -49,7 +56,8 @@ def late_token(text, earliest):
 def equal(model, inputs, **kwargs):
     plain, assisted, assistant = both(model, inputs, **kwargs)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
-    assert assistant.stats.tier == ("chain" if isinstance(model, BartForCausalLM) else "tree")
+    on_chains = isinstance(model, (BartForCausalLM, Lfm2ForCausalLM))
+    assert assistant.stats.tier == ("chain" if on_chains else "tree")
     assert assistant.stats.last.accepted > 0
     return plain, assisted, assistant
 
@@ -142,6 +150,24 @@ def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model):
     )
     lengths = ((sequences_of(plain)[:, 18:] % 5 == 3).int().argmax(dim=1) + 1).tolist()
     assert len(set(lengths)) > 1
+
+
+def test_convolution_states_after_rows_that_ran_ahead():
+    model = tiny_model(Lfm2ForCausalLM, tiny_config(Lfm2ForCausalLM.config_class))
+    plain, assisted, _ = equal(
+        model,
+        padded(4),
+        do_sample=False,
+        max_new_tokens=40,
+        stopping_criteria=[StopsRowWise()],
+        return_dict_in_generate=True,
+    )
+    pairs = zip(plain.past_key_values.layers, assisted.past_key_values.layers, strict=True)
+    states = [pair for pair in pairs if isinstance(pair[0], LinearAttentionLayer)]
+    assert states
+    for expected, actual in states:
+        assert not actual.record_past
+        torch.testing.assert_close(actual.conv_states, expected.conv_states)
 
 
 def test_one_token(model):

@@ -216,17 +216,21 @@ def test_real_model_benchmark_on_a_random_one(tokenizer):
         )
     ).eval()
     prompts = [
-        model.Prompt(c, n, "w1 w2 w3 w1 w2") for c, n in [("a", "x"), ("a", "y"), ("b", "z")]
+        model.Prompt(c, n, "w1 w2 w3 w1 w2" + n)
+        for c, n in [("a", " w1"), ("a", ""), ("summarise", " w3"), ("summarise", "")]
     ]
     options = arguments("model", "--greedy-prompts", 3, "--sampled-prompts", 1)
     options.new_tokens, options.repeats = 12, 1
     report = model.measure(small, tokenizer, prompts, options, silent)
     for kind in model.DECODING:
         found = rows(report, f"Real model, {kind}")
-        assert {row["category"] for row in found} == {"a", "b", "all"}
+        assert {row["category"] for row in found} == {"a", "summarise", "all"}
         same = {(row["category"], row["method"]): row["same"] for row in found}
-        everything = "3 of 3" if kind == "greedy" else "2 of 2"
+        everything = "4 of 4" if kind == "greedy" else "2 of 2"
         assert same["all", "SamAssistant"] == same["all", "SuffixAssistant"] == everything
+    batch = rows(report, "Real model, a batch of prompts to copy from")
+    assert [row["method"] for row in batch] == ["plain", "SamAssistant", "SuffixAssistant"]
+    assert {(row["rows"], row["same"]) for row in batch} == {(2, "2 of 2")}
 
 
 def test_shipped_prompts_cover_the_categories():

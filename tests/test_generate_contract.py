@@ -5,8 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BambaForCausalLM,
+    BloomForCausalLM,
     DynamicCache,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
+    InklingForCausalLM,
+    Lfm2ForCausalLM,
     LlamaForCausalLM,
     LlavaForConditionalGeneration,
     MarianMTModel,
@@ -16,6 +23,7 @@ from transformers import (
     WatermarkingConfig,
     WhisperForConditionalGeneration,
 )
+from transformers.masking_utils import flash_attention_mask
 
 from hf_retrieval_assist.tiers import Tier, _candidates, choose_service
 
@@ -60,16 +68,41 @@ def test_scores_logits_attentions_and_hidden_states(model):
     assert_same_states(plain.attentions, assisted.attentions)
 
 
-@pytest.mark.parametrize("next_is_assisted", [False, True])
-def test_next_turn_continues_from_the_cache(model, next_is_assisted):
-    first, assisted, _ = equal(model, return_dict_in_generate=True)
+def assert_next_turn_continues(model, next_is_assisted, tier):
+    first, assisted, assistant = equal(model, return_dict_in_generate=True)
     ids = torch.cat([first.sequences, torch.tensor([[3, 14, 15]])], dim=1)
     turn = {"do_sample": False, "max_new_tokens": 12}
     expected = model.generate(ids, **turn)
-    options = {"assistant": oracle_assistant(expected)} if next_is_assisted else {}
+    options = {}
+    if next_is_assisted:
+        assistant = oracle_assistant(expected)
+        options["assistant"] = assistant
     actual = model.generate(ids, past_key_values=assisted.past_key_values, **turn, **options)
     assert torch.equal(expected, actual)
-    assert assisted.past_key_values.get_seq_length() == actual.shape[1] - 1
+    assert assistant.stats.tier == tier
+    assert assistant.stats.last.accepted > 0
+    cached = assisted.past_key_values.get_seq_length()
+    # Accepted tokens that wait to be replayed are not in the cache yet.
+    assert cached == actual.shape[1] - 1 or (tier == "replay" and cached < actual.shape[1] - 1)
+
+
+@pytest.mark.parametrize("next_is_assisted", [False, True])
+def test_next_turn_continues_from_the_cache(model, next_is_assisted):
+    assert_next_turn_continues(model, next_is_assisted, "tree")
+
+
+@pytest.mark.parametrize("next_is_assisted", [False, True])
+@pytest.mark.parametrize(
+    ("model_class", "tier"),
+    [
+        (Lfm2ForCausalLM, "chain"),
+        (InklingForCausalLM, "chain"),
+        (BambaForCausalLM, "replay"),
+        (FalconH1ForCausalLM, "replay"),
+    ],
+)
+def test_next_turn_of_a_model_with_states(model_class, tier, next_is_assisted):
+    assert_next_turn_continues(build(model_class), next_is_assisted, tier)
 
 
 @pytest.mark.parametrize("with_config", [False, True])
@@ -118,7 +151,8 @@ def test_embeddings_as_inputs(model):
     ids=lambda options: "-".join(options),
 )
 def test_options(model, options):
-    equal(model, **options)
+    _, _, assistant = equal(model, **options)
+    assert assistant.stats.tier == ("plain" if "use_cache" in options else "tree")
 
 
 @pytest.fixture
@@ -132,6 +166,25 @@ def process_group():
 @pytest.mark.usefixtures("process_group")
 def test_synced_processes(model):
     equal(model, synced_gpus=True)
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, BloomForCausalLM, BambaForCausalLM])
+def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch):
+    model = build(model_class)
+    answers, forwards = [True, True, False], []
+
+    def wait_for_others(finished, synced_gpus, device):
+        return not finished or answers.pop(0)
+
+    plain, _, _ = equal(model, max_new_tokens=12)
+    assistant = oracle_assistant(plain)
+    monkeypatch.setattr(model, "_has_unfinished_sequences", wait_for_others)
+    model.register_forward_hook(lambda *arguments: forwards.append(1))
+    options = {"do_sample": False, "max_new_tokens": 12, "assistant": assistant}
+    assert torch.equal(plain, model.generate(**INPUTS, **options))
+    assert not answers
+    # The prefill, the steps that brought tokens, and two for the others.
+    assert len(forwards) == 1 + assistant.stats.last.steps + 2
 
 
 def test_mask_with_holes(model):
@@ -156,6 +209,9 @@ def test_end_of_sequence_in_the_middle_of_a_tree(model):
     options = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": eos}
     plain = model.generate(**INPUTS, **options)
     assert torch.equal(plain, model.generate(**INPUTS, **options, assistant=assistant))
+    assert plain.shape[1] < free.shape[1]
+    # The last forward's tree went on behind the end.
+    assert assistant.stats.last.drafted > assistant.stats.last.accepted > 0
 
 
 def test_no_drafts(model):
@@ -174,6 +230,46 @@ def test_flash_attention_gets_the_chain_tier():
     assert [service.tier for service in _candidates(model)] == [Tier.CHAIN, Tier.PLAIN]
 
 
+def causal_kernel(module, query, key, value, attention_mask, scaling, **kwargs):
+    """Attends causally and takes no 4D mask, as flash attention does."""
+    assert attention_mask is None
+    width, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    seen = torch.ones(width, length, dtype=torch.bool).tril(length - width)
+    key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    states = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=scaling
+    )
+    return states.transpose(1, 2), None
+
+
+def test_flash_attention_is_served_by_chains():
+    AttentionInterface.register("flash_toy", causal_kernel)
+    AttentionMaskInterface.register("flash_toy", flash_attention_mask)
+    model = build(LlamaForCausalLM)
+    # Set past the check for its library.
+    model.config._attn_implementation_internal = "flash_toy"
+    _, _, assistant = equal(model)
+    assert assistant.stats.tier == "chain"
+    assert assistant.stats.last.accepted > 0
+
+
+def failure(model, **options):
+    """The error of a call; None if it succeeds."""
+    try:
+        model.generate(**INPUTS, max_new_tokens=4, **options)
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def test_flash_attention_that_is_not_there_fails_as_without_assistant():
+    model = build(LlamaForCausalLM)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    plain = failure(model)
+    assert plain is not None
+    assert failure(model, assistant=oracle_assistant(PROMPT)) == plain
+
+
 def test_self_test_disturbs_nothing():
     model = build(LlamaForCausalLM).train()
     torch.manual_seed(3)
@@ -184,10 +280,30 @@ def test_self_test_disturbs_nothing():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+class Int8Linear(torch.nn.Module):
+    """A linear layer with int8 weights and one scale per output, which no `weight` floats."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("integers", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, states):
+        return torch.nn.functional.linear(states, self.integers * self.scale)
+
+
 def test_quantised_modules():
     model = build(LlamaForCausalLM)
-    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8)
-    equal(quantised)
+    for layer in model.model.layers:
+        for block in (layer.self_attn, layer.mlp):
+            for name, linear in list(block.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(block, name, Int8Linear(linear))
+    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 21
+    _, _, assistant = equal(model)
+    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.accepted > 0
 
 
 def test_lora_adapter():
