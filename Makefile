@@ -2,9 +2,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
-SOURCES := $(wildcard cython_ext/*.pyx cython_ext/*.pxd cython_ext/*.h cython_ext/*.c)
+SOURCES := $(wildcard cython_ext/*.pyx cython_ext/*.pxd cython_ext/*.pxi cython_ext/*.h cython_ext/*.c)
 
-.PHONY: demo test test-all test-debug test-matrix bench quality style build wheel clean
+.PHONY: demo test test-all test-arm test-debug test-matrix bench quality style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
@@ -31,6 +31,10 @@ test-debug: build
 	find build/checked -name '*.so' -delete
 	cd build/checked && HFRA_DEBUG=1 ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/checked && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" tests/structures
+
+# The kernels' arm64 code, emulated. Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static.
+test-arm: build
+	KERNEL_CC=aarch64-linux-gnu-gcc KERNEL_RUN=qemu-aarch64-static $(BIN)/python -m pytest -q tests/test_kernels_in_c.py
 
 # The contract of `generate` under the oldest supported transformers, beside the pinned torch.
 .venv-5.17/.installed: constraints.txt pyproject.toml
