@@ -32,19 +32,22 @@ METHODS = ("kernel", "pytorch")
 TUNING_QUERIES = (1, 4, 16)
 TUNING_SLOTS = 512
 
+# Scores of one group of heads that the kernel may keep at a time, 128 MiB.
+MAX_SCORES = 1 << 25
+
 # Arguments of an attention function that ask for more than attention.
 _SPECIAL = ("position_bias", "cache", "softcap")
 
 
 def _cases(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[Candidates]:
-    batch, heads, _, depth = query.shape
-    groups, width = value.shape[1], value.shape[3]
-    keys = torch.ones(batch, groups, TUNING_SLOTS, depth, dtype=query.dtype)
-    values = torch.ones(batch, groups, TUNING_SLOTS, width, dtype=query.dtype)
+    _, heads, _, depth = query.shape
+    _, groups, _, width = value.shape
+    keys = torch.ones(1, groups, TUNING_SLOTS, depth, dtype=query.dtype)
+    values = torch.ones(1, groups, TUNING_SLOTS, width, dtype=query.dtype)
     module = SimpleNamespace(num_key_value_groups=heads // groups, is_causal=False)
     for n in TUNING_QUERIES:
-        queries = torch.ones(batch, n, heads, depth, dtype=query.dtype).transpose(1, 2)
-        mask = torch.zeros(batch, 1, n, TUNING_SLOTS, dtype=query.dtype)
+        queries = torch.ones(1, n, heads, depth, dtype=query.dtype).transpose(1, 2)
+        mask = torch.zeros(1, 1, n, TUNING_SLOTS, dtype=query.dtype)
         yield {
             "kernel": partial(kernel_attention, queries, keys, values, mask, None),
             "pytorch": partial(plain_attention, module, queries, keys, values, mask),
@@ -70,9 +73,8 @@ class AttentionTuning(Tuning):
         self._found: dict[tuple[Any, ...], bool] = {}
 
     def takes_kernel(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether the kernel is to compute attention of these shapes, whatever their lengths."""
-        batch, heads, _, depth = query.shape
-        shape = (batch, heads, value.shape[1], depth, value.shape[3])
+        """Whether the kernel is to compute attention of these heads, whatever batch and lengths."""
+        shape = (query.shape[1], value.shape[1], query.shape[3], value.shape[3])
         case = (*shape, query.dtype, torch.get_num_threads())
         if case not in self._found:
             sizes = "x".join(map(str, shape))
@@ -100,7 +102,10 @@ def _can_route(
         return False
     if not can_attend(query, key, value, mask):
         return False
-    if query.shape[1] != key.shape[1] * getattr(module, "num_key_value_groups", 1):
+    sharing = query.shape[1] // key.shape[1]
+    if sharing != getattr(module, "num_key_value_groups", 1):
+        return False
+    if sharing * query.shape[2] * key.shape[2] > MAX_SCORES:
         return False
     causal = options.get("is_causal")
     if causal is None:

@@ -94,6 +94,13 @@ def test_what_is_left_to_transformers(served, arguments, options):
     assert not served
 
 
+def test_what_would_take_much_memory_is_left_to_transformers(served, monkeypatch):
+    monkeypatch.setattr(module, "MAX_SCORES", 2 * 5 * 5 - 1)
+    check(Q, K, V, MASK)
+    check(Q[:, :, :4], K, V, MASK[:, :, :4])
+    assert served == [4]
+
+
 def test_autograd_and_dropout_are_left_to_transformers(served):
     query = Q.clone().requires_grad_()
     with reroute():
