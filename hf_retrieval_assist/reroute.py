@@ -9,10 +9,10 @@ after the last one. Code outside of scopes, other threads among it, then reaches
 through one extra call. A mode (`torch.overrides.TorchFunctionMode`) would need no exchange, but it
 taxes every operator of a forward, ten for each linear, and not only the linears.
 
-Forwards are not compiled. With `torch.compile` (inductor, dynamic shapes) two layers of Gemma-3-270M
-on a CPU took half a minute of processor time to compile, for one row and for several apart, and then
-as long as before; the kernels, which a compiled graph does not call, take two thirds of that. A
-model that comes compiled is served as it is.
+Forwards are not compiled. With `torch.compile` (inductor, dynamic shapes) two layers of
+Gemma-3-270M on a CPU took half a minute of processor time to compile, for one row and for several
+apart, and then as long as before; the kernels, which a compiled graph does not call, take two
+thirds of that. A model that comes compiled is served as it is.
 """
 
 from __future__ import annotations
