@@ -4,9 +4,9 @@ BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 # Versions of transformers that `make test-matrix` runs, besides the pinned one of `make test`.
 TRANSFORMERS ?= 5.17.0 5.20.0
-SOURCES := $(wildcard cython_ext/*.pyx cython_ext/*.pxd cython_ext/*.h cython_ext/*.c)
+SOURCES := $(wildcard cython_ext/*.pyx cython_ext/*.pxd cython_ext/*.pxi cython_ext/*.h cython_ext/*.c)
 
-.PHONY: demo test test-all test-debug test-matrix $(TRANSFORMERS:%=test-transformers-%) bench quality \
+.PHONY: demo test test-all test-arm test-debug test-matrix $(TRANSFORMERS:%=test-transformers-%) bench quality \
 	style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
@@ -34,6 +34,10 @@ test-debug: build
 	find build/checked -name '*.so' -delete
 	cd build/checked && HFRA_DEBUG=1 ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/checked && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" tests/structures
+
+# The kernels' arm64 code, emulated. Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static.
+test-arm: build
+	KERNEL_CC=aarch64-linux-gnu-gcc KERNEL_RUN=qemu-aarch64-static $(BIN)/python -m pytest -q tests/test_kernels_in_c.py
 
 # What touches transformers again under its other supported versions. Their environments see the
 # packages of the first one, torch among them, and hold only what differs.

@@ -197,6 +197,7 @@ def _summarise(table: Table, category: str, comparisons: list[Comparison]) -> No
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or hub id (default: Gemma-3-270M)")
+    parser.add_argument("--model-dtype", default="float32", help="of the weights")
     parser.add_argument("--model-device", default="cpu", help="torch device")
     parser.add_argument("--model-tokens", type=int, help="tokens to generate per prompt")
     parser.add_argument("--model-repeats", type=int, default=3)
@@ -210,7 +211,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     progress("loading the model")
-    model, tokenizer = _load(arguments.model)
+    model, tokenizer = _load(arguments.model, getattr(torch, arguments.model_dtype))
     model.to(arguments.model_device)
     arguments.new_tokens = arguments.model_tokens or (16 if arguments.quick else 64)
     arguments.repeats = 1 if arguments.quick else arguments.model_repeats
@@ -227,6 +228,7 @@ def measure(
     """Every prompt through every method, for each kind of decoding."""
     names = ("new_tokens", "repeats", "seed", "greedy_prompts", "sampled_prompts", "batch_rows")
     report = Report("model", {name: getattr(arguments, name) for name in names})
+    report.settings["dtype"] = str(model.dtype)
     report.settings["model"] = model.config.get_text_config().to_dict()
     candidates = methods()
     for method in candidates:
@@ -283,10 +285,10 @@ def _silent(text: str) -> None:
     """Progress of what is not worth reporting."""
 
 
-def _load(name: str | None) -> tuple[Any, Any]:
+def _load(name: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
     if name is None:
-        return load_demo_model()
+        return load_demo_model(dtype)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
     return model, AutoTokenizer.from_pretrained(name)

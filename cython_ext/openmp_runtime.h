@@ -32,12 +32,13 @@ static kmp_fork_fn kmp_fork = NULL;
 static kmp_thread_fn kmp_thread = NULL;
 static kmp_push_fn kmp_push = NULL;
 
-static void openmp_use_gomp(uintptr_t parallel) { gomp_parallel = (gomp_parallel_fn)parallel; }
-
-static void openmp_use_kmp(uintptr_t fork, uintptr_t thread, uintptr_t push) {
-    kmp_fork = (kmp_fork_fn)fork;
-    kmp_thread = (kmp_thread_fn)thread;
-    kmp_push = (kmp_push_fn)push;
+/* One address is GNU's entry point; three are LLVM's fork, thread number and thread count. */
+static void openmp_use(const uintptr_t *addresses, int count) {
+    if (count == 1) gomp_parallel = (gomp_parallel_fn)addresses[0];
+    if (count != 3) return;
+    kmp_fork = (kmp_fork_fn)addresses[0];
+    kmp_thread = (kmp_thread_fn)addresses[1];
+    kmp_push = (kmp_push_fn)addresses[2];
 }
 
 static void openmp_microtask(int32_t *thread, int32_t *bound, openmp_work work, void *shared) {

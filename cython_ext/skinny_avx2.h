@@ -20,9 +20,13 @@ static int skinny_cpu_has_avx2(void) {
 #define ZERO() _mm256_setzero_ps()
 #define LOAD(p) _mm256_loadu_ps(p)
 #define STORE(p, v) _mm256_storeu_ps((p), (v))
+#define SET1(x) _mm256_set1_ps(x)
 #define ADD(a, b) _mm256_add_ps((a), (b))
+#define MAX(a, b) _mm256_max_ps((a), (b))
+#define FMA(a, b, c) _mm256_fmadd_ps((a), (b), (c))
+#define POWER2(t) skinny_power2_avx2(t)
 #define PACKED_DTYPE SKINNY_FLOAT32
-#define MULTIPLY_ADD(w, x, sum) _mm256_fmadd_ps((w), (x), (sum))
+#define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
 #define LOAD_BF16(p) skinny_load_bf16_avx2(p)
 #define LOAD_F16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
 #define STORE_BF16(p, v) skinny_store_bf16_avx2((p), (v))
@@ -50,11 +54,16 @@ TARGET static ALWAYS_INLINE void skinny_store_bf16_avx2(char *p, __m256 v) {
     _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(packed));
 }
 
+TARGET static ALWAYS_INLINE __m256 skinny_power2_avx2(__m256 t) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+
 TARGET static ALWAYS_INLINE void skinny_sum_lanes_avx2(__m256 a, __m256 b, __m256 c, __m256 d,
                                                        float *out) {
     const __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
-#include "skinny_template.h"
+#include KERNEL_TEMPLATE
 #include "skinny_undef.h"

@@ -15,9 +15,13 @@ static int skinny_cpu_has_avx512(void) {
 #define ZERO() _mm512_setzero_ps()
 #define LOAD(p) _mm512_loadu_ps(p)
 #define STORE(p, v) _mm512_storeu_ps((p), (v))
+#define SET1(x) _mm512_set1_ps(x)
 #define ADD(a, b) _mm512_add_ps((a), (b))
+#define MAX(a, b) _mm512_max_ps((a), (b))
+#define FMA(a, b, c) _mm512_fmadd_ps((a), (b), (c))
+#define POWER2(t) skinny_power2_avx512(t)
 #define PACKED_DTYPE SKINNY_FLOAT32
-#define MULTIPLY_ADD(w, x, sum) _mm512_fmadd_ps((w), (x), (sum))
+#define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
 #define LOAD_BF16(p) skinny_load_bf16_avx512(p)
 #define LOAD_F16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
 #define STORE_BF16(p, v) skinny_store_bf16_avx512((p), (v))
@@ -41,6 +45,11 @@ TARGET static ALWAYS_INLINE void skinny_store_bf16_avx512(char *p, __m512 v) {
     _mm256_storeu_si256((__m256i *)p, half);
 }
 
+TARGET static ALWAYS_INLINE __m512 skinny_power2_avx512(__m512 t) {
+    const __m512i exponent = _mm512_add_epi32(_mm512_castps_si512(t), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23));
+}
+
 TARGET static ALWAYS_INLINE __m256 skinny_fold_avx512(__m512 v) {
     const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
     return _mm256_add_ps(_mm512_castps512_ps256(v), high);
@@ -54,7 +63,7 @@ TARGET static ALWAYS_INLINE void skinny_sum_lanes_avx512(__m512 a, __m512 b, __m
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
-#include "skinny_template.h"
+#include KERNEL_TEMPLATE
 
 static int skinny_cpu_has_avx512bf16(void) {
     return __builtin_cpu_supports("avx512bf16") && skinny_cpu_has_avx512();
@@ -64,11 +73,11 @@ static int skinny_cpu_has_avx512bf16(void) {
 #define TARGET __attribute__((target("avx512bf16,avx512f,avx2,fma,f16c")))
 #define PACKED_DTYPE SKINNY_BFLOAT16
 #define MULTIPLY_ADD(w, x, sum) _mm512_dpbf16_ps((sum), (__m512bh)(w), (__m512bh)(x))
-#include "skinny_template.h"
+#include KERNEL_TEMPLATE
 #include "skinny_undef.h"
 
 /* What the extension does not know goes the common way. */
-static int skinny_run_with_avx512bf16(const skinny_problem *problem, int threads) {
+static int skinny_run_with_avx512bf16(const KERNEL_PROBLEM *problem, int threads) {
     return problem->dtype == SKINNY_BFLOAT16 ? skinny_run_avx512bf16(problem, threads)
                                              : skinny_run_avx512(problem, threads);
 }

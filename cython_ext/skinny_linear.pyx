@@ -4,25 +4,13 @@ PyTorch's `linear` is made for one row or for hundreds; between them its time gr
 although the memory traffic, which bounds it, does not.
 """
 
-import ctypes
-import sys
-
-import torch
-
-from libc.stdint cimport int64_t, uintptr_t
-
-cdef extern from "openmp_runtime.h" nogil:
-    void openmp_use_gomp(uintptr_t parallel)
-    void openmp_use_kmp(uintptr_t fork, uintptr_t thread, uintptr_t push)
+include "dense_tensors.pxi"
 
 cdef extern from "route_depth.h" nogil:
     int route_depth
 
 cdef extern from "skinny_kernels.h" nogil:
     enum:
-        SKINNY_FLOAT32
-        SKINNY_BFLOAT16
-        SKINNY_FLOAT16
         PASS_ROWS
 
     ctypedef struct skinny_problem:
@@ -45,64 +33,10 @@ cdef extern from "skinny_kernels.h" nogil:
 
 cdef skinny_path _paths[4]
 cdef int _path_count = skinny_paths(_paths)
-cdef dict _dtypes = {
-    torch.float32: SKINNY_FLOAT32,
-    torch.bfloat16: SKINNY_BFLOAT16,
-    torch.float16: SKINNY_FLOAT16,
-}
-cdef object _strided = torch.strided
-cdef object _get_num_threads = torch.get_num_threads
 
 MAX_ROWS = PASS_ROWS
 PATHS = tuple(_paths[i].name.decode() for i in range(_path_count))
-
-
-def _borrow_openmp():
-    """Find the OpenMP runtime in this process and return its interface's name, or None."""
-    library = ctypes.WinDLL("libiomp5md.dll") if sys.platform == "win32" else ctypes.CDLL(None)
-
-    def address(name):
-        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-
-    if hasattr(library, "GOMP_parallel"):
-        openmp_use_gomp(address("GOMP_parallel"))
-        return "gomp"
-    if hasattr(library, "__kmpc_fork_call"):
-        openmp_use_kmp(
-            address("__kmpc_fork_call"),
-            address("__kmpc_global_thread_num"),
-            address("__kmpc_push_num_threads"),
-        )
-        return "kmp"
-    return None
-
-
-OPENMP = _borrow_openmp()
-
-
-cdef int _path_index(object path) except -1:
-    if path is None:
-        return _path_count - 1
-    if path not in PATHS:
-        raise ValueError(f"path: expected one of {PATHS}, got {path!r}")
-    return PATHS.index(path)
-
-
-cdef int _check_plain(str name, object tensor, object dtype) except -1:
-    """Raise unless `tensor` is dense, on the CPU and of the dtype."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    if not tensor.is_cpu or tensor.layout is not _strided:
-        raise ValueError(
-            f"{name}: expected a dense CPU tensor, got {tensor.layout} on {tensor.device}"
-        )
-    if tensor.is_neg():
-        raise ValueError(f"{name}: expected values in memory, got a view with the negative bit set")
-    if tensor.dtype is not dtype:
-        raise TypeError(f"{name}: expected {dtype} like the weight, got {tensor.dtype}")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: requires grad, and skinny_linear is not differentiable")
-    return 0
+OPENMP = _share_openmp()
 
 
 cdef object _output_shape(object x, int64_t outputs):
@@ -198,11 +132,7 @@ def skinny_linear(x, weight, bias=None, out=None, *, path=None, threads=None):
             path, or `threads` is not positive.
     """
     _check(x, weight, bias, out)
-    if threads is None:
-        threads = _get_num_threads()
-    if threads < 1:
-        raise ValueError(f"threads: expected a positive number, got {threads}")
-    return _multiply(x, weight, bias, out, _path_index(path), threads)
+    return _multiply(x, weight, bias, out, _path_index(path, PATHS), _thread_count(threads))
 
 
 def kernel_linear(x, weight, bias):
@@ -211,25 +141,8 @@ def kernel_linear(x, weight, bias):
 
 
 cdef object _plain_linear = torch._C._nn.linear
-cdef object _tensor = torch.Tensor
-cdef object _parameter = torch.nn.Parameter
-cdef object _is_grad_enabled = torch.is_grad_enabled
-cdef object _is_autocast_enabled = torch.is_autocast_enabled
-cdef object _function_transform = torch._C._functorch.peek_interpreter_stack
 cdef dict _methods = {}
 cdef object _choose = None
-
-
-cdef bint _is_plain(object tensor, object dtype):
-    """Whether nothing but the tensor's own memory decides its values."""
-    kind = type(tensor)
-    return (
-        (kind is _tensor or kind is _parameter)
-        and tensor.dtype is dtype
-        and tensor.is_cpu
-        and tensor.layout is _strided
-        and not tensor.is_neg()
-    )
 
 
 cdef bint _is_recorded(object x, object weight, object bias):
@@ -253,11 +166,7 @@ cdef bint _can_route(object x, object weight, object bias):
         return False
     if bias is not None and (not _is_plain(bias, dtype) or bias.shape != (outputs,)):
         return False
-    return not (
-        _is_recorded(x, weight, bias)
-        or _is_autocast_enabled("cpu")
-        or _function_transform() is not None
-    )
+    return not (_is_recorded(x, weight, bias) or _is_transformed())
 
 
 def routed_linear(input, weight, bias=None):
@@ -286,6 +195,11 @@ def enter_route():
     """Let this thread's `routed_linear` choose; nests."""
     global route_depth
     route_depth += 1
+
+
+def in_route():
+    """Whether this thread is inside a scope."""
+    return route_depth > 0
 
 
 def leave_route():

@@ -9,9 +9,13 @@
 #define ZERO() vdupq_n_f32(0.0f)
 #define LOAD(p) vld1q_f32(p)
 #define STORE(p, v) vst1q_f32((p), (v))
+#define SET1(x) vdupq_n_f32(x)
 #define ADD(a, b) vaddq_f32((a), (b))
+#define MAX(a, b) vmaxq_f32((a), (b))
+#define FMA(a, b, c) vfmaq_f32((c), (a), (b))
+#define POWER2(t) skinny_power2_neon(t)
 #define PACKED_DTYPE SKINNY_FLOAT32
-#define MULTIPLY_ADD(w, x, sum) vfmaq_f32((sum), (w), (x))
+#define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
 #define LOAD_BF16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)(p)), 16))
 #define LOAD_F16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p))))
 #define STORE_BF16(p, v) skinny_store_bf16_neon((p), (v))
@@ -29,5 +33,10 @@ static ALWAYS_INLINE void skinny_store_bf16_neon(char *p, float32x4_t v) {
     vst1_u16((uint16_t *)p, vshrn_n_u32(chosen, 16));
 }
 
-#include "skinny_template.h"
+static ALWAYS_INLINE float32x4_t skinny_power2_neon(float32x4_t t) {
+    const uint32x4_t exponent = vaddq_u32(vreinterpretq_u32_f32(t), vdupq_n_u32(127));
+    return vreinterpretq_f32_u32(vshlq_n_u32(exponent, 23));
+}
+
+#include KERNEL_TEMPLATE
 #include "skinny_undef.h"

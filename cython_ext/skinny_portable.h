@@ -8,9 +8,13 @@
 #define ZERO() ((skinny_lanes){{0}})
 #define LOAD(p) skinny_load_portable(p)
 #define STORE(p, v) memcpy((p), (v).lane, sizeof((v).lane))
+#define SET1(x) skinny_set_portable(x)
 #define ADD(a, b) skinny_add_portable((a), (b))
+#define MAX(a, b) skinny_max_portable((a), (b))
+#define FMA(a, b, c) skinny_fma_portable((a), (b), (c))
+#define POWER2(t) skinny_power2_portable(t)
 #define PACKED_DTYPE SKINNY_FLOAT32
-#define MULTIPLY_ADD(w, x, sum) skinny_fma_portable((w), (x), (sum))
+#define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
 #define LOAD_BF16(p) skinny_load_bf16_portable(p)
 #define LOAD_F16(p) skinny_load_f16_portable(p)
 #define STORE_BF16(p, v) skinny_store_bf16_portable((p), (v))
@@ -32,6 +36,17 @@ static ALWAYS_INLINE skinny_lanes skinny_load_portable(const float *p) {
 static ALWAYS_INLINE skinny_lanes skinny_add_portable(skinny_lanes a, skinny_lanes b) {
     for (int i = 0; i < LANES; i++) a.lane[i] += b.lane[i];
     return a;
+}
+
+static ALWAYS_INLINE skinny_lanes skinny_set_portable(float x) {
+    skinny_lanes v;
+    for (int i = 0; i < LANES; i++) v.lane[i] = x;
+    return v;
+}
+
+static ALWAYS_INLINE skinny_lanes skinny_max_portable(skinny_lanes a, skinny_lanes b) {
+    for (int i = 0; i < LANES; i++) b.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
+    return b;
 }
 
 static ALWAYS_INLINE skinny_lanes skinny_fma_portable(skinny_lanes a, skinny_lanes b, skinny_lanes c) {
@@ -59,6 +74,12 @@ static ALWAYS_INLINE uint32_t skinny_bits_of(float value) {
 
 static ALWAYS_INLINE float skinny_float_of_bf16(uint16_t half) {
     return skinny_float_of((uint32_t)half << 16);
+}
+
+static ALWAYS_INLINE skinny_lanes skinny_power2_portable(skinny_lanes t) {
+    for (int i = 0; i < LANES; i++)
+        t.lane[i] = skinny_float_of((skinny_bits_of(t.lane[i]) + 127) << 23);
+    return t;
 }
 
 /* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
@@ -108,5 +129,5 @@ SKINNY_CONVERT_LANES(bf16)
 SKINNY_CONVERT_LANES(f16)
 #undef SKINNY_CONVERT_LANES
 
-#include "skinny_template.h"
+#include KERNEL_TEMPLATE
 #include "skinny_undef.h"

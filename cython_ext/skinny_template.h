@@ -1,56 +1,6 @@
-/* The kernel for one instruction set. The including header defines
- *
- *   ISA, TARGET                  suffix of the names; attribute of the functions
- *   VEC, LANES, PANEL_ROWS       a vector of LANES floats; input rows of one register tile
- *   ZERO(), LOAD(p), STORE(p, v), ADD(a, b)      float32, any alignment
- *   LOAD_BF16(p), LOAD_F16(p), STORE_BF16(p, v), STORE_F16(p, v)  to and from float32
- *   SUM_LANES(a, b, c, d, out)   four sums over lanes, written side by side
- *   PACKED_DTYPE                 what the multiplication takes: float32, LANES to a vector, or
- *                                bfloat16, twice as many; other dtypes are widened to it
- *   MULTIPLY_ADD(w, x, sum)      on vectors of PACKED_DTYPE, adding to a VEC
- *
- * and gets `skinny_run_<ISA>`. No include guard: it is compiled once for each of them, and forgets
- * the macros that name it, its target and its multiplication.
- */
-
-#define STEP (PACKED_DTYPE == SKINNY_FLOAT32 ? LANES : 2 * LANES)
-#define STEP_BYTES (LANES * 4)
-
-TARGET static ALWAYS_INLINE VEC NAMED(read)(const char *from, int dtype) {
-    if (dtype == SKINNY_FLOAT32) return LOAD((const float *)from);
-    return dtype == SKINNY_BFLOAT16 ? LOAD_BF16(from) : LOAD_F16(from);
-}
-
-TARGET static ALWAYS_INLINE void NAMED(write)(char *to, VEC value, int dtype) {
-    if (dtype == SKINNY_FLOAT32)
-        STORE((float *)to, value);
-    else if (dtype == SKINNY_BFLOAT16)
-        STORE_BF16(to, value);
-    else
-        STORE_F16(to, value);
-}
-
-/* STEP elements, ready to be multiplied. */
-TARGET static ALWAYS_INLINE VEC NAMED(operand)(const char *from, int dtype) {
-    return NAMED(read)(from, dtype == PACKED_DTYPE ? SKINNY_FLOAT32 : dtype);
-}
-
-/* The same of the last `count` < STEP elements of a row, with zeros behind them. */
-TARGET static VEC NAMED(last_operand)(const char *from, int64_t count, int dtype) {
-    char part[STEP_BYTES] = {0};
-    memcpy(part, from, count * skinny_item_bytes(dtype));
-    return NAMED(operand)(part, dtype);
-}
-
-/* One row of x for the multiplication, STEP elements every `stride` bytes. */
-TARGET static void NAMED(pack_row)(char *to, int64_t stride, const char *from, int64_t depth,
-                                   int dtype) {
-    const int64_t bytes = skinny_item_bytes(dtype);
-    int64_t k = 0;
-    for (; k + STEP <= depth; k += STEP, to += stride)
-        STORE((float *)to, NAMED(operand)(from + k * bytes, dtype));
-    if (k < depth) STORE((float *)to, NAMED(last_operand)(from + k * bytes, depth - k, dtype));
-}
+/* The linear layer for one instruction set; see tile_template.h. It gives `skinny_run_<ISA>`, and
+ * forgets the macros that name it, its target and its multiplication. */
+#include "tile_template.h"
 
 /* Panels of x one after another, each as [steps][its rows][STEP]: a tile reads them forward. */
 TARGET static void NAMED(pack_panels)(char *panels, const skinny_pass *pass) {
@@ -65,68 +15,6 @@ TARGET static void NAMED(pack_panels)(char *panels, const skinny_pass *pass) {
     }
 }
 
-/* acc[input row][weight row] += one step of both, `count` elements of it. The input rows wait in
- * registers and the weight rows pass by: one register less than the other way round, which lets the
- * tile fit into 16 or 32 of them. */
-TARGET static ALWAYS_INLINE void NAMED(step)(const int rows, const int dtype, const skinny_tile *t,
-                                             int64_t k, int64_t count,
-                                             VEC acc[PANEL_ROWS][TILE_ROWS]) {
-    VEC x[PANEL_ROWS];
-    for (int r = 0; r < rows; r++) x[r] = LOAD((const float *)(t->panel + r * STEP_BYTES));
-    for (int o = 0; o < TILE_ROWS; o++) {
-        const char *from = t->weight[o] + k * skinny_item_bytes(dtype);
-        const VEC w = count == STEP ? NAMED(operand)(from, dtype)
-                                    : NAMED(last_operand)(from, count, dtype);
-        for (int r = 0; r < rows; r++) acc[r][o] = MULTIPLY_ADD(w, x[r], acc[r][o]);
-    }
-}
-
-/* TILE_ROWS weight rows times one panel; sums[input row * CHUNK_ROWS + weight row]. */
-TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, skinny_tile t) {
-    VEC acc[PANEL_ROWS][TILE_ROWS];
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ZERO();
-    int64_t k = 0;
-    for (; k + STEP <= t.depth; k += STEP, t.panel += rows * STEP_BYTES) {
-        for (int64_t line = 0; line < t.ahead_lines; line++, t.ahead += CACHE_LINE)
-            PREFETCH(t.ahead);
-        NAMED(step)(rows, dtype, &t, k, STEP, acc);
-    }
-    if (k < t.depth) NAMED(step)(rows, dtype, &t, k, t.depth - k, acc);
-    for (int r = 0; r < rows; r++)
-        SUM_LANES(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t.sums + r * CHUNK_ROWS);
-}
-
-/* The same with row count and dtype known to the compiler, so that the sums live in registers. */
-#define TILE_CASE(rows)                                                                     \
-    case rows:                                                                              \
-        if (dtype == PACKED_DTYPE)                                                          \
-            NAMED(tile)(rows, PACKED_DTYPE, t);                                             \
-        else if (dtype == SKINNY_BFLOAT16)                                                  \
-            NAMED(tile)(rows, SKINNY_BFLOAT16, t);                                          \
-        else                                                                                \
-            NAMED(tile)(rows, SKINNY_FLOAT16, t);                                           \
-        break;
-
-TARGET static void NAMED(tile_of)(int64_t rows, int dtype, skinny_tile t) {
-    switch (rows) {
-        TILE_CASE(1)
-        TILE_CASE(2)
-#if PANEL_ROWS >= 3
-        TILE_CASE(3)
-#endif
-#if PANEL_ROWS >= 4
-        TILE_CASE(4)
-#endif
-#if PANEL_ROWS >= 5
-        TILE_CASE(5)
-#endif
-#if PANEL_ROWS >= 6
-        TILE_CASE(6)
-#endif
-    }
-}
-
 /* All panels times the weight rows from `first`; the rows after them are fetched meanwhile, spread
  * over the panels so that memory stays busy while the arithmetic runs from the caches. A tile past
  * the last weight row repeats it: nobody reads those sums. */
@@ -138,7 +26,7 @@ TARGET static void NAMED(tile_row)(const skinny_pass *pass, int64_t first, float
     const int64_t block_lines = block_bytes < AHEAD_BYTES ? block_bytes / CACHE_LINE + 1 : 0;
     const int64_t lines = block_lines / (pass->panel_count * steps) + 1;
     const char *next = p->weight + first * row_bytes + block_bytes;
-    skinny_tile tile = {.depth = p->depth};
+    skinny_tile tile = {.depth = p->depth, .sums_stride = CHUNK_ROWS};
     for (int o = 0; o < TILE_ROWS; o++)
         tile.weight[o] = p->weight + skinny_min(first + o, p->outputs - 1) * row_bytes;
     for (int64_t i = 0; i < pass->panel_count; i++) {
@@ -221,10 +109,4 @@ TARGET static int NAMED(run)(const skinny_problem *problem, int threads) {
     return failed;
 }
 
-#undef STEP
-#undef STEP_BYTES
-#undef TILE_CASE
-#undef ISA
-#undef TARGET
-#undef PACKED_DTYPE
-#undef MULTIPLY_ADD
+#include "tile_undef.h"

@@ -37,8 +37,8 @@ class Assistant:
             measured cost of this model on this machine, maybe none. "paper": the rule of the
             preset's paper. A number: that many.
         max_nodes: nodes that drafters are asked for at most under "auto".
-        reroute: on a CPU, compute the linear layers of verification forwards by the fastest method
-            for few rows; see :class:`linear_reroute`.
+        reroute: on a CPU, compute linear layers and attention of verification forwards by the
+            fastest method for few rows; see :class:`~hf_retrieval_assist.reroute.reroute`.
         residual: verify sampled drafts by residual sampling; for drafters that record what they
             drew from.
         costs: measured costs, to share between assistants; None: its own. With

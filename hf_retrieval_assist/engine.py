@@ -28,8 +28,8 @@ from .feature_tap import FeatureTaps
 from .feedback import RowFeedback
 from .fingerprints import fingerprint
 from .kv_cache import SlotCache, has_slots
-from .linear_reroute import linear_reroute
 from .outputs import OutputRecorder
+from .reroute import reroute
 from .residual import verify_node
 from .stats import CallStats
 from .tiers import REPLAYS_ONE_ROW, Service, Tier, cache_for, choose_service
@@ -250,7 +250,7 @@ class Generation:
         self.cache = self._slot_cache(input_ids.shape[1] + room)
         self.cost_key = cost_key(model, input_ids)
         self.cost = assistant.costs.get(self.cost_key)
-        self.reroute = linear_reroute(assistant.reroute and input_ids.device.type == "cpu")
+        self.reroute = reroute(assistant.reroute and input_ids.device.type == "cpu")
         self.taps = FeatureTaps(model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = self._start_sessions()
 

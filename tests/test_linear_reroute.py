@@ -11,13 +11,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_retrieval_assist import linear_reroute as module
-from hf_retrieval_assist.linear_reroute import (
-    MAX_ROWS,
-    METHODS,
-    LinearTuning,
-    linear_reroute,
-    tune_linears,
-)
+from hf_retrieval_assist import tuning as tuning_module
+from hf_retrieval_assist.linear_reroute import MAX_ROWS, METHODS, LinearTuning
+from hf_retrieval_assist.reroute import reroute, tune_linears
 from hf_retrieval_assist.skinny_linear import kernel_linear, set_chooser
 
 PLAIN = F.linear
@@ -58,7 +54,7 @@ def measure_as(monkeypatch, name):
 
 def test_linears_inside_are_served_and_right(served):
     layer = torch.nn.Linear(32, 48).requires_grad_(False)
-    with linear_reroute():
+    with reroute():
         y = layer(X.view(1, 5, 32))
         F.linear(X, W)
         F.linear(input=X, weight=W, bias=None)
@@ -68,19 +64,19 @@ def test_linears_inside_are_served_and_right(served):
 
 
 def test_a_disabled_scope_does_nothing(served):
-    with linear_reroute(enabled=False):
+    with reroute(enabled=False):
         assert F.linear is PLAIN
         F.linear(X, W)
     assert not served
 
 
 def test_scopes_nest_and_survive_exceptions(served):
-    scope = linear_reroute()
-    with scope, pytest.raises(ZeroDivisionError), scope, linear_reroute():
+    scope = reroute()
+    with scope, pytest.raises(ZeroDivisionError), scope, reroute():
         raise ZeroDivisionError
     assert F.linear is PLAIN
     with scope:
-        with linear_reroute(enabled=False):
+        with reroute(enabled=False):
             F.linear(X, W)
         F.linear(X, W)
     assert served == [5, 5]
@@ -88,7 +84,7 @@ def test_scopes_nest_and_survive_exceptions(served):
 
 def test_other_threads_see_nothing(served):
     result = []
-    with linear_reroute():
+    with reroute():
         thread = threading.Thread(target=lambda: result.append(F.linear(X, W)))
         thread.start()
         thread.join()
@@ -103,7 +99,7 @@ def test_scopes_of_several_threads_overlap(served):
     def work():
         for _ in range(50):
             barrier.wait()
-            with linear_reroute():
+            with reroute():
                 F.linear(X, W)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -117,7 +113,7 @@ def test_scopes_of_several_threads_overlap(served):
 def test_a_function_that_somebody_else_put_there_stays(served, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(F, "linear", lambda *args: "theirs")
-        with linear_reroute():
+        with reroute():
             assert F.linear(X, W) == "theirs"
         assert F.linear(X, W) == "theirs"
     assert not served
@@ -147,7 +143,7 @@ class Subclass(torch.Tensor):
     ],
 )
 def test_what_is_left_to_pytorch(served, x, weight):
-    with linear_reroute():
+    with reroute():
         y = F.linear(x, weight)
     assert not served
     if not x.is_meta:
@@ -158,7 +154,7 @@ def test_wrong_arguments_raise_what_pytorch_raises(served):
     for arguments in ((X[:, 1:], W), (X, W, torch.ones(3)), (X, W.half()), (X, None)):
         with pytest.raises((RuntimeError, TypeError)) as expected:
             PLAIN(*arguments)
-        with linear_reroute(), pytest.raises(expected.type) as raised:
+        with reroute(), pytest.raises(expected.type) as raised:
             F.linear(*arguments)
         assert str(raised.value) == str(expected.value)
     assert not served
@@ -166,7 +162,7 @@ def test_wrong_arguments_raise_what_pytorch_raises(served):
 
 def test_autograd_is_left_to_pytorch(served):
     weight = torch.nn.Parameter(W.clone())
-    with linear_reroute():
+    with reroute():
         F.linear(X, weight).sum().backward()
         assert not served
         with torch.no_grad():
@@ -176,14 +172,14 @@ def test_autograd_is_left_to_pytorch(served):
 
 
 def test_autocast_function_transforms_and_tracing_are_left_to_pytorch(served):
-    with linear_reroute():
+    with reroute():
         with torch.autocast("cpu", torch.bfloat16):
             assert F.linear(X, W).dtype is torch.bfloat16
         batched = torch.func.vmap(lambda x: F.linear(x, W))(X)
     torch.testing.assert_close(batched, PLAIN(X, W))
 
     def traced(x):
-        with linear_reroute():
+        with reroute():
             return F.linear(x, W)
 
     assert "aten::linear" in str(torch.jit.trace(traced, X, check_trace=False).graph)
@@ -198,9 +194,9 @@ def test_modes_that_watch_operators_see_the_linears(served):
             self.seen += func is PLAIN
             return func(*args, **(kwargs or {}))
 
-    with FlopCounterMode(display=False) as flops, linear_reroute():
+    with FlopCounterMode(display=False) as flops, reroute():
         F.linear(X, W)
-    with Watch() as watch, linear_reroute():
+    with Watch() as watch, reroute():
         F.linear(X, W)
     assert flops.get_total_flops() == 2 * X.shape[0] * W.numel()
     assert watch.seen == 1
@@ -215,7 +211,7 @@ def test_compiled_code_keeps_its_linears_in_the_graph(served):
         return graph
 
     compiled = torch.compile(lambda x: F.linear(x, W) + 1, backend=backend, fullgraph=True)
-    with linear_reroute():
+    with reroute():
         y = compiled(X)
     torch.testing.assert_close(y, PLAIN(X, W) + 1)
     assert "linear" in graphs[0]
@@ -234,11 +230,11 @@ def test_every_method_computes_the_product(name, dtype, shape):
 def seconds_as(monkeypatch, serial=9, **seconds):
     """Let each method take so many seconds for 1, 4 and 16 rows."""
 
-    def measured(method, x, weight):
-        names = [name for name in METHODS if METHODS[name] is method]
-        return seconds[names[0]][(1, 4, 16).index(len(x))] if names else serial
+    def measured(call):
+        names = [name for name in METHODS if METHODS[name] is call.func]
+        return seconds[names[0]][(1, 4, 16).index(len(call.args[0]))] if names else serial
 
-    monkeypatch.setattr(module, "_seconds", measured)
+    monkeypatch.setattr(tuning_module, "_seconds", measured)
 
 
 def test_the_fastest_method_over_all_row_counts_is_chosen(monkeypatch):
@@ -297,7 +293,7 @@ def test_another_environment_starts_anew(tuning, monkeypatch):
 def test_a_bad_file_is_ignored_with_one_warning(tuning, monkeypatch, content):
     bad = {"choices is a list": [], "unknown method": {"a": "magic"}}
     if content in bad:
-        stored = {"environment": module._environment(), "choices": bad[content]}
+        stored = {"environment": tuning_module._environment(), "choices": bad[content]}
         content = json.dumps(stored).encode()
     measure_as(monkeypatch, "kernel")
     tuning.path.parent.mkdir()
@@ -326,6 +322,6 @@ def test_tune_linears_meets_every_layer_once(tuning, monkeypatch):
     )
     tune_linears(model)
     assert asked == [(8, 8), (3, 8)]
-    with torch.no_grad(), linear_reroute():
+    with torch.no_grad(), reroute():
         model(torch.ones(2, 8))
     assert len(asked) == 2

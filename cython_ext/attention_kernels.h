@@ -1,0 +1,87 @@
+/* Attention of a few queries over many slots: keys and values are read from memory once.
+ *
+ * The rows of one key-value head are all queries of all query heads that share it. Three phases, each
+ * spread over the threads:
+ *
+ *   scores   keys pass by the packed rows, as weights do in a linear layer
+ *   weights  a row's scores are scaled, masked and exponentiated against the row's maximum
+ *   outputs  weighted values are summed, a few vectors of their width at a time
+ *
+ * A score is a sum over the depth in an order of its own, a maximum has no order, and a row's weights
+ * and weighted values are added one slot after another. A slot of weight zero adds nothing. So a
+ * query gives the same bits whatever queries stand beside it, and wherever between the slots that it
+ * sees those stand that it does not see. The algorithm stands in attention_template.h.
+ */
+#ifndef ATTENTION_KERNELS_H
+#define ATTENTION_KERNELS_H
+
+#include "simd.h"
+
+/* Keys of one unit of work, and rows of another. */
+#define CHUNK_SLOTS 64
+#define WEIGHT_ROWS 8
+
+/* Value widths are whole vectors on every instruction set. */
+#define WIDTH_MULTIPLE 16
+
+/* Rows of scores are padded to whole vectors. */
+#define SLOT_MULTIPLE 16
+
+/* As many heads at a time as have scores that stay in a cache. */
+#define SCORE_BYTES (4 << 20)
+
+/* Waking one more thread costs as much as about so many multiplications. */
+#define THREAD_PRODUCTS (1 << 18)
+
+enum { MASK_NONE, MASK_BOOL, MASK_ADDED };
+
+/* Strides count elements; the last axis of everything is adjacent. */
+typedef struct {
+    const char *query;  /* [batch, groups * heads, queries, depth] */
+    const char *key;    /* [batch, groups, slots, depth] */
+    const char *value;  /* [batch, groups, slots, width] */
+    const char *mask;   /* [batch, groups * heads, queries, slots] */
+    char *out;          /* [batch, queries, groups * heads, width], contiguous */
+    int64_t batch, groups, heads, queries, slots, depth, width;
+    int64_t query_strides[3], key_strides[3], value_strides[3], mask_strides[3];
+    float scale;
+    int dtype; /* of everything but a boolean mask */
+    int mask_kind;
+} attention_problem;
+
+/* Some of the batch * groups key-value heads, shared by the threads. */
+typedef struct {
+    const attention_problem *problem;
+    int64_t first, count; /* heads: sequence * groups + group */
+    int64_t rows;         /* of a head: heads * queries */
+    int64_t padded;       /* slots, rounded up */
+    int64_t packed_bytes; /* of one packed row */
+    int64_t panel_count;
+    char *panels;         /* [count, rows], packed */
+    float *scores;        /* [count, rows, padded] */
+    float *totals;        /* [count, rows]: one over the sum of the weights */
+    int64_t next;         /* unit of the phase, taken atomically */
+} attention_pass;
+
+static inline int64_t skinny_panel_start(const attention_pass *pass, int64_t i) {
+    return pass->rows * i / pass->panel_count;
+}
+
+/* Where a row of a head begins in the queries or the mask. */
+static inline int64_t attention_row(const attention_problem *p, const int64_t strides[3],
+                                    int64_t head, int64_t row) {
+    const int64_t query_head = head % p->groups * p->heads + row / p->queries;
+    return head / p->groups * strides[0] + query_head * strides[1] + row % p->queries * strides[2];
+}
+
+/* Where a head's slots begin in the keys or values. */
+static inline int64_t attention_head(const attention_problem *p, const int64_t strides[3],
+                                     int64_t head) {
+    return head / p->groups * strides[0] + head % p->groups * strides[1];
+}
+
+#define KERNEL_TEMPLATE "attention_template.h"
+#define KERNEL_PROBLEM attention_problem
+#include "simd_paths.h"
+
+#endif

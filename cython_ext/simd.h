@@ -1,0 +1,54 @@
+/* What the kernels share: element types, register tiles, and how functions are named for each
+ * instruction set. */
+#ifndef SIMD_H
+#define SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "openmp_runtime.h"
+
+enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16 };
+
+/* Rows of the streamed matrix in one register tile. */
+#define TILE_ROWS 4
+#define CACHE_LINE 64
+
+/* TILE_ROWS rows of a streamed matrix times one panel, and what to fetch meanwhile: `ahead_lines`
+ * cache lines with every step. sums[panel row * sums_stride + streamed row]. */
+typedef struct {
+    const char *weight[TILE_ROWS];
+    const char *panel;
+    int64_t depth;
+    const char *ahead;
+    int64_t ahead_lines;
+    float *sums;
+    int64_t sums_stride;
+} skinny_tile;
+
+static inline int64_t skinny_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t skinny_item_bytes(int dtype) { return dtype == SKINNY_FLOAT32 ? 4 : 2; }
+
+#if defined(__GNUC__)
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#define PREFETCH(address) __builtin_prefetch(address)
+#define FETCH_ADD(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELAXED)
+#elif defined(_MSC_VER)
+#include <intrin.h>
+#define ALWAYS_INLINE __forceinline
+#define PREFETCH(address) ((void)(address))
+#define FETCH_ADD(counter) skinny_fetch_add(counter)
+static __forceinline int64_t skinny_fetch_add(int64_t *counter) {
+    return _InterlockedExchangeAdd64((volatile __int64 *)counter, 1);
+}
+#else
+#error "expected a compiler with atomic additions: GCC, Clang or MSVC"
+#endif
+
+#define PASTE_(name, isa) skinny_##name##_##isa
+#define PASTE(name, isa) PASTE_(name, isa)
+#define NAMED(name) PASTE(name, ISA)
+
+#endif

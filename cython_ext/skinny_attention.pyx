@@ -1,0 +1,196 @@
+"""Attention of a few queries over a cache of keys and values, which are read from memory once.
+
+PyTorch's masked attention on a CPU wants a key and value head for each query head, so that shared
+heads are copied first, and its time grows with the queries long before arithmetic bounds it.
+"""
+
+from libc.math cimport sqrt
+
+include "dense_tensors.pxi"
+
+cdef extern from "attention_kernels.h" nogil:
+    enum:
+        MASK_NONE
+        MASK_BOOL
+        MASK_ADDED
+        WIDTH_MULTIPLE
+
+    ctypedef struct attention_problem:
+        const char *query
+        const char *key
+        const char *value
+        const char *mask
+        char *out
+        int64_t batch, groups, heads, queries, slots, depth, width
+        int64_t query_strides[3]
+        int64_t key_strides[3]
+        int64_t value_strides[3]
+        int64_t mask_strides[3]
+        float scale
+        int dtype
+        int mask_kind
+
+    ctypedef int (*skinny_entry)(const attention_problem *, int) noexcept
+
+    ctypedef struct skinny_path:
+        const char *name
+        skinny_entry run
+
+    int skinny_paths(skinny_path *paths)
+
+
+cdef skinny_path _paths[4]
+cdef int _path_count = skinny_paths(_paths)
+cdef object _bool = torch.bool
+
+# Tuned for few queries; above, keys and values are worth reading more than once.
+MAX_QUERIES = 64
+PATHS = tuple(_paths[i].name.decode() for i in range(_path_count))
+OPENMP = _share_openmp()
+
+
+cdef object _describe(object tensor, int64_t *strides, const char **data):
+    """Note where a tensor of four axes lies; returns one whose last axis is adjacent."""
+    if tensor.stride(3) != 1:
+        tensor = tensor.contiguous()
+    for i in range(3):
+        strides[i] = tensor.stride(i)
+    data[0] = <char *><uintptr_t>tensor.data_ptr()
+    return tensor
+
+
+cdef object _attend(
+    object query, object key, object value, object mask, object scale, int path, int threads
+):
+    """`skinny_attention` on arguments known to be valid."""
+    cdef attention_problem p
+    cdef int failed
+    cdef int64_t all_heads
+    p.batch, all_heads, p.queries, p.depth = query.shape
+    _, p.groups, p.slots, p.width = value.shape
+    out = query.new_empty((p.batch, p.queries, all_heads, p.width))
+    if out.numel() == 0 or p.slots == 0:
+        return out.zero_()
+    p.heads = all_heads // p.groups
+    p.scale = 1 / sqrt(p.depth) if scale is None else scale
+    p.dtype = _dtypes[query.dtype]
+    query = _describe(query, p.query_strides, &p.query)
+    key = _describe(key, p.key_strides, &p.key)
+    value = _describe(value, p.value_strides, &p.value)
+    p.mask, p.mask_strides, p.mask_kind = NULL, [0, 0, 0], MASK_NONE
+    if mask is not None:
+        mask = mask.expand(p.batch, all_heads, p.queries, p.slots)
+        mask = _describe(mask, p.mask_strides, &p.mask)
+        p.mask_kind = MASK_BOOL if mask.dtype is _bool else MASK_ADDED
+    p.out = <char *><uintptr_t>out.data_ptr()
+    with nogil:
+        failed = _paths[path].run(&p, threads)
+    if failed:
+        raise MemoryError(f"no memory for {p.heads * p.queries} rows of {p.slots} scores")
+    return out
+
+
+cdef bint _fits(object query, object key, object value):
+    """Whether the shapes of queries, keys and values belong together."""
+    return (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.size(0) == key.size(0) == value.size(0)
+        and key.size(1) == value.size(1) > 0
+        and query.size(1) % key.size(1) == 0
+        and key.size(2) == value.size(2)
+        and query.size(3) == key.size(3) > 0
+        and value.size(3) % WIDTH_MULTIPLE == 0
+    )
+
+
+cdef bint _mask_fits(object mask, object query, object key):
+    """Whether a mask of four axes stands for [batch, heads, queries, slots]."""
+    full = (query.size(0), query.size(1), query.size(2), key.size(2))
+    return mask.dim() == 4 and all(
+        [have == want or have == 1 for have, want in zip(mask.shape, full)]
+    )
+
+
+cdef int _check(object query, object key, object value, object mask) except -1:
+    dtype = getattr(query, "dtype", None)
+    if dtype not in _dtypes:
+        raise TypeError(f"query: expected float32, bfloat16 or float16, got {dtype}")
+    _check_plain("query", query, dtype)
+    _check_plain("key", key, dtype)
+    _check_plain("value", value, dtype)
+    if not _fits(query, key, value):
+        raise ValueError(
+            "expected query [batch, groups * m, queries, depth], key [batch, groups, slots, depth] "
+            f"and value [batch, groups, slots, a multiple of {WIDTH_MULTIPLE}], got "
+            f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+        )
+    if mask is not None:
+        _check_plain("mask", mask, _bool if getattr(mask, "dtype", None) is _bool else dtype)
+        if not _mask_fits(mask, query, key):
+            raise ValueError(
+                "mask: expected a shape that broadcasts to [batch, heads, queries, slots], got "
+                f"{list(mask.shape)}"
+            )
+    return 0
+
+
+def skinny_attention(query, key, value, mask=None, scale=None, *, path=None, threads=None):
+    """`softmax(query @ key.T * scale + mask) @ value`, made for a few queries and heads that share
+    keys and values.
+
+    Scores, weights and sums are float32, rounded once to the dtype. A query gives the same bits
+    whatever queries stand beside it, however many threads work, and wherever masked slots stand
+    between those that it sees; they differ between paths. A query that a boolean mask or −inf hides
+    everything from gives zeros, and the smallest finite number in an additive mask hides a slot from
+    queries that see another one, as in PyTorch. Not differentiable.
+
+    Args:
+        query: [batch, heads, queries, depth], float32, bfloat16 or float16.
+        key: [batch, groups, slots, depth]; consecutive heads / groups query heads share a group.
+        value: [batch, groups, slots, width], width a multiple of 16.
+        mask: broadcasts to [batch, heads, queries, slots]; boolean, True where a slot is seen, or of
+            the dtype, to be added; None: everything is seen.
+        scale: of the scores; None: depth ** -0.5.
+        path: one of `PATHS`, the instruction sets this CPU has; None: the last of them.
+        threads: at most so many; None: `torch.get_num_threads()`.
+
+    Returns:
+        [batch, queries, heads, width], contiguous.
+
+    Raises:
+        TypeError: an argument is not a tensor of the query's dtype, or that is not supported.
+        ValueError: shapes do not fit, a tensor is not dense on the CPU or requires grad, no such
+            path, or `threads` is not positive.
+    """
+    _check(query, key, value, mask)
+    return _attend(
+        query, key, value, mask, scale, _path_index(path, PATHS), _thread_count(threads)
+    )
+
+
+def kernel_attention(query, key, value, mask, scale):
+    """`skinny_attention` with its defaults, on arguments that `can_attend` accepts."""
+    return _attend(query, key, value, mask, scale, _path_count - 1, _get_num_threads())
+
+
+def can_attend(query, key, value, mask):
+    """Whether attention may be computed here: few queries of plain tensors that fit, and nobody who
+    records or transforms it.
+    """
+    dtype = getattr(query, "dtype", None)
+    if dtype not in _dtypes:
+        return False
+    if not (_is_plain(query, dtype) and _is_plain(key, dtype) and _is_plain(value, dtype)):
+        return False
+    if not _fits(query, key, value) or not 0 < query.size(2) <= MAX_QUERIES:
+        return False
+    if mask is not None:
+        if not _is_plain(mask, _bool if mask.dtype is _bool else dtype):
+            return False
+        if not _mask_fits(mask, query, key):
+            return False
+    recorded = _is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad
+        or (mask is not None and mask.requires_grad)
+    )
+    return not (recorded or _is_transformed())

@@ -1,0 +1,118 @@
+/* Register tiles for one instruction set: the products of a few rows of a streamed matrix with a few
+ * packed rows. The header of the instruction set defines
+ *
+ *   ISA, TARGET                  suffix of the names; attribute of the functions
+ *   VEC, LANES, PANEL_ROWS       a vector of LANES floats; input rows of one register tile
+ *   ZERO(), SET1(x), LOAD(p), STORE(p, v)        float32, any alignment
+ *   ADD(a, b), MAX(a, b), FMA(a, b, c)           of a NaN and b, MAX is b or NaN; of a and NaN, NaN
+ *   POWER2(t)                    2^n from t = 1.5 * 2^23 + n, n from -127 (giving 0) to 0
+ *   LOAD_BF16(p), LOAD_F16(p), STORE_BF16(p, v), STORE_F16(p, v)  to and from float32
+ *   SUM_LANES(a, b, c, d, out)   four sums over lanes, written side by side
+ *   PACKED_DTYPE                 what the multiplication takes: float32, LANES to a vector, or
+ *                                bfloat16, twice as many; other dtypes are widened to it
+ *   MULTIPLY_ADD(w, x, sum)      on vectors of PACKED_DTYPE, adding to a VEC
+ *
+ * and the kernel's template includes this file. No include guard: it is compiled once for each
+ * instruction set.
+ */
+
+#define STEP (PACKED_DTYPE == SKINNY_FLOAT32 ? LANES : 2 * LANES)
+#define STEP_BYTES (LANES * 4)
+
+TARGET static ALWAYS_INLINE VEC NAMED(read)(const char *from, int dtype) {
+    if (dtype == SKINNY_FLOAT32) return LOAD((const float *)from);
+    return dtype == SKINNY_BFLOAT16 ? LOAD_BF16(from) : LOAD_F16(from);
+}
+
+TARGET static ALWAYS_INLINE void NAMED(write)(char *to, VEC value, int dtype) {
+    if (dtype == SKINNY_FLOAT32)
+        STORE((float *)to, value);
+    else if (dtype == SKINNY_BFLOAT16)
+        STORE_BF16(to, value);
+    else
+        STORE_F16(to, value);
+}
+
+/* STEP elements, ready to be multiplied. */
+TARGET static ALWAYS_INLINE VEC NAMED(operand)(const char *from, int dtype) {
+    return NAMED(read)(from, dtype == PACKED_DTYPE ? SKINNY_FLOAT32 : dtype);
+}
+
+/* The same of the last `count` < STEP elements of a row, with zeros behind them. */
+TARGET static VEC NAMED(last_operand)(const char *from, int64_t count, int dtype) {
+    char part[STEP_BYTES] = {0};
+    memcpy(part, from, count * skinny_item_bytes(dtype));
+    return NAMED(operand)(part, dtype);
+}
+
+/* One row of x for the multiplication, STEP elements every `stride` bytes. */
+TARGET static void NAMED(pack_row)(char *to, int64_t stride, const char *from, int64_t depth,
+                                   int dtype) {
+    const int64_t bytes = skinny_item_bytes(dtype);
+    int64_t k = 0;
+    for (; k + STEP <= depth; k += STEP, to += stride)
+        STORE((float *)to, NAMED(operand)(from + k * bytes, dtype));
+    if (k < depth) STORE((float *)to, NAMED(last_operand)(from + k * bytes, depth - k, dtype));
+}
+
+/* acc[input row][weight row] += one step of both, `count` elements of it. The input rows wait in
+ * registers and the weight rows pass by: one register less than the other way round, which lets the
+ * tile fit into 16 or 32 of them. */
+TARGET static ALWAYS_INLINE void NAMED(step)(const int rows, const int dtype, const skinny_tile *t,
+                                             int64_t k, int64_t count,
+                                             VEC acc[PANEL_ROWS][TILE_ROWS]) {
+    VEC x[PANEL_ROWS];
+    for (int r = 0; r < rows; r++) x[r] = LOAD((const float *)(t->panel + r * STEP_BYTES));
+    for (int o = 0; o < TILE_ROWS; o++) {
+        const char *from = t->weight[o] + k * skinny_item_bytes(dtype);
+        const VEC w = count == STEP ? NAMED(operand)(from, dtype)
+                                    : NAMED(last_operand)(from, count, dtype);
+        for (int r = 0; r < rows; r++) acc[r][o] = MULTIPLY_ADD(w, x[r], acc[r][o]);
+    }
+}
+
+/* TILE_ROWS weight rows times one panel; into t.sums. */
+TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, skinny_tile t) {
+    VEC acc[PANEL_ROWS][TILE_ROWS];
+    for (int r = 0; r < rows; r++)
+        for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ZERO();
+    int64_t k = 0;
+    for (; k + STEP <= t.depth; k += STEP, t.panel += rows * STEP_BYTES) {
+        for (int64_t line = 0; line < t.ahead_lines; line++, t.ahead += CACHE_LINE)
+            PREFETCH(t.ahead);
+        NAMED(step)(rows, dtype, &t, k, STEP, acc);
+    }
+    if (k < t.depth) NAMED(step)(rows, dtype, &t, k, t.depth - k, acc);
+    for (int r = 0; r < rows; r++)
+        SUM_LANES(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t.sums + r * t.sums_stride);
+}
+
+/* The same with row count and dtype known to the compiler, so that the sums live in registers. */
+#define TILE_CASE(rows)                                                                     \
+    case rows:                                                                              \
+        if (dtype == PACKED_DTYPE)                                                          \
+            NAMED(tile)(rows, PACKED_DTYPE, t);                                             \
+        else if (dtype == SKINNY_BFLOAT16)                                                  \
+            NAMED(tile)(rows, SKINNY_BFLOAT16, t);                                          \
+        else                                                                                \
+            NAMED(tile)(rows, SKINNY_FLOAT16, t);                                           \
+        break;
+
+TARGET static void NAMED(tile_of)(int64_t rows, int dtype, skinny_tile t) {
+    switch (rows) {
+        TILE_CASE(1)
+        TILE_CASE(2)
+#if PANEL_ROWS >= 3
+        TILE_CASE(3)
+#endif
+#if PANEL_ROWS >= 4
+        TILE_CASE(4)
+#endif
+#if PANEL_ROWS >= 5
+        TILE_CASE(5)
+#endif
+#if PANEL_ROWS >= 6
+        TILE_CASE(6)
+#endif
+    }
+}
