@@ -1,4 +1,7 @@
-"""How fast structures grow and answer, and how much memory they take, from 1k to 10M tokens."""
+"""How fast structures grow and answer, and how much memory they take, from 1k to 10M tokens.
+
+Then a bounded memory of outputs that many times more tokens pass through than it holds.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_retrieval_assist.datastore import Datastore
+from hf_retrieval_assist.output_memory import OutputMemory
 from hf_retrieval_assist.suffix_array import SuffixMatcher
 from hf_retrieval_assist.suffix_automaton import SuffixAutomaton
 from hf_retrieval_assist.suffix_tree import SuffixTree
@@ -26,6 +30,10 @@ VOCAB_SIZE = 32_000
 DRAFT = 32
 QUERIES = 1_000
 QUERY_SECONDS = 1.0
+OUTPUT_TOKENS = 500
+# A token takes about 75 bytes there: a million are more than what fits.
+MEMORY_BYTES_PER_TOKEN = 64
+MEMORY_PARTS = 10
 
 
 class Index(ABC):
@@ -254,7 +262,28 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
             progress(f"{name}: {size:,} tokens, {stream}")
             figures = measure(index, text[:size], text[size:])
             table.add(structure=name, text=stream, tokens=size, **figures)
+    progress("a bounded memory")
+    measure_memory(report, STREAMS["natural"](min(max(sizes), 10**6), seed=arguments.seed))
     return report
+
+
+def measure_memory(report: Report, text: Int32Array) -> None:
+    """Throughput and size of a bounded memory while a text passes through it as outputs."""
+    limit = max(MEMORY_BYTES_PER_TOKEN * len(text), 1 << 18)
+    table = report.table(
+        f"Outputs through a memory of at most {limit / 2**20:.3g} MiB",
+        {"tokens": "tokens", "speed": "tokens/s", "largest": "largest MiB", "kept": "tokens kept"},
+    )
+    memory = OutputMemory(max_bytes=limit)
+    learnt = 0
+    for part in np.array_split(text, MEMORY_PARTS):
+        largest, started = 0, time.perf_counter()
+        for start in range(0, len(part), OUTPUT_TOKENS):
+            memory.add(part[start : start + OUTPUT_TOKENS])
+            largest = max(largest, memory.nbytes)
+        speed = len(part) / (time.perf_counter() - started)
+        learnt += len(part)
+        table.add(tokens=learnt, speed=speed, largest=largest / 2**20, kept=memory.token_count)
 
 
 def _adversarial(sizes: list[int]) -> list[tuple[str, int]]:

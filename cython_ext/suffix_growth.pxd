@@ -8,9 +8,10 @@ from types cimport int32_t, token_t
 cdef inline int reserve_for_token(Store* s) noexcept nogil:
     """1: room for one more token at worst, 0: the byte limit is in the way, -1: no memory."""
     cdef int32_t moves = s.max_depth + 1
+    cdef int32_t groups = pool_size(&s.nodes) // 2 + moves  # two nodes at least in each, whatever is removed
     cdef int room = pool_reserve(s, &s.nodes, moves, 2147483647)
     if room > 0:
-        room = pool_reserve(s, &s.groups, 2 * moves, 2147483647)
+        room = pool_reserve(s, &s.groups, groups - pool_size(&s.groups), 2147483647)
     if room > 0:
         room = pool_reserve(s, &s.pages, 1, 2147483647 >> PAGE_BITS)
     if room > 0:
@@ -36,7 +37,7 @@ cdef inline int32_t add_position(Store* s, int32_t sequence, token_t token) noex
     return (q.last_page << PAGE_BITS) + offset
 
 cdef inline int32_t split(Store* s, int32_t node, token_t token, int32_t item) noexcept nogil:
-    """A new node one token below `node`, on the way to its child `item`."""
+    """A new node one token below `node`, on the way to its child `item`, for one more suffix."""
     cdef int32_t middle = pool_take(&s.nodes), depth = node_at(s, node).depth + 1
     cdef Node* m = node_at(s, middle)
     m.depth = depth
@@ -50,7 +51,9 @@ cdef inline int32_t split(Store* s, int32_t node, token_t token, int32_t item) n
     if item >= 0:
         take_place(s, item, middle)
         append_child(s, middle, item)
+        raise_count(s, middle)
     else:
+        m.count = 2
         drop(s, &node_at(s, node).first_leaf, ~item)
         m.parent = node
         append_child(s, node, middle)
@@ -65,7 +68,6 @@ cdef inline void fuse(Store* s, int32_t node, int32_t child) noexcept nogil:
         table_replace(
             s, parent, label_token(s, node, node_at(s, parent).depth + 1), node, child
         )
-    leave_group(s, child)
     take_place(s, node, child)
     node_at(s, node).count = 0
     pool_release(&s.nodes, node)
@@ -102,43 +104,42 @@ cdef inline int32_t descend(
         if node != ROOT:
             remove_end(s, node, suffix)
         node = split(s, node, token, item)
-        raise_count(s, node)
         add_end(s, node, suffix)
     if item_depth(s, item) == depth:
         stop_leaf(s, node, ~item)
     return node
 
-cdef inline void fetch_children(Store* s, int32_t suffix, int32_t count, token_t token) noexcept nogil:
-    """Ask for the memory that looking up a token below `count` suffixes' nodes will read.
+cdef inline void fetch_slot(Store* s, int32_t node, token_t token) noexcept nogil:
+    prefetch(&s.slots[home_of(s, tag_of(node, token))])
 
-    The lookups do not depend on one another, so their cache misses need not queue up.
-    """
-    cdef int32_t i, node, item, position = suffix
-    for i in range(count):
-        node = ~link_at(s, position).node
-        if branches(s, node):
-            prefetch(&s.slots[home_of(s, tag_of(node, token))])
-        if i + 1 < count:
-            position = forward(s, position, 1)
+cdef inline void fetch_children(Store* s, int32_t suffix, int32_t count, token_t token) noexcept nogil:
+    """Ask for the items below `count` suffixes' nodes, so that their cache misses do not queue up."""
+    cdef int32_t i, node, item
     for i in range(count):
         node = ~link_at(s, suffix).node
-        if branches(s, node):
-            item = s.slots[home_of(s, tag_of(node, token))].item
-            if item >= 0:
-                prefetch(node_at(s, item))
-            elif item != NO_ITEM:
-                prefetch(link_at(s, ~item))
+        item = s.slots[home_of(s, tag_of(node, token))].item if branches(s, node) else first_item(s, node)
+        if item >= 0:
+            prefetch(node_at(s, item))
+        elif item != NO_ITEM:
+            prefetch(page_of(s, ~item))
+            prefetch(link_at(s, ~item))
         if i + 1 < count:
             suffix = forward(s, suffix, 1)
 
-cdef inline void append_token(Store* s, int32_t sequence, token_t token) noexcept nogil:
-    """Move every pending suffix, the longest first: it becomes a leaf where it parts from all others."""
+cdef inline void append_token(
+    Store* s, int32_t sequence, token_t token, token_t following
+) noexcept nogil:
+    """Move every pending suffix, the longest first: it becomes a leaf where it parts from all others.
+
+    `following` is the token that is likely to be appended next; its lookups are prepared.
+    """
     cdef Sequence* q = sequence_at(s, sequence)
     cdef int32_t last = add_position(s, sequence, token)
     cdef int32_t start = q.pending, suffix, node, item
     node_at(s, ROOT).count += 1
     suffix = backward(s, last, q.length - 1 - start)
     link_at(s, last).node = ~ROOT
+    fetch_slot(s, ROOT, following)
     fetch_children(s, suffix, q.length - start, token)
     while start < q.length:
         node = ~link_at(s, suffix).node
@@ -149,11 +150,13 @@ cdef inline void append_token(Store* s, int32_t sequence, token_t token) noexcep
             add_leaf(s, node, token, suffix)
         else:
             node = descend(s, node, suffix, token, item)
+            fetch_slot(s, node, following)
         start += 1
         if item == NO_ITEM or node_at(s, node).depth == s.max_depth:
             q.pending = start
         if start < q.length:
             suffix = forward(s, suffix, 1)
+
 
 # Shrinking
 

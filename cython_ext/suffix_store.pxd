@@ -42,7 +42,7 @@ cdef struct Node:
     int32_t first_leaf
     int32_t first_end
     int32_t next, prev   # siblings; the first one's prev is the last one
-    int32_t group        # the siblings of equal count
+    int32_t group        # the siblings of equal count; NIL: there are none
     int32_t stale        # the next node whose label must be read elsewhere; NIL: its own need not
 
 cdef struct Group:
@@ -91,6 +91,9 @@ cdef inline int64_t store_bytes(Store* s) noexcept nogil:
     return (pool_bytes(&s.nodes) + pool_bytes(&s.groups) + pool_bytes(&s.pages)
             + pool_bytes(&s.sequences) + s.slot_count * <int64_t>sizeof(Slot))
 
+cdef inline int32_t pool_size(Pool* pool) noexcept nogil:
+    return pool.used - pool.free_count
+
 cdef inline bint fits(Store* s, int64_t more) noexcept nogil:
     return s.max_bytes == 0 or store_bytes(s) + more <= s.max_bytes
 
@@ -98,7 +101,7 @@ cdef inline bint fits(Store* s, int64_t more) noexcept nogil:
 cdef inline int pool_reserve(Store* s, Pool* pool, int32_t need, int64_t limit) noexcept nogil:
     cdef int64_t capacity, more
     cdef char* data
-    if pool.capacity - pool.used + pool.free_count >= need:
+    if pool.capacity - pool_size(pool) >= need:
         return 1
     more = pool.capacity // 4
     if more < need:
@@ -314,7 +317,7 @@ cdef inline void drop(Store* s, int32_t* head, int32_t position) noexcept nogil:
         link_at(s, link.next).prev = link.prev
 
 
-# Siblings: inner nodes by descending count. Those of equal count form a group that knows its ends,
+# Siblings: inner nodes by descending count. Several of equal count form a group that knows its ends,
 # so that a count may change by one in O(1).
 
 cdef inline void insert_after(Store* s, int32_t child, int32_t place) noexcept nogil:
@@ -351,54 +354,77 @@ cdef inline void unlink(Store* s, int32_t child) noexcept nogil:
 
 cdef inline void leave_group(Store* s, int32_t child) noexcept nogil:
     cdef Node* c = node_at(s, child)
-    cdef Group* group = group_at(s, c.group)
-    if group.first == group.last:
-        pool_release(&s.groups, c.group)
-    elif group.first == child:
+    cdef Group* group
+    if c.group == NIL:
+        return
+    group = group_at(s, c.group)
+    if group.first == child:
         group.first = c.next
     elif group.last == child:
         group.last = c.prev
+    if group.first == group.last:
+        node_at(s, group.first).group = NIL
+        pool_release(&s.groups, c.group)
+    c.group = NIL
 
-cdef inline void enter_group(Store* s, int32_t child) noexcept nogil:
+cdef inline void join_elder(Store* s, int32_t child) noexcept nogil:
+    """Let a node without a group join the sibling before it, if their counts are equal."""
     cdef Node* c = node_at(s, child)
-    if node_at(s, c.parent).first_child != child and node_at(s, c.prev).count == c.count:
-        c.group = node_at(s, c.prev).group
-        group_at(s, c.group).last = child
-    elif c.next != NIL and node_at(s, c.next).count == c.count:
-        c.group = node_at(s, c.next).group
-        group_at(s, c.group).first = child
-    else:
-        c.group = pool_take(&s.groups)
-        group_at(s, c.group).first = group_at(s, c.group).last = child
+    cdef Node* elder = node_at(s, c.prev)
+    if node_at(s, c.parent).first_child == child or elder.count != c.count:
+        return
+    if elder.group == NIL:
+        elder.group = pool_take(&s.groups)
+        group_at(s, elder.group).first = c.prev
+    c.group = elder.group
+    group_at(s, c.group).last = child
+
+cdef inline void join_younger(Store* s, int32_t child) noexcept nogil:
+    """The same with the sibling after it."""
+    cdef Node* c = node_at(s, child)
+    cdef Node* younger
+    if c.next == NIL:
+        return
+    younger = node_at(s, c.next)
+    if younger.count != c.count:
+        return
+    if younger.group == NIL:
+        younger.group = pool_take(&s.groups)
+        group_at(s, younger.group).last = c.next
+    c.group = younger.group
+    group_at(s, c.group).first = child
 
 cdef inline void raise_count(Store* s, int32_t child) noexcept nogil:
-    cdef int32_t first = group_at(s, node_at(s, child).group).first
+    cdef Node* c = node_at(s, child)
+    cdef int32_t first = child if c.group == NIL else group_at(s, c.group).first
     leave_group(s, child)
     if first != child:
         unlink(s, child)
         insert_before(s, child, first)
-    node_at(s, child).count += 1
-    enter_group(s, child)
+    c.count += 1
+    join_elder(s, child)
 
 cdef inline void lower_count(Store* s, int32_t child) noexcept nogil:
-    cdef int32_t last = group_at(s, node_at(s, child).group).last
+    cdef Node* c = node_at(s, child)
+    cdef int32_t last = child if c.group == NIL else group_at(s, c.group).last
     leave_group(s, child)
     if last != child:
         unlink(s, child)
         insert_after(s, child, last)
-    node_at(s, child).count -= 1
-    enter_group(s, child)
+    c.count -= 1
+    join_younger(s, child)
 
 cdef inline void append_child(Store* s, int32_t parent, int32_t child) noexcept nogil:
     """Below all its siblings: its count must not be above theirs."""
     cdef Node* c = node_at(s, child)
     c.parent = parent
+    c.group = NIL
     if node_at(s, parent).first_child == NIL:
         node_at(s, parent).first_child = c.prev = child
         c.next = NIL
     else:
         insert_after(s, child, node_at(s, node_at(s, parent).first_child).prev)
-    enter_group(s, child)
+    join_elder(s, child)
 
 cdef inline void remove_child(Store* s, int32_t child) noexcept nogil:
     leave_group(s, child)
@@ -418,9 +444,9 @@ cdef inline void take_place(Store* s, int32_t child, int32_t by) noexcept nogil:
         node_at(s, c.next).prev = by
     else:
         node_at(s, parent.first_child).prev = by
-    if group_at(s, c.group).first == child:
+    if c.group != NIL and group_at(s, c.group).first == child:
         group_at(s, c.group).first = by
-    if group_at(s, c.group).last == child:
+    elif c.group != NIL and group_at(s, c.group).last == child:
         group_at(s, c.group).last = by
 
 

@@ -20,6 +20,8 @@ from suffix_store cimport *
 from types cimport int32_t, int64_t, token_t
 
 
+MAX_DEPTH = 1 << 16
+
 # Evidence classes of `SuffixTree.blend`: tree, rank among the witnesses (2: third or later), length
 # of the match, continuations it has, and the share of them that agree.
 BLEND_SHAPE = (2, RANKS, LENGTH_BUCKETS, SUPPORT_BUCKETS, SHARE_BUCKETS)
@@ -49,8 +51,8 @@ cdef class SuffixTree:
     cdef int32_t live
 
     def __cinit__(self, int max_depth=64, *, max_bytes=None):
-        if not 1 <= max_depth <= 1 << 16:
-            raise ValueError(f"max_depth: expected 1 to 65536, got {max_depth}")
+        if not 1 <= max_depth <= MAX_DEPTH:
+            raise ValueError(f"max_depth: expected 1 to {MAX_DEPTH}, got {max_depth}")
         cdef Store* s = &self.store
         pool_init(&s.nodes, sizeof(Node))
         pool_init(&s.groups, sizeof(Group))
@@ -148,9 +150,7 @@ cdef class SuffixTree:
                 room = reserve_for_token(&self.store)
                 if room < 1:
                     break
-                if i + 1 < n:
-                    prefetch(&self.store.slots[home_of(&self.store, tag_of(ROOT, token_ids[i + 1]))])
-                append_token(&self.store, index, token_ids[i])
+                append_token(&self.store, index, token_ids[i], token_ids[min(i + 1, n - 1)])
                 i += 1
         if room < 0:
             raise MemoryError
@@ -346,7 +346,7 @@ cdef class SuffixTree:
                 assert child_of(s, node, label_token(s, item, node_at(s, node).depth + 1)) == item
             children += len(items) if branches(s, node) else 0
             waiting.extend(item for item in items if item >= 0)
-        assert nodes == s.nodes.used - s.nodes.free_count, "nodes that are not in the tree"
+        assert nodes == pool_size(&s.nodes), "nodes that are not in the tree"
         assert children == s.slots_used, "table entries that are not in the tree"
         self._check_sequences()
 
@@ -381,21 +381,28 @@ cdef class SuffixTree:
         assert v.stale == NIL, "a label left unread"
 
     cdef object _check_siblings(self, int32_t node):
-        cdef Group* group
         cdef Store* s = &self.store
         cdef int32_t child = node_at(s, node).first_child, last = NIL
+        run = []
         while child != NIL:
-            group = group_at(s, node_at(s, child).group)
-            if last == NIL or node_at(s, last).count != node_at(s, child).count:
-                assert group.first == child, "a group that starts elsewhere"
-            else:
-                assert node_at(s, last).group == node_at(s, child).group, "a divided group"
+            if run and node_at(s, child).count != node_at(s, run[0]).count:
+                self._check_group(run)
+                run = []
+            run.append(child)
             last = child
             child = node_at(s, child).next
-            if child == NIL or node_at(s, child).count != node_at(s, last).count:
-                assert group.last == last, "a group that stops elsewhere"
-        if last != NIL:
+        if run:
+            self._check_group(run)
             assert node_at(s, node_at(s, node).first_child).prev == last, "the last sibling"
+
+    cdef object _check_group(self, list equals):
+        cdef Store* s = &self.store
+        cdef int32_t group = node_at(s, equals[0]).group
+        assert {node_at(s, node).group for node in equals} == {group}, "a divided group"
+        assert (group == NIL) == (len(equals) == 1), "a group of one, or none of several"
+        if group != NIL:
+            assert group_at(s, group).first == equals[0], "a group that starts elsewhere"
+            assert group_at(s, group).last == equals[len(equals) - 1], "a group that stops elsewhere"
 
     cdef object _check_sequences(self):
         cdef Store* s = &self.store
@@ -416,4 +423,4 @@ cdef class SuffixTree:
                 else:
                     assert j < sequence_at(s, i).pending, "a suffix that cannot move"
         assert total == node_at(s, ROOT).count, "tokens are counted wrong"
-        assert pages == s.pages.used - s.pages.free_count, "pages that are not in the tree"
+        assert pages == pool_size(&s.pages), "pages that are not in the tree"

@@ -65,7 +65,7 @@ class Assistant:
         self.costs = CostModels() if costs is None else costs
         self.consultations = tuple(Consultation() for _ in self.drafters)
         self.calibrators = tuple(Calibrator(drafter.priors()) for drafter in self.drafters)
-        names = [drafter.name for drafter in self.drafters]
+        names = _distinct([drafter.name for drafter in self.drafters])
         self.stats = Stats(dict(zip(names, self.calibrators, strict=True)))
         self.needs_feedback = any(drafter.needs != FeedbackNeeds() for drafter in self.drafters)
         self.needs_logits = any(drafter.needs.logits for drafter in self.drafters)
@@ -131,6 +131,12 @@ class Assistant:
         """Count a finished call."""
         with self._lock:
             self.stats.record(call)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, a repeated one with its number: "suffix", "suffix 2"."""
+    numbers = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [name if n == 1 else f"{name} {n}" for name, n in zip(names, numbers, strict=True)]
 
 
 def union(drafts: Sequence[TokenTree]) -> TokenTree:

@@ -64,7 +64,7 @@ class Calibrator:
 
     def __init__(self, priors: Float32Array):
         if priors.ndim != 1 or not ((priors >= 0) & (priors <= 1)).all():
-            raise ValueError(f"expected priors in [0, 1] of one dimension, got {priors}")
+            raise ValueError(f"priors: expected one dimension in [0, 1], got {priors}")
         self._prior_counts: Float64Array = np.full((len(priors), 2), _PRIOR_TRIALS)
         self._prior_counts[:, 1] *= priors
         # float64 [classes, 2]: trials and hits, the prior's included.

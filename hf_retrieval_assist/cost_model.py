@@ -121,7 +121,7 @@ class CostModel:
         Sizes beyond `MAX_TOKENS` and clocks that stood still teach nothing.
         """
         if tokens < 1:
-            raise ValueError(f"expected tokens >= 1, got {tokens}")
+            raise ValueError(f"tokens: expected at least 1, got {tokens}")
         if tokens <= MAX_TOKENS and seconds > 0:
             with self._lock:
                 self._update(_LEFT[tokens], _WEIGHT[tokens], math.log(seconds))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,15 @@ class CostKey:
         return self.fingerprint, self.device, self.dtype, self.attention
 
 
+_ALIVE: weakref.WeakSet[CostModels] = weakref.WeakSet()
+
+
+@atexit.register
+def _save_at_exit() -> None:
+    for models in list(_ALIVE):
+        models.save_rest()
+
+
 class CostModels:
     """One `CostModel` per key; a new key starts from the nearest known one. Thread-safe.
 
@@ -72,7 +83,9 @@ class CostModels:
         self._models: dict[CostKey, CostModel] = {}
         self._loaded: set[str] = set()
         self._next_save: dict[str, float] = {}  # by fingerprint, as time.monotonic() counts
+        self._unsaved: set[str] = set()  # fingerprints that `save_at_times` left for later
         self._lock = threading.Lock()
+        _ALIVE.add(self)
 
     @staticmethod
     def user_directory() -> Path:
@@ -107,20 +120,34 @@ class CostModels:
         _write_atomically(self._path(fingerprint), json.dumps(content))
 
     def save_at_times(self, fingerprint: str) -> None:
-        """`save`, at most once a minute; for the end of every call.
+        """`save`, at most once a minute and when the process ends; for the end of every call.
 
         Where the directory cannot be written, one warning tells so and nothing more is tried.
         """
         now = time.monotonic()
         with self._lock:
             known = self._writable and fingerprint in self._loaded
-            if not known or now < self._next_save.get(fingerprint, now):
+            if not known:
+                return
+            if now < self._next_save.get(fingerprint, now):
+                self._unsaved.add(fingerprint)
                 return
             self._next_save[fingerprint] = now + _SAVE_INTERVAL
+            self._unsaved.discard(fingerprint)
+        self._try_to_save(fingerprint)
+
+    def save_rest(self) -> None:
+        """Save what `save_at_times` left for later."""
+        with self._lock:
+            fingerprints, self._unsaved = self._unsaved, set()
+        for fingerprint in fingerprints:
+            self._try_to_save(fingerprint)
+
+    def _try_to_save(self, fingerprint: str) -> None:
         try:
             self.save(fingerprint)
         except OSError as error:
-            warnings.warn(f"timings are not kept in {self.directory}: {error}", stacklevel=2)
+            warnings.warn(f"timings are not kept in {self.directory}: {error}", stacklevel=3)
             self._writable = False
 
     def _path(self, fingerprint: str) -> Path:

@@ -44,12 +44,12 @@ class Planner:
     def __post_init__(self) -> None:
         if self.budget not in ("auto", "paper") and not _is_count(self.budget):
             raise ValueError(
-                f'expected budget "auto", "paper" or a number >= 0, got {self.budget!r}'
+                f'budget: expected "auto", "paper" or a number >= 0, got {self.budget!r}'
             )
         if self.max_nodes < 1:
-            raise ValueError(f"expected max_nodes >= 1, got {self.max_nodes}")
+            raise ValueError(f"max_nodes: expected at least 1, got {self.max_nodes}")
         if not 0 <= self.exploration < 1:
-            raise ValueError(f"expected exploration in [0, 1), got {self.exploration}")
+            raise ValueError(f"exploration: expected a number in [0, 1), got {self.exploration}")
         self._saved = 0.0  # seconds that a trial may lose
         self._step = 0
 

@@ -146,6 +146,10 @@ class SuffixAssistant(Assistant):
         threshold: SCORE from which on "paper" drafts from the trees; None: the number of tokens
             that the fallback's draft is expected to bring.
         **options: of :class:`Assistant`.
+
+    Raises:
+        ValueError: a bad size or probability.
+        TypeError: an argument of another kind than said.
     """
 
     def __init__(
@@ -161,6 +165,8 @@ class SuffixAssistant(Assistant):
     ):
         if memory is not None:
             _require(OutputMemory, memory=memory)
+        if threshold is not None and not threshold >= 0:
+            raise ValueError(f"threshold: expected None or at least 0, got {threshold}")
         paper = options.get("budget") == "paper"
         if alpha is None:
             alpha = _PAPER_ALPHA if paper else float("inf")

@@ -3,6 +3,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_DEPTH: int
 BLEND_SHAPE: tuple[int, int, int, int, int]
 BLEND_CLASSES: int
 

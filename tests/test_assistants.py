@@ -13,6 +13,7 @@ from hf_retrieval_assist import Assistant, SamAssistant, TokenTree, simulate
 from hf_retrieval_assist.assistants import Consultation, union
 from hf_retrieval_assist.cost_model import CostModel
 from hf_retrieval_assist.cost_registry import CostModels
+from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.feedback import prompt_feedback
 from hf_retrieval_assist.stats import CallStats
@@ -315,6 +316,11 @@ def test_reliability(model, plain):
     assert corpus.trials.sum() >= corpus.observed.sum() > 0
     assert (corpus.predicted <= corpus.trials + 1e-9).all()
     assert corpus.ratio == pytest.approx(corpus.predicted.sum() / corpus.observed.sum())
+
+
+def test_drafters_of_one_name_are_told_apart():
+    assistant = Assistant([AutomatonDrafter(), AutomatonDrafter(min_match=3)])
+    assert list(assistant.stats.reliability) == ["automaton", "automaton 2"]
 
 
 def test_calls_of_several_threads_are_all_counted():

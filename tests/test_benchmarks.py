@@ -75,6 +75,9 @@ def test_structures(structures_report, tmp_path):
     assert {row["text"] for row in found} == set(texts.STREAMS)
     automaton = [row for row in found if row["structure"] == "suffix automaton"]
     assert all(row["build"] > 0 and row["draft"] > 0 and row["bytes"] > 0 for row in automaton)
+    passed = rows(structures_report, "Outputs through a memory of at most 0.25 MiB")
+    assert [row["tokens"] for row in passed] == list(range(100, 1001, 100))
+    assert all(0 < row["largest"] <= 0.25 and row["speed"] > 0 for row in passed)
     content = json.loads(structures_report.save(tmp_path).read_text())
     assert content["environment"]["versions"]["torch"] == torch.__version__
     assert content["settings"]["seed"] == 0

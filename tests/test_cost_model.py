@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hf_retrieval_assist import cost_registry
 from hf_retrieval_assist.cost_model import KNOTS, MAX_TOKENS, CostModel
 from hf_retrieval_assist.cost_registry import CostKey, CostModels, size_bucket
 
@@ -111,7 +112,7 @@ def test_beyond_the_last_knot_it_goes_on_linearly():
 
 
 def test_rejects_empty_forwards():
-    with pytest.raises(ValueError, match="tokens >= 1"):
+    with pytest.raises(ValueError, match="tokens: expected at least 1"):
         CostModel().observe(0, 0.1)
 
 
@@ -248,6 +249,21 @@ def test_timings_are_saved_at_times(tmp_path, monkeypatch):
     assert kept() == 1
     clock[0] += 2
     assert kept() == 3
+    assert kept() == 3
+    models.save_rest()
+    assert CostModels(tmp_path).get(KEY).observations == 4
+    models.get(KEY).observe(1, 0.1)
+    models.save_rest()
+    assert CostModels(tmp_path).get(KEY).observations == 4, "nothing was left for later"
+
+
+def test_a_short_process_keeps_all_its_timings(tmp_path):
+    models = CostModels(tmp_path)
+    for _ in range(3):
+        models.get(KEY).observe(1, 0.1)
+        models.save_at_times("model")
+    cost_registry._save_at_exit()
+    assert CostModels(tmp_path).get(KEY).observations == 3
 
 
 def test_a_directory_that_cannot_be_written_gives_one_warning(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import set_seed
 
-from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant
 from hf_retrieval_assist.drafters.eagle import EagleDrafter
 from hf_retrieval_assist.eagle import EagleHead
 from tests.eagle_fixtures import load_case, tiny_target
@@ -62,18 +62,19 @@ def test_recorded_heads(name: str, rows: int, arguments: dict[str, Any], tmp_pat
     check_lossless(target, assistant_of(head), rows, **arguments)
 
 
+@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
 @pytest.mark.parametrize("budget", [12, "paper"])
 @pytest.mark.parametrize(
     ("rows", "arguments"), [(1, {}), (3, {}), (1, SAMPLING)], ids=["greedy", "batch", "seeded"]
 )
-def test_as_the_fallback_of_suffix_automata(
-    rows: int, arguments: dict[str, Any], budget: Any, tmp_path: Path
+def test_as_the_fallback_of_suffix_structures(
+    preset: Any, rows: int, arguments: dict[str, Any], budget: Any, tmp_path: Path
 ) -> None:
     case = load_case("eagle3_d2t")
     target = case.target()
     head = EagleHead.from_pretrained(case.save(tmp_path), target)
     fallback = EagleDrafter(head, top_k=4, depth=3, total=16, min_prob=0.0)
-    assistant = SamAssistant(fallback=fallback, budget=budget)
+    assistant = preset(fallback=fallback, budget=budget)
     check_lossless(target, assistant, rows, **arguments)
 
 

@@ -61,6 +61,21 @@ def test_the_oldest_outputs_make_room_and_the_bound_holds():
     assert 5 < len(memory) < 60
 
 
+@pytest.mark.slow
+def test_a_million_tokens_pass_through_64_mb_at_one_speed():
+    rng = np.random.default_rng(9)
+    memory, seconds = OutputMemory(max_bytes=64 << 20), []
+    for _ in range(10):
+        started = time.process_time()
+        for _ in range(200):
+            memory.add((500 ** rng.random(500) * 60).astype(np.int32))
+            assert memory.nbytes <= 64 << 20
+        seconds.append(time.process_time() - started)
+    assert len(memory) < 2000, "nothing had to go"
+    assert seconds[-1] < 3 * min(seconds[5:])
+    memory.check_invariants()
+
+
 def test_an_output_larger_than_the_memory_is_cut_and_still_logged(tmp_path):
     rng = np.random.default_rng(1)
     memory = OutputMemory(max_bytes=100_000, path=tmp_path / "log")

@@ -108,13 +108,13 @@ def test_drafters_are_asked_for_no_more_than_could_pay():
 
 @pytest.mark.parametrize("budget", ["most", -1, 2.5, True, None])
 def test_rejects_other_budgets(budget):
-    with pytest.raises(ValueError, match="expected budget"):
+    with pytest.raises(ValueError, match="budget: expected"):
         Planner(budget=budget)
 
 
 @pytest.mark.parametrize("options", [{"max_nodes": 0}, {"exploration": 1.0}, {"exploration": -0.1}])
 def test_rejects_other_options(options):
-    with pytest.raises(ValueError, match=f"expected {next(iter(options))}"):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
         Planner(**options)
 
 

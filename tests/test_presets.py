@@ -51,14 +51,14 @@ def draft_model(llama):
     return draft_of(llama)
 
 
-def check_lossless(model, assistant, **options):
+def check_lossless(model, assistant, ids=PROMPT, **options):
     """Greedy, sampled and in a batch; the figures of the greedy call."""
-    plain = run(model, **options)
-    assert torch.equal(plain, run(model, **options, assistant=assistant))
+    plain = run(model, ids, **options)
+    assert torch.equal(plain, run(model, ids, **options, assistant=assistant))
     greedy = assistant.stats.last
     sampled = options | SAMPLING
-    assert torch.equal(run(model, **sampled), run(model, **sampled, assistant=assistant))
-    batch = torch.cat([PROMPT, PROMPT.flip(1)])
+    assert torch.equal(run(model, ids, **sampled), run(model, ids, **sampled, assistant=assistant))
+    batch = torch.cat([ids, ids.flip(1)])
     assert torch.equal(
         run(model, batch, **options), run(model, batch, **options, assistant=assistant)
     )
@@ -203,6 +203,10 @@ def test_drafters_as_fallback(llama):
     check_lossless(llama, assistant)
 
 
+def test_a_vocabulary_smaller_than_the_fallbacks_table():
+    check_lossless(build(LlamaForCausalLM, vocab_size=5), SamAssistant(budget=6), ids=PROMPT % 5)
+
+
 def test_without_reroute(model):
     check_lossless(model, SamAssistant(corpus=texts_of(model), budget=6, reroute=False))
 
@@ -247,6 +251,9 @@ BAD_SIZES = [
     (SuffixAssistant, {"fallback": "token-recycling"}),
     (SuffixAssistant, {"alpha": 0.0}),
     (SuffixAssistant, {"min_prob": 0.0}),
+    (SuffixAssistant, {"max_depth": 0}),
+    (SuffixAssistant, {"max_depth": 1 << 17}),
+    (SuffixAssistant, {"threshold": -1.0}),
 ]
 
 

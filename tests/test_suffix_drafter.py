@@ -197,6 +197,8 @@ def test_rates_are_probabilities_that_grow_with_the_evidence():
 
 
 def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="max_depth: expected 1 to 65536, got 0"):
+        SuffixDrafter(max_depth=0)
     with pytest.raises(ValueError, match="alpha: expected a number above 0, got 0"):
         SuffixDrafter(alpha=0)
     with pytest.raises(ValueError, match="min_prob: expected a number above 0, at most 1, got 0"):

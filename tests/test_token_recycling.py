@@ -83,8 +83,14 @@ def test_bad_arguments_are_named():
         TokenRecyclingDrafter(top_k=0)
     with pytest.raises(ValueError, match="template"):
         TokenRecyclingDrafter(template="3.3.3")
-    with pytest.raises(ValueError, match="top_k"):
-        TokenRecyclingDrafter(top_k=8).start(ids(1), target(vocab_size=5))
+
+
+def test_a_small_vocabulary_is_kept_whole():
+    session = TokenRecyclingDrafter(top_k=8).start(ids(1, 2, 1), target(vocab_size=3))
+    session.commit([2], None)
+    tree = session.propose(80)
+    assert tree.token_ids.tolist()[:1] == [1]
+    assert (tree.token_ids < 3).all()
 
 
 def test_the_template_is_laid_over_the_table():

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..output_memory import OutputMemory, RunningOutput
-from ..suffix_tree import BLEND_SHAPE, Speculation, SuffixTree
+from ..suffix_tree import BLEND_SHAPE, MAX_DEPTH, Speculation, SuffixTree
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 
@@ -93,6 +93,8 @@ class SuffixDrafter(Drafter):
         learn: bool = True,
         learn_prompts: bool = False,
     ) -> None:
+        if not 1 <= max_depth <= MAX_DEPTH:
+            raise ValueError(f"max_depth: expected 1 to {MAX_DEPTH}, got {max_depth}")
         if not alpha > 0:
             raise ValueError(f"alpha: expected a number above 0, got {alpha}")
         if not 0 < min_prob <= 1:

@@ -150,7 +150,7 @@ class TokenRecyclingDrafter(Drafter):
     def __init__(self, top_k: int = 8, template: str | Sequence[int] = "2.2.2") -> None:
         """
         Args:
-            top_k: successors kept per token.
+            top_k: successors kept per token; the whole vocabulary where it is smaller.
             template: "2.2.2" (80 nodes, the authors'), "sam" (60 nodes, SAM-Decoding's), or the
                 child counts of a tree, breadth first from the root.
 
@@ -160,7 +160,8 @@ class TokenRecyclingDrafter(Drafter):
         if top_k < 1:
             raise ValueError(f"top_k: expected a positive number, got {top_k}")
         self.top_k = top_k
-        self._template = Template(_child_counts(template), top_k)
+        self._child_counts = _child_counts(template)
+        Template(self._child_counts, top_k)  # refuses counts that are no tree
         self._tables: dict[tuple[str, int, torch.device], SuccessorTable] = {}
         self._lock = threading.Lock()
 
@@ -177,15 +178,13 @@ class TokenRecyclingDrafter(Drafter):
         return _PRIORS.ravel()
 
     def _table_of(self, target: Target) -> SuccessorTable:
-        if target.vocab_size < self.top_k:
-            raise ValueError(
-                f"top_k: expected at most the vocabulary's {target.vocab_size}, got {self.top_k}"
-            )
         key = (target.fingerprint, target.vocab_size, target.device)
         with self._lock:
             if key not in self._tables:
+                ranks = min(self.top_k, target.vocab_size)
+                template = Template(self._child_counts, ranks)
                 self._tables[key] = SuccessorTable(
-                    target.vocab_size, self.top_k, self._template, target.device
+                    target.vocab_size, ranks, template, target.device
                 )
             return self._tables[key]
 
