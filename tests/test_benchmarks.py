@@ -72,7 +72,7 @@ def test_structures(structures_report, tmp_path):
     found = rows(structures_report, "Structures")
     names = {row["structure"] for row in found}
     assert {"suffix automaton", "suffix tree", "suffix array", "prompt lookup"} <= names
-    assert {row["text"] for row in found} == set(texts.STREAMS)
+    assert {row["text"] for row in found} == {"natural", "recorded", *texts.HARD}
     automaton = [row for row in found if row["structure"] == "suffix automaton"]
     assert all(row["build"] > 0 and row["draft"] > 0 and row["bytes"] > 0 for row in automaton)
     content = json.loads(structures_report.save(tmp_path).read_text())
@@ -101,11 +101,28 @@ def test_acceptance(acceptance_report):
     assert presets["SamAssistant"]["gpu"] > presets["SamAssistant"]["cpu"] > 0
     sizes = {row["variant"]: row["nodes"] for row in rows(acceptance_report, "Draft size")}
     assert sizes["4 tokens"] <= 4 < sizes["40 tokens"]
-    shift = rows(acceptance_report, "SuffixDecoding: what the memory held")
-    first = {row["variant"]: row["accepted"] for row in shift if row["served"] == 0}
-    assert first["first half of the trace"] > first["empty"]
     for study in acceptance.STUDIES.values():
         assert rows(acceptance_report, study.title)
+
+
+def test_a_memory_of_the_same_texts_helps_and_another_does_not(monkeypatch):
+    monkeypatch.setattr(acceptance, "WINDOW", 1)
+    text = np.arange(20, dtype=np.int32)
+    same = traces.Trace("same", [(text + 20, text), (text + 20, text)], [text])
+    other = traces.Trace("other", [(text + 60, text + 40)])
+    report = Report("acceptance", {})
+    acceptance.distribution_shift(report, [other, same], silent)
+    found = {
+        (row["variant"], row["served"]): row["accepted"]
+        for row in report.tables[0].rows
+        if row["trace"] == "same"
+    }
+    assert found["empty", 0] == found["outputs of other", 0] == 1
+    assert found["its own corpus", 0] == found["empty", 1] > 5
+    sizes = acceptance.variants.memory_sizes(same, None)
+    accepted = [simulate(make(), same.requests).mean_accepted_tokens for make in sizes.values()]
+    assert list(sizes) == ["0 outputs", "1 outputs"]
+    assert accepted[0] == 1 < accepted[1]
 
 
 def test_prompt_lookup_is_counted_as_transformers_drafts(trace_folder):
