@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from . import acceptance, model, plots, replay, structures
+from . import acceptance, model, plots, repeated, replay, structures
 from .report import environment
 
 BENCHMARKS: dict[str, ModuleType] = {
@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "acceptance": acceptance,
     "replay": replay,
     "model": model,
+    "repeated": repeated,
 }
 
 

@@ -111,6 +111,13 @@ def _model(plt: Any, report: Report) -> dict[str, Any]:
     }
 
 
+def _repeated(plt: Any, report: Report) -> dict[str, Any]:
+    """Speed relative to plain decoding by pass."""
+    (table,) = report.tables
+    label = "speed relative to plain"
+    return {"repeated": _bars(plt, table, "prompts", "method", "ratio", label, reference=1.0)}
+
+
 def _bars(
     plt: Any,
     table: Table,
@@ -183,4 +190,5 @@ _FIGURES: dict[str, Callable[[Any, Report], dict[str, Any]]] = {
     "acceptance": _acceptance,
     "replay": _replay,
     "model": _model,
+    "repeated": _repeated,
 }

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from hf_retrieval_assist.suffix_tree import SuffixTree
 from . import texts
 from .report import Report
 from .texts import Int32Array
-from .timing import mean_us
+from .timing import orders, typical_us
 from .traces import SHIPPED
 
 VOCAB_SIZE = 262_144  # above every id of every text
@@ -29,6 +30,8 @@ DRAFT = 32
 DEPTH = 64  # longest context plus draft of suffix trees
 QUERIES = 1_000
 QUERY_SECONDS = 1.0
+REPEATS = 3
+REPEATED = 1_000_000  # tokens; larger texts are indexed once
 
 
 class Index(ABC):
@@ -225,22 +228,33 @@ COLUMNS = {
 }
 
 
-def measure(index: type[Index], text: Int32Array, queries: Int32Array) -> dict[str, float | None]:
+Figures = dict[str, float | None]
+
+
+def measure(index: type[Index], text: Int32Array, queries: Int32Array) -> Figures:
     """Figures of one structure over one text, then asked along `queries`."""
     started = time.perf_counter()
     built = index(text)
     seconds = time.perf_counter() - started
     nbytes = built.nbytes
-    figures: dict[str, float | None] = {
+    figures: Figures = {
         "build": len(text) / seconds if index.builds else None,
         "bytes": None if nbytes is None else nbytes / len(text),
     }
     if index.append is not Index.append:
         calls = [(lambda t=int(token): built.append(t)) for token in queries]
         half = len(calls) // 2
-        figures["update"] = mean_us(calls[:half], QUERY_SECONDS)
-        figures["draft"] = mean_us(_after_each(calls[half:], built.draft), QUERY_SECONDS)
+        figures["update"] = typical_us(calls[:half], QUERY_SECONDS)
+        figures["draft"] = typical_us(_after_each(calls[half:], built.draft), QUERY_SECONDS)
     return figures
+
+
+def medians(repeats: list[Figures]) -> Figures:
+    """The median of every figure; None stays None."""
+    return {
+        key: None if value is None else median(figures[key] for figures in repeats)
+        for key, value in repeats[0].items()
+    }
 
 
 def _after_each(
@@ -281,10 +295,14 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     indexes = available(report)
     for stream, text in _texts(sizes, queries, arguments):
         size = len(text) - queries
-        for name, index in indexes.items():
-            progress(f"{name}: {size:,} tokens, {stream}")
-            figures = measure(index, text[:size], text[size:])
-            table.add(structure=name, text=stream, tokens=size, **figures)
+        repeats = 1 if arguments.quick or size > REPEATED else REPEATS
+        found: dict[str, list[Figures]] = {name: [] for name in indexes}
+        for order in orders(list(indexes), repeats):
+            for name in order:
+                progress(f"{name}: {size:,} tokens, {stream}")
+                found[name].append(measure(indexes[name], text[:size], text[size:]))
+        for name, figures in found.items():
+            table.add(structure=name, text=stream, tokens=size, **medians(figures))
     return report
 
 

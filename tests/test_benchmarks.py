@@ -8,7 +8,18 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks import acceptance, model, plots, replay, structures, texts, timing, traces
+from benchmarks import (
+    acceptance,
+    model,
+    plots,
+    repeated,
+    replay,
+    structures,
+    tables,
+    texts,
+    timing,
+    traces,
+)
 from benchmarks.__main__ import main, parse
 from benchmarks.report import Report
 from hf_retrieval_assist.simulation import simulate
@@ -220,30 +231,47 @@ def test_dense_ids_keep_what_is_equal(trace_folder):
         replay.dense_ids(far, 10)
 
 
-def test_real_model_benchmark_on_a_random_one(tokenizer):
+@pytest.fixture(scope="module")
+def small_model():
     torch.manual_seed(0)
-    small = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=62,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            pad_token_id=1,
-        )
-    ).eval()
+    config = LlamaConfig(
+        vocab_size=62,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=1,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_real_model_benchmark_on_a_random_one(small_model, tokenizer):
     prompts = [
         model.Prompt(c, n, "w1 w2 w3 w1 w2") for c, n in [("a", "x"), ("a", "y"), ("b", "z")]
     ]
     options = arguments("model", "--greedy-prompts", 3, "--sampled-prompts", 1)
     options.new_tokens, options.repeats = 12, 1
-    report = model.measure(small, tokenizer, prompts, options, silent)
+    report = model.measure(small_model, tokenizer, prompts, options, silent)
     for kind in model.DECODING:
         found = rows(report, f"Real model, {kind}")
         assert {row["category"] for row in found} == {"a", "b", "all"}
         same = {(row["category"], row["method"]): row["same"] for row in found}
         everything = "3 of 3" if kind == "greedy" else "2 of 2"
         assert same["all", "SamAssistant"] == same["all", "SuffixAssistant"] == everything
+
+
+def test_repeated_requests_are_drafted_from_earlier_outputs(small_model, tokenizer):
+    prompts = ["w1 w2 w3 w4", "w5 w6 w7 w8"]
+    report = repeated.measure(small_model, tokenizer, prompts, 24, silent)
+    found = {(row["prompts"], row["method"]): row for row in rows(report, "The same requests")}
+    assert all(row["same"] == "2 of 2" for row in found.values())
+    assert {row["accepted"] for key, row in found.items() if key[1] == "plain"} == {1}
+    for name in ("SamAssistant, memory", "SuffixAssistant"):
+        assert found["again", name]["accepted"] > found["first time", name]["accepted"]
+
+
+def test_a_changed_prompt_lacks_its_middle_word():
+    assert repeated.changed("a b\nc d e") == "a b\nc e"
 
 
 def test_shipped_prompts_cover_the_categories():
@@ -279,6 +307,46 @@ def test_tables_refuse_unknown_columns_and_print_dashes():
     assert len(heading) == len(rule) == len(body[0])
     assert body[0].endswith("1,234") or body[0].endswith("1,235")
     assert body[1].endswith("-")
+
+
+def test_tables_in_markdown(tmp_path):
+    report = Report("sizes", {})
+    table = report.table("Sizes of things", {"name": "name", "kind": "kind", "value": "value/s"})
+    for name, kind, value in [("a", "x", 1.25), ("b", "x", 2.0), ("a", "y", 3333.4)]:
+        table.add(name=name, kind=kind, value=value)
+    report.save(tmp_path)
+
+    def block(marker):
+        start, end = f"<!-- {marker} -->\n", "\n<!-- end -->"
+        rendered = tables.render(f"before\n{start}old{end}\nafter", tmp_path)
+        assert rendered.startswith(f"before\n{start}")
+        assert rendered.endswith(f"{end}\nafter")
+        return rendered.split(start)[1].split(end)[0].splitlines()
+
+    flat = block("table file=sizes title=Sizes columns=name,value where=kind:x")
+    assert flat == ["| name | value/s |", "| --- | --: |", "| a | 1.25 |", "| b | 2 |"]
+    pivot = block("table file=sizes title='Sizes of' rows=name across=kind value=value")
+    assert pivot[2:] == ["| a | 1.25 | 3,333 |", "| b | 2 | - |"]
+    assert torch.__version__ in block("machine file=sizes")[0]
+    for wrong in ("table file=sizes title=None", "table file=none title=Sizes"):
+        with pytest.raises(ValueError, match=r"None|none"):
+            block(wrong)
+    with pytest.raises(ValueError, match="colour"):
+        block("table file=sizes title=Sizes columns=colour")
+
+
+def test_markdown_out_of_step_is_found(tmp_path):
+    report = Report("sizes", {})
+    report.table("Sizes", {"value": "value"}).add(value=5)
+    report.save(tmp_path)
+    text = tmp_path / "text.md"
+    text.write_text("<!-- table file=sizes title=Sizes -->\n<!-- end -->\n")
+    options = [str(text), "--results", str(tmp_path)]
+    with pytest.raises(SystemExit, match="out of step"):
+        tables.main([*options, "--check"])
+    tables.main(options)
+    tables.main([*options, "--check"])
+    assert "| 5 |" in text.read_text()
 
 
 def test_command_line(tmp_path, trace_folder, capsys):
