@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 SOURCES := $(wildcard cython_ext/*.pyx cython_ext/*.pxd cython_ext/*.h cython_ext/*.c)
 
-.PHONY: demo test test-all test-debug test-matrix bench quality style build wheel clean
+.PHONY: demo test test-all test-debug test-matrix bench bench-recorded results quality style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
@@ -42,8 +42,18 @@ test-debug: build
 test-matrix: build .venv-5.17/.installed
 	.venv-5.17/bin/python -m pytest -q -m "not slow" tests/test_batches.py tests/test_generate_contract.py tests/test_generate_inputs.py tests/test_candidate_generator.py
 
+# What RESULTS.md shows was written with OUT=benchmarks/results.
+OUT ?= benchmarks/out
 bench: build
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --plot --output $(OUT)
+
+# The two benchmarks that recorded text matters to, over recordings in TRACES.
+bench-recorded: build
+	$(BIN)/python -m benchmarks structures acceptance --text $(TRACES) --traces $(TRACES) --plot --output $(OUT)/recorded
+
+# RESULTS.md's tables, from what is in benchmarks/results.
+results: build
+	$(BIN)/python -m benchmarks.tables
 
 quality: build
 	$(BIN)/ruff check .

@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import set_seed
 
@@ -26,7 +25,6 @@ from hf_retrieval_assist.demo_model import load_demo_model
 from .methods import Method, Run, assisted, baselines, run_method
 from .report import Report, Table
 from .timing import alternate
-from .traces import SHIPPED, Trace, write_npz
 
 PROMPTS = Path(__file__).parent / "prompts"
 
@@ -150,9 +148,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-repeats", type=int, default=3)
     parser.add_argument("--greedy-prompts", type=int, default=1, help="of each category")
     parser.add_argument("--sampled-prompts", type=int, default=1, help="of each category")
-    parser.add_argument(
-        "--record", action="store_true", help="keep the sampled outputs as a trace to replay"
-    )
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
@@ -197,21 +192,7 @@ def measure(
                 )
             )
         summarise(table, done)
-        if arguments.record:
-            record(tokenizer, kind, done)
     return report
-
-
-def record(tokenizer: Any, kind: str, comparisons: list[Comparison]) -> None:
-    """Keep what plain decoding wrote as a trace for the other benchmarks."""
-    requests = [
-        (
-            np.array(tokenizer(c.prompt.text).input_ids, dtype=np.int32),
-            c.runs["plain"].ids[0].numpy().astype(np.int32),
-        )
-        for c in comparisons
-    ]
-    write_npz(SHIPPED / f"{kind}.npz", Trace(kind, requests))
 
 
 def _silent(text: str) -> None:
