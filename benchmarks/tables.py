@@ -92,7 +92,7 @@ def _machine(report: dict[str, Any]) -> str:
     versions = [f"{name} {v}" for name, v in machine["versions"].items() if v is not None]
     memory = machine["memory_bytes"]
     facts = [
-        f"{machine['cpu']}, {machine['cores']} cores",
+        f"{machine['cpu']}, {machine['cores']} cores, torch threads: {machine['torch_threads']}",
         f"GPU: {machine['gpu'] or 'none'}",
         "" if memory is None else f"{memory / 2**30:.0f} GiB",
         f"Python {machine['python']}",
