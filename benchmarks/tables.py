@@ -23,7 +23,7 @@ from typing import Any
 
 from .report import Table, cell
 
-ROOT = Path(__file__).parent.parent
+FILES = [Path(__file__).parent.parent / name for name in ("RESULTS.md", "README.md")]
 RESULTS = Path(__file__).parent / "results"
 MARKER = re.compile(r"<!-- (table|machine) (.*?) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -108,7 +108,7 @@ _BLOCKS: dict[str, Callable[..., str]] = {"table": _table, "machine": _machine}
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("files", type=Path, nargs="*", default=[ROOT / "RESULTS.md"])
+    parser.add_argument("files", type=Path, nargs="*", default=FILES)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of reports")
     parser.add_argument("--check", action="store_true", help="fail where a file is out of step")
     arguments = parser.parse_args(argv)

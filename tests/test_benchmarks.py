@@ -12,6 +12,7 @@ from benchmarks import (
     acceptance,
     model,
     plots,
+    record,
     repeated,
     replay,
     structures,
@@ -270,6 +271,16 @@ def test_repeated_requests_are_drafted_from_earlier_outputs(small_model, tokeniz
         assert found["again", name]["accepted"] > found["first time", name]["accepted"]
 
 
+def test_samples_of_a_prompt_are_independent_and_end(small_model):
+    prompt = torch.tensor([[2, 3, 4, 5]])
+    samples = list(record.sample(small_model, prompt, samples=3, new_tokens=12, seed=0))
+    assert len(samples) == 3
+    assert len({tuple(ids.tolist()) for ids in samples}) == 3
+    assert all(ids.dtype == np.int32 and 1 <= len(ids) <= 12 for ids in samples)
+    again = record.sample(small_model, prompt, samples=3, new_tokens=12, seed=0)
+    assert all(np.array_equal(a, b) for a, b in zip(samples, again, strict=True))
+
+
 def test_a_changed_prompt_lacks_its_middle_word():
     assert repeated.changed("a b\nc d e") == "a b\nc e"
 
@@ -347,6 +358,10 @@ def test_markdown_out_of_step_is_found(tmp_path):
     tables.main(options)
     tables.main([*options, "--check"])
     assert "| 5 |" in text.read_text()
+
+
+def test_committed_tables_show_the_committed_figures():
+    tables.main(["--check"])
 
 
 def test_command_line(tmp_path, trace_folder, capsys):
