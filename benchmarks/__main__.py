@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from . import acceptance, model, plots, repeated, replay, structures
+from . import acceptance, forwards, model, plots, repeated, replay, structures
 from .report import environment
 
 BENCHMARKS: dict[str, ModuleType] = {
     "structures": structures,
     "acceptance": acceptance,
+    "forwards": forwards,
     "replay": replay,
     "model": model,
     "repeated": repeated,

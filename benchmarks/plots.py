@@ -111,6 +111,23 @@ def _model(plt: Any, report: Report) -> dict[str, Any]:
     }
 
 
+def _forwards(plt: Any, report: Report) -> dict[str, Any]:
+    """t(n) of each variant."""
+    (table,) = report.tables
+    figure, axis = plt.subplots(figsize=(6, 4))
+    for name, rows in _by(table, "variant").items():
+        points = [(row["tokens"], row["ms"]) for row in rows]
+        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    axis.set(xlabel="tokens in the forward (n)", ylabel="milliseconds")
+    axis.set(xscale="log", yscale="log", xticks=report.settings["sizes"])
+    axis.set_xticklabels(report.settings["sizes"])
+    axis.minorticks_off()
+    axis.set_title(table.title, fontsize=10)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return {"forwards": figure}
+
+
 def _repeated(plt: Any, report: Report) -> dict[str, Any]:
     """Speed relative to plain decoding by pass."""
     (table,) = report.tables
@@ -209,5 +226,6 @@ _FIGURES: dict[str, Callable[[Any, Report], dict[str, Any]]] = {
     "acceptance": _acceptance,
     "replay": _replay,
     "model": _model,
+    "forwards": _forwards,
     "repeated": _repeated,
 }

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from benchmarks import (
     acceptance,
+    forwards,
     model,
     plots,
     record,
@@ -259,6 +260,15 @@ def test_real_model_benchmark_on_a_random_one(small_model, tokenizer):
         same = {(row["category"], row["method"]): row["same"] for row in found}
         everything = "3 of 3" if kind == "greedy" else "2 of 2"
         assert same["all", "SamAssistant"] == same["all", "SuffixAssistant"] == everything
+
+
+def test_cost_of_forwards(small_model):
+    report = forwards.measure({"float32": small_model}, arguments("forwards"), silent)
+    found = rows(report, "A forward")
+    assert [row["tokens"] for row in found] == 2 * [1, 2, 4]
+    assert {row["variant"] for row in found} == {"float32, PyTorch's", "float32, ours"}
+    assert all(row["ms"] > 0 for row in found)
+    assert [row["ratio"] for row in found if row["tokens"] == 1] == [1, 1]
 
 
 def test_repeated_requests_are_drafted_from_earlier_outputs(small_model, tokenizer):
