@@ -29,17 +29,17 @@ MARKER = re.compile(r"<!-- (table|machine) (.*?) -->\n.*?<!-- end -->", re.DOTAL
 
 
 def render(text: str, results: Path = RESULTS) -> str:
-    """The text with what its markers ask for.
+    """The text with what its markers ask for; where a report is missing, it says so.
 
     Raises:
-        ValueError: a marker names a report, table or column that is not there.
+        ValueError: a marker names a table or column that is not in its report.
     """
 
     def block(marker: re.Match[str]) -> str:
         kind, arguments = marker.groups()
         options = dict(word.split("=", 1) for word in shlex.split(arguments))
         try:
-            content = _BLOCKS[kind](_read(results, options.pop("file")), **options)
+            content = _content(kind, results / f"{options.pop('file')}.json", options)
         except (KeyError, TypeError) as error:
             raise ValueError(f"<!-- {kind} {arguments} -->: {error}") from error
         return f"<!-- {kind} {arguments} -->\n{content}\n<!-- end -->"
@@ -47,11 +47,10 @@ def render(text: str, results: Path = RESULTS) -> str:
     return MARKER.sub(block, text)
 
 
-def _read(results: Path, name: str) -> dict[str, Any]:
-    path = results / f"{name}.json"
+def _content(kind: str, path: Path, options: dict[str, str]) -> str:
     if not path.is_file():
-        raise ValueError(f"no report {path}; `make bench` writes it")
-    return json.loads(path.read_text(encoding="utf-8"))
+        return f"Not measured yet: there is no {path.name}."
+    return _BLOCKS[kind](json.loads(path.read_text(encoding="utf-8")), **options)
 
 
 def _table(report: dict[str, Any], title: str, where: str = "", **shape: str) -> str:
