@@ -86,7 +86,7 @@ def markdown(headings: list[str], lines: list[list[str]]) -> str:
 
 
 def _machine(report: dict[str, Any]) -> str:
-    """Where and from what a report comes."""
+    """Where and from what a report comes, and with which settings."""
     machine = report["environment"]
     versions = [f"{name} {v}" for name, v in machine["versions"].items() if v is not None]
     memory = machine["memory_bytes"]
@@ -98,7 +98,12 @@ def _machine(report: dict[str, Any]) -> str:
         *versions,
         f"commit {machine['commit']}",
     ]
-    return ", ".join(filter(None, facts)) + "."
+    settings = [
+        f"{name} {value}"
+        for name, value in report["settings"].items()
+        if not isinstance(value, dict)
+    ]
+    return f"{', '.join(filter(None, facts))}. Settings: {', '.join(settings)}."
 
 
 _BLOCKS: dict[str, Callable[..., str]] = {"table": _table, "machine": _machine}

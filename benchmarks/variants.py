@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hf_retrieval_assist import (
     Assistant,
@@ -13,8 +14,11 @@ from hf_retrieval_assist import (
     RestAssistant,
     SamAssistant,
     SuffixAssistant,
+    TokenTree,
 )
-from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
+from hf_retrieval_assist.assistants import union
+from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
+from hf_retrieval_assist.drafters.base import DraftSession
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 
@@ -44,6 +48,16 @@ def presets(trace: Trace, folder: Path) -> dict[str, Make]:
     return found
 
 
+class CorpusAlone(SamAssistant):
+    """SAM-Decoding whose automaton over the text itself never gets to draft."""
+
+    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
+        corpus: Any = sessions[1]
+        if corpus.match_length - self.corpus_bias >= self.min_match:
+            return drafts[1]
+        return union(drafts[2:])
+
+
 def sam_parts(trace: Trace, folder: Path) -> dict[str, Make]:
     """The paper's table of ablations, under its own rule."""
     paper = partial(SamAssistant, budget="paper")
@@ -52,12 +66,11 @@ def sam_parts(trace: Trace, folder: Path) -> dict[str, Make]:
         "without corpus and fallback": partial(paper, fallback=None),
     }
     if trace.corpus:
-        recycling = TokenRecyclingDrafter
         found |= {
             "whole": lambda: paper(corpus=trace.corpus),
             "without fallback": lambda: paper(corpus=trace.corpus, fallback=None),
-            "without the text's own automaton": lambda: Assistant(
-                [StaticAutomatonDrafter(trace.corpus), recycling()], budget="paper"
+            "without the text's own automaton": lambda: CorpusAlone(
+                corpus=trace.corpus, budget="paper"
             ),
             "whole, planned": lambda: SamAssistant(corpus=trace.corpus),
         }
