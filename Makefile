@@ -6,8 +6,8 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard cython_ext/*.pyx cython_ext/*.pxd cython_ext/*.pxi cython_ext/*.h cython_ext/*.c)
 
-.PHONY: demo test test-all test-arm test-debug test-matrix $(TRANSFORMERS:%=test-transformers-%) bench quality \
-	style build wheel clean
+.PHONY: demo test test-all test-arm test-debug test-matrix $(TRANSFORMERS:%=test-transformers-%) bench \
+	bench-recorded results quality style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
@@ -59,8 +59,18 @@ $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: .venv-%/.installed
 	HFRA_EXPECT_TRANSFORMERS=$* .venv-$*/bin/python -m pytest -q -m "not slow and not demo" \
 		-n 2 $(MATRIX_TESTS)
 
+# What RESULTS.md shows was written with OUT=benchmarks/results.
+OUT ?= benchmarks/out
 bench: build
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks --plot --output $(OUT)
+
+# The two benchmarks that recorded text matters to, over recordings in TRACES.
+bench-recorded: build
+	$(BIN)/python -m benchmarks structures acceptance --text $(TRACES) --traces $(TRACES) --plot --output $(OUT)/recorded
+
+# RESULTS.md's tables, from what is in benchmarks/results.
+results: build
+	$(BIN)/python -m benchmarks.tables
 
 quality: build
 	$(BIN)/ruff check .

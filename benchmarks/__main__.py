@@ -9,14 +9,26 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from . import acceptance, kernel, model, plots, replay, step, structures
+from . import (
+    acceptance,
+    forwards,
+    kernel,
+    model,
+    plots,
+    repeated,
+    replay,
+    step,
+    structures,
+)
 from .report import environment
 
 BENCHMARKS: dict[str, ModuleType] = {
     "structures": structures,
     "acceptance": acceptance,
+    "forwards": forwards,
     "replay": replay,
     "model": model,
+    "repeated": repeated,
     "kernel": kernel,
     "step": step,
 }

@@ -22,14 +22,12 @@ from hf_retrieval_assist.simulation import SimulationReport, simulate
 
 from . import variants
 from .report import Report, Table
-from .traces import SHIPPED, Ids, Trace, read_traces
+from .traces import SHIPPED, Trace, read_traces
 
 CPU_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CPU_TIMES = (1.0, 1.94, 2.31, 2.16, 2.56, 3.29, 5.0)
 
-CURVE_POINTS = 5
-# The fingerprint under which `simulate` learns.
-SIMULATED = "simulation"
+WINDOW = 25  # requests of one point of a learning curve
 TREE_SIZES = (4, 8, 16, 32, 64, 128)
 # How often the child of each rank is accepted where its parent was.
 ACCEPTANCE_VECTORS = {
@@ -79,6 +77,7 @@ STUDIES = {
     "suffix": Study(
         "SuffixDecoding: nodes per match, and what is learnt", variants.suffix_settings
     ),
+    "memory": Study("SuffixDecoding: outputs learnt beforehand", variants.memory_sizes),
 }
 
 
@@ -109,40 +108,31 @@ def _figures(report: SimulationReport) -> dict[str, float]:
 
 
 def learning_curve(table: Table, trace: Trace, name: str, memory: OutputMemory) -> None:
-    """Accepted tokens on the second half of a trace, while the assistant learns on."""
-    second = trace.requests[len(trace.requests) // 2 :]
+    """Accepted tokens in every window of a trace, while the assistant learns on."""
     assistant = SuffixAssistant(memory)
-    for chunk in np.array_split(np.arange(len(second)), min(CURVE_POINTS, len(second))):
-        served = [second[i] for i in chunk]
+    for start in range(0, len(trace.requests), WINDOW):
+        served = trace.requests[start : start + WINDOW]
         accepted = simulate(assistant, served, vocab_size=trace.vocab_size).mean_accepted_tokens
-        table.add(trace=trace.name, variant=name, served=int(chunk[0]), accepted=accepted)
-
-
-def warmed(outputs: Iterable[Ids]) -> OutputMemory:
-    """A memory that has learnt these outputs."""
-    memory = OutputMemory()
-    for output in outputs:
-        memory.add(output, SIMULATED)
-    return memory
+        table.add(trace=trace.name, variant=name, served=start, accepted=accepted)
 
 
 def distribution_shift(
     report: Report, traces: list[Trace], progress: Callable[[str], None]
 ) -> None:
-    """SuffixDecoding's figure 9: a memory that learnt the same kind of requests, another, none."""
+    """SuffixDecoding's figure 9: a memory that learnt texts of the same kind, of another, none."""
     table = report.table(
-        "SuffixDecoding: what the memory held before, and learning on",
+        f"SuffixDecoding: what the memory held before, by {WINDOW} requests",
         {"trace": "trace", "variant": "memory", "served": "served", "accepted": "tokens/step"},
     )
     for index, trace in enumerate(traces):
         progress(f"{table.title}: {trace.name}")
-        first = [output for _, output in trace.requests[: len(trace.requests) // 2]]
         learning_curve(table, trace, "empty", OutputMemory())
-        learning_curve(table, trace, "first half of the trace", warmed(first))
+        if trace.corpus:
+            learning_curve(table, trace, "its own corpus", variants.warmed(trace.corpus))
         if len(traces) > 1:
             other = traces[index - 1]
             outputs = [output for _, output in other.requests]
-            learning_curve(table, trace, f"outputs of {other.name}", warmed(outputs))
+            learning_curve(table, trace, f"outputs of {other.name}", variants.warmed(outputs))
 
 
 def sequoia_trees(report: Report) -> None:

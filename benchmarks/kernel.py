@@ -1,4 +1,4 @@
-"""The kernels for few rows: linear layers, attention, whole forwards, and what they change.
+"""The kernels for few rows: linear layers, attention, and what they change.
 
 The last table counts, over real text, how often the most probable next token changes against plain
 one-row forwards, beside what PyTorch's own forwards of several rows change.
@@ -19,7 +19,6 @@ from transformers import DynamicCache
 
 from hf_retrieval_assist.attention_reroute import plain_attention
 from hf_retrieval_assist.demo_model import load_demo_model
-from hf_retrieval_assist.kv_cache import SlotCache
 from hf_retrieval_assist.linear_reroute import transposed_linear
 from hf_retrieval_assist.reroute import reroute
 from hf_retrieval_assist.skinny_attention import kernel_attention
@@ -121,31 +120,6 @@ def _attention_calls(
     }
 
 
-def forwards(
-    report: Report,
-    model: Any,
-    ids: torch.Tensor,
-    arguments: argparse.Namespace,
-    progress: Callable[[str], None],
-) -> None:
-    """Whole forwards of n rows behind 64 cached tokens."""
-    if not report.tables or report.tables[-1].title != "Whole forwards":
-        report.table("Whole forwards", time_columns("model"))
-    cache = SlotCache(model.config)
-    with torch.no_grad():
-        model(ids[None, :64], past_key_values=cache)
-        cache.begin(1)
-
-        def run(scope: Scope, n: int) -> None:
-            with scope():
-                model(ids[None, 64 : 64 + n], past_key_values=cache)
-            cache.truncate(64)
-
-        calls = {"as is": partial(run, nullcontext), "kernels": partial(run, reroute)}
-        what = f"{model.config.model_type} {str(model.dtype)[6:]}"
-        time_rows(report.tables[-1], what, calls, arguments, progress)
-
-
 def real_text(tokenizer: Any, positions: int) -> torch.Tensor:
     """int64 [pieces, PREFIX + PIECE]: Python's own manual, as every interpreter carries it."""
     from pydoc_data.topics import topics
@@ -203,7 +177,7 @@ def flips(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel-repeats", type=int, default=9)
-    parser.add_argument("--flip-positions", type=int, default=10_000, help="of real text; 0: none")
+    parser.add_argument("--flip-positions", type=int, default=256, help="of real text; 0: none")
     parser.add_argument("--flip-rows", type=int, default=16, help="tokens of one forward")
 
 
@@ -217,7 +191,6 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     for dtype in (torch.float32, torch.bfloat16):
         model, tokenizer = load_demo_model(dtype)
         pieces = real_text(tokenizer, max(arguments.flip_positions, 1))
-        forwards(report, model, pieces[0], arguments, progress)
         if arguments.flip_positions:
             flips(report, model, pieces, arguments.flip_rows, progress)
     return report

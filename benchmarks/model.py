@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import set_seed
 
@@ -26,7 +25,6 @@ from hf_retrieval_assist.demo_model import load_demo_model
 from .methods import Method, Run, assisted, baselines, run_method
 from .report import Report, Table
 from .timing import alternate
-from .traces import SHIPPED, Trace, write_npz
 
 PROMPTS = Path(__file__).parent / "prompts"
 
@@ -204,9 +202,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--greedy-prompts", type=int, default=1, help="of each category")
     parser.add_argument("--sampled-prompts", type=int, default=1, help="of each category")
     parser.add_argument("--batch-rows", type=int, default=8, help="prompts in the batch; 0: none")
-    parser.add_argument(
-        "--record", action="store_true", help="keep the sampled outputs as a trace to replay"
-    )
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
@@ -252,8 +247,6 @@ def measure(
                 )
             )
         summarise(table, done)
-        if arguments.record:
-            record(tokenizer, kind, done)
     copying = [prompt for prompt in prompts if prompt.category in COPYING][: arguments.batch_rows]
     if copying:
         table = report.table("Real model, a batch of prompts to copy from", BATCH_COLUMNS)
@@ -267,18 +260,6 @@ def measure(
             lambda text: progress(f"batch: {text}"),
         )
     return report
-
-
-def record(tokenizer: Any, kind: str, comparisons: list[Comparison]) -> None:
-    """Keep what plain decoding wrote as a trace for the other benchmarks."""
-    requests = [
-        (
-            np.array(tokenizer(c.prompt.text).input_ids, dtype=np.int32),
-            c.runs["plain"].ids[0].numpy().astype(np.int32),
-        )
-        for c in comparisons
-    ]
-    write_npz(SHIPPED / f"{kind}.npz", Trace(kind, requests))
 
 
 def _silent(text: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .report import Report, Table
+from .report import Report, Table, cell
 
 
 def require_matplotlib() -> Any:
@@ -34,7 +34,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
     paths = []
     for name, figure in _FIGURES[report.benchmark](plt, report).items():
         paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1], dpi=150, bbox_inches="tight")
+        figure.savefig(paths[-1], dpi=110, bbox_inches="tight")
         plt.close(figure)
     return paths
 
@@ -44,20 +44,22 @@ def _structures(plt: Any, report: Report) -> dict[str, Any]:
     table = report.tables[0]
     wanted = [key for key in ("build", "bytes", "update", "draft") if _any(table, key)]
     structures = _by(table, "structure")
-    figure, axes = plt.subplots(1, len(wanted), figsize=(4.2 * len(wanted), 3.8), squeeze=False)
-    for axis, key in zip(axes[0], wanted, strict=True):
+    figure, axes = plt.subplots(2, 2, figsize=(9, 7.5))
+    for axis, key in zip(axes.flat, wanted, strict=False):
         for index, (name, rows) in enumerate(structures.items()):
             points = [(r["tokens"], r[key]) for r in rows if r["text"] == "natural" and r.get(key)]
             # Without points too, so that every structure has one colour and a place in the legend.
             x, y = zip(*points, strict=True) if points else ((), ())
             axis.plot(x, y, marker="o", markersize=3, label=name, color=f"C{index}")
-        axis.set(xscale="log", xlabel="tokens", ylabel=table.columns[key])
+        axis.set(xscale="log", xlabel="tokens indexed", ylabel=table.columns[key])
         axis.set(**({"ylim": (0, None)} if key == "bytes" else {"yscale": "log"}))
         axis.grid(alpha=0.3)
+    for axis in axes.flat[len(wanted) :]:
+        axis.set_axis_off()
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, ncols=len(labels), loc="lower center")
-    figure.suptitle(table.title)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.legend(handles, labels, fontsize=8, ncols=4, loc="lower center")
+    figure.suptitle(f"{table.title}; natural text")
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     return {"structures": figure}
 
 
@@ -70,9 +72,7 @@ def _acceptance(plt: Any, report: Report) -> dict[str, Any]:
         elif "tree" in table.columns:
             figures["sequoia"] = _lines(plt, table, "draft", "nodes", _tree_and_chains)
         else:
-            figures[f"acceptance-{index}"] = _bars(
-                plt, table, "trace", "variant", "accepted", "tokens per step"
-            )
+            figures[f"acceptance-{index}"] = _ladders(plt, table)
     return figures
 
 
@@ -111,6 +111,30 @@ def _model(plt: Any, report: Report) -> dict[str, Any]:
     }
 
 
+def _forwards(plt: Any, report: Report) -> dict[str, Any]:
+    """t(n) of each variant."""
+    (table,) = report.tables
+    figure, axis = plt.subplots(figsize=(6, 4))
+    for name, rows in _by(table, "variant").items():
+        points = [(row["tokens"], row["ms"]) for row in rows]
+        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    axis.set(xlabel="tokens in the forward (n)", ylabel="milliseconds")
+    axis.set(xscale="log", yscale="log", xticks=report.settings["sizes"])
+    axis.set_xticklabels(report.settings["sizes"])
+    axis.minorticks_off()
+    axis.set_title(table.title, fontsize=10)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return {"forwards": figure}
+
+
+def _repeated(plt: Any, report: Report) -> dict[str, Any]:
+    """Speed relative to plain decoding by pass."""
+    (table,) = report.tables
+    label = "speed relative to plain"
+    return {"repeated": _bars(plt, table, "prompts", "method", "ratio", label, reference=1.0)}
+
+
 def _bars(
     plt: Any,
     table: Table,
@@ -125,19 +149,37 @@ def _bars(
     groups, names = list(_by(table, group)), list(_by(table, series))
     figure, axis = plt.subplots(figsize=(max(6, 1.1 * len(groups) + 0.25 * len(names) + 2), 4))
     width = 0.8 / len(names)
-    colours = plt.get_cmap("viridis")
     for i, name in enumerate(names):
         found = {row[group]: row[value] for row in table.rows if row[series] == name}
         places = [g + (i - (len(names) - 1) / 2) * width for g in range(len(groups))]
         heights = [found.get(key) or 0 for key in groups]
-        axis.bar(places, heights, width, label=name, color=colours(i / max(1, len(names) - 1)))
+        axis.bar(places, heights, width, label=name)
     if reference is not None:
         axis.axhline(reference, color="black", linewidth=0.8, linestyle="--")
     axis.set_xticks(range(len(groups)), [str(key) for key in groups], rotation=20)
     axis.set(xlabel=table.columns[group], ylabel=label)
     axis.set_title("\n".join(filter(None, [table.title, subtitle])), fontsize=10)
-    axis.legend(fontsize=7, ncols=1 + len(names) // 7, loc="upper left", bbox_to_anchor=(1.01, 1))
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
     axis.grid(axis="y", alpha=0.3)
+    return figure
+
+
+def _ladders(plt: Any, table: Table) -> Any:
+    """Tokens per step: a panel per trace, a bar per variant, with its figure beside it."""
+    panels, variants = _by(table, "trace"), list(_by(table, "variant"))
+    size = (3.2 + 2 * len(panels), 1.3 + 0.27 * len(variants))
+    figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
+    for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):
+        places = [variants.index(row["variant"]) for row in rows]
+        bars = axis.barh(places, [row["accepted"] for row in rows], color="C0")
+        axis.bar_label(bars, [cell(row["accepted"]) for row in rows], padding=2, fontsize=7)
+        axis.set(xlabel="tokens per step")
+        axis.margins(x=0.22)
+        axis.set_title(title, fontsize=9)
+    axes[0][0].set_yticks(range(len(variants)), variants, fontsize=8)
+    axes[0][0].invert_yaxis()
+    figure.suptitle(table.title, fontsize=10)
+    figure.tight_layout()
     return figure
 
 
@@ -154,7 +196,8 @@ def _lines(
     for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):
         for label, points in lines_of(rows, x).items():
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-        axis.set(xlabel=_AXES[x], ylabel="tokens per step", ylim=(0, None))
+        axis.set(xlabel=_AXES[x], ylabel="tokens per step")
+        axis.set_ylim(0, 1.35 * axis.get_ylim()[1])  # room for the legend
         axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
@@ -183,4 +226,6 @@ _FIGURES: dict[str, Callable[[Any, Report], dict[str, Any]]] = {
     "acceptance": _acceptance,
     "replay": _replay,
     "model": _model,
+    "forwards": _forwards,
+    "repeated": _repeated,
 }

@@ -39,14 +39,15 @@ class Table:
 
     def __str__(self) -> str:
         cells = [list(self.columns.values())]
-        cells += [[_cell(row.get(key)) for key in self.columns] for row in self.rows]
+        cells += [[cell(row.get(key)) for key in self.columns] for row in self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(_align(row, widths)) for row in cells]
         lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join([self.title, *lines])
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """As printed: three digits, from a thousand on whole numbers, a dash for nothing."""
     if value is None:
         return "-"
     if not isinstance(value, float):

@@ -9,8 +9,9 @@ import argparse
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -22,14 +23,19 @@ from hf_retrieval_assist.suffix_array import SuffixMatcher
 from hf_retrieval_assist.suffix_automaton import SuffixAutomaton
 from hf_retrieval_assist.suffix_tree import SuffixTree
 
+from . import texts
 from .report import Report
-from .texts import STREAMS, Int32Array
-from .timing import mean_us
+from .texts import Int32Array
+from .timing import orders, typical_us
+from .traces import SHIPPED
 
-VOCAB_SIZE = 32_000
+VOCAB_SIZE = 262_144  # above every id of every text
 DRAFT = 32
+DEPTH = 64  # longest context plus draft of suffix trees
 QUERIES = 1_000
 QUERY_SECONDS = 1.0
+REPEATS = 3
+REPEATED = 1_000_000  # tokens; larger texts are indexed once
 OUTPUT_TOKENS = 500
 # A token takes about 75 bytes there: a million are more than what fits.
 MEMORY_BYTES_PER_TOKEN = 64
@@ -83,10 +89,10 @@ class AutomatonIndex(Index):
 
 
 class TreeIndex(Index):
-    """Suffix tree of depth 64 with counts, online (SuffixDecoding)."""
+    """Suffix tree of bounded depth with counts, online (SuffixDecoding)."""
 
     def __init__(self, text: Int32Array) -> None:
-        self._tree = SuffixTree(64)
+        self._tree = SuffixTree(DEPTH)
         self._sequence = self._tree.add_sequence()
         self._tree.extend(self._sequence, text)
 
@@ -165,14 +171,14 @@ class DivsufsortIndex(Index):
 
 
 class ArcticIndex(Index):
-    """ArcticInference's suffix cache."""
+    """ArcticInference's suffix cache, of one request: its other tree is switched off."""
 
     def __init__(self, text: Int32Array) -> None:
         from arctic_inference.suffix_decoding import SuffixDecodingCache
 
-        self._cache = SuffixDecodingCache(max_tree_depth=64)
+        self._cache = SuffixDecodingCache(max_tree_depth=DEPTH, max_cached_requests=0)
         self._cache.start_request(0, text)
-        self._context = text[-64:].tolist()
+        self._context = text[-DEPTH:].tolist()
 
     @property
     def nbytes(self) -> None:
@@ -180,10 +186,33 @@ class ArcticIndex(Index):
 
     def append(self, token: int) -> None:
         self._cache.add_active_response(0, [token])
-        self._context = [*self._context[-63:], token]
+        self._context.append(token)
 
     def draft(self) -> None:
-        self._cache.speculate(0, self._context, max_spec_tokens=DRAFT)
+        context = self._context[-DEPTH:]
+        self._cache.speculate(0, context, max_spec_tokens=DRAFT, use_tree_spec=True)
+
+
+class ArcticTreeIndex(Index):
+    """The compiled tree inside ArcticInference's suffix cache, without the Python around it."""
+
+    def __init__(self, text: Int32Array) -> None:
+        from arctic_inference.suffix_decoding._C import SuffixTree as ArcticTree
+
+        self._tree = ArcticTree(DEPTH)
+        self._tree.extend_ndarray(0, text)
+        self._context = text[-DEPTH:].tolist()
+
+    @property
+    def nbytes(self) -> None:
+        return None
+
+    def append(self, token: int) -> None:
+        self._tree.extend(0, [token])
+        self._context.append(token)
+
+    def draft(self) -> None:
+        self._tree.speculate(self._context[-DEPTH:], DRAFT, 1.0, 0.0, 0.1, True)
 
 
 INDEXES: dict[str, type[Index]] = {
@@ -192,7 +221,8 @@ INDEXES: dict[str, type[Index]] = {
     "suffix array": ArrayIndex,
     "prompt lookup": PromptLookupIndex,
     "pydivsufsort": DivsufsortIndex,
-    "ArcticInference": ArcticIndex,
+    "ArcticInference cache": ArcticIndex,
+    "ArcticInference tree": ArcticTreeIndex,
 }
 
 COLUMNS = {
@@ -206,25 +236,38 @@ COLUMNS = {
 }
 
 
-def measure(index: type[Index], text: Int32Array, queries: Int32Array) -> dict[str, float | None]:
+Figures = dict[str, float | None]
+
+
+def measure(index: type[Index], text: Int32Array, queries: Int32Array) -> Figures:
     """Figures of one structure over one text, then asked along `queries`."""
     started = time.perf_counter()
     built = index(text)
     seconds = time.perf_counter() - started
     nbytes = built.nbytes
-    figures: dict[str, float | None] = {
+    figures: Figures = {
         "build": len(text) / seconds if index.builds else None,
         "bytes": None if nbytes is None else nbytes / len(text),
     }
     if index.append is not Index.append:
         calls = [(lambda t=int(token): built.append(t)) for token in queries]
         half = len(calls) // 2
-        figures["update"] = mean_us(calls[:half], QUERY_SECONDS)
-        figures["draft"] = mean_us(_after_each(calls[half:], built.draft), QUERY_SECONDS)
+        figures["update"] = typical_us(calls[:half], QUERY_SECONDS)
+        figures["draft"] = typical_us(_after_each(calls[half:], built.draft), QUERY_SECONDS)
     return figures
 
 
-def _after_each(calls: list[Callable[[], object]], timed: Callable[[], object]):
+def medians(repeats: list[Figures]) -> Figures:
+    """The median of every figure; None stays None."""
+    return {
+        key: None if value is None else median(figures[key] for figures in repeats)
+        for key, value in repeats[0].items()
+    }
+
+
+def _after_each(
+    calls: list[Callable[[], object]], timed: Callable[[], object]
+) -> Iterator[Callable[[], object]]:
     """`timed` once after each of the calls, which are not timed themselves."""
     for call in calls:
         call()
@@ -246,6 +289,9 @@ def available(report: Report) -> dict[str, type[Index]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="largest text (default: 10M, quick: 100k)")
+    parser.add_argument(
+        "--text", type=Path, default=SHIPPED, help="folder of recordings, for text that is real"
+    )
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
@@ -255,15 +301,19 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     queries = QUERIES // 10 if arguments.quick else QUERIES
     table = report.table(f"Structures, drafting {DRAFT} tokens", COLUMNS)
     indexes = available(report)
-    for stream, size in [*(("natural", s) for s in sizes), *_adversarial(sizes)]:
-        options = {"seed": arguments.seed} if stream == "natural" else {}
-        text = STREAMS[stream](size + queries, **options)
-        for name, index in indexes.items():
-            progress(f"{name}: {size:,} tokens, {stream}")
-            figures = measure(index, text[:size], text[size:])
-            table.add(structure=name, text=stream, tokens=size, **figures)
+    for stream, text in _texts(sizes, queries, arguments):
+        size = len(text) - queries
+        repeats = 1 if arguments.quick or size > REPEATED else REPEATS
+        found: dict[str, list[Figures]] = {name: [] for name in indexes}
+        for order in orders(list(indexes), repeats):
+            for name in order:
+                progress(f"{name}: {size:,} tokens, {stream}")
+                found[name].append(measure(indexes[name], text[:size], text[size:]))
+        for name, figures in found.items():
+            table.add(structure=name, text=stream, tokens=size, **medians(figures))
     progress("a bounded memory")
-    measure_memory(report, STREAMS["natural"](min(max(sizes), 10**6), seed=arguments.seed))
+    passing = texts.natural(min(max(sizes), REPEATED), seed=arguments.seed)
+    measure_memory(report, passing)
     return report
 
 
@@ -286,7 +336,17 @@ def measure_memory(report: Report, text: Int32Array) -> None:
         table.add(tokens=learnt, speed=speed, largest=largest / 2**20, kept=memory.token_count)
 
 
-def _adversarial(sizes: list[int]) -> list[tuple[str, int]]:
-    """The hard texts, at up to a million tokens: enough to tell linear time from worse."""
-    largest = max([size for size in sizes if size <= 10**6], default=0)
-    return [(name, largest) for name in STREAMS if name != "natural" and largest]
+def _texts(
+    sizes: list[int], queries: int, arguments: argparse.Namespace
+) -> Iterator[tuple[str, Int32Array]]:
+    """Every text with its name: `queries` tokens longer than what is indexed of it."""
+    for size in sizes:
+        yield "natural", texts.natural(size + queries, seed=arguments.seed)
+    for size in sizes:
+        recorded = texts.recorded(arguments.text, size + queries)
+        if len(recorded) == size + queries:
+            yield "recorded", recorded
+    # A million tokens of the hard ones are enough to tell linear time from worse.
+    for size in [size for size in sizes if size <= 10**6][-1:]:
+        for name, stream in texts.HARD.items():
+            yield name, stream(size + queries)

@@ -1,9 +1,13 @@
-"""Token streams to index: natural ones, and those that are worst for suffix structures."""
+"""Token streams to index: natural, recorded, and those that are worst for suffix structures."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 from numpy.typing import NDArray
+
+from .traces import read_traces
 
 Int32Array = NDArray[np.int32]
 
@@ -25,6 +29,14 @@ def natural(length: int, vocab_size: int = 32_000, seed: int = 0) -> Int32Array:
         text[here : here + room] = copied[:room]
         here += span + int(rng.integers(2, 60))
     return text
+
+
+def recorded(folder: Path, length: int) -> Int32Array:
+    """The first tokens of all that the traces of a folder hold: requests in order, then corpora."""
+    traces = read_traces(folder)
+    requests = [ids for trace in traces for request in trace.requests for ids in request]
+    corpora = [ids for trace in traces for ids in trace.corpus]
+    return np.concatenate([*requests, *corpora])[:length]
 
 
 def repeated(length: int) -> Int32Array:
@@ -59,9 +71,5 @@ def de_bruijn(length: int, order: int = 16) -> Int32Array:
     return np.resize(np.array(bits, dtype=np.int32), length)
 
 
-STREAMS = {
-    "natural": natural,
-    "repeated": repeated,
-    "fibonacci": fibonacci,
-    "de_bruijn": de_bruijn,
-}
+# The hard ones.
+HARD = {"repeated": repeated, "fibonacci": fibonacci, "de_bruijn": de_bruijn}

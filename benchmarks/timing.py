@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from statistics import median
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import mean, median
 from typing import TypeVar
 
 T = TypeVar("T")
+
+RUN = 20  # calls
 
 
 def alternate(
     candidates: Mapping[str, Callable[[], T]], repeats: int, progress: Callable[[str], None]
 ) -> tuple[dict[str, float], dict[str, T]]:
-    """Median seconds and last result of each candidate.
-
-    The order turns round with every repeat, so that a machine that slows down or speeds up meets
-    all candidates alike.
-    """
+    """Median seconds and last result of each candidate."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     results: dict[str, T] = {}
-    names = list(candidates)
-    for repeat in range(repeats):
-        for name in names if repeat % 2 == 0 else reversed(names):
+    for repeat, order in enumerate(orders(list(candidates), repeats)):
+        for name in order:
             progress(f"{name}, run {repeat + 1} of {repeats}")
             started = time.perf_counter()
             results[name] = candidates[name]()
@@ -30,14 +27,29 @@ def alternate(
     return {name: median(times) for name, times in seconds.items()}, results
 
 
-def mean_us(calls: Iterable[Callable[[], object]], limit_s: float) -> float | None:
-    """Mean microseconds of the calls, of as many as `limit_s` seconds allow; None without any."""
-    count, spent = 0, 0.0
+def orders(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
+    """The names once for each repeat, every other time backwards.
+
+    A machine that slows down or speeds up so meets all of them alike.
+    """
+    for repeat in range(repeats):
+        yield list(names) if repeat % 2 == 0 else list(reversed(names))
+
+
+def typical_us(calls: Iterable[Callable[[], object]], limit_s: float) -> float | None:
+    """Microseconds of a call: the median of the means over RUN calls in a row; None without any.
+
+    The mean keeps work that falls due every few calls, the median drops what other processes did.
+    Stops after `limit_s` seconds of calls.
+    """
+    seconds: list[float] = []
+    spent = 0.0
     for call in calls:
         started = time.perf_counter()
         call()
-        spent += time.perf_counter() - started
-        count += 1
+        seconds.append(time.perf_counter() - started)
+        spent += seconds[-1]
         if spent > limit_s:
             break
-    return 1e6 * spent / count if count else None
+    means = [mean(seconds[i : i + RUN]) for i in range(0, len(seconds), RUN)]
+    return 1e6 * median(means) if means else None

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hf_retrieval_assist import Assistant, Datastore, RestAssistant, SamAssistant, SuffixAssistant
-from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
+from hf_retrieval_assist import (
+    Assistant,
+    Datastore,
+    OutputMemory,
+    RestAssistant,
+    SamAssistant,
+    SuffixAssistant,
+    TokenTree,
+)
+from hf_retrieval_assist.assistants import union
+from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
+from hf_retrieval_assist.drafters.base import DraftSession
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 
@@ -15,6 +26,8 @@ from .baselines import prompt_lookup
 from .traces import Ids, Trace
 
 Make = Callable[[], Assistant]
+# The fingerprint under which `simulate` learns.
+SIMULATED = "simulation"
 
 
 def presets(trace: Trace, folder: Path) -> dict[str, Make]:
@@ -23,12 +36,26 @@ def presets(trace: Trace, folder: Path) -> dict[str, Make]:
         "prompt lookup": prompt_lookup,
         "token recycling": lambda: Assistant([TokenRecyclingDrafter()]),
         "SamAssistant": SamAssistant,
+        "SamAssistant, memory": lambda: SamAssistant(memory=OutputMemory()),
         "SuffixAssistant": SuffixAssistant,
     }
     if trace.corpus:
         found["SamAssistant, corpus"] = lambda: SamAssistant(corpus=trace.corpus)
+        found["SamAssistant, corpus, memory"] = lambda: SamAssistant(
+            corpus=trace.corpus, memory=OutputMemory()
+        )
         found["RestAssistant"] = _rest(trace, folder, trace.corpus)
     return found
+
+
+class CorpusAlone(SamAssistant):
+    """SAM-Decoding whose automaton over the text itself never gets to draft."""
+
+    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
+        corpus: Any = sessions[1]
+        if corpus.match_length - self.corpus_bias >= self.min_match:
+            return drafts[1]
+        return union(drafts[2:])
 
 
 def sam_parts(trace: Trace, folder: Path) -> dict[str, Make]:
@@ -39,12 +66,11 @@ def sam_parts(trace: Trace, folder: Path) -> dict[str, Make]:
         "without corpus and fallback": partial(paper, fallback=None),
     }
     if trace.corpus:
-        recycling = TokenRecyclingDrafter
         found |= {
             "whole": lambda: paper(corpus=trace.corpus),
             "without fallback": lambda: paper(corpus=trace.corpus, fallback=None),
-            "without the text's own automaton": lambda: Assistant(
-                [StaticAutomatonDrafter(trace.corpus), recycling()], budget="paper"
+            "without the text's own automaton": lambda: CorpusAlone(
+                corpus=trace.corpus, budget="paper"
             ),
             "whole, planned": lambda: SamAssistant(corpus=trace.corpus),
         }
@@ -79,17 +105,41 @@ def _own_text(size: int) -> Assistant:
 
 def suffix_settings(trace: Trace, folder: Path) -> dict[str, Make]:
     """The paper's alpha (nodes per matched token), and what each of the two trees brings."""
+    paper = partial(SuffixAssistant, fallback=None, budget="paper")
     found: dict[str, Make] = {
-        f"alpha {alpha}": partial(SuffixAssistant, alpha=alpha, fallback=None, budget="paper")
-        for alpha in (0.5, 1, 2, 4)
+        f"alpha {alpha}": partial(paper, alpha=alpha) for alpha in (0.5, 1, 2, 4)
     }
     bare = partial(SuffixAssistant, fallback=None)
     return found | {
+        "alpha 4, the request's tree alone": lambda: Assistant(
+            [SuffixDrafter(alpha=4, scored=True, learn=False)], budget="paper"
+        ),
+        # No match in a tree of depth 1 leaves room for a draft.
+        "alpha 4, the outputs' tree alone": partial(paper, alpha=4, max_depth=1),
         "planned": bare,
         "planned, with fallback": SuffixAssistant,
-        "paths instead of trees": partial(bare, tree=False),
-        "without earlier outputs": lambda: Assistant([SuffixDrafter(learn=False)]),
+        "planned, paths instead of trees": partial(bare, tree=False),
+        "planned, without earlier outputs": lambda: Assistant([SuffixDrafter(learn=False)]),
     }
+
+
+def memory_sizes(trace: Trace, folder: Path) -> dict[str, Make]:
+    """From cold to ten thousand outputs, as far as the corpus goes; nothing is learnt meanwhile."""
+
+    def make(count: int) -> Assistant:
+        return SuffixAssistant(warmed(trace.corpus[:count]), fallback=None).private()
+
+    counts = [count for count in (0, 10, 100, 1_000) if count < len(trace.corpus)]
+    counts.append(min(len(trace.corpus), 10_000))
+    return {f"{count:,} outputs": partial(make, count) for count in counts}
+
+
+def warmed(outputs: Iterable[Ids]) -> OutputMemory:
+    """A memory that has learnt these outputs, as outputs of what `simulate` simulates."""
+    memory = OutputMemory()
+    for output in outputs:
+        memory.add(output, SIMULATED)
+    return memory
 
 
 def rest_sizes(trace: Trace, folder: Path) -> dict[str, Make]:

@@ -30,6 +30,7 @@ def measure_cost(
     costs: CostModels,
     batch_size: int = 1,
     cache_length: int = 1024,
+    reroute: bool = True,
 ) -> CostModel:
     """Time forwards of the given numbers of tokens per row.
 
@@ -39,6 +40,7 @@ def measure_cost(
         costs: what learns from the timings.
         batch_size: rows.
         cache_length: tokens of each row in the cache at the end of the measurement.
+        reroute: as of :class:`Assistant`.
 
     Returns:
         The cost model in `costs` that learnt from these forwards.
@@ -48,18 +50,18 @@ def measure_cost(
     length = max(1, cache_length - new_tokens)
     prompt = torch.randint(_vocab_size(model), (batch_size, length), device=model.device)
     # Memory is allocated and kernels are chosen in the first round; it teaches nothing.
-    _generate(model, prompt, sizes, CostModels(), len(sizes) + max(sizes))
-    _generate(model, prompt, sizes, costs, new_tokens)
+    warm_up = Assistant([_RandomChains(sizes)], budget="paper", reroute=reroute)
+    _generate(model, prompt, warm_up, len(sizes) + max(sizes))
+    measured = Assistant([_RandomChains(sizes)], budget="paper", reroute=reroute, costs=costs)
+    _generate(model, prompt, measured, new_tokens)
     return costs.get(cost_key(model, prompt, length + new_tokens))
 
 
-def _generate(
-    model: Any, prompt: torch.Tensor, sizes: Sequence[int], costs: CostModels, new_tokens: int
-) -> None:
+def _generate(model: Any, prompt: torch.Tensor, assistant: Assistant, new_tokens: int) -> None:
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        assistant=Assistant([_RandomChains(sizes)], budget="paper", costs=costs),
+        assistant=assistant,
         max_new_tokens=new_tokens,
         do_sample=False,
     )

@@ -8,7 +8,20 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks import acceptance, model, plots, replay, structures, texts, timing, traces
+from benchmarks import (
+    acceptance,
+    forwards,
+    model,
+    plots,
+    record,
+    repeated,
+    replay,
+    structures,
+    tables,
+    texts,
+    timing,
+    traces,
+)
 from benchmarks.__main__ import main, parse
 from benchmarks.report import Report
 from hf_retrieval_assist.simulation import simulate
@@ -72,7 +85,7 @@ def test_structures(structures_report, tmp_path):
     found = rows(structures_report, "Structures")
     names = {row["structure"] for row in found}
     assert {"suffix automaton", "suffix tree", "suffix array", "prompt lookup"} <= names
-    assert {row["text"] for row in found} == set(texts.STREAMS)
+    assert {row["text"] for row in found} == {"natural", "recorded", *texts.HARD}
     automaton = [row for row in found if row["structure"] == "suffix automaton"]
     assert all(row["build"] > 0 and row["draft"] > 0 and row["bytes"] > 0 for row in automaton)
     passed = rows(structures_report, "Outputs through a memory of at most 0.25 MiB")
@@ -104,11 +117,28 @@ def test_acceptance(acceptance_report):
     assert presets["SamAssistant"]["gpu"] > presets["SamAssistant"]["cpu"] > 0
     sizes = {row["variant"]: row["nodes"] for row in rows(acceptance_report, "Draft size")}
     assert sizes["4 tokens"] <= 4 < sizes["40 tokens"]
-    shift = rows(acceptance_report, "SuffixDecoding: what the memory held")
-    first = {row["variant"]: row["accepted"] for row in shift if row["served"] == 0}
-    assert first["first half of the trace"] > first["empty"]
     for study in acceptance.STUDIES.values():
         assert rows(acceptance_report, study.title)
+
+
+def test_a_memory_of_the_same_texts_helps_and_another_does_not(monkeypatch):
+    monkeypatch.setattr(acceptance, "WINDOW", 1)
+    text = np.arange(20, dtype=np.int32)
+    same = traces.Trace("same", [(text + 20, text), (text + 20, text)], [text])
+    other = traces.Trace("other", [(text + 60, text + 40)])
+    report = Report("acceptance", {})
+    acceptance.distribution_shift(report, [other, same], silent)
+    found = {
+        (row["variant"], row["served"]): row["accepted"]
+        for row in report.tables[0].rows
+        if row["trace"] == "same"
+    }
+    assert found["empty", 0] == found["outputs of other", 0] == 1
+    assert found["its own corpus", 0] == found["empty", 1] > 5
+    sizes = acceptance.variants.memory_sizes(same, None)
+    accepted = [simulate(make(), same.requests).mean_accepted_tokens for make in sizes.values()]
+    assert list(sizes) == ["0 outputs", "1 outputs"]
+    assert accepted[0] == 1 < accepted[1]
 
 
 def test_prompt_lookup_is_counted_as_transformers_drafts(trace_folder):
@@ -206,25 +236,28 @@ def test_dense_ids_keep_what_is_equal(trace_folder):
         replay.dense_ids(far, 10)
 
 
-def test_real_model_benchmark_on_a_random_one(tokenizer):
+@pytest.fixture(scope="module")
+def small_model():
     torch.manual_seed(0)
-    small = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=62,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            pad_token_id=1,
-        )
-    ).eval()
+    config = LlamaConfig(
+        vocab_size=62,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=1,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_real_model_benchmark_on_a_random_one(small_model, tokenizer):
     prompts = [
         model.Prompt(c, n, "w1 w2 w3 w1 w2" + n)
         for c, n in [("a", " w1"), ("a", ""), ("summarise", " w3"), ("summarise", "")]
     ]
     options = arguments("model", "--greedy-prompts", 3, "--sampled-prompts", 1)
     options.new_tokens, options.repeats = 12, 1
-    report = model.measure(small, tokenizer, prompts, options, silent)
+    report = model.measure(small_model, tokenizer, prompts, options, silent)
     for kind in model.DECODING:
         found = rows(report, f"Real model, {kind}")
         assert {row["category"] for row in found} == {"a", "summarise", "all"}
@@ -234,6 +267,39 @@ def test_real_model_benchmark_on_a_random_one(tokenizer):
     batch = rows(report, "Real model, a batch of prompts to copy from")
     assert [row["method"] for row in batch] == ["plain", "SamAssistant", "SuffixAssistant"]
     assert {(row["rows"], row["same"]) for row in batch} == {(2, "2 of 2")}
+
+
+def test_cost_of_forwards(small_model):
+    report = forwards.measure({"float32": small_model}, arguments("forwards"), silent)
+    found = rows(report, "A forward")
+    assert [row["tokens"] for row in found] == 2 * [1, 2, 4]
+    assert {row["variant"] for row in found} == {"float32, PyTorch's", "float32, ours"}
+    assert all(row["ms"] > 0 for row in found)
+    assert [row["ratio"] for row in found if row["tokens"] == 1] == [1, 1]
+
+
+def test_repeated_requests_are_drafted_from_earlier_outputs(small_model, tokenizer):
+    prompts = ["w1 w2 w3 w4", "w5 w6 w7 w8"]
+    report = repeated.measure(small_model, tokenizer, prompts, 24, silent)
+    found = {(row["prompts"], row["method"]): row for row in rows(report, "The same requests")}
+    assert all(row["same"] == "2 of 2" for row in found.values())
+    assert {row["accepted"] for key, row in found.items() if key[1] == "plain"} == {1}
+    for name in ("SamAssistant, memory", "SuffixAssistant"):
+        assert found["again", name]["accepted"] > found["first time", name]["accepted"]
+
+
+def test_samples_of_a_prompt_are_independent_and_end(small_model):
+    prompt = torch.tensor([[2, 3, 4, 5]])
+    samples = list(record.sample(small_model, prompt, samples=3, new_tokens=12, seed=0))
+    assert len(samples) == 3
+    assert len({tuple(ids.tolist()) for ids in samples}) == 3
+    assert all(ids.dtype == np.int32 and 1 <= len(ids) <= 12 for ids in samples)
+    again = record.sample(small_model, prompt, samples=3, new_tokens=12, seed=0)
+    assert all(np.array_equal(a, b) for a, b in zip(samples, again, strict=True))
+
+
+def test_a_changed_prompt_lacks_its_middle_word():
+    assert repeated.changed("a b\nc d e") == "a b\nc e"
 
 
 def test_shipped_prompts_cover_the_categories():
@@ -269,6 +335,50 @@ def test_tables_refuse_unknown_columns_and_print_dashes():
     assert len(heading) == len(rule) == len(body[0])
     assert body[0].endswith("1,234") or body[0].endswith("1,235")
     assert body[1].endswith("-")
+
+
+def test_tables_in_markdown(tmp_path):
+    report = Report("sizes", {})
+    table = report.table("Sizes of things", {"name": "name", "kind": "kind", "value": "value/s"})
+    for name, kind, value in [("a", "x", 1.25), ("b", "x", 2.0), ("a", "y", 3333.4)]:
+        table.add(name=name, kind=kind, value=value)
+    report.save(tmp_path)
+
+    def block(marker):
+        start, end = f"<!-- {marker} -->\n", "\n<!-- end -->"
+        rendered = tables.render(f"before\n{start}old{end}\nafter", tmp_path)
+        assert rendered.startswith(f"before\n{start}")
+        assert rendered.endswith(f"{end}\nafter")
+        return rendered.split(start)[1].split(end)[0].splitlines()
+
+    flat = block("table file=sizes title=Sizes columns=name,value where=kind:x")
+    assert flat == ["| name | value/s |", "| --- | --: |", "| a | 1.25 |", "| b | 2 |"]
+    pivot = block("table file=sizes title='Sizes of' rows=name across=kind value=value")
+    assert pivot[2:] == ["| a | 1.25 | 3,333 |", "| b | 2 | - |"]
+    assert torch.__version__ in block("machine file=sizes")[0]
+    assert block("table file=none title=Sizes") == ["Not measured yet: there is no none.json."]
+    with pytest.raises(ValueError, match="None"):
+        block("table file=sizes title=None")
+    with pytest.raises(ValueError, match="colour"):
+        block("table file=sizes title=Sizes columns=colour")
+
+
+def test_markdown_out_of_step_is_found(tmp_path):
+    report = Report("sizes", {})
+    report.table("Sizes", {"value": "value"}).add(value=5)
+    report.save(tmp_path)
+    text = tmp_path / "text.md"
+    text.write_text("<!-- table file=sizes title=Sizes -->\n<!-- end -->\n")
+    options = [str(text), "--results", str(tmp_path)]
+    with pytest.raises(SystemExit, match="out of step"):
+        tables.main([*options, "--check"])
+    tables.main(options)
+    tables.main([*options, "--check"])
+    assert "| 5 |" in text.read_text()
+
+
+def test_committed_tables_show_the_committed_figures():
+    tables.main(["--check"])
 
 
 def test_command_line(tmp_path, trace_folder, capsys):
