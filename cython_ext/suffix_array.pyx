@@ -213,7 +213,7 @@ cdef class SuffixMatcher:
         shallower, then the one with the earlier parent, then the lower id. If the continuations of
         the longest match do not fill the budget, those of the longest shorter match that occurs more
         often go on, without what is in the tree already. Of distributions so flat that more
-        than 1.5 x max_nodes + 16 tokens have to be told apart, less frequent ones may be missing.
+        than 2 x max_nodes tokens have to be told apart, less frequent ones may be missing.
 
         Args:
             budget: the most nodes, at most max_nodes.
@@ -239,7 +239,7 @@ cdef class SuffixMatcher:
         cdef int64_t count = 0
         self.selection.codes_left = self.max_codes
         # Work on flat distributions, whose many rare codes no draft needs, is bounded.
-        self.selection.searches_left = 3 * self.max_nodes // 2 + 16
+        self.selection.searches_left = 2 * self.max_nodes
         with nogil:
             while length > 0 and sources > 0 and tree.size < tree.capacity:
                 if self.occurrences(length) > count:

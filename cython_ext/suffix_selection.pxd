@@ -271,16 +271,22 @@ cdef inline void plan_split(Selection* work, int32_t index) noexcept nogil:
 
 
 cdef inline void plan_batch(Selection* work) noexcept nogil:
-    """Fill the batch with the largest ranges."""
-    cdef int32_t room = LANES + work.shard_count
+    """Fill the batch with the largest ranges, as long as all their codes have room."""
+    cdef int32_t index
+    cdef int64_t count
     work.split_count = work.sample_count = work.code_count = 0
     while (
         work.frontier_size > 0
         and work.frontier[0].key >= least_key(work)
         and work.split_count < BATCH
-        and work.sample_count <= room
     ):
-        plan_split(work, pop(work.frontier, &work.frontier_size).index)
+        index = work.frontier[0].index
+        count = total(work, work.ranges[index].row)
+        if work.split_count and work.sample_count + min(count, <int64_t>LANES) > LANES:
+            return
+        pop(work.frontier, &work.frontier_size)
+        if count <= LANES or work.searches_left > 0:
+            plan_split(work, index)
 
 
 cdef inline void read_samples(Selection* work) noexcept nogil:
@@ -358,7 +364,7 @@ cdef inline int32_t keep_codes(
             for j in range(found):
                 ahead += work.most[j] > work.most[i] or (work.most[j] == work.most[i] and j < i)
         if work.most[i] >= least and ahead < room:
-            work.codes[work.code_count + kept] = work.found[i]
+            work.found[kept] = work.found[i]
             kept += 1
     return kept
 
@@ -378,15 +384,20 @@ cdef inline void choose_codes(Selection* work, Split* split) noexcept nogil:
     """The codes of a split that are looked for, as many as there is room for."""
     cdef int32_t room = min(LANES - work.code_count, work.codes_left)
     cdef int32_t found = sampled_codes(work, split)
+    cdef int64_t least = least_count(work) if split.complete else 0
     cdef bint searched = split.spacing > 1
+    cdef int32_t i
     if searched:
         room = min(room, work.searches_left)
-    bound_codes(work, split, found)
     split.first_code = work.code_count
-    split.codes = keep_codes(work, found, least_count(work) if split.complete else 0, room)
-    split.complete = found == 0 or (split.complete and split.codes < room)
+    split.codes = found
+    if found > room or least > 1:
+        bound_codes(work, split, found)
+        split.codes = keep_codes(work, found, least, room)
+    split.complete = found == 0 or (split.complete and (found <= room or split.codes < room))
+    for i in range(split.codes):
+        work.codes[work.code_count + i] = work.found[i]
     if searched:
-        split.complete |= work.searches_left == 0
         work.searches_left -= split.codes
     work.code_count += split.codes
     work.codes_left -= split.codes
