@@ -9,106 +9,14 @@ Everything here may point into files that someone altered. Ranks, positions and 
 where they are read: any bytes give some answer, and never an id outside the vocabulary.
 """
 
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
-from libc.string cimport memcpy
+from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 
 import numpy as np
 
-from codes cimport Text, code_at
+from codes cimport Text
+from suffix_search cimport LANES, Interval, Probe, Shard, bucket_of, settle
+from suffix_selection cimport Candidate, Item, Range, Selection, Sample, Tree, grow
 from types cimport int32_t, int64_t, uint8_t, uint32_t
-
-cdef struct Shard:
-    Text text
-    const uint32_t* suffixes  # [suffix_count], positions of codes, in the order of their suffixes
-    const uint32_t* starts    # [bucket_count + 1], first rank of every bucket of first codes
-    int64_t suffix_count
-    int64_t bucket_count
-    int32_t bucket_shift
-
-
-cdef struct Interval:         # ranks [low, high) of one shard's suffixes
-    int64_t low
-    int64_t high
-
-
-cdef struct Entry:            # an element of the selection's heap
-    int64_t count             # occurrences; of a range, all its suffixes
-    int64_t parent_count
-    uint32_t code             # 0: a range of next codes still to be told apart
-    int32_t parent            # node of the tree, -1 for the root
-    int32_t depth             # tokens after the match, the entry's own included
-    int32_t slot              # row of the interval pool
-
-
-# ---------------------------------------------------------------------------------- searching
-
-cdef inline uint32_t suffix_code(const Shard* shard, int64_t rank, int32_t offset) noexcept nogil:
-    """The code `offset` places into the suffix of a rank; 0 for a rank that does not exist."""
-    if not 0 <= rank < shard.suffix_count:
-        return 0
-    return code_at(&shard.text, <int64_t>shard.suffixes[rank] + offset)
-
-
-cdef int64_t first_at_least(
-    const Shard* shard, int64_t low, int64_t high, int32_t offset, uint32_t code
-) noexcept nogil:
-    """The first rank in [low, high) whose suffix has a code >= `code` at `offset`, or `high`."""
-    cdef int64_t middle
-    while low < high:
-        middle = low + (high - low) // 2
-        if suffix_code(shard, middle, offset) < code:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-cdef int64_t run_end(
-    const Shard* shard, int64_t low, int64_t high, int32_t offset, uint32_t code
-) noexcept nogil:
-    """End of the run of `code` that starts at rank `low`: gallops, since most runs are short."""
-    cdef int64_t step = 1
-    if low < high and suffix_code(shard, high - 1, offset) == code:
-        return high
-    while low + step < high and suffix_code(shard, low + step, offset) <= code:
-        low += step
-        step *= 2
-    return first_at_least(shard, low, min(low + step, high), offset, code + 1)
-
-
-cdef int64_t run_start(
-    const Shard* shard, int64_t low, int64_t high, int32_t offset, uint32_t code
-) noexcept nogil:
-    """Start of the run of `code` that holds rank `high` - 1, galloping downwards."""
-    cdef int64_t step = 1
-    if suffix_code(shard, low, offset) == code:
-        return low
-    while high - step > low and suffix_code(shard, high - step, offset) >= code:
-        high -= step
-        step *= 2
-    return first_at_least(shard, max(low, high - step), high, offset, code)
-
-
-cdef Interval narrow(
-    const Shard* shard, Interval within, int32_t offset, uint32_t code
-) noexcept nogil:
-    """The suffixes of an interval that have `code` at `offset`."""
-    cdef Interval out
-    out.low = first_at_least(shard, within.low, within.high, offset, code)
-    out.high = run_end(shard, out.low, within.high, offset, code)
-    return out
-
-
-cdef Interval bucket_of(const Shard* shard, uint32_t code) noexcept nogil:
-    """The suffixes that start with `code`, found by way of the bucket table."""
-    cdef int64_t bucket = code >> shard.bucket_shift
-    cdef Interval out
-    if bucket >= shard.bucket_count:
-        out.low = out.high = 0
-        return out
-    out.low = min(<int64_t>shard.starts[bucket], shard.suffix_count)
-    out.high = max(out.low, min(<int64_t>shard.starts[bucket + 1], shard.suffix_count))
-    return narrow(shard, out, 0, code)
 
 
 cdef class SuffixArray:
@@ -216,68 +124,6 @@ def evidence_classes(
 
 # ---------------------------------------------------------------------------------- matching
 
-cdef inline bint before(const Entry* a, const Entry* b) noexcept nogil:
-    """Whether `a` leaves the heap first: by count; a range, which may hide as frequent a code, before
-    a code; then the shallower, the one with the earlier parent, the lower code."""
-    if a.count != b.count:
-        return a.count > b.count
-    if (a.code == 0) != (b.code == 0):
-        return a.code == 0
-    if a.depth != b.depth:
-        return a.depth < b.depth
-    if a.parent != b.parent:
-        return a.parent < b.parent
-    return a.code < b.code
-
-
-cdef inline int64_t total(const Interval* intervals, int32_t shard_count) noexcept nogil:
-    """Suffixes in one row of intervals."""
-    cdef int64_t count = 0
-    cdef int32_t s
-    for s in range(shard_count):
-        count += intervals[s].high - intervals[s].low
-    return count
-
-
-cdef class Tree:
-    """The nodes that a selection has taken, in the arrays that it returns."""
-
-    cdef int32_t size
-    cdef int32_t capacity
-    cdef int32_t[::1] token_ids
-    cdef int32_t[::1] parents
-    cdef int32_t[::1] contexts
-    cdef int64_t[::1] counts
-    cdef int64_t[::1] parent_counts
-
-    def __cinit__(self, int32_t capacity):
-        self.capacity = capacity
-        self.token_ids = np.empty(capacity, np.int32)
-        self.parents = np.empty(capacity, np.int32)
-        self.contexts = np.empty(capacity, np.int32)
-        self.counts = np.empty(capacity, np.int64)
-        self.parent_counts = np.empty(capacity, np.int64)
-
-    def arrays(self):
-        fields = [self.token_ids, self.parents, self.counts, self.parent_counts, self.contexts]
-        return tuple([np.asarray(field)[: self.size] for field in fields])
-
-    cdef int32_t add(self, const Entry* entry, int32_t length) noexcept nogil:
-        """The node of an entry, new unless a longer match brought it."""
-        cdef int32_t token = <int32_t>(entry.code - 1), node
-        for node in range(entry.parent + 1, self.size):
-            if self.parents[node] == entry.parent and self.token_ids[node] == token:
-                return node
-        node = self.size
-        self.token_ids[node] = token
-        self.parents[node] = entry.parent
-        self.contexts[node] = length + entry.depth - 1
-        self.counts[node] = entry.count
-        self.parent_counts[node] = entry.parent_count
-        self.size = node + 1
-        return node
-
-
 cdef class SuffixMatcher:
     """The suffixes of a growing text that occur in a :class:`SuffixArray`, with all their places.
 
@@ -298,36 +144,53 @@ cdef class SuffixMatcher:
     cdef readonly int32_t max_nodes
     cdef readonly int32_t match_length
     cdef Interval* matches  # [max_match, shard_count], row l-1: the matches of length l
-    cdef Interval* pool     # [2 * max_splits + 1, shard_count]
-    cdef Entry* heap        # [2 * max_splits + 1]
-    cdef int32_t max_splits
-    cdef int32_t splits_left
-    cdef int32_t pool_used
-    cdef int32_t heap_size
+    cdef Selection selection
+    cdef int32_t max_codes
 
     def __cinit__(self, SuffixArray index not None, int32_t max_match, int32_t max_nodes=1):
         if not 1 <= max_match <= 1 << 16:
             raise ValueError(f"max_match: expected 1 to {1 << 16}, got {max_match}")
         if not 1 <= max_nodes <= 1 << 16:
             raise ValueError(f"max_nodes: expected 1 to {1 << 16}, got {max_nodes}")
-        cdef size_t row = index.shard_count * sizeof(Interval)
         self.index = index
         self.max_match = max_match
         self.max_nodes = max_nodes
         self.match_length = 0
-        # Work on flat distributions, whose many rare codes no draft needs, is bounded.
-        self.max_splits = 3 * max_nodes // 2 + 16
-        cdef size_t entries = 2 * self.max_splits + 1  # a split leaves two more than it found
-        self.matches = <Interval*>PyMem_Malloc(max_match * row)
-        self.pool = <Interval*>PyMem_Malloc(entries * row)
-        self.heap = <Entry*>PyMem_Malloc(entries * sizeof(Entry))
-        if not self.matches or not self.pool or not self.heap:
+        self.max_codes = 4 * max_nodes + LANES
+        self.matches = <Interval*>PyMem_Calloc(max_match * index.shard_count, sizeof(Interval))
+        if not self.matches:
+            raise MemoryError()
+        self.allocate()
+
+    cdef allocate(self):
+        cdef Selection* work = &self.selection
+        cdef size_t shards = self.index.shard_count, codes = self.max_codes
+        work.shards, work.shard_count = self.index.shards, self.index.shard_count
+        work.vocab_size = self.index.vocab_size
+        work.candidates = <Candidate*>PyMem_Malloc((codes + 1) * sizeof(Candidate))
+        work.ranges = <Range*>PyMem_Malloc((4 * codes + 2 * LANES) * sizeof(Range))
+        work.frontier = <Item*>PyMem_Malloc((4 * codes + 2 * LANES) * sizeof(Item))
+        work.rows = <Interval*>PyMem_Malloc((3 * codes + 1) * shards * sizeof(Interval))
+        work.best = <Item*>PyMem_Malloc((self.max_nodes + 1) * sizeof(Item))
+        work.samples = <Sample*>PyMem_Malloc(2 * (LANES + shards) * sizeof(Sample))
+        work.found = <uint32_t*>PyMem_Malloc((LANES + shards) * sizeof(uint32_t))
+        work.most = <int64_t*>PyMem_Malloc((LANES + shards) * sizeof(int64_t))
+        if not (
+            work.candidates and work.ranges and work.frontier and work.rows
+            and work.best and work.samples and work.found and work.most
+        ):
             raise MemoryError()
 
     def __dealloc__(self):
         PyMem_Free(self.matches)
-        PyMem_Free(self.pool)
-        PyMem_Free(self.heap)
+        PyMem_Free(self.selection.candidates)
+        PyMem_Free(self.selection.ranges)
+        PyMem_Free(self.selection.frontier)
+        PyMem_Free(self.selection.rows)
+        PyMem_Free(self.selection.best)
+        PyMem_Free(self.selection.samples)
+        PyMem_Free(self.selection.found)
+        PyMem_Free(self.selection.most)
 
     def extend(self, token_ids):
         """Append tokens to the text. O(max_match x log(tokens)) per token.
@@ -349,8 +212,8 @@ cdef class SuffixMatcher:
         Nodes are taken best-first by their exact number of occurrences; of equally frequent ones the
         shallower, then the one with the earlier parent, then the lower id. If the continuations of
         the longest match do not fill the budget, those of the longest shorter match that occurs more
-        often go on, without what is in the tree already. A distribution so flat that its most
-        frequent tokens are not found in 1.5 x max_nodes + 16 splits is given up where it stands.
+        often go on, without what is in the tree already. Of distributions so flat that more
+        than 2 x max_nodes tokens have to be told apart, less frequent ones may be missing.
 
         Args:
             budget: the most nodes, at most max_nodes.
@@ -367,18 +230,25 @@ cdef class SuffixMatcher:
         """
         if budget > self.max_nodes:
             raise ValueError(f"budget: expected at most {self.max_nodes}, got {budget}")
-        cdef Tree tree = Tree(max(budget, 0))
-        cdef int32_t length = self.match_length
+        cdef int32_t capacity = max(budget, 0), length = self.match_length
+        cdef int32_t[:, ::1] ids = np.empty((3, capacity + 1), np.int32)
+        cdef int64_t[:, ::1] counts = np.empty((2, capacity + 1), np.int64)
+        cdef Tree tree = Tree(
+            0, capacity, &ids[0, 0], &ids[1, 0], &ids[2, 0], &counts[0, 0], &counts[1, 0]
+        )
         cdef int64_t count = 0
-        self.splits_left = self.max_splits
+        self.selection.codes_left = self.max_codes
+        # Work on flat distributions, whose many rare codes no draft needs, is bounded.
+        self.selection.searches_left = 2 * self.max_nodes
         with nogil:
             while length > 0 and sources > 0 and tree.size < tree.capacity:
                 if self.occurrences(length) > count:
                     count = self.occurrences(length)
-                    self.grow(tree, length, depth)
+                    grow(&self.selection, self.row(length), length, depth, &tree)
                     sources -= 1
                 length -= 1
-        return tree.arrays()
+        token_ids, parents, contexts = np.asarray(ids)[:, : tree.size]
+        return (token_ids, parents, *np.asarray(counts)[:, : tree.size], contexts)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every shorter match occurs at least as often as a longer one."""
@@ -387,117 +257,44 @@ cdef class SuffixMatcher:
             assert self.occurrences(length) >= self.occurrences(length + 1) > 0, "counts"
         assert 0 <= self.match_length <= self.max_match, "match length"
 
+    cdef Interval* row(self, int32_t length) noexcept nogil:
+        return self.matches + (length - 1) * self.index.shard_count
+
     cdef int64_t occurrences(self, int32_t length) noexcept nogil:
-        cdef int32_t shards = self.index.shard_count
-        return total(self.matches + (length - 1) * shards, shards)
+        cdef const Interval* row = self.row(length)
+        cdef int64_t count = 0
+        cdef int32_t s
+        for s in range(self.index.shard_count):
+            count += row[s].high - row[s].low
+        return count
 
     cdef void advance(self, int64_t token) noexcept nogil:
-        cdef int32_t shards = self.index.shard_count, length, s
-        cdef Interval* row
-        cdef Interval* shorter
-        cdef uint32_t code
-        length = min(self.match_length + 1, self.max_match)
+        cdef int32_t length = min(self.match_length + 1, self.max_match)
         self.match_length = 0
         if not 0 <= token < self.index.vocab_size:
             return
-        code = <uint32_t>(token + 1)
         while length > 0:  # downwards, since a length is narrowed from the one below
-            row = self.matches + (length - 1) * shards
-            shorter = row - shards
-            for s in range(shards):
-                if length == 1:
-                    row[s] = bucket_of(&self.index.shards[s], code)
-                else:
-                    row[s] = narrow(&self.index.shards[s], shorter[s], length - 1, code)
-            if self.match_length == 0 and total(row, shards) > 0:
-                self.match_length = length
-            length -= 1
+            self.narrow(max(length - LANES, 0), length, <uint32_t>(token + 1))
+            length -= LANES
 
-    cdef void grow(self, Tree tree, int32_t length, int32_t depth) noexcept nogil:
-        """Add the most frequent continuations of the match of one length to the tree."""
-        cdef int32_t shards = self.index.shard_count, node
-        cdef Entry entry
-        memcpy(self.pool, self.matches + (length - 1) * shards, shards * sizeof(Interval))
-        self.pool_used = 1
-        self.heap_size = 0
-        entry = Entry(self.occurrences(length), self.occurrences(length), 0, -1, 1, 0)
-        if depth > 0:
-            self.push(entry)
-        while self.heap_size > 0 and tree.size < tree.capacity:
-            entry = self.pop()
-            if entry.code == 0:
-                if self.splits_left > 0:
-                    self.split(entry, length)
-                continue
-            node = tree.add(&entry, length)
-            if entry.depth < depth:
-                self.push(Entry(entry.count, entry.count, 0, node, entry.depth + 1, entry.slot))
-
-    cdef void split(self, Entry entry, int32_t length) noexcept nogil:
-        """Put back a range of next codes as one of its codes, what lies below and what above."""
-        cdef int32_t shards = self.index.shard_count, offset = length + entry.depth - 1, s, widest = 0
-        cdef Interval* row = self.pool + entry.slot * shards
-        cdef Interval* below = self.pool + self.pool_used * shards
-        cdef Interval* above = below + shards
-        cdef Interval run
+    cdef void narrow(self, int32_t below, int32_t longest, uint32_t code) noexcept nogil:
+        """Make the matches of `below` + 1 to `longest` tokens from those of one token less."""
+        cdef int32_t shards = self.index.shard_count, s, length
         cdef const Shard* shard
-        cdef int64_t middle
+        cdef Interval within
+        cdef Probe[2 * LANES] ends
+        cdef Probe* end
         for s in range(shards):
-            if row[s].high - row[s].low > row[widest].high - row[widest].low:
-                widest = s
-        shard = &self.index.shards[widest]
-        middle = row[widest].low + (row[widest].high - row[widest].low) // 2
-        cdef uint32_t code = suffix_code(shard, middle, offset)
-        if code > self.index.vocab_size:  # only in an altered file
-            return
-        for s in range(shards):
-            if s == widest:
-                run.low = run_start(shard, row[s].low, middle + 1, offset, code)
-                run.high = run_end(shard, middle, row[s].high, offset, code)
-            else:
-                run = narrow(&self.index.shards[s], row[s], offset, code)
-            below[s] = Interval(row[s].low, run.low)
-            above[s] = Interval(run.high, row[s].high)
-            row[s] = run
-        self.put_back(entry, 0, self.pool_used)
-        self.put_back(entry, 0, self.pool_used + 1)
-        self.pool_used = self.pool_used + 2
-        self.splits_left = self.splits_left - 1
-        if code > 0:  # nothing follows the end of a document
-            self.put_back(entry, code, entry.slot)
-
-    cdef void put_back(self, Entry entry, uint32_t code, int32_t slot) noexcept nogil:
-        """Push one part of a split entry unless it is empty."""
-        cdef int32_t shards = self.index.shard_count
-        entry.count = total(self.pool + slot * shards, shards)
-        entry.code = code
-        entry.slot = slot
-        if entry.count > 0:
-            self.push(entry)
-
-    cdef void push(self, Entry entry) noexcept nogil:
-        cdef int32_t i = self.heap_size, up
-        self.heap_size = i + 1
-        while i > 0:
-            up = (i - 1) // 2
-            if not before(&entry, &self.heap[up]):
-                break
-            self.heap[i] = self.heap[up]
-            i = up
-        self.heap[i] = entry
-
-    cdef Entry pop(self) noexcept nogil:
-        cdef Entry top = self.heap[0], last
-        cdef int32_t i = 0, child
-        self.heap_size = self.heap_size - 1
-        last = self.heap[self.heap_size]
-        while 2 * i + 1 < self.heap_size:
-            child = 2 * i + 1
-            if child + 1 < self.heap_size and before(&self.heap[child + 1], &self.heap[child]):
-                child += 1
-            if not before(&self.heap[child], &last):
-                break
-            self.heap[i] = self.heap[child]
-            i = child
-        self.heap[i] = last
-        return top
+            shard = &self.index.shards[s]
+            for length in range(longest, below, -1):
+                within = bucket_of(shard, code) if length == 1 else self.row(length - 1)[s]
+                end = ends + 2 * (length - 1 - below)
+                end[0] = Probe(within.low, within.high, code, length - 1)
+                end[1] = Probe(within.low, within.high, code + 1, length - 1)
+            settle(shard, ends, 2 * (longest - below))
+            for length in range(longest, below, -1):
+                end = ends + 2 * (length - 1 - below)
+                self.row(length)[s] = Interval(end[0].low, max(end[0].low, end[1].low))
+        for length in range(below + 1, longest + 1):
+            if self.occurrences(length) > 0:
+                self.match_length = max(self.match_length, length)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import shutil
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,9 @@ from .datastore_format import (
     write_manifest,
 )
 from .suffix_sort import align_suffixes, bucket_starts, rank_codes
+
+if sys.platform != "win32":
+    import fcntl
 
 _BATCH = 1 << 20  # tokens that are validated and encoded at a time
 _MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
@@ -78,14 +83,53 @@ class BuildOptions:
 
 @contextmanager
 def staging_directory(path: Path) -> Iterator[Path]:
-    """A new directory beside `path`, removed at the end with what is still in it."""
+    """A new directory beside `path`, removed at the end with what is still in it.
+
+    A lock on the directory shows that its process lives. What killed builds of the same path left is
+    removed first.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
-    staging.mkdir()
+    _remove_abandoned(path)
+    staging, lock = _locked_directory(path)
     try:
         yield staging
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked_directory(path: Path) -> tuple[Path, int | None]:
+    """A new staging directory and the descriptor that holds its lock, if the system has locks."""
+    while True:
+        staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+        staging.mkdir()
+        if sys.platform == "win32":
+            return staging, None
+        # Until it is locked, another build may take the directory for an abandoned one.
+        with suppress(FileNotFoundError):
+            lock = os.open(staging, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks: nobody can lock it, so it stays
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if staging.is_dir():
+                return staging, lock
+            os.close(lock)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Delete the staging directories of `path` on which no living process holds a lock."""
+    if sys.platform == "win32":
+        return
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
+    for staging in path.parent.iterdir():
+        if name.fullmatch(staging.name) and staging.is_dir() and not staging.is_symlink():
+            with suppress(OSError):  # locked, or another build was quicker
+                lock = os.open(staging, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(staging)
+                finally:
+                    os.close(lock)
 
 
 def publish(staging: Path, path: Path, manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -266,27 +267,89 @@ def test_manifests_with_impossible_shards_do_not_open(store, field, value):
         Datastore.open(store.path)
 
 
-def test_mutated_files_open_or_raise_one_error(store, tmp_path):
+def mutate(data, rng):
+    """Other bytes: cut short, a bit flipped, a stretch overwritten or lengthened."""
+    data = bytearray(data)
+    start = int(rng.integers(len(data)))
+    kind = rng.integers(4)
+    if kind == 0:
+        return data[:start]
+    if kind == 1:
+        data[start] ^= 1 << rng.integers(8)
+        return data
+    length = int(rng.integers(1, 64))
+    filling = [rng.bytes(length), b"\0" * length, b"\xff" * length][rng.integers(3)]
+    data[start : start + (length if kind == 2 else 0)] = filling
+    return data[: max(len(data), start)]
+
+
+def resized_shard(shard, path, rng):
+    """A manifest's shard made to fit its files again, where a number of tokens allows it."""
+    sizes = {
+        part: (path / f"{shard.name}.{part}").stat().st_size for part in ("tokens", "suffixes")
+    }
+    tokens = sizes["suffixes"] // 4
+    documents = sizes["tokens"] // 3 - tokens
+    checksums = tuple(datastore_format.checksum(path / name) for name in shard.files())
+    shift = int(rng.choice([shard.bucket_shift, shard.bucket_shift, rng.integers(31)]))
+    return replace(
+        shard, documents=documents, tokens=tokens, bucket_shift=shift, checksums=checksums
+    )
+
+
+def mutated_store(original, path, rng):
+    """Files of a store with some altered; half of the manifests are made to agree with them."""
+    files = dict(original)
+    for name in rng.choice(sorted(files), rng.integers(1, 4)):
+        files[name] = mutate(files[name], rng)
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    if rng.random() < 0.5:
+        (path / datastore_format.MANIFEST).write_bytes(original[datastore_format.MANIFEST])
+        manifest = datastore_format.read_manifest(path)
+        shards = tuple(resized_shard(shard, path, rng) for shard in manifest.shards)
+        datastore_format.write_manifest(path, replace(manifest, shards=shards))
+
+
+def check_mutations(store, path, cases, seed):
     """Contents are not read on opening, so whatever opens must also be safe to search."""
-    rng = np.random.default_rng(0)
-    files = sorted(store.path.iterdir())
-    for _ in range(200):
-        copy = tmp_path / "copy"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(store.path, copy)
-        file = copy / files[rng.integers(len(files))].name
-        data = bytearray(file.read_bytes())
-        start = int(rng.integers(len(data)))
-        data[start : start + int(rng.integers(1, 64))] = rng.bytes(int(rng.integers(1, 64)))
-        file.write_bytes(data)
+    rng = np.random.default_rng(seed)
+    original = {file.name: file.read_bytes() for file in store.path.iterdir()}
+    path.mkdir()
+    opened = verified = 0
+    for _ in range(cases):
+        mutated_store(original, path, rng)
         try:
-            opened = Datastore.open(copy)
+            datastore = Datastore.open(path)
+            opened += 1
+            search_everywhere(datastore)
+            datastore.verify()
+            verified += 1
+            datastore.compact(progress=False)
         except ValueError:
-            continue
-        matcher = SuffixMatcher(opened.index, 8, 16)
-        matcher.extend(make_documents(seed=5, documents=1)[0].tolist())
-        tokens = matcher.select(16, 4, 3)[0]
+            pass
+        for file in path.iterdir():
+            file.unlink()
+    assert cases > opened > verified > cases // 20
+
+
+def search_everywhere(datastore):
+    matcher = SuffixMatcher(datastore.index, 8, 16)
+    for token in make_documents(seed=5, documents=1)[0].tolist():
+        matcher.extend([token])
+        tokens, parents, counts, _, _ = matcher.select(16, 4, 3)
         assert ((tokens >= 0) & (tokens < VOCAB)).all()
+        assert (parents < np.arange(len(parents))).all()
+        assert (counts > 0).all()
+
+
+def test_mutated_files_open_or_raise_one_error(store, tmp_path):
+    check_mutations(store, tmp_path / "mutated", 200, seed=0)
+
+
+@pytest.mark.slow
+def test_ten_thousand_mutated_stores(store, tmp_path):
+    check_mutations(store, tmp_path / "mutated", 10_000, seed=1)
 
 
 # ------------------------------------------------------------------------------ atomicity
@@ -330,6 +393,27 @@ def test_killed_build_leaves_nothing_that_opens(tmp_path):
     with pytest.raises(ValueError, match="not a datastore"):
         Datastore.open(leftover)
     assert_holds(build(make_documents(), path), make_documents())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="directories are locked on POSIX only")
+def test_only_what_killed_builds_of_the_same_path_left_is_removed(tmp_path):
+    kept = [".other.01234567.partial", ".store.0123456.partial", "store.01234567.partial"]
+    for name in [*kept, ".store.01234567.partial"]:
+        (tmp_path / name).mkdir()
+
+    def documents():
+        """Builds the same store while the outer build is writing."""
+        (mine,) = set(tmp_path.iterdir()) - {tmp_path / name for name in kept}
+        yield [1, 2]
+        build([[3]], tmp_path / "inner" / ".." / "store")
+        assert mine.is_dir()
+
+    (tmp_path / "inner").mkdir()
+    kept.append("inner")
+    build(documents(), tmp_path / "store")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*kept, "store"])
+    assert_holds(Datastore.open(tmp_path / "store"), [[1, 2]])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
