@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.skinny_attention import PATHS, skinny_attention
@@ -64,6 +64,7 @@ def added(mask, dtype):
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
+@settings(deadline=None)
 @given(
     batch=st.integers(1, 2),
     groups=st.integers(1, 3),

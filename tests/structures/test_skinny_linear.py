@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.skinny_linear import PATHS, skinny_linear
@@ -34,6 +34,7 @@ def assert_close(y, x, weight, bias=None):
     assert ((y.double() - exact).abs() <= bound).all()
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(1, 70),
     depth=st.integers(1, 200),
