@@ -327,7 +327,8 @@ def measure_memory(report: Report, text: Int32Array) -> None:
     memory = OutputMemory(max_bytes=limit)
     learnt = 0
     for part in np.array_split(text, MEMORY_PARTS):
-        largest, started = 0, time.perf_counter()
+        largest = 0
+        started = time.perf_counter()
         for start in range(0, len(part), OUTPUT_TOKENS):
             memory.add(part[start : start + OUTPUT_TOKENS])
             largest = max(largest, memory.nbytes)

@@ -348,6 +348,8 @@ cdef class SuffixTree:
             waiting.extend(item for item in items if item >= 0)
         assert nodes == pool_size(&s.nodes), "nodes that are not in the tree"
         assert children == s.slots_used, "table entries that are not in the tree"
+        assert 2 * pool_size(&s.groups) <= nodes, "groups of fewer than two"
+        assert nodes <= 2 * s.groups.capacity, "no room for the groups that removals may make"
         self._check_sequences()
 
     cdef list _items(self, int32_t node):

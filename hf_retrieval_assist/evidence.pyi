@@ -7,6 +7,14 @@ def tried(
     tokens: NDArray[np.int32],
     known: int = 0,
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]: ...
+def share_classes(
+    parents: NDArray[np.int32],
+    shares: NDArray[np.float32],
+    counts: NDArray[np.int32],
+    matched: int,
+    rows: NDArray[np.int32],
+    columns: NDArray[np.int32],
+) -> NDArray[np.int32]: ...
 def count(
     classes: NDArray[np.int32],
     hits: NDArray[np.uint8],

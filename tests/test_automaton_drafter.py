@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
+from hf_retrieval_assist import evidence
+from hf_retrieval_assist.drafters.automaton import (
+    LONGEST,
+    TREE_MATCHES,
+    TREE_RATES,
+    AutomatonDrafter,
+    StaticAutomatonDrafter,
+)
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Target
 from hf_retrieval_assist.token_tree import TokenTree
 
@@ -141,3 +148,24 @@ def test_bad_corpora_are_refused():
 def test_arguments_are_checked(argument):
     with pytest.raises(ValueError, match=argument):
         StaticAutomatonDrafter([[1]], **{argument: 0})
+
+
+@given(st.lists(st.tuples(st.integers(-1, 8), st.integers(1, 40), st.integers(1, 40))))
+def test_share_classes_number_the_buckets_row_by_row(nodes):
+    parents = [min(parent, i - 1) for i, (parent, _, _) in enumerate(nodes)]
+    counts = [min(node) for _, *node in nodes]
+    totals = [max(node) for _, *node in nodes]
+    found = evidence.share_classes(
+        np.array(parents, np.int32),
+        np.array([c / t for c, t in zip(counts, totals, strict=True)], np.float32),
+        np.array(counts, np.int32),
+        60,
+        TREE_MATCHES,
+        TREE_RATES,
+    )
+    matched: list[int] = []
+    for i, parent in enumerate(parents):
+        matched.append(60 if parent < 0 else matched[parent] + 1)
+        step = int(np.float32(counts[i] / totals[i]) * np.float32(20)) + (totals[i] == 1)
+        row = TREE_MATCHES[min(matched[i], LONGEST)]
+        assert found[i] == row * (TREE_RATES[-1] + 1) + TREE_RATES[step]

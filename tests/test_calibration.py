@@ -168,7 +168,7 @@ def test_reliability_before_anything_was_seen():
 
 @pytest.mark.parametrize("priors", [[1.5], [-0.1], [float("nan")], [[0.5]]])
 def test_rejects_priors_that_are_no_rates(priors):
-    with pytest.raises(ValueError, match=r"priors in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"priors: expected one dimension in \[0, 1\]"):
         Calibrator(np.array(priors))
 
 

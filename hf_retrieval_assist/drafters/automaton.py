@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import draft_tree
+from .. import draft_tree, evidence
 from ..suffix_automaton import Cursor, SuffixAutomaton
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from ._automaton_priors import CHAIN_PRIORS, TREE_PRIORS
@@ -35,7 +35,6 @@ CHAIN_DEPTHS = _bucket_of([1, 2, 4, 8, 16])
 # share of 1 says little.
 TREE_MATCHES = _bucket_of([1, 2, 4, 8, 16, 32])
 TREE_RATES = _bucket_of([0, 1, 3, 7, 11, 15, 19, 20], 22)
-RATE_STEPS = 20
 
 Tokens = Sequence[int] | NDArray[np.integer]
 
@@ -145,18 +144,11 @@ class StaticAutomatonSession(_AutomatonSession):
         tokens, parents, rates, counts = cursor.draft_tree(
             min(budget, drafter.max_draft), drafter.max_children, drafter.min_prob
         )
-        classes = self._classes(parents, rates, counts)
+        classes = evidence.share_classes(
+            parents, rates, counts, cursor.length, TREE_MATCHES, TREE_RATES
+        )
         probs = draft_tree.path_products(parents, TREE_PRIORS[classes])
         return TokenTree(tokens, parents, probs, classes)
-
-    def _classes(self, parents: Int32Array, rates: Float32Array, counts: Int32Array) -> Int32Array:
-        matched = draft_tree.depths(parents)
-        matched += self._cursor.length - 1
-        np.minimum(matched, LONGEST, out=matched)
-        share = (rates * RATE_STEPS).astype(np.int32)
-        share += (rates == 1) & (counts == 1)
-        n_rates = TREE_RATES[-1] + 1
-        return TREE_MATCHES[matched] * n_rates + TREE_RATES[share]
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         self._cursor.advance_all(token_ids)
