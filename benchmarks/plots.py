@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -192,10 +193,17 @@ def _lines(
 ) -> Any:
     """A panel per value of one column; tokens per step over another."""
     panels = _by(table, panel)
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), squeeze=False)
-    for axis, (title, rows) in zip(axes[0], panels.items(), strict=True):
-        for label, points in lines_of(rows, x).items():
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure, axes = plt.subplots(down, across, figsize=(4 * across, 3.2 * down), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for axis, (title, rows) in zip(axes.flat, panels.items(), strict=False):
+        # Lines that coincide stay visible through each other's gaps.
+        for style, (label, points) in zip(
+            cycle(("-", "--", ":")), lines_of(rows, x).items(), strict=False
+        ):
+            axis.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=label)
         axis.set(xlabel=_AXES[x], ylabel="tokens per step")
         axis.set_ylim(0, 1.35 * axis.get_ylim()[1])  # room for the legend
         axis.set_title(title, fontsize=9)
