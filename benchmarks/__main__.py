@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from . import acceptance, model, plots, replay, structures
+from . import acceptance, datastore, model, plots, replay, structures
 from .report import environment
 
 BENCHMARKS: dict[str, ModuleType] = {
     "structures": structures,
+    "datastore": datastore,
     "acceptance": acceptance,
     "replay": replay,
     "model": model,
