@@ -11,6 +11,7 @@ from types import ModuleType
 
 from . import (
     acceptance,
+    datastore,
     forwards,
     kernel,
     model,
@@ -24,6 +25,7 @@ from .report import environment
 
 BENCHMARKS: dict[str, ModuleType] = {
     "structures": structures,
+    "datastore": datastore,
     "acceptance": acceptance,
     "forwards": forwards,
     "replay": replay,

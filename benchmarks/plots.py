@@ -33,11 +33,16 @@ def draw(report: Report, folder: Path) -> list[Path]:
     plt = require_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, figure in _FIGURES[report.benchmark](plt, report).items():
+    for name, figure in _FIGURES.get(report.benchmark, _no_figures)(plt, report).items():
         paths.append(folder / f"{name}.png")
         figure.savefig(paths[-1], dpi=110, bbox_inches="tight")
         plt.close(figure)
     return paths
+
+
+def _no_figures(plt: Any, report: Report) -> dict[str, Any]:
+    """Tables say it all."""
+    return {}
 
 
 def _structures(plt: Any, report: Report) -> dict[str, Any]:

@@ -167,9 +167,10 @@ cdef class SuffixMatcher:
         cdef size_t shards = self.index.shard_count, codes = self.max_codes
         work.shards, work.shard_count = self.index.shards, self.index.shard_count
         work.vocab_size = self.index.vocab_size
+        work.range_limit = 4 * self.max_codes + 2 * LANES
         work.candidates = <Candidate*>PyMem_Malloc((codes + 1) * sizeof(Candidate))
-        work.ranges = <Range*>PyMem_Malloc((4 * codes + 2 * LANES) * sizeof(Range))
-        work.frontier = <Item*>PyMem_Malloc((4 * codes + 2 * LANES) * sizeof(Item))
+        work.ranges = <Range*>PyMem_Malloc(work.range_limit * sizeof(Range))
+        work.frontier = <Item*>PyMem_Malloc(work.range_limit * sizeof(Item))
         work.rows = <Interval*>PyMem_Malloc((3 * codes + 1) * shards * sizeof(Interval))
         work.best = <Item*>PyMem_Malloc((self.max_nodes + 1) * sizeof(Item))
         work.samples = <Sample*>PyMem_Malloc(2 * (LANES + shards) * sizeof(Sample))

@@ -73,6 +73,7 @@ cdef struct Selection:
     int32_t wanted            # nodes that the tree has room for
     int32_t candidate_count
     int32_t range_count
+    int32_t range_limit
     int32_t row_count
     int32_t frontier_size
     int32_t best_size
@@ -80,7 +81,7 @@ cdef struct Selection:
     int32_t sample_count
     int32_t code_count
     Candidate* candidates     # [codes + 1]
-    Range* ranges             # [5 * codes + BATCH + 1]
+    Range* ranges             # [range_limit]
     Item* frontier            # [as many], heap of ranges; in the second pass of candidates
     Interval* rows            # [3 * codes + 1, shard_count]
     Item* best                # [nodes + 1], heap of the `wanted` best candidates, the worst on top
@@ -211,7 +212,7 @@ cdef inline void add_range(Selection* work, int32_t parent, int32_t row) noexcep
     cdef int64_t count = total(work, row)
     cdef int64_t key = key_of(count, work.candidates[parent].depth + 1)
     cdef int32_t index = work.range_count
-    if count == 0 or key < least_key(work):
+    if count == 0 or key < least_key(work) or index == work.range_limit:
         return
     work.ranges[index] = Range(parent, row)
     work.range_count = index + 1
@@ -256,9 +257,9 @@ cdef inline void plan_split(Selection* work, int32_t index) noexcept nogil:
     split.row = work.rows + part.row * work.shard_count
     split.offset = work.length + work.candidates[part.parent].depth
     split.samples = work.sample_count
-    split.spacing = max(
-        least // (DENSITY * work.shard_count), (total(work, part.row) + LANES - 1) // LANES
-    )
+    split.spacing = (total(work, part.row) + LANES - 1) // LANES
+    if split.spacing > 1:  # a short range is read as a whole, which needs no search
+        split.spacing = max(split.spacing, least // (DENSITY * work.shard_count))
     # What lies between two neighbouring samples of every shard is rarer than this.
     split.complete = split.spacing == 1 or split.spacing * work.shard_count <= least
     for s in range(work.shard_count):

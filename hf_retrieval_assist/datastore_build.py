@@ -85,8 +85,8 @@ class BuildOptions:
 def staging_directory(path: Path) -> Iterator[Path]:
     """A new directory beside `path`, removed at the end with what is still in it.
 
-    A lock on the directory shows that its process lives. What killed builds of the same path left is
-    removed first.
+    A lock on the directory shows that its process lives. What killed builds of the same path left
+    is removed first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path)

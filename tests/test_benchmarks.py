@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from benchmarks import (
     acceptance,
+    datastore,
     forwards,
     model,
     plots,
@@ -95,6 +96,34 @@ def test_structures(structures_report, tmp_path):
     assert content["environment"]["versions"]["torch"] == torch.__version__
     assert content["settings"]["seed"] == 0
     assert len(content["tables"][0]["rows"]) == len(found)
+
+
+def test_datastore(trace_folder):
+    options = arguments("datastore", "--text", trace_folder, "--tokens", 500)
+    report = datastore.run(options, silent)
+    (store,) = rows(report, "Datastore")
+    assert (store["tokens"], store["shards"]) == (500, 1)
+    assert all(store[key] > 0 for key in ("build", "bytes", "open"))
+    asked = rows(report, "A step")
+    assert {(row["search"], row["caches"]) for row in asked} == {
+        (search, caches) for search in datastore.SEARCHES for caches in ("warm", "emptied")
+    }
+    assert all(row["p99"] >= row["p50"] > 0 for row in asked)
+    by_search = {row["search"]: row["nodes"] for row in asked if row["caches"] == "warm"}
+    assert by_search["incremental"] == by_search["from scratch"] > 0
+
+
+def test_perturbed_text_is_real_at_first_and_as_long_as_asked():
+    documents = [np.arange(30, dtype=np.int32), np.arange(30, 50, dtype=np.int32)]
+    once = datastore.perturbed(documents, 50, seed=0)
+    assert sorted(d.tolist() for d in once) == [d.tolist() for d in documents]
+    often = np.concatenate(datastore.perturbed(documents, 1010, seed=0))
+    assert len(often) == 1010
+    same = np.isin(often, np.arange(50)).mean()
+    assert 0.9 < same < 1
+    kept, asked = datastore.hold_out(documents, seed=0)
+    assert len(kept) == 1
+    assert not np.isin(asked, kept[0]).any()
 
 
 def test_streams_are_what_they_are_called():

@@ -300,7 +300,7 @@ def resized_shard(shard, path, rng):
 def mutated_store(original, path, rng):
     """Files of a store with some altered; half of the manifests are made to agree with them."""
     files = dict(original)
-    for name in rng.choice(sorted(files), rng.integers(1, 4)):
+    for name in rng.choice(sorted(files), rng.integers(1, 4), replace=False):
         files[name] = mutate(files[name], rng)
     for name, data in files.items():
         (path / name).write_bytes(data)

@@ -169,6 +169,20 @@ def test_a_flat_distribution_is_given_up_deterministically():
     assert {(parent, count) for _, parent, count, _ in drafts[0]} <= {(-1, 1)}
 
 
+@pytest.mark.parametrize("max_nodes", [1, 4, 32])
+def test_more_searches_than_are_allowed_end(max_nodes):
+    rng = np.random.default_rng(0)
+    text = (400 ** rng.random(6000)).astype(int) - 1
+    documents = [part.tolist() for part in np.split(text, 60)]
+    matcher = SuffixMatcher(SuffixArray([make_shard(documents, 400, 2, 0)], 2, 400), 3, max_nodes)
+    for token in text[:300].tolist():
+        matcher.extend([token])
+        tokens, parents, counts, parent_counts, _ = matcher.select(max_nodes, 4, 3)
+        assert 0 < len(tokens) <= max_nodes
+        assert (parents < np.arange(len(parents))).all()
+        assert ((counts > 0) & (counts <= parent_counts)).all()
+
+
 def test_align_suffixes_keeps_whole_codes():
     codes, order, _, _ = make_shard([[3, 1, 3, 1], [1, 3]], 400, 2, 4)
     data = codes.tobytes()
