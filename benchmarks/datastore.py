@@ -223,7 +223,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="largest corpus (default: 2M, quick: 20k)")
     parser.add_argument("--shard-memory", type=int, default=1 << 33, help="bytes for sorting")
     parser.add_argument(
-        "--text", type=Path, help="folder of recordings with corpora (default: Python's library)"
+        "--corpora", type=Path, help="folder of recordings with corpora (default: Python's library)"
     )
 
 
@@ -234,7 +234,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     report = Report("datastore", settings)
     stores = report.table("Datastore, vocabulary of 262,144", BUILD_COLUMNS)
     asked = report.table(f"A step: one more token and a draft of up to {NODES}", STEP_COLUMNS)
-    real = trace_documents(arguments.text) if arguments.text else library_documents()
+    real = trace_documents(arguments.corpora) if arguments.corpora else library_documents()
     documents, text = hold_out(real, arguments.seed)
     for size in sorted({*(size for size in SIZES if size < tokens), tokens}):
         with tempfile.TemporaryDirectory() as folder:

@@ -99,7 +99,7 @@ def test_structures(structures_report, tmp_path):
 
 
 def test_datastore(trace_folder):
-    options = arguments("datastore", "--text", trace_folder, "--tokens", 500)
+    options = arguments("datastore", "--corpora", trace_folder, "--tokens", 500)
     report = datastore.run(options, silent)
     (store,) = rows(report, "Datastore")
     assert (store["tokens"], store["shards"]) == (500, 1)
