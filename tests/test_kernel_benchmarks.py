@@ -41,14 +41,13 @@ def silent(line):
     pass
 
 
-def test_every_way_is_timed(model, report, options, monkeypatch):
+def test_every_way_is_timed(report, options, monkeypatch):
     monkeypatch.setattr(kernel, "WEIGHTS", ((48, 32, "float32"),))
     monkeypatch.setattr(kernel, "HEADS", ((4, 2, 16),))
     monkeypatch.setattr(kernel, "SLOTS", (8,))
     kernel.linears(report, options, silent)
     kernel.attentions(report, options, silent)
-    kernel.forwards(report, model, text(80), options, silent)
-    assert [len(table.rows) for table in report.tables] == [3, 4, 2]
+    assert [len(table.rows) for table in report.tables] == [3, 4]
     for table in report.tables:
         assert all(row["1"] > 0 and row["3"] > 0 for row in table.rows)
 
