@@ -208,7 +208,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     progress("loading the model")
     model, tokenizer = _load(arguments.model, getattr(torch, arguments.model_dtype))
     model.to(arguments.model_device)
-    arguments.new_tokens = arguments.model_tokens or (16 if arguments.quick else 64)
+    arguments.new_tokens = arguments.model_tokens or (16 if arguments.quick else 32)
     arguments.repeats = 1 if arguments.quick else arguments.model_repeats
     return measure(model, tokenizer, read_prompts(), arguments, progress)
 
