@@ -114,6 +114,7 @@ def _model(plt: Any, report: Report) -> dict[str, Any]:
             plt, table, "category", "method", "ratio", "speed relative to plain", reference=1.0
         )
         for index, table in enumerate(report.tables)
+        if "category" in table.columns
     }
 
 

@@ -279,7 +279,7 @@ def small_model():
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_real_model_benchmark_on_a_random_one(small_model, tokenizer):
+def test_real_model_benchmark_on_a_random_one(small_model, tokenizer, tmp_path):
     prompts = [
         model.Prompt(c, n, "w1 w2 w3 w1 w2" + n)
         for c, n in [("a", " w1"), ("a", ""), ("summarise", " w3"), ("summarise", "")]
@@ -296,6 +296,8 @@ def test_real_model_benchmark_on_a_random_one(small_model, tokenizer):
     batch = rows(report, "Real model, a batch of prompts to copy from")
     assert [row["method"] for row in batch] == ["plain", "SamAssistant", "SuffixAssistant"]
     assert {(row["rows"], row["same"]) for row in batch} == {(2, "2 of 2")}
+    pytest.importorskip("matplotlib")
+    assert [path.stem for path in plots.draw(report, tmp_path)] == ["model-0", "model-1"]
 
 
 def test_cost_of_forwards(small_model):
