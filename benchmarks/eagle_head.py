@@ -62,7 +62,8 @@ def main() -> None:
     head = train_head(
         model, examples, args.work / "head", training, feature_dir=args.work / "features"
     )
-    report = Report("eagle-head", vars(args) | {"learnt": sum(map(length, examples))})
+    chosen = vars(args) | {"prompts": args.prompts.name, "learnt": sum(map(length, examples))}
+    report = Report("eagle-head", {name: v for name, v in chosen.items() if name != "work"})
     compare(report, model, head, held_out, args)
     print(report)
     print(f"Written to {report.save(args.work)}.")
