@@ -265,9 +265,10 @@ def failure(model, **options):
 def test_flash_attention_that_is_not_there_fails_as_without_assistant():
     model = build(LlamaForCausalLM)
     model.config._attn_implementation_internal = "flash_attention_2"
-    plain = failure(model)
-    assert plain is not None
-    assert failure(model, assistant=oracle_assistant(PROMPT)) == plain
+    # Some versions of transformers fail in another way once they have tried to import it.
+    plain = [failure(model) for _ in range(2)]
+    assert None not in plain
+    assert failure(model, assistant=oracle_assistant(PROMPT)) in plain
 
 
 def test_self_test_disturbs_nothing():
