@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 # Versions of transformers that `make test-matrix` runs, besides the pinned one of `make test`.
 TRANSFORMERS ?= 5.17.0 5.20.0
-SOURCES := $(wildcard cython_ext/*.pyx cython_ext/*.pxd cython_ext/*.pxi cython_ext/*.h cython_ext/*.c)
+SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
 .PHONY: demo test test-all test-arm test-debug test-matrix $(TRANSFORMERS:%=test-transformers-%) bench \
 	bench-recorded results quality style build wheel clean
@@ -37,13 +37,13 @@ test-debug: build
 
 # The kernels' arm64 code, emulated. Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static.
 test-arm: build
-	KERNEL_CC=aarch64-linux-gnu-gcc KERNEL_RUN=qemu-aarch64-static $(BIN)/python -m pytest -q tests/test_kernels_in_c.py
+	KERNEL_CC=aarch64-linux-gnu-gcc KERNEL_RUN=qemu-aarch64-static $(BIN)/python -m pytest -q tests/kernels/test_kernels_in_c.py
 
 # What touches transformers again under its other supported versions. Their environments see the
 # packages of the first one, torch among them, and hold only what differs.
-MATRIX_TESTS := $(addprefix tests/test_,architectures.py batches.py candidate_generator.py \
-	draft_model.py eagle_lossless.py feature_tap.py generate.py generate_contract.py \
-	generate_inputs.py hook.py presets.py residual.py sequoia.py)
+MATRIX_TESTS := $(addprefix tests/,decoding target drafters/test_draft_model.py \
+	drafters/test_eagle_lossless.py drafters/test_residual.py drafters/test_sequoia.py \
+	test_candidate_generator.py test_hook.py test_presets.py)
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 
 $(TRANSFORMERS:%=.venv-%/.installed): .venv-%/.installed: $(VENV)/.installed
@@ -86,4 +86,4 @@ wheel: build
 	$(BIN)/python -m build
 
 clean:
-	rm -rf build dist *.egg-info hf_retrieval_assist/*.so
+	rm -rf build dist *.egg-info hf_retrieval_assist/*/*.so

@@ -1,4 +1,4 @@
-"""Compiles every `cython_ext/*.pyx` into the package; everything else stands in pyproject.toml.
+"""Compiles `cython_ext/*/*.pyx` into the package; everything else stands in pyproject.toml.
 
 Environment switches, read at build time:
     HFRA_DEBUG=1    bounds, None and overflow checks in every structure, no optimisation
@@ -33,19 +33,24 @@ def compile_args() -> list[str]:
     return ["-O1", "-g", "-fno-omit-frame-pointer"] if DEBUG else ["-O3"]
 
 
+def package_of(source: Path) -> str:
+    """Where an extension is imported from: kernels on their own, all else is a structure."""
+    return "kernels" if source.parent.name == "kernels" else "structures"
+
+
 def extensions() -> list[Extension]:
     """One extension per .pyx, named after it, so that a new structure is one new file."""
-    headers = [str(header) for header in Path("cython_ext").glob("*.h")]
+    headers = [str(header) for header in Path("cython_ext").glob("*/*.h")]
     return [
         Extension(
-            f"hf_retrieval_assist.{source.stem}",
+            f"hf_retrieval_assist.{package_of(source)}.{source.stem}",
             [str(source)],
-            include_dirs=["cython_ext", numpy.get_include()],
+            include_dirs=["cython_ext", "cython_ext/kernels", numpy.get_include()],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=compile_args(),
             depends=headers,
         )
-        for source in sorted(Path("cython_ext").glob("*.pyx"))
+        for source in sorted(Path("cython_ext").glob("*/*.pyx"))
     ]
 
 
@@ -53,7 +58,7 @@ setup(
     ext_modules=cythonize(
         extensions(),
         compiler_directives=DIRECTIVES,
-        include_path=["cython_ext"],
+        include_path=["cython_ext", "cython_ext/kernels"],
         build_dir="build/debug" if DEBUG else "build/cython",
         force=DEBUG,
     )

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_retrieval_assist.datastore import Datastore
-from hf_retrieval_assist.suffix_array import SuffixMatcher
+from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
 
 from .report import Report, Table
 from .texts import Int32Array
@@ -54,7 +54,7 @@ STEP_COLUMNS = {
 OPENING = """
 import json, sys, time
 from pathlib import Path
-from hf_retrieval_assist.datastore import Datastore
+from hf_retrieval_assist.corpus.datastore import Datastore
 
 NAN = float("nan")
 

@@ -19,15 +19,15 @@ import numpy as np
 import torch
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.cost_registry import CostModels
+from hf_retrieval_assist.cli.train_head import read_records
 from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.drafters.base import Drafter
 from hf_retrieval_assist.drafters.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.eagle import EagleHead
-from hf_retrieval_assist.eagle.train_command import read_records
-from hf_retrieval_assist.eagle.training import HeadTraining, train_head
-from hf_retrieval_assist.eagle.training_data import Example, examples_of_prompts
+from hf_retrieval_assist.eagle.training.data import Example, examples_of_prompts
+from hf_retrieval_assist.eagle.training.trainer import HeadTraining, train_head
+from hf_retrieval_assist.planning.cost_store import CostModels
 
 from .report import Report
 from .timing import alternate

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from hf_retrieval_assist.attention_reroute import plain_attention
 from hf_retrieval_assist.demo_model import load_demo_model
-from hf_retrieval_assist.linear_reroute import transposed_linear
-from hf_retrieval_assist.reroute import reroute
-from hf_retrieval_assist.skinny_attention import kernel_attention
-from hf_retrieval_assist.skinny_linear import kernel_linear
+from hf_retrieval_assist.kernels.attention import plain_attention
+from hf_retrieval_assist.kernels.linear import transposed_linear
+from hf_retrieval_assist.kernels.reroute import reroute
+from hf_retrieval_assist.kernels.skinny_attention import kernel_attention
+from hf_retrieval_assist.kernels.skinny_linear import kernel_linear
 
 from .report import Report, Table
 from .timing import alternate

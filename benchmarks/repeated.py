@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, SuffixAssistant
-from hf_retrieval_assist.cost_registry import CostModels
 from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.planning.cost_store import CostModels
 
 from .model import read_prompts
 from .report import Report

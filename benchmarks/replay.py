@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
 from hf_retrieval_assist import SamAssistant, SequoiaAssistant, SuffixAssistant
-from hf_retrieval_assist.cost_registry import CostModels
+from hf_retrieval_assist.planning.cost_store import CostModels
 
 from .methods import Method, Run, assisted, baselines, draft_model, run_method
 from .report import Report, Table

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hf_retrieval_assist.datastore import Datastore
-from hf_retrieval_assist.output_memory import OutputMemory
-from hf_retrieval_assist.suffix_array import SuffixMatcher
-from hf_retrieval_assist.suffix_automaton import SuffixAutomaton
-from hf_retrieval_assist.suffix_tree import SuffixTree
+from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.memory.output_memory import OutputMemory
+from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
+from hf_retrieval_assist.structures.suffix_automaton import SuffixAutomaton
+from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 
 from . import texts
 from .report import Report

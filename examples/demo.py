@@ -20,8 +20,8 @@ import torch
 from transformers import set_seed
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.cost_registry import CostModels
 from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.planning.cost_store import CostModels
 
 DATA = Path(__file__).parent / "data"
 

@@ -8,10 +8,10 @@ __version__ = "0.1.0"
 
 from .assistants import Assistant
 from .candidate_generator import RetrievalCandidateGenerator
-from .datastore import Datastore
+from .corpus.datastore import Datastore
 from .eagle.head import EagleHead
 from .hook import install, uninstall
-from .output_memory import OutputMemory
+from .memory.output_memory import OutputMemory
 from .presets import RestAssistant, SamAssistant, SequoiaAssistant, SuffixAssistant
 from .simulation import SimulationReport, simulate
 from .token_tree import TokenTree

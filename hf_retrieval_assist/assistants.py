@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .calibration import Calibrator
-from .cost_model import CostModel
-from .cost_registry import CostModels
+from .decoding.loop import decode
 from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Proposal, Target
-from .engine import decode
-from .feedback import RowFeedback, prompt_feedback
-from .planner import Budget, Planner, token_rate
+from .drafters.feedback import RowFeedback, prompt_feedback
+from .planning.acceptance import Calibrator
+from .planning.cost_model import CostModel
+from .planning.cost_store import CostModels
+from .planning.planner import Budget, Planner, token_rate
 from .stats import CallStats, Stats
 from .token_tree import TokenTree
 
@@ -38,7 +38,7 @@ class Assistant:
             preset's paper. A number: that many.
         max_nodes: nodes that drafters are asked for at most under "auto".
         reroute: on a CPU, compute linear layers and attention of verification forwards by the
-            fastest method for few rows; see :class:`~hf_retrieval_assist.reroute.reroute`.
+            fastest method for few rows; see :class:`~hf_retrieval_assist.kernels.reroute.reroute`.
         residual: verify sampled drafts by residual sampling; for drafters that record what they
             drew from.
         costs: measured costs, to share between assistants; None: its own. With

@@ -14,7 +14,7 @@ from transformers.generation import CandidateGenerator
 
 from .assistants import Assistant
 from .drafters.base import Target
-from .verifiers import best_chain
+from .target.verifiers import best_chain
 
 
 class RetrievalCandidateGenerator(CandidateGenerator):

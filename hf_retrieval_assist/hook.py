@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .assistants import Assistant
-from .engine import decode
+from .decoding.loop import decode
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .assistants import Assistant, union
-from .datastore import Datastore
+from .corpus.datastore import Datastore
 from .drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter, Tokens
 from .drafters.base import Drafter, DraftSession
 from .drafters.draft_model import DraftModelDrafter
@@ -18,7 +18,7 @@ from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
 from .drafters.token_recycling import TokenRecyclingDrafter
 from .eagle.head import EagleHead
-from .output_memory import OutputMemory
+from .memory.output_memory import OutputMemory
 from .token_tree import TokenTree
 
 # The longest draft from a match where the planner says how much of it pays.

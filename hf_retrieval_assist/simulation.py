@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .assistants import Assistant, AssistantSession
-from .cost_model import CostModel
 from .drafters.base import Target
+from .planning.cost_model import CostModel
 
 Tokens = Sequence[int] | NDArray[np.integer]
 

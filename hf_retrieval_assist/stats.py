@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from .calibration import Calibrator, Reliability
+from .planning.acceptance import Calibrator, Reliability
 
 PHASES = ("draft", "forward", "walk", "cache")
 

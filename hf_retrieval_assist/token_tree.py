@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from . import draft_tree
+from .structures import draft_tree
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]

@@ -11,11 +11,11 @@ from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree, simulate
 from hf_retrieval_assist.assistants import Consultation, union
-from hf_retrieval_assist.cost_model import CostModel
-from hf_retrieval_assist.cost_registry import CostModels
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
-from hf_retrieval_assist.feedback import prompt_feedback
+from hf_retrieval_assist.drafters.feedback import prompt_feedback
+from hf_retrieval_assist.planning.cost_model import CostModel
+from hf_retrieval_assist.planning.cost_store import CostModels
 from hf_retrieval_assist.stats import CallStats
 
 from .lossless import NEW_TOKENS, PROMPT, build, run

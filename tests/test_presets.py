@@ -19,7 +19,7 @@ from hf_retrieval_assist import (
     SuffixAssistant,
 )
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
-from hf_retrieval_assist.fingerprints import fingerprint
+from hf_retrieval_assist.target.fingerprint import fingerprint
 
 from .lossless import NEW_TOKENS, PROMPT, build, run
 from .tiny_models import VOCAB

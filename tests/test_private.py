@@ -6,8 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant, simulate
-from hf_retrieval_assist.cost_registry import CostModels
-from hf_retrieval_assist.engine import cost_key
+from hf_retrieval_assist.decoding.loop import cost_key
+from hf_retrieval_assist.planning.cost_store import CostModels
 
 from .tiny_models import tiny_config, tiny_model
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import draft_tree, evidence
-from ..suffix_automaton import Cursor, SuffixAutomaton
+from ..structures import draft_tree, evidence
+from ..structures.suffix_automaton import Cursor, SuffixAutomaton
 from ..token_tree import Float32Array, Int32Array, TokenTree
-from ._automaton_priors import CHAIN_PRIORS, TREE_PRIORS
+from .automaton_priors import CHAIN_PRIORS, TREE_PRIORS
 from .base import Drafter, DraftSession, Feedback, Target
 
 LONGEST = 64  # matches and depths beyond are all alike

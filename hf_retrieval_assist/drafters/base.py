@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..cost_model import CostModel
+from ..planning.cost_model import CostModel
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
 

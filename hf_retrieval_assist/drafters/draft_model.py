@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import draft_tree
-from ..cost_model import CostModel
-from ..draft_stream import DraftStream, mask_rules
-from ..residual import draw_children
-from ..sequoia import ShapeChooser, TreeShape
+from ..planning.cost_model import CostModel
+from ..structures import draft_tree
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Proposal, Target
+from .draft_stream import DraftStream, mask_rules
+from .residual import draw_children
+from .sequoia import ShapeChooser, TreeShape
 
 # Evidence: the draft model's probability of the node given its parent, and its rank.
 PROB_EDGES = np.array([0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97], np.float32)

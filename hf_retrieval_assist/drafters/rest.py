@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..datastore import Datastore
-from ..draft_tree import path_products
-from ..suffix_array import SuffixMatcher, evidence_classes
+from ..corpus.datastore import Datastore
+from ..structures.draft_tree import path_products
+from ..structures.suffix_array import SuffixMatcher, evidence_classes
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..output_memory import OutputMemory, RunningOutput
-from ..suffix_tree import BLEND_SHAPE, MAX_DEPTH, Speculation, SuffixTree
+from ..memory.output_memory import OutputMemory, RunningOutput
+from ..structures.suffix_tree import BLEND_SHAPE, MAX_DEPTH, Speculation, SuffixTree
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 

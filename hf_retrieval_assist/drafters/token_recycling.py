@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .. import draft_tree
+from ..structures import draft_tree
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.suffix_array import SuffixArray, SuffixMatcher, evidence_classes
-from hf_retrieval_assist.suffix_sort import align_suffixes, bucket_starts, rank_codes
+from hf_retrieval_assist.structures.suffix_array import SuffixArray, SuffixMatcher, evidence_classes
+from hf_retrieval_assist.structures.suffix_sort import align_suffixes, bucket_starts, rank_codes
 
 VOCAB = 5
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.suffix_automaton import Cursor, SuffixAutomaton
+from hf_retrieval_assist.structures.suffix_automaton import Cursor, SuffixAutomaton
 
 SEPARATOR = -1
 LARGEST = 2**31 - 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.suffix_tree import SuffixTree
+from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 
 
 class PlainTrie:

@@ -1,0 +1,210 @@
+"""Operations on token trees given as parent arrays: free functions over flat int32 arrays."""
+
+import numpy as np
+
+from libc.stdlib cimport free, malloc, qsort
+
+from common.types cimport int32_t, token_t
+
+
+def depths(const int32_t[::1] parents):
+    """Depth of every node, children of the root being at depth 1. Returns int32 [n]. O(n)."""
+    cdef Py_ssize_t n = parents.shape[0], i
+    out = np.empty(n, dtype=np.int32)
+    cdef int32_t[::1] depth = out
+    with nogil:
+        for i in range(n):
+            depth[i] = 1 if parents[i] < 0 else depth[parents[i]] + 1
+    return out
+
+
+def ancestor_mask(const int32_t[::1] parents):
+    """`mask[i, j]` is True where node j is node i or an ancestor of it. Returns bool [n, n]. O(n²)."""
+    cdef Py_ssize_t n = parents.shape[0], i, j
+    cdef int32_t p
+    out = np.zeros((n, n), dtype=np.bool_)
+    cdef unsigned char[:, ::1] mask = out.view(np.uint8)
+    with nogil:
+        for i in range(n):
+            p = parents[i]
+            if p >= 0:
+                for j in range(p + 1):
+                    mask[i, j] = mask[p, j]
+            mask[i, i] = 1
+    return out
+
+
+def path_products(const int32_t[::1] parents, const float[::1] rates):
+    """Product of `rates` from the root's child down to each node. Returns float32 [n]. O(n)."""
+    cdef Py_ssize_t n = parents.shape[0], i
+    out = np.empty(n, dtype=np.float32)
+    cdef float[::1] product = out
+    with nogil:
+        for i in range(n):
+            product[i] = rates[i] if parents[i] < 0 else rates[i] * product[parents[i]]
+    return out
+
+
+def follow(const token_t[::1] token_ids, const int32_t[::1] parents, const int32_t[::1] tokens):
+    """Nodes met when walking `tokens` down from the root, until no child matches.
+
+    Returns int32 [length of the matched path]. O(n), since children follow their parents.
+    """
+    cdef Py_ssize_t n = parents.shape[0], m = tokens.shape[0], i, length = 0
+    cdef int32_t here = -1
+    out = np.empty(min(n, m), dtype=np.int32)
+    cdef int32_t[::1] path = out
+    with nogil:
+        for i in range(n):
+            if length == m:
+                break
+            if parents[i] == here and token_ids[i] == tokens[length]:
+                path[length] = <int32_t>i
+                length += 1
+                here = <int32_t>i
+    return out[:length]
+
+
+def child_with(const token_t[::1] token_ids, const int32_t[::1] parents, int32_t parent, token_t token):
+    """The child of `parent` (−1: the root) that carries `token`, or −1. O(n)."""
+    cdef Py_ssize_t n = parents.shape[0], i
+    for i in range(parent + 1, n):
+        if parents[i] == parent and token_ids[i] == token:
+            return i
+    return -1
+
+
+cdef class _Nodes:
+    """The four arrays of a tree while it is built."""
+
+    cdef object token_ids, parents, probs, classes
+    cdef token_t[::1] tokens
+    cdef int32_t[::1] above
+    cdef float[::1] prob
+    cdef int32_t[::1] kind
+
+    def __cinit__(self, Py_ssize_t n):
+        self.token_ids = np.empty(n, np.int32)
+        self.parents = np.empty(n, np.int32)
+        self.probs = np.empty(n, np.float32)
+        self.classes = np.empty(n, np.int32)
+        self.tokens, self.above = self.token_ids, self.parents
+        self.prob, self.kind = self.probs, self.classes
+
+    cdef void put(
+        self, Py_ssize_t i, token_t token, int32_t parent, float prob, int32_t kind
+    ) noexcept nogil:
+        self.tokens[i] = token
+        self.above[i] = parent
+        self.prob[i] = prob
+        self.kind[i] = kind
+
+    cdef arrays(self, Py_ssize_t n):
+        """The first n nodes: token ids, parents, probabilities and classes."""
+        return self.token_ids[:n], self.parents[:n], self.probs[:n], self.classes[:n]
+
+
+def merge(
+    const token_t[::1] tokens_a,
+    const int32_t[::1] parents_a,
+    const float[::1] probs_a,
+    const int32_t[::1] classes_a,
+    const token_t[::1] tokens_b,
+    const int32_t[::1] parents_b,
+    const float[::1] probs_b,
+    const int32_t[::1] classes_b,
+):
+    """The union of two trees' paths; of a shared path the higher probability, with its class.
+
+    Returns token ids, parents, probabilities and classes: the nodes of the first tree, then the new
+    ones of the second, in their order. O(n_a + n_b x children of a node of the first tree).
+    """
+    cdef Py_ssize_t n = tokens_a.shape[0], m = tokens_b.shape[0], i, total = n
+    cdef _Nodes out = _Nodes(n + m)
+    # First child of every node (of the root at n) and next sibling, then each b's place.
+    cdef int32_t* links = <int32_t*>malloc((2 * n + 1 + m) * sizeof(int32_t))
+    if links == NULL:
+        raise MemoryError()
+    cdef int32_t* child = links
+    cdef int32_t* sibling = links + n + 1
+    cdef int32_t* place = links + 2 * n + 1
+    cdef int32_t parent, node
+    with nogil:
+        for i in range(n + 1):
+            child[i] = -1
+        for i in range(n - 1, -1, -1):
+            out.put(i, tokens_a[i], parents_a[i], probs_a[i], classes_a[i])
+            parent = parents_a[i] if parents_a[i] >= 0 else <int32_t>n
+            sibling[i] = child[parent]
+            child[parent] = <int32_t>i
+        for i in range(m):
+            parent = place[parents_b[i]] if parents_b[i] >= 0 else -1
+            node = -1
+            if parent < n:
+                node = child[parent if parent >= 0 else <int32_t>n]
+                while node >= 0 and tokens_a[node] != tokens_b[i]:
+                    node = sibling[node]
+            if node < 0:
+                out.put(total, tokens_b[i], parent, probs_b[i], classes_b[i])
+                node = <int32_t>total
+                total += 1
+            elif probs_b[i] > out.prob[node]:
+                out.prob[node] = probs_b[i]
+                out.kind[node] = classes_b[i]
+            place[i] = node
+    free(links)
+    return out.arrays(total)
+
+
+cdef struct Ranked:
+    float prob
+    int32_t node
+
+
+cdef int by_probability(const void* a, const void* b) noexcept nogil:
+    """Higher probability first; of equal ones the earlier node, which is no descendant."""
+    cdef const Ranked* x = <const Ranked*>a
+    cdef const Ranked* y = <const Ranked*>b
+    if x.prob != y.prob:
+        return -1 if x.prob > y.prob else 1
+    return -1 if x.node < y.node else 1
+
+
+def prune(
+    const token_t[::1] token_ids,
+    const int32_t[::1] parents,
+    const float[::1] probs,
+    const int32_t[::1] classes,
+    Py_ssize_t budget,
+):
+    """The `budget` most probable nodes, in their order, as four arrays. O(n log n)."""
+    cdef Py_ssize_t n = token_ids.shape[0], i, kept = 0
+    cdef _Nodes out = _Nodes(budget)
+    cdef Ranked* ranked = <Ranked*>malloc((n + 1) * sizeof(Ranked))
+    cdef int32_t* place = <int32_t*>malloc((n + 1) * sizeof(int32_t))
+    if ranked == NULL or place == NULL:
+        free(ranked)
+        free(place)
+        raise MemoryError()
+    with nogil:
+        for i in range(n):
+            ranked[i].prob = probs[i]
+            ranked[i].node = <int32_t>i
+            place[i] = -1
+        qsort(ranked, n, sizeof(Ranked), by_probability)
+        for i in range(budget):
+            place[ranked[i].node] = 0
+        for i in range(n):
+            if place[i] == 0:
+                place[i] = <int32_t>kept
+                out.put(
+                    kept,
+                    token_ids[i],
+                    place[parents[i]] if parents[i] >= 0 else -1,
+                    probs[i],
+                    classes[i],
+                )
+                kept += 1
+    free(ranked)
+    free(place)
+    return out.arrays(kept)

@@ -1,0 +1,91 @@
+# What the kernels for dense CPU tensors share: instruction sets, OpenMP, and looks at arguments.
+
+import torch
+
+from libc.stdint cimport int64_t, uintptr_t
+
+from hf_retrieval_assist.kernels.openmp import find_openmp
+
+cdef extern from "openmp_runtime.h" nogil:
+    void openmp_use(const uintptr_t *addresses, int count)
+
+cdef extern from "simd.h" nogil:
+    enum:
+        SKINNY_FLOAT32
+        SKINNY_BFLOAT16
+        SKINNY_FLOAT16
+
+cdef dict _dtypes = {
+    torch.float32: SKINNY_FLOAT32,
+    torch.bfloat16: SKINNY_BFLOAT16,
+    torch.float16: SKINNY_FLOAT16,
+}
+cdef object _strided = torch.strided
+cdef object _get_num_threads = torch.get_num_threads
+cdef object _tensor = torch.Tensor
+cdef object _parameter = torch.nn.Parameter
+cdef object _is_grad_enabled = torch.is_grad_enabled
+cdef object _is_autocast_enabled = torch.is_autocast_enabled
+cdef object _function_transform = torch._C._functorch.peek_interpreter_stack
+
+
+cdef str _share_openmp():
+    """Let this module's kernels run on PyTorch's threads; returns the interface's name."""
+    cdef uintptr_t addresses[3]
+    name, found = find_openmp()
+    for i, address in enumerate(found):
+        addresses[i] = address
+    openmp_use(addresses, len(found))
+    return name
+
+
+cdef int _path_index(object path, tuple paths) except -1:
+    """The place of an instruction set in `paths`; None: the last one, the fastest."""
+    if path is None:
+        return <int>len(paths) - 1
+    if path not in paths:
+        raise ValueError(f"path: expected one of {paths}, got {path!r}")
+    return paths.index(path)
+
+
+cdef int _thread_count(object threads) except -1:
+    """`threads`, or as many as PyTorch uses."""
+    if threads is None:
+        return _get_num_threads()
+    if threads < 1:
+        raise ValueError(f"threads: expected a positive number, got {threads}")
+    return threads
+
+
+cdef int _check_plain(str name, object tensor, object dtype) except -1:
+    """Raise unless `tensor` is dense, on the CPU and of the dtype."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if not tensor.is_cpu or tensor.layout is not _strided:
+        raise ValueError(
+            f"{name}: expected a dense CPU tensor, got {tensor.layout} on {tensor.device}"
+        )
+    if tensor.is_neg():
+        raise ValueError(f"{name}: expected values in memory, got a view with the negative bit set")
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{name}: expected {dtype} like the others, got {tensor.dtype}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: requires grad, and the kernel is not differentiable")
+    return 0
+
+
+cdef bint _is_plain(object tensor, object dtype):
+    """Whether nothing but the tensor's own memory decides its values."""
+    kind = type(tensor)
+    return (
+        (kind is _tensor or kind is _parameter)
+        and tensor.dtype is dtype
+        and tensor.is_cpu
+        and tensor.layout is _strided
+        and not tensor.is_neg()
+    )
+
+
+cdef bint _is_transformed():
+    """Whether autocast or a function transform changes what operators do."""
+    return _is_autocast_enabled("cpu") or _function_transform() is not None

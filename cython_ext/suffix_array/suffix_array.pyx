@@ -1,0 +1,301 @@
+"""Lookup in suffix arrays over token ids, and selection of the most frequent continuations.
+
+A text is a sequence of codes: token id + 1, and 0 after every document, stored big-endian in `width`
+bytes so that the order of its byte strings is the order of its code strings. A suffix array lists
+the positions of its ids (not of the zeros) in the order of the suffixes that start there. A match
+therefore is an interval of ranks, its length the number of occurrences (Manber and Myers 1993).
+
+Everything here may point into files that someone altered. Ranks, positions and codes are checked
+where they are read: any bytes give some answer, and never an id outside the vocabulary.
+"""
+
+from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
+
+import numpy as np
+
+from suffix_array.codes cimport Text
+from suffix_array.search cimport LANES, Interval, Probe, Shard, bucket_of, settle
+from suffix_array.selection cimport Candidate, Item, Range, Selection, Sample, Tree, grow
+from common.types cimport int32_t, int64_t, uint8_t, uint32_t
+
+
+cdef class SuffixArray:
+    """Suffix arrays of one or more shards, searched as if they were one. Immutable.
+
+    Args:
+        shards: per shard `(codes, suffixes, starts, bucket_shift)`: uint8 [length x width], uint32
+            [suffixes], uint32 [buckets + 1] and the shift of :func:`bucket_starts`. The buffers are
+            kept, not copied, and may be read-only maps of files.
+        width: bytes per code, 1 to 4.
+        vocab_size: ids at or above it are neither matched nor proposed.
+
+    Raises:
+        ValueError: no shard, an empty buffer, a length that is no multiple of `width`, or a width,
+            shift or vocabulary size out of range.
+    """
+
+    cdef Shard* shards
+    cdef readonly int32_t shard_count
+    cdef readonly int64_t vocab_size
+    cdef list buffers
+
+    def __cinit__(self, list shards, int32_t width, int64_t vocab_size):
+        cdef const uint8_t[::1] codes
+        cdef const uint32_t[::1] suffixes, starts
+        cdef int32_t shift, i
+        if not 1 <= width <= 4:
+            raise ValueError(f"width: expected 1 to 4 bytes, got {width}")
+        if not 1 <= vocab_size < 1 << 31:
+            raise ValueError(f"vocab_size: expected 1 to {(1 << 31) - 1}, got {vocab_size}")
+        if not shards:
+            raise ValueError("shards: expected at least one")
+        self.vocab_size = vocab_size
+        self.shard_count = <int32_t>len(shards)
+        self.buffers = []
+        self.shards = <Shard*>PyMem_Malloc(len(shards) * sizeof(Shard))
+        if not self.shards:
+            raise MemoryError()
+        for i, (codes, suffixes, starts, shift) in enumerate(shards):
+            if not 0 <= shift <= 30:
+                raise ValueError(f"bucket_shift: expected 0 to 30, got {shift}")
+            if codes.shape[0] == 0 or codes.shape[0] % width:
+                raise ValueError(f"codes: expected a multiple of {width} bytes, got {codes.shape[0]}")
+            if suffixes.shape[0] == 0 or starts.shape[0] < 2:
+                raise ValueError("suffixes and starts: expected at least one suffix and one bucket")
+            self.buffers.append((codes, suffixes, starts))
+            self.shards[i] = Shard(
+                Text(&codes[0], codes.shape[0] // width, width), &suffixes[0], &starts[0],
+                suffixes.shape[0], starts.shape[0] - 1, shift,
+            )
+
+    def __dealloc__(self):
+        PyMem_Free(self.shards)
+
+    def count(self, token_ids) -> int:
+        """Occurrences of a token string inside documents. O(len(token_ids) x log(tokens)).
+
+        Raises:
+            ValueError: `token_ids` is empty.
+        """
+        cdef SuffixMatcher matcher = SuffixMatcher(self, max(len(token_ids), 1))
+        if not len(token_ids):
+            raise ValueError("token_ids: expected at least one")
+        matcher.extend(token_ids)
+        if matcher.match_length < len(token_ids):
+            return 0
+        return matcher.occurrences(matcher.match_length)
+
+
+# ---------------------------------------------------------------------------------- evidence
+
+cdef inline int32_t bucket(double value, const double[::1] edges) noexcept nogil:
+    """How many of the ascending edges are at or below the value."""
+    cdef int32_t i = 0
+    while i < edges.shape[0] and value >= edges[i]:
+        i += 1
+    return i
+
+
+def evidence_classes(
+    const int64_t[::1] counts,
+    const int64_t[::1] parent_counts,
+    const int32_t[::1] contexts,
+    const double[::1] context_edges,
+    const double[::1] share_edges,
+    const double[::1] count_edges,
+):
+    """The class of evidence behind each node of a selection.
+
+    Nodes are told apart by context length, by their share of their parent's occurrences and by how
+    many those are, each bucketed at its ascending edges; the class is the bucket's index in row-major
+    order. Returns int32 [nodes].
+    """
+    cdef Py_ssize_t i
+    cdef int32_t row
+    cdef int32_t[::1] classes = np.empty(counts.shape[0], np.int32)
+    with nogil:
+        for i in range(counts.shape[0]):
+            row = bucket(contexts[i], context_edges) * <int32_t>(share_edges.shape[0] + 1)
+            row += bucket(<double>counts[i] / <double>parent_counts[i], share_edges)
+            row *= <int32_t>(count_edges.shape[0] + 1)
+            classes[i] = row + bucket(<double>parent_counts[i], count_edges)
+    return np.asarray(classes)
+
+
+# ---------------------------------------------------------------------------------- matching
+
+cdef class SuffixMatcher:
+    """The suffixes of a growing text that occur in a :class:`SuffixArray`, with all their places.
+
+    For every length up to `max_match` at which the end of the text occurs somewhere, the interval
+    of its occurrences is kept; a new token narrows each by binary search. One thread at a time.
+
+    Args:
+        index: what is searched; shared by any number of matchers and threads.
+        max_match: the longest suffix that is looked up, at least 1.
+        max_nodes: the most nodes that :meth:`select` may be asked for, at least 1.
+
+    Attributes:
+        match_length: tokens of the longest suffix that occurs, at most `max_match`.
+    """
+
+    cdef readonly SuffixArray index
+    cdef readonly int32_t max_match
+    cdef readonly int32_t max_nodes
+    cdef readonly int32_t match_length
+    cdef Interval* matches  # [max_match, shard_count], row l-1: the matches of length l
+    cdef Selection selection
+    cdef int32_t max_codes
+
+    def __cinit__(self, SuffixArray index not None, int32_t max_match, int32_t max_nodes=1):
+        if not 1 <= max_match <= 1 << 16:
+            raise ValueError(f"max_match: expected 1 to {1 << 16}, got {max_match}")
+        if not 1 <= max_nodes <= 1 << 16:
+            raise ValueError(f"max_nodes: expected 1 to {1 << 16}, got {max_nodes}")
+        self.index = index
+        self.max_match = max_match
+        self.max_nodes = max_nodes
+        self.match_length = 0
+        self.max_codes = 4 * max_nodes + LANES
+        self.matches = <Interval*>PyMem_Calloc(max_match * index.shard_count, sizeof(Interval))
+        if not self.matches:
+            raise MemoryError()
+        self.allocate()
+
+    cdef allocate(self):
+        cdef Selection* work = &self.selection
+        cdef size_t shards = self.index.shard_count, codes = self.max_codes
+        work.shards, work.shard_count = self.index.shards, self.index.shard_count
+        work.vocab_size = self.index.vocab_size
+        work.range_limit = 4 * self.max_codes + 2 * LANES
+        work.candidates = <Candidate*>PyMem_Malloc((codes + 1) * sizeof(Candidate))
+        work.ranges = <Range*>PyMem_Malloc(work.range_limit * sizeof(Range))
+        work.frontier = <Item*>PyMem_Malloc(work.range_limit * sizeof(Item))
+        work.rows = <Interval*>PyMem_Malloc((3 * codes + 1) * shards * sizeof(Interval))
+        work.best = <Item*>PyMem_Malloc((self.max_nodes + 1) * sizeof(Item))
+        work.samples = <Sample*>PyMem_Malloc(2 * (LANES + shards) * sizeof(Sample))
+        work.found = <uint32_t*>PyMem_Malloc((LANES + shards) * sizeof(uint32_t))
+        work.most = <int64_t*>PyMem_Malloc((LANES + shards) * sizeof(int64_t))
+        if not (
+            work.candidates and work.ranges and work.frontier and work.rows
+            and work.best and work.samples and work.found and work.most
+        ):
+            raise MemoryError()
+
+    def __dealloc__(self):
+        PyMem_Free(self.matches)
+        PyMem_Free(self.selection.candidates)
+        PyMem_Free(self.selection.ranges)
+        PyMem_Free(self.selection.frontier)
+        PyMem_Free(self.selection.rows)
+        PyMem_Free(self.selection.best)
+        PyMem_Free(self.selection.samples)
+        PyMem_Free(self.selection.found)
+        PyMem_Free(self.selection.most)
+
+    def extend(self, token_ids):
+        """Append tokens to the text. O(max_match x log(tokens)) per token.
+
+        Args:
+            token_ids: iterable of int; any that the vocabulary lacks match nothing.
+        """
+        cdef int64_t token
+        for token in token_ids:
+            self.advance(token)
+
+    def counts(self) -> list[int]:
+        """Occurrences of the text's last 1, 2, ... `match_length` tokens."""
+        return [self.occurrences(length) for length in range(1, self.match_length + 1)]
+
+    def select(self, int32_t budget, int32_t depth, int32_t sources=1):
+        """The most frequent continuations of the longest match, as a token tree.
+
+        Nodes are taken best-first by their exact number of occurrences; of equally frequent ones the
+        shallower, then the one with the earlier parent, then the lower id. If the continuations of
+        the longest match do not fill the budget, those of the longest shorter match that occurs more
+        often go on, without what is in the tree already. Of distributions so flat that more
+        than 2 x max_nodes tokens have to be told apart, less frequent ones may be missing.
+
+        Args:
+            budget: the most nodes, at most max_nodes.
+            depth: the most tokens below the root.
+            sources: how many match lengths may contribute.
+
+        Returns:
+            (token_ids, parents, counts, parent_counts, contexts): int32, int32, int64, int64, int32
+            [nodes]. `counts` are occurrences of the match with the path to the node,
+            `parent_counts` those without its last token, `contexts` the tokens of the latter.
+
+        Raises:
+            ValueError: `budget` exceeds max_nodes.
+        """
+        if budget > self.max_nodes:
+            raise ValueError(f"budget: expected at most {self.max_nodes}, got {budget}")
+        cdef int32_t capacity = max(budget, 0), length = self.match_length
+        cdef int32_t[:, ::1] ids = np.empty((3, capacity + 1), np.int32)
+        cdef int64_t[:, ::1] counts = np.empty((2, capacity + 1), np.int64)
+        cdef Tree tree = Tree(
+            0, capacity, &ids[0, 0], &ids[1, 0], &ids[2, 0], &counts[0, 0], &counts[1, 0]
+        )
+        cdef int64_t count = 0
+        self.selection.codes_left = self.max_codes
+        # Work on flat distributions, whose many rare codes no draft needs, is bounded.
+        self.selection.searches_left = 2 * self.max_nodes
+        with nogil:
+            while length > 0 and sources > 0 and tree.size < tree.capacity:
+                if self.occurrences(length) > count:
+                    count = self.occurrences(length)
+                    grow(&self.selection, self.row(length), length, depth, &tree)
+                    sources -= 1
+                length -= 1
+        token_ids, parents, contexts = np.asarray(ids)[:, : tree.size]
+        return (token_ids, parents, *np.asarray(counts)[:, : tree.size], contexts)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless every shorter match occurs at least as often as a longer one."""
+        cdef int32_t length
+        for length in range(1, self.match_length):
+            assert self.occurrences(length) >= self.occurrences(length + 1) > 0, "counts"
+        assert 0 <= self.match_length <= self.max_match, "match length"
+
+    cdef Interval* row(self, int32_t length) noexcept nogil:
+        return self.matches + (length - 1) * self.index.shard_count
+
+    cdef int64_t occurrences(self, int32_t length) noexcept nogil:
+        cdef const Interval* row = self.row(length)
+        cdef int64_t count = 0
+        cdef int32_t s
+        for s in range(self.index.shard_count):
+            count += row[s].high - row[s].low
+        return count
+
+    cdef void advance(self, int64_t token) noexcept nogil:
+        cdef int32_t length = min(self.match_length + 1, self.max_match)
+        self.match_length = 0
+        if not 0 <= token < self.index.vocab_size:
+            return
+        while length > 0:  # downwards, since a length is narrowed from the one below
+            self.narrow(max(length - LANES, 0), length, <uint32_t>(token + 1))
+            length -= LANES
+
+    cdef void narrow(self, int32_t below, int32_t longest, uint32_t code) noexcept nogil:
+        """Make the matches of `below` + 1 to `longest` tokens from those of one token less."""
+        cdef int32_t shards = self.index.shard_count, s, length
+        cdef const Shard* shard
+        cdef Interval within
+        cdef Probe[2 * LANES] ends
+        cdef Probe* end
+        for s in range(shards):
+            shard = &self.index.shards[s]
+            for length in range(longest, below, -1):
+                within = bucket_of(shard, code) if length == 1 else self.row(length - 1)[s]
+                end = ends + 2 * (length - 1 - below)
+                end[0] = Probe(within.low, within.high, code, length - 1)
+                end[1] = Probe(within.low, within.high, code + 1, length - 1)
+            settle(shard, ends, 2 * (longest - below))
+            for length in range(longest, below, -1):
+                end = ends + 2 * (length - 1 - below)
+                self.row(length)[s] = Interval(end[0].low, max(end[0].low, end[1].low))
+        for length in range(below + 1, longest + 1):
+            if self.occurrences(length) > 0:
+                self.match_length = max(self.match_length, length)

@@ -1,0 +1,301 @@
+# The suffix automaton as C structs and functions: states, construction, matching.
+#
+# Text positions are 1-based; position 0 stands for the empty prefix. A state is named by an int32.
+# State s >= 0 holds the whole prefix of s tokens: its length, its earliest end and the target of
+# its first transition (s, s and s + 1) need no storage. State s < 0 is clone ~s. State 0 is the
+# root.
+from libc.stdlib cimport free, realloc
+
+from suffix_automaton.transition_table cimport NO_TOKEN, Slot, Table, find, insert
+from common.types cimport int32_t, int64_t, state_t, token_t
+
+cdef enum:
+    ROOT = 0
+    SEPARATOR = -1  # equal to no token, so nothing matches or drafts across it
+    FIRST_CAPACITY = 16
+    MAX_POSITIONS = 2147483646
+    MISSING = -2147483648
+
+
+cdef struct Position:
+    token_t token      # the token at this position, SEPARATOR after a document
+    state_t link       # suffix link of the prefix that ends here
+    token_t branch     # newest token of its further transitions, NO_TOKEN without any
+    int32_t latest     # a late end position of the prefix, see `latest_end`
+
+
+cdef struct Clone:
+    int32_t length     # of the longest string of the state
+    state_t link
+    int32_t earliest   # end of the first occurrence
+    state_t target     # where the token after the first occurrence leads
+    token_t branch
+    int32_t latest
+
+
+cdef struct Automaton:
+    Position* positions
+    Clone* clones
+    int64_t n                   # tokens and separators
+    int64_t position_capacity   # positions 0 .. n + 1 are in use, the last as a sentinel
+    int64_t clone_count
+    int64_t clone_capacity
+    Table root                  # transitions of the root
+    Table branches              # transitions of other states beyond their first
+    int32_t refresh
+    int32_t* position_counts    # occurrences, once frozen
+    int32_t* clone_counts
+    int64_t operations
+
+
+cdef struct Match:
+    state_t state
+    int32_t length
+
+
+# -- states --------------------------------------------------------------------------------------
+
+cdef inline int32_t length_of(const Automaton* a, state_t s) noexcept nogil:
+    return s if s >= 0 else a.clones[~s].length
+
+
+cdef inline state_t link_of(const Automaton* a, state_t s) noexcept nogil:
+    return a.positions[s].link if s >= 0 else a.clones[~s].link
+
+
+cdef inline int32_t earliest_end(const Automaton* a, state_t s) noexcept nogil:
+    return s if s >= 0 else a.clones[~s].earliest
+
+
+cdef inline int32_t latest_end(const Automaton* a, state_t s) noexcept nogil:
+    return a.positions[s].latest if s >= 0 else a.clones[~s].latest
+
+
+cdef inline int32_t* latest_cell(Automaton* a, state_t s) noexcept nogil:
+    return &a.positions[s].latest if s >= 0 else &a.clones[~s].latest
+
+
+cdef inline token_t* branch_cell(const Automaton* a, state_t s) noexcept nogil:
+    return &a.positions[s].branch if s >= 0 else &a.clones[~s].branch
+
+
+cdef inline state_t* link_cell(Automaton* a, state_t s) noexcept nogil:
+    return &a.positions[s].link if s >= 0 else &a.clones[~s].link
+
+
+cdef inline token_t first_token(const Automaton* a, state_t s) noexcept nogil:
+    """The token after the earliest occurrence; SEPARATOR where the text or a document ends."""
+    return a.positions[earliest_end(a, s) + 1].token
+
+
+cdef inline state_t first_target(const Automaton* a, state_t s) noexcept nogil:
+    return s + 1 if s >= 0 else a.clones[~s].target
+
+
+cdef inline int32_t count_of(const Automaton* a, state_t s) noexcept nogil:
+    return a.position_counts[s] if s >= 0 else a.clone_counts[~s]
+
+
+cdef inline state_t step(const Automaton* a, state_t s, token_t token) noexcept nogil:
+    """Where `token` leads from `s`, or MISSING."""
+    cdef const Table* table = &a.branches
+    cdef Slot* slot
+    if s == ROOT:
+        table = &a.root
+    elif first_token(a, s) == token:
+        return first_target(a, s)
+    elif branch_cell(a, s)[0] == NO_TOKEN:
+        return MISSING
+    slot = find(table, s, token)
+    return MISSING if slot.token == NO_TOKEN else slot.target
+
+
+# -- construction ----------------------------------------------------------------------------------
+
+cdef inline int reserve_positions(Automaton* a, int64_t tokens) except -1 nogil:
+    """Room for the root, `tokens` positions and the sentinel."""
+    if tokens > MAX_POSITIONS:
+        with gil:
+            raise OverflowError(f"a text is limited to {MAX_POSITIONS} tokens, not {tokens}")
+    if tokens + 2 <= a.position_capacity:
+        return 0
+    cdef Position* grown = <Position*>realloc(a.positions, (tokens + 2) * sizeof(Position))
+    if grown == NULL:
+        with gil:
+            raise MemoryError(f"no memory for a text of {tokens} tokens")
+    a.positions, a.position_capacity = grown, tokens + 2
+    return 0
+
+
+cdef inline int reserve_clones(Automaton* a, int64_t clones) except -1 nogil:
+    if clones <= a.clone_capacity:
+        return 0
+    cdef Clone* grown = <Clone*>realloc(a.clones, clones * sizeof(Clone))
+    if grown == NULL:
+        with gil:
+            raise MemoryError(f"no memory for {clones} cloned states")
+    a.clones, a.clone_capacity = grown, clones
+    return 0
+
+
+cdef inline int64_t grown_capacity(int64_t needed) noexcept nogil:
+    """A quarter of slack: appending stays linear, and memory within 1.25 of what is needed."""
+    return needed + needed // 4 + FIRST_CAPACITY
+
+
+cdef inline int make_room(Automaton* a) except -1 nogil:
+    """One append needs at most one position and one clone."""
+    if a.n + 3 > a.position_capacity:
+        if a.n >= MAX_POSITIONS:
+            with gil:
+                raise OverflowError(f"a text is limited to {MAX_POSITIONS} tokens")
+        reserve_positions(a, min(grown_capacity(a.n + 1), MAX_POSITIONS))
+    if a.clone_count >= a.clone_capacity:
+        reserve_clones(a, grown_capacity(a.clone_count))
+    return 0
+
+
+cdef inline int add_transition(
+    Automaton* a, state_t s, token_t token, state_t target
+) except -1 nogil:
+    """A transition beyond the first; the root's all count as such."""
+    cdef Table* table = &a.root if s == ROOT else &a.branches
+    cdef token_t* branch = branch_cell(a, s)
+    insert(table, s, token, target, branch[0])
+    branch[0] = token
+    return 0
+
+
+cdef inline int copy_branches(Automaton* a, state_t source, state_t target) except -1 nogil:
+    cdef token_t token = branch_cell(a, source)[0]
+    cdef Slot slot
+    while token != NO_TOKEN:
+        slot = find(&a.branches, source, token)[0]
+        add_transition(a, target, token, slot.target)
+        token = slot.next_branch
+        a.operations += 1
+    return 0
+
+
+cdef inline state_t* redirectable(Automaton* a, state_t s, token_t token) noexcept nogil:
+    """The stored target of s's transition by `token`, or NULL.
+
+    The first transition of a prefix is not stored: it leads to the next prefix, the longest string
+    of its state, and a clone only ever takes over shorter ones.
+    """
+    cdef Slot* slot
+    if s != ROOT and first_token(a, s) == token:
+        return NULL if s > 0 else &a.clones[~s].target
+    slot = find(&a.root if s == ROOT else &a.branches, s, token)
+    return NULL if slot.token == NO_TOKEN else &slot.target
+
+
+cdef inline int split(Automaton* a, state_t p, token_t token, state_t q, state_t* made) except -1 nogil:
+    """Separate from `q` the strings of at most length(p) + 1 tokens, which occur once more."""
+    cdef state_t clone = ~<state_t>a.clone_count
+    cdef state_t* cell
+    cdef Clone* c = &a.clones[a.clone_count]
+    c.length, c.link = length_of(a, p) + 1, link_of(a, q)
+    c.earliest, c.target = earliest_end(a, q), first_target(a, q)
+    c.branch, c.latest = NO_TOKEN, latest_end(a, q)
+    a.clone_count += 1
+    copy_branches(a, q, clone)
+    link_cell(a, q)[0] = clone
+    while True:
+        cell = redirectable(a, p, token)
+        if cell == NULL or cell[0] != q:
+            break
+        cell[0] = clone
+        a.operations += 1
+        if p == ROOT:
+            break
+        p = link_of(a, p)
+    made[0] = clone
+    return 0
+
+
+cdef inline void refresh_latest(Automaton* a) noexcept nogil:
+    """Tell the nearest suffixes of the text that they occurred at its end."""
+    cdef state_t s = a.positions[a.n].link
+    cdef int32_t left = a.refresh
+    while s != ROOT and left > 0:
+        latest_cell(a, s)[0] = <int32_t>a.n
+        s = link_of(a, s)
+        left -= 1
+        a.operations += 1
+
+
+cdef inline void push_position(Automaton* a, token_t token) noexcept nogil:
+    """The new prefix, which is its predecessor's first target by merely standing after it."""
+    cdef Position* here
+    a.n += 1
+    here = &a.positions[a.n]
+    here.token, here.link = token, ROOT
+    here.branch, here.latest = NO_TOKEN, <int32_t>a.n
+    a.positions[a.n + 1].token = SEPARATOR
+
+
+cdef inline int append(Automaton* a, token_t token) except -1 nogil:
+    cdef state_t p, q
+    make_room(a)
+    refresh_latest(a)
+    p = a.positions[a.n].link
+    push_position(a, token)
+    q = step(a, p, token)
+    while q == MISSING:
+        add_transition(a, p, token, <state_t>a.n)
+        a.operations += 1
+        if p == ROOT:
+            return 0
+        p = link_of(a, p)
+        q = step(a, p, token)
+    if length_of(a, q) != length_of(a, p) + 1:
+        split(a, p, token, q, &q)
+    a.positions[a.n].link = q
+    return 0
+
+
+# -- matching --------------------------------------------------------------------------------------
+
+cdef inline void normalise(const Automaton* a, Match* m) noexcept nogil:
+    """Splits since the last step may have moved the matched string to a suffix link."""
+    while m.state != ROOT and m.length <= length_of(a, link_of(a, m.state)):
+        m.state = link_of(a, m.state)
+
+
+cdef inline void advance(const Automaton* a, Match* m, token_t token) noexcept nogil:
+    cdef state_t q
+    normalise(a, m)
+    q = step(a, m.state, token)
+    while q == MISSING and m.state != ROOT:
+        m.state = link_of(a, m.state)
+        m.length = length_of(a, m.state)
+        q = step(a, m.state, token)
+    if q != MISSING:
+        m.state = q
+        m.length += 1
+
+
+cdef inline int64_t following(const Automaton* a, int64_t end, int64_t limit) noexcept nogil:
+    """How many tokens, at most `limit`, stand after `end` in its document."""
+    cdef int64_t i = 0
+    while i < limit and a.positions[end + 1 + i].token != SEPARATOR:
+        i += 1
+    return i
+
+
+cdef inline int64_t continuation(
+    const Automaton* a, Match m, int64_t limit, bint latest, bint retreat, int64_t* end
+) noexcept nogil:
+    """Sets `end` to the occurrence to draft from; returns how many tokens follow it."""
+    cdef state_t s = m.state
+    cdef int64_t available, best = 0
+    while s != ROOT:
+        available = latest_end(a, s) if latest else earliest_end(a, s)
+        if following(a, available, limit) > best:
+            end[0] = available
+            best = following(a, available, limit)
+        if not retreat or best == limit:
+            break
+        s = link_of(a, s)
+    return best

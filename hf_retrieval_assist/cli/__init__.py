@@ -1,0 +1,45 @@
+"""The command line: `hf-retrieval-assist COMMAND ...`.
+
+Exit codes: 0 done, 1 an error that is told in one line, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from . import calibrate, datastore, train_head
+
+PROGRAM = "hf-retrieval-assist"
+
+COMMANDS = {
+    **datastore.COMMANDS,
+    "calibrate": calibrate.COMMAND,
+    "train-head": train_head.COMMAND,
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Retrieval-based speculative decoding for transformers."
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
+        command.add_arguments(subparser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (default: the process's own) and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        COMMANDS[arguments.command].run(arguments)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,102 @@
+"""The command `hf-retrieval-assist calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .command import Command
+
+if TYPE_CHECKING:
+    from ..planning.cost_model import CostModel
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("model", help="path or hub id of the model")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, …")
+    parser.add_argument("--device", help="default: the first GPU, otherwise the CPU")
+    parser.add_argument("--attention", help="implementation, such as sdpa or eager")
+    parser.add_argument("--batch-size", type=_positive, default=1, metavar="N")
+    parser.add_argument("--cache-length", type=_positive, default=1024, metavar="N")
+    parser.add_argument("--max-tokens", type=_positive, default=64, help="the largest n (64)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve as .png or .svg")
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Measure, print the curve and keep it in the user's cache directory."""
+    from ..planning.cost_measurement import measure_cost
+    from ..planning.cost_store import CostModels
+    from ..target.fingerprint import fingerprint
+
+    pyplot = None if args.plot is None else _pyplot()
+    sizes = [size for size in _SIZES if size <= args.max_tokens]
+    model = _load(args)
+    costs = CostModels(CostModels.user_directory())
+    cost = measure_cost(model, sizes, costs, args.batch_size, args.cache_length)
+    costs.save(fingerprint(model))
+    _print_curve(cost, sizes)
+    print(f"Saved in {costs.directory}.")
+    if pyplot is not None:
+        _plot(pyplot, cost, sizes, args.plot)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return number
+
+
+def _load(args: argparse.Namespace) -> Any:
+    """The model, which will not stop at any token."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=args.dtype, attn_implementation=args.attention
+    )
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval().to(device)
+
+
+def _print_curve(cost: CostModel, sizes: list[int]) -> None:
+    single = cost.seconds(1)
+    print(f"{'n':>4} {'ms':>9} {'t(n)/t(1)':>10}")
+    for size in sizes:
+        seconds = cost.seconds(size)
+        print(f"{size:>4} {seconds * 1e3:>9.3f} {seconds / single:>10.2f}")
+    best = min(sizes, key=lambda size: cost.seconds(size) / size)
+    print(f"Cheapest per token: n = {best}.")
+
+
+def _pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError(
+            "--plot: expected matplotlib; pip install 'hf-retrieval-assist[plot]'"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _plot(pyplot: Any, cost: CostModel, sizes: list[int], path: Path) -> None:
+    figure, axes = pyplot.subplots()
+    axes.plot(range(1, sizes[-1] + 1), 1e3 * cost.curve(sizes[-1]))
+    axes.set(xlabel="tokens of a forward", ylabel="milliseconds", ylim=(0, None))
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+COMMAND = Command(
+    "measure what verifying drafts costs on this machine, and remember it", _add_arguments, _run
+)

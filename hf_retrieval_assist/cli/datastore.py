@@ -1,0 +1,136 @@
+"""The commands that build, inspect and mend a corpus on disk."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from ..corpus.datastore import Datastore
+from ..corpus.readers import load_encoder, read_texts
+from .command import Command
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def byte_count(text: str) -> int:
+    """Bytes from a number with an optional unit: `750M`, `4G`, `4GiB`."""
+    digits = text.upper().removesuffix("IB").removesuffix("B")
+    unit = _UNITS.get(digits[-1:], 1)
+    number = digits[:-1] if digits[-1:] in _UNITS else digits
+    try:
+        return int(float(number) * unit)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"expected bytes such as 750M or 4G, got {text!r}"
+        ) from None
+
+
+def _add_sorting_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, help="the datastore's directory")
+    parser.add_argument(
+        "--memory", type=byte_count, default="4G", help="for sorting; decides the size of a shard"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="shards sorted at the same time")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _sorting_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "memory": arguments.memory,
+        "workers": arguments.workers,
+        "progress": not arguments.quiet,
+    }
+
+
+def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_sorting_arguments(parser)
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        help=".txt, .py, .md, .jsonl or .parquet files, directories of them, or datasets:NAME for "
+        "one on the Hub or in a local folder",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        required=True,
+        help="folder or Hub id of a transformers tokenizer, or a SentencePiece .model file",
+    )
+    parser.add_argument("--field", default="text", help="column with the text (default: text)")
+    parser.add_argument("--split", default="train", help="split of a data set (default: train)")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        help="rows of the model's output layer (default: from the tokenizer's folder)",
+    )
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--append", action="store_true", help="add to an existing datastore")
+    existing.add_argument("--overwrite", action="store_true", help="replace an existing datastore")
+
+
+def _build(arguments: argparse.Namespace) -> None:
+    encoder = load_encoder(arguments.tokenizer)
+    texts = read_texts(arguments.sources, arguments.field, arguments.split)
+    documents = encoder.encode_stream(texts)
+    options = _sorting_options(arguments)
+    began = time.perf_counter()
+    if arguments.append:
+        datastore = Datastore.open(arguments.path, encoder.tokenizer)
+        before = datastore.token_count
+        datastore = datastore.append(documents, **options)
+    else:
+        before = 0
+        datastore = Datastore.build(
+            documents,
+            arguments.path,
+            vocab_size=arguments.vocab_size or encoder.vocab_size,
+            tokenizer=encoder.tokenizer,
+            overwrite=arguments.overwrite,
+            **options,
+        )
+    seconds = time.perf_counter() - began
+    added = datastore.token_count - before
+    print(f"{added:,} tokens read, tokenised and indexed in {seconds:.1f} s")
+    _print_summary(datastore)
+
+
+def _print_summary(datastore: Datastore) -> None:
+    size = datastore.bytes_on_disk
+    per_token = size / datastore.token_count
+    rows = {
+        "path": datastore.path,
+        "vocabulary": f"{datastore.vocab_size:,}",
+        "tokenizer": datastore.manifest.tokenizer or "not recorded",
+        "documents": f"{datastore.document_count:,}",
+        "tokens": f"{datastore.token_count:,}",
+        "shards": len(datastore.manifest.shards),
+        "size": f"{size:,} bytes ({per_token:.2f} per token)",
+    }
+    for name, value in rows.items():
+        print(f"{name:<11} {value}")
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, help="the datastore's directory")
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    _print_summary(Datastore.open(arguments.path))
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    Datastore.open(arguments.path).verify()
+    print(f"{arguments.path}: all files are as they were built")
+
+
+def _compact(arguments: argparse.Namespace) -> None:
+    _print_summary(Datastore.open(arguments.path).compact(**_sorting_options(arguments)))
+
+
+COMMANDS = {
+    "build": Command("index a corpus for retrieval", _add_build_arguments, _build),
+    "info": Command("show what a datastore holds", _add_path, _info),
+    "verify": Command("check every file of a datastore", _add_path, _verify),
+    "compact": Command("merge the shards of a datastore", _add_sorting_arguments, _compact),
+}

@@ -1,0 +1,144 @@
+"""The command `hf-retrieval-assist train-head`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .command import Command
+
+if TYPE_CHECKING:
+    from ..eagle.training.data import Example
+    from ..eagle.training.trainer import HeadTraining
+
+_DATA_HELP = (
+    "a text file (.txt: texts separated by blank lines) or a JSON-lines file of objects with "
+    '"text", or with "prompt", which the model then answers itself: a head drafts best what its '
+    "model would write"
+)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("model", help="path or hub id of the model that the head is to draft for")
+    parser.add_argument("data", type=Path, metavar="DATA", help=_DATA_HELP)
+    parser.add_argument("output", type=Path, help="folder for the head and its checkpoints")
+    parser.add_argument("--draft-vocabulary", type=int, default=8192, metavar="N")
+    parser.add_argument("--steps", type=int, default=5, help="unrolled steps (5)")
+    parser.add_argument("--max-length", type=int, default=512, help="tokens of a piece of text")
+    parser.add_argument("--response-length", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of answers; 0: greedy")
+    parser.add_argument("--epochs", type=float, default=1.0)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    parser.add_argument("--save-steps", type=int, default=500, help="steps between checkpoints")
+    parser.add_argument("--features", type=Path, help="folder to keep the model's features in")
+    parser.add_argument("--held-out", type=int, default=8, help="texts kept for the evaluation")
+    parser.add_argument("--dtype", default="auto", help="of the model: auto, float32, bfloat16, …")
+    parser.add_argument("--restart", action="store_true", help="do not resume from a checkpoint")
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Train, save, and print the mean accepted tokens on texts that were held out."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..eagle.training.trainer import train_head
+
+    records = read_records(args.data)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    target = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
+    target.to(_device())
+    examples = _examples(records, target, tokenizer, args)
+    held_out = examples[: min(args.held_out, len(examples) // 2)]
+    head = train_head(
+        target,
+        examples[len(held_out) :],
+        args.output,
+        _training(args),
+        feature_dir=args.features,
+        resume=not args.restart,
+    )
+    print(f"Saved to {args.output}.")
+    if held_out:
+        print(f"Mean accepted tokens on held-out texts: {_evaluate(head, target, held_out):.2f}")
+
+
+def read_records(path: Path) -> list[dict[str, str]]:
+    """Objects with "text" or "prompt" from a text or JSON-lines file.
+
+    Raises:
+        ValueError: a line is not such an object, or there is none.
+    """
+    content = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        lines = enumerate(content.splitlines(), start=1)
+        records = [_record(path, number, line) for number, line in lines if line.strip()]
+    else:
+        records = [{"text": text} for text in content.split("\n\n") if text.strip()]
+    if not records:
+        raise ValueError(f"{path}: expected at least one text or prompt, found none")
+    return records
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, str]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: expected a JSON object ({error})") from error
+    keys = ("text", "prompt")
+    if not isinstance(record, dict) or not any(isinstance(record.get(key), str) for key in keys):
+        raise ValueError(f'{path}, line {number}: expected an object with "text" or "prompt"')
+    return record
+
+
+def _examples(
+    records: list[dict[str, str]], target: Any, tokenizer: Any, args: argparse.Namespace
+) -> list[Example]:
+    from ..eagle.training.data import examples_of_prompts, examples_of_texts
+
+    texts = [record["text"] for record in records if "text" in record]
+    prompts = [record["prompt"] for record in records if "text" not in record]
+    sampling = {"do_sample": args.temperature > 0}
+    if args.temperature > 0:
+        sampling |= {"temperature": args.temperature, "top_k": 0, "top_p": 1.0}
+    answered = examples_of_prompts(prompts, target, tokenizer, args.response_length, **sampling)
+    return examples_of_texts(texts, tokenizer, args.max_length) + answered
+
+
+def _training(args: argparse.Namespace) -> HeadTraining:
+    from ..eagle.training.trainer import HeadTraining
+
+    return HeadTraining(
+        draft_vocab_size=args.draft_vocabulary,
+        steps=args.steps,
+        max_length=args.max_length,
+        arguments={
+            "num_train_epochs": args.epochs,
+            "per_device_train_batch_size": args.batch_size,
+            "learning_rate": args.learning_rate,
+            "save_steps": args.save_steps,
+        },
+    )
+
+
+def _evaluate(head: Any, target: Any, examples: list[Example]) -> float:
+    from ..drafters.eagle import EagleDrafter
+    from ..eagle.training.evaluation import mean_accepted_tokens
+
+    requests = []
+    for example in examples:
+        split = example.learn_from or len(example.token_ids) // 2
+        ids = example.token_ids.tolist()
+        requests.append((ids[:split], ids[split:]))
+    return mean_accepted_tokens(EagleDrafter(head), target, requests)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+COMMAND = Command("train an EAGLE-3 head for a model", _add_arguments, _run)

@@ -1,0 +1,289 @@
+"""Building a datastore: documents to shards in bounded memory, published in one step."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydivsufsort import divsufsort
+from tqdm.auto import tqdm
+
+from ..structures.suffix_sort import align_suffixes, bucket_starts, rank_codes
+from .format import (
+    MAX_BYTES,
+    MAX_VOCAB,
+    Manifest,
+    Shard,
+    code_width,
+    remove_unlisted,
+    sync_directory,
+    sync_file,
+    write_manifest,
+)
+
+if sys.platform != "win32":
+    import fcntl
+
+_BATCH = 1 << 20  # tokens that are validated and encoded at a time
+_MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
+
+Ids = Sequence[int] | NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """How shards are built.
+
+    Attributes:
+        vocab_size: token ids lie below it.
+        memory: bytes for sorting, shared by the workers; decides the size of a shard.
+        workers: shards that are sorted at the same time. They are threads: the sorter, the checks
+            and the checksums run outside the interpreter's lock.
+        progress: show a progress bar.
+    """
+
+    vocab_size: int
+    memory: int = 1 << 32
+    workers: int = 1
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.vocab_size <= MAX_VOCAB:
+            raise ValueError(f"vocab_size: expected 1 to {MAX_VOCAB}, got {self.vocab_size}")
+        if self.workers < 1:
+            raise ValueError(f"workers: expected at least 1, got {self.workers}")
+        if self.memory < _MIN_SHARD * self.workers * self.bytes_per_code:
+            least = _MIN_SHARD * self.workers * self.bytes_per_code
+            raise ValueError(f"memory: expected at least {least} bytes, got {self.memory}")
+
+    @property
+    def bytes_per_code(self) -> int:
+        """What the sorter holds: the text twice, an int32 per byte of it, the suffix array."""
+        return 6 * code_width(self.vocab_size) + 4
+
+    @property
+    def shard_codes(self) -> int:
+        """Codes (tokens and ends of documents) that one shard may hold."""
+        in_memory = self.memory // (self.workers * self.bytes_per_code)
+        return min(in_memory, MAX_BYTES // code_width(self.vocab_size))
+
+
+@contextmanager
+def staging_directory(path: Path) -> Iterator[Path]:
+    """A new directory beside `path`, removed at the end with what is still in it.
+
+    A lock on the directory shows that its process lives. What killed builds of the same path left
+    is removed first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(path)
+    staging, lock = _locked_directory(path)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked_directory(path: Path) -> tuple[Path, int | None]:
+    """A new staging directory and the descriptor that holds its lock, if the system has locks."""
+    while True:
+        staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+        staging.mkdir()
+        if sys.platform == "win32":
+            return staging, None
+        # Until it is locked, another build may take the directory for an abandoned one.
+        with suppress(FileNotFoundError):
+            lock = os.open(staging, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks: nobody can lock it, so it stays
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if staging.is_dir():
+                return staging, lock
+            os.close(lock)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Delete the staging directories of `path` on which no living process holds a lock."""
+    if sys.platform == "win32":
+        return
+    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
+    for staging in path.parent.iterdir():
+        if name.fullmatch(staging.name) and staging.is_dir() and not staging.is_symlink():
+            with suppress(OSError):  # locked, or another build was quicker
+                lock = os.open(staging, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(staging)
+                finally:
+                    os.close(lock)
+
+
+def publish(staging: Path, path: Path, manifest: Manifest) -> None:
+    """Make the manifest's datastore appear at `path` in one step.
+
+    Where a datastore already stands, the new shards move in beside the old ones and the manifest is
+    replaced; until then the old one is what opens. One process at a time may write to a datastore.
+    """
+    if path.exists():
+        for file in staging.iterdir():
+            os.replace(file, path / file.name)
+        write_manifest(path, manifest)
+        remove_unlisted(path, manifest.shards)
+    else:
+        write_manifest(staging, manifest)
+        os.rename(staging, path)
+        sync_directory(path.parent)
+
+
+def build_shards(
+    documents: Iterable[Ids], directory: Path, options: BuildOptions
+) -> tuple[Shard, ...]:
+    """Write documents as indexed shards into a directory.
+
+    Raises:
+        ValueError: a document is not a flat sequence of ids below the vocabulary's size.
+        TypeError: a document is not made of integers.
+        OSError: the disk is full or not writable.
+    """
+    shards: list[Shard] = []
+    running: deque[Future[Shard]] = deque()
+    with ThreadPoolExecutor(options.workers) as pool, _progress_bar(options) as bar:
+        for text in _write_texts(documents, directory, options, bar):
+            if len(running) == options.workers:
+                shards.append(running.popleft().result())
+            running.append(pool.submit(_index, text, directory, options.vocab_size))
+            bar.set_postfix(shards=len(shards) + len(running))
+        shards += [future.result() for future in running]
+    return tuple(shards)
+
+
+def _progress_bar(options: BuildOptions) -> tqdm[Any]:
+    return tqdm(unit="tok", unit_scale=True, desc="indexing", disable=not options.progress)
+
+
+@dataclass
+class _Text:
+    """The tokens file of a shard that is being filled."""
+
+    name: str
+    file: Any
+    documents: int = 0
+    tokens: int = 0
+
+    @classmethod
+    def create(cls, directory: Path) -> _Text:
+        name = secrets.token_hex(8)
+        return cls(name, (directory / f"{name}.tokens").open("wb"))
+
+    def write(self, batch: list[NDArray[np.int64]], vocab_size: int) -> None:
+        self.file.write(_encode(batch, vocab_size))
+        self.documents += len(batch)
+        self.tokens += sum(map(len, batch))
+
+    def close(self) -> None:
+        sync_file(self.file)
+        self.file.close()
+
+
+def _write_texts(
+    documents: Iterable[Ids], directory: Path, options: BuildOptions, bar: tqdm[Any]
+) -> Iterator[_Text]:
+    """Write tokens files, and yield each when it is full or the last."""
+    text: _Text | None = None
+    for batch in _batches(documents, options.shard_codes):
+        codes = sum(map(len, batch)) + len(batch)
+        if text and text.tokens + text.documents + codes > options.shard_codes:
+            text.close()
+            yield text
+            text = None
+        text = text or _Text.create(directory)
+        text.write(batch, options.vocab_size)
+        bar.update(codes - len(batch))
+    if text:
+        text.close()
+        yield text
+
+
+def _batches(documents: Iterable[Ids], shard_codes: int) -> Iterator[list[NDArray[np.int64]]]:
+    """Documents in groups of a moderate size; one too long for a shard is cut."""
+    batch: list[NDArray[np.int64]] = []
+    size = 0
+    for document in documents:
+        ids = _as_ids(document)
+        for start in range(0, len(ids), shard_codes - 1):
+            piece = ids[start : start + shard_codes - 1]
+            if batch and size + len(piece) + 1 > min(_BATCH, shard_codes):
+                yield batch
+                batch, size = [], 0
+            batch.append(piece)
+            size += len(piece) + 1
+    if batch:
+        yield batch
+
+
+def _as_ids(document: Ids) -> NDArray[np.int64]:
+    ids = np.asarray(document)
+    if ids.ndim != 1:
+        raise ValueError(f"documents: expected flat sequences of ids, got shape {ids.shape}")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"documents: expected integer ids, got {ids.dtype}")
+    return ids.astype(np.int64, copy=False)
+
+
+def _encode(batch: list[NDArray[np.int64]], vocab_size: int) -> NDArray[np.uint8]:
+    """Documents as big-endian codes: uint8 [(tokens + documents) x width]."""
+    ids = np.concatenate(batch)
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"documents: expected ids from 0 to {vocab_size - 1}, got {wrong}")
+    codes = np.zeros(len(ids) + len(batch), dtype=">u4")
+    is_id = np.ones(len(codes), np.bool_)
+    is_id[np.cumsum([len(document) + 1 for document in batch]) - 1] = False
+    codes[is_id] = ids + 1
+    code_bytes = codes.view(np.uint8).reshape(-1, 4)
+    return np.ascontiguousarray(code_bytes[:, 4 - code_width(vocab_size) :])
+
+
+def _index(text: _Text, directory: Path, vocab_size: int) -> Shard:
+    """Write the suffix array and bucket table of a tokens file."""
+    width = code_width(vocab_size)
+    codes = np.fromfile(directory / f"{text.name}.tokens", np.uint8)
+    suffixes = np.empty(text.tokens, np.uint32)
+    ranks, rank_width = rank_codes(codes, width, vocab_size)  # fewer bytes sort faster
+    align_suffixes(divsufsort(ranks), rank_width, text.documents, suffixes)
+    del ranks
+    shift = _bucket_shift(vocab_size, text.tokens)
+    starts = np.empty((vocab_size >> shift) + 2, np.uint32)
+    bucket_starts(codes, width, shift, starts)
+    _write_array(directory / f"{text.name}.suffixes", suffixes)
+    _write_array(directory / f"{text.name}.starts", starts)
+    checksums = tuple(hashlib.sha256(part.data).hexdigest() for part in (codes, suffixes, starts))
+    return Shard(text.name, text.documents, text.tokens, shift, checksums)
+
+
+def _bucket_shift(vocab_size: int, tokens: int) -> int:
+    """The smallest shift whose table costs at most half a byte per token."""
+    shift = 0
+    while (vocab_size >> shift) + 2 > max(tokens // 8, 3):
+        shift += 1
+    return shift
+
+
+def _write_array(path: Path, array: NDArray[Any]) -> None:
+    with path.open("wb") as file:
+        file.write(array.data)
+        sync_file(file)

@@ -1,0 +1,305 @@
+"""A corpus on disk that drafts are retrieved from: token ids of documents and suffix arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..structures.suffix_array import SuffixArray
+from .build import BuildOptions, Ids, build_shards, publish, staging_directory
+from .format import (
+    MANIFEST,
+    Manifest,
+    Shard,
+    code_width,
+    map_shard,
+    read_manifest,
+    verify_files,
+)
+
+# Models pad the rows of their output layer beyond the tokenizer's ids by less than this.
+_MAX_PADDING = 1024
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256 over the pieces of a tokenizer in the order of their ids.
+
+    Args:
+        tokenizer: one of transformers, or a `sentencepiece.SentencePieceProcessor`.
+    """
+    if hasattr(tokenizer, "get_vocab"):
+        pieces = sorted((index, piece) for piece, index in tokenizer.get_vocab().items())
+    else:
+        pieces = [(i, tokenizer.id_to_piece(i)) for i in range(tokenizer.get_piece_size())]
+    return hashlib.sha256(repr(pieces).encode()).hexdigest()
+
+
+class Datastore:
+    """An immutable, memory-mapped corpus and its suffix arrays (REST, He et al. 2023, section 3.2).
+
+    Read-only, and shared by any number of threads and processes. Opening maps the files and checks
+    the manifest and all sizes; the contents are read only where a lookup goes. A store whose bytes
+    were altered gives wrong answers, never an id outside the vocabulary; :meth:`verify` finds out.
+
+    Attributes:
+        path: its directory.
+        manifest: what the directory says it holds.
+        index: the compiled :class:`SuffixArray` over all shards.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        self._shards = [
+            map_shard(self.path, shard, self.vocab_size) for shard in self.manifest.shards
+        ]
+        self.index = SuffixArray(
+            [
+                (codes, suffixes, starts, shard.bucket_shift)
+                for (codes, suffixes, starts), shard in zip(
+                    self._shards, self.manifest.shards, strict=True
+                )
+            ],
+            code_width(self.vocab_size),
+            self.vocab_size,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Datastore({str(self.path)!r}: {self.token_count:,} tokens in {self.document_count:,} "
+            f"documents, {len(self.manifest.shards)} shards, vocabulary {self.vocab_size:,})"
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id lies below it."""
+        return self.manifest.vocab_size
+
+    @property
+    def token_count(self) -> int:
+        """Tokens in all documents."""
+        return sum(shard.tokens for shard in self.manifest.shards)
+
+    @property
+    def document_count(self) -> int:
+        """Documents; one that was too long for a shard counts once for each of its pieces."""
+        return sum(shard.documents for shard in self.manifest.shards)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Size of all files."""
+        shards = sum(sum(shard.sizes(self.vocab_size)) for shard in self.manifest.shards)
+        return shards + (self.path / MANIFEST).stat().st_size
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], tokenizer: Any = None) -> Datastore:
+        """Map the datastore at `path`, in a time that does not depend on its size.
+
+        Args:
+            path: the directory.
+            tokenizer: if given, must be the one the datastore was built with.
+
+        Raises:
+            FileNotFoundError: there is no such directory.
+            ValueError: it is not a datastore, of a newer format, altered, truncated, or of another
+                tokenizer.
+        """
+        datastore = cls(path)
+        if tokenizer is not None:
+            datastore.check_tokenizer(tokenizer)
+        return datastore
+
+    @classmethod
+    def build(
+        cls,
+        documents: Iterable[Ids],
+        path: str | os.PathLike[str],
+        *,
+        vocab_size: int,
+        tokenizer: Any = None,
+        memory: int = 1 << 32,
+        workers: int = 1,
+        progress: bool = True,
+        overwrite: bool = False,
+    ) -> Datastore:
+        """Index documents and open the result.
+
+        The store appears at `path` in one step at the end; a build that fails or is killed leaves
+        what was there. O(tokens log tokens) time.
+
+        Args:
+            documents: sequences of token ids, read once. Empty ones are skipped. No draft crosses
+                from one to the next. One with more tokens than fit a shard is cut.
+            path: the directory to make.
+            vocab_size: ids lie below it; the rows of the model's output layer.
+            tokenizer: what made the ids; its fingerprint is kept.
+            memory: bytes for sorting, shared by the workers. A shard takes 22 bytes per token at
+                three bytes per id, and fewer shards answer faster.
+            workers: shards that are sorted at the same time.
+            progress: show a progress bar.
+            overwrite: replace a datastore that is already there.
+
+        Raises:
+            FileExistsError: `path` exists and is not to be overwritten, or is not a datastore.
+            ValueError: no documents, an id outside the vocabulary, or a setting out of range.
+            TypeError: a document is not made of integers.
+            OSError: the disk is full or not writable.
+        """
+        path = Path(path)
+        options = BuildOptions(vocab_size, memory, workers, progress)
+        if path.exists() and not (overwrite and (path / MANIFEST).is_file()):
+            raise FileExistsError(f"{path} exists" + (" and is not a datastore" * overwrite))
+        fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+        _build(documents, path, Manifest(vocab_size, fingerprint, ()), options)
+        return cls(path)
+
+    def append(
+        self,
+        documents: Iterable[Ids],
+        *,
+        memory: int = 1 << 32,
+        workers: int = 1,
+        progress: bool = True,
+    ) -> Datastore:
+        """Add documents as further shards, in one step, and open the result.
+
+        This object goes on showing the store as it was. Arguments and errors are those of
+        :meth:`build`.
+        """
+        options = BuildOptions(self.vocab_size, memory, workers, progress)
+        _build(documents, self.path, self.manifest, options)
+        return Datastore(self.path)
+
+    def compact(
+        self, *, memory: int = 1 << 32, workers: int = 1, progress: bool = True
+    ) -> Datastore:
+        """Merge the shards into as few as `memory` allows, in one step, and open the result.
+
+        Arguments and errors are those of :meth:`build` and :meth:`verify`.
+        """
+        self.verify()
+        options = BuildOptions(self.vocab_size, memory, workers, progress)
+        _build(self.documents(), self.path, replace(self.manifest, shards=()), options)
+        return Datastore(self.path)
+
+    def documents(self) -> Iterator[NDArray[np.uint32]]:
+        """Every document's token ids: uint32 arrays, in the order in which they were added."""
+        width = code_width(self.vocab_size)
+        for codes, _, _ in self._shards:
+            code_bytes = codes.reshape(-1, width)
+            start = 0
+            for end in _document_ends(code_bytes):
+                yield _decode(code_bytes[start:end])
+                start = end + 1
+
+    def count(self, token_ids: Ids) -> int:
+        """How often a token string occurs inside documents. O(len(token_ids) log(tokens)).
+
+        Raises:
+            ValueError: it is empty.
+        """
+        return self.index.count(token_ids)
+
+    def verify(self) -> None:
+        """Read all files and compare their checksums. O(size).
+
+        Raises:
+            ValueError: a file is missing, truncated or altered.
+        """
+        verify_files(self.path, self.manifest)
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Raise ValueError unless the ids come from this tokenizer, or from one not recorded."""
+        expected = self.manifest.tokenizer
+        if expected is not None and tokenizer_fingerprint(tokenizer) != expected:
+            raise ValueError(f"{self.path} was built with another tokenizer than the one given")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise ValueError unless a model with an output layer of `vocab_size` rows fits.
+
+        The model may have up to 1024 rows more: many pad them to a round number.
+        """
+        if not self.vocab_size <= vocab_size <= self.vocab_size + _MAX_PADDING:
+            raise ValueError(
+                f"{self.path}: expected a model with a vocabulary of {self.vocab_size} tokens, "
+                f"got {vocab_size}"
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls, path_or_hub_id: str | os.PathLike[str], tokenizer: Any = None, **hub_options: Any
+    ) -> Datastore:
+        """Open a local datastore, or download one from the Hugging Face Hub (a dataset repository).
+
+        Args:
+            path_or_hub_id: a directory, or `owner/name`.
+            tokenizer: if given, must be the one the datastore was built with.
+            hub_options: passed to `huggingface_hub.snapshot_download`, such as `revision`, `token`.
+
+        Raises:
+            ValueError: what was found does not open; see :meth:`open`.
+        """
+        if Path(path_or_hub_id).is_dir():
+            return cls.open(path_or_hub_id, tokenizer)
+        import huggingface_hub
+
+        options = {"repo_type": "dataset", **hub_options}
+        return cls.open(
+            huggingface_hub.snapshot_download(str(path_or_hub_id), **options), tokenizer
+        )
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, **hub_options: Any) -> str:
+        """Upload the datastore to a dataset repository of the Hub, made if it does not exist.
+
+        Args:
+            repo_id: `owner/name`.
+            private: whether a new repository is private.
+            hub_options: passed to `huggingface_hub.HfApi`, such as `token`, `endpoint`.
+
+        Returns:
+            The address of the commit.
+        """
+        import huggingface_hub
+
+        api = huggingface_hub.HfApi(**hub_options)
+        api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
+        listed = [name for shard in self.manifest.shards for name in shard.files()]
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            repo_type="dataset",
+            folder_path=self.path,
+            allow_patterns=[MANIFEST, *listed],
+            commit_message="Upload datastore",
+        )
+        return str(commit)
+
+
+def _build(documents: Iterable[Ids], path: Path, base: Manifest, options: BuildOptions) -> None:
+    """Publish at `path` the shards of `base` and those of the documents."""
+    with staging_directory(path) as staging:
+        shards: tuple[Shard, ...] = build_shards(documents, staging, options)
+        if not shards:
+            raise ValueError("documents: expected at least one token, got an empty corpus")
+        publish(staging, path, replace(base, shards=base.shards + shards))
+
+
+def _document_ends(code_bytes: NDArray[np.uint8]) -> Iterator[int]:
+    """Positions of the zeros that end documents, found a block at a time."""
+    block = 1 << 20
+    for start in range(0, len(code_bytes), block):
+        ends = np.flatnonzero(~code_bytes[start : start + block].any(axis=1))
+        yield from (ends + start).tolist()
+
+
+def _decode(code_bytes: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Token ids from big-endian codes, uint8 [length, width]."""
+    codes = np.zeros((len(code_bytes), 4), np.uint8)
+    codes[:, 4 - code_bytes.shape[1] :] = code_bytes
+    return codes.view(">u4")[:, 0].astype(np.uint32) - np.uint32(1)

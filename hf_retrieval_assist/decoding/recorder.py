@@ -1,0 +1,134 @@
+"""What `generate` returns besides the sequences: one entry per generated token, as plain decoding
+records them, cut out of forwards that processed many tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.utils import (
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+
+from ..target.kv_cache import SlotCache, SlotLayer
+from .walk import RowText
+
+
+class OutputRecorder:
+    """Collects scores, logits, hidden states and attentions of the tokens that were generated.
+
+    Args:
+        config: of the call; says what is wanted.
+        batch_size: hidden states and attentions are recorded for a single row only.
+    """
+
+    def __init__(self, config: GenerationConfig, batch_size: int):
+        wanted = bool(config.return_dict_in_generate)
+        self.return_dict = wanted
+        self.wants_scores = wanted and bool(config.output_scores)
+        self.wants_logits = wanted and bool(config.output_logits)
+        self.wants_states = wanted and bool(config.output_hidden_states or config.output_attentions)
+        self._scores: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+        self._logits: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+        self._states: dict[str, list[Any]] = {}
+
+    def scores(self, row: RowText) -> tuple[torch.Tensor, ...] | None:
+        """The scores so far, as stopping criteria are shown them."""
+        return tuple(self._scores[row.index]) if self.wants_scores else None
+
+    def token(self, row: RowText, scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Record the processed scores and the logits, [1, vocab_size], of the token to come."""
+        if self.wants_scores:
+            self._scores[row.index].append(scores)
+        if self.wants_logits:
+            self._logits[row.index].append(logits)
+
+    def prefill(self, outputs: Any) -> None:
+        """Record the states of the prompt, which belong to the first token."""
+        for name in self._state_names(outputs):
+            self._states.setdefault(name, []).append(outputs[name])
+
+    def step(self, outputs: Any, fed: Sequence[int], root: int, cache: SlotCache) -> None:
+        """Record the states of accepted tokens.
+
+        Args:
+            outputs: the model's.
+            fed: indices into the fed tokens: pending ones up to the root, then accepted nodes.
+            root: how many of them precede the root and were recorded before.
+            cache: whose layers know their windows.
+        """
+        for name in self._state_names(outputs):
+            entries = self._states.setdefault(name, [])
+            for end in range(root + 1, len(fed) + 1):
+                path = fed[:end]
+                entries.append(
+                    tuple(
+                        _attention(layer, path, _window(cache, i))
+                        if name.endswith("attentions") and name != "cross_attentions"
+                        else _at_token(layer, path[-1], name)
+                        for i, layer in enumerate(outputs[name])
+                    )
+                )
+
+    def _state_names(self, outputs: Any) -> list[str]:
+        if not self.wants_states:
+            return []
+        decoder = ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
+        names = ("hidden_states", "attentions", *decoder)
+        return [name for name in names if outputs.get(name) is not None]
+
+    def result(
+        self, sequences: torch.Tensor, cache: Any, encoder_outputs: Any, tokens: int
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+        """What `generate` returns for `sequences` [batch, length], `tokens` of them generated."""
+        if not self.return_dict:
+            return sequences
+        common = {
+            "sequences": sequences,
+            "scores": _by_step(self._scores, tokens) if self.wants_scores else None,
+            "logits": _by_step(self._logits, tokens) if self.wants_logits else None,
+            "past_key_values": cache,
+            **{name: tuple(entries[:tokens]) for name, entries in self._states.items()},
+        }
+        if encoder_outputs is None:
+            return GenerateDecoderOnlyOutput(**common)
+        return GenerateEncoderDecoderOutput(
+            encoder_attentions=encoder_outputs.get("attentions"),
+            encoder_hidden_states=encoder_outputs.get("hidden_states"),
+            **common,
+        )
+
+
+def _at_token(layer: torch.Tensor, index: int, name: str) -> torch.Tensor:
+    """The entry of one fed token: dimension 1 of hidden states, 2 of cross attentions."""
+    dim = 2 if name == "cross_attentions" else 1
+    return layer.narrow(dim, index, 1)
+
+
+def _attention(layer: torch.Tensor | None, path: Sequence[int], window: int | None) -> Any:
+    """Attention weights [batch, heads, 1, keys] of a path's last token over the text up to it."""
+    if layer is None:
+        return None
+    kept = layer.shape[-1] - layer.shape[-2]
+    columns = [*range(kept), *(kept + index for index in path)]
+    if window is not None:
+        columns = columns[-window:]
+    return layer[:, :, path[-1] : path[-1] + 1, columns]
+
+
+def _window(cache: SlotCache, index: int) -> int | None:
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    return layer.window if isinstance(layer, SlotLayer) else None
+
+
+def _by_step(rows: list[list[torch.Tensor]], tokens: int) -> tuple[torch.Tensor, ...]:
+    """One [batch, vocab_size] tensor per step; a row that had finished has zeros there."""
+    nothing = torch.zeros_like(rows[0][0])
+    return tuple(
+        torch.cat([row[step] if step < len(row) else nothing for row in rows])
+        for step in range(tokens)
+    )

@@ -1,0 +1,67 @@
+"""What the engine tells an assistant about a row, and what each drafter gets of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..token_tree import Int32Array
+from .base import Feedback, FeedbackNeeds
+
+Layers = tuple[int, ...]
+
+
+@dataclass
+class RowFeedback:
+    """One row of one verification forward.
+
+    Attributes:
+        token_ids: int32 [m], the root and the verified nodes.
+        accepted: int32 [a], indices into `token_ids`, the root's 0 first.
+        logits: [m, vocab_size].
+        hidden_states: for each set of layers that a drafter asked for, [a, width].
+    """
+
+    token_ids: Int32Array
+    accepted: Int32Array
+    logits: torch.Tensor
+    hidden_states: dict[Layers, torch.Tensor]
+
+    def share(self, needs: FeedbackNeeds) -> Feedback:
+        """What a drafter with these needs is told."""
+        return Feedback(
+            self.token_ids,
+            self.accepted,
+            self.logits if needs.logits else None,
+            self.hidden_states.get(needs.hidden_layers),
+        )
+
+
+def prompt_feedback(
+    prompt_ids: Int32Array,
+    needs: FeedbackNeeds,
+    logits: torch.Tensor | None,
+    hidden_states: dict[Layers, torch.Tensor],
+) -> Feedback | None:
+    """What a drafter is told of the prefill: about as many of the prompt's last tokens as it saw.
+
+    Args:
+        prompt_ids: int32 [length], without padding.
+        needs: the drafter's.
+        logits: [rows, vocab_size] of the last positions; None when no drafter asked.
+        hidden_states: for each set of layers, [rows, width] of the last positions.
+    """
+    seen = hidden_states.get(needs.hidden_layers)
+    logits = logits if needs.logits else None
+    rows = [len(found) for found in (seen, logits) if found is not None]
+    count = min([*rows, len(prompt_ids)]) if rows else 0
+    if not count:
+        return None
+    return Feedback(
+        prompt_ids[len(prompt_ids) - count :],
+        np.arange(count, dtype=np.int32),
+        None if logits is None else logits[-count:],
+        None if seen is None else seen[-count:],
+    )

@@ -1,0 +1,120 @@
+"""The scope in which a model's forwards run by the kernels for few rows.
+
+Within :class:`reroute` the running thread's linear layers (`torch.nn.functional.linear`) and
+transformers' `sdpa` attention function are computed by the method that is fastest for few rows; see
+:mod:`linear_reroute` and :mod:`attention_reroute`.
+
+The functions are exchanged where modules look them up while any thread is in a scope, and put back
+after the last one. Code outside of scopes, other threads among it, then reaches the plain functions
+through one extra call. A mode (`torch.overrides.TorchFunctionMode`) would need no exchange, but it
+taxes every operator of a forward, ten for each linear, and not only the linears.
+
+Forwards are not compiled. With `torch.compile` (inductor, dynamic shapes) two layers of
+Gemma-3-270M on a CPU took half a minute of processor time to compile, for one row and for several
+apart, and then as long as before; the kernels, which a compiled graph does not call, take two
+thirds of that. A model that comes compiled is served as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention import attention, plain_attention
+from .linear import linear, plain_linear
+from .skinny_linear import enter_route, leave_route
+
+__all__ = ["reroute", "tune_linears"]
+
+_exchange_lock = threading.Lock()
+_scopes = 0
+
+
+def _enter_exchange() -> None:
+    global _scopes
+    with _exchange_lock:
+        _scopes += 1
+        if F.linear is plain_linear:
+            F.linear = linear
+        if ALL_ATTENTION_FUNCTIONS.get("sdpa") is plain_attention:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+
+
+def _leave_exchange() -> None:
+    global _scopes
+    with _exchange_lock:
+        _scopes -= 1
+        if _scopes:
+            return
+        if F.linear is linear:
+            F.linear = plain_linear
+        if ALL_ATTENTION_FUNCTIONS.get("sdpa") is attention:
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def _is_observed() -> bool:
+    """Whether something records or replaces the operators that run, and must see the linears."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or _get_current_dispatch_mode() is not None
+        or torch._C._len_torch_function_stack() > 0
+    )
+
+
+class reroute:  # noqa: N801, a context manager reads as a verb
+    """Scope in which this thread's linears of 1 to 64 rows, and attention of as many queries, run
+    by the fastest method.
+
+    Only operators on dense CPU tensors that are exactly `torch.Tensor` or `Parameter`, in float32,
+    bfloat16 or float16, outside of autograd, autocast and function transforms are touched; all
+    others (quantised, sparse, subclassed or offloaded weights, `torch.compile` graphs) run as
+    always. Scopes nest and may be entered again. Inside a mode that watches operators, such as a
+    FLOP counter, a scope does nothing, and a function that somebody else has replaced stays.
+
+    Args:
+        enabled: False makes it a scope that does nothing.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._entered: list[bool] = []
+
+    def __enter__(self) -> reroute:
+        active = self.enabled and not _is_observed()
+        self._entered.append(active)
+        if active:
+            _enter_exchange()
+            enter_route()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._entered.pop():
+            leave_route()
+            _leave_exchange()
+
+
+def tune_linears(model: torch.nn.Module) -> None:
+    """Choose for every linear layer of the model now, so that no timed step does.
+
+    Takes well under a second for a model of a few hundred million parameters, and almost nothing
+    where the cache knows the shapes.
+    """
+    weights = {
+        (layer.weight.shape, layer.weight.dtype): layer.weight
+        for layer in model.modules()
+        if isinstance(layer, torch.nn.Linear)
+    }
+    with torch.no_grad(), reroute():
+        for weight in weights.values():
+            F.linear(weight.new_zeros(1, weight.shape[1]), weight)

@@ -1,0 +1,176 @@
+"""Which of several equal methods is fastest on this machine: measured once, then remembered."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import platformdirs
+import torch
+
+from .. import __version__
+from .skinny_linear import PATHS
+
+TUNING_REPEATS = 7
+TUNING_SECONDS = 0.1  # for one case, after which repeating stops
+# The kernel keeps its place unless another method is so many times faster: what it promises about
+# bits is worth something, and a choice that is remembered should not hang on a moment's noise.
+KERNEL_MARGIN = 1.1
+# Threads that make the kernel so many times slower are waiting for their turn on a busy machine.
+CONTENTION = 1.5
+
+Candidates = Mapping[str, Callable[[], object]]
+
+
+def _seconds(method: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    method()
+    return time.perf_counter() - start
+
+
+def _best_seconds(candidates: Candidates) -> dict[str, float]:
+    """The least time of each, which other work on the machine distorts least. They take turns, the
+    first of which warms up.
+    """
+    turns: list[dict[str, float]] = []
+    end = time.perf_counter() + TUNING_SECONDS
+    while len(turns) < 2 or (len(turns) <= TUNING_REPEATS and time.perf_counter() < end):
+        turns.append({name: _seconds(method) for name, method in candidates.items()})
+    return {name: min(turn[name] for turn in turns[1:]) for name in candidates}
+
+
+def fastest(cases: Iterable[Candidates]) -> str | None:
+    """The method with the lowest geometric mean of times over the cases, the kernel's divided by
+    KERNEL_MARGIN; None where the machine is too busy to tell.
+
+    Args:
+        cases: each holds the same methods, "kernel" among them, and "serial", the kernel on one
+            thread, which is not for choice.
+    """
+    scores: dict[str, float] = {}
+    for candidates in cases:
+        seconds = _best_seconds(candidates)
+        if seconds["kernel"] > CONTENTION * seconds.pop("serial"):
+            return None
+        seconds["kernel"] /= KERNEL_MARGIN
+        scores = {name: scores.get(name, 0.0) + math.log(seconds[name]) for name in seconds}
+    return min(scores, key=scores.__getitem__)
+
+
+# The lines of /proc/cpuinfo that name a CPU, on x86 and on Arm.
+_CPU_FACTS = (
+    *("vendor_id", "cpu family", "model", "model name"),
+    *("CPU implementer", "CPU variant", "CPU part"),
+)
+
+
+def _cpu_name() -> str:
+    """The CPU's model as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    facts = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    named = [facts[key] for key in _CPU_FACTS if key in facts]
+    return " ".join(named) or platform.processor() or platform.machine()
+
+
+def _environment() -> dict[str, str]:
+    """What a choice depends on besides its key."""
+    return {
+        "cpu": _cpu_name(),
+        "paths": " ".join(PATHS),
+        "torch": torch.__version__,
+        "package": __version__,
+    }
+
+
+def _replace_file(path: Path, text: str) -> None:
+    """Write `text` to the file in one step, so that no reader meets half of it."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise
+
+
+class Tuning:
+    """The choices made on this machine, kept in a file of the user's cache directory.
+
+    The file holds one environment (CPU, instruction sets, torch and package version); another one's
+    choices are replaced. A file that cannot be read, or is not what this class writes, counts as
+    empty and is reported by one RuntimeWarning; so is a directory that cannot be written to.
+
+    Args:
+        methods: the names there are, "kernel" among them.
+        path: the file.
+    """
+
+    def __init__(self, methods: Iterable[str], path: Path) -> None:
+        self.methods = frozenset(methods)
+        self.path = path
+        self._lock = threading.Lock()
+        self._choices: dict[str, str] | None = None
+        self._warned = False
+
+    def name(self, key: str, measure: Callable[[], str | None]) -> str:
+        """The name chosen for a key; `measure` is asked where none is remembered. The kernel,
+        without remembering it, where that finds the machine too busy to tell.
+        """
+        with self._lock:
+            if self._choices is None:
+                self._choices = self._load()
+            if key not in self._choices:
+                measured = measure()
+                if measured is None:
+                    return "kernel"
+                self._choices[key] = measured
+                self._save(self._choices)
+            return self._choices[key]
+
+    def _load(self) -> dict[str, str]:
+        try:
+            stored = json.loads(self.path.read_text(encoding="utf-8"))
+            if stored["environment"] != _environment():
+                return {}
+            choices = {str(key): str(name) for key, name in stored["choices"].items()}
+            unknown = set(choices.values()) - self.methods
+            if unknown:
+                raise ValueError(f"unknown methods {sorted(unknown)}")
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            self._warn(f"ignoring {self.path}: {error!r}")
+            return {}
+        return choices
+
+    def _save(self, choices: dict[str, str]) -> None:
+        text = json.dumps({"environment": _environment(), "choices": choices}, indent=1)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _replace_file(self.path, text)
+        except OSError as error:
+            self._warn(f"cannot remember what is fastest in {self.path}: {error!r}")
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def tuning_file(kind: str) -> Path:
+    """Where the choices of one kind are kept by default."""
+    return Path(platformdirs.user_cache_dir("hf-retrieval-assist"), f"{kind}_tuning.json")

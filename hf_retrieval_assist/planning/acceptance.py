@@ -1,0 +1,185 @@
+"""Acceptance probabilities from counts: what a drafter's evidence was worth, here and lately.
+
+A drafter names for every node the evidence class its proposal rests on (source, match length,
+depth, rank). A node was tried when the text reached its parent, and hit when the text then went on
+with its token, whether or not it was verified: the text itself judges every proposal, so no
+verification has to be spent on exploring.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..structures import draft_tree, evidence
+from ..token_tree import Float32Array, Int32Array, TokenTree
+
+BoolArray = NDArray[np.bool_]
+Float64Array = NDArray[np.float64]
+
+_PRIOR_TRIALS = 4.0  # what a drafter's prior is worth against the assistant's counts
+_SHARED_TRIALS = 40.0  # what the assistant's counts are worth against one text's
+_SHARED_MEMORY = 2000.0  # trials of a class, after which half of its counts are forgotten
+_TEXT_MEMORY = 96.0
+_TREND_TRIALS = 30.0  # what "this text is like the others" is worth against its hits
+_TREND_MEMORY = 192.0
+_MAX_OPEN = 4  # proposals that later tokens may still judge
+_BINS = 10
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Predicted against observed hits of the tried nodes, by predicted rate in tenths.
+
+    Attributes:
+        trials: float64 [10], nodes tried.
+        predicted: float64 [10], sum of their predicted rates: the hits expected.
+        observed: float64 [10], the hits.
+    """
+
+    trials: Float64Array
+    predicted: Float64Array
+    observed: Float64Array
+
+    @property
+    def ratio(self) -> float:
+        """Expected hits over observed hits; 1 is calibrated, NaN before the first hit."""
+        hits = self.observed.sum()
+        return float(self.predicted.sum() / hits) if hits else float("nan")
+
+
+class Calibrator:
+    """Conditional acceptance rates of one drafter's evidence classes, learnt over all its texts.
+
+    A rate is the probability that a node is accepted given that its parent was. Safe to share
+    between threads; each text has its own `session`.
+
+    Args:
+        priors: float32 [classes], the rates before any observation, each in [0, 1].
+    """
+
+    def __init__(self, priors: Float32Array):
+        if priors.ndim != 1 or not ((priors >= 0) & (priors <= 1)).all():
+            raise ValueError(f"priors: expected one dimension in [0, 1], got {priors}")
+        self._prior_counts: Float64Array = np.full((len(priors), 2), _PRIOR_TRIALS)
+        self._prior_counts[:, 1] *= priors
+        # float64 [classes, 2]: trials and hits, the prior's included.
+        self._counts = self._prior_counts.copy()
+        self._bins = np.zeros((_BINS, 3))
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def rates(self, classes: Int32Array) -> Float32Array:
+        """float32 [n]: posterior mean rate of each class in `classes`, over all texts."""
+        counts = self._counts[classes]
+        return (counts[:, 1] / counts[:, 0]).astype(np.float32)
+
+    def observe(self, classes: Int32Array, hits: BoolArray) -> None:
+        """Count tried nodes: int32 [n] their classes and bool [n] whether they were hit."""
+        with self._lock:
+            evidence.count(
+                classes, hits.view(np.uint8), self._counts, self._prior_counts, _SHARED_MEMORY
+            )
+
+    def score(self, predicted: Float64Array, hits: BoolArray) -> None:
+        """Keep for `reliability` what was predicted, float64 [n], and what came of it."""
+        with self._lock:
+            evidence.score(predicted, hits.view(np.uint8), self._bins)
+
+    def reliability(self) -> Reliability:
+        """How the rates that sessions predicted have held so far."""
+        with self._lock:
+            return Reliability(*self._bins.T.copy())
+
+    def session(self) -> CalibrationSession:
+        """The view of one text, used by one thread at a time."""
+        return CalibrationSession(self)
+
+
+@dataclass
+class _OpenDraft:
+    """A proposal that the text has not left yet, and the tokens that came since."""
+
+    tree: TokenTree
+    rates: Float64Array
+    tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+
+
+class CalibrationSession:
+    """Rates for one text: the assistant's, shifted by how this text has gone lately.
+
+    Two things are learnt from the text: whether its proposals hold more or less often than
+    elsewhere, as one factor on the odds of every class, and the counts of each class.
+    """
+
+    def __init__(self, shared: Calibrator):
+        self._shared = shared
+        self._counts = np.zeros_like(shared._counts)
+        self._no_prior = np.zeros_like(shared._counts)
+        # Hits and misses that were seen, then those that the assistant's rates made due.
+        self._trend = np.zeros(4)
+        self._open: list[_OpenDraft] = []
+
+    @property
+    def odds_factor(self) -> float:
+        """How much better the odds of a hit are in this text than elsewhere, lately."""
+        hits, misses, due_hits, due_misses = (self._trend + _TREND_TRIALS).tolist()
+        return (hits / due_hits) * (due_misses / misses)
+
+    def rates(self, classes: Int32Array) -> Float32Array:
+        """float32 [n]: the rate of each class in `classes` for the next token of this text."""
+        return self._rates(classes).astype(np.float32)
+
+    def _rates(self, classes: Int32Array) -> Float64Array:
+        return evidence.rates(
+            classes, self._shared._counts, self._counts, self.odds_factor, _SHARED_TRIALS
+        )
+
+    def calibrate(self, tree: TokenTree) -> TokenTree:
+        """The tree with probabilities from the counts, remembered until the text has judged it.
+
+        A node of class −1 keeps the rate that the drafter gave it.
+        """
+        if not len(tree):
+            return tree
+        rates = self._rates(tree.classes)
+        if tree.classes.min() < 0:
+            unnamed = tree.classes < 0
+            rates[unnamed] = _given_rates(tree)[unnamed]
+        probs = draft_tree.path_products(tree.parents, rates.astype(np.float32))
+        calibrated = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
+        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(calibrated, rates)]
+        return calibrated
+
+    def commit(self, token_ids: Sequence[int] | Int32Array) -> None:
+        """Learn from the tokens by which the text went on; once per step, after `calibrate`."""
+        tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+        self._open = [draft for draft in self._open if self._judge(draft, tokens)]
+
+    def _judge(self, draft: _OpenDraft, new: Int32Array) -> bool:
+        """Learn what `new` tells of a proposal; whether the text is still inside it."""
+        known = len(draft.tokens)
+        draft.tokens = np.concatenate([draft.tokens, new]) if known else new
+        tree = draft.tree
+        nodes, hits = evidence.tried(tree.token_ids, tree.parents, draft.tokens, known)
+        self._learn(tree.classes[nodes], draft.rates[nodes], hits)
+        return int(np.count_nonzero(hits)) == len(new)
+
+    def _learn(self, classes: Int32Array, predicted: Float64Array, hits: BoolArray) -> None:
+        shared, outcome = self._shared, hits.view(np.uint8)
+        evidence.follow_trend(classes, outcome, shared._counts, self._trend, _TREND_MEMORY)
+        shared.score(predicted, hits)
+        shared.observe(classes, hits)
+        evidence.count(classes, outcome, self._counts, self._no_prior, _TEXT_MEMORY)
+
+
+def _given_rates(tree: TokenTree) -> Float64Array:
+    """float64 [n]: each node's probability given its parent, as the drafter estimated it."""
+    above = np.append(tree.probs, np.float32(1))[tree.parents].astype(np.float64)
+    return np.where(above > 0, tree.probs / np.maximum(above, 1e-30), 0.0)

@@ -1,0 +1,152 @@
+"""How much to verify: the part of a draft that brings the most tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..token_tree import TokenTree
+from .cost_model import CostModel, Float64Array
+
+_HOPE = 2.0  # standard deviations by which a size may be cheaper than it is thought to be
+_FIRST_SAVINGS = 200  # steps whose share is lent at the start, when least is known
+_UNMEASURED_NODES = 64  # asked for where no t(n) says how many would pay
+_TRIAL_PERIOD = 4  # steps from one consideration of a trial to the next
+
+Budget = Literal["auto", "paper"] | int
+
+
+@dataclass
+class Planner:
+    """Keeps of each draft the nodes that pay for their verification.
+
+    A node's probability is the number of tokens that it is expected to bring, and no node is more
+    probable than its parent, so the best tree of m nodes is the m most probable ones; of these
+    sizes the one with the highest expected tokens per second is kept, which may be none.
+
+    Sizes whose t(n) is uncertain and might be better are tried now and then. The time that a trial
+    may lose is saved up beforehand as a share of the time spent, so trials never cost more.
+
+    Attributes:
+        budget: "auto" does the above; "paper" leaves drafts as their drafters sized them; a number
+            keeps that many nodes.
+        max_nodes: the most that drafters are asked for under "auto".
+        exploration: share of the time that trials may lose, in [0, 1).
+    """
+
+    budget: Budget = "auto"
+    max_nodes: int = 256
+    exploration: float = 0.005
+
+    def __post_init__(self) -> None:
+        if self.budget not in ("auto", "paper") and not _is_count(self.budget):
+            raise ValueError(
+                f'budget: expected "auto", "paper" or a number >= 0, got {self.budget!r}'
+            )
+        if self.max_nodes < 1:
+            raise ValueError(f"max_nodes: expected at least 1, got {self.max_nodes}")
+        if not 0 <= self.exploration < 1:
+            raise ValueError(f"exploration: expected a number in [0, 1), got {self.exploration}")
+        self._saved = 0.0  # seconds that a trial may lose
+        self._step = 0
+
+    def request(self, cost: CostModel | None = None) -> int:
+        """How many nodes to ask of the drafters: more would not pay even if all were accepted.
+
+        Args:
+            cost: t(n); None when it is unknown and only tokens are counted.
+        """
+        if isinstance(self.budget, int):
+            return self.budget
+        if cost is None or self.budget == "paper":
+            return _UNMEASURED_NODES
+        seconds = cost.curve(1 + self.max_nodes) + cost.overhead()
+        return int((np.arange(1, self.max_nodes + 2) / seconds).argmax())
+
+    def plan(
+        self, tree: TokenTree, cost: CostModel, extra_tokens: int = 0, overhead: float | None = None
+    ) -> TokenTree:
+        """The part of `tree` to verify; closed under parents, maybe empty.
+
+        Args:
+            tree: a draft with calibrated probabilities.
+            cost: t(n), n counting every token that is fed.
+            extra_tokens: fed besides the root and the nodes, whatever is kept.
+            overhead: seconds per step outside the forward; None: as measured by `cost`.
+        """
+        return self.plan_batch([tree], cost, extra_tokens, overhead)[0]
+
+    def plan_batch(
+        self,
+        trees: Sequence[TokenTree],
+        cost: CostModel,
+        extra_tokens: int = 0,
+        overhead: float | None = None,
+    ) -> list[TokenTree]:
+        """The part of each row's tree to verify, when all rows are padded to the widest.
+
+        One width is chosen for the batch, the one with the most expected tokens per second of all
+        rows together; each row keeps its most probable nodes up to it. `cost` is the batch's: t(n)
+        for n tokens per row. Arguments as for `plan`.
+        """
+        if self.budget == "paper":
+            return list(trees)
+        width = self.budget if isinstance(self.budget, int) else None
+        if width is None:
+            seconds = cost.overhead() if overhead is None else overhead
+            width = self._best_width(trees, cost, extra_tokens, seconds)
+        return [tree.prune(width) for tree in trees]
+
+    def _best_width(
+        self, trees: Sequence[TokenTree], cost: CostModel, extra_tokens: int, overhead: float
+    ) -> int:
+        widest = max(map(len, trees))
+        tokens = expected_tokens(trees, widest)
+        seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:] + overhead
+        rates = tokens / seconds
+        best = int(rates.argmax())
+        if not self.exploration or not cost.observations:
+            return best
+        steps = _FIRST_SAVINGS if self._step == 0 else 1
+        self._saved += steps * self.exploration * float(seconds[best])
+        self._step += 1
+        if self._step % _TRIAL_PERIOD:
+            return best
+        spread = cost.spread(1 + extra_tokens + widest, 1 + extra_tokens + best)[extra_tokens:]
+        return self._try(rates * np.exp(_HOPE * spread), seconds - tokens / rates[best])
+
+    def _try(self, hopes: Float64Array, loss: Float64Array) -> int:
+        """Of the widths whose expected loss of time is saved up, the one that would have the
+        highest rate if it were as cheap as it may well be."""
+        chosen = int(np.where(loss <= self._saved, hopes, 0.0).argmax())
+        self._saved -= float(loss[chosen])
+        return chosen
+
+
+def expected_tokens(trees: Sequence[TokenTree], width: int) -> Float64Array:
+    """float64 [width + 1]: tokens that a step brings, all rows together, when each row verifies
+    its 0, 1, …, `width` most probable nodes."""
+    gains = np.zeros(width + 1)
+    gains[0] = len(trees)
+    for tree in trees:
+        gains[1 : len(tree) + 1] += np.sort(tree.probs)[::-1]
+    return gains.cumsum()
+
+
+def token_rate(
+    tree: TokenTree, cost: CostModel, extra_tokens: int = 0, overhead: float = 0.0
+) -> float:
+    """Expected tokens per second when the best part of `tree` is verified.
+
+    What a dearer drafter is compared by: it is worth asking when its rate, with the seconds that
+    it takes as `overhead`, is above the rate of what is already there.
+    """
+    seconds = cost.curve(1 + extra_tokens + len(tree))[extra_tokens:] + overhead
+    return float((expected_tokens([tree], len(tree)) / seconds).max())
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

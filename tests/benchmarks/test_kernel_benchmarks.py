@@ -1,0 +1,92 @@
+"""The benchmarks of kernels and steps at tiny size: they run, and what they print adds up."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM
+
+from benchmarks import kernel, step
+from benchmarks.__main__ import parse
+from benchmarks.report import Report
+from hf_retrieval_assist.kernels.reroute import reroute
+from tests.lossless import build
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(Gemma3ForCausalLM, head_dim=16)
+
+
+@pytest.fixture
+def report():
+    return Report("kernel", {})
+
+
+@pytest.fixture
+def options(monkeypatch):
+    monkeypatch.setattr(kernel, "ROWS", (1, 3))
+    options = parse(["--quick", "--step-contexts", "20", "--step-nodes", "0", "4"])
+    options.kernel_repeats = options.step_repeats = 1
+    options.step_tokens = 8
+    return options
+
+
+def text(length):
+    return torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(0))
+
+
+def silent(line):
+    pass
+
+
+def test_every_way_is_timed(report, options, monkeypatch):
+    monkeypatch.setattr(kernel, "WEIGHTS", ((48, 32, "float32"),))
+    monkeypatch.setattr(kernel, "HEADS", ((4, 2, 16),))
+    monkeypatch.setattr(kernel, "SLOTS", (8,))
+    kernel.linears(report, options, silent)
+    kernel.attentions(report, options, silent)
+    assert [len(table.rows) for table in report.tables] == [3, 4]
+    for table in report.tables:
+        assert all(row["1"] > 0 and row["3"] > 0 for row in table.rows)
+
+
+def test_flips_are_counted_against_one_row(model, report, monkeypatch):
+    monkeypatch.setattr(kernel, "PREFIX", 4)
+    monkeypatch.setattr(kernel, "PIECE", 12)
+    monkeypatch.setattr(kernel, "COMPARED", 5)
+    kernel.flips(report, model, text(32).view(2, 16), 6, silent)
+    rows = report.tables[0].rows
+    assert [row["positions"] for row in rows] == [24, 24, 24]
+    assert all(row["flips"] == 0 and row["largest"] < 1e-4 for row in rows)
+
+
+def test_logits_belong_to_their_positions(model, monkeypatch):
+    monkeypatch.setattr(kernel, "PREFIX", 4)
+    piece = text(16)
+    with torch.no_grad():
+        expected = model(piece[None]).logits[0, 4:]
+    for rows, scope in ((1, nullcontext), (5, reroute)):
+        torch.testing.assert_close(
+            kernel.logits_of(model, piece, rows, scope), expected, rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_step_is_split_without_gaps(model, options):
+    (table,) = step.measure(model, text(20), options, silent).tables
+    assert [(row["kernels"], row["context"]) for row in table.rows] == [("off", 20), ("on", 20)] * 2
+    assert table.rows[0]["rows"] == 1 < table.rows[2]["rows"]
+    for row in table.rows:
+        parts = step.COLUMNS.keys() - {"context", "rows", "kernels", "total"}
+        assert all(row[part] >= 0 for part in parts)
+        assert row["total"] == pytest.approx(sum(row[part] for part in parts))
+
+
+def test_a_stopwatch_books_time_once():
+    watch = step.Stopwatch()
+    watch.enter("outer")
+    watch.enter("inner")
+    inner = watch.leave()
+    outer = watch.leave()
+    assert watch.seconds["inner"] == pytest.approx(inner)
+    assert watch.seconds["outer"] + watch.seconds["inner"] == pytest.approx(outer)

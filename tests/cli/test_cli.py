@@ -1,0 +1,152 @@
+"""The command line: what it prints, what it leaves behind, and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from hf_retrieval_assist import cli
+from hf_retrieval_assist.cli import main
+from hf_retrieval_assist.cli.command import Command
+from hf_retrieval_assist.cli.datastore import byte_count
+from hf_retrieval_assist.corpus.datastore import Datastore
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A folder with a transformers tokenizer of single characters."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {chr(code): code for code in range(128)}
+    inner = Tokenizer(models.WordLevel(letters, unk_token="\0"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="\0").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.py").write_text("import this\n")
+    (folder / "b.jsonl").write_text('{"text": "import that"}\n')
+    return str(folder)
+
+
+@pytest.fixture
+def store(tmp_path, corpus, tokenizer):
+    path = tmp_path / "store"
+    assert main(["build", str(path), corpus, "--tokenizer", tokenizer, "--quiet"]) == 0
+    return path
+
+
+def test_append_verify_compact_info(store, corpus, tokenizer, capsys):
+    append = ["build", str(store), corpus, "--append", "--tokenizer", tokenizer, "--quiet"]
+    assert main([*append, "--memory", "1M", "--workers", "2"]) == 0
+    assert "shards      2" in capsys.readouterr().out
+    assert main(["verify", str(store)]) == 0
+    assert "as they were built" in capsys.readouterr().out
+    assert main(["compact", str(store), "--quiet"]) == 0
+    assert "shards      1" in capsys.readouterr().out
+    assert main(["info", str(store)]) == 0
+    assert "documents   4" in capsys.readouterr().out
+    assert Datastore.open(store).count([ord(c) for c in "import th"]) == 4
+
+
+def test_another_tokenizer_cannot_append(store, corpus, tokenizer, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(tokenizer, other)
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace('"a": 97', '"å": 97'))
+    arguments = ["build", str(store), corpus, "--append", "--tokenizer", str(other), "--quiet"]
+    assert main(arguments) == 1
+    assert "another tokenizer" in capsys.readouterr().err
+
+
+def test_summary_of_a_build(tmp_path, corpus, tokenizer, capsys):
+    path = tmp_path / "store"
+    arguments = ["build", str(path), corpus, "--tokenizer", tokenizer, "--vocab-size", "200"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert "23 tokens read, tokenised and indexed" in printed.out
+    assert "vocabulary  200" in printed.out
+    assert "indexing" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "missing"], "no datastore at missing"),
+        (["build", "new", "missing.txt"], "no file or directory missing.txt"),
+        (["build", "new", "{corpus}", "--field", "body"], "expected text in field 'body'"),
+        (["build", "new", "{corpus}", "--vocab-size", "32"], "expected ids from 0 to 31"),
+        (["build", "new", "{corpus}", "--memory", "100"], "memory: expected at least"),
+        (["build", "{corpus}", "{corpus}"], "exists"),
+        (["build", "new", "{corpus}", "--append"], "no datastore at new"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(
+    arguments, message, corpus, tokenizer, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = [argument.format(corpus=corpus) for argument in arguments]
+    if arguments[0] == "build":
+        arguments += ["--tokenizer", tokenizer, "--quiet"]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_verify_finds_an_altered_file(store, capsys):
+    (tokens,) = store.glob("*.tokens")
+    tokens.write_bytes(tokens.read_bytes()[::-1])
+    assert main(["verify", str(store)]) == 1
+    assert "is altered" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["unheard-of"], ["build", "x"], ["info"], ["compact", "x", "--memory", "lots"]],
+)
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+
+
+def test_interruption_exits_with_130(monkeypatch, capsys):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    command = Command("stops", lambda parser: None, interrupt)
+    monkeypatch.setitem(cli.COMMANDS, "stop", command)
+    assert main(["stop"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("123", 123), ("2k", 2048), ("1.5G", 3 << 29), ("4GiB", 4 << 30), ("7MB", 7 << 20)],
+)
+def test_byte_counts(text, count):
+    assert byte_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "G", "many", "infG"])
+def test_what_is_no_byte_count(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected bytes"):
+        byte_count(text)
+
+
+def test_module_runs_as_a_program():
+    command = [sys.executable, "-m", "hf_retrieval_assist.cli", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "verify" in run.stdout

@@ -1,0 +1,175 @@
+"""Readers of corpora and tokenizers."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from hf_retrieval_assist.corpus import readers
+from hf_retrieval_assist.corpus.readers import load_encoder, read_texts
+
+
+def texts(*sources, **options):
+    return list(read_texts([str(source) for source in sources], **options))
+
+
+def test_text_files_are_one_text_each(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
+    assert texts(tmp_path / "a.txt", tmp_path / "a.txt") == ["one\n\ntwo\n"] * 2
+
+
+def test_long_text_files_come_in_pieces_of_whole_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_PIECE", 64)
+    lines = [f"line {i}\n" for i in range(50)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    pieces = texts(tmp_path / "a.txt")
+    assert len(pieces) > 3
+    assert "".join(pieces) == "".join(lines)
+    assert all(piece.endswith("\n") for piece in pieces)
+
+
+def test_directories_are_walked_in_order_without_hidden_files(tmp_path):
+    for name in ("b.py", "a/c.py", "a/d.txt", ".git/e.py", "a/.f.py", "a/g.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts(tmp_path) == ["a/c.py", "a/d.txt", "b.py"]
+
+
+def test_jsonl_reads_the_field_of_every_row(tmp_path):
+    rows = [{"text": "no", "body": "first"}, {"body": "second\n"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert texts(tmp_path / "a.jsonl", field="body") == ["first", "second\n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": 1}\n', ValueError, "a.jsonl:2: expected text"),
+        ("a.jsonl", b'{"other": "x"}\n', ValueError, "in field 'text', got NoneType"),
+        ("a.jsonl", b"[1]\n", ValueError, "a.jsonl:1: expected text"),
+        ("a.jsonl", b'{"text"\n', ValueError, "a.jsonl:1: expected JSON"),
+        ("a.jsonl", b"[" * 100_000, ValueError, "a.jsonl:1: expected JSON"),
+        ("a.txt", b"\xff\xfe\xff", ValueError, "a.txt: expected UTF-8"),
+        ("a.docx", b"", ValueError, "expected a name ending in .txt"),
+        ("empty/a.docx", b"", ValueError, "expected a name ending in .txt"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, error, message):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=message):
+        texts(tmp_path / name)
+
+
+def test_missing_sources_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        texts(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="got none"):
+        texts(tmp_path)
+
+
+def test_parquet_reads_one_column(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": ["one", "two"], "n": [1, 2]}), path)
+    assert texts(path) == ["one", "two"]
+    with pytest.raises(ValueError, match="no column 'body'"):
+        texts(path, field="body")
+    with pytest.raises(ValueError, match="expected text in field 'n', got int"):
+        texts(path, field="n")
+
+
+def test_saved_and_loadable_data_sets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    rows.save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict({"test": rows}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "train.jsonl").write_text('{"text": "three"}\n')
+    assert texts(f"datasets:{tmp_path / 'rows'}") == ["one", "two"]
+    assert texts(f"datasets:{tmp_path / 'splits'}", split="test") == ["one", "two"]
+    assert texts(f"datasets:{tmp_path / 'files'}") == ["three"]
+
+
+def test_a_missing_extra_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    for source in (tmp_path / "a.parquet", "datasets:me/corpus"):
+        with pytest.raises(ImportError, match=r"pip install 'hf-retrieval-assist\[datasets\]'"):
+            texts(source)
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer(tmp_path_factory):
+    """A folder with a transformers tokenizer of five words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "the": 1, "cat": 2, "sat": 3, "<s>": 4}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder = tmp_path_factory.mktemp("tokenizer")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>"
+    )
+    wrapped.save_pretrained(folder)
+    return folder
+
+
+def test_transformers_tokenizers(word_tokenizer):
+    encoder = load_encoder(str(word_tokenizer))
+    assert list(encoder.encode_stream(["the cat", "cat sat dog"])) == [[1, 2], [2, 3, 0]]
+    assert encoder.vocab_size == 5
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 64}, {"text_config": {"vocab_size": 64}}])
+def test_vocabulary_comes_from_the_model_where_it_is_described(word_tokenizer, config):
+    path = word_tokenizer / "config.json"
+    path.write_text(json.dumps(config))
+    try:
+        assert load_encoder(str(word_tokenizer)).vocab_size == 64
+    finally:
+        path.unlink()
+
+
+def test_texts_are_tokenised_in_bounded_batches(word_tokenizer, monkeypatch):
+    monkeypatch.setattr(readers, "_PIECE", 10)
+    encoder = load_encoder(str(word_tokenizer))
+    sizes = []
+
+    def encode(batch):
+        sizes.append(len(batch))
+        return encoder.encode(batch)
+
+    counting = readers.TextEncoder(encoder.tokenizer, 5, encode)
+    assert list(counting.encode_stream(["the cat"] * 5)) == [[1, 2]] * 5
+    assert sizes == [2, 2, 1]
+
+
+def test_sentencepiece_models(tmp_path):
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the cat sat on the mat"] * 20),
+        model_writer=model,
+        vocab_size=14,
+        minloglevel=2,
+    )
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    encoder = load_encoder(str(path))
+    assert encoder.vocab_size == 14
+    (ids,) = encoder.encode_stream(["the cat"])
+    assert encoder.tokenizer.decode(ids) == "the cat"
+    path.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="not a SentencePiece model"):
+        load_encoder(str(path))
+    with pytest.raises(OSError, match="missing"):
+        load_encoder(str(tmp_path / "missing.model"))

@@ -1,0 +1,435 @@
+"""Outputs and inputs of `generate` that go beyond ids: equal with and without an assistant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BambaForCausalLM,
+    BloomForCausalLM,
+    DynamicCache,
+    FalconH1ForCausalLM,
+    Gemma3ForCausalLM,
+    InklingForCausalLM,
+    Lfm2ForCausalLM,
+    LlamaForCausalLM,
+    LlavaForConditionalGeneration,
+    MarianMTModel,
+    Qwen2VLForConditionalGeneration,
+    StoppingCriteria,
+    T5ForConditionalGeneration,
+    WatermarkingConfig,
+    WhisperForConditionalGeneration,
+)
+from transformers.masking_utils import flash_attention_mask
+
+from hf_retrieval_assist.target.service import Tier, _candidates, choose_service
+from tests.oracle_drafter import both, oracle_assistant, sequences_of
+from tests.tiny_models import tiny_config, tiny_model
+
+PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
+INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+
+
+def build(model_class, **overrides):
+    return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
+
+
+@pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
+def model(request):
+    return build(request.param, attn_implementation="eager")
+
+
+def equal(model, inputs=INPUTS, **kwargs):
+    kwargs = {"do_sample": False, "max_new_tokens": 16} | kwargs
+    plain, assisted, assistant = both(model, inputs, **kwargs)
+    assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    return plain, assisted, assistant
+
+
+def assert_same_states(plain, assisted):
+    assert len(plain) == len(assisted)
+    for expected_step, actual_step in zip(plain, assisted, strict=True):
+        for expected, actual in zip(expected_step, actual_step, strict=True):
+            assert expected.shape == actual.shape
+            torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_scores_logits_attentions_and_hidden_states(model):
+    names = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    wanted = dict.fromkeys(names, True) | {"return_dict_in_generate": True}
+    plain, assisted, assistant = equal(model, **wanted)
+    assert assistant.stats.last.accepted > 0
+    assert_same_states([plain.scores, plain.logits], [assisted.scores, assisted.logits])
+    assert_same_states(plain.hidden_states, assisted.hidden_states)
+    assert_same_states(plain.attentions, assisted.attentions)
+
+
+def assert_next_turn_continues(model, next_is_assisted, tier):
+    first, assisted, assistant = equal(model, return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, torch.tensor([[3, 14, 15]])], dim=1)
+    turn = {"do_sample": False, "max_new_tokens": 12}
+    expected = model.generate(ids, **turn)
+    options = {}
+    if next_is_assisted:
+        assistant = oracle_assistant(expected)
+        options["assistant"] = assistant
+    actual = model.generate(ids, past_key_values=assisted.past_key_values, **turn, **options)
+    assert torch.equal(expected, actual)
+    assert assistant.stats.tier == tier
+    assert assistant.stats.last.accepted > 0
+    cached = assisted.past_key_values.get_seq_length()
+    # Accepted tokens that wait to be replayed are not in the cache yet.
+    assert cached == actual.shape[1] - 1 or (tier == "replay" and cached < actual.shape[1] - 1)
+
+
+@pytest.mark.parametrize("next_is_assisted", [False, True])
+def test_next_turn_continues_from_the_cache(model, next_is_assisted):
+    assert_next_turn_continues(model, next_is_assisted, "tree")
+
+
+@pytest.mark.parametrize("next_is_assisted", [False, True])
+@pytest.mark.parametrize(
+    ("model_class", "tier"),
+    [
+        (Lfm2ForCausalLM, "chain"),
+        (InklingForCausalLM, "chain"),
+        (BambaForCausalLM, "replay"),
+        (FalconH1ForCausalLM, "replay"),
+    ],
+)
+def test_next_turn_of_a_model_with_states(model_class, tier, next_is_assisted):
+    assert_next_turn_continues(build(model_class), next_is_assisted, tier)
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_cache_of_the_caller(model, with_config):
+    def cache():
+        return DynamicCache(config=model.config) if with_config else DynamicCache()
+
+    turn = {"do_sample": False, "max_new_tokens": 14}
+    given = cache()
+    first = model.generate(PROMPT, past_key_values=given, **turn)
+    ids = torch.cat([first, torch.tensor([[3, 14, 15]])], dim=1)
+    expected = model.generate(ids, past_key_values=given, **turn)
+
+    given = cache()
+    model.generate(PROMPT, past_key_values=given, assistant=oracle_assistant(first), **turn)
+    assert given.get_seq_length() == first.shape[1] - 1
+    actual = model.generate(
+        ids, past_key_values=given, assistant=oracle_assistant(expected), **turn
+    )
+    assert torch.equal(expected, actual)
+
+
+def test_embeddings_as_inputs(model):
+    embeds = model.get_input_embeddings()(PROMPT)
+    plain = model.generate(inputs_embeds=embeds, do_sample=False, max_new_tokens=12)
+    assisted = model.generate(
+        inputs_embeds=embeds,
+        do_sample=False,
+        max_new_tokens=12,
+        assistant=oracle_assistant(plain),
+    )
+    assert torch.equal(plain, assisted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1},
+        {"prefill_chunk_size": 5},
+        {"cache_implementation": "static"},
+        {"guidance_scale": 1.5},
+        {"use_cache": False},
+        {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"watermarking_config": WatermarkingConfig(bias=2.0, seeding_scheme="selfhash")},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options(model, options):
+    _, _, assistant = equal(model, **options)
+    assert assistant.stats.tier == ("plain" if "use_cache" in options else "tree")
+
+
+@pytest.fixture
+def process_group():
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_synced_processes(model):
+    equal(model, synced_gpus=True)
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, BloomForCausalLM, BambaForCausalLM])
+def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch):
+    model = build(model_class)
+    answers, forwards = [True, True, False], []
+
+    def wait_for_others(finished, synced_gpus, device):
+        return not finished or answers.pop(0)
+
+    plain, _, _ = equal(model, max_new_tokens=12)
+    assistant = oracle_assistant(plain)
+    monkeypatch.setattr(model, "_has_unfinished_sequences", wait_for_others)
+    model.register_forward_hook(lambda *arguments: forwards.append(1))
+    options = {"do_sample": False, "max_new_tokens": 12, "assistant": assistant}
+    assert torch.equal(plain, model.generate(**INPUTS, **options))
+    assert not answers
+    # The prefill, the steps that brought tokens, and two for the others.
+    assert len(forwards) == 1 + assistant.stats.last.steps + 2
+
+
+def test_mask_with_holes(model):
+    mask = torch.ones_like(PROMPT)
+    mask[0, [2, 3, 7]] = 0
+    plain = model.generate(PROMPT, attention_mask=mask, do_sample=False, max_new_tokens=12)
+    shown = plain[:, torch.cat([mask[0].bool(), torch.ones(12, dtype=torch.bool)])]
+    assisted = model.generate(
+        PROMPT,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=12,
+        assistant=oracle_assistant(shown),
+    )
+    assert torch.equal(plain, assisted)
+
+
+def test_end_of_sequence_in_the_middle_of_a_tree(model):
+    free = model.generate(**INPUTS, do_sample=False, max_new_tokens=16)
+    eos = int(free[0, -6])
+    assistant = oracle_assistant(free, miss=0.0)
+    options = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": eos}
+    plain = model.generate(**INPUTS, **options)
+    assert torch.equal(plain, model.generate(**INPUTS, **options, assistant=assistant))
+    assert plain.shape[1] < free.shape[1]
+    # The last forward's tree went on behind the end.
+    assert assistant.stats.last.drafted > assistant.stats.last.accepted > 0
+
+
+def test_no_drafts(model):
+    _, _, assistant = equal(model, oracle={"depth": 0})
+    assert assistant.stats.last.drafted == 0
+
+
+def test_bfloat16_model_gets_the_tree_tier():
+    model = build(LlamaForCausalLM).to(torch.bfloat16)
+    assert choose_service(model, {}).tier is Tier.TREE
+
+
+def test_flash_attention_gets_the_chain_tier():
+    model = build(LlamaForCausalLM)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert [service.tier for service in _candidates(model)] == [Tier.CHAIN, Tier.PLAIN]
+
+
+def causal_kernel(module, query, key, value, attention_mask, scaling, **kwargs):
+    """Attends causally and takes no 4D mask, as flash attention does."""
+    assert attention_mask is None
+    width, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    seen = torch.ones(width, length, dtype=torch.bool).tril(length - width)
+    key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    states = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=scaling
+    )
+    return states.transpose(1, 2), None
+
+
+def test_flash_attention_is_served_by_chains():
+    AttentionInterface.register("flash_toy", causal_kernel)
+    AttentionMaskInterface.register("flash_toy", flash_attention_mask)
+    model = build(LlamaForCausalLM)
+    # Set past the check for its library.
+    model.config._attn_implementation_internal = "flash_toy"
+    _, _, assistant = equal(model)
+    assert assistant.stats.tier == "chain"
+    assert assistant.stats.last.accepted > 0
+
+
+def failure(model, **options):
+    """The error of a call; None if it succeeds."""
+    try:
+        model.generate(**INPUTS, max_new_tokens=4, **options)
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def test_flash_attention_that_is_not_there_fails_as_without_assistant():
+    model = build(LlamaForCausalLM)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    # Some versions of transformers fail in another way once they have tried to import it.
+    plain = [failure(model) for _ in range(2)]
+    assert None not in plain
+    assert failure(model, assistant=oracle_assistant(PROMPT)) in plain
+
+
+def test_self_test_disturbs_nothing():
+    model = build(LlamaForCausalLM).train()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    choose_service(model, {})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer with int8 weights and one scale per output, which no `weight` floats."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("integers", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, states):
+        return torch.nn.functional.linear(states, self.integers * self.scale)
+
+
+def test_quantised_modules():
+    model = build(LlamaForCausalLM)
+    for layer in model.model.layers:
+        for block in (layer.self_attn, layer.mlp):
+            for name, linear in list(block.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(block, name, Int8Linear(linear))
+    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 21
+    _, _, assistant = equal(model)
+    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.accepted > 0
+
+
+def test_lora_adapter():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        build(LlamaForCausalLM), peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.3)
+    _, _, assistant = equal(model.eval())
+    assert assistant.stats.tier == "tree"
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_offloaded_weights(place, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = build(LlamaForCausalLM)
+    if place == "cpu":
+        model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        model = accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    _, _, assistant = equal(model)
+    assert assistant.stats.tier == "tree"
+
+
+def test_quantised_caches_are_refused():
+    with pytest.raises(ValueError, match="cache_implementation"):
+        build(LlamaForCausalLM).generate(
+            **INPUTS,
+            max_new_tokens=4,
+            cache_implementation="quantized",
+            assistant=oracle_assistant(PROMPT),
+        )
+
+
+class EndsWith(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -1] % 4 == 1) & (input_ids.shape[1] > 18)
+
+
+def test_custom_stopping_criterion(model):
+    equal(model, stopping_criteria=[EndsWith()])
+
+
+def encoder_decoder(model_class):
+    model = build(model_class, is_encoder_decoder=True)
+    if model_class is WhisperForConditionalGeneration:
+        frames = 2 * model.config.max_source_positions
+        features = torch.randn(1, model.config.num_mel_bins, frames)
+        return model, {"input_features": features}
+    return model, INPUTS
+
+
+@pytest.mark.parametrize(
+    "model_class",
+    [T5ForConditionalGeneration, MarianMTModel, WhisperForConditionalGeneration],
+)
+def test_encoder_decoder(model_class):
+    model, inputs = encoder_decoder(model_class)
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 20,
+        "forced_eos_token_id": None,
+        "num_beams": 1,
+    }
+    plain = model.generate(**inputs, **options)
+    assistant = oracle_assistant(plain)
+    assert torch.equal(plain, model.generate(**inputs, **options, assistant=assistant))
+    assert assistant.stats.tier == "chain"
+    assert assistant.stats.last.accepted > 0
+
+
+def image_inputs(model_class):
+    """A tiny vision-language model, and one image with a prompt around it."""
+    if model_class is Qwen2VLForConditionalGeneration:
+        text = {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+            }
+        }
+        config = model_class.config_class
+        tiny = tiny_config(config)
+        text_config = tiny.text_config.to_dict() | text
+        vision = tiny.vision_config.to_dict() | {
+            "depth": 1,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "patch_size": 4,
+        }
+        tiny = config(
+            text_config=text_config,
+            vision_config=vision,
+            image_token_id=64,
+            video_token_id=65,
+            vision_start_token_id=62,
+            vision_end_token_id=63,
+        )
+        model = tiny_model(model_class, tiny)
+        grid = torch.tensor([[1, 4, 6]])
+        pixels = torch.randn(24, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
+        ids = torch.tensor([[5, 9, 62, *[64] * 6, 63, 33, 21, 60]])
+        extra = {"pixel_values": pixels, "image_grid_thw": grid}
+        extra["mm_token_type_ids"] = (ids == 64).int()
+        return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
+    config = tiny_config(model_class.config_class, image_token_index=64)
+    model = tiny_model(model_class, config)
+    size, patch = config.vision_config.image_size, config.vision_config.patch_size
+    ids = torch.tensor([[5, 9, *[64] * (size // patch) ** 2, 33, 21, 60]])
+    pixels = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+
+
+@pytest.mark.parametrize(
+    "model_class", [LlavaForConditionalGeneration, Qwen2VLForConditionalGeneration]
+)
+def test_images(model_class):
+    model, inputs = image_inputs(model_class)
+    options = {"suppress_tokens": [62, 63, 64, 65]}
+    plain, _, assistant = equal(model, inputs, **options)
+    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.accepted > 0
+    other = inputs | {"pixel_values": inputs["pixel_values"] + 1.0}
+    assert not torch.equal(
+        plain, model.generate(**other, do_sample=False, max_new_tokens=16, **options)
+    )

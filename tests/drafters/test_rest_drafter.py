@@ -1,0 +1,176 @@
+"""The REST drafter: its contract, its evidence classes, and what the corpus brings."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.rest import RestDrafter
+
+VOCAB = 50
+TARGET = Target(VOCAB)
+
+
+def prompt(*token_ids):
+    return np.array(token_ids, np.int32)
+
+
+def sample_text(rng, length, order=0.8):
+    """A walk on a ring that mostly steps by one: predictable, with surprises."""
+    steps = np.where(rng.random(length) < order, 1, rng.integers(0, VOCAB, length))
+    return np.cumsum(steps) % VOCAB
+
+
+@pytest.fixture(scope="module")
+def datastore(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    documents = [sample_text(rng, 60) for _ in range(60)]
+    path = tmp_path_factory.mktemp("rest") / "store"
+    return Datastore.build(documents, path, vocab_size=VOCAB, progress=False)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    documents = [[1, 2, 3, 4], [1, 2, 3, 5], [9, 2, 7], [1, 2, 3, 4, 6]]
+    return Datastore.build(documents, tmp_path / "tiny", vocab_size=VOCAB, progress=False)
+
+
+def draft_paths(tree):
+    return [tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))]
+
+
+def test_continuations_of_the_longest_match_then_of_shorter_ones(tiny):
+    session = RestDrafter(tiny).start(prompt(8, 1), TARGET)
+    session.commit([2], None)
+    assert session.match_length == 2
+    tree = session.propose(64)
+    assert draft_paths(tree) == [(3,), (3, 4), (3, 5), (3, 4, 6), (7,)]
+    assert draft_paths(session.propose(3)) == [(3,), (3, 4), (3, 5)]
+    published = RestDrafter(tiny, sources=1, continuation=2).start(prompt(1, 2), TARGET)
+    assert draft_paths(published.propose(64)) == [(3,), (3, 4), (3, 5)]
+
+
+def test_nothing_is_proposed_without_a_match(tiny):
+    session = RestDrafter(tiny).start(prompt(1, 2), TARGET)
+    session.commit([20], None)
+    assert session.match_length == 0
+    assert len(session.propose(64)) == 0
+    session.commit([1], None)
+    assert session.match_length == 1
+    assert len(session.propose(0)) == 0
+
+
+def test_matches_are_capped(tiny):
+    session = RestDrafter(tiny, max_match=2).start(prompt(1, 2, 3), TARGET)
+    assert session.match_length == 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), budget=st.integers(0, 80), sources=st.integers(1, 4))
+def test_drafts_keep_the_contract(datastore, seed, budget, sources):
+    drafter = RestDrafter(datastore, max_match=6, max_nodes=32, continuation=5, sources=sources)
+    text = sample_text(np.random.default_rng(seed), 12)
+    session = drafter.start(text[:6].astype(np.int32), TARGET)
+    for token in text[6:].tolist():
+        session.commit([token], None)
+        tree = session.propose(budget)
+        tree.check_invariants()
+        assert len(tree) <= min(budget, 32)
+        assert tree.depths.max(initial=0) <= 5
+        assert ((tree.classes >= 0) & (tree.classes < len(drafter.priors()))).all()
+        rates = drafter.priors()[tree.classes]
+        parents = np.where(tree.parents < 0, np.float32(1), tree.probs[tree.parents])
+        np.testing.assert_allclose(tree.probs, parents * rates, rtol=1e-6)
+
+
+def test_drafts_do_not_depend_on_how_the_text_arrived(datastore):
+    text = sample_text(np.random.default_rng(7), 40).astype(np.int32)
+    drafter = RestDrafter(datastore)
+    at_once = drafter.start(text, TARGET)
+    piecewise = drafter.start(text[:3], TARGET)
+    for start in range(3, 40, 5):
+        piecewise.commit(text[start : start + 5].tolist(), None)
+    assert at_once.match_length == piecewise.match_length
+    assert draft_paths(at_once.propose(64)) == draft_paths(piecewise.propose(64))
+
+
+def test_priors_rise_with_the_evidence(datastore):
+    priors = RestDrafter(datastore).priors().reshape(6, 7, 4)
+    assert priors.dtype == np.float32
+    assert ((priors > 0) & (priors < 1)).all()
+    assert (np.diff(priors[:, 1:], axis=1) >= 0).all(), "share of the parent's occurrences"
+    assert (np.diff(priors[1:], axis=0)[:, -1] > -0.02).all(), "context, where it is unanimous"
+
+
+def accepted_per_step(datastore, texts):
+    """Mean tokens per step under a verifier that knows the text."""
+    tokens = steps = 0
+    drafter = RestDrafter(datastore, max_nodes=8, continuation=4)
+    for text in texts:
+        session = drafter.start(text[:4].astype(np.int32), TARGET)
+        done = 4
+        while done < len(text):
+            tree = session.propose(8)
+            accepted = len(tree.follow(text[done:-1])) if len(tree) else 0
+            session.commit(text[done : done + accepted + 1].tolist(), None)
+            done += accepted + 1
+            steps += 1
+        tokens += len(text) - 4
+    return tokens / steps
+
+
+def test_more_corpus_means_more_accepted_tokens(tmp_path):
+    rng = np.random.default_rng(3)
+    phrases = [rng.integers(0, VOCAB, 12) for _ in range(200)]
+    documents = [np.concatenate([phrases[i] for i in rng.integers(0, 200, 4)]) for _ in range(160)]
+    rates = [
+        accepted_per_step(
+            Datastore.build(
+                documents[:size], tmp_path / str(size), vocab_size=VOCAB, progress=False
+            ),
+            documents[-20:],
+        )
+        for size in (9, 35, 140)
+    ]
+    assert rates[0] < rates[1] < rates[2]
+
+
+def test_the_model_must_have_the_vocabulary_of_the_datastore(datastore):
+    with pytest.raises(ValueError, match="vocabulary of 50 tokens, got 49"):
+        RestDrafter(datastore).start(prompt(1), Target(VOCAB - 1))
+
+
+@pytest.mark.parametrize("setting", ["max_match", "max_nodes", "continuation", "sources"])
+def test_settings_below_one_are_rejected(datastore, setting):
+    with pytest.raises(ValueError, match=f"{setting}: expected at least 1, got 0"):
+        RestDrafter(datastore, **{setting: 0})
+
+
+def test_sessions_of_one_drafter_run_in_several_threads(datastore):
+    drafter = RestDrafter(datastore)
+    texts = [sample_text(np.random.default_rng(seed), 60).astype(np.int32) for seed in range(6)]
+
+    def drafts(text):
+        session = drafter.start(text[:5], TARGET)
+        found = []
+        for token in text[5:].tolist():
+            session.commit([token], None)
+            found.append(draft_paths(session.propose(16)))
+        return found
+
+    results = {}
+    threads = [
+        threading.Thread(target=lambda i=i: results.update({i: drafts(texts[i])}))
+        for i in range(len(texts))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {i: drafts(text) for i, text in enumerate(texts)}

@@ -1,0 +1,232 @@
+"""The suffix drafter: what it drafts, from where, and what it learns."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist import SuffixAssistant
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Target
+from hf_retrieval_assist.drafters.suffix import SuffixDrafter, acceptance_rates
+from hf_retrieval_assist.memory.output_memory import OutputMemory
+from hf_retrieval_assist.structures.draft_tree import path_products
+from hf_retrieval_assist.structures.suffix_tree import BLEND_SHAPE, SuffixTree
+from hf_retrieval_assist.token_tree import TokenTree
+
+TARGET = Target(vocab_size=1000, fingerprint="m")
+
+
+def session(drafter, prompt, output=(), target=TARGET):
+    started = drafter.start(np.array(prompt, dtype=np.int32), target)
+    for token in output:
+        started.commit([token], None)
+    return started
+
+
+def paths(tree):
+    return {tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))}
+
+
+texts = st.lists(st.integers(0, 5), min_size=1, max_size=40)
+
+
+@given(st.lists(texts, max_size=3), texts, texts, st.integers(0, 20), st.booleans())
+def test_drafts_are_valid_trees_of_seen_continuations(earlier, prompt, output, budget, branching):
+    memory = OutputMemory(max_depth=8)
+    for text in earlier:
+        memory.add(text, "m")
+    drafter = SuffixDrafter(memory, max_depth=8, min_prob=0.001, tree=branching)
+    started = session(drafter, prompt, output)
+    tree = started.propose(budget)
+    tree.check_invariants()
+    assert len(tree) <= budget
+    assert branching or tree.is_chain
+    assert started.score == pytest.approx(tree.probs.sum())
+    assert np.allclose(tree.probs, path_products(tree.parents, drafter.priors()[tree.classes]))
+    text = prompt + output
+    seen = {tuple(t[i : i + n]) for t in [text, *earlier] for n in range(10) for i in range(len(t))}
+    assert {(text[-1], *path)[:9] for path in paths(tree)} <= seen
+    memory.check_invariants()
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, unique=True), texts)
+def test_a_learnt_output_is_matched_as_its_context_is(earlier, prompt):
+    """A running output's own suffixes lead where matching the text from scratch does."""
+    drafts = []
+    for learn in (True, False):
+        memory = OutputMemory(max_depth=8)
+        memory.add(earlier, "m")
+        drafter = SuffixDrafter(memory, max_depth=8, learn=learn)
+        drafts.append(session(drafter, prompt, [6, *earlier[:3]]).propose(16))
+    assert drafts[0].token_ids.tolist() == drafts[1].token_ids.tolist()
+    assert drafts[0].classes.tolist() == drafts[1].classes.tolist()
+
+
+def test_the_prompt_is_continued():
+    tree = session(SuffixDrafter(), [1, 2, 3, 4, 5, 1, 2], [3]).propose(8)
+    assert tree.token_ids.tolist()[:2] == [4, 5]
+
+
+def test_outputs_teach_each_other_while_they_run_and_prompts_do_not():
+    drafter = SuffixDrafter()
+    running = session(drafter, [50, 51, 52], [1, 2, 3, 4])
+    other = session(drafter, [9], [1, 2])
+    assert (3, 4) in paths(other.propose(8))
+    assert len(session(drafter, [50, 51]).propose(8)) == 0
+    running.close()
+    assert (3, 4) in paths(session(drafter, [9], [1, 2]).propose(8))
+
+
+def test_both_trees_contribute_to_one_draft():
+    drafter = SuffixDrafter()
+    session(drafter, [9], [1, 2, 30]).close()
+    tree = session(drafter, [1, 2, 40, 7], [1, 2]).propose(8)
+    assert {(30,), (40,)} <= paths(tree)
+    sources = np.unravel_index(tree.classes, BLEND_SHAPE)[0]
+    assert set(sources[tree.parents < 0].tolist()) == {0, 1}
+
+
+def test_a_text_that_repeats_at_length_is_drafted_beyond_the_depth_of_the_match():
+    """Matches of equal count are one: the shortest of them leaves room for the draft."""
+    text = list(range(100, 300))
+    tree = session(SuffixDrafter(), [*text, 5, *text[:99]], [text[99]]).propose(60)
+    assert len(tree) > 50
+    assert tree.token_ids.tolist()[:50] == text[100:150]
+
+
+def test_scored_drafts_follow_algorithm_1():
+    """The memory knows 1 2 -> 3 thrice and 1 2 -> 7 once: C(N) is 3/4 and 1/4."""
+    memory = OutputMemory()
+    for last in (3, 3, 3, 7):
+        memory.add([1, 2, last], "m")
+    started = session(SuffixDrafter(memory, alpha=1.5, scored=True, learn=False), [9, 1], [2])
+    tree = started.propose(8)
+    assert tree.token_ids.tolist() == [3, 7]
+    assert tree.probs.tolist() == [0.75, 0.25]
+    assert started.score == 1.0
+    tree = session(SuffixDrafter(memory, alpha=1.0, scored=True, learn=False), [9, 1], [2])
+    assert tree.propose(8).token_ids.tolist() == [3], "alpha p - 1 nodes"
+
+
+def test_the_better_of_both_trees_is_drafted():
+    memory = OutputMemory()
+    memory.add([1, 2, 3, 4, 5, 6], "m")
+    drafter = SuffixDrafter(memory, alpha=4, scored=True, learn=False)
+    assert session(drafter, [2, 8, 9], [2]).propose(16).token_ids.tolist() == [3, 4, 5]
+    longer = session(drafter, [0, 1, 2, 8, 9, 8, 7, 6, 5], [1, 2])
+    assert longer.propose(16).token_ids.tolist() == [8, 9, 8, 7, 6, 5, 1]
+
+
+@given(st.lists(texts, max_size=3), texts, texts, st.integers(0, 20), st.booleans())
+def test_scored_drafts_are_the_best_of_both_structures(earlier, prompt, output, budget, branching):
+    memory = OutputMemory(max_depth=8)
+    for text in earlier:
+        memory.add(text, "m")
+    drafter = SuffixDrafter(memory, 8, alpha=4, scored=True, tree=branching, learn=False)
+    started = session(drafter, prompt, output, Target(vocab_size=5, fingerprint="m"))
+    tree = started.propose(budget)
+    tree.check_invariants()
+    assert (tree.token_ids < 5).all()
+    assert len(tree) <= budget
+    assert branching or tree.is_chain
+    assert not len(tree.classes) or 0 <= tree.classes.min() <= tree.classes.max() < 10
+    assert len(drafter.priors()) == 10
+    whole = session(drafter, prompt, output).propose(budget)
+    scores = []
+    for source in (prompt + output, *([] if not earlier else [None])):
+        structure = memory.tree("m") if source is None else SuffixTree(8)
+        if source is not None:
+            structure.extend(structure.add_sequence(), np.array(source, np.int32))
+        found = structure.speculate(
+            np.array((prompt + output)[-64:], np.int32),
+            budget,
+            factor=4,
+            offset=-1,
+            min_prob=0.02,
+            tree=branching,
+            convention="paper",
+        )
+        scores.append(found.score)
+    assert whole.expected_tokens == pytest.approx(max(scores), abs=1e-5)
+
+
+def test_opting_out_leaves_no_trace(tmp_path):
+    memory = OutputMemory(path=tmp_path / "log")
+    private = session(SuffixDrafter(memory, learn=False), [1], [2, 3, 4])
+    private.close()
+    assert len(memory) == memory.token_count == 0
+    assert not (tmp_path / "log").exists()
+
+
+def test_prompts_are_learnt_when_asked_for():
+    drafter = SuffixDrafter(learn_prompts=True)
+    session(drafter, [50, 51, 52], [1, 2]).close()
+    assert (52, 1) in paths(session(drafter, [50, 51]).propose(8))
+
+
+def test_models_and_ids_out_of_the_vocabulary_are_not_drafted():
+    memory = OutputMemory()
+    memory.add([1, 2, 5000, 3], "m")
+    memory.add([1, 2, 70], "other")
+    drafter = SuffixDrafter(memory)
+    assert len(session(drafter, [9], [1, 2]).propose(8)) == 0
+    large = Target(vocab_size=10_000, fingerprint="m")
+    assert (5000, 3) in paths(session(drafter, [9], [1, 2], large).propose(8))
+
+
+def test_an_output_cut_by_the_memory_still_drafts():
+    rng = np.random.default_rng(3)
+    drafter = SuffixDrafter(OutputMemory(max_bytes=100_000))
+    text = rng.integers(0, 900, 2_000).tolist()
+    started = session(drafter, [1], text)
+    started.commit(text[:40], None)
+    assert started.propose(8).token_ids.tolist()[:4] == text[40:44]
+    started.close()
+
+
+def test_alpha_bounds_the_nodes_by_the_match():
+    drafter = SuffixDrafter(alpha=1.0)
+    assert len(session(drafter, [1, 2, 3, 4, 5, 6, 7, 8], [1, 2]).propose(64)) == 2
+
+
+def test_rates_are_probabilities_that_grow_with_the_evidence():
+    rates = acceptance_rates().reshape(BLEND_SHAPE)
+    assert 0 < rates.min() <= rates.max() < 1
+    assert (np.diff(rates[:, 0, 2:6, 1:4, :7], axis=-1) > 0).all()
+    assert (rates[:, 0, 7] > rates[:, 0, 0])[:, :, -1].all()
+
+
+def test_wrong_arguments_are_refused():
+    with pytest.raises(ValueError, match="max_depth: expected 1 to 65536, got 0"):
+        SuffixDrafter(max_depth=0)
+    with pytest.raises(ValueError, match="alpha: expected a number above 0, got 0"):
+        SuffixDrafter(alpha=0)
+    with pytest.raises(ValueError, match="min_prob: expected a number above 0, at most 1, got 0"):
+        SuffixDrafter(min_prob=0)
+
+
+class SevenDrafter(Drafter):
+    """Always drafts a 7, and is half sure of it."""
+
+    def start(self, prompt_ids, target):
+        return SevenSession()
+
+
+class SevenSession(DraftSession):
+    def propose(self, budget):
+        return TokenTree.chain([7], [0.5])
+
+    def commit(self, token_ids, feedback):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("threshold", "token", "drafted"),
+    [(2.9, 2, [3, 4, 5]), (3.1, 2, [7]), (None, 2, [3, 4, 5]), (None, 8, [7]), (0.0, 8, [])],
+)
+def test_the_paper_falls_back_below_the_threshold(threshold, token, drafted):
+    assistant = SuffixAssistant(budget="paper", threshold=threshold, fallback=SevenDrafter())
+    assistant.memory.add([1, 2, 3, 4, 5, 6])
+    started = assistant.private().start(np.array([9], np.int32), Target(vocab_size=1000))
+    started.begin([token])
+    assert started.propose().token_ids.tolist() == drafted

@@ -1,0 +1,395 @@
+"""Heads trained on tiny targets: they learn, survive interruptions, and are read by loaders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
+
+from hf_retrieval_assist import Assistant
+from hf_retrieval_assist.cli import main
+from hf_retrieval_assist.cli.train_head import read_records
+from hf_retrieval_assist.drafters.eagle import EagleDrafter
+from hf_retrieval_assist.eagle import EagleHead
+from hf_retrieval_assist.eagle.checkpoint import new_head
+from hf_retrieval_assist.eagle.training import trainer
+from hf_retrieval_assist.eagle.training.data import (
+    Example,
+    ExampleDataset,
+    Supervisor,
+    choose_draft_ids,
+    collate,
+    examples_of_prompts,
+    examples_of_texts,
+    open_feature_cache,
+)
+from hf_retrieval_assist.eagle.training.evaluation import mean_accepted_tokens
+from hf_retrieval_assist.eagle.training.trainer import HeadTraining, UnrolledHead, train_head
+from tests.eagle_fixtures import tiny_target
+
+VOCAB = 64
+SHORT = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 1000}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def target() -> torch.nn.Module:
+    """A target with habits: what follows a token hangs mostly, not only, on that token."""
+    model = tiny_target(32, num_layers=4, vocab_size=VOCAB)
+    successor = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(5))
+    embeddings = torch.nn.functional.normalize(torch.randn(VOCAB, 32), dim=-1)
+    model.model.embed_tokens.weight.copy_(3 * embeddings)
+    model.lm_head.weight[successor] = embeddings
+    return model
+
+
+@pytest.fixture(scope="module")
+def texts(target: torch.nn.Module) -> list[list[int]]:
+    prompts = torch.randint(VOCAB, (72, 4), generator=torch.Generator().manual_seed(6))
+    torch.manual_seed(7)
+    sampling = {"do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
+    return target.generate(prompts, max_new_tokens=36, **sampling).tolist()
+
+
+def plan(steps: int = 3, **arguments: Any) -> HeadTraining:
+    return HeadTraining(steps=3, arguments={**SHORT, "max_steps": steps, **arguments})
+
+
+def accepted(head: EagleHead, target: torch.nn.Module, texts: Sequence[Sequence[int]]) -> float:
+    drafter = EagleDrafter(head, top_k=4, depth=3, total=12, min_prob=0.0)
+    return mean_accepted_tokens(drafter, target, [(text[:8], text[8:]) for text in texts])
+
+
+@pytest.fixture(scope="module")
+def trained(
+    target: torch.nn.Module, texts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> EagleHead:
+    folder = tmp_path_factory.mktemp("trained")
+    arguments = {"learning_rate": 3e-3, "save_strategy": "no"}
+    train_head(target, texts[:64], folder, plan(120, **arguments))
+    return EagleHead.from_pretrained(folder, target)
+
+
+def test_a_trained_head_accepts_clearly_more(
+    trained: EagleHead, target: torch.nn.Module, texts: list[list[int]]
+) -> None:
+    before = accepted(new_head(target), target, texts[64:])
+    after = accepted(trained, target, texts[64:])
+    print(f"mean accepted tokens: {before:.2f} untrained, {after:.2f} trained")
+    assert after > before + 0.5
+
+
+# Rows of a sampled batch reach a random stream in another order than plain decoding does.
+@pytest.mark.parametrize(
+    ("rows", "arguments"),
+    [
+        (1, {}),
+        (3, {}),
+        (1, {"do_sample": True, "top_k": 0}),
+        (1, {"repetition_penalty": 1.3}),
+        (1, {"prefill_chunk_size": 3}),
+        (3, {"prefill_chunk_size": 3}),
+    ],
+    ids=["greedy", "greedy-batch", "seeded", "processor", "chunks", "chunks-batch"],
+)
+def test_a_head_that_is_often_right_changes_no_output(
+    trained: EagleHead, target: Any, texts: list[list[int]], rows: int, arguments: dict[str, Any]
+) -> None:
+    drafter = EagleDrafter(trained, top_k=4, depth=3, total=12, min_prob=0.0)
+    assistant = Assistant([drafter], budget=8)
+    ids = torch.tensor([text[:9] for text in texts[64 : 64 + rows]])
+    options = {"max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None, **arguments}
+    set_seed(11)
+    expected = target.generate(ids, **options)
+    set_seed(11)
+    found = target.generate(ids, assistant=assistant, **options)
+    assert found.tolist() == expected.tolist()
+    assert assistant.stats.total.accepted > 4 * rows
+
+
+def test_the_unrolled_loss_is_that_of_drafting(
+    target: torch.nn.Module, texts: list[list[int]]
+) -> None:
+    """Against a plain loop that runs the head as a drafter does, one position at a time."""
+    torch.manual_seed(0)
+    head = new_head(target, draft_ids=torch.arange(0, VOCAB, 2)).requires_grad_(False)
+    supervisor = Supervisor(target, head.config, torch.arange(0, VOCAB, 2))
+    text = torch.tensor(texts[0][:9])
+    item = {"token_ids": text, "learnt": torch.arange(9) >= 3, **supervisor(text)}
+    loss = UnrolledHead(head, steps=3, decay=0.5)(**collate([item]))["loss"]
+    torch.testing.assert_close(loss, loss_of_drafting(head, item, steps=3, decay=0.5))
+
+
+def loss_of_drafting(
+    head: EagleHead, item: dict[str, torch.Tensor], steps: int, decay: float
+) -> torch.Tensor:
+    from hf_retrieval_assist.eagle import HeadCache
+
+    losses: list[list[torch.Tensor]] = [[] for _ in range(steps)]
+    text, length = item["token_ids"], len(item["token_ids"])
+    for last in range(length - 1):
+        cache = HeadCache(head.config, head.device, head.dtype)
+        mask = torch.ones(last + 1, last + 1, dtype=torch.bool).tril()
+        hidden = head.fuse(item["features"][None, : last + 1])
+        hidden = head(hidden, text[None, 1 : last + 2], torch.arange(last + 1)[None], mask, cache)
+        cache.advance(last + 1)
+        for step in range(steps):
+            position = last + 1 + step  # of the token that the head was fed last
+            if position >= length - 1:
+                break
+            if item["learnt"][position + 1] and item["covered"][position]:
+                log_probs = head.logits(hidden[0, -1]).log_softmax(-1)
+                shares = item["soft_probs"][position]
+                losses[step].append(-(shares * log_probs[item["soft_ids"][position]]).sum())
+            everything = torch.ones(1, cache.length + 1, dtype=torch.bool)
+            place = torch.tensor([[last + 1 + step]])
+            hidden = head(
+                hidden[:, -1:], text[None, position + 1 : position + 2], place, everything, cache
+            )
+            cache.advance(1)
+    return sum(decay**i * torch.stack(found).mean() for i, found in enumerate(losses) if found)
+
+
+def test_padding_changes_nothing(target: torch.nn.Module, texts: list[list[int]]) -> None:
+    head = new_head(target).requires_grad_(False)
+    supervisor = Supervisor(target, head.config, torch.arange(VOCAB))
+    unrolled = UnrolledHead(head, steps=1, decay=1.0)
+    items = []
+    for length in (12, 20):
+        text = torch.tensor(texts[0][:length])
+        items.append({"token_ids": text, "learnt": torch.ones(length).bool(), **supervisor(text)})
+    short, long = (unrolled(**collate([item]))["loss"] for item in items)
+    both = unrolled(**collate(items))["loss"]
+    torch.testing.assert_close(both, (10 * short + 18 * long) / 28)
+
+
+class Interrupted(TrainerCallback):
+    """Stops a run as a crash would, after a number of steps."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.after:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_goes_on_to_the_same_head(
+    target: torch.nn.Module, texts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train_head(target, texts[:16], tmp_path / "whole", plan(6, save_steps=2))
+    output = tmp_path / "parts"
+    with monkeypatch.context() as patch:
+        original = trainer.HeadTrainer.train
+        patch.setattr(
+            trainer.HeadTrainer,
+            "train",
+            lambda self, **kwargs: (self.add_callback(Interrupted(5)), original(self, **kwargs)),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            train_head(target, texts[:16], output, plan(6, save_steps=2))
+    assert sorted(path.name for path in output.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    (output / f"{trainer.STAGING}left-over").mkdir()
+    resumed = train_head(target, texts[:16], output, plan(6, save_steps=2))
+    for name, tensor in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], tensor, msg=name)
+    assert sorted(path.name for path in output.iterdir()) == [
+        "checkpoint-4",
+        "checkpoint-6",
+        "config.json",
+        "model.safetensors",
+    ]
+    assert isinstance(EagleHead.from_pretrained(output / "checkpoint-4", target), EagleHead)
+
+
+def test_a_checkpoint_that_could_not_be_finished_does_not_appear(
+    target: torch.nn.Module, texts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*args: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(trainer.HeadTrainer, "_save_rng_state", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        train_head(target, texts[:8], tmp_path, plan(2, save_steps=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_features_are_kept_on_disk(
+    target: torch.nn.Module, texts: list[list[int]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "features"
+    train_head(target, texts[:8], tmp_path / "head", plan(), feature_dir=folder)
+    assert len(list(folder.glob("*.safetensors"))) == 8
+    examples = [Example(torch.tensor(text)) for text in texts[:8]]
+    draft_ids = choose_draft_ids(examples, VOCAB, VOCAB)
+    fresh = Supervisor(target, new_head(target, draft_ids=draft_ids).config, draft_ids)
+    kept = ExampleDataset(examples, fresh, folder)
+    for index, example in enumerate(examples):
+        item = kept[index]
+        for name, tensor in fresh(example.token_ids).items():
+            torch.testing.assert_close(item[name].to(tensor.dtype), tensor, atol=1e-3, rtol=0.01)
+
+
+def test_a_folder_of_other_features_is_refused(
+    target: torch.nn.Module, texts: list[list[int]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "features"
+    train_head(target, texts[:4], tmp_path / "head", plan(1), feature_dir=folder)
+    with pytest.raises(ValueError, match=r"expected features of the same .*texts"):
+        train_head(target, texts[1:5], tmp_path / "head", plan(1), feature_dir=folder)
+    with torch.no_grad():
+        target.lm_head.weight.add_(0.01)
+    try:
+        with pytest.raises(ValueError, match="expected features of the same target"):
+            train_head(target, texts[:4], tmp_path / "head", plan(1), feature_dir=folder)
+    finally:
+        with torch.no_grad():
+            target.lm_head.weight.sub_(0.01)
+    with pytest.raises(ValueError, match="expected an empty folder"):
+        open_feature_cache(tmp_path / "head", anything=1)
+
+
+def test_kept_features_are_not_computed_again(
+    target: torch.nn.Module, texts: list[list[int]], tmp_path: Path
+) -> None:
+    calls = []
+
+    def supervisor(token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        calls.append(token_ids)
+        return {"features": torch.zeros(len(token_ids), 3)}
+
+    examples = [Example(torch.tensor(text)) for text in texts[:4]]
+    for _ in range(2):
+        ExampleDataset(examples, supervisor, tmp_path).fill()  # type: ignore[arg-type]
+    assert len(calls) == 4
+
+
+def test_the_layout_is_that_of_speculators(
+    target: torch.nn.Module, texts: list[list[int]], tmp_path: Path
+) -> None:
+    train_head(target, texts[:4], tmp_path, plan(1))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["architectures"] == ["Eagle3Speculator"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2]
+    assert config["speculators_config"]["algorithm"] == "eagle3"
+    assert config["transformer_layer_config"]["vocab_size"] == VOCAB
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert len(tensors["d2t"]) == config["draft_vocab_size"] == int(tensors["t2d"].sum())
+    assert tensors["layers.0.self_attn.q_proj.weight"].shape[1] == 64
+    assert tensors["input_norm.weight"].shape == (64,)
+    assert not any(name.startswith(("embed_tokens", "borrowed")) for name in tensors)
+
+
+def test_the_draft_vocabulary_holds_the_frequent_learnt_tokens() -> None:
+    examples = [
+        Example(torch.tensor([9, 9, 9, 5, 3]), learn_from=3),
+        Example(torch.tensor([3, 5, 3, 7])),
+    ]
+    assert choose_draft_ids(examples, 2, 12).tolist() == [3, 5]
+    assert choose_draft_ids(examples, 12, 12).tolist() == [3, 5, 7]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_prompts_are_continued_by_the_target(target: Any, batch_size: int) -> None:
+    prompts = [[5, 6, 7, 9], [3, 4], [5, 6, 7]]
+    alone = [
+        target.generate(torch.tensor([p]), max_new_tokens=9, eos_token_id=None) for p in prompts
+    ]
+    stop = alone[1][0, 5].item()
+    examples = examples_of_prompts(
+        prompts, target, None, 9, batch_size=batch_size, do_sample=False, eos_token_id=stop
+    )
+    for prompt, example, whole in zip(prompts, examples, alone, strict=True):
+        answer = whole[0, len(prompt) :].tolist()
+        end = answer.index(stop) + 1 if stop in answer else len(answer)
+        assert example.learn_from == len(prompt)
+        assert example.token_ids.tolist() == prompt + answer[:end]
+
+
+def test_long_texts_are_cut() -> None:
+    pieces = examples_of_texts([list(range(11)), [1, 2]], None, 4)
+    assert [len(piece.token_ids) for piece in pieces] == [4, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"), [([], "found none"), ([[1, 2]], "found none"), (["a"], "tokenizer")]
+)
+def test_unusable_texts(
+    target: torch.nn.Module, texts: list[Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train_head(target, texts, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"draft_vocab_size": 0}, {"steps": 0}, {"max_length": 2}, {"step_decay": 0.0}]
+)
+def test_settings_out_of_range(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}: expected"):
+        HeadTraining(**setting)
+
+
+def save_with_tokenizer(target: Any, folder: Path) -> None:
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    target.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["text", "prompt"])
+def test_the_command(
+    kind: str, target: torch.nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_with_tokenizer(target, tmp_path / "model")
+    texts = [" ".join(f"w{(7 * i + j) % VOCAB}" for j in range(12)) for i in range(6)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps({kind: text}) for text in texts))
+    options = ["--response-length", "6", "--held-out", "2", "--epochs", "1"]
+    paths = [str(tmp_path / "model"), str(data), str(tmp_path / "head")]
+    assert main(["train-head", *paths, *options]) == 0
+    assert "Mean accepted tokens on held-out texts: 1." in capsys.readouterr().out
+    assert EagleHead.from_pretrained(tmp_path / "head", target).config.generation == 3
+
+
+def test_records_of_a_text_file(tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_text("one\ntext\n\n\nanother\n")
+    assert [record["text"].strip() for record in read_records(path)] == ["one\ntext", "another"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "found none"), ("{", "line 1: expected a JSON object"), ("\n[1]", "line 2: expected an")],
+)
+def test_a_damaged_record_is_named(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_records(path)
+
+
+def test_replay_counts_steps(target: torch.nn.Module, texts: list[list[int]]) -> None:
+    """With a drafter that knows the text a step brings the whole draft and one token."""
+    from tests.eagle_fixtures import KnownText
+
+    drafter = KnownText(texts[0], nodes=3)
+    assert mean_accepted_tokens(drafter, target, [(texts[0][:8], texts[0][8:])]) == (32 - 1) / 8
+    np.testing.assert_allclose(
+        mean_accepted_tokens(KnownText(texts[1], 0), target, [(texts[1][:8], texts[1][8:])]), 1.0
+    )

@@ -1,0 +1,327 @@
+"""The scope round `torch.nn.functional.linear`: what it serves, leaves and remembers."""
+
+import json
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_retrieval_assist.kernels import linear as module
+from hf_retrieval_assist.kernels import tuning as tuning_module
+from hf_retrieval_assist.kernels.linear import MAX_ROWS, METHODS, LinearTuning
+from hf_retrieval_assist.kernels.reroute import reroute, tune_linears
+from hf_retrieval_assist.kernels.skinny_linear import kernel_linear, set_chooser
+
+PLAIN = F.linear
+W, X = torch.randn(48, 32), torch.randn(5, 32)
+
+
+@pytest.fixture(autouse=True)
+def _restore():
+    yield
+    assert F.linear is PLAIN
+    set_chooser(module.TUNING.choose)
+
+
+@pytest.fixture
+def served():
+    """The row counts of the products that the scope computed itself."""
+    rows: list[int] = []
+
+    def kernel(x, weight, bias):
+        rows.append(x.numel() // x.shape[-1])
+        return kernel_linear(x, weight, bias)
+
+    set_chooser(lambda weight: kernel)
+    return rows
+
+
+@pytest.fixture
+def tuning(tmp_path):
+    return LinearTuning(tmp_path / "cache" / "tuning.json")
+
+
+def measure_as(monkeypatch, name):
+    """Let tuning find `name` fastest; returns the list of the weights it was asked about."""
+    asked: list[torch.Size] = []
+    monkeypatch.setattr(module, "fastest_method", lambda weight: asked.append(weight.shape) or name)
+    return asked
+
+
+def test_linears_inside_are_served_and_right(served):
+    layer = torch.nn.Linear(32, 48).requires_grad_(False)
+    with reroute():
+        y = layer(X.view(1, 5, 32))
+        F.linear(X, W)
+        F.linear(input=X, weight=W, bias=None)
+    F.linear(X, W)
+    assert served == [5, 5, 5]
+    torch.testing.assert_close(y, PLAIN(X, layer.weight, layer.bias)[None])
+
+
+def test_a_disabled_scope_does_nothing(served):
+    with reroute(enabled=False):
+        assert F.linear is PLAIN
+        F.linear(X, W)
+    assert not served
+
+
+def test_scopes_nest_and_survive_exceptions(served):
+    scope = reroute()
+    with scope, pytest.raises(ZeroDivisionError), scope, reroute():
+        raise ZeroDivisionError
+    assert F.linear is PLAIN
+    with scope:
+        with reroute(enabled=False):
+            F.linear(X, W)
+        F.linear(X, W)
+    assert served == [5, 5]
+
+
+def test_other_threads_see_nothing(served):
+    result = []
+    with reroute():
+        thread = threading.Thread(target=lambda: result.append(F.linear(X, W)))
+        thread.start()
+        thread.join()
+    assert not served
+    # A new thread starts with as many OpenMP threads as there are cores, and may sum differently.
+    torch.testing.assert_close(result[0], PLAIN(X, W), rtol=1e-4, atol=1e-4)
+
+
+def test_scopes_of_several_threads_overlap(served):
+    barrier = threading.Barrier(4)
+
+    def work():
+        for _ in range(50):
+            barrier.wait()
+            with reroute():
+                F.linear(X, W)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert served == [5] * 200
+
+
+def test_a_function_that_somebody_else_put_there_stays(served, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "linear", lambda *args: "theirs")
+        with reroute():
+            assert F.linear(X, W) == "theirs"
+        assert F.linear(X, W) == "theirs"
+    assert not served
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (torch.randn(MAX_ROWS + 1, 32), W),
+        (X.double(), W.double()),
+        (X[:0], W),
+        (X, W.as_subclass(Subclass)),
+        (X.as_subclass(Subclass), W),
+        (X, W.to_sparse_csr()),
+        (X, torch._neg_view(W)),
+        (X.to("meta"), W.to("meta")),
+        (X, torch.randn(32, 48).T),
+        (X, torch.randn(32)),
+    ],
+    ids=[
+        *("many rows", "double", "no rows", "subclassed weight", "subclassed input"),
+        *("sparse", "negated", "meta", "transposed", "vector"),
+    ],
+)
+def test_what_is_left_to_pytorch(served, x, weight):
+    with reroute():
+        y = F.linear(x, weight)
+    assert not served
+    if not x.is_meta:
+        assert torch.equal(y, PLAIN(x, weight))
+
+
+def test_wrong_arguments_raise_what_pytorch_raises(served):
+    for arguments in ((X[:, 1:], W), (X, W, torch.ones(3)), (X, W.half()), (X, None)):
+        with pytest.raises((RuntimeError, TypeError)) as expected:
+            PLAIN(*arguments)
+        with reroute(), pytest.raises(expected.type) as raised:
+            F.linear(*arguments)
+        assert str(raised.value) == str(expected.value)
+    assert not served
+
+
+def test_autograd_is_left_to_pytorch(served):
+    weight = torch.nn.Parameter(W.clone())
+    with reroute():
+        F.linear(X, weight).sum().backward()
+        assert not served
+        with torch.no_grad():
+            F.linear(X, weight)
+    assert served == [5]
+    assert weight.grad is not None
+
+
+def test_autocast_function_transforms_and_tracing_are_left_to_pytorch(served):
+    with reroute():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert F.linear(X, W).dtype is torch.bfloat16
+        batched = torch.func.vmap(lambda x: F.linear(x, W))(X)
+    torch.testing.assert_close(batched, PLAIN(X, W))
+
+    def traced(x):
+        with reroute():
+            return F.linear(x, W)
+
+    assert "aten::linear" in str(torch.jit.trace(traced, X, check_trace=False).graph)
+    assert not served
+
+
+def test_modes_that_watch_operators_see_the_linears(served):
+    class Watch(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += func is PLAIN
+            return func(*args, **(kwargs or {}))
+
+    with FlopCounterMode(display=False) as flops, reroute():
+        F.linear(X, W)
+    with Watch() as watch, reroute():
+        F.linear(X, W)
+    assert flops.get_total_flops() == 2 * X.shape[0] * W.numel()
+    assert watch.seen == 1
+    assert not served
+
+
+def test_compiled_code_keeps_its_linears_in_the_graph(served):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(str(graph.graph))
+        return graph
+
+    compiled = torch.compile(lambda x: F.linear(x, W) + 1, backend=backend, fullgraph=True)
+    with reroute():
+        y = compiled(X)
+    torch.testing.assert_close(y, PLAIN(X, W) + 1)
+    assert "linear" in graphs[0]
+    assert not served
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 32), (32,)])
+def test_every_method_computes_the_product(name, dtype, shape):
+    x, weight, bias = torch.randn(shape).to(dtype), W.to(dtype), torch.randn(48).to(dtype)
+    for b in (None, bias):
+        torch.testing.assert_close(METHODS[name](x, weight, b), PLAIN(x, weight, b))
+
+
+def seconds_as(monkeypatch, serial=9, **seconds):
+    """Let each method take so many seconds for 1, 4 and 16 rows."""
+
+    def measured(call):
+        names = [name for name in METHODS if METHODS[name] is call.func]
+        return seconds[names[0]][(1, 4, 16).index(len(call.args[0]))] if names else serial
+
+    monkeypatch.setattr(tuning_module, "_seconds", measured)
+
+
+def test_the_fastest_method_over_all_row_counts_is_chosen(monkeypatch):
+    seconds_as(monkeypatch, kernel=(1, 1, 9), transposed=(9, 9, 1), pytorch=(2, 2, 1))
+    assert module.fastest_method(W) == "pytorch"
+    seconds_as(monkeypatch, kernel=(1, 1, 3), transposed=(9, 9, 1), pytorch=(2, 2, 1))
+    assert module.fastest_method(W) == "kernel"
+
+
+def test_nothing_is_remembered_of_a_busy_machine(tuning, monkeypatch):
+    seconds_as(monkeypatch, serial=1, kernel=(2, 2, 2), transposed=(9, 9, 9), pytorch=(1, 1, 1))
+    assert module.fastest_method(W) is None
+    assert tuning.choose(W) is METHODS["kernel"]
+    assert not tuning.path.exists()
+
+
+def test_the_kernel_gives_way_to_a_clear_winner_only(monkeypatch):
+    seconds_as(monkeypatch, kernel=(1, 1, 1), transposed=(2, 2, 2), pytorch=(0.95, 0.95, 0.95))
+    assert module.fastest_method(W) == "kernel"
+    seconds_as(monkeypatch, kernel=(1, 1, 1), transposed=(0.8, 0.8, 0.8), pytorch=(0.9, 0.9, 0.9))
+    assert module.fastest_method(W) == "transposed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_choices_are_made_once_and_remembered(tuning, monkeypatch, dtype):
+    weight = W.to(dtype)
+    assert tuning.choose(weight) in METHODS.values()
+    asked = measure_as(monkeypatch, "transposed")
+    again = LinearTuning(tuning.path)
+    assert again.choose(weight) is tuning.choose(weight)
+    assert not asked
+    assert again.choose(weight[:7]) is METHODS["transposed"]
+    assert asked == [(7, 32)]
+    assert list(tuning.path.parent.iterdir()) == [tuning.path]
+
+
+def test_another_environment_starts_anew(tuning, monkeypatch):
+    measure_as(monkeypatch, "kernel")
+    tuning.choose(W)
+    stored = json.loads(tuning.path.read_text())
+    assert stored["environment"]["torch"] == torch.__version__
+    stored["environment"]["torch"] = "0.0"
+    tuning.path.write_text(json.dumps(stored))
+    measure_as(monkeypatch, "pytorch")
+    assert LinearTuning(tuning.path).choose(W) is METHODS["pytorch"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"environment": 1'),
+        "choices is a list",
+        "unknown method",
+    ],
+)
+def test_a_bad_file_is_ignored_with_one_warning(tuning, monkeypatch, content):
+    bad = {"choices is a list": [], "unknown method": {"a": "magic"}}
+    if content in bad:
+        stored = {"environment": tuning_module._environment(), "choices": bad[content]}
+        content = json.dumps(stored).encode()
+    measure_as(monkeypatch, "kernel")
+    tuning.path.parent.mkdir()
+    tuning.path.write_bytes(content)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert tuning.choose(W) is tuning.choose(W[:3]) is METHODS["kernel"]
+    assert len(caught) == 1
+    assert len(json.loads(tuning.path.read_text())["choices"]) == 2
+
+
+def test_a_place_that_cannot_be_written_to_is_reported_once(tmp_path, monkeypatch):
+    measure_as(monkeypatch, "kernel")
+    (tmp_path / "file").write_text("not a directory")
+    tuning = LinearTuning(tmp_path / "file" / "tuning.json")
+    with pytest.warns(RuntimeWarning) as caught:
+        assert tuning.choose(W) is tuning.choose(W[:3]) is METHODS["kernel"]
+    assert len(caught) == 1
+
+
+def test_tune_linears_meets_every_layer_once(tuning, monkeypatch):
+    asked = measure_as(monkeypatch, "kernel")
+    set_chooser(tuning.choose)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)
+    )
+    tune_linears(model)
+    assert asked == [(8, 8), (3, 8)]
+    with torch.no_grad(), reroute():
+        model(torch.ones(2, 8))
+    assert len(asked) == 2

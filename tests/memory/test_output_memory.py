@@ -1,0 +1,293 @@
+"""The output memory: its bound, its log, several threads, several processes, sudden death."""
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_retrieval_assist.memory import log
+from hf_retrieval_assist.memory.log import OutputLog
+from hf_retrieval_assist.memory.output_memory import OutputMemory
+
+
+def count(memory, tokens, fingerprint=""):
+    tree = memory.tree(fingerprint)
+    return 0 if tree is None else tree.count(np.array(tokens, dtype=np.int32))
+
+
+def random_output(rng, length=200, vocabulary=500):
+    return rng.integers(0, vocabulary, length).astype(np.int32)
+
+
+def logged(path):
+    return [record.token_ids.tolist() for record in OutputLog(path, 1 << 30).read()[1]]
+
+
+def test_running_outputs_are_seen_before_they_finish():
+    memory = OutputMemory()
+    output = memory.start()
+    output.extend([1, 2, 3])
+    assert count(memory, [2, 3]) == 1
+    output.extend([2, 3])
+    assert count(memory, [2, 3]) == 2
+    output.close()
+    assert len(memory) == 1
+    memory.check_invariants()
+
+
+def test_models_are_kept_apart():
+    memory = OutputMemory()
+    memory.add([1, 2], "a")
+    memory.add([1, 3], "b")
+    assert [count(memory, [1, 2], f) for f in ("a", "b", "c")] == [1, 0, 0]
+
+
+def test_the_oldest_outputs_make_room_and_the_bound_holds():
+    rng = np.random.default_rng(0)
+    memory = OutputMemory(max_bytes=150_000)
+    outputs = [random_output(rng) for _ in range(60)]
+    for i, output in enumerate(outputs):
+        memory.add(output, "ab"[i // 30])
+        assert memory.nbytes <= 150_000
+        memory.check_invariants()
+    kept = [count(memory, o[:8], "ab"[i // 30]) for i, o in enumerate(outputs)]
+    assert kept == [0] * (60 - len(memory)) + [1] * len(memory)
+    assert 5 < len(memory) < 60
+
+
+@pytest.mark.slow
+def test_a_million_tokens_pass_through_32_mb_at_one_speed():
+    rng = np.random.default_rng(9)
+    memory, seconds = OutputMemory(max_bytes=32 << 20), []
+    for _ in range(10):
+        started = time.process_time()
+        for _ in range(200):
+            memory.add((500 ** rng.random(500) * 60).astype(np.int32))
+            assert memory.nbytes <= 32 << 20
+        seconds.append(time.process_time() - started)
+    assert len(memory) < 2000, "nothing had to go"
+    assert seconds[-1] < 3 * min(seconds[7:])
+    memory.check_invariants()
+
+
+def test_an_output_larger_than_the_memory_is_cut_and_still_logged(tmp_path):
+    rng = np.random.default_rng(1)
+    memory = OutputMemory(max_bytes=100_000, path=tmp_path / "log")
+    output = memory.start()
+    text = random_output(rng, 4_000, 1 << 18)
+    for i in range(0, len(text), 100):
+        output.extend(text[i : i + 100])
+        assert memory.nbytes <= 100_000
+    assert 0 < memory.token_count < len(text)
+    output.close()
+    assert logged(tmp_path / "log") == [text.tolist()]
+
+
+def test_an_evicted_running_output_is_learnt_no_further():
+    rng = np.random.default_rng(2)
+    memory = OutputMemory(max_bytes=100_000)
+    output = memory.start()
+    output.extend([1, 2, 3])
+    for _ in range(20):
+        memory.add(random_output(rng))
+    output.extend([4, 5])
+    output.close()
+    assert count(memory, [4, 5]) == 0
+    memory.check_invariants()
+
+
+def test_outputs_survive_a_restart(tmp_path):
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    memory.add([1, 2, 3], "model")
+    memory.add([4, 5], "model")
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(f"{path}.lock").st_mode) == 0o600
+    again = OutputMemory(path=path)
+    assert count(again, [1, 2, 3], "model") == count(again, [4, 5], "model") == 1
+    assert len(again) == 2
+
+
+def test_forgetting_reaches_the_log_and_other_views_of_it(tmp_path):
+    path = tmp_path / "log"
+    first, second = OutputMemory(path=path), OutputMemory(path=path)
+    first.add([1, 2])
+    running = first.start()
+    running.extend([3, 4])
+    second.refresh()
+    assert count(second, [1, 2]) == 1
+    first.forget()
+    assert len(first) == 0
+    running.extend([5])
+    running.close()
+    second.add([7, 8])
+    assert (count(second, [1, 2]), len(second)) == (0, 1)
+    first.refresh()
+    assert [count(first, t) for t in ([1, 2], [3, 4], [5], [7, 8])] == [0, 0, 0, 1]
+    assert logged(path) == [[7, 8]]
+
+
+def test_views_of_one_log_learn_from_each_other(tmp_path):
+    first, second = (OutputMemory(path=tmp_path / "log") for _ in range(2))
+    for i in range(10):
+        (first, second)[i % 2].add([i, i + 1])
+    first.refresh()
+    second.refresh()
+    assert len(first) == len(second) == 10
+    assert all(count(m, [i, i + 1]) == 1 for i in range(10) for m in (first, second))
+
+
+def test_the_log_is_compacted_to_its_newest_records(tmp_path):
+    path = tmp_path / "log"
+    reader, writer = OutputLog(path, 2_000), OutputLog(path, 2_000)
+    seen = []
+    for i in range(300):
+        writer.append("m", np.full(20, i, np.int32))
+        assert path.stat().st_size <= 4_000 + 200
+        if i % 7 == 0:
+            seen += [int(record.token_ids[0]) for record in reader.read()[1]]
+    seen += [int(record.token_ids[0]) for record in reader.read()[1]]
+    assert seen == list(range(300))
+    kept = [tokens[0] for tokens in logged(path)]
+    assert kept == list(range(300 - len(kept), 300))
+    assert len(kept) >= 15
+
+
+@pytest.mark.parametrize("cut", [1, 5, 30])
+def test_a_torn_last_record_is_skipped_and_overwritten(tmp_path, cut):
+    path = tmp_path / "log"
+    OutputMemory(path=path).add([1, 2, 3])
+    OutputMemory(path=path).add([4, 5, 6])
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - cut)
+    with pytest.warns(UserWarning, match="skipped .* bytes that are not a whole output"):
+        memory = OutputMemory(path=path)
+    assert (count(memory, [1, 2, 3]), count(memory, [4])) == (1, 0)
+    with pytest.warns(UserWarning, match="skipped"):
+        memory.add([7, 8])
+    assert logged(path) == [[1, 2, 3], [7, 8]]
+
+
+def test_any_flipped_byte_costs_one_record_or_is_a_clear_error(tmp_path):
+    path = tmp_path / "log"
+    outputs = [[1, 2, 3], [4, 5], [6]]
+    for output in outputs:
+        OutputMemory(path=path).add(output, "model")
+    good = path.read_bytes()
+    for i in range(len(good)):
+        path.write_bytes(good[:i] + bytes([good[i] ^ 0x55]) + good[i + 1 :])
+        if i < 32:
+            with pytest.raises(ValueError, match=r"log: (expected|the header)"):
+                OutputMemory(path=path)
+        else:
+            with pytest.warns(UserWarning, match="skipped"):
+                kept = logged(path)
+            assert len(kept) == 2
+            assert all(output in outputs for output in kept)
+
+
+def test_another_kind_of_file_is_refused(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"something else altogether, long enough")
+    with pytest.raises(ValueError, match="expected a log of outputs, got another kind of file"):
+        OutputMemory(path=path)
+    with pytest.raises(ValueError, match="max_bytes: expected at least"):
+        OutputMemory(max_bytes=100)
+    with pytest.raises(ValueError, match="token_ids: expected 0 to"):
+        OutputMemory().add([1, -1])
+
+
+def test_threads_share_a_memory(tmp_path):
+    memory = OutputMemory(max_bytes=1 << 20, path=tmp_path / "log")
+
+    def write(worker):
+        rng = np.random.default_rng(worker)
+        for _ in range(15):
+            output = memory.start("m")
+            for _ in range(10):
+                output.extend(random_output(rng, 20, 30))
+                with memory.lock:
+                    memory.tree("m").speculate(np.array([1, 2], np.int32), 8)
+            output.close()
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    memory.check_invariants()
+    assert len(memory) == 60
+    assert len(logged(tmp_path / "log")) == 60
+
+
+# The module alone: importing the package would take most of a writer's life.
+WRITER = """
+import sys
+import numpy as np
+sys.path.insert(0, sys.argv[4])
+from log import OutputLog
+
+log, first, count = OutputLog(sys.argv[1], 1 << 30), int(sys.argv[2]), int(sys.argv[3])
+for i in range(first, first + count):
+    log.append("m", np.full(300 + i % 100, i, np.int32))
+    print(i, flush=True)
+"""
+
+
+def start_writer(path, first, outputs):
+    folder = str(Path(log.__file__).parent)
+    arguments = [sys.executable, "-c", WRITER, str(path), str(first), str(outputs), folder]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_append_and_nothing_is_lost(tmp_path):
+    writers = [start_writer(tmp_path / "log", first, 200) for first in (0, 1000)]
+    for writer in writers:
+        writer.communicate()
+        assert writer.returncode == 0
+    numbers = [tokens[0] for tokens in logged(tmp_path / "log")]
+    assert sorted(numbers) == [*range(200), *range(1000, 1200)]
+    assert [n for n in numbers if n < 200] == list(range(200))
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped")
+@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.slow)])
+def test_every_flushed_output_outlives_a_kill(tmp_path, kills):
+    rng = np.random.default_rng(7)
+    path, flushed = tmp_path / "log", []
+    for kill in range(kills):
+        writer = start_writer(path, 10_000 * kill, 10_000)
+        flushed.append(int(writer.stdout.readline()))
+        time.sleep(rng.uniform(0, 0.05))
+        writer.kill()
+        flushed += map(int, writer.stdout.read().split())
+        writer.wait()
+        outputs = {tokens[0]: tokens for tokens in logged(path)}
+        assert outputs.keys() >= set(flushed)
+        assert all(tokens == [i] * (300 + i % 100) for i, tokens in outputs.items())
+    assert len(flushed) > kills
+
+
+def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path):
+    memory = OutputMemory(max_depth=8, path=tmp_path / "log")
+    memory.add([1, 2, 3], "a")
+    memory.add([1, 2, 4])
+    running = memory.start()
+    running.extend([1, 2, 5])
+    assert count(memory, [1, 2], "a") == 2
+    assert memory.tree("b") is None
+    memory.check_invariants()
+    running.extend([6])
+    running.close()
+    assert count(memory, [5, 6], "b") == 1
+    memory.check_invariants()
+    # What is on disk is still unnamed.
+    again = OutputMemory(max_depth=8, path=tmp_path / "log")
+    assert count(again, [1, 2], "b") == 2
+    again.check_invariants()

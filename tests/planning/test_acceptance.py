@@ -1,0 +1,195 @@
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.planning.acceptance import Calibrator
+from hf_retrieval_assist.structures import evidence
+from hf_retrieval_assist.token_tree import TokenTree
+
+
+def arrays(classes, hits):
+    return np.array(classes, np.int32), np.array(hits, np.bool_)
+
+
+@st.composite
+def trees(draw):
+    """Trees over a few tokens, so that texts follow them often."""
+    tokens, parents = [], []
+    for node in range(draw(st.integers(0, 12))):
+        parent = draw(st.integers(-1, node - 1))
+        token = draw(st.integers(0, 3))
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            tokens.append(token)
+            parents.append(parent if parent < len(parents) else -1)
+    pairs = list(zip(parents, tokens, strict=True))
+    keep = [pairs.index(pair) == i for i, pair in enumerate(pairs)]
+    if not all(keep):
+        return TokenTree.empty()
+    return TokenTree.build(tokens, parents, np.ones(len(tokens)), np.arange(len(tokens)))
+
+
+def tried_by_definition(tree, tokens, known):
+    """Node by node: the path above it is the text's, and the text has a token to judge it by."""
+    spelt = [tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))]
+    nodes = [
+        node
+        for node, path in enumerate(spelt)
+        if known < len(path) <= len(tokens) and path[:-1] == tuple(tokens[: len(path) - 1])
+    ]
+    return nodes, [spelt[node] == tuple(tokens[: len(spelt[node])]) for node in nodes]
+
+
+@given(trees(), st.lists(st.integers(0, 3), max_size=8), st.integers(0, 8))
+def test_tried_nodes_are_those_below_the_texts_path(tree, tokens, known):
+    tree.check_invariants()
+    known = min(known, len(tokens))
+    nodes, hits = evidence.tried(tree.token_ids, tree.parents, np.array(tokens, np.int32), known)
+    expected = tried_by_definition(tree, tokens, known)
+    assert (nodes.tolist(), hits.tolist()) == expected
+
+
+@given(trees(), st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())
+def test_judging_in_pieces_is_judging_at_once(tree, tokens, data):
+    at_once, in_pieces = Calibrator(np.full(12, 0.5)), Calibrator(np.full(12, 0.5))
+    session = at_once.session()
+    session.calibrate(tree)
+    session.commit(tokens)
+    session, start = in_pieces.session(), 0
+    session.calibrate(tree)
+    while start < len(tokens):
+        size = data.draw(st.integers(1, 3))
+        session.commit(tokens[start : start + size])
+        start += size
+    assert np.array_equal(at_once._counts, in_pieces._counts)
+
+
+def test_priors_come_first_and_counts_take_over():
+    calibrator = Calibrator(np.array([0.2, 0.9]))
+    classes = np.array([0, 1, 1], np.int32)
+    assert calibrator.rates(classes) == pytest.approx([0.2, 0.9, 0.9])
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        calibrator.observe(*arrays([0, 1], rng.random(2) < [0.7, 0.1]))
+    assert calibrator.rates(classes) == pytest.approx([0.7, 0.1, 0.1], abs=0.05)
+
+
+def test_old_counts_are_forgotten():
+    calibrator = Calibrator(np.array([0.5]))
+    for _ in range(4000):
+        calibrator.observe(*arrays([0], [True]))
+    for _ in range(4000):
+        calibrator.observe(*arrays([0], [False]))
+    assert calibrator.rates(np.zeros(1, np.int32))[0] < 0.2
+
+
+def test_a_text_is_learnt_faster_than_the_assistant_but_stays_its_own():
+    calibrator = Calibrator(np.array([0.5]))
+    for _ in range(500):
+        calibrator.observe(*arrays([0, 0], [True, False]))
+    session = calibrator.session()
+    for _ in range(60):
+        session.calibrate(TokenTree.chain([1], [0.5], [0]))
+        session.commit([1])
+    assert session.rates(np.zeros(1, np.int32))[0] > 0.8
+    assert calibrator.session().rates(np.zeros(1, np.int32))[0] < 0.6
+
+
+def test_a_good_text_lifts_evidence_it_has_not_shown_yet():
+    calibrator = Calibrator(np.array([0.5, 0.5]))
+    session = calibrator.session()
+    assert session.odds_factor == 1
+    for _ in range(30):
+        session.calibrate(TokenTree.chain([1], [0.5], [0]))
+        session.commit([1])
+    assert session.rates(np.ones(1, np.int32))[0] > 0.54
+
+
+def test_recovers_when_the_text_turns_predictable_though_nothing_was_verified():
+    calibrator = Calibrator(np.array([0.5]))
+    session = calibrator.session()
+    rates = []
+    for step in range(160):
+        session.calibrate(TokenTree.chain([1], [0.5], [0]))
+        session.commit([1 if step >= 80 else 2])
+        rates.append(session.rates(np.zeros(1, np.int32))[0])
+    assert rates[79] < 0.1
+    assert rates[120] > 0.4
+    assert rates[159] > 0.6
+
+
+def test_probabilities_are_products_of_rates():
+    calibrator = Calibrator(np.array([0.5, 0.25]))
+    tree = TokenTree.build([7, 8, 7], [-1, -1, 1], [0.9, 0.8, 0.7], [0, 1, 0])
+    calibrated = calibrator.session().calibrate(tree)
+    calibrated.check_invariants()
+    assert calibrated.probs == pytest.approx([0.5, 0.25, 0.125])
+    assert calibrated.token_ids is tree.token_ids
+
+
+def test_nodes_without_a_class_keep_their_rate():
+    calibrator = Calibrator(np.array([0.5]))
+    tree = TokenTree.chain([7, 8, 9], [0.8, 0.2, 0.1], [-1, -1, 0])
+    session = calibrator.session()
+    assert session.calibrate(tree).probs == pytest.approx([0.8, 0.2, 0.1])
+    session.commit([7, 8, 9])
+    assert calibrator._counts[0].tolist() == [5, 3]
+    assert calibrator.reliability().trials.sum() == 3
+
+
+def test_empty_trees_and_no_proposals_are_fine():
+    session = Calibrator(np.empty(0)).session()
+    assert session.calibrate(TokenTree.empty()) is TokenTree.empty()
+    session.commit([1, 2, 3])
+
+
+def test_reliability_compares_predicted_and_observed():
+    calibrator = Calibrator(np.linspace(0.05, 0.95, 10))
+    rng = np.random.default_rng(0)
+    truth = np.linspace(0.02, 0.9, 10)
+    session = calibrator.session()
+    for _ in range(3000):
+        kind = int(rng.integers(10))
+        session.calibrate(TokenTree.chain([1], [0.5], [kind]))
+        session.commit([1 if rng.random() < truth[kind] else 2])
+    reliability = calibrator.reliability()
+    assert reliability.trials.sum() == 3000
+    assert reliability.ratio == pytest.approx(1, abs=0.05)
+    seen = reliability.trials > 100
+    error = (reliability.predicted - reliability.observed)[seen] / reliability.trials[seen]
+    assert np.abs(error).max() < 0.12
+
+
+def test_reliability_before_anything_was_seen():
+    assert np.isnan(Calibrator(np.array([0.5])).reliability().ratio)
+
+
+@pytest.mark.parametrize("priors", [[1.5], [-0.1], [float("nan")], [[0.5]]])
+def test_rejects_priors_that_are_no_rates(priors):
+    with pytest.raises(ValueError, match=r"priors: expected one dimension in \[0, 1\]"):
+        Calibrator(np.array(priors))
+
+
+def test_rejects_unknown_classes():
+    session = Calibrator(np.array([0.5])).session()
+    with pytest.raises(ValueError, match="classes below 1, got 1"):
+        session.calibrate(TokenTree.chain([1], [0.5], [1]))
+
+
+def test_threads_may_share_the_counts():
+    calibrator = Calibrator(np.array([0.5, 0.5]))
+
+    def run():
+        session = calibrator.session()
+        for _ in range(300):
+            session.calibrate(TokenTree.build([1, 2], [-1, -1], [0.5, 0.5], [0, 1]))
+            session.commit([1])
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calibrator._counts.tolist() == [[1204, 1202], [1204, 2]]

@@ -1,0 +1,281 @@
+import json
+import threading
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_retrieval_assist.planning import cost_store
+from hf_retrieval_assist.planning.cost_model import KNOTS, MAX_TOKENS, CostModel
+from hf_retrieval_assist.planning.cost_store import CostKey, CostModels, size_bucket
+
+CURVES = {
+    "flat": lambda n: 0.02,
+    "linear": lambda n: 0.02 * (1 + 0.3 * (n - 1)),
+    "step": lambda n: 0.02 if n <= 64 else 0.04,
+    "cpu": lambda n: 0.02 * np.interp(n, [1, 2, 4, 16, 32, 64], [1, 1.9, 2.3, 2.6, 3.3, 5]),
+}
+PROBES = (1, 2, 4, 8, 16, 32, 64, 96)
+
+
+def feed(model, curve, count, *, seed=0, slow_calls=0, factor=1.0):
+    """Timings of random sizes with 8% noise and 3% of outliers."""
+    rng = np.random.default_rng(seed)
+    for step in range(count):
+        tokens = int(rng.choice(PROBES) if rng.random() < 0.5 else rng.integers(1, 97))
+        noise = np.exp(rng.normal(0, 0.08)) * (5 if rng.random() < 0.03 else 1)
+        model.observe(tokens, factor * curve(tokens) * noise * (10 if step < slow_calls else 1))
+
+
+def worst_error(model, curve, factor=1.0):
+    """The largest factor by which the learnt curve is off at the probed sizes."""
+    learnt = model.curve(96)
+    return max(np.exp(abs(np.log(learnt[n - 1] / (factor * curve(n))))) for n in PROBES)
+
+
+def check_invariants(model):
+    curve = model.curve(MAX_TOKENS + 50)
+    assert np.isfinite(curve).all()
+    assert (curve > 0).all()
+    assert (np.diff(curve) >= -1e-15).all()
+    covariance = model._covariance
+    assert np.allclose(covariance, covariance.T)
+    assert np.linalg.eigvalsh(covariance).min() > -1e-9
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_learns_the_curve(device, name):
+    model = CostModel(device)
+    feed(model, CURVES[name], 150, slow_calls=2)
+    check_invariants(model)
+    assert worst_error(model, CURVES[name]) < 1.3
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_follows_a_slower_machine(name):
+    model = CostModel()
+    feed(model, CURVES[name], 300)
+    feed(model, CURVES[name], 40, seed=1, factor=2.5)
+    assert worst_error(model, CURVES[name], 2.5) < 1.4
+
+
+def test_follows_another_shape():
+    model = CostModel("cuda")
+    feed(model, CURVES["flat"], 300)
+    feed(model, CURVES["linear"], 80, seed=1)
+    assert worst_error(model, CURVES["linear"]) < 1.4
+
+
+def test_one_outlier_hardly_moves_it():
+    model = CostModel()
+    feed(model, CURVES["cpu"], 200)
+    before = model.curve(64).copy()
+    model.observe(16, 100 * before[15])
+    assert np.abs(np.log(model.curve(64) / before)).max() < 0.15
+
+
+def test_invariants_after_every_observation():
+    model = CostModel("cuda")
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        model.observe(int(rng.integers(1, 2 * MAX_TOKENS)), float(np.exp(rng.normal(-3, 2))))
+        check_invariants(model)
+
+
+def test_prior_shapes():
+    cpu, gpu = CostModel("cpu").curve(64), CostModel("cuda").curve(64)
+    assert cpu[15] / cpu[0] > 2
+    assert gpu[63] / gpu[0] < 1.3
+
+
+def test_spread_shrinks_where_it_was_fed():
+    model = CostModel()
+    before = model.spread(64, 1)
+    assert before[0] == 0
+    for _ in range(20):
+        model.observe(1, 0.02)
+        model.observe(8, 0.03)
+    after = model.spread(64, 1)
+    assert after[7] < 0.3 * before[7]
+    assert after[63] > 2 * after[7]
+
+
+def test_beyond_the_last_knot_it_goes_on_linearly():
+    model = CostModel()
+    for n in KNOTS:
+        for _ in range(5):
+            model.observe(int(n), 0.001 * int(n))
+    curve = model.curve(2 * MAX_TOKENS)
+    assert curve[-1] == pytest.approx(0.001 * 2 * MAX_TOKENS, rel=0.15)
+
+
+def test_rejects_empty_forwards():
+    with pytest.raises(ValueError, match="tokens: expected at least 1"):
+        CostModel().observe(0, 0.1)
+
+
+def test_fixed_learns_nothing():
+    model = CostModel.fixed(lambda n: 1 + 0.5 * n)
+    model.observe(3, 77.0)
+    assert model.curve(4).tolist() == [1.5, 2.0, 2.5, 3.0]
+    assert model.seconds(10) == 6.0
+
+
+def test_overheads_are_means_that_outliers_hardly_move():
+    model = CostModel()
+    for _ in range(50):
+        model.observe_overhead("draft", 1e-4)
+        model.observe_overhead("walk", 3e-4)
+    model.observe_overhead("draft", 1.0)
+    assert model.overhead("draft") == pytest.approx(1.1e-4)
+    assert model.overhead() == pytest.approx(4.1e-4)
+    assert model.overhead("unheard of") == 0
+
+
+def test_size_buckets():
+    assert [size_bucket(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [1, 1, 2, 4, 4, 8, 1024]
+
+
+KEY = CostKey("model", "cpu", "float32", "sdpa", 1, 1024)
+
+
+def test_registry_hands_out_one_model_per_key():
+    models = CostModels()
+    assert models.get(KEY) is models.get(CostKey("model", "cpu", "float32", "sdpa", 1, 1024))
+    assert models.get(KEY) is not models.get(replace(KEY, batch_size=2))
+
+
+def test_a_longer_cache_starts_from_the_shorter_one():
+    models = CostModels()
+    feed(models.get(KEY), CURVES["linear"], 100)
+    longer = models.get(replace(KEY, cache_length=2048))
+    assert worst_error(longer, CURVES["linear"]) < 1.3
+    other = models.get(replace(KEY, dtype="bfloat16"))
+    assert other.observations == 0
+
+
+def test_saved_models_start_warm(tmp_path):
+    models = CostModels(tmp_path)
+    feed(models.get(KEY), CURVES["linear"], 100)
+    models.get(KEY).observe_overhead("draft", 2e-4)
+    models.save("model")
+    again = CostModels(tmp_path).get(KEY)
+    assert np.allclose(again.curve(96), models.get(KEY).curve(96))
+    assert again.overhead("draft") == pytest.approx(2e-4)
+    check_invariants(again)
+    feed(again, CURVES["flat"], 80, seed=1)
+    assert worst_error(again, CURVES["flat"]) < 1.4
+
+
+def damaged_files():
+    state = CostModel().state()
+    good = {"format": 1, "fingerprint": "model", "models": {KEY.name(): state}}
+
+    def with_state(**changes):
+        return json.dumps(good | {"models": {KEY.name(): state | changes}})
+
+    return {
+        "not json": "{",
+        "another type": "[]",
+        "another format": json.dumps(good | {"format": 99}),
+        "another model": json.dumps(good | {"fingerprint": "other"}),
+        "a key of a wrong type": json.dumps(good | {"models": {'{"device": 1}': state}}),
+        "a key that is no object": json.dumps(good | {"models": {"7": state}}),
+        "a state that is none": json.dumps(good | {"models": {KEY.name(): 1}}),
+        "too few knots": with_state(log_seconds=[0.0]),
+        "ragged": with_state(log_seconds=[[0.0], [1.0, 2.0]]),
+        "not finite": with_state(log_seconds=[float("nan")] * len(KNOTS)),
+        "text for numbers": with_state(noise="loud"),
+        "negative noise": with_state(noise=-1.0),
+        "uncertainty above one": with_state(uncertainty=[2.0] * len(KNOTS)),
+        "overheads": with_state(overheads=[1]),
+        "nested too deep": "[" * 100_000,
+    }
+
+
+@pytest.mark.parametrize("fault", damaged_files())
+def test_damaged_files_are_ignored_with_one_warning(tmp_path, fault):
+    models = CostModels(tmp_path)
+    models.get(KEY).observe(1, 0.1)
+    models.save("model")
+    (path,) = tmp_path.iterdir()
+    path.write_text(damaged_files()[fault])
+    fresh = CostModels(tmp_path)
+    with pytest.warns(UserWarning, match="ignoring the saved timings") as caught:
+        observations = [fresh.get(key).observations for key in (KEY, replace(KEY, batch_size=4))]
+    assert observations == [0, 0]
+    assert len(caught) == 1
+
+
+def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    models = CostModels()
+    models.get(KEY).observe(1, 0.1)
+    models.save("model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_may_share_a_model():
+    model = CostModel()
+    threads = [
+        threading.Thread(target=feed, args=(model, CURVES["linear"], 200), kwargs={"seed": seed})
+        for seed in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.observations == 800
+    check_invariants(model)
+    assert worst_error(model, CURVES["linear"]) < 1.3
+
+
+def test_timings_are_saved_at_times(tmp_path, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    models = CostModels(tmp_path)
+    models.save_at_times("never asked for")
+    assert not list(tmp_path.iterdir())
+
+    def kept():
+        models.get(KEY).observe(1, 0.1)
+        models.save_at_times("model")
+        return CostModels(tmp_path).get(KEY).observations
+
+    assert kept() == 1
+    clock[0] += 59
+    assert kept() == 1
+    clock[0] += 2
+    assert kept() == 3
+    assert kept() == 3
+    models.save_rest()
+    assert CostModels(tmp_path).get(KEY).observations == 4
+    models.get(KEY).observe(1, 0.1)
+    models.save_rest()
+    assert CostModels(tmp_path).get(KEY).observations == 4, "nothing was left for later"
+
+
+def test_a_short_process_keeps_all_its_timings(tmp_path):
+    models = CostModels(tmp_path)
+    for _ in range(3):
+        models.get(KEY).observe(1, 0.1)
+        models.save_at_times("model")
+    cost_store._save_at_exit()
+    assert CostModels(tmp_path).get(KEY).observations == 3
+
+
+def test_a_directory_that_cannot_be_written_gives_one_warning(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    models = CostModels(tmp_path)
+    for fingerprint in ("model", "other"):
+        models.get(replace(KEY, fingerprint=fingerprint))
+    with pytest.warns(UserWarning, match="timings are not kept .* read-only"):
+        models.save_at_times("model")
+    with warnings.catch_warnings(record=True) as caught:
+        models.save_at_times("other")
+    assert not caught

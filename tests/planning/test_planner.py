@@ -1,0 +1,201 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.planning.cost_model import CostModel
+from hf_retrieval_assist.planning.planner import Planner, expected_tokens, token_rate
+from hf_retrieval_assist.token_tree import TokenTree
+
+CURVES = {
+    "flat": lambda n: 0.02,
+    "gpu": lambda n: 0.02 * (1 + 0.003 * (n - 1)),
+    "linear": lambda n: 0.02 * (1 + 0.3 * (n - 1)),
+    "step": lambda n: 0.02 if n <= 64 else 0.04,
+    "cpu": lambda n: 0.02 * np.interp(n, [1, 2, 4, 16, 32, 64], [1, 1.9, 2.3, 2.6, 3.3, 5]),
+}
+
+
+def chain(rate, length):
+    return TokenTree.chain(np.arange(length), rate ** np.arange(1, length + 1))
+
+
+@st.composite
+def trees(draw, max_size=8):
+    parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, max_size)))]
+    probs = []
+    for parent in parents:
+        rate = draw(st.floats(0.05, 1))
+        probs.append(rate * (probs[parent] if parent >= 0 else 1))
+    return TokenTree.build(range(len(parents)), parents, probs)
+
+
+def subtrees(tree):
+    """Every set of nodes that holds with a node its parent."""
+    sets = [()]
+    for node in range(len(tree)):
+        parent = int(tree.parents[node])
+        sets += [(*kept, node) for kept in sets if parent < 0 or parent in kept]
+    return sets
+
+
+@given(trees(), st.sampled_from(sorted(CURVES)), st.integers(0, 3), st.floats(0, 0.05))
+def test_no_subtree_brings_more_tokens_per_second(tree, name, extra, overhead):
+    curve = CURVES[name]
+
+    def rate(nodes):
+        gain = 1 + sum(float(tree.probs[node]) for node in nodes)
+        return gain / (curve(1 + extra + len(nodes)) + overhead)
+
+    kept = Planner().plan(tree, CostModel.fixed(curve), extra, overhead)
+    kept.check_invariants()
+    best = max(map(rate, subtrees(tree)))
+    assert rate(kept.follow([]).tolist()) <= best
+    gain = 1 + float(kept.probs.sum())
+    assert gain / (curve(1 + extra + len(kept)) + overhead) == pytest.approx(best, rel=1e-5)
+    assert token_rate(tree, CostModel.fixed(curve), extra, overhead) == pytest.approx(best, 1e-5)
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.sampled_from(sorted(CURVES)))
+def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
+    curve = CURVES[name]
+    kept = Planner().plan_batch(rows, CostModel.fixed(curve), overhead=0.0)
+
+    def rate(width):
+        return sum(1 + np.sort(row.probs)[::-1][:width].sum() for row in rows) / curve(1 + width)
+
+    best = max(rate(width) for width in range(max(map(len, rows)) + 1))
+    gain = sum(1 + row.probs.sum() for row in kept)
+    assert gain / curve(1 + max(map(len, kept))) == pytest.approx(best, rel=1e-5)
+    for row in kept:
+        row.check_invariants()
+
+
+def test_nothing_is_drafted_where_nothing_pays():
+    cost = CostModel.fixed(CURVES["cpu"])
+    assert len(Planner().plan(chain(0.3, 16), cost)) == 0
+    assert len(Planner().plan(chain(0.99, 16), cost)) == 16
+
+
+def test_overhead_makes_larger_drafts_worth_it():
+    cost = CostModel.fixed(CURVES["linear"])
+    alone = Planner().plan(chain(0.8, 32), cost, overhead=0.0)
+    behind = Planner().plan(chain(0.8, 32), cost, overhead=0.05)
+    assert len(alone) < len(behind)
+
+
+def test_overhead_comes_from_the_cost_model():
+    cost = CostModel.fixed(CURVES["linear"])
+    cost.observe_overhead("draft", 0.05)
+    tree = chain(0.8, 32)
+    assert len(Planner().plan(tree, cost)) == len(Planner().plan(tree, cost, overhead=0.05))
+
+
+def test_budgets():
+    tree, cost = chain(0.5, 32), CostModel.fixed(CURVES["cpu"])
+    assert Planner(budget="paper").plan(tree, cost) is tree
+    assert len(Planner(budget=5).plan(tree, cost)) == 5
+    assert len(Planner(budget=0).plan(tree, cost)) == 0
+    assert [Planner(budget=b).request() for b in ("auto", "paper", 7)] == [64, 64, 7]
+
+
+def test_drafters_are_asked_for_no_more_than_could_pay():
+    assert Planner(max_nodes=96).request(CostModel.fixed(CURVES["flat"])) == 96
+    assert Planner(max_nodes=96).request(CostModel.fixed(CURVES["step"])) == 63
+    assert Planner(max_nodes=96).request(CostModel.fixed(lambda n: 0.02 * n**2)) == 0
+    assert Planner(budget=7).request(CostModel.fixed(CURVES["step"])) == 7
+
+
+@pytest.mark.parametrize("budget", ["most", -1, 2.5, True, None])
+def test_rejects_other_budgets(budget):
+    with pytest.raises(ValueError, match="budget: expected"):
+        Planner(budget=budget)
+
+
+@pytest.mark.parametrize("options", [{"max_nodes": 0}, {"exploration": 1.0}, {"exploration": -0.1}])
+def test_rejects_other_options(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
+        Planner(**options)
+
+
+def test_expected_tokens():
+    rows = [TokenTree.build([1, 2], [-1, -1], [0.2, 0.5]), TokenTree.empty()]
+    assert expected_tokens(rows, 2) == pytest.approx([2, 2.5, 2.7])
+
+
+class Run:
+    """Steps with noisy timings under a true curve, and the tokens per second they got."""
+
+    def __init__(self, device="cpu", exploration=0.005, seed=0):
+        self.cost = CostModel(device)
+        self.planner = Planner(max_nodes=96, exploration=exploration)
+        self.random = np.random.default_rng(seed)
+
+    def steps(self, curve, rates, count):
+        """Mean share of the time lost against a planner who knows the curve, and the sizes."""
+        knowing, known = Planner(exploration=0), CostModel.fixed(curve)
+        lost = spent = 0.0
+        sizes = []
+        for _ in range(count):
+            tree = chain(self.random.choice(rates), 96)
+            kept = self.planner.plan(tree, self.cost, overhead=0.0)
+            seconds = curve(1 + len(kept))
+            noise = np.exp(self.random.normal(0, 0.05)) * (4 if self.random.random() < 0.02 else 1)
+            self.cost.observe(1 + len(kept), seconds * noise)
+            best = token_rate(knowing.plan(tree, known, overhead=0.0), known)
+            lost += seconds - (1 + float(kept.probs.sum())) / best
+            spent += seconds
+            sizes.append(len(kept))
+        return lost / spent, sizes
+
+
+MIXED = (0.98, 0.8, 0.4, 0.1)
+
+
+def mean_loss(before, after):
+    """Of 200 steps under the curve `after`, 60 steps after it took the place of `before`."""
+    runs = [Run(seed=seed) for seed in range(4)]
+    for run in runs:
+        run.steps(CURVES[before], MIXED, 200)
+        run.steps(CURVES[after], MIXED, 60)
+    return np.mean([run.steps(CURVES[after], MIXED, 200)[0] for run in runs])
+
+
+@pytest.mark.parametrize("name", ["flat", "linear", "step", "cpu"])
+def test_finds_the_right_sizes(name):
+    assert mean_loss(name, name) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("flat", "linear"), ("linear", "flat"), ("flat", "step"), ("cpu", "flat")]
+)
+def test_readapts_when_the_curve_changes(before, after):
+    assert mean_loss(before, after) < 0.05
+
+
+def test_a_step_past_64_is_found():
+    run = Run("cuda")
+    run.steps(CURVES["step"], [0.98], 60)
+    _, sizes = run.steps(CURVES["step"], [0.98], 100)
+    assert np.median(sizes) == 63
+
+
+@pytest.mark.parametrize("name", ["linear", "cpu"])
+def test_trials_cost_less_than_one_percent(name):
+    run = Run()
+    lost, sizes = run.steps(CURVES[name], [0.1], 1000)
+    assert max(sizes) > 0
+    assert lost < 0.01
+
+
+def test_without_exploration_nothing_is_tried():
+    _, sizes = Run(exploration=0).steps(CURVES["linear"], [0.1], 200)
+    assert max(sizes) == 0
+
+
+def test_drafts_again_when_the_text_turns_predictable():
+    run = Run()
+    _, sizes = run.steps(CURVES["cpu"], [0.1], 300)
+    assert np.median(sizes) == 0
+    _, sizes = run.steps(CURVES["cpu"], [0.98], 10)
+    assert min(sizes) > 8
