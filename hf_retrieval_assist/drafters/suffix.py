@@ -17,52 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..memory.output_memory import OutputMemory, RunningOutput
-from ..structures.suffix_tree import BLEND_SHAPE, MAX_DEPTH, Speculation, SuffixTree
+from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
-
-# The middle of each bucket of evidence.
-_LENGTHS = (1, 2, 3, 4, 5.5, 8.5, 15, 26, 45, 90)
-_SUPPORTS = (1, 2, 3.5, 7, 20, 100)
-_SHARES = (0.01, 0.04, 0.1, 0.22, 0.4, 0.6, 0.85, 1)
+from .mixture import Mixture
 
 _FREQUENCIES = 10  # classes of scored drafts
-
-# Log odds that a token is accepted after its parent was, as a quadratic form in: one, drafted from
-# the memory, not by the longest match, by the third or a later one, log length, log support,
-# log share, and whether all continuations agree. Fitted to recorded outputs of five kinds (open
-# chat, short programs, mathematics, SQL, edits of files), each of equal weight.
-_WEIGHTS = np.array(
-    [
-        [-1.20, -0.07, -0.35, -0.31, -0.14, 0.87, 1.91, 0.31],
-        [0, -0.07, -0.46, -0.74, 0.22, 0.09, 0.03, -0.76],
-        [0, 0, -0.35, -0.31, -0.05, -0.14, -0.50, -0.81],
-        [0, 0, 0, -0.31, 0.17, -0.07, -0.53, 0.42],
-        [0, 0, 0, 0, 0.11, -0.09, -0.13, 0.98],
-        [0, 0, 0, 0, 0, -0.07, 0.05, 0.28],
-        [0, 0, 0, 0, 0, 0, 0.16, 0],
-        [0, 0, 0, 0, 0, 0, 0, 0.31],
-    ]
-)
-
-
-def acceptance_rates() -> Float32Array:
-    """float32 [BLEND_CLASSES], how often a token on this evidence is right where its parent was."""
-    source, rank, length, support, share = np.indices(BLEND_SHAPE).reshape(5, -1)
-    evidence = np.stack(
-        [
-            np.ones(len(source)),
-            source,
-            rank > 0,
-            rank > 1,
-            np.log(_LENGTHS)[length],
-            np.log(_SUPPORTS)[support],
-            np.log(_SHARES)[share],
-            share == len(_SHARES) - 1,
-        ]
-    )
-    log_odds = np.einsum("in,ij,jn->n", evidence, _WEIGHTS, evidence)
-    return (1 / (1 + np.exp(-log_odds))).astype(np.float32)
 
 
 class SuffixDrafter(Drafter):
@@ -92,6 +52,8 @@ class SuffixDrafter(Drafter):
         scored: bool = False,
         learn: bool = True,
         learn_prompts: bool = False,
+        corpus: SuffixTree | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         if not 1 <= max_depth <= MAX_DEPTH:
             raise ValueError(f"max_depth: expected 1 to {MAX_DEPTH}, got {max_depth}")
@@ -107,15 +69,15 @@ class SuffixDrafter(Drafter):
         self.scored = scored
         self.learn = learn
         self.learn_prompts = learn_prompts
-        self.rates = acceptance_rates()
-        # Scored drafts know of no other evidence than the frequency of each token.
-        self._priors = (np.arange(_FREQUENCIES) + 0.5) / _FREQUENCIES if scored else self.rates
+        self.corpus = corpus
+        self.mixer = (mixture or Mixture.trained()).mixer()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SuffixSession:
         return SuffixSession(self, prompt_ids, target)
 
     def priors(self) -> Float32Array:
-        return self._priors.astype(np.float32)
+        # Scored drafts know of no other evidence than the frequency of each token.
+        return ((np.arange(_FREQUENCIES) + 0.5) / _FREQUENCIES).astype(np.float32)
 
 
 def _frequency_tree(draft: Speculation, vocab_size: int) -> TokenTree:
@@ -165,20 +127,23 @@ class SuffixSession(DraftSession):
     def _blended(self, budget: int) -> TokenTree:
         drafter = self._drafter
         with drafter.memory.lock:
-            return TokenTree(
-                *self._text.blend(
-                    self._sequence,
-                    drafter.memory.tree(self._target.fingerprint),
-                    None if self._output is None else self._output.live_sequence,
-                    self._context,
-                    budget,
-                    drafter.rates,
-                    vocab_size=self._target.vocab_size,
-                    alpha=drafter.alpha,
-                    min_prob=drafter.min_prob,
-                    path=not drafter.tree,
-                )
+            draft = drafter.mixer.draft(
+                *self._evidence(),
+                budget,
+                vocab_size=self._target.vocab_size,
+                alpha=drafter.alpha,
+                min_prob=drafter.min_prob,
+                path=not drafter.tree,
             )
+        return TokenTree.build(*draft)
+
+    def _evidence(self) -> tuple[Any, Any, Any]:
+        """The trees, whose sequences in them end as the text does, and how that is."""
+        drafter = self._drafter
+        outputs = drafter.memory.tree(self._target.fingerprint)
+        running = None if self._output is None else self._output.live_sequence
+        trees = (self._text, outputs, drafter.corpus)
+        return trees, (self._sequence, running, None), self._context
 
     def _scored(self, budget: int) -> TokenTree:
         """Algorithm 1, its expansion counting the matched node; the memory first among equals."""
@@ -200,6 +165,12 @@ class SuffixSession(DraftSession):
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         tokens = np.asarray(token_ids, dtype=np.int32)
+        drafter = self._drafter
+        if not drafter.scored:
+            with drafter.memory.lock:
+                drafter.mixer.learn(
+                    *self._evidence(), tokens, vocab_size=self._target.vocab_size
+                )
         self._text.extend(self._sequence, tokens)
         self._context = np.concatenate([self._context, tokens])[-self._context_length :]
         if self._output is not None:
