@@ -35,6 +35,15 @@ cdef struct Names:  # how one context goes on
     int32_t size, support, latest  # latest: index of the token that came last, −1 for none
     bint alone                     # whether there is but one continuation
 
+cdef struct Reading:  # of one context
+    Store* store
+    Place place
+    int32_t source, shortest, longest
+    int32_t item    # the next continuation
+    int32_t latest  # position that the latest continuation follows
+    bint inside     # an edge: there is but one continuation
+    Names names
+
 cdef struct Expansion:  # the candidates for one place, and what speaks for each
     token_t tokens[CANDIDATES]
     float probs[CANDIDATES]

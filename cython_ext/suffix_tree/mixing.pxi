@@ -6,14 +6,16 @@
 # what all witnesses say is the candidate's score, and the softmax of the scores its probability.
 # Weights and cells follow the text by gradient descent on its coding cost.
 from libc.math cimport expf, logf
+from libc.string cimport memset
 from suffix_tree.mixing cimport (
     BIAS, BOTH, CANDIDATES, CELLS, Cell, Context, Contexts, Expansion, INPUTS, LONGEST, Mixture,
-    NAMES, Names, OFFSETS, ORDERS, SHARES, SOURCES, SUPPORTS, Sources, WITNESSES,
+    NAMES, Names, OFFSETS, ORDERS, Reading, SHARES, SOURCES, SUPPORTS, Sources, WITNESSES,
 )
 from suffix_tree.store cimport (
     NIL, NO_ITEM, Node, Place, PAGE_BITS, PAGE_TOKENS, ROOT, Sequence, Store, backward, forward, item_count, item_depth,
-    label_token, link_at, node_at, page_of, sequence_at, start_of, token_at,
+    label_end, link_at, node_at, page_of, sequence_at, start_of, token_at,
 )
+from common.prefetch cimport prefetch
 from common.types cimport int32_t, token_t
 
 cdef int32_t[ORDERS] LENGTHS = [1, 2, 3, 4, 5, 6, 8, 11, 16, LONGEST]
@@ -120,43 +122,111 @@ cdef int32_t sequence_orders(Store* s, int32_t sequence, Place* matches) noexcep
     return ORDERS
 
 
-# Candidates
+# Continuations. They lie all over memory, so those of all contexts are read side by side, each step
+# asking for what the next one needs.
 
-cdef inline token_t latest_token(Store* s, Node* v) noexcept nogil:
-    """What followed the latest occurrence of a node's label, −1 where it is not known."""
-    cdef int32_t next = start_of(s, v.end) + 1
-    if next >= sequence_at(s, page_of(s, v.end).owner).length:
-        return -1
-    return token_at(s, forward(s, v.end, 1))
+cdef inline void fetch_item(Store* s, int32_t item) noexcept nogil:
+    if item >= 0:
+        prefetch(node_at(s, item))
+    elif item != NO_ITEM:
+        prefetch(link_at(s, ~item))
+        prefetch(page_of(s, ~item))
 
-cdef void read_names(Store* s, Place at, Names* out) noexcept nogil:
-    """The most frequent continuations of a place and its latest one."""
-    cdef int32_t item = at.item, depth = at.depth + 1, i
-    cdef token_t latest
+cdef inline void note_name(Reading* r, int32_t item) noexcept nogil:
+    """Note where a continuation's token stands, which is read later."""
+    cdef int32_t position = label_end(r.store, item, r.place.depth + 1)
+    r.names.tokens[r.names.size] = position
+    r.names.counts[r.names.size] = item_count(r.store, item)
+    r.names.size += 1
+    prefetch(&page_of(r.store, position).tokens[position & (PAGE_TOKENS - 1)])
+
+cdef void begin_reading(Reading* r) noexcept nogil:
+    cdef Store* s = r.store
     cdef Node* v
-    out.size, out.latest = 0, 0
-    if at.depth < item_depth(s, item):
-        out.tokens[0], out.counts[0] = label_token(s, item, depth), item_count(s, item)
-        out.size, out.support, out.alone = 1, out.counts[0], True
+    r.names.size, r.item, r.latest = 0, NO_ITEM, NIL
+    r.inside = r.place.depth < item_depth(s, r.place.item)
+    if r.inside:
+        note_name(r, r.place.item)
+        r.names.support, r.names.alone = r.names.counts[0], True
         return
-    v = node_at(s, item)
-    out.support, out.alone = v.count - v.ends, v.children == 1
-    latest, out.latest = latest_token(s, v), -1
-    item = first_item(s, item)
-    while item != NO_ITEM and out.size < NAMES - 1:
-        out.tokens[out.size] = label_token(s, item, depth)
-        out.counts[out.size] = item_count(s, item)
-        if out.tokens[out.size] == latest:
-            out.latest = out.size
-        out.size += 1
-        item = next_item(s, item)
-    if item == NO_ITEM or latest < 0 or out.latest >= 0:
+    v = node_at(s, r.place.item)
+    r.names.support, r.names.alone = v.count - v.ends, v.children == 1
+    r.item = first_item(s, r.place.item)
+    fetch_item(s, r.item)
+    r.latest = v.end
+    prefetch(page_of(s, v.end))
+
+cdef inline void read_on(Reading* r) noexcept nogil:
+    if r.item != NO_ITEM:
+        note_name(r, r.item)
+        r.item = next_item(r.store, r.item)
+        fetch_item(r.store, r.item)
+
+cdef inline token_t token_after(Store* s, int32_t position) noexcept nogil:
+    """What follows a position in its sequence, −1 at its end."""
+    if start_of(s, position) + 1 >= sequence_at(s, page_of(s, position).owner).length:
+        return -1
+    return token_at(s, forward(s, position, 1))
+
+cdef void end_reading(Reading* r) noexcept nogil:
+    """Read the tokens, and add the latest one if it is not among the most frequent."""
+    cdef Names* names = &r.names
+    cdef int32_t i, item
+    cdef token_t latest
+    for i in range(names.size):
+        names.tokens[i] = token_at(r.store, names.tokens[i])
+    names.latest = 0 if r.inside else -1
+    if r.latest == NIL:
         return
-    item = child_of(s, at.item, latest)
+    latest = token_after(r.store, r.latest)
+    for i in range(names.size):
+        if names.tokens[i] == latest:
+            names.latest = i
+    if r.item == NO_ITEM or latest < 0 or names.latest >= 0:
+        return
+    item = child_of(r.store, r.place.item, latest)
     if item != NO_ITEM:
-        out.tokens[out.size], out.counts[out.size] = latest, item_count(s, item)
-        out.latest = out.size
-        out.size += 1
+        names.tokens[names.size], names.counts[names.size] = latest, item_count(r.store, item)
+        names.latest = names.size
+        names.size += 1
+
+cdef void read_names(Reading* readings, int32_t count) noexcept nogil:
+    """How each of the contexts goes on."""
+    cdef int32_t i, step
+    for i in range(count):
+        begin_reading(&readings[i])
+    for step in range(NAMES - 1):
+        for i in range(count):
+            read_on(&readings[i])
+    for i in range(count):
+        end_reading(&readings[i])
+
+cdef int32_t list_contexts(Sources* sources, const Contexts* contexts, Reading* out) noexcept nogil:
+    """The contexts of all sources, the longest first; returns their number."""
+    cdef int32_t next[SOURCES]
+    cdef int32_t source, best, count = 0
+    cdef const Context* context
+    for source in range(SOURCES):
+        next[source] = 0
+    while True:
+        best = -1
+        for source in range(SOURCES):
+            if next[source] < contexts[source].count and (
+                best < 0
+                or contexts[source].at[next[source]].longest > contexts[best].at[next[best]].longest
+            ):
+                best = source
+        if best < 0:
+            return count
+        context = &contexts[best].at[next[best]]
+        next[best] += 1
+        out[count].store, out[count].source = sources.stores[best], best
+        out[count].place = context.place
+        out[count].shortest, out[count].longest = context.shortest, context.longest
+        count += 1
+
+
+# Candidates
 
 cdef inline int32_t candidate(Expansion* e, token_t token, token_t vocab_size) noexcept nogil:
     """Index of a token among the candidates, which it joins if there is room; −1 if not."""
@@ -170,58 +240,51 @@ cdef inline int32_t candidate(Expansion* e, token_t token, token_t vocab_size) n
     e.size += 1
     return e.size - 1
 
-cdef void hear(
-    Expansion* e, const Names* names, int32_t heard, token_t vocab_size, int32_t* named_by, int32_t source
-) noexcept nogil:
+cdef void hear(Expansion* e, const Reading* r, int32_t heard, token_t vocab_size, int32_t* named_by) noexcept nogil:
     """Add what a context names to the candidates, with its evidence for each of them."""
-    cdef int32_t i, k
+    cdef int32_t i, k, order, bucket = support_bucket(r.names.support)
     cdef int32_t* offsets = e.offsets[heard]
     for k in range(CANDIDATES):
         offsets[k] = -1
-    for i in range(names.size):
-        k = candidate(e, names.tokens[i], vocab_size)
+    for i in range(r.names.size):
+        k = candidate(e, r.names.tokens[i], vocab_size)
         if k >= 0:
-            offsets[k] = 2 * share_bucket(<float>names.counts[i] / names.support) + (i == names.latest)
-            named_by[k] |= 1 << source
-    e.others[heard] = 2 * (SHARES - 1) if names.alone else 0
+            offsets[k] = 2 * share_bucket(<float>r.names.counts[i] / r.names.support) + (i == r.names.latest)
+            named_by[k] |= 1 << r.source
+    e.others[heard] = 2 * (SHARES - 1) if r.names.alone else 0
+    for order in range(ORDER_OF[r.shortest - 1], ORDER_OF[r.longest]):
+        e.rows[r.source * ORDERS + order] = ((r.source * ORDERS + order) * SUPPORTS + bucket) * OFFSETS
+        e.heard[r.source * ORDERS + order] = heard
 
-cdef void witness(Expansion* e, const Context* context, const Names* names, int32_t source, int32_t heard) noexcept nogil:
-    """Let every order between a context's lengths say what the context says."""
-    cdef int32_t order, bucket = support_bucket(names.support)
-    for order in range(ORDER_OF[context.shortest - 1], ORDER_OF[context.longest]):
-        e.rows[source * ORDERS + order] = ((source * ORDERS + order) * SUPPORTS + bucket) * OFFSETS
-        e.heard[source * ORDERS + order] = heard
+cdef void look_up(Expansion* e, const Reading* r, int32_t* offsets, int32_t* named_by) noexcept nogil:
+    """Complete the evidence of a context that goes on in more ways than were read."""
+    cdef Store* s = r.store
+    cdef int32_t k, item
+    for k in range(e.size):
+        if offsets[k] < 0:
+            prefetch(&s.slots[home_of(s, tag_of(r.place.item, e.tokens[k]))])
+    for k in range(e.size):
+        if offsets[k] >= 0:
+            continue
+        item = table_find(s, r.place.item, e.tokens[k])
+        if item != NO_ITEM:
+            offsets[k] = 2 * share_bucket(<float>item_count(s, item) / r.names.support)
+            named_by[k] |= 1 << r.source
 
 cdef void gather(Sources* sources, const Contexts* contexts, Expansion* e) noexcept nogil:
     """The candidates, those of the longest contexts first, and their evidence."""
-    cdef int32_t[SOURCES] next
-    cdef int32_t[CANDIDATES] named_by
-    cdef int32_t i, source, best, heard = 0
-    cdef const Context* context
-    cdef Names names
+    cdef int32_t named_by[CANDIDATES]
+    cdef Reading readings[WITNESSES]
+    cdef int32_t i, source, count = list_contexts(sources, contexts, readings)
+    memset(named_by, 0, sizeof(named_by))
+    memset(e.rows, -1, sizeof(e.rows))
     e.size = 0
-    for i in range(CANDIDATES):
-        named_by[i] = 0
-    for i in range(WITNESSES):
-        e.rows[i] = -1
-    for source in range(SOURCES):
-        next[source] = 0
-    while True:
-        best = -1
-        for source in range(SOURCES):
-            if next[source] < contexts[source].count and (
-                best < 0
-                or contexts[source].at[next[source]].longest > contexts[best].at[next[best]].longest
-            ):
-                best = source
-        if best < 0:
-            break
-        context = &contexts[best].at[next[best]]
-        next[best] += 1
-        read_names(sources.stores[best], context.place, &names)
-        hear(e, &names, heard, sources.vocab_size, named_by, best)
-        witness(e, context, &names, best, heard)
-        heard += 1
+    read_names(readings, count)
+    for i in range(count):
+        hear(e, &readings[i], i, sources.vocab_size, named_by)
+    for i in range(count):
+        if readings[i].item != NO_ITEM:
+            look_up(e, &readings[i], e.offsets[i], named_by)
     for i in range(e.size):
         e.inputs[BOTH][i] = (named_by[i] & 1) and (named_by[i] & 6)
         e.inputs[BIAS][i] = 1
