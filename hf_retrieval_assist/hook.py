@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, QuantizedCache
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .assistants import Assistant
 from .decoding.loop import decode
+from .target.host import shards_need_company
 
 logger = logging.getLogger(__name__)
 
 _ORIGINAL = "_generate_without_assistant"
+
+# Settings for which `generate` needs the tokenizer, and which are dealt with here.
+_TOKENIZER_SETTINGS = ("stop_strings", "token_healing")
 
 
 def install() -> None:
@@ -53,16 +55,17 @@ def _wrap(original: Any) -> Any:
 
 def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any]) -> Any:
     _check(assistant, kwargs)
-    if model.generation_config.stop_strings and not kwargs.get("stop_strings"):
-        # transformers fills them in again and then misses the tokenizer, which it has dropped.
-        logger.warning("stop_strings in model.generation_config: decoding without the assistant")
-        return original(model, **kwargs)
+    for name in _TOKENIZER_SETTINGS:
+        if getattr(model.generation_config, name, None) and not kwargs.get(name):
+            # transformers fills it in again and then misses the tokenizer, which it has dropped.
+            logger.warning("%s in model.generation_config: decoding without the assistant", name)
+            return original(model, **kwargs)
     tokenizer = kwargs.pop("tokenizer", None)
     _heal_tokens(model, tokenizer, kwargs)
     _stop_at_strings(tokenizer, kwargs)
     synced_gpus = kwargs.pop("synced_gpus", None)
     if synced_gpus is None:
-        synced_gpus = _shards_need_company(model)
+        synced_gpus = shards_need_company(model)
     streamer = kwargs.get("streamer")
 
     # transformers hands a callable neither the streamer nor synced_gpus, so the closure does.
@@ -152,10 +155,3 @@ def _heal_tokens(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
         kwargs["attention_mask"] = torch.ones_like(ids)
     kwargs[name] = model.heal_tokens(ids, tokenizer)
     _without(kwargs, "token_healing", False)
-
-
-def _shards_need_company(model: Any) -> bool:
-    """Whether every process has to run as many forwards as the slowest, as `generate` decides."""
-    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return bool(sharded and distributed and torch.distributed.get_world_size() > 1)
