@@ -1,4 +1,7 @@
-"""The `assistant=` keyword: one reversible wrapper round `GenerationMixin.generate`."""
+"""The `assistant=` keyword: one reversible wrapper round `GenerationMixin.generate`.
+
+`generate_batch`, which takes no assistant, gets one that says so, where it would be ignored.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,25 @@ def install() -> None:
         wrapper = _wrap(original)
         setattr(wrapper, _ORIGINAL, original)
         GenerationMixin.generate = wrapper
+        GenerationMixin.generate_batch = _refusing(GenerationMixin.generate_batch)
 
 
 def uninstall() -> None:
-    """Put transformers' own `generate` back."""
-    GenerationMixin.generate = getattr(
-        GenerationMixin.generate, _ORIGINAL, GenerationMixin.generate
-    )
+    """Put transformers' own `generate` and `generate_batch` back."""
+    for name in ("generate", "generate_batch"):
+        wrapper = getattr(GenerationMixin, name)
+        setattr(GenerationMixin, name, getattr(wrapper, _ORIGINAL, wrapper))
+
+
+def _refusing(original: Any) -> Any:
+    @functools.wraps(original)
+    def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("assistant") is not None:
+            raise ValueError("assistant: expected none in generate_batch, which does not draft")
+        return original(self, *args, **kwargs)
+
+    setattr(generate_batch, _ORIGINAL, original)
+    return generate_batch
 
 
 def _wrap(original: Any) -> Any:
@@ -44,6 +59,8 @@ def _wrap(original: Any) -> Any:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
         if assistant is None:
+            if isinstance(kwargs.get("custom_generate"), Assistant):
+                _check_cache(self, kwargs)
             return original(self, *args, **kwargs)
         kwargs.update(zip(names, args, strict=False))
         return _generate(original, self, assistant, kwargs)
@@ -53,6 +70,7 @@ def _wrap(original: Any) -> Any:
 
 def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any]) -> Any:
     _check(assistant, kwargs)
+    _check_cache(model, kwargs)
     if model.generation_config.stop_strings and not kwargs.get("stop_strings"):
         # transformers fills them in again and then misses the tokenizer, which it has dropped.
         logger.warning("stop_strings in model.generation_config: decoding without the assistant")
@@ -95,20 +113,32 @@ def _check(assistant: Any, kwargs: dict[str, Any]) -> None:
     for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate"):
         if _setting(kwargs, name) is not None:
             raise ValueError(f"{name}: expected no other way of decoding beside assistant=")
-    if _setting(kwargs, "cache_implementation") == "quantized":
+    # Checked here as well as in the engine because `generate` repeats the batch for every beam.
+    beams = _setting(kwargs, "num_beams") or 1
+    if beams > 1:
+        raise ValueError(f"num_beams: expected 1 with an assistant, got {beams}")
+
+
+# Caches that an assistant cannot draft into.
+_NO_CACHES = {
+    "quantized": "whose tokens cannot be dropped one by one",
+    "paged": "with which generate decodes as generate_batch does, without drafts",
+}
+
+
+def _check_cache(model: Any, kwargs: dict[str, Any]) -> None:
+    asked = _setting(kwargs, "cache_implementation")
+    kind = asked or model.generation_config.cache_implementation
+    if kind in _NO_CACHES:
         raise ValueError(
             'cache_implementation: expected "dynamic", "static" or none with an assistant, got '
-            '"quantized", whose tokens cannot be dropped one by one'
+            f'"{kind}", {_NO_CACHES[kind]}'
         )
     if isinstance(kwargs.get("past_key_values"), QuantizedCache):
         raise ValueError(
             "past_key_values: expected a cache whose tokens can be dropped one by one, got a "
             f"{type(kwargs['past_key_values']).__name__}"
         )
-    # Checked here as well as in the engine because `generate` repeats the batch for every beam.
-    beams = _setting(kwargs, "num_beams") or 1
-    if beams > 1:
-        raise ValueError(f"num_beams: expected 1 with an assistant, got {beams}")
 
 
 def _setting(kwargs: dict[str, Any], name: str) -> Any:
