@@ -13,11 +13,24 @@ import numpy as np
 
 from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc
-from suffix_tree.blend cimport *
-from suffix_tree.draft cimport *
-from suffix_tree.growth cimport *
-from suffix_tree.store cimport *
+from suffix_tree.drafting cimport (
+    Blend, Candidate, Draft, Guess, LENGTH_BUCKETS, NAMES, RANKS, SHARE_BUCKETS,
+    SUPPORT_BUCKETS, WITNESSES, Witness,
+)
+from suffix_tree.store cimport (
+    Group, NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, Page, Place, ROOT, Sequence, Store,
+    forward, group_at, item_count, item_depth, item_parent, label_token, link_at, node_at,
+    page_at, pool_size, sequence_at, start_of, store_bytes,
+)
 from common.types cimport int32_t, int64_t, token_t
+
+include "pools.pxi"
+include "child_table.pxi"
+include "children.pxi"
+include "matching.pxi"
+include "growth.pxi"
+include "scored_draft.pxi"
+include "blend.pxi"
 
 
 MAX_DEPTH = 1 << 16
