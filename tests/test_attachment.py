@@ -49,9 +49,10 @@ def test_scopes_nest_and_end_with_exceptions(model):
     outer, inner = SamAssistant(), SamAssistant()
     with outer.attached(model) as found:
         assert found is outer
-        with pytest.raises(KeyError), inner.attached(model):
+        with inner.attached(model):
             run(model)
-            raise KeyError
+        with pytest.raises(ValueError, match="no_such_argument"), inner.attached(model):
+            run(model, no_such_argument=1)
         run(model)
     run(model)
     assert (calls(outer), calls(inner)) == (1, 1)

@@ -115,8 +115,7 @@ _MODE_ARGUMENTS = {
 
 
 def refused_mode(config: GenerationConfig) -> str | None:
-    """Why a configuration asks for another way of decoding than the loop's; None where it does not.
-    """
+    """What in a configuration asks for another way of decoding than the loop's; None: nothing."""
     if (config.num_beams or 1) > 1:
         return f"num_beams: expected 1 with an assistant, got {config.num_beams}"
     mode = config.get_generation_mode()
