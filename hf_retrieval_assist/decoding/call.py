@@ -32,6 +32,19 @@ _MODE_ARGUMENTS = {
 }
 
 
+def refused_mode(config: GenerationConfig) -> str | None:
+    """What in a configuration asks for another way of decoding than the loop's; None: nothing."""
+    if (config.num_beams or 1) > 1:
+        return f"num_beams: expected 1 with an assistant, got {config.num_beams}"
+    mode = config.get_generation_mode()
+    if mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return None
+    return (
+        f"{_MODE_ARGUMENTS.get(mode, 'generation_config')}: expected greedy decoding or "
+        f"sampling with an assistant, got {mode.value.replace('_', ' ')}"
+    )
+
+
 @dataclass(frozen=True)
 class Call:
     """The arguments of a call, prepared by `generate`.
@@ -57,19 +70,6 @@ class Call:
     @property
     def batch_size(self) -> int:
         return len(self.input_ids)
-
-    def check_mode(self) -> None:
-        """ValueError where the call asks for another way of decoding."""
-        if (self.config.num_beams or 1) > 1:
-            raise ValueError(
-                f"num_beams: expected 1 with an assistant, got {self.config.num_beams}"
-            )
-        mode = self.config.get_generation_mode()
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            raise ValueError(
-                f"{_MODE_ARGUMENTS.get(mode, 'generation_config')}: expected greedy decoding or "
-                f"sampling with an assistant, got {mode.value.replace('_', ' ')}"
-            )
 
     def service(self) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it."""

@@ -30,7 +30,7 @@ from ..target.tiers import Service, Tier, cache_for
 from ..target.verified import Verified
 from ..target.verifiers import Verifier
 from ..token_tree import TokenTree
-from .call import Call
+from .call import Call, refused_mode
 from .recorder import OutputRecorder
 from .row_text import RowText, strip_padding
 from .selection import TokenSelector
@@ -86,7 +86,8 @@ def decode(
         bool(synced_gpus),
         streamer,
     )
-    call.check_mode()
+    if (refusal := refused_mode(generation_config)) is not None:
+        raise ValueError(refusal)
     service = call.service()
     counts = CallStats(tier=service.tier.value, calls=1)
     started = time.perf_counter()

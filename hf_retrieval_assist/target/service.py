@@ -107,6 +107,10 @@ def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:
         return "its forward takes no position_ids"
     if getattr(config, "alibi", False):
         return "alibi counts distances in cache slots"
-    if "flash" in attention_of(config):
+    attention = attention_of(config)
+    if "flash" in attention:
         return "flash attention takes no tree mask"
+    if "flex" in attention:
+        # Its kernel, compiled for a CPU, writes past its buffers when given a mask as a tensor.
+        return "flex attention takes block masks only"
     return None
