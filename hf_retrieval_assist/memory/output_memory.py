@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from threading import RLock
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..locks import Lock
 from ..structures.suffix_tree import SuffixTree
 from .log import OutputLog, Record
 
@@ -35,6 +37,9 @@ class OutputMemory:
     log holds outputs in plain form, readable by their owner alone (mode 0600). Prompts are not
     learnt, unless they are handed to `add`.
 
+    Where the log cannot be read or written later on, a full disk say, one warning tells so and
+    outputs are kept in memory; those that are still there follow once the log works again.
+
     Args:
         max_bytes: bound on the memory that all trees together occupy.
         max_depth: longest context plus draft, in tokens.
@@ -45,6 +50,7 @@ class OutputMemory:
 
     Raises:
         ValueError: if the file at `path` is not a log of outputs, or `max_bytes` is too little.
+        OSError: if the file at `path` cannot be read, or locked, or closed to others.
     """
 
     def __init__(
@@ -58,11 +64,13 @@ class OutputMemory:
             raise ValueError(f"max_bytes: expected at least {2 * smallest}, got {max_bytes}")
         self.max_bytes = max_bytes
         self.max_depth = max_depth
-        self.lock = RLock()
+        self.lock = Lock()
         self._trees: dict[str, SuffixTree] = {}
         self._outputs: dict[RunningOutput, None] = {}  # in order of age
         self._log = None if path is None else OutputLog(path, max_bytes // _LOG_SHARE)
-        self.refresh()
+        self._behind = False  # finished outputs could not be written to the log
+        if self._log is not None:
+            self._take_in(*self._log.read())
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +122,7 @@ class OutputMemory:
     def refresh(self) -> None:
         """Learn what other processes have written to the log."""
         if self._log is not None:
-            with self.lock:
+            with self.lock, self._tolerated():
                 self._take_in(*self._log.read())
 
     def forget(self) -> None:
@@ -168,8 +176,32 @@ class OutputMemory:
 
     def _finish(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         if self._log is not None:
-            self._take_in(*self._log.append(output.fingerprint, token_ids))
-            output.number = self._log.last_number
+            with self._tolerated():
+                if self._behind:
+                    self._deliver(self._log)
+                self._write(self._log, output, token_ids)
+                self._behind = False
+
+    def _write(self, log: OutputLog, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
+        self._take_in(*log.append(output.fingerprint, token_ids))
+        output.number = log.last_number
+
+    def _deliver(self, log: OutputLog) -> None:
+        """Write the outputs that could not be written before, as far as they are still whole."""
+        for output in [o for o in self._outputs if o.finished and o.number is None]:
+            if output.live_sequence is not None:
+                tree = self._trees[output.fingerprint]
+                self._write(log, output, tree.tokens(output.live_sequence))
+
+    @contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        """Go on in memory alone where the log fails; it is tried again at every output."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if not self._behind:
+                warnings.warn(f"outputs are not kept on disk for now: {error}", stacklevel=4)
+            self._behind = True
 
     def _learn(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         """Append to an output, older ones making room; for good no more where there is none."""
@@ -265,7 +297,7 @@ class RunningOutput:
     def close(self) -> None:
         """The output is finished: write it to the log. Called once."""
         with self._memory.lock:
-            self.finished = True
             if self._tokens and not self.forgotten:
                 self._memory._finish(self, np.concatenate(self._tokens))
+            self.finished = True
             self._tokens.clear()
