@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .assistants import Assistant
+    from .attachment import attach, detach
     from .candidate_generator import RetrievalCandidateGenerator
     from .corpus.datastore import Datastore
     from .eagle.head import EagleHead
@@ -36,6 +37,8 @@ __all__ = [
     "SimulationReport",
     "SuffixAssistant",
     "TokenTree",
+    "attach",
+    "detach",
     "install",
     "simulate",
     "uninstall",
@@ -53,6 +56,8 @@ _MODULES = {
     "SimulationReport": "simulation",
     "SuffixAssistant": "presets",
     "TokenTree": "token_tree",
+    "attach": "attachment",
+    "detach": "attachment",
     "install": "hook",
     "simulate": "simulation",
     "uninstall": "hook",
