@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,37 @@ class Record:
         head = _RECORD.pack(_MARKER, 0, self.number, len(name), len(self.token_ids))
         body = head[_CHECKED:] + name + self.token_ids.astype("<u4").tobytes()
         return _MARKER + struct.pack("<I", zlib.crc32(body)) + body
+
+
+class SharedOutputs(Protocol):
+    """A process's view of finished outputs that other processes read and write too."""
+
+    @property
+    def last_number(self) -> int:
+        """Number of the last record read or written."""
+
+    def read(self) -> tuple[int, list[Record]]:
+        """The number below which outputs were forgotten, and records not read or written before.
+
+        Empty once there are no more.
+        """
+
+    def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> tuple[int, list[Record]]:
+        """Write an output. Returns what `read` would have returned just before."""
+
+    def forget(self) -> int:
+        """Drop all records, for every process. Returns the new floor.
+
+        Raises:
+            OSError: the others could not be told.
+        """
+
+    def sync(self, timeout: float) -> bool:
+        """Wait until what was written is with the others and what they wrote can be read.
+
+        Returns:
+            Whether that was so within `timeout` seconds.
+        """
 
 
 class OutputLog:
@@ -121,6 +152,10 @@ class OutputLog:
                     self._floor_and_news(file)
             self._rewrite([], self._next)
         return self._floor
+
+    def sync(self, timeout: float) -> bool:
+        """True: whoever reads the file sees it as it is."""
+        return True
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
