@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from typing import Any
 
 from torch import nn
 from transformers import DynamicCache
 
+from ..locks import Lock
 from .host import attention_of, is_stateful, keeps_no_activations, takes_dynamic_cache
 from .kv_cache import SLOT_LAYERS
 from .self_test import fault, forward_parameters, has_padding
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 _services: weakref.WeakKeyDictionary[Any, dict[Any, Service]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def choose_service(model: Any, model_kwargs: dict[str, Any]) -> Service:
