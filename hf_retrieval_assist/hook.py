@@ -1,6 +1,7 @@
 """The one reversible wrapper round `GenerationMixin.generate`.
 
 It gives `generate` its `assistant=` keyword, and finds the assistant that is attached to a model.
+`generate_batch`, which takes no assistant and would ignore one, gets a wrapper that says so.
 """
 
 from __future__ import annotations
@@ -36,13 +37,25 @@ def install() -> None:
         wrapper = _wrap(original)
         setattr(wrapper, _ORIGINAL, original)
         GenerationMixin.generate = wrapper
+        GenerationMixin.generate_batch = _refusing(GenerationMixin.generate_batch)
 
 
 def uninstall() -> None:
-    """Put transformers' own `generate` back."""
-    GenerationMixin.generate = getattr(
-        GenerationMixin.generate, _ORIGINAL, GenerationMixin.generate
-    )
+    """Put transformers' own `generate` and `generate_batch` back."""
+    for name in ("generate", "generate_batch"):
+        wrapper = getattr(GenerationMixin, name)
+        setattr(GenerationMixin, name, getattr(wrapper, _ORIGINAL, wrapper))
+
+
+def _refusing(original: Any) -> Any:
+    @functools.wraps(original)
+    def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("assistant") is not None:
+            raise ValueError("assistant: expected none in generate_batch, which does not draft")
+        return original(self, *args, **kwargs)
+
+    setattr(generate_batch, _ORIGINAL, original)
+    return generate_batch
 
 
 def _wrap(original: Any) -> Any:
@@ -52,10 +65,13 @@ def _wrap(original: Any) -> Any:
     def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
         attached = attached_to(self) if assistant is None else None
         if assistant is None and attached is None:
+            if isinstance(kwargs.get("custom_generate"), Assistant):
+                _check_cache(self, kwargs)
             return original(self, *args, **kwargs)
         kwargs.update(zip(names, args, strict=False))
         if attached is None:
             _check(assistant, kwargs)
+            _check_cache(self, kwargs)
             return _generate(original, self, assistant, kwargs)
         if (why := _why_not(self, kwargs)) is not None:
             attached.tell(f"{type(self).__name__}: decoding without the assistant ({why})")
@@ -112,21 +128,42 @@ def _check(assistant: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError(f"num_beams: expected 1 with an assistant, got {beams}")
 
 
-def _objection(kwargs: dict[str, Any]) -> str | None:
-    """What an assistant cannot serve of the arguments of a call."""
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate"):
-        if _setting(kwargs, name) is not None:
-            return f"{name}: expected no other way of decoding beside assistant="
-    if _setting(kwargs, "cache_implementation") == "quantized":
+# Caches that an assistant cannot draft into.
+_NO_CACHES = {
+    "quantized": "whose tokens cannot be dropped one by one",
+    "paged": "with which generate decodes as generate_batch does, without drafts",
+}
+
+
+def _check_cache(model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse caches with which `generate` would leave an assistant out."""
+    own = {"generation_config": model.generation_config}
+    if (objection := _cache_objection(kwargs) or _cache_objection(own)) is not None:
+        raise ValueError(objection)
+
+
+def _cache_objection(kwargs: dict[str, Any]) -> str | None:
+    kind = _setting(kwargs, "cache_implementation")
+    if kind in _NO_CACHES:
         return (
             'cache_implementation: expected "dynamic", "static" or none with an assistant, got '
-            '"quantized", whose tokens cannot be dropped one by one'
+            f'"{kind}", {_NO_CACHES[kind]}'
         )
     if isinstance(kwargs.get("past_key_values"), QuantizedCache):
         return (
             "past_key_values: expected a cache whose tokens can be dropped one by one, got a "
             f"{type(kwargs['past_key_values']).__name__}"
         )
+    return None
+
+
+def _objection(kwargs: dict[str, Any]) -> str | None:
+    """What an assistant cannot serve of the arguments of a call."""
+    for name in ("assistant_model", "prompt_lookup_num_tokens", "custom_generate"):
+        if _setting(kwargs, name) is not None:
+            return f"{name}: expected no other way of decoding beside assistant="
+    if (objection := _cache_objection(kwargs)) is not None:
+        return objection
     if kwargs.get("tokenizer") is None:
         for name in ("stop_strings", "token_healing"):
             if _setting(kwargs, name):
@@ -136,8 +173,6 @@ def _objection(kwargs: dict[str, Any]) -> str | None:
 
 def _left_to_transformers(model: Any, kwargs: dict[str, Any]) -> str | None:
     """What of a call `generate` sees to without an assistant in any case."""
-    if _setting(kwargs, "cache_implementation") == "paged":
-        return "cache_implementation='paged' is continuous batching"
     if model.generation_config.stop_strings:
         # transformers fills them in again and then misses the tokenizer, which it has dropped.
         return "stop_strings in model.generation_config"
