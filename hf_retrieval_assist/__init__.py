@@ -13,7 +13,13 @@ from .corpus.datastore import Datastore
 from .eagle.head import EagleHead
 from .hook import install, uninstall
 from .memory.output_memory import OutputMemory
-from .presets import RestAssistant, SamAssistant, SequoiaAssistant, SuffixAssistant
+from .presets import (
+    RestAssistant,
+    RolloutAssistant,
+    SamAssistant,
+    SequoiaAssistant,
+    SuffixAssistant,
+)
 from .simulation import SimulationReport, simulate
 from .token_tree import TokenTree
 
@@ -24,6 +30,7 @@ __all__ = [
     "OutputMemory",
     "RestAssistant",
     "RetrievalCandidateGenerator",
+    "RolloutAssistant",
     "SamAssistant",
     "SequoiaAssistant",
     "SimulationReport",
