@@ -30,9 +30,7 @@ class Rollouts:
         return [float(len(set(ids))) for ids in completion_ids]
 
 
-def train(
-    model, tokenizer, folder, assistant=None, prompts=PROMPTS, peft_config=None, **options
-):
+def train(model, tokenizer, folder, assistant=None, prompts=PROMPTS, peft_config=None, **options):
     """Completions of all steps of a short training."""
     options = {
         "max_steps": 3,

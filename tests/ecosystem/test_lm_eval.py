@@ -1,4 +1,4 @@
-"""lm-eval's harness evaluates a model with an attached assistant, and finds what it found before."""
+"""lm-eval's harness finds the same of a model with an attached assistant."""
 
 from __future__ import annotations
 
