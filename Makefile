@@ -6,8 +6,8 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
-.PHONY: demo test test-all test-ecosystem test-arm test-debug test-matrix $(TRANSFORMERS:%=test-transformers-%) bench \
-	bench-recorded results quality style build wheel clean
+.PHONY: demo test test-all test-arm test-debug test-ecosystem test-matrix \
+	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results quality style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
