@@ -14,6 +14,7 @@ from .drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter, Tokens
 from .drafters.base import Drafter, DraftSession
 from .drafters.draft_model import DraftModelDrafter
 from .drafters.eagle import EagleDrafter
+from .drafters.mtp import MtpDrafter
 from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
 from .drafters.token_recycling import TokenRecyclingDrafter
@@ -30,8 +31,15 @@ _LEAST_PROB = 0.01
 _PAPER_ALPHA = 4.0
 
 
+_NAMED: dict[str, type[Drafter]] = {
+    "token_recycling": TokenRecyclingDrafter,
+    "mtp": MtpDrafter,
+}
+
+
 def fallback_drafters(fallback: Any) -> list[Drafter]:
-    """The drafter that a preset's `fallback=` names, if any.
+    """The drafters that a preset's `fallback=` names; cheap ones first, so that costly ones are
+    asked for what the others lack.
 
     Raises:
         ValueError: an unknown name.
@@ -39,19 +47,25 @@ def fallback_drafters(fallback: Any) -> list[Drafter]:
     """
     if fallback is None:
         return []
-    if isinstance(fallback, Drafter):
-        return [fallback]
-    if isinstance(fallback, EagleHead):
-        return [EagleDrafter(fallback)]
-    if isinstance(fallback, PreTrainedModel):
-        return [DraftModelDrafter(fallback)]
-    if fallback == "token_recycling":
-        return [TokenRecyclingDrafter()]
+    several = fallback if isinstance(fallback, (list, tuple)) else [fallback]
+    return sorted(map(_fallback_drafter, several), key=lambda drafter: drafter.costly)
+
+
+def _fallback_drafter(fallback: Any) -> Drafter:
+    names = " or ".join(map(repr, _NAMED))
     if isinstance(fallback, str):
-        raise ValueError(f"fallback: expected 'token_recycling', got {fallback!r}")
+        if fallback not in _NAMED:
+            raise ValueError(f"fallback: expected {names}, got {fallback!r}")
+        return _NAMED[fallback]()
+    if isinstance(fallback, Drafter):
+        return fallback
+    if isinstance(fallback, EagleHead):
+        return EagleDrafter(fallback)
+    if isinstance(fallback, PreTrainedModel):
+        return DraftModelDrafter(fallback)
     raise TypeError(
-        "fallback: expected 'token_recycling', a draft model, an EagleHead, a drafter or None, "
-        f"got {type(fallback).__name__}"
+        f"fallback: expected {names}, a draft model, an EagleHead, a drafter, a list of these or "
+        f"None, got {type(fallback).__name__}"
     )
 
 
@@ -65,13 +79,15 @@ def _require(kind: type, **arguments: Any) -> None:
 class SamAssistant(Assistant):
     """SAM-Decoding (Hu et al., 2024): suffix automata over the text itself and over a corpus.
 
-    Under `budget="auto"` all drafts are merged and weighed by what their evidence was worth so far.
-    `budget="paper"` applies the paper's rule (section 3.3): the longer match drafts, a corpus match
+    Under `budget="auto"` the text, the memory and the corpus are weighed as by
+    :class:`SuffixAssistant`, from which this preset then differs in its sources alone; a `Datastore`
+    drafts beside them. `budget="paper"` applies the paper's rule (section 3.3): the longer match drafts, a corpus match
     counting `corpus_bias` tokens less, and below `min_match` tokens the fallback does.
 
     Args:
         corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
-        fallback: "token_recycling", a draft model, an `EagleHead`, a drafter, or None.
+        fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers; a draft
+            model; an `EagleHead`; a drafter; a list of these, whose drafts become one tree; None.
         min_match: shortest match that drafts under "paper", in tokens.
         corpus_bias: tokens by which a corpus match must be longer than one in the text.
         max_draft: longest draft from a match under "paper".
@@ -99,23 +115,21 @@ class SamAssistant(Assistant):
                 raise ValueError(f"{name}: expected at least 0, got {value}")
         if max_draft < 1:
             raise ValueError(f"max_draft: expected at least 1, got {max_draft}")
-        paper = options.get("budget") == "paper"
-        limit = max_draft if paper else max(max_draft, _LONGEST_DRAFT)
-        matchers: list[Drafter] = [AutomatonDrafter(limit)]
-        if isinstance(corpus, Datastore):
-            matchers.append(RestDrafter(corpus, max_nodes=limit, continuation=limit))
-        elif corpus is not None:
-            _require(Iterable, corpus=corpus)
-            matchers.append(StaticAutomatonDrafter(corpus, limit, min_prob=_LEAST_PROB))
+        if corpus is not None:
+            _require(Iterable if not isinstance(corpus, Datastore) else Datastore, corpus=corpus)
+        if memory is not None:
+            _require(OutputMemory, memory=memory)
         self.memory = memory
         self.min_match = min_match
         self.corpus_bias = corpus_bias
+        if options.get("budget") == "paper":
+            matchers = _automata(corpus, max_draft)
+        else:
+            matchers = _mixed_sources(corpus, memory, max(max_draft, _LONGEST_DRAFT))
         self._matchers = len(matchers)
-        learning: list[Drafter] = []
-        if memory is not None:
-            _require(OutputMemory, memory=memory)
-            learning = [SuffixDrafter(memory)]
-        super().__init__([*matchers, *learning, *fallback_drafters(fallback)], **options)
+        if memory is not None and options.get("budget") == "paper":
+            matchers.append(SuffixDrafter(memory))
+        super().__init__([*matchers, *fallback_drafters(fallback)], **options)
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         biases = [0, *[self.corpus_bias] * (self._matchers - 1)]
@@ -129,6 +143,29 @@ class SamAssistant(Assistant):
         return union(drafts[self._matchers :])
 
 
+def _automata(corpus: Iterable[Tokens] | Datastore | None, max_draft: int) -> list[Drafter]:
+    """What SAM-Decoding drafts from: the text, and a corpus."""
+    own = AutomatonDrafter(max_draft)
+    if corpus is None:
+        return [own]
+    if isinstance(corpus, Datastore):
+        return [own, RestDrafter(corpus, max_nodes=max_draft, continuation=max_draft)]
+    return [own, StaticAutomatonDrafter(corpus, max_draft, min_prob=_LEAST_PROB)]
+
+
+def _mixed_sources(
+    corpus: Iterable[Tokens] | Datastore | None, memory: OutputMemory | None, max_draft: int
+) -> list[Drafter]:
+    """One drafter for the text, the memory and a corpus in memory; one more for a datastore."""
+    on_disk = isinstance(corpus, Datastore)
+    in_memory: Any = None if on_disk else corpus
+    mixed = SuffixDrafter(memory, corpus=in_memory, learn=memory is not None)
+    if not on_disk:
+        return [mixed]
+    datastore: Any = corpus
+    return [mixed, RestDrafter(datastore, max_nodes=max_draft, continuation=max_draft)]
+
+
 class SuffixAssistant(Assistant):
     """SuffixDecoding (Oliaro et al., 2024): suffix trees over the text and over earlier outputs.
 
@@ -140,7 +177,8 @@ class SuffixAssistant(Assistant):
             `assistant.memory`.
         max_depth: longest match plus draft, in tokens.
         alpha: nodes for each matched token, at most; None: 4 under "paper", otherwise no limit.
-        min_prob: no node is drafted that is estimated to be less probable.
+        min_prob: no node is drafted that is estimated to be less probable; None: 0.02 under "paper",
+            otherwise 0.002.
         tree: draft trees; otherwise single paths.
         fallback: as for :class:`SamAssistant`.
         threshold: SCORE from which on "paper" drafts from the trees; None: the number of tokens
@@ -157,7 +195,7 @@ class SuffixAssistant(Assistant):
         memory: OutputMemory | None = None,
         max_depth: int = 64,
         alpha: float | None = None,
-        min_prob: float = 0.02,
+        min_prob: float | None = None,
         tree: bool = True,
         fallback: Any = "token_recycling",
         threshold: float | None = None,
@@ -170,6 +208,8 @@ class SuffixAssistant(Assistant):
         paper = options.get("budget") == "paper"
         if alpha is None:
             alpha = _PAPER_ALPHA if paper else float("inf")
+        if min_prob is None:
+            min_prob = 0.02 if paper else 0.002
         drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree, scored=paper)
         self.threshold = threshold
         self.memory = drafter.memory
@@ -180,6 +220,48 @@ class SuffixAssistant(Assistant):
         fallback = union(drafts[1:])
         threshold = fallback.expected_tokens if self.threshold is None else self.threshold
         return drafts[0] if suffix.score >= threshold or not len(fallback) else fallback
+
+
+class RolloutAssistant(Assistant):
+    """For reinforcement learning: samples of one prompt draft from one another.
+
+    Training asks for several outputs of each prompt, in one batch or one after another, and for
+    more of them in every epoch. Each draft comes from its own text and from what was written for
+    the same prompt, by rows of the same batch while they are written and in epochs before; outputs
+    fade as the policy moves on. Rollouts of this kind are drafted from trees per prompt also in
+    "Beat the Long Tail" (arXiv 2511.13841).
+
+    Weights may change between calls. Sampled outputs keep their distribution.
+
+    Args:
+        memory: earlier outputs; None for a new one with the next two arguments, at hand as
+            `assistant.memory`.
+        half_life: outputs of a prompt after which an older one counts half; see
+            :class:`OutputMemory`.
+        max_bytes: of the memory. The oldest outputs go first, so that room for an epoch's outputs
+            (50 to 80 bytes a token) is enough.
+        max_depth: longest match plus draft, in tokens.
+        min_prob: no node is drafted that is estimated to be less probable.
+        fallback: as for :class:`SamAssistant`.
+        **options: of :class:`Assistant`.
+    """
+
+    def __init__(
+        self,
+        memory: OutputMemory | None = None,
+        half_life: float = 16.0,
+        max_bytes: int = 1 << 30,
+        max_depth: int = 64,
+        min_prob: float = 0.02,
+        fallback: Any = None,
+        **options: Any,
+    ):
+        if memory is None:
+            memory = OutputMemory(max_bytes, max_depth, half_life=half_life)
+        _require(OutputMemory, memory=memory)
+        self.memory = memory
+        drafter = SuffixDrafter(memory, max_depth, min_prob=min_prob, by_prompt=True)
+        super().__init__([drafter, *fallback_drafters(fallback)], **options)
 
 
 class RestAssistant(Assistant):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -121,6 +123,27 @@ def test_refuses_them_without_the_wrapper(model, name, by_config):
         model.generate(PROMPT, custom_generate=SamAssistant(), **options)
 
 
+@pytest.mark.parametrize("kind", ["paged", "quantized"])
+@pytest.mark.parametrize("keyword", ["assistant", "custom_generate"])
+def test_refuses_caches_that_would_leave_the_assistant_out(model, kind, keyword, monkeypatch):
+    expected = f'^cache_implementation: expected .*"{kind}"'
+    asked = {keyword: SamAssistant(), "cache_implementation": kind}
+    with pytest.raises(ValueError, match=expected):
+        model.generate(PROMPT, **asked, **LENGTH)
+    monkeypatch.setattr(model.generation_config, "cache_implementation", kind)
+    with pytest.raises(ValueError, match=expected):
+        model.generate(PROMPT, **{keyword: SamAssistant()}, **LENGTH)
+
+
+def test_refuses_batches_of_requests(model, reinstalled):
+    with pytest.raises(ValueError, match=r"^assistant: .*generate_batch"):
+        model.generate_batch(PROMPT.tolist(), assistant=SamAssistant())
+    wrapped = GenerationMixin.generate_batch
+    assert model.generate_batch([]) == {}
+    hf_retrieval_assist.uninstall()
+    assert GenerationMixin.generate_batch is not wrapped
+
+
 def test_refuses_assisted_generation(model):
     with pytest.raises(ValueError, match="assistant_model"):
         model.generate(PROMPT, assistant=SamAssistant(), assistant_model=model, **LENGTH)
@@ -164,3 +187,31 @@ def test_stop_strings_of_the_model_are_left_to_transformers(model, monkeypatch, 
         model.generate(PROMPT, assistant=assistant, **LENGTH)
     assert "decoding without the assistant" in caplog.text
     assert assistant.stats.total.calls == 0
+
+
+# Run in a process of its own, where nothing has been imported.
+LAZY = """
+import sys
+import hf_retrieval_assist.memory.output_memory, hf_retrieval_assist.drafters.suffix
+assert "transformers" not in sys.modules
+from transformers import GenerationMixin
+original = GenerationMixin.generate
+import hf_retrieval_assist
+assert set(hf_retrieval_assist.__all__) == set(hf_retrieval_assist._MODULES)
+assert GenerationMixin.generate is original
+hf_retrieval_assist.SamAssistant
+assert GenerationMixin.generate is not original
+hf_retrieval_assist.uninstall()
+assert set(hf_retrieval_assist.__all__) <= set(dir(hf_retrieval_assist))
+assert all(getattr(hf_retrieval_assist, name) for name in hf_retrieval_assist.__all__)
+assert GenerationMixin.generate is original
+"""
+
+
+def test_generate_gets_its_keyword_with_the_first_name_that_is_used():
+    subprocess.run([sys.executable, "-c", LAZY], check=True)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        hf_retrieval_assist.nothing  # noqa: B018

@@ -88,7 +88,7 @@ cdef class SuffixTree:
         if max_bytes is not None:
             if max_bytes < self.nbytes:
                 raise ValueError(f"max_bytes: expected at least {self.nbytes}, got {max_bytes}")
-            s.max_bytes = max_bytes
+            self.max_bytes = max_bytes
 
     def __dealloc__(self):
         free(self.store.nodes.data)
@@ -103,19 +103,22 @@ cdef class SuffixTree:
         """Longest suffix kept, in tokens."""
         return self.store.max_depth
 
+    cdef int64_t _match_bytes(self):
+        return (self.store.max_depth + 1) * <int64_t>sizeof(Place)
+
     @property
     def nbytes(self):
         """Bytes allocated, spare capacity included."""
-        return store_bytes(&self.store) + (self.store.max_depth + 1) * <int64_t>sizeof(Place)
+        return store_bytes(&self.store) + self._match_bytes()
 
     @property
     def max_bytes(self):
         """Limit on `nbytes`, or None. Lowering it below `nbytes` only stops growth."""
-        return self.store.max_bytes or None
+        return self.store.max_bytes + self._match_bytes() if self.store.max_bytes else None
 
     @max_bytes.setter
     def max_bytes(self, limit):
-        self.store.max_bytes = 0 if limit is None else max(<int64_t>limit, 1)
+        self.store.max_bytes = 0 if limit is None else max(<int64_t>limit - self._match_bytes(), 1)
 
     @property
     def token_count(self):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..locks import Lock
 from ..planning.cost_model import CostModel
 from ..structures import draft_tree
 from ..token_tree import Float32Array, Int32Array, TokenTree
@@ -26,6 +26,9 @@ PROB_MIDDLES = np.array(
     [0.005, 0.02, 0.045, 0.08, 0.15, 0.25, 0.37, 0.52, 0.67, 0.82, 0.93, 0.98], np.float32
 )
 RANKS = 4  # the last one stands for all further ranks
+
+PRIORS: Float32Array = np.repeat(PROB_MIDDLES, RANKS)
+"""Of the evidence classes: the model's own probabilities, as if right about them at any rank."""
 
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
@@ -76,7 +79,7 @@ class DraftModelDrafter(Drafter):
         self.max_nodes, self.max_levels, self.width = max_nodes, max_levels, width
         self.temperature = temperature
         self._choosers: dict[str, ShapeChooser] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     @property
     def vocab_size(self) -> int:
@@ -101,7 +104,7 @@ class DraftModelDrafter(Drafter):
 
     def priors(self) -> Float32Array:
         """The model's own probabilities, as if it were right about them at any rank."""
-        return np.repeat(PROB_MIDDLES, RANKS)
+        return PRIORS
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,13 +8,14 @@ term 1 is the token that every step brings.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..locks import Lock
+from ..planning.clipped_mean import ClippedMean
 from ..token_tree import Int32Array
 
 Float64Array: TypeAlias = NDArray[np.float64]
@@ -283,11 +284,11 @@ class ShapeChooser:
         self.max_nodes = max_nodes
         self.max_levels = max_levels
         self.counts = AcceptanceCounts(width)
-        self.draft_seconds = 0.0
+        self._pass = ClippedMean(0.1)
         self._seconds: Float64Array | None = None
         self._solved_for: Float64Array | None = None
         self._asked = 0
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._solve()
 
     def observe(self, children: int, accepted: int) -> None:
@@ -295,12 +296,15 @@ class ShapeChooser:
         with self._lock:
             self.counts.observe(children, accepted)
 
+    @property
+    def draft_seconds(self) -> float:
+        """Time of one forward of the draft model over a level; 0 before any."""
+        return self._pass.value
+
     def observe_pass(self, seconds: float) -> None:
         """Learn the time of one forward of the draft model over a level."""
         with self._lock:
-            known = self.draft_seconds
-            change = min(seconds - known, known) if known else seconds
-            self.draft_seconds += change * (0.1 if known else 1.0)
+            self._pass.observe(seconds)
 
     def set_seconds(self, seconds: ArrayLike) -> None:
         """Tell t(1), t(2), …, at least `max_nodes` of them; None was told: the largest tree."""
@@ -308,20 +312,19 @@ class ShapeChooser:
             self._seconds = np.array(seconds, dtype=np.float64)[: self.max_nodes]
 
     def shape(self, budget: int | None = None) -> TreeShape:
-        """The tree to draft now, of at most `budget` nodes below the root."""
+        """The tree to draft now, of at most `budget` nodes below the root.
+
+        The same object for the same budget until the tree is solved for again.
+        """
         with self._lock:
             self._asked += 1
             if self._asked % _RECONSIDER == 0 and self._has_changed():
                 self._solve()
             if budget is None or len(self._shape) <= budget:
                 return self._shape
-            return self._trees.tree(budget + 1)
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second that the tree of the last solution was expected to bring; 0 before
-        t(n) was told."""
-        return self._rate
+            if budget not in self._smaller:
+                self._smaller[budget] = self._trees.tree(budget + 1)
+            return self._smaller[budget]
 
     def _measured(self) -> Float64Array:
         times = np.empty(0) if self._seconds is None else self._seconds
@@ -335,13 +338,9 @@ class ShapeChooser:
 
     def _solve(self) -> None:
         self._solved_for = self._measured()
-        vector = self.counts.vector
-        self._trees = OptimalTrees(vector, self.max_nodes, self.max_levels)
-        self._rate = 0.0
+        self._trees = OptimalTrees(self.counts.vector, self.max_nodes, self.max_levels)
+        self._smaller: dict[int, TreeShape] = {}
         if self._seconds is None:
             self._shape = self._trees.tree(self.max_nodes)
-            return
-        self._shape = self._trees.fastest(self._seconds, self.draft_seconds)
-        passes = self._shape.levels - 1
-        seconds = self._seconds[len(self._shape)] + passes * self.draft_seconds
-        self._rate = self._shape.expected_tokens(vector) / seconds
+        else:
+            self._shape = self._trees.fastest(self._seconds, self.draft_seconds)

@@ -2,27 +2,65 @@
 
 Follows https://arxiv.org/abs/2411.04975: one suffix tree for the text, one for all outputs,
 candidates over the lengths of match. Where the paper keeps the one match whose draft scores best
-(Algorithm 1), matches of several lengths in both trees vote here for each token, the longest first,
-and what their word is worth comes from measurements instead of from counts alone. `scored=True`
-drafts as the paper does.
+(Algorithm 1), matches of several lengths in all trees, a corpus's among them, are mixed here, and
+what each is worth is learnt while drafting (`Mixer`). `scored=True` drafts as the paper does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..memory.output_memory import OutputMemory, RunningOutput
+from ..memory.output_memory import OutputMemory, RunningOutput, prompt_group
 from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 from .mixture import Mixture
 
+Tokens = Sequence[int] | NDArray[np.integer]
+
 _FREQUENCIES = 10  # classes of scored drafts
+
+
+class CorpusTree:
+    """A suffix tree of documents, built once.
+
+    Raises:
+        ValueError: no token in any document, or a bad id; from `check`, an id that the target does
+            not have.
+        TypeError: ids that are no integers.
+    """
+
+    def __init__(self, corpus: Iterable[Tokens], max_depth: int) -> None:
+        self.tree = SuffixTree(max_depth)
+        self._largest_id = -1
+        for number, document in enumerate(corpus):
+            ids = _document(document, number)
+            if len(ids):
+                self.tree.extend(self.tree.add_sequence(), ids)
+                self._largest_id = max(self._largest_id, int(ids.max()))
+        if self._largest_id < 0:
+            raise ValueError("corpus: expected at least one token, got none")
+
+    def check(self, target: Target) -> None:
+        if self._largest_id >= target.vocab_size:
+            raise ValueError(
+                f"corpus: expected ids below the vocabulary size {target.vocab_size}, "
+                f"got {self._largest_id}"
+            )
+
+
+def _document(token_ids: Tokens, number: int) -> NDArray[np.int32]:
+    ids = np.asarray(token_ids)
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"corpus: document {number}: expected integer ids, got {ids.dtype}")
+    if ids.ndim != 1 or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
+        raise ValueError(f"corpus: document {number}: expected ids from 0 to 2^31 - 1, got {ids}")
+    return ids.astype(np.int32)
 
 
 class SuffixDrafter(Drafter):
@@ -38,6 +76,11 @@ class SuffixDrafter(Drafter):
             the two trees; `alpha` then bounds each match's draft by the match's own length.
         learn: teach the outputs to the memory, from their first token on.
         learn_prompts: teach the prompts too, each as the beginning of its output.
+        by_prompt: keep the outputs of every prompt apart: a text drafts from those of its own
+            prompt alone, others that are being written beside it among them.
+        corpus: further texts to draft from, indexed once and only read.
+        mixture: what is known of the worth of contexts at first; None: what was learnt from
+            recorded texts.
     """
 
     name = "suffix"
@@ -47,12 +90,13 @@ class SuffixDrafter(Drafter):
         memory: OutputMemory | None = None,
         max_depth: int = 64,
         alpha: float = math.inf,
-        min_prob: float = 0.02,
+        min_prob: float = 0.002,
         tree: bool = True,
         scored: bool = False,
         learn: bool = True,
         learn_prompts: bool = False,
-        corpus: SuffixTree | None = None,
+        by_prompt: bool = False,
+        corpus: Iterable[Tokens] | None = None,
         mixture: Mixture | None = None,
     ) -> None:
         if not 1 <= max_depth <= MAX_DEPTH:
@@ -69,10 +113,13 @@ class SuffixDrafter(Drafter):
         self.scored = scored
         self.learn = learn
         self.learn_prompts = learn_prompts
-        self.corpus = corpus
+        self.by_prompt = by_prompt
+        self.corpus = None if corpus is None else CorpusTree(corpus, max_depth)
         self.mixer = (mixture or Mixture.trained()).mixer()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SuffixSession:
+        if self.corpus is not None:
+            self.corpus.check(target)
         return SuffixSession(self, prompt_ids, target)
 
     def priors(self) -> Float32Array:
@@ -105,7 +152,10 @@ class SuffixSession(DraftSession):
     ) -> None:
         self.score = 0.0
         self._drafter = drafter
-        self._target = target
+        self._vocab_size = target.vocab_size
+        self._kind = target.fingerprint
+        if drafter.by_prompt:
+            self._kind = prompt_group(target.fingerprint, prompt_ids)
         self._text = SuffixTree(drafter.max_depth)
         self._sequence = self._text.add_sequence()
         self._text.extend(self._sequence, np.ascontiguousarray(prompt_ids, dtype=np.int32))
@@ -113,7 +163,7 @@ class SuffixSession(DraftSession):
         self._context = np.array(prompt_ids[-self._context_length :], dtype=np.int32)
         self._output: RunningOutput | None = None
         if drafter.learn and target.learn:
-            self._output = drafter.memory.start(target.fingerprint)
+            self._output = drafter.memory.start(self._kind)
             if drafter.learn_prompts:
                 self._output.extend(prompt_ids)
         else:
@@ -130,7 +180,7 @@ class SuffixSession(DraftSession):
             draft = drafter.mixer.draft(
                 *self._evidence(),
                 budget,
-                vocab_size=self._target.vocab_size,
+                vocab_size=self._vocab_size,
                 alpha=drafter.alpha,
                 min_prob=drafter.min_prob,
                 path=not drafter.tree,
@@ -140,9 +190,10 @@ class SuffixSession(DraftSession):
     def _evidence(self) -> tuple[Any, Any, Any]:
         """The trees, whose sequences in them end as the text does, and how that is."""
         drafter = self._drafter
-        outputs = drafter.memory.tree(self._target.fingerprint)
+        outputs = drafter.memory.tree(self._kind)
         running = None if self._output is None else self._output.live_sequence
-        trees = (self._text, outputs, drafter.corpus)
+        corpus = None if drafter.corpus is None else drafter.corpus.tree
+        trees = (self._text, outputs, corpus)
         return trees, (self._sequence, running, None), self._context
 
     def _scored(self, budget: int) -> TokenTree:
@@ -157,11 +208,11 @@ class SuffixSession(DraftSession):
         }
         drafts = [self._text.speculate_after(self._sequence, budget, **how)]
         with drafter.memory.lock:
-            outputs = drafter.memory.tree(self._target.fingerprint)
+            outputs = drafter.memory.tree(self._kind)
             if outputs is not None:
                 drafts.insert(0, outputs.speculate(self._context, budget, **how))
         best = max(drafts, key=lambda draft: draft.score)
-        return _frequency_tree(best, self._target.vocab_size)
+        return _frequency_tree(best, self._vocab_size)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         tokens = np.asarray(token_ids, dtype=np.int32)
@@ -169,7 +220,7 @@ class SuffixSession(DraftSession):
         if not drafter.scored:
             with drafter.memory.lock:
                 drafter.mixer.learn(
-                    *self._evidence(), tokens, vocab_size=self._target.vocab_size
+                    *self._evidence(), tokens, vocab_size=self._vocab_size
                 )
         self._text.extend(self._sequence, tokens)
         self._context = np.concatenate([self._context, tokens])[-self._context_length :]

@@ -8,10 +8,8 @@ every shape is compared with what the target needs.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
-import tempfile
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -23,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..files import replacing
 from .config import HeadConfig, default_boundaries, infer_config
 from .head import EagleHead, build_head
 from .target import BorrowedLayers, TargetShape, float_weight
@@ -130,11 +129,10 @@ def save_head(head: EagleHead, folder: str | PathLike[str]) -> None:
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().contiguous().cpu() for name, t in head.state_dict().items()}
     config = json.dumps(_speculators_config(head), indent=2)
-    with tempfile.TemporaryDirectory(dir=path, prefix=".saving-") as staging:
-        save_file(tensors, Path(staging, "model.safetensors"), metadata={"format": "pt"})
-        Path(staging, "config.json").write_text(config, encoding="utf-8")
-        for name in ("model.safetensors", "config.json"):
-            os.replace(Path(staging, name), path / name)
+    with replacing(path / "config.json") as config_file:
+        config_file.write_text(config, encoding="utf-8")
+        with replacing(path / "model.safetensors") as tensor_file:
+            save_file(tensors, tensor_file, metadata={"format": "pt"})
 
 
 def _local_folder(path_or_hub_id: str | PathLike[str]) -> Path:
@@ -147,15 +145,15 @@ def _local_folder(path_or_hub_id: str | PathLike[str]) -> Path:
 def _read_config(folder: Path) -> dict[str, Any]:
     config = _read_json(folder / "config.json")
     layer = config.get("transformer_layer_config", config)
-    if not isinstance(layer, dict) or not isinstance(layer.get("num_attention_heads"), int):
-        raise ValueError(f"{folder / 'config.json'}: expected num_attention_heads, found none")
+    if not isinstance(layer, dict):
+        raise ValueError(f"{folder / 'config.json'}: expected an object, found {layer!r}")
     return config
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a readable JSON file ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
@@ -217,6 +215,10 @@ def _build_on_meta(config: HeadConfig, borrowed: BorrowedLayers) -> EagleHead:
     with torch.device("meta"):
         head = build_head(config, borrowed)
     head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
+    if not head.rotary_emb.inv_freq.isfinite().all():
+        raise ValueError(
+            f"rope_parameters: expected finite frequencies, got {dict(config.rope_parameters)}"
+        )
     return head
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
-import os
-import tempfile
-import threading
 import time
 import warnings
 import weakref
@@ -15,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
+from ..files import replacing, user_cache_directory
+from ..locks import Lock
 from .cost_model import CostModel
 
 _FORMAT = 1
@@ -47,9 +44,7 @@ class CostKey:
         return json.dumps(fields, sort_keys=True)
 
     def distance(self, other: CostKey) -> float:
-        """How far apart two keys of one machine setting are, in doublings; infinite otherwise."""
-        if self.setting != other.setting:
-            return float("inf")
+        """How far apart two keys of one setting are, in doublings."""
         batch = abs(self.batch_size.bit_length() - other.batch_size.bit_length())
         cache = abs(self.cache_length.bit_length() - other.cache_length.bit_length())
         return 4.0 * batch + cache
@@ -70,7 +65,8 @@ def _save_at_exit() -> None:
 
 
 class CostModels:
-    """One `CostModel` per key; a new key starts from the nearest known one. Thread-safe.
+    """One `CostModel` per key; until it is timed, it knows what the nearest timed one knows.
+    Thread-safe.
 
     Args:
         directory: where `save` keeps one JSON file per fingerprint and from where a fingerprint's
@@ -84,13 +80,13 @@ class CostModels:
         self._loaded: set[str] = set()
         self._next_save: dict[str, float] = {}  # by fingerprint, as time.monotonic() counts
         self._unsaved: set[str] = set()  # fingerprints that `save_at_times` left for later
-        self._lock = threading.Lock()
+        self._lock = Lock()
         _ALIVE.add(self)
 
     @staticmethod
     def user_directory() -> Path:
         """Where cost models live between processes: a folder of the user's cache directory."""
-        return Path(platformdirs.user_cache_dir("hf_retrieval_assist")) / "cost"
+        return user_cache_directory() / "cost"
 
     def get(self, key: CostKey) -> CostModel:
         """The model of `key`, the same object each time."""
@@ -99,15 +95,15 @@ class CostModels:
                 self._loaded.add(key.fingerprint)
                 self._load(key)
             if key not in self._models:
-                self._models[key] = self._new(key)
-            return self._models[key]
+                self._models[key] = CostModel(_device_type(key))
+            model = self._models[key]
+            if not model.timed and (nearest := self._nearest_timed(key)):
+                model.borrow(self._models[nearest])
+            return model
 
-    def _new(self, key: CostKey) -> CostModel:
-        model = CostModel(_device_type(key))
-        nearest = min(self._models, key=key.distance, default=None)
-        if nearest is not None and key.distance(nearest) < float("inf"):
-            model.restore(self._models[nearest].state())
-        return model
+    def _nearest_timed(self, key: CostKey) -> CostKey | None:
+        alike = [k for k, m in self._models.items() if m.timed and k.setting == key.setting]
+        return min(alike, key=key.distance, default=None)
 
     def save(self, fingerprint: str) -> None:
         """Write the fingerprint's models to its file, in one step; nothing without a directory."""
@@ -115,9 +111,11 @@ class CostModels:
             return
         with self._lock:
             models = {k.name(): m for k, m in self._models.items() if k.fingerprint == fingerprint}
-        states = {name: model.state() for name, model in models.items() if model.observations}
+        states = {name: model.state() for name, model in models.items() if model.timed}
         content = {"format": _FORMAT, "fingerprint": fingerprint, "models": states}
-        _write_atomically(self._path(fingerprint), json.dumps(content))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with replacing(self._path(fingerprint)) as file:
+            file.write_text(json.dumps(content))
 
     def save_at_times(self, fingerprint: str) -> None:
         """`save`, at most once a minute and when the process ends; for the end of every call.
@@ -197,15 +195,3 @@ def _read_model(fingerprint: str, name: str, state: Any) -> tuple[CostKey, CostM
     model = CostModel(_device_type(key))
     model.restore(state)
     return key, model
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -1,19 +1,23 @@
 """The output memory: its bound, its log, several threads, several processes, sudden death."""
 
+import errno
 import os
 import stat
 import subprocess
 import sys
 import threading
 import time
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hf_retrieval_assist.files import locked
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
-from hf_retrieval_assist.memory.output_memory import OutputMemory
+from hf_retrieval_assist.memory.output_memory import OutputMemory, prompt_group
 
 
 def count(memory, tokens, fingerprint=""):
@@ -226,12 +230,16 @@ def test_threads_share_a_memory(tmp_path):
     assert len(logged(tmp_path / "log")) == 60
 
 
-# The module alone: importing the package would take most of a writer's life.
+# The modules alone: importing the package would take most of a writer's life.
 WRITER = """
 import sys
+import types
 import numpy as np
-sys.path.insert(0, sys.argv[4])
-from log import OutputLog
+
+package = types.ModuleType("hf_retrieval_assist")
+package.__path__ = [sys.argv[4]]
+sys.modules["hf_retrieval_assist"] = package
+from hf_retrieval_assist.memory.log import OutputLog
 
 log, first, count = OutputLog(sys.argv[1], 1 << 30), int(sys.argv[2]), int(sys.argv[3])
 for i in range(first, first + count):
@@ -241,7 +249,7 @@ for i in range(first, first + count):
 
 
 def start_writer(path, first, outputs):
-    folder = str(Path(log.__file__).parent)
+    folder = str(Path(log.__file__).parents[1])
     arguments = [sys.executable, "-c", WRITER, str(path), str(first), str(outputs), folder]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
@@ -291,3 +299,230 @@ def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path):
     again = OutputMemory(max_depth=8, path=tmp_path / "log")
     assert count(again, [1, 2], "b") == 2
     again.check_invariants()
+
+
+@pytest.mark.parametrize("outputs", [15, 40])
+def test_a_full_memory_of_no_named_model_goes_to_the_first_whole(outputs):
+    rng = np.random.default_rng(3)
+    memory = OutputMemory(max_bytes=100_000)
+    for _ in range(outputs):
+        memory.add(random_output(rng))
+    kept, tokens = len(memory), memory.token_count
+    assert memory.tree("model") is not None
+    assert (len(memory), memory.token_count) == (kept, tokens)
+    memory.check_invariants()
+
+
+def test_outputs_that_make_room_while_others_change_hands_are_gone():
+    rng = np.random.default_rng(3)
+    memory = OutputMemory(max_bytes=100_000)
+    memory.add(random_output(rng, 600), "model")
+    for _ in range(40):
+        memory.add(random_output(rng, 20))
+    memory.tree("model")
+    assert memory.tree("") is None
+    assert len(memory) == len(memory.tree("model")) > 0
+    memory.check_invariants()
+
+
+def test_the_bound_holds_near_the_smallest_memory():
+    rng = np.random.default_rng(4)
+    for _ in range(150):
+        memory = OutputMemory(max_bytes=int(rng.integers(12_680, 60_000)))
+        for _ in range(int(rng.integers(2, 20))):
+            name = ("", "", "a", "b")[rng.integers(4)]
+            memory.add(random_output(rng, int(rng.integers(1, 400)), 67), name)
+            memory.check_invariants()
+
+
+class FullDisk:
+    """Writing to a log fails while this is on."""
+
+    def __init__(self, monkeypatch):
+        self.on = False
+        monkeypatch.setattr(OutputLog, "_opened", self.opened(OutputLog._opened))
+
+    def opened(self, original):
+        @contextmanager
+        def opened(log, mode):
+            with original(log, mode) as file:
+                if self.on and mode == "r+b":
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                yield file
+
+        return opened
+
+
+def test_a_full_disk_costs_no_output_and_one_warning(tmp_path, monkeypatch):
+    path, disk = tmp_path / "log", FullDisk(monkeypatch)
+    memory = OutputMemory(path=path)
+    memory.add([1, 2])
+    disk.on = True
+    message = rf"not kept on disk for now: .*No space left on device: '{path}'"
+    with pytest.warns(UserWarning, match=message):
+        memory.add([3, 4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory.add([5, 6])
+        memory.add([7, 8])
+    assert [count(memory, [t, t + 1]) for t in (1, 3, 5, 7)] == [1] * 4
+    assert logged(path) == [[1, 2]]
+    disk.on = False
+    memory.add([9, 10])
+    assert logged(path) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    assert len(memory) == 5
+    disk.on = True
+    with pytest.warns(UserWarning, match="not kept on disk"):
+        memory.add([11, 12])
+    memory.check_invariants()
+
+
+def test_a_log_that_is_damaged_in_use_costs_no_output(tmp_path):
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    memory.add([1, 2])
+    good = path.read_bytes()
+    path.write_bytes(good[:18] + bytes([good[18] ^ 1]) + good[19:])
+    with pytest.warns(UserWarning, match="the header does not match its checksum"):
+        running = memory.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        running.extend([3, 4])
+        running.close()
+        memory.refresh()
+    assert count(memory, [1, 2]) == count(memory, [3, 4]) == 1
+    with pytest.raises(ValueError, match="the header"):
+        OutputMemory(path=path)
+    path.write_bytes(good)
+    memory.add([5])
+    assert logged(path) == [[1, 2], [3, 4], [5]]
+
+
+def test_a_log_that_cannot_be_compacted_is_appended_to(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    small = OutputLog(tmp_path / "log", 120)
+    monkeypatch.setattr(OutputLog, "_compact", refuse)
+    for i in range(20):
+        small.append("m", np.full(20, i, np.int32))
+    monkeypatch.undo()
+    assert [tokens[0] for tokens in logged(tmp_path / "log")] == list(range(20))
+    small.append("m", np.full(20, 20, np.int32))
+    assert [tokens[0] for tokens in logged(tmp_path / "log")] == [20]
+
+
+def test_forgetting_that_fails_says_so(tmp_path, monkeypatch):
+    memory = OutputMemory(path=tmp_path / "log")
+    memory.add([1, 2])
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(OutputLog, "_rewrite", refuse)
+    with pytest.raises(PermissionError, match="log"):
+        memory.forget()
+    assert len(memory) == 0
+
+
+needs_posix = pytest.mark.skipif(os.name == "nt", reason="links and modes are POSIX's")
+
+
+@needs_posix
+def test_a_link_to_a_log_is_the_log(tmp_path):
+    (tmp_path / "data").mkdir()
+    real, link = tmp_path / "data" / "log", tmp_path / "link"
+    link.symlink_to(real)
+    OutputMemory(path=link).add([1, 2])
+    assert logged(real) == [[1, 2]]
+    memory = OutputMemory(path=link)
+    with locked(Path(f"{real}.lock")):
+        thread = threading.Thread(target=memory.forget)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive(), "a writer by the link took another lock"
+    thread.join()
+    assert link.is_symlink()
+    assert logged(real) == []
+    assert sorted(file.name for file in (tmp_path / "data").iterdir()) == ["log", "log.lock"]
+
+
+@needs_posix
+@pytest.mark.parametrize("use", [lambda memory: memory.refresh(), lambda memory: memory.add([3])])
+def test_a_log_that_others_could_read_is_closed_to_them(tmp_path, use):
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    memory.add([1, 2])
+    os.chmod(path, 0o644)
+    use(memory)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+
+@needs_posix
+def test_what_a_killed_compaction_left_goes_when_forgetting(tmp_path):
+    memory = OutputMemory(path=tmp_path / "log")
+    memory.add([1, 2])
+    (tmp_path / ".log.0123456789abcdef.new").write_bytes(b"outputs")
+    memory.forget()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "log.lock"]
+
+
+def test_outputs_of_a_prompt_are_kept_apart():
+    prompts = [np.array(ids, np.int32) for ids in ([1, 2], [1, 2, 3])]
+    names = [prompt_group("model", ids) for ids in prompts]
+    assert len({*names, prompt_group("other", prompts[0])}) == 3
+    memory = OutputMemory()
+    memory.add([7, 8], names[0])
+    memory.add([7, 9], names[1])
+    memory.add([7, 5])
+    assert [count(memory, [7, 8], name) for name in names] == [1, 0]
+    # What belongs to nobody yet is the whole model's, not a prompt's.
+    assert [count(memory, [7, 5], name) for name in (*names, "model")] == [0, 0, 1]
+    memory.check_invariants()
+
+
+@pytest.mark.parametrize("half_life", [2.0, 10.0])
+def test_older_outputs_fade(half_life):
+    ages = np.zeros(60)
+    for trial in range(40):
+        memory = OutputMemory(half_life=half_life)
+        memory._chance.seed(trial)
+        for i in range(60):
+            memory.add([i, i, i], "a")
+        memory.check_invariants()
+        ages += [count(memory, [i, i], "a") > 0 for i in reversed(range(60))]
+    survival = 0.5 ** (np.arange(60) / half_life)
+    expected, spread = 40 * survival, np.sqrt(40 * survival * (1 - survival))
+    assert (np.abs(ages - expected) <= 4 * spread + 1e-9).all()
+
+
+def test_fading_leaves_other_prompts_and_running_outputs_alone():
+    memory = OutputMemory(half_life=0.01)
+    running = memory.start("a")
+    running.extend([1, 2])
+    memory.add([3, 4], "b")
+    for _ in range(5):
+        memory.add([5, 6], "a")
+    assert [count(memory, [1, 2], "a"), count(memory, [3, 4], "b")] == [1, 1]
+    assert count(memory, [5, 6], "a") == 1
+    running.close()
+    assert len(memory) == 2
+    memory.check_invariants()
+
+
+@pytest.mark.parametrize("half_life", [0, -1.0, float("nan")])
+def test_refuses_half_lives(half_life):
+    with pytest.raises(ValueError, match=r"^half_life: expected None or a number above 0"):
+        OutputMemory(half_life=half_life)
+
+
+def test_many_groups_under_a_bound():
+    rng = np.random.default_rng(1)
+    memory = OutputMemory(max_bytes=200_000, half_life=4.0)
+    for i in range(200):
+        memory.add(random_output(rng, 60), f"model/{i % 20}")
+        assert memory.nbytes <= 200_000
+    memory.check_invariants()
+    memory.forget()
+    memory.check_invariants()
+    assert memory.nbytes == 0
