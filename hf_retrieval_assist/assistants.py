@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from . import attachment
 from .decoding.loop import decode
 from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Proposal, Target, close_all
+from .drafters.expected import ExpectedTexts, expected_ids
 from .drafters.feedback import RowFeedback, prompt_feedback
 from .locks import Lock
 from .planning.acceptance import Calibrator
@@ -24,7 +25,7 @@ from .planning.cost_model import CostModel
 from .planning.cost_store import CostModels
 from .planning.planner import Budget, Planner, token_rate
 from .stats import CallStats, Stats
-from .token_tree import TokenTree
+from .token_tree import Int32Array, TokenTree
 
 # Steps after which a costly drafter that did not seem worth it is asked again: its time then is
 # a small share of the steps between.
@@ -49,6 +50,7 @@ class Assistant:
 
     Attributes:
         learn: whether texts teach later ones; see `private`.
+        expected: texts that outputs are expected to resemble; see `expecting`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Assistant:
         layers = (drafter.needs.hidden_layers for drafter in self.drafters)
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
         self.learn = True
+        self.expected: tuple[Int32Array, ...] = ()
         self._lock = Lock()
 
     def private(self) -> Assistant:
@@ -85,6 +88,28 @@ class Assistant:
         """
         assistant = copy.copy(self)
         assistant.learn = False
+        return assistant
+
+    def expecting(
+        self, *texts: str | Sequence[int] | NDArray[np.integer], tokenizer: Any = None
+    ) -> Assistant:
+        """This assistant for outputs that are expected to resemble `texts`.
+
+        Such as the file that is to be edited, a template, or last week's report, none of which
+        has to be in the prompt. Retrieval drafts from them as from the prompt, in every row of a
+        batch, and joins them again after each change. `stats` tells how many of their
+        tokens came out.
+
+        Args:
+            texts: strings or token ids.
+            tokenizer: of the model; for strings.
+
+        Raises:
+            TypeError: a string without a tokenizer, or ids that are no integers.
+            ValueError: an id that no vocabulary has.
+        """
+        assistant = copy.copy(self)
+        assistant.expected = tuple(expected_ids(text, tokenizer) for text in texts)
         return assistant
 
     def attached(self, model: Any) -> AbstractContextManager[Assistant]:
@@ -129,7 +154,9 @@ class Assistant:
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> AssistantSession:
         """A session for one prompt (int32 [length], without padding)."""
-        return AssistantSession(self, prompt_ids, replace(target, learn=self.learn))
+        return AssistantSession(
+            self, prompt_ids, replace(target, learn=self.learn, expected=self.expected)
+        )
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         """What `budget="paper"` verifies of the calibrated drafts, one of each session."""
@@ -212,6 +239,7 @@ class AssistantSession:
                 self.sessions.append(drafter.start(prompt_ids, target))
             started.pop_all()
         self.calibrations = [calibrator.session() for calibrator in assistant.calibrators]
+        self.expected = ExpectedTexts(target.expected)
 
     def begin(
         self,
@@ -220,6 +248,7 @@ class AssistantSession:
         hidden_states: dict[tuple[int, ...], torch.Tensor] | None = None,
     ) -> None:
         """Append the first tokens, which follow the prefill; see `prompt_feedback`."""
+        self.expected.follow(token_ids)
         for session, drafter in zip(self.sessions, self.assistant.drafters, strict=True):
             feedback = prompt_feedback(self.prompt_ids, drafter.needs, logits, hidden_states or {})
             session.commit(token_ids, feedback)
@@ -260,6 +289,7 @@ class AssistantSession:
 
     def commit(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
         """Append tokens to the text and learn what they and the forward show."""
+        self.expected.follow(token_ids)
         drafters = self.assistant.drafters
         for drafter, session, calibration in zip(
             drafters, self.sessions, self.calibrations, strict=True

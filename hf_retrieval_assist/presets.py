@@ -79,10 +79,10 @@ def _require(kind: type, **arguments: Any) -> None:
 class SamAssistant(Assistant):
     """SAM-Decoding (Hu et al., 2024): suffix automata over the text itself and over a corpus.
 
-    Under `budget="auto"` the text, the memory and the corpus are weighed as by
-    :class:`SuffixAssistant`, from which this preset then differs in its sources alone; a `Datastore`
-    drafts beside them. `budget="paper"` applies the paper's rule (section 3.3): the longer match drafts, a corpus match
-    counting `corpus_bias` tokens less, and below `min_match` tokens the fallback does.
+    Under `budget="auto"` the text, the memory and the corpus are weighed as `SuffixAssistant`
+    weighs its trees, from which this preset then differs in its sources alone; a `Datastore` drafts
+    beside them. `budget="paper"` applies the paper's rule (section 3.3): the longer match drafts, a
+    corpus match counting `corpus_bias` tokens less, and below `min_match` tokens the fallback does.
 
     Args:
         corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
@@ -177,8 +177,8 @@ class SuffixAssistant(Assistant):
             `assistant.memory`.
         max_depth: longest match plus draft, in tokens.
         alpha: nodes for each matched token, at most; None: 4 under "paper", otherwise no limit.
-        min_prob: no node is drafted that is estimated to be less probable; None: 0.02 under "paper",
-            otherwise 0.002.
+        min_prob: no node is drafted that is estimated to be less probable; None: 0.02 under
+            "paper", otherwise 0.002.
         tree: draft trees; otherwise single paths.
         fallback: as for :class:`SamAssistant`.
         threshold: SCORE from which on "paper" drafts from the trees; None: the number of tokens

@@ -286,7 +286,7 @@ cdef void gather(Sources* sources, const Contexts* contexts, Expansion* e) noexc
         if readings[i].item != NO_ITEM:
             look_up(e, &readings[i], e.offsets[i], named_by)
     for i in range(e.size):
-        e.inputs[BOTH][i] = (named_by[i] & 1) and (named_by[i] & 6)
+        e.inputs[BOTH][i] = (named_by[i] & 1) != 0 and named_by[i] > 1
         e.inputs[BIAS][i] = 1
     e.text_order = ORDER_OF[contexts[0].at[0].longest] if contexts[0].count else 0
     e.memory_order = 0

@@ -353,8 +353,12 @@ class Generation:
         )
         for ids in strip_padding(call.input_ids, call.model_kwargs.get("attention_mask")):
             session = self.assistant.start(ids.cpu().numpy().astype(np.int32), target)
-            opened.callback(session.close)
+            opened.callback(self._close, session)
             self.sessions.append(session)
+
+    def _close(self, session: AssistantSession) -> None:
+        self.counts.count_expected(session.expected.accepted, session.expected.rejected)
+        session.close()
 
 
 def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int) -> CostKey:

@@ -157,6 +157,8 @@ class SuffixSession(DraftSession):
         if drafter.by_prompt:
             self._kind = prompt_group(target.fingerprint, prompt_ids)
         self._text = SuffixTree(drafter.max_depth)
+        for expected in target.expected:
+            self._text.extend(self._text.add_sequence(), expected)
         self._sequence = self._text.add_sequence()
         self._text.extend(self._sequence, np.ascontiguousarray(prompt_ids, dtype=np.int32))
         self._context_length = max(drafter.max_depth, drafter.memory.max_depth)
@@ -219,9 +221,7 @@ class SuffixSession(DraftSession):
         drafter = self._drafter
         if not drafter.scored:
             with drafter.memory.lock:
-                drafter.mixer.learn(
-                    *self._evidence(), tokens, vocab_size=self._vocab_size
-                )
+                drafter.mixer.learn(*self._evidence(), tokens, vocab_size=self._vocab_size)
         self._text.extend(self._sequence, tokens)
         self._context = np.concatenate([self._context, tokens])[-self._context_length :]
         if self._output is not None:
