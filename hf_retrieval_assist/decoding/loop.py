@@ -100,7 +100,7 @@ def decode(
         model_kwargs=model_kwargs,
     )
     call.seconds["total"] = time.perf_counter() - started
-    assistant.record(call)
+    assistant.count(call)
     assistant.costs.save_at_times(fingerprint(model))
     return result
 
@@ -174,14 +174,24 @@ def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> Cost
     )
 
 
-def _plain(model: Any, call: CallStats, model_kwargs: dict[str, Any], **arguments: Any) -> Any:
+def _plain(
+    model: Any,
+    assistant: Assistant,
+    call: CallStats,
+    model_kwargs: dict[str, Any],
+    **arguments: Any,
+) -> Any:
     """transformers' own loop."""
     input_ids = arguments["input_ids"]
+    prompts = strip_padding(input_ids, model_kwargs.get("attention_mask"))
+    record = assistant.observe([ids.cpu().numpy().astype(np.int32) for ids in prompts], call)
     kept = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
     result = model._sample(input_ids, **{name: arguments[name] for name in kept}, **model_kwargs)
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     call.steps = sequences.shape[1] - input_ids.shape[1]
     call.tokens = call.steps * len(input_ids)
+    if record is not None:
+        record.plain(sequences[:, input_ids.shape[1] :].tolist())
     return result
 
 
@@ -253,6 +263,8 @@ class Generation:
         self.reroute = reroute(assistant.reroute and input_ids.device.type == "cpu")
         self.taps = FeatureTaps(model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = self._start_sessions()
+        prompts = [session.prompt_ids for session in self.sessions]
+        self.record = assistant.observe(prompts, call)
 
     @property
     def finished(self) -> bool:
@@ -307,6 +319,8 @@ class Generation:
             for i, (session, new) in enumerate(zip(self.sessions, tokens, strict=True)):
                 logits = outputs.logits[i] if self.assistant.needs_logits else None
                 session.begin(new, logits, {name: found[i] for name, found in states.items()})
+        if self.record is not None:
+            self.record.begin(tokens)
 
     def _take_over(self, outputs: Any) -> None:
         """Start the verifier from what the prefill left."""
@@ -346,6 +360,9 @@ class Generation:
                 if self.assistant.needs_feedback:
                     feedback = self._feedback(row, trees[i], tokens[i], accepted[i], outputs, roots)
                 self.sessions[i].commit(tokens[i], feedback)
+        if self.record is not None:
+            rows = [row.index for row in running]
+            self.record.step(rows, self.sessions, trees, tokens, accepted)
 
     def _drafts(self) -> list[TokenTree]:
         """What to verify of each row; nothing of finished ones, which bring no more tokens."""
@@ -473,6 +490,8 @@ class Generation:
         """Drop what rows generated while they waited for others; the longest row's tokens."""
         end = self.stopping.end(self.rows)
         self.verifier.finish(end)
+        if self.record is not None:
+            self.record.finish(end)
         for row in self.rows:
             del row.generated[end:]
         return end
