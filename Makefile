@@ -19,7 +19,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
 build: $(VENV)/.installed
 
 demo: build
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m hf_retrieval_assist.cli demo $(DEMO)
 
 test: build
 	$(BIN)/python -m pytest -m "not slow and not demo" -n 2

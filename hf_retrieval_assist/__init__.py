@@ -13,6 +13,8 @@ from .eagle.head import EagleHead
 from .hook import install, uninstall
 from .memory.output_memory import OutputMemory
 from .presets import RestAssistant, SamAssistant, SequoiaAssistant, SuffixAssistant
+from .record import Record
+from .record.suggest import suggest
 from .simulation import SimulationReport, simulate
 from .token_tree import TokenTree
 
@@ -21,6 +23,7 @@ __all__ = [
     "Datastore",
     "EagleHead",
     "OutputMemory",
+    "Record",
     "RestAssistant",
     "RetrievalCandidateGenerator",
     "SamAssistant",
@@ -30,6 +33,7 @@ __all__ = [
     "TokenTree",
     "install",
     "simulate",
+    "suggest",
     "uninstall",
 ]
 

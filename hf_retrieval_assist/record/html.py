@@ -97,6 +97,15 @@ def assistant_html(assistant: Assistant) -> str:
     )
 
 
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
+    """A table of texts, and a sentence under it."""
+    body = "".join([_cells("th", *heading), *(_cells("td", *row) for row in rows)])
+    return (
+        f'<div class="hfra"><style>{_STYLE}</style><table>{body}</table>'
+        f"<div>{escape(below)}</div></div>"
+    )
+
+
 def _cells(tag: str, *cells: str) -> str:
     return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 

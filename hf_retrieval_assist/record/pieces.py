@@ -11,33 +11,50 @@ _CONTEXT = 4  # tokens before the first, by which a tokenizer decides about its 
 _UNFINISHED = "\ufffd"  # stands for a character of which some bytes are missing
 
 
-def text_pieces(
-    tokenizer: Any, token_ids: Sequence[int] | Int32Array, context: Sequence[int] | Int32Array = ()
-) -> list[str]:
-    """The text that each token adds to what stands before it.
+class PieceStream:
+    """Tells of one token after another what text it adds.
 
     A character made of several tokens belongs to the last of them; the others add nothing.
 
     Args:
         tokenizer: None gives the ids, each with a space behind it.
-        token_ids: [n] tokens.
-        context: tokens in front of them.
+        context: tokens in front of the first.
     """
-    if tokenizer is None:
-        return [f"{int(token)} " for token in token_ids]
-    ids = [int(token) for token in (*context[-_CONTEXT:], *token_ids)]
-    first = len(ids) - len(token_ids)
-    pieces = []
-    # Decoding starts at a token whose own text is known already, since its start may look different
-    # at the beginning of a text.
-    start, known = 0, first
-    for end in range(first + 1, len(ids) + 1):
-        text = _decode(tokenizer, ids[start:end])
-        if text.endswith(_UNFINISHED) and end < len(ids):
-            pieces.append("")
-            continue
-        pieces.append(text[len(_decode(tokenizer, ids[start:known])) :])
-        start, known = known, end
+
+    def __init__(self, tokenizer: Any, context: Sequence[int] | Int32Array = ()):
+        self._tokenizer = tokenizer
+        # Decoding starts at a token whose own text is known already, since its start may look
+        # different at the beginning of a text.
+        self._window = [int(token) for token in context[-_CONTEXT:]]
+        self._known = len(self._window)
+
+    def add(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"{int(token)} "
+        self._window.append(int(token))
+        piece = self.rest()
+        if piece.endswith(_UNFINISHED):
+            return ""
+        del self._window[: self._known]
+        self._known = len(self._window)
+        return piece
+
+    def rest(self) -> str:
+        """The text of tokens that await the end of a character."""
+        if len(self._window) == self._known:
+            return ""
+        before = _decode(self._tokenizer, self._window[: self._known])
+        return _decode(self._tokenizer, self._window)[len(before) :]
+
+
+def text_pieces(
+    tokenizer: Any, token_ids: Sequence[int] | Int32Array, context: Sequence[int] | Int32Array = ()
+) -> list[str]:
+    """The text that each of the tokens adds behind a context; see :class:`PieceStream`."""
+    stream = PieceStream(tokenizer, context)
+    pieces = [stream.add(token) for token in token_ids]
+    if pieces:
+        pieces[-1] += stream.rest()
     return pieces
 
 
