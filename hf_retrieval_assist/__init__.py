@@ -7,6 +7,7 @@ back.
 __version__ = "0.1.0"
 
 from .assistants import Assistant
+from .attachment import attach, detach
 from .candidate_generator import RetrievalCandidateGenerator
 from .corpus.datastore import Datastore
 from .eagle.head import EagleHead
@@ -31,6 +32,8 @@ __all__ = [
     "SimulationReport",
     "SuffixAssistant",
     "TokenTree",
+    "attach",
+    "detach",
     "install",
     "simulate",
     "suggest",

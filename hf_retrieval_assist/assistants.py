@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from . import attachment
 from .decoding.loop import decode
 from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Proposal, Target
 from .drafters.feedback import RowFeedback, prompt_feedback
@@ -87,6 +88,26 @@ class Assistant:
         assistant = copy.copy(self)
         assistant.learn = False
         return assistant
+
+    def attached(self, model: Any) -> AbstractContextManager[Assistant]:
+        """A scope in which calls of `model.generate` by others are assisted; see `attach`."""
+        return attachment.attached(model, self)
+
+    def __copy__(self) -> Assistant:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Assistant:
+        """Itself: callers copy the arguments of `generate`, and what was learnt is not copied."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: an assistant's native structures, locks and what it learnt "
+            "cannot be pickled; make one in every process, over one OutputMemory(path=...) where "
+            "processes are to share what they learn"
+        )
 
     def __call__(
         self,

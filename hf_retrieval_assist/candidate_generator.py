@@ -14,6 +14,7 @@ from transformers.generation import CandidateGenerator
 
 from .assistants import Assistant
 from .drafters.base import Target
+from .target.fingerprint import fingerprint
 from .target.verifiers import best_chain
 
 
@@ -39,8 +40,13 @@ class RetrievalCandidateGenerator(CandidateGenerator):
         cls, assistant: Assistant, model: Any, max_length: int | None = None
     ) -> RetrievalCandidateGenerator:
         """A generator for one call to a model's loop."""
-        vocab_size = model.config.get_text_config(decoder=True).vocab_size
-        return cls(assistant, Target(vocab_size, device=model.device, model=model), max_length)
+        target = Target(
+            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+            device=model.device,
+            fingerprint=fingerprint(model),
+            model=model,
+        )
+        return cls(assistant, target, max_length)
 
     def get_candidates(
         self, input_ids: torch.LongTensor

@@ -10,7 +10,12 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.generation import CandidateGenerator
 
-from hf_retrieval_assist import Assistant, RetrievalCandidateGenerator
+from hf_retrieval_assist import (
+    Assistant,
+    OutputMemory,
+    RetrievalCandidateGenerator,
+    SuffixAssistant,
+)
 from hf_retrieval_assist.drafters.base import Target
 
 from .oracle_drafter import OracleDrafter, oracle_assistant
@@ -62,6 +67,23 @@ def test_drafts_stay_below_the_length_limit():
     generator = RetrievalCandidateGenerator(Assistant([drafter], budget=64), Target(67), 10)
     for _ in range(5):
         assert generator.get_candidates(PROMPT)[0].shape[1] < 10
+
+
+def test_models_do_not_draft_from_each_others_texts(model):
+    other = tiny_model(RetrievalLlama, tiny_config(LlamaForCausalLM.config_class, vocab_size=80))
+    text = [*PROMPT[0].tolist(), 3, 8, 12]
+    memory = OutputMemory()
+    first, second = (
+        RetrievalCandidateGenerator.for_model(SuffixAssistant(memory, fallback=None), m)
+        for m in (model, other)
+    )
+    first.get_candidates(PROMPT)
+    first.update_candidate_strategy(torch.tensor([text]), None, 1)
+    first.close()
+    fresh = torch.tensor([[44, 3, 8]])
+    assert second.get_candidates(fresh)[0].tolist() == fresh.tolist()
+    again = RetrievalCandidateGenerator.for_model(SuffixAssistant(memory, fallback=None), model)
+    assert again.get_candidates(fresh)[0].tolist() == [[44, 3, 8, 12]]
 
 
 def test_several_rows_are_refused():

@@ -121,6 +121,27 @@ def test_refuses_them_without_the_wrapper(model, name, by_config):
         model.generate(PROMPT, custom_generate=SamAssistant(), **options)
 
 
+@pytest.mark.parametrize("kind", ["paged", "quantized"])
+@pytest.mark.parametrize("keyword", ["assistant", "custom_generate"])
+def test_refuses_caches_that_would_leave_the_assistant_out(model, kind, keyword, monkeypatch):
+    expected = f'^cache_implementation: expected .*"{kind}"'
+    asked = {keyword: SamAssistant(), "cache_implementation": kind}
+    with pytest.raises(ValueError, match=expected):
+        model.generate(PROMPT, **asked, **LENGTH)
+    monkeypatch.setattr(model.generation_config, "cache_implementation", kind)
+    with pytest.raises(ValueError, match=expected):
+        model.generate(PROMPT, **{keyword: SamAssistant()}, **LENGTH)
+
+
+def test_refuses_batches_of_requests(model, reinstalled):
+    with pytest.raises(ValueError, match=r"^assistant: .*generate_batch"):
+        model.generate_batch(PROMPT.tolist(), assistant=SamAssistant())
+    wrapped = GenerationMixin.generate_batch
+    assert model.generate_batch([]) == {}
+    hf_retrieval_assist.uninstall()
+    assert GenerationMixin.generate_batch is not wrapped
+
+
 def test_refuses_assisted_generation(model):
     with pytest.raises(ValueError, match="assistant_model"):
         model.generate(PROMPT, assistant=SamAssistant(), assistant_model=model, **LENGTH)

@@ -13,11 +13,24 @@ import numpy as np
 
 from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc
-from suffix_tree.blend cimport *
-from suffix_tree.draft cimport *
-from suffix_tree.growth cimport *
-from suffix_tree.store cimport *
+from suffix_tree.drafting cimport (
+    Blend, Candidate, Draft, Guess, LENGTH_BUCKETS, NAMES, RANKS, SHARE_BUCKETS,
+    SUPPORT_BUCKETS, WITNESSES, Witness,
+)
+from suffix_tree.store cimport (
+    Group, NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, Page, Place, ROOT, Sequence, Store,
+    forward, group_at, item_count, item_depth, item_parent, label_token, link_at, node_at,
+    page_at, pool_size, sequence_at, start_of, store_bytes,
+)
 from common.types cimport int32_t, int64_t, token_t
+
+include "pools.pxi"
+include "child_table.pxi"
+include "children.pxi"
+include "matching.pxi"
+include "growth.pxi"
+include "scored_draft.pxi"
+include "blend.pxi"
 
 
 MAX_DEPTH = 1 << 16
@@ -72,7 +85,7 @@ cdef class SuffixTree:
         if max_bytes is not None:
             if max_bytes < self.nbytes:
                 raise ValueError(f"max_bytes: expected at least {self.nbytes}, got {max_bytes}")
-            s.max_bytes = max_bytes
+            self.max_bytes = max_bytes
 
     def __dealloc__(self):
         free(self.store.nodes.data)
@@ -87,19 +100,22 @@ cdef class SuffixTree:
         """Longest suffix kept, in tokens."""
         return self.store.max_depth
 
+    cdef int64_t _match_bytes(self):
+        return (self.store.max_depth + 1) * <int64_t>sizeof(Place)
+
     @property
     def nbytes(self):
         """Bytes allocated, spare capacity included."""
-        return store_bytes(&self.store) + (self.store.max_depth + 1) * <int64_t>sizeof(Place)
+        return store_bytes(&self.store) + self._match_bytes()
 
     @property
     def max_bytes(self):
         """Limit on `nbytes`, or None. Lowering it below `nbytes` only stops growth."""
-        return self.store.max_bytes or None
+        return self.store.max_bytes + self._match_bytes() if self.store.max_bytes else None
 
     @max_bytes.setter
     def max_bytes(self, limit):
-        self.store.max_bytes = 0 if limit is None else max(<int64_t>limit, 1)
+        self.store.max_bytes = 0 if limit is None else max(<int64_t>limit - self._match_bytes(), 1)
 
     @property
     def token_count(self):

@@ -81,7 +81,8 @@ def decode(
     Returns:
         What `generate` returns: int64 [batch, length], or an output object.
     """
-    _check_mode(generation_config)
+    if (refusal := refused_mode(generation_config)) is not None:
+        raise ValueError(refusal)
     service = _service(model, input_ids, logits_processor, generation_config, model_kwargs)
     call = CallStats(tier=service.tier.value, calls=1)
     started = time.perf_counter()
@@ -113,15 +114,17 @@ _MODE_ARGUMENTS = {
 }
 
 
-def _check_mode(config: GenerationConfig) -> None:
+def refused_mode(config: GenerationConfig) -> str | None:
+    """What in a configuration asks for another way of decoding than the loop's; None: nothing."""
     if (config.num_beams or 1) > 1:
-        raise ValueError(f"num_beams: expected 1 with an assistant, got {config.num_beams}")
+        return f"num_beams: expected 1 with an assistant, got {config.num_beams}"
     mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            f"{_MODE_ARGUMENTS.get(mode, 'generation_config')}: expected greedy decoding or "
-            f"sampling with an assistant, got {mode.value.replace('_', ' ')}"
-        )
+    if mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return None
+    return (
+        f"{_MODE_ARGUMENTS.get(mode, 'generation_config')}: expected greedy decoding or "
+        f"sampling with an assistant, got {mode.value.replace('_', ' ')}"
+    )
 
 
 def _service(

@@ -308,20 +308,19 @@ class ShapeChooser:
             self._seconds = np.array(seconds, dtype=np.float64)[: self.max_nodes]
 
     def shape(self, budget: int | None = None) -> TreeShape:
-        """The tree to draft now, of at most `budget` nodes below the root."""
+        """The tree to draft now, of at most `budget` nodes below the root.
+
+        The same object for the same budget until the tree is solved for again.
+        """
         with self._lock:
             self._asked += 1
             if self._asked % _RECONSIDER == 0 and self._has_changed():
                 self._solve()
             if budget is None or len(self._shape) <= budget:
                 return self._shape
-            return self._trees.tree(budget + 1)
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second that the tree of the last solution was expected to bring; 0 before
-        t(n) was told."""
-        return self._rate
+            if budget not in self._smaller:
+                self._smaller[budget] = self._trees.tree(budget + 1)
+            return self._smaller[budget]
 
     def _measured(self) -> Float64Array:
         times = np.empty(0) if self._seconds is None else self._seconds
@@ -335,13 +334,9 @@ class ShapeChooser:
 
     def _solve(self) -> None:
         self._solved_for = self._measured()
-        vector = self.counts.vector
-        self._trees = OptimalTrees(vector, self.max_nodes, self.max_levels)
-        self._rate = 0.0
+        self._trees = OptimalTrees(self.counts.vector, self.max_nodes, self.max_levels)
+        self._smaller: dict[int, TreeShape] = {}
         if self._seconds is None:
             self._shape = self._trees.tree(self.max_nodes)
-            return
-        self._shape = self._trees.fastest(self._seconds, self.draft_seconds)
-        passes = self._shape.levels - 1
-        seconds = self._seconds[len(self._shape)] + passes * self.draft_seconds
-        self._rate = self._shape.expected_tokens(vector) / seconds
+        else:
+            self._shape = self._trees.fastest(self._seconds, self.draft_seconds)

@@ -146,10 +146,18 @@ class OutputMemory:
     def _adopt(self, fingerprint: str) -> None:
         """Make the finished outputs of no named model those of this one."""
         unnamed = self._trees[""]
-        for output in [o for o in self._outputs if not o.fingerprint and o.finished]:
-            token_ids, number = unnamed.tokens(output.sequence), output.number
-            self._drop(output)
-            self._learn_finished(fingerprint, token_ids, number)
+        finished = [o for o in self._outputs if not o.fingerprint and o.finished]
+        if fingerprint not in self._trees and len(finished) == len(unnamed):
+            # The whole tree, which a second one beside it would not leave room for.
+            self._trees[fingerprint] = self._trees.pop("")
+            for output in finished:
+                output.fingerprint = fingerprint
+            return
+        for output in finished:
+            if output.sequence is not None:  # it has not made room for one before it
+                token_ids, number = unnamed.tokens(output.sequence), output.number
+                self._drop(output)
+                self._learn_finished(fingerprint, token_ids, number)
 
     def _learn_finished(
         self, fingerprint: str, token_ids: NDArray[np.int32], number: int | None

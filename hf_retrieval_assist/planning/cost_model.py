@@ -99,6 +99,7 @@ class CostModel:
         self._covariance = self._prior_covariance.copy()
         self._noise = _NOISE_STD**2
         self._count = 0
+        self._timed = False
         self._outliers = [0] * (len(KNOTS) + 1)  # by knot, then anywhere; signed by side
         self._curve: Float64Array = np.empty(0)
         self._stale = True
@@ -114,6 +115,11 @@ class CostModel:
     def observations(self) -> int:
         """Forwards timed so far."""
         return self._count
+
+    @property
+    def timed(self) -> bool:
+        """Whether a forward of its own was timed, here or by the process that saved it."""
+        return self._timed
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from a forward that fed `tokens` tokens per row in `seconds`.
@@ -145,6 +151,7 @@ class CostModel:
         mean += believed * gain
         covariance -= np.multiply.outer(gain, row)
         self._count += 1
+        self._timed = True
         self._learn_noise(believed, variance)
         self._age(left, error - believed)
         self._stale = True
@@ -257,7 +264,13 @@ class CostModel:
             self._covariance = np.outer(std, std) * self._prior_covariance
             self._noise, self._count = float(noise[0]), int(count[0])
             self._overheads = seconds
+            self._timed = self._count > 0
             self._stale = True
+
+    def borrow(self, other: CostModel) -> None:
+        """Start from what a similar model knows, until a forward of its own is timed."""
+        self.restore(other.state())
+        self._timed = False
 
 
 def _finite_numbers(state: dict[str, Any], name: str, length: int | None = None) -> Float64Array:

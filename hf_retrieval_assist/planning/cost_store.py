@@ -47,9 +47,7 @@ class CostKey:
         return json.dumps(fields, sort_keys=True)
 
     def distance(self, other: CostKey) -> float:
-        """How far apart two keys of one machine setting are, in doublings; infinite otherwise."""
-        if self.setting != other.setting:
-            return float("inf")
+        """How far apart two keys of one setting are, in doublings."""
         batch = abs(self.batch_size.bit_length() - other.batch_size.bit_length())
         cache = abs(self.cache_length.bit_length() - other.cache_length.bit_length())
         return 4.0 * batch + cache
@@ -70,7 +68,8 @@ def _save_at_exit() -> None:
 
 
 class CostModels:
-    """One `CostModel` per key; a new key starts from the nearest known one. Thread-safe.
+    """One `CostModel` per key; until it is timed, it knows what the nearest timed one knows.
+    Thread-safe.
 
     Args:
         directory: where `save` keeps one JSON file per fingerprint and from where a fingerprint's
@@ -99,15 +98,15 @@ class CostModels:
                 self._loaded.add(key.fingerprint)
                 self._load(key)
             if key not in self._models:
-                self._models[key] = self._new(key)
-            return self._models[key]
+                self._models[key] = CostModel(_device_type(key))
+            model = self._models[key]
+            if not model.timed and (nearest := self._nearest_timed(key)):
+                model.borrow(self._models[nearest])
+            return model
 
-    def _new(self, key: CostKey) -> CostModel:
-        model = CostModel(_device_type(key))
-        nearest = min(self._models, key=key.distance, default=None)
-        if nearest is not None and key.distance(nearest) < float("inf"):
-            model.restore(self._models[nearest].state())
-        return model
+    def _nearest_timed(self, key: CostKey) -> CostKey | None:
+        alike = [k for k, m in self._models.items() if m.timed and k.setting == key.setting]
+        return min(alike, key=key.distance, default=None)
 
     def save(self, fingerprint: str) -> None:
         """Write the fingerprint's models to its file, in one step; nothing without a directory."""
@@ -115,7 +114,7 @@ class CostModels:
             return
         with self._lock:
             models = {k.name(): m for k, m in self._models.items() if k.fingerprint == fingerprint}
-        states = {name: model.state() for name, model in models.items() if model.observations}
+        states = {name: model.state() for name, model in models.items() if model.timed}
         content = {"format": _FORMAT, "fingerprint": fingerprint, "models": states}
         _write_atomically(self._path(fingerprint), json.dumps(content))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,7 @@ from .cost_model import CostModel, Float64Array
 _HOPE = 2.0  # standard deviations by which a size may be cheaper than it is thought to be
 _FIRST_SAVINGS = 200  # steps whose share is lent at the start, when least is known
 _UNMEASURED_NODES = 64  # asked for where no t(n) says how many would pay
+_ANY_NODES = 4096  # more than a drafter proposes of its own accord; what they have buffers for
 _TRIAL_PERIOD = 4  # steps from one consideration of a trial to the next
 
 Budget = Literal["auto", "paper"] | int
@@ -52,6 +54,7 @@ class Planner:
             raise ValueError(f"exploration: expected a number in [0, 1), got {self.exploration}")
         self._saved = 0.0  # seconds that a trial may lose
         self._step = 0
+        self._lock = threading.Lock()
 
     def request(self, cost: CostModel | None = None) -> int:
         """How many nodes to ask of the drafters: more would not pay even if all were accepted.
@@ -61,7 +64,9 @@ class Planner:
         """
         if isinstance(self.budget, int):
             return self.budget
-        if cost is None or self.budget == "paper":
+        if self.budget == "paper":
+            return _ANY_NODES
+        if cost is None:
             return _UNMEASURED_NODES
         seconds = cost.curve(1 + self.max_nodes) + cost.overhead()
         return int((np.arange(1, self.max_nodes + 2) / seconds).argmax())
@@ -110,19 +115,21 @@ class Planner:
         best = int(rates.argmax())
         if not self.exploration or not cost.observations:
             return best
-        steps = _FIRST_SAVINGS if self._step == 0 else 1
-        self._saved += steps * self.exploration * float(seconds[best])
-        self._step += 1
-        if self._step % _TRIAL_PERIOD:
-            return best
+        with self._lock:
+            steps = _FIRST_SAVINGS if self._step == 0 else 1
+            self._saved += steps * self.exploration * float(seconds[best])
+            self._step += 1
+            if self._step % _TRIAL_PERIOD:
+                return best
         spread = cost.spread(1 + extra_tokens + widest, 1 + extra_tokens + best)[extra_tokens:]
         return self._try(rates * np.exp(_HOPE * spread), seconds - tokens / rates[best])
 
     def _try(self, hopes: Float64Array, loss: Float64Array) -> int:
         """Of the widths whose expected loss of time is saved up, the one that would have the
         highest rate if it were as cheap as it may well be."""
-        chosen = int(np.where(loss <= self._saved, hopes, 0.0).argmax())
-        self._saved -= float(loss[chosen])
+        with self._lock:
+            chosen = int(np.where(loss <= self._saved, hopes, 0.0).argmax())
+            self._saved -= float(loss[chosen])
         return chosen
 
 

@@ -154,8 +154,12 @@ def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:
         return "its forward takes no position_ids"
     if getattr(config, "alibi", False):
         return "alibi counts distances in cache slots"
-    if "flash" in (getattr(config, "_attn_implementation", None) or ""):
+    attention = getattr(config, "_attn_implementation", None) or ""
+    if "flash" in attention:
         return "flash attention takes no tree mask"
+    if "flex" in attention:
+        # Its kernel, compiled for a CPU, writes past its buffers when given a mask as a tensor.
+        return "flex attention takes block masks only"
     return None
 
 

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.drafters.sequoia import AcceptanceCounts, OptimalTrees, TreeShape
+from hf_retrieval_assist.drafters.sequoia import (
+    AcceptanceCounts,
+    OptimalTrees,
+    ShapeChooser,
+    TreeShape,
+)
 
 EXAMPLES = json.loads((Path(__file__).parents[1] / "fixtures/sequoia_examples.json").read_text())
 TREES = EXAMPLES["trees"]
@@ -175,3 +180,15 @@ def test_acceptance_follows_a_change():
 def test_acceptance_rejects_impossible_ranks():
     with pytest.raises(ValueError, match="accepted < 2, got 2"):
         AcceptanceCounts(4).observe(2, 2)
+
+
+def test_one_budget_has_one_shape_until_the_tree_is_solved_for_again():
+    chooser = ShapeChooser(4, 16, 4)
+    small, smaller = chooser.shape(6), chooser.shape(3)
+    assert (len(small), len(smaller)) == (6, 3)
+    assert chooser.shape(6) is small
+    assert chooser.shape(3) is smaller
+    for _ in range(500):
+        chooser.observe(4, 3)
+    shapes = {id(shape): shape for shape in (chooser.shape(6) for _ in range(100))}
+    assert len(shapes) == 2

@@ -291,3 +291,37 @@ def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path):
     again = OutputMemory(max_depth=8, path=tmp_path / "log")
     assert count(again, [1, 2], "b") == 2
     again.check_invariants()
+
+
+@pytest.mark.parametrize("outputs", [15, 40])
+def test_a_full_memory_of_no_named_model_goes_to_the_first_whole(outputs):
+    rng = np.random.default_rng(3)
+    memory = OutputMemory(max_bytes=100_000)
+    for _ in range(outputs):
+        memory.add(random_output(rng))
+    kept, tokens = len(memory), memory.token_count
+    assert memory.tree("model") is not None
+    assert (len(memory), memory.token_count) == (kept, tokens)
+    memory.check_invariants()
+
+
+def test_outputs_that_make_room_while_others_change_hands_are_gone():
+    rng = np.random.default_rng(3)
+    memory = OutputMemory(max_bytes=100_000)
+    memory.add(random_output(rng, 600), "model")
+    for _ in range(40):
+        memory.add(random_output(rng, 20))
+    memory.tree("model")
+    assert memory.tree("") is None
+    assert len(memory) == len(memory.tree("model")) > 0
+    memory.check_invariants()
+
+
+def test_the_bound_holds_near_the_smallest_memory():
+    rng = np.random.default_rng(4)
+    for _ in range(150):
+        memory = OutputMemory(max_bytes=int(rng.integers(12_680, 60_000)))
+        for _ in range(int(rng.integers(2, 20))):
+            name = ("", "", "a", "b")[rng.integers(4)]
+            memory.add(random_output(rng, int(rng.integers(1, 400)), 67), name)
+            memory.check_invariants()

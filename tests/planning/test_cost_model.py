@@ -209,6 +209,36 @@ def test_damaged_files_are_ignored_with_one_warning(tmp_path, fault):
     assert len(caught) == 1
 
 
+def test_a_model_that_nobody_timed_knows_what_its_neighbours_know():
+    models = CostModels()
+    unseen, seen = replace(KEY, cache_length=1), replace(KEY, cache_length=1024)
+    prior = models.get(unseen).seconds(1)
+    for _ in range(20):
+        models.get(seen).observe(1, 0.1)
+    short = models.get(replace(KEY, cache_length=2))
+    assert prior > 0.2
+    assert short.seconds(1) == pytest.approx(0.1, rel=0.05)
+    assert models.get(unseen).seconds(1) == pytest.approx(0.1, rel=0.05)
+    for _ in range(20):
+        models.get(seen).observe(1, 0.05)
+    before = short.seconds(1)
+    assert models.get(replace(KEY, cache_length=2)) is short
+    assert short.seconds(1) < 0.9 * before
+    short.observe(1, 0.02)
+    own = short.seconds(1)
+    assert models.get(replace(KEY, cache_length=2)).seconds(1) == own
+
+
+def test_a_model_that_nobody_timed_is_not_saved(tmp_path):
+    models = CostModels(tmp_path)
+    models.get(KEY).observe(1, 0.1)
+    models.get(replace(KEY, cache_length=64))
+    models.save("model")
+    (path,) = tmp_path.iterdir()
+    assert list(json.loads(path.read_text())["models"]) == [KEY.name()]
+    assert CostModels(tmp_path).get(KEY).timed
+
+
 def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     models = CostModels()

@@ -1,3 +1,6 @@
+import threading
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -96,7 +99,14 @@ def test_budgets():
     assert Planner(budget="paper").plan(tree, cost) is tree
     assert len(Planner(budget=5).plan(tree, cost)) == 5
     assert len(Planner(budget=0).plan(tree, cost)) == 0
-    assert [Planner(budget=b).request() for b in ("auto", "paper", 7)] == [64, 64, 7]
+    assert [Planner(budget=b).request() for b in ("auto", 7)] == [64, 7]
+
+
+@pytest.mark.parametrize("cost", [None, CostModel.fixed(CURVES["cpu"])])
+def test_drafters_size_the_drafts_of_the_papers(cost):
+    planner = Planner(budget="paper", max_nodes=8)
+    recycling, sequoia = 80, 768
+    assert planner.request(cost) >= max(recycling, sequoia)
 
 
 def test_drafters_are_asked_for_no_more_than_could_pay():
@@ -191,6 +201,34 @@ def test_trials_cost_less_than_one_percent(name):
 def test_without_exploration_nothing_is_tried():
     _, sizes = Run(exploration=0).steps(CURVES["linear"], [0.1], 200)
     assert max(sizes) == 0
+
+
+class Meeting(np.ndarray):
+    """Losses that two threads compare with the savings at the same time, if they can."""
+
+    both = threading.Barrier(2)
+
+    def __le__(self, saved):
+        with suppress(threading.BrokenBarrierError):
+            self.both.wait(timeout=0.5)
+        return np.asarray(self) <= saved
+
+
+def test_threads_do_not_spend_the_same_savings():
+    planner = Planner()
+    planner._saved = 1.0
+    loss = np.array([0.0, 0.7]).view(Meeting)
+    chosen = []
+
+    def decide():
+        chosen.append(planner._try(np.array([1.0, 2.0]), loss))
+
+    threads = [threading.Thread(target=decide) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(chosen) == [0, 1]
 
 
 def test_drafts_again_when_the_text_turns_predictable():

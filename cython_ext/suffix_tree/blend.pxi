@@ -4,44 +4,12 @@
 # have seen more. They are asked in order of length, as in prediction by partial matching (Cleary and
 # Witten, 1984), and a token is credited to the first witness that names it. How far to trust it is
 # looked up by the kind of evidence, its class, and the tokens most likely to be accepted are drafted.
-from suffix_tree.draft cimport Place, step
-from suffix_tree.store cimport *
+from suffix_tree.drafting cimport (
+    Blend, Draft, Guess, LENGTH_BUCKETS, NAMES, RANKS, SHARE_BUCKETS, SUPPORT_BUCKETS,
+    WITNESSES, Witness,
+)
+from suffix_tree.store cimport NO_ITEM, Place, Store, item_count, item_depth, label_token, node_at
 from common.types cimport int32_t, token_t
-
-cdef enum:
-    LENGTH_BUCKETS = 10
-    SUPPORT_BUCKETS = 6
-    SHARE_BUCKETS = 8
-    RANKS = 3
-    WITNESSES = 8   # at most, in both trees together
-    NAMES = 8       # tokens that a witness may name
-
-cdef struct Witness:
-    Store* store
-    Place place
-    int32_t source
-    int32_t unseen  # tokens by which the match is longer than the place is deep
-
-cdef struct Guess:
-    float prob
-    token_t token
-    int32_t evidence, parent
-
-cdef struct Blend:
-    int32_t budget
-    token_t vocab_size   # no id from here on is drafted
-    float min_prob
-    bint path            # without branches
-    const float* rates   # by class
-    Witness* witnesses   # [budget + 1, WITNESSES], of the root and the drafted nodes
-    int32_t* witness_counts
-    Guess* heap
-    int32_t queued
-    int32_t size
-    token_t* tokens
-    int32_t* parents
-    float* probs
-    int32_t* classes
 
 
 cdef inline int32_t length_bucket(int32_t length) noexcept nogil:
@@ -78,7 +46,7 @@ cdef inline void queue(Blend* b, Guess guess) noexcept nogil:
     b.heap[i] = guess
 
 
-cdef inline Guess unqueue(Blend* b) noexcept nogil:
+cdef Guess unqueue(Blend* b) noexcept nogil:
     cdef Guess top = b.heap[0], last
     cdef int32_t i = 0, child = 1
     b.queued -= 1
@@ -99,7 +67,7 @@ cdef inline bint goes_on(Store* s, Place at) noexcept nogil:
     return at.depth < item_depth(s, at.item) or (at.item >= 0 and node_at(s, at.item).children)
 
 
-cdef inline int32_t choose_witnesses(
+cdef int32_t choose_witnesses(
     Store* s, Place* matches, int32_t longest, int32_t source, Witness* out
 ) noexcept nogil:
     """The longest matches that differ in how they go on.
@@ -149,7 +117,7 @@ cdef inline bint named(token_t* names, int32_t count, token_t token) noexcept no
     return False
 
 
-cdef inline int32_t ask(
+cdef int32_t ask(
     Blend* b, Witness* w, int32_t rank, int32_t parent, float prob, token_t* names, int32_t known
 ) noexcept nogil:
     """Queue what a witness names that `names` has not; returns the number of names then."""
@@ -193,7 +161,7 @@ cdef inline void expand(Blend* b, int32_t node, float prob) noexcept nogil:
         known = ask(b, &witnesses[rank], rank, node, prob, names, known)
 
 
-cdef inline void draft_guess(Blend* b, Guess guess) noexcept nogil:
+cdef void draft_guess(Blend* b, Guess guess) noexcept nogil:
     """Make the guess a node; its witnesses are its parent's that go along with it."""
     cdef Witness* above = b.witnesses + <size_t>(guess.parent + 1) * WITNESSES
     cdef Witness* here = b.witnesses + <size_t>(b.size + 1) * WITNESSES

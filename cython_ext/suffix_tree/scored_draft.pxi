@@ -1,43 +1,10 @@
-# How the suffix tree finds a context and drafts what may follow it.
-from suffix_tree.store cimport *
-from common.types cimport int32_t, token_t
+# Drafts by SuffixDecoding's Algorithm 1: the match whose draft has the highest score.
+from suffix_tree.drafting cimport Candidate, Draft
+from suffix_tree.store cimport (
+    NO_ITEM, Node, Place, Store, item_count, item_depth, label_token, node_at,
+)
+from common.types cimport int32_t
 
-
-# Reading
-
-cdef struct Place:  # a point of the trie: `depth` tokens down the label of an item; the root is ROOT, 0
-    int32_t item, depth
-
-cdef inline bint step(Store* s, Place* at, token_t token) noexcept nogil:
-    """Move one token down, if the trie goes on so."""
-    cdef int32_t item
-    if at.depth < item_depth(s, at.item):
-        if label_token(s, at.item, at.depth + 1) != token:
-            return False
-    elif at.item < 0:
-        return False
-    else:
-        item = child_of(s, at.item, token)
-        if item == NO_ITEM:
-            return False
-        at.item = item
-    at.depth += 1
-    return True
-
-# Drafting
-
-cdef struct Candidate:
-    double prob
-    double share    # probability of a sibling per count; 0 where the edge leaves no choice
-    Place place
-    int32_t parent  # drafted node
-
-cdef struct Draft:
-    int32_t size
-    double score
-    int32_t* tokens
-    int32_t* parents
-    double* probs
 
 cdef inline void heap_push(Candidate* heap, int32_t size, Candidate candidate) noexcept nogil:
     cdef int32_t i = size
@@ -46,7 +13,7 @@ cdef inline void heap_push(Candidate* heap, int32_t size, Candidate candidate) n
         i = (i - 1) // 2
     heap[i] = candidate
 
-cdef inline Candidate heap_pop(Candidate* heap, int32_t size) noexcept nogil:
+cdef Candidate heap_pop(Candidate* heap, int32_t size) noexcept nogil:
     cdef Candidate top = heap[0], last = heap[size - 1]
     cdef int32_t i = 0, child = 1
     size -= 1
@@ -61,7 +28,7 @@ cdef inline Candidate heap_pop(Candidate* heap, int32_t size) noexcept nogil:
     heap[i] = last
     return top
 
-cdef inline bint below(
+cdef bint below(
     Store* s, Place at, double prob, int32_t parent, bint paper, Candidate* out
 ) noexcept nogil:
     """The most frequent continuation of a place, if there is one."""
@@ -80,7 +47,7 @@ cdef inline bint below(
     out.prob = out.share * item_count(s, out.place.item)
     return True
 
-cdef inline void grow_draft(
+cdef void grow_draft(
     Store* s, Place at, int32_t budget, double min_prob, bint tree, bint paper, Candidate* heap,
     Draft* draft,
 ) noexcept nogil:
@@ -112,7 +79,7 @@ cdef inline void grow_draft(
                 heap_push(heap, queued, best)
                 queued += 1
 
-cdef inline int32_t speculate(
+cdef int32_t speculate(
     Store* s, Place* matches, int32_t longest, int32_t max_nodes, double factor, double offset,
     double min_prob, bint tree, bint paper, Candidate* heap, Draft* best, Draft* spare,
 ) noexcept nogil:
@@ -137,31 +104,3 @@ cdef inline int32_t speculate(
             best[0] = spare[0]
             spare[0] = other
     return chosen
-
-cdef inline int32_t match_context(Store* s, const token_t[::1] context, Place* matches) noexcept nogil:
-    """Fill `matches[1 ..]` with where the last tokens lead; returns the longest length that matches."""
-    cdef Py_ssize_t n = context.shape[0], i
-    cdef int32_t length
-    for length in range(1, <int32_t>min(n, <Py_ssize_t>s.max_depth) + 1):
-        matches[length].item = ROOT
-        matches[length].depth = 0
-        for i in range(n - length, n):
-            if not step(s, &matches[length], context[i]):
-                return length - 1
-    return <int32_t>min(n, <Py_ssize_t>s.max_depth)
-
-cdef inline int32_t match_sequence(Store* s, int32_t sequence, Place* matches) noexcept nogil:
-    """The same for the end of a sequence: its pending suffixes are where they lead.
-
-    Longer ones occur nowhere else and have no continuation.
-    """
-    cdef Sequence* q = sequence_at(s, sequence)
-    cdef int32_t length, longest = q.length - q.pending, position
-    if longest > 0:
-        position = (q.last_page << PAGE_BITS) + (q.length - 1) % PAGE_TOKENS
-    for length in range(1, longest + 1):
-        matches[length].item = ~link_at(s, position).node
-        matches[length].depth = length
-        if length < longest:
-            position = backward(s, position, 1)
-    return longest

@@ -1,6 +1,13 @@
 # How the suffix tree takes in a token and lets go of a sequence.
-from suffix_tree.store cimport *
+from suffix_tree.store cimport (
+    NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, ROOT, Sequence, Store, backward, forward,
+    item_count, item_depth, label_end, label_token, link_at, node_at, page_at, page_of,
+    pool_size, sequence_at, start_of,
+)
 from common.types cimport int32_t, token_t
+
+cdef extern from "common/prefetch.h":
+    void prefetch "hfra_prefetch"(const void* address) noexcept nogil
 
 
 # Growing
@@ -18,7 +25,7 @@ cdef inline int reserve_for_token(Store* s) noexcept nogil:
         room = table_reserve(s, 2 * moves)
     return room
 
-cdef inline int32_t add_position(Store* s, int32_t sequence, token_t token) noexcept nogil:
+cdef int32_t add_position(Store* s, int32_t sequence, token_t token) noexcept nogil:
     cdef Sequence* q = sequence_at(s, sequence)
     cdef int32_t offset = q.length % PAGE_TOKENS, page
     if offset == 0:
@@ -36,7 +43,7 @@ cdef inline int32_t add_position(Store* s, int32_t sequence, token_t token) noex
     page_at(s, q.last_page).tokens[offset] = token
     return (q.last_page << PAGE_BITS) + offset
 
-cdef inline int32_t split(Store* s, int32_t node, token_t token, int32_t item) noexcept nogil:
+cdef int32_t split(Store* s, int32_t node, token_t token, int32_t item) noexcept nogil:
     """A new node one token below `node`, on the way to its child `item`, for one more suffix."""
     cdef int32_t middle = pool_take(&s.nodes), depth = node_at(s, node).depth + 1
     cdef Node* m = node_at(s, middle)
@@ -80,7 +87,7 @@ cdef inline void stop_leaf(Store* s, int32_t node, int32_t leaf) noexcept nogil:
     if node_at(s, node).depth < s.max_depth and start_of(s, leaf) < owner.pending:
         owner.pending = start_of(s, leaf)
 
-cdef inline int32_t descend(
+cdef int32_t descend(
     Store* s, int32_t node, int32_t suffix, token_t token, int32_t item
 ) noexcept nogil:
     """Move `suffix`, which stops at `node`, by one token towards the child `item`."""
@@ -126,7 +133,7 @@ cdef inline void fetch_children(Store* s, int32_t suffix, int32_t count, token_t
         if i + 1 < count:
             suffix = forward(s, suffix, 1)
 
-cdef inline void append_token(
+cdef void append_token(
     Store* s, int32_t sequence, token_t token, token_t following
 ) noexcept nogil:
     """Move every pending suffix, the longest first: it becomes a leaf where it parts from all others.
@@ -160,7 +167,7 @@ cdef inline void append_token(
 
 # Shrinking
 
-cdef inline void contract(Store* s, int32_t node) noexcept nogil:
+cdef void contract(Store* s, int32_t node) noexcept nogil:
     """Remove a node that has come to hold a single item."""
     cdef Node* v = node_at(s, node)
     cdef int32_t parent = v.parent, suffix
@@ -195,7 +202,7 @@ cdef inline int32_t some_suffix(Store* s, int32_t node) noexcept nogil:
         v = node_at(s, v.first_child)
     return v.first_leaf if v.first_leaf != NIL else v.first_end
 
-cdef inline int32_t remove_suffix(Store* s, int32_t suffix, int32_t sequence, int32_t stale) noexcept nogil:
+cdef int32_t remove_suffix(Store* s, int32_t suffix, int32_t sequence, int32_t stale) noexcept nogil:
     """Uncount a suffix. Nodes whose label is read from `sequence` join the chain that `stale` heads.
 
     Returns the chain's new head.
@@ -232,7 +239,7 @@ cdef inline void reread_labels(Store* s, int32_t stale) noexcept nogil:
         if v.count > 0:
             v.end = forward(s, some_suffix(s, node), v.depth - 1)
 
-cdef inline void remove_sequence(Store* s, int32_t sequence) noexcept nogil:
+cdef void remove_sequence(Store* s, int32_t sequence) noexcept nogil:
     cdef Sequence* q = sequence_at(s, sequence)
     cdef int32_t stale = ROOT, page = q.first_page, following, i, size
     while page != NIL:

@@ -1,0 +1,104 @@
+"""Attaching an assistant to a model, for calls of `generate` that somebody else makes.
+
+Trainers, evaluation harnesses and pipelines call `generate` themselves and cannot pass
+`assistant=`. What is attached is looked up by the one wrapper of `generate` (:mod:`hook`), in a
+table that knows models by weak reference: nothing is stored on the model, so that its copies,
+pickles and checkpoints do not know of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationMixin
+
+if TYPE_CHECKING:
+    from .assistants import Assistant
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """An assistant at a model.
+
+    Attributes:
+        assistant: serves the calls that name none.
+        told: why calls went without it.
+    """
+
+    assistant: Assistant
+    told: set[str] = field(default_factory=set)
+
+    def tell(self, what: str) -> None:
+        """Log it, unless it was logged before."""
+        if what not in self.told:
+            self.told.add(what)
+            logger.warning(what)
+
+
+_attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
+
+
+def attach(model: Any, assistant: Assistant) -> None:
+    """Let every `model.generate(...)` without an `assistant=` of its own be assisted.
+
+    A call that cannot be assisted (beams, a quantised cache, another way of decoding) decodes as if
+    nothing were attached, and the log says so once. An assistant attached before is replaced.
+
+    Args:
+        model: a transformers model, or what is wrapped round one: a PEFT model, a compiled or a
+            data-parallel module. The calls of everything that ends at this model are assisted.
+        assistant: any; it may be attached to several models.
+
+    Raises:
+        TypeError: another kind of model or assistant.
+    """
+    from .assistants import Assistant
+
+    if not isinstance(assistant, Assistant):
+        raise TypeError(f"assistant: expected an Assistant, got {type(assistant).__name__}")
+    _attachments[generating_model(model)] = Attachment(assistant)
+
+
+def detach(model: Any) -> None:
+    """Take back `attach`; nothing where nothing is attached."""
+    _attachments.pop(generating_model(model), None)
+
+
+@contextmanager
+def attached(model: Any, assistant: Assistant) -> Iterator[Assistant]:
+    """A scope in which `assistant` is attached; what was attached before returns after it."""
+    model = generating_model(model)
+    before = _attachments.get(model)
+    attach(model, assistant)
+    try:
+        yield assistant
+    finally:
+        if before is None:
+            detach(model)
+        else:
+            _attachments[model] = before
+
+
+def attached_to(model: Any) -> Attachment | None:
+    """What is attached to a model whose `generate` is called."""
+    return _attachments.get(model)
+
+
+def generating_model(model: Any) -> Any:
+    """The transformers model in `model` whose `generate` does the work."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    for module in modules:
+        if isinstance(module, GenerationMixin):
+            return module
+    raise TypeError(
+        "model: expected a transformers model that can generate, or a module round one, got "
+        f"{type(model).__name__}"
+    )

@@ -1,0 +1,279 @@
+"""An assistant attached to a model serves the calls of `generate` that others make."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import multiprocessing
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausalLM, pipeline
+
+from hf_retrieval_assist import SamAssistant, SuffixAssistant, attach, detach
+from hf_retrieval_assist.attachment import _attachments, attached_to
+from hf_retrieval_assist.hook import _why_not
+
+from .lossless import PROMPT, build, knowing, run
+from .test_examples import small_model
+
+
+@pytest.fixture
+def model():
+    """A model of its own for every test, since attaching lasts."""
+    return build(LlamaForCausalLM)
+
+
+def calls(assistant):
+    return assistant.stats.total.calls
+
+
+def test_attached_until_detached(model):
+    plain = run(model)
+    assistant = knowing(plain)
+    attach(model, assistant)
+    assert torch.equal(plain, run(model))
+    assert calls(assistant) == 1
+    assert assistant.stats.last.accepted > 0
+    detach(model)
+    assert torch.equal(plain, run(model))
+    assert calls(assistant) == 1
+    detach(model)
+
+
+def test_scopes_nest_and_end_with_exceptions(model):
+    outer, inner = SamAssistant(), SamAssistant()
+    with outer.attached(model) as found:
+        assert found is outer
+        with inner.attached(model):
+            run(model)
+        with pytest.raises(ValueError, match="no_such_argument"), inner.attached(model):
+            run(model, no_such_argument=1)
+        run(model)
+    run(model)
+    assert (calls(outer), calls(inner)) == (1, 1)
+
+
+def test_an_assistant_of_the_calls_own_wins(model):
+    attached, own = SamAssistant(), SamAssistant()
+    with attached.attached(model):
+        run(model, assistant=own)
+    assert (calls(attached), calls(own)) == (0, 1)
+
+
+def test_the_last_one_attached_serves(model):
+    first, second = SamAssistant(), SamAssistant()
+    attach(model, first)
+    attach(model, second)
+    run(model)
+    assert (calls(first), calls(second)) == (0, 1)
+
+
+def test_positional_arguments(model):
+    config = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=6)
+    plain = model.generate(PROMPT, config)
+    with SamAssistant().attached(model) as assistant:
+        assert torch.equal(plain, model.generate(PROMPT, config))
+    assert calls(assistant) == 1
+
+
+def test_nothing_is_stored_on_the_model(model, tmp_path):
+    before, state = set(vars(model)), set(model.state_dict())
+    with SamAssistant().attached(model):
+        assert set(vars(model)) == before
+        assert set(model.state_dict()) == state
+        assert attached_to(copy.deepcopy(model)) is None
+        assert attached_to(pickle.loads(pickle.dumps(model))) is None
+        model.save_pretrained(tmp_path)
+    assert torch.equal(run(LlamaForCausalLM.from_pretrained(tmp_path)), run(model))
+
+
+def test_models_are_not_kept_alive():
+    gc.collect()
+    known = len(_attachments)
+    model = build(LlamaForCausalLM)
+    assistant = SamAssistant()
+    attach(model, assistant)
+    run(model)
+    assert len(_attachments) == known + 1
+    del model
+    gc.collect()
+    assert len(_attachments) == known
+
+
+WRAPPERS = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "data parallel": torch.nn.DataParallel,
+    "module": lambda model: torch.nn.ModuleDict({"head": torch.nn.Linear(1, 1), "policy": model}),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_models_are_found_in_their_wrappers(model, wrap):
+    wrapper = WRAPPERS[wrap](model)
+    with SamAssistant().attached(wrapper) as assistant:
+        run(model)
+        assert calls(assistant) == 1
+        if wrap == "compiled":
+            run(wrapper)
+            assert calls(assistant) == 2
+
+
+def test_peft_models():
+    peft = pytest.importorskip("peft")
+    base = build(LlamaForCausalLM)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, init_lora_weights=False))
+    plain = run(model)
+    for holder in (model, base):
+        assistant = knowing(plain)
+        with assistant.attached(holder):
+            assert torch.equal(plain, run(model))
+            assert assistant.stats.last.accepted > 0
+            with model.disable_adapter():
+                assert not torch.equal(plain, run(model))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_pipelines(batch_size):
+    model, tokenizer = small_model()
+    generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    tokenizer.padding_side = "left"
+    texts = ["one, two, three, one, two", "so it goes", "one, two, three, so it goes"]
+    options = {"max_new_tokens": 12, "do_sample": False, "batch_size": batch_size}
+    plain = generate(texts, **options)
+    with SamAssistant().attached(model) as assistant:
+        assert generate(texts, **options) == plain
+    assert calls(assistant) == 3 // batch_size
+    assert assistant.stats.total.accepted > 0
+
+
+NOT_OURS = {
+    "num_beams": {"num_beams": 2},
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
+    "prompt_lookup_num_tokens": {"prompt_lookup_num_tokens": 3},
+    "stop_strings": {"stop_strings": "x"},
+    "token_healing": {"token_healing": True},
+    "cache_implementation": {"cache_implementation": "quantized"},
+    "custom_generate": {"custom_generate": lambda model, input_ids, **kwargs: input_ids},
+}
+
+
+def outcome(model, options):
+    """What a call returns, or the exception that it raises."""
+    try:
+        return run(model, **options).tolist()
+    except Exception as exception:
+        return type(exception), str(exception)
+
+
+@pytest.mark.parametrize("by_model", [False, True])
+@pytest.mark.parametrize("name", NOT_OURS)
+def test_calls_that_cannot_be_assisted_decode_plainly(model, name, by_model, caplog, monkeypatch):
+    options = NOT_OURS[name]
+    if by_model and name not in ("custom_generate", "prompt_lookup_num_tokens"):
+        for option, value in options.items():
+            monkeypatch.setattr(model.generation_config, option, value)
+        options = {}
+    plain = outcome(model, options)
+    with SamAssistant().attached(model) as assistant, caplog.at_level(logging.WARNING):
+        assert outcome(model, options) == plain
+        assert outcome(model, options) == plain
+    assert calls(assistant) == 0
+    told = [r for r in caplog.records if r.name == "hf_retrieval_assist.attachment"]
+    assert len(told) == 1
+    assert name in told[0].getMessage()
+
+
+def test_continuous_batching_is_left_alone(model):
+    # Only asked about: on a CPU it takes minutes to start.
+    assert "paged" in _why_not(model, {"cache_implementation": "paged"})
+    assert _why_not(model, {"cache_implementation": "static"}) is None
+
+
+@pytest.mark.parametrize("assistant", [None, "sam", SamAssistant])
+def test_refuses_what_is_no_assistant(model, assistant):
+    with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got"):
+        attach(model, assistant)
+
+
+@pytest.mark.parametrize("other", [None, "gpt2", torch.nn.Linear(1, 1)])
+def test_refuses_what_does_not_generate(other):
+    with pytest.raises(TypeError, match=r"^model: expected a transformers model that can generate"):
+        attach(other, SamAssistant())
+
+
+def test_refuses_models_without_a_head():
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+    with pytest.raises(TypeError, match="got BertModel"):
+        attach(BertModel(config), SamAssistant())
+
+
+def test_copies_of_arguments_hold_the_same_assistant():
+    assistant = SamAssistant()
+    assert copy.deepcopy({"assistant": assistant})["assistant"] is assistant
+    config = GenerationConfig(max_new_tokens=3)
+    config.assistant = assistant
+    assert copy.deepcopy(config).assistant is assistant
+    twin = copy.copy(assistant)
+    assert twin is not assistant
+    assert vars(twin) == vars(assistant)
+
+
+def test_pickling_says_what_cannot_travel():
+    with pytest.raises(TypeError, match=r"^SuffixAssistant: .* OutputMemory\(path="):
+        pickle.dumps(SuffixAssistant())
+
+
+def test_children_that_fork(model):
+    plain = run(model)
+    attach(model, knowing(plain))
+    run(model)
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)
+        os._exit(0 if torch.equal(plain, run(model)) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(plain, run(model))
+
+
+def in_a_child(expected):
+    model = build(LlamaForCausalLM)
+    attach(model, SamAssistant())
+    assert run(model).tolist() == expected
+    assert attached_to(model).assistant.stats.last.calls == 1
+
+
+def test_children_that_are_spawned(model):
+    expected = run(model).tolist()
+    child = multiprocessing.get_context("spawn").Process(target=in_a_child, args=(expected,))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0
+
+
+def test_many_short_calls_from_many_threads(model):
+    prompts = [torch.tensor([[3 + i, 9, 33, 3 + i, 9]]) for i in range(10)]
+    options = {"max_new_tokens": 4, "do_sample": False}
+    plain = [model.generate(prompt, **options) for prompt in prompts]
+    attach(model, SamAssistant())
+
+    def work(number):
+        prompt = number % len(prompts)
+        assert torch.equal(plain[prompt], model.generate(prompts[prompt], **options))
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(100)))
+        before = objects_alive()
+        list(threads.map(work, range(400)))
+        grown = objects_alive() - before
+    assert calls(attached_to(model).assistant) == 500
+    assert grown < 400
+
+
+def objects_alive():
+    gc.collect()
+    return len(gc.get_objects())
