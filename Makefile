@@ -7,7 +7,7 @@ TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
 .PHONY: demo test test-all test-arm test-debug test-matrix $(TRANSFORMERS:%=test-transformers-%) bench \
-	bench-recorded results quality style build wheel clean
+	bench-recorded results docs recording quality style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
@@ -71,6 +71,14 @@ bench-recorded: build
 # RESULTS.md's tables, from what is in benchmarks/results.
 results: build
 	$(BIN)/python -m benchmarks.tables
+
+# The documentation, into build/site; warnings are errors.
+docs: build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The README's picture, from a run of now.
+recording: build
+	$(BIN)/python -m hf_retrieval_assist.cli demo --svg docs/assets/demo.svg
 
 quality: build
 	$(BIN)/ruff check .

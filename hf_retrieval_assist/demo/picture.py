@@ -9,7 +9,7 @@ from html import escape
 from ..record.palette import colours
 from ..record.pieces import readable
 from .comparison import Comparison, Run
-from .show import tally, verdict
+from .show import verdict
 
 _COLUMNS = 54  # characters of a line of text
 _LINES = 17
@@ -51,7 +51,8 @@ def animation(comparison: Comparison) -> str:
         f"{escape(comparison.task.title)}, {len(comparison.assisted.tokens)} tokens</text>"
         f"{panels}{_legend(comparison, height - 40)}"
         f'<text x="{_MARGIN}" y="{height - 14:.0f}" fill="#7ee787" font-size="14">{end}'
-        f"{escape(verdict(comparison))} ({escape(tally(comparison.assisted))})</text></svg>\n"
+        f"{escape(verdict(comparison))}: {comparison.assisted.forwards} forwards instead of "
+        f"{comparison.plain.forwards}</text></svg>\n"
     )
 
 

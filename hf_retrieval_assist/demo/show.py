@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from ..planning.cost_store import CostModels
-from ..record.palette import colours
+from ..record.palette import colours, text_on
 from ..record.pieces import readable
 from ..record.record import MODEL
 from .comparison import TASKS, Comparison, Run, Task, compare
@@ -52,6 +52,10 @@ def tally(run: Run) -> str:
     return f"{len(run.tokens)} tokens in {run.forwards} forwards: {sources}"
 
 
+def _style(colour: str | None) -> str:
+    return f"{text_on(colour)} on {colour}" if colour else ""
+
+
 class _Lines:
     """For output that is no terminal."""
 
@@ -93,7 +97,7 @@ class _Stage:
 
     def end(self, comparison: Comparison) -> None:
         self._live.stop()
-        self._console.print(self._frame())
+        self._console.print(self._frame(done=True))
         style = "bold green" if comparison.identical else "bold red"
         self._console.print(f"  {verdict(comparison)}", style=style, end="")
         self._console.print(f"   ({tally(comparison.assisted)})\n", markup=False)
@@ -102,35 +106,43 @@ class _Stage:
         self._drawn = time.perf_counter()
         self._live.update(self._frame(), refresh=True)
 
-    def _frame(self) -> Any:
+    def _frame(self, done: bool = False) -> Any:
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
+        panels: list[Any] = []
         table = Table.grid(expand=True)
         table.add_column(ratio=1)
         table.add_column(ratio=1)
-        table.add_row(*map(self._panel, self._runs))
+        room = max(4, min(_LINES, self._console.height - 8))
+        texts = [self._text(run, room) for run in self._runs]
+        # While it grows the picture keeps its size.
+        height = max(map(len, texts)) if done else room
+        for run, lines in zip(self._runs, texts, strict=True):
+            panels.append(self._panel(run, lines, height))
+        table.add_row(*panels)
         title = Text(f"{self._task.title}, {self._task.new_tokens} tokens", style="bold")
         return Group(title, table, self._legend())
 
-    def _panel(self, run: Run) -> Any:
-        from rich.panel import Panel
+    def _text(self, run: Run, room: int) -> Any:
+        """The last lines of what a run wrote."""
         from rich.text import Text
 
         palette = colours(dict.fromkeys(token.origin for token in run.tokens))
         text = Text()
         for token in run.tokens:
-            colour = palette.get(token.origin)
-            text.append(readable(token.text), style=f"black on {colour}" if colour else "")
-        height = max(4, min(_LINES, self._console.height - 8))
-        width = (self._console.width // 2) - 4
-        lines = text.wrap(self._console, width)[-height:]
+            text.append(readable(token.text), style=_style(palette.get(token.origin)))
+        return text.wrap(self._console, self._console.width // 2 - 4)[-room:]
+
+    def _panel(self, run: Run, lines: Any, height: int) -> Any:
+        from rich.panel import Panel
+        from rich.text import Text
+
         name = "assistant=SamAssistant()" if run.assisted else "plain generate"
-        title = f"[bold]{name}[/]  {run.rate:5.1f} tokens/s"
         return Panel(
             Text("\n").join(lines),
-            title=title,
+            title=f"[bold]{name}[/]  {run.rate:5.1f} tokens/s",
             title_align="left",
             height=height + 2,
             border_style="green" if run.assisted else "dim",
@@ -142,5 +154,5 @@ class _Stage:
         origins = dict.fromkeys(token.origin for token in self._runs[1].tokens)
         legend = Text("drafted from: ", style="dim")
         for origin, colour in colours(origins).items():
-            legend.append(f" {origin} ", style=f"black on {colour}").append(" ")
+            legend.append(f" {origin} ", style=f"not dim {_style(colour)}").append(" ")
         return legend.append(f" unmarked: {MODEL}", style="dim")
