@@ -6,7 +6,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
-.PHONY: demo test test-all test-arm test-debug test-matrix $(TRANSFORMERS:%=test-transformers-%) bench \
+.PHONY: demo test test-all test-arm test-contract test-debug test-matrix $(TRANSFORMERS:%=test-transformers-%) bench \
 	bench-recorded results docs recording quality style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
@@ -44,6 +44,10 @@ test-arm: build
 MATRIX_TESTS := $(addprefix tests/,decoding target drafters/test_draft_model.py \
 	drafters/test_eagle_lossless.py drafters/test_residual.py drafters/test_sequoia.py \
 	test_candidate_generator.py test_hook.py test_presets.py)
+# The same tests with whatever version of transformers is there.
+test-contract: build
+	$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2 $(MATRIX_TESTS)
+
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 
 $(TRANSFORMERS:%=.venv-%/.installed): .venv-%/.installed: $(VENV)/.installed
@@ -89,9 +93,12 @@ style: build
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A source distribution, a wheel made from it, and that wheel tried in an empty environment.
 wheel: build
 	$(PIP) install --quiet build
+	rm -rf dist
 	$(BIN)/python -m build
+	bash wheels/check.sh $(BIN)/python build/wheel-environment
 
 clean:
 	rm -rf build dist *.egg-info hf_retrieval_assist/*/*.so

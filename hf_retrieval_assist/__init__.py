@@ -11,6 +11,8 @@ import functools
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .versions import require_supported_versions
+
 if TYPE_CHECKING:
     from .assistants import Assistant
     from .attachment import attach, detach
@@ -86,4 +88,5 @@ def __dir__() -> list[str]:
 @functools.cache
 def _give_generate_its_keyword() -> None:
     """Once, so that it stays away after `uninstall`."""
+    require_supported_versions()
     import_module(".hook", __name__).install()
