@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from .eagle.head import EagleHead
     from .hook import install, uninstall
     from .memory.output_memory import OutputMemory
-    from .presets import RestAssistant, SamAssistant, SequoiaAssistant, SuffixAssistant
+    from .presets import (
+        RestAssistant,
+        RolloutAssistant,
+        SamAssistant,
+        SequoiaAssistant,
+        SuffixAssistant,
+    )
     from .record.record import Record
     from .record.suggest import suggest
     from .simulation import SimulationReport, simulate
@@ -37,6 +43,7 @@ __all__ = [
     "Record",
     "RestAssistant",
     "RetrievalCandidateGenerator",
+    "RolloutAssistant",
     "SamAssistant",
     "SequoiaAssistant",
     "SimulationReport",
@@ -58,6 +65,7 @@ _MODULES = {
     "Record": "record.record",
     "RestAssistant": "presets",
     "RetrievalCandidateGenerator": "candidate_generator",
+    "RolloutAssistant": "presets",
     "SamAssistant": "presets",
     "SequoiaAssistant": "presets",
     "SimulationReport": "simulation",
