@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from ..assistants import AssistantSession
+    from ..decoding.walk import Path
 
 MODEL = "the model"  # credited with the token that every forward brings by itself
 
@@ -164,11 +165,11 @@ class CallRecord:
         self._forward = 0
         self._seen: dict[str, float] = dict.fromkeys(stats.seconds, 0.0)
 
-    def begin(self, tokens: Sequence[Sequence[int]]) -> None:
+    def begin(self, paths: Sequence[Path]) -> None:
         """The prefill brought the first tokens of each row."""
         seconds = self._elapsed()
-        for row, new in enumerate(tokens):
-            self._add(row, (), TokenTree.empty(), new, (), seconds)
+        for row, path in enumerate(paths):
+            self._add(row, (), TokenTree.empty(), path.tokens, (), seconds)
         self._forward += 1
 
     def step(
@@ -176,17 +177,15 @@ class CallRecord:
         rows: Sequence[int],
         sessions: Sequence[AssistantSession],
         trees: Sequence[TokenTree],
-        tokens: Sequence[Sequence[int]],
-        accepted: Sequence[Sequence[int]],
+        paths: Sequence[Path],
     ) -> None:
-        """A forward verified a tree of each of `rows`; the other arguments are for all rows.
-
-        `accepted` counts the root as the first fed token, as the loop does.
-        """
+        """A forward verified a tree of each of `rows`; the other arguments are for all rows."""
         seconds = self._elapsed()
         for row in rows:
-            nodes = [fed - 1 for fed in accepted[row][1:]]
-            self._add(row, sessions[row].drafts, trees[row], tokens[row], nodes, seconds)
+            path = paths[row]
+            # The root is the first of the fed tokens.
+            nodes = [fed - 1 for fed in path.accepted[1:]]
+            self._add(row, sessions[row].drafts, trees[row], path.tokens, nodes, seconds)
         self._forward += 1
 
     def plain(self, generated: Sequence[Sequence[int]]) -> None:
