@@ -31,6 +31,7 @@ from ..stats import CallStats
 from ..target.feature_taps import FeatureTaps
 from ..target.fingerprint import fingerprint
 from ..target.kv_cache import SlotCache, has_slots
+from ..target.ranks import Ranks
 from ..target.service import REPLAYS_ONE_ROW, Service, Tier, cache_for, choose_service
 from ..token_tree import TokenTree
 from .recorder import OutputRecorder
@@ -200,13 +201,19 @@ def _assisted(
 ) -> Any:
     generation = Generation(model, assistant, service, call, input_ids, model_kwargs, **arguments)
     try:
+        generation.ranks.begin()
         generation.prefill()
         # The criteria may be met by the first token; other processes may still wait for forwards.
         while model._has_unfinished_sequences(
             generation.finished, synced_gpus, device=input_ids.device
         ):
             generation.step()
-        return generation.result()
+        result = generation.result()
+        generation.ranks.end()
+        return result
+    except BaseException:
+        generation.ranks.fail()
+        raise
     finally:
         generation.close()
 
@@ -253,7 +260,13 @@ class Generation:
         self.cache = self._slot_cache(input_ids.shape[1] + room)
         self.cost_key = cost_key(model, input_ids)
         self.cost = assistant.costs.get(self.cost_key)
-        self.reroute = reroute(assistant.reroute and input_ids.device.type == "cpu")
+        self.ranks = Ranks.of(model)
+        # Every rank has to compute the same bits, which methods chosen by timings need not give.
+        alone = not self.ranks.several
+        if assistant.residual and generation_config.do_sample and not alone:
+            # The other ranks would not know what the first one has drawn from.
+            raise ValueError("residual: expected False with a tensor-parallel model, got True")
+        self.reroute = reroute(alone and assistant.reroute and input_ids.device.type == "cpu")
         self.taps = FeatureTaps(model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = self._start_sessions()
 
@@ -355,12 +368,15 @@ class Generation:
         trees = [TokenTree.empty()] * len(self.rows)
         extra = self.verifier.backlog(self.rows)
         if running := self.running:
-            drafts = self.verifier.limit([self._draft(row) for row in running])
-            planned = self.assistant.plan(drafts, self.cost, extra)
+            planned = self.ranks.agree(lambda: self._plan(running, extra), len(running))
             for row, tree in zip(running, planned, strict=True):
                 trees[row.index] = tree
         self._width = 1 + extra + max(map(len, trees))
         return trees
+
+    def _plan(self, running: Sequence[RowText], extra: int) -> list[TokenTree]:
+        drafts = self.verifier.limit([self._draft(row) for row in running])
+        return self.assistant.plan(drafts, self.cost, extra)
 
     def _draft(self, row: RowText) -> TokenTree:
         remaining = self.stopping.remaining(row)
