@@ -8,7 +8,6 @@ over the table to draft.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..locks import Lock
 from ..structures import draft_tree
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
@@ -163,7 +163,7 @@ class TokenRecyclingDrafter(Drafter):
         self._child_counts = _child_counts(template)
         Template(self._child_counts, top_k)  # refuses counts that are no tree
         self._tables: dict[tuple[str, int, torch.device], SuccessorTable] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         table = self._table_of(target)
@@ -237,7 +237,7 @@ class SuccessorTable:
         self._template = template
         self._device = device
         self._numpy = _prefers_numpy(device)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._successors, self._classes = self._rows(min(vocab_size, _FIRST_ROWS))
         self._levels = [(self._native(p), self._native(r)) for p, r in template.levels]
         self._class_of = self._native(

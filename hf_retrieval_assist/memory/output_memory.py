@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from threading import RLock
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..locks import Lock
 from ..structures.suffix_tree import SuffixTree
 from .log import OutputLog, Record, SharedOutputs
 from .redis_server import RedisServer
@@ -37,6 +39,9 @@ class OutputMemory:
     log holds outputs in plain form, readable by their owner alone (mode 0600). Prompts are not
     learnt, unless they are handed to `add`.
 
+    Where the log cannot be read or written later on, a full disk say, one warning tells so and
+    outputs are kept in memory; those that are still there follow once the log works again.
+
     With `url`, processes on any number of machines share finished outputs through a Redis or Valkey
     server. Nothing but `sync` and `forget` waits for the network: outputs are exchanged in the
     background, and a process goes on alone while the server is away and delivers its outputs later.
@@ -56,6 +61,7 @@ class OutputMemory:
     Raises:
         ValueError: if the file at `path` is not a log of outputs, `max_bytes` is too little, or
             `url` lacks a password or is none of the client's.
+        OSError: if the file at `path` cannot be read, or locked, or closed to others.
         ImportError: with `url`, if the `redis` extra is not installed.
     """
 
@@ -71,11 +77,12 @@ class OutputMemory:
             raise ValueError(f"max_bytes: expected at least {2 * smallest}, got {max_bytes}")
         self.max_bytes = max_bytes
         self.max_depth = max_depth
-        self.lock = RLock()
+        self.lock = Lock()
         self._trees: dict[str, SuffixTree] = {}
         self._outputs: dict[RunningOutput, None] = {}  # in order of age
         self._log = _shared_outputs(path, url, max_bytes // _LOG_SHARE)
-        self.refresh()
+        self._behind = False  # finished outputs could not be written to the log
+        self._read_all()
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +129,7 @@ class OutputMemory:
     def start(self, fingerprint: str = "") -> RunningOutput:
         """An output that is learnt while it grows. Reads what other processes have finished."""
         if self._log is not None:
-            with self.lock:
+            with self.lock, self._tolerated():
                 self._take_in(*self._log.read())
         return RunningOutput(self, fingerprint)
 
@@ -131,10 +138,12 @@ class OutputMemory:
 
         Starting an output learns a part of it, small enough not to delay the output.
         """
-        if self._log is not None:
-            with self.lock:
-                while self._take_in(*self._log.read()):
-                    pass
+        with self.lock, self._tolerated():
+            self._read_all()
+
+    def _read_all(self) -> None:
+        while self._log is not None and self._take_in(*self._log.read()):
+            pass
 
     def sync(self, timeout: float = 10.0) -> bool:
         """Wait until others can read all outputs finished here, and learn all of theirs.
@@ -208,8 +217,34 @@ class OutputMemory:
 
     def _finish(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         if self._log is not None:
-            self._take_in(*self._log.append(output.fingerprint, token_ids))
-            output.number = self._log.last_number
+            with self._tolerated():
+                if self._behind:
+                    self._deliver(self._log)
+                self._write(self._log, output, token_ids)
+                self._behind = False
+
+    def _write(
+        self, log: SharedOutputs, output: RunningOutput, token_ids: NDArray[np.int32]
+    ) -> None:
+        self._take_in(*log.append(output.fingerprint, token_ids))
+        output.number = log.last_number
+
+    def _deliver(self, log: SharedOutputs) -> None:
+        """Write the outputs that could not be written before, as far as they are still whole."""
+        for output in [o for o in self._outputs if o.finished and o.number is None]:
+            if output.live_sequence is not None:
+                tree = self._trees[output.fingerprint]
+                self._write(log, output, tree.tokens(output.live_sequence))
+
+    @contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        """Go on in memory alone where the log fails; it is tried again at every output."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if not self._behind:
+                warnings.warn(f"outputs are not kept on disk for now: {error}", stacklevel=4)
+            self._behind = True
 
     def _learn(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         """Append to an output, older ones making room; for good no more where there is none."""
@@ -315,7 +350,7 @@ class RunningOutput:
     def close(self) -> None:
         """The output is finished: write it to the log. Called once."""
         with self._memory.lock:
-            self.finished = True
             if self._tokens and not self.forgotten:
                 self._memory._finish(self, np.concatenate(self._tokens))
+            self.finished = True
             self._tokens.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from ..decoding.walk import RowText
+from ..locks import Lock
 from ..token_tree import TokenTree
 from .kv_cache import SLOT_LAYERS, SlotCache
 from .tree_attention import LayerMask, TreeAttention, layer_masks, single_mask
@@ -77,7 +77,7 @@ class Service:
 
 
 _services: weakref.WeakKeyDictionary[Any, dict[Any, Service]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def choose_service(model: Any, model_kwargs: dict[str, Any]) -> Service:
