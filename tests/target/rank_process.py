@@ -10,8 +10,10 @@ import sys
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, set_seed
 
 from hf_retrieval_assist import OutputMemory, SamAssistant, SequoiaAssistant, SuffixAssistant
@@ -83,14 +85,11 @@ def fails(model: Any, rank: int) -> None:
     for culprit in (0, 1):
         for tokens in (0, 7, NEW_TOKENS - 1):
             processors = LogitsProcessorList([Raises(culprit, tokens)])
-            try:
+            kind, message = (RuntimeError, "another rank of this tensor-parallel model has failed")
+            if rank == culprit:
+                kind, message = (ArithmeticError, "this rank's own fault")
+            with pytest.raises(kind, match=message):
                 run(model, ids, assistant=SamAssistant(), logits_processor=processors)
-                raise AssertionError("nothing was raised")
-            except ArithmeticError:
-                assert rank == culprit
-            except RuntimeError as error:
-                assert rank != culprit
-                assert "another rank of this tensor-parallel model has failed" in str(error)
             assert torch.equal(plain, run(model, ids, assistant=SamAssistant()))
 
 
@@ -104,50 +103,42 @@ def refuses(model: Any, rank: int) -> None:
         (SequoiaAssistant(model), "draft model: expected a model that each process holds"),
         (SequoiaAssistant(whole, temperature=1.0), "residual: expected False"),
     ):
-        try:
+        with pytest.raises(ValueError, match=message):
             run(model, ids, do_sample=True, assistant=assistant)
-            raise AssertionError("nothing was raised")
-        except ValueError as error:
-            assert message in str(error), error
 
 
 def own_batches(model: Any, rank: int) -> None:
     """Each rank has a batch of its own, of another length, and an assistant of its own."""
-    ids = prompts(2 + rank, model.config.vocab_size)[:, rank:]
-    new_tokens = {"max_new_tokens": NEW_TOKENS - 20 * rank}
-    for sample in (False, True):
-        plain = run(model, ids, do_sample=sample, **new_tokens)
-        assistant = SuffixAssistant(memory=knowing(plain[0, ids.shape[1] :], rank))
+    for sample, rows in ((False, 2 + rank), (True, 1)):
+        ids = prompts(rows, model.config.vocab_size)[:, rank:]
+        options = {"do_sample": sample, "max_new_tokens": NEW_TOKENS - 20 * rank}
+        plain = run(model, ids, **options)
+        assistant = SuffixAssistant(memory=knowing(plain[0, ids.shape[1] :], 0), budget=8)
         for _ in range(3):
-            drafted = run(model, ids, do_sample=sample, assistant=assistant, **new_tokens)
-            assert torch.equal(plain, drafted)
+            assert torch.equal(plain, run(model, ids, assistant=assistant, **options))
         assert assistant.stats.total.accepted > 0
 
 
 def data_parallel(model: Any, rank: int) -> None:
-    own_batches(model, rank)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    own_batches(wrapped.module, rank)
+    own_batches(torch.nn.parallel.DistributedDataParallel(model).module, rank)
 
 
 def fsdp2(model: Any, rank: int) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     for layer in model.model.layers:
         fully_shard(layer)
     own_batches(fully_shard(model), rank)
 
 
 def fsdp1(model: Any, rank: int) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel as Sharded
-
-    wrapped = Sharded(model, device_id=torch.device("cpu"))
-    with Sharded.summon_full_params(wrapped, recurse=False):
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.summon_full_params(wrapped, recurse=False):
         own_batches(wrapped.module, rank)
 
 
-TENSOR_PARALLEL = {"lossless": lossless, "fails": fails, "refuses": refuses}
-CASES = TENSOR_PARALLEL | {"data_parallel": data_parallel, "fsdp1": fsdp1, "fsdp2": fsdp2}
+CASES = {
+    "tensor_parallel": (lossless, fails, refuses),
+    "own_batches": (data_parallel, fsdp2, fsdp1),
+}
 
 
 def main() -> None:
@@ -155,9 +146,11 @@ def main() -> None:
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{store}", limit, world_size=2, rank=rank)
-    options = {"tp_plan": "auto"} if case in TENSOR_PARALLEL else {}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
-    CASES[case](model, rank)
+    options = {"tp_plan": "auto"} if case == "tensor_parallel" else {}
+    for check in CASES[case]:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        check(model.eval(), rank)
+        print(check.__name__, flush=True)
     dist.barrier()
     dist.destroy_process_group()
     print("done", flush=True)
