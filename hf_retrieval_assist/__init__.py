@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from .eagle.head import EagleHead
     from .hook import install, uninstall
     from .memory.output_memory import OutputMemory
-    from .presets import RestAssistant, SamAssistant, SequoiaAssistant, SuffixAssistant
+    from .presets import (
+        RestAssistant,
+        RolloutAssistant,
+        SamAssistant,
+        SequoiaAssistant,
+        SuffixAssistant,
+    )
     from .simulation import SimulationReport, simulate
     from .token_tree import TokenTree
 
@@ -32,6 +38,7 @@ __all__ = [
     "OutputMemory",
     "RestAssistant",
     "RetrievalCandidateGenerator",
+    "RolloutAssistant",
     "SamAssistant",
     "SequoiaAssistant",
     "SimulationReport",
@@ -51,6 +58,7 @@ _MODULES = {
     "OutputMemory": "memory.output_memory",
     "RestAssistant": "presets",
     "RetrievalCandidateGenerator": "candidate_generator",
+    "RolloutAssistant": "presets",
     "SamAssistant": "presets",
     "SequoiaAssistant": "presets",
     "SimulationReport": "simulation",

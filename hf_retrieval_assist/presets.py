@@ -182,6 +182,48 @@ class SuffixAssistant(Assistant):
         return drafts[0] if suffix.score >= threshold or not len(fallback) else fallback
 
 
+class RolloutAssistant(Assistant):
+    """For reinforcement learning: samples of one prompt draft from one another.
+
+    Training asks for several outputs of each prompt, in one batch or one after another, and for
+    more of them in every epoch. Each draft comes from its own text and from what was written for
+    the same prompt, by rows of the same batch while they are written and in epochs before; outputs
+    fade as the policy moves on. Rollouts of this kind are drafted from trees per prompt also in
+    "Beat the Long Tail" (arXiv 2511.13841).
+
+    Weights may change between calls. Sampled outputs keep their distribution.
+
+    Args:
+        memory: earlier outputs; None for a new one with the next two arguments, at hand as
+            `assistant.memory`.
+        half_life: outputs of a prompt after which an older one counts half; see
+            :class:`OutputMemory`.
+        max_bytes: of the memory. The oldest outputs go first, so that room for an epoch's outputs
+            (50 to 80 bytes a token) is enough.
+        max_depth: longest match plus draft, in tokens.
+        min_prob: no node is drafted that is estimated to be less probable.
+        fallback: as for :class:`SamAssistant`.
+        **options: of :class:`Assistant`.
+    """
+
+    def __init__(
+        self,
+        memory: OutputMemory | None = None,
+        half_life: float = 16.0,
+        max_bytes: int = 1 << 30,
+        max_depth: int = 64,
+        min_prob: float = 0.02,
+        fallback: Any = None,
+        **options: Any,
+    ):
+        if memory is None:
+            memory = OutputMemory(max_bytes, max_depth, half_life=half_life)
+        _require(OutputMemory, memory=memory)
+        self.memory = memory
+        drafter = SuffixDrafter(memory, max_depth, min_prob=min_prob, by_prompt=True)
+        super().__init__([drafter, *fallback_drafters(fallback)], **options)
+
+
 class RestAssistant(Assistant):
     """REST (He et al., 2023): drafts from a corpus on disk, the most frequent continuations first.
 
