@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ _GOES_ON, _ENDS, _FAILED = 1, 1 << 16, 1 << 32
 
 
 class Ranks:
-    """This process among those that compute a model together.
+    """This process among those that compute a model together; a scope round a call.
 
     The ranks meet before the first forward, in every step and at the end of a call. So a rank that
     raises between two forwards ends the call on every rank, by an error and not by a wait. To meet
@@ -34,7 +35,7 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
-        self._ended = False
+        self._parted = False  # whether the others know that the call has failed
 
     @classmethod
     def of(cls, model: Any) -> Ranks:
@@ -86,19 +87,25 @@ class Ranks:
         if self._group is not None:
             self._meet(_GOES_ON)
 
-    def end(self) -> None:
-        """Wait until every rank has done its last forward.
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait until every rank has come to the end of its call, or tell that this one fails.
 
         Raises:
             RuntimeError: another rank has failed, or goes on.
         """
-        if self._group is not None:
+        if self._group is None or self._parted:
+            return
+        if kind is None:
             self._meet(_ENDS)
-            self._ended = True
-
-    def fail(self) -> None:
-        """Let the others know that this rank raises an error, unless they have ended as well."""
-        if self._group is not None and not self._ended:
+        else:
             with suppress(RuntimeError):
                 self._meet(_FAILED)
 
@@ -115,7 +122,7 @@ class Ranks:
         torch.distributed.all_reduce(message, group=self._group)
         states, nodes = message.tolist()
         if states != state * torch.distributed.get_world_size(self._group):
-            self._ended = True
+            self._parted = True
             what = "has failed" if states >= _FAILED else "has ended its text, or has not"
             raise RuntimeError(f"another rank of this tensor-parallel model {what}")
         return int(nodes)

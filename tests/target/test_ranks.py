@@ -72,8 +72,7 @@ def test_a_plan_survives_the_journey():
 
 def test_one_process_meets_nobody():
     ranks, tree = Ranks(), TokenTree.chain([1], [0.5])
-    ranks.begin()
-    assert ranks.agree(lambda: [tree], 1) == [tree]
-    ranks.end()
-    ranks.fail()
+    with ranks:
+        ranks.begin()
+        assert ranks.agree(lambda: [tree], 1) == [tree]
     assert not ranks.several
