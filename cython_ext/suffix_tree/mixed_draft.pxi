@@ -1,7 +1,9 @@
 # The most probable tokens, and those below them, drafted best first from mixed contexts.
 from common.heap cimport Entry, pop as heap_pop, push as heap_push
 from common.types cimport int32_t, token_t
-from suffix_tree.mixing cimport CANDIDATES, Contexts, Expansion, Guess, MixedDraft, Mixture, SOURCES, Sources
+from suffix_tree.mixing cimport (
+    CANDIDATES, Contexts, Expansion, Guess, MixedDraft, Mixture, SOURCES, Sources,
+)
 
 
 cdef void queue_candidates(MixedDraft* d, const Expansion* e, int32_t parent, float above) noexcept nogil:
@@ -10,7 +12,7 @@ cdef void queue_candidates(MixedDraft* d, const Expansion* e, int32_t parent, fl
     for k in range(e.size):
         prob = above * e.probs[k]
         if prob >= d.min_prob:
-            d.guesses[d.guessed] = Guess(e.tokens[k], parent, prob)
+            d.guesses[d.guessed] = Guess(e.tokens[k], parent, e.sources[k], prob)
             heap_push(d.heap, &d.queued, Entry(prob, d.guessed, d.guessed))
             d.guessed += 1
 
@@ -22,6 +24,7 @@ cdef void draft_guess(MixedDraft* d, Sources* sources, const Guess* guess) noexc
     d.tokens[d.size] = guess.token
     d.parents[d.size] = guess.parent
     d.probs[d.size] = guess.prob
+    d.classes[d.size] = -1 - guess.source
     d.size += 1
     for source in range(SOURCES):
         here[source].count = 0

@@ -46,6 +46,7 @@ cdef struct Reading:  # of one context
 
 cdef struct Expansion:  # the candidates for one place, and what speaks for each
     token_t tokens[CANDIDATES]
+    int32_t sources[CANDIDATES]              # whose longest context named it first
     float probs[CANDIDATES]
     float inputs[INPUTS][CANDIDATES]
     int32_t rows[WITNESSES]                  # first cell of the witness; −1: it is absent
@@ -66,7 +67,7 @@ cdef struct Sources:
 
 cdef struct Guess:
     token_t token
-    int32_t parent
+    int32_t parent, source
     float prob
 
 cdef struct MixedDraft:
@@ -80,4 +81,5 @@ cdef struct MixedDraft:
     int32_t size
     token_t* tokens
     int32_t* parents
+    int32_t* classes
     float* probs

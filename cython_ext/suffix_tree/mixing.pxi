@@ -228,7 +228,9 @@ cdef int32_t list_contexts(Sources* sources, const Contexts* contexts, Reading* 
 
 # Candidates
 
-cdef inline int32_t candidate(Expansion* e, token_t token, token_t vocab_size) noexcept nogil:
+cdef inline int32_t candidate(
+    Expansion* e, token_t token, token_t vocab_size, int32_t source
+) noexcept nogil:
     """Index of a token among the candidates, which it joins if there is room; −1 if not."""
     cdef int32_t i
     for i in range(e.size):
@@ -237,6 +239,7 @@ cdef inline int32_t candidate(Expansion* e, token_t token, token_t vocab_size) n
     if e.size >= CANDIDATES or token >= vocab_size:
         return -1
     e.tokens[e.size] = token
+    e.sources[e.size] = source
     e.size += 1
     return e.size - 1
 
@@ -247,7 +250,7 @@ cdef void hear(Expansion* e, const Reading* r, int32_t heard, token_t vocab_size
     for k in range(CANDIDATES):
         offsets[k] = -1
     for i in range(r.names.size):
-        k = candidate(e, r.names.tokens[i], vocab_size)
+        k = candidate(e, r.names.tokens[i], vocab_size, r.source)
         if k >= 0:
             offsets[k] = 2 * share_bucket(<float>r.names.counts[i] / r.names.support) + (i == r.names.latest)
             named_by[k] |= 1 << r.source

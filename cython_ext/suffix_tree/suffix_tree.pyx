@@ -488,7 +488,8 @@ cdef class Mixer:
             min_prob: no node is less probable.
             path: draft a single path.
 
-        Returns int32 token ids, int32 parents, float32 probs, each [nodes].
+        Returns int32 token ids, int32 parents, float32 probs, int32 classes, each [nodes]. The class is
+        −1 less the number of the tree whose longest context named the token.
         """
         cdef int32_t nodes = max(budget, 0), longest
         cdef Sources sources
@@ -496,15 +497,16 @@ cdef class Mixer:
         self._reserve(nodes)
         longest = self._find(trees, sequences, context, vocab_size, &sources)
         tokens, parents = np.empty(nodes + 1, np.int32), np.empty(nodes + 1, np.int32)
-        probs = np.empty(nodes + 1, np.float32)
+        probs, classes = np.empty(nodes + 1, np.float32), np.empty(nodes + 1, np.int32)
         cdef token_t[::1] token_view = tokens
-        cdef int32_t[::1] parent_view = parents
+        cdef int32_t[::1] parent_view = parents, class_view = classes
         cdef float[::1] prob_view = probs
         d.tokens, d.parents, d.probs = &token_view[0], &parent_view[0], &prob_view[0]
+        d.classes = &class_view[0]
         d.min_prob, d.path = min_prob, path
         d.budget = <int32_t>min(<double>nodes, alpha * longest) if longest else 0
         draft_mixed(d, &self.mixture, &sources, &self.expansion)
-        return tokens[:d.size], parents[:d.size], probs[:d.size]
+        return tokens[:d.size], parents[:d.size], probs[:d.size], classes[:d.size]
 
     def learn(
         self, tuple trees, tuple sequences, const token_t[::1] context, const token_t[::1] token_ids,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..memory.output_memory import OutputMemory, RunningOutput, prompt_group
 from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree
-from ..token_tree import Float32Array, TokenTree
+from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 from .mixture import Mixture
 
@@ -126,6 +126,14 @@ class SuffixDrafter(Drafter):
         # Scored drafts know of no other evidence than the frequency of each token.
         return ((np.arange(_FREQUENCIES) + 0.5) / _FREQUENCIES).astype(np.float32)
 
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return ("text or memory",) if self.scored else ("text", "memory", "corpus")
+
+    def origins_of(self, classes: Int32Array) -> Int32Array:
+        # Mixed probabilities are no rates of classes, which name the origin alone, as −1 and below.
+        return np.zeros_like(classes) if self.scored else -1 - classes
+
 
 def _frequency_tree(draft: Speculation, vocab_size: int) -> TokenTree:
     """A scored draft without foreign ids, classed by each token's frequency after its parent."""
@@ -187,7 +195,7 @@ class SuffixSession(DraftSession):
                 min_prob=drafter.min_prob,
                 path=not drafter.tree,
             )
-        return TokenTree.build(*draft)
+        return TokenTree(*draft)
 
     def _evidence(self) -> tuple[Any, Any, Any]:
         """The trees, whose sequences in them end as the text does, and how that is."""

@@ -77,7 +77,7 @@ class Mixer:
         alpha: float = ...,
         min_prob: float = 0,
         path: bool = False,
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]: ...
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
     def learn(
         self,
         trees: tuple[SuffixTree | None, ...],
