@@ -56,9 +56,11 @@ class CorpusTree:
 
 def _document(token_ids: Tokens, number: int) -> NDArray[np.int32]:
     ids = np.asarray(token_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"corpus: document {number}: expected a list of ids, got {token_ids!r}")
     if ids.size and ids.dtype.kind not in "iu":
         raise TypeError(f"corpus: document {number}: expected integer ids, got {ids.dtype}")
-    if ids.ndim != 1 or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
+    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
         raise ValueError(f"corpus: document {number}: expected ids from 0 to 2^31 - 1, got {ids}")
     return ids.astype(np.int32)
 
