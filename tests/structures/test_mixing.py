@@ -69,7 +69,7 @@ class Plain:
         support = len(following)
         bucket = sum(support > edge for edge in (1, 2, 4, 9, 49, 199))
         count = following.count(token)
-        share = np.float32(count) / np.float32(support)
+        share = float(np.float32(count) / np.float32(support))
         edges = (0.02, 0.06, 0.15, 0.3)
         kind = 1 + sum(share > e for e in edges) + (share >= 0.5) + (share > 0.7) + (share > 0.999)
         if not count:
