@@ -31,6 +31,7 @@ from ..target.verified import Verified
 from ..target.verifiers import Verifier
 from ..token_tree import TokenTree
 from .call import Call, refused_mode
+from .in_step import StepWalk, drafts_in_step
 from .recorder import OutputRecorder
 from .row_text import RowText, strip_padding
 from .selection import TokenSelector
@@ -129,6 +130,12 @@ class Generation:
         self.rows = [RowText(i, ids, room, pad_id) for i, ids in enumerate(call.input_ids)]
         select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
         self.walk = Walk(self.rows, select, self.stopping, self.outputs, call.streamer)
+        self.step_walk: StepWalk | None = None
+        if call.rows_in_step(service):
+            self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs)
+        counts.keeps_seed = (
+            call.batch_size == 1 or not select.do_sample or self.step_walk is not None
+        )
         self.residual = assistant.residual and select.do_sample
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
@@ -227,9 +234,15 @@ class Generation:
         self, running: Sequence[RowText], verifier: Verifier, cost: CostModel
     ) -> list[TokenTree]:
         """What to verify of each row; nothing of finished ones, which bring no more tokens."""
+        extra = verifier.backlog(self.rows)
+        if self.step_walk is not None:
+            drafts = verifier.limit([self._draft(row, cost) for row in running if not row.padded])
+            return drafts_in_step(
+                self.rows, drafts, lambda tree: self.assistant.plan([tree], cost, extra)[0]
+            )
         trees = [TokenTree.empty()] * len(self.rows)
         drafts = verifier.limit([self._draft(row, cost) for row in running])
-        planned = self.assistant.plan(drafts, cost, verifier.backlog(self.rows))
+        planned = self.assistant.plan(drafts, cost, extra)
         for row, tree in zip(running, planned, strict=True):
             trees[row.index] = tree
         return trees
@@ -244,6 +257,8 @@ class Generation:
         self, running: Sequence[RowText], trees: Sequence[TokenTree], verified: Verified
     ) -> list[Path]:
         """Walk the running rows; one path per row of the batch."""
+        if self.step_walk is not None:
+            return self.step_walk(trees, verified)
         paths = [Path() for _ in self.rows]
         for row in running:
             drawn = self.sessions[row.index].proposal if self.residual else None
@@ -260,7 +275,9 @@ class Generation:
         """Count the step and tell the drafters what it showed."""
         for row in running:
             tree, path = trees[row.index], paths[row.index]
-            self.counts.count_step(len(tree), len(path.accepted) - 1)
+            if not path.tokens:
+                continue
+            self.counts.count_step(len(tree), len(path.tokens) - 1)
             feedback = None
             if self.assistant.needs_feedback:
                 feedback = self._feedback(row, tree, path, verified)
@@ -270,12 +287,13 @@ class Generation:
         self, row: RowText, tree: TokenTree, path: Path, verified: Verified
     ) -> RowFeedback:
         """What the forward showed about one row."""
-        fed = [verified.roots[row.index] + node for node in path.accepted]
-        root = np.array([row.generated[-len(path.tokens) - 1]], np.int32)
+        accepted = path.accepted[: len(path.tokens)]
+        fed = [verified.roots[row.index] + node for node in accepted]
+        root = np.array([row.generated[path.start - 1]], np.int32)
         states = self.taps.features
         return RowFeedback(
             token_ids=np.concatenate([root, tree.token_ids]),
-            accepted=np.array(path.accepted, np.int32),
+            accepted=np.array(accepted, np.int32),
             logits=verified.of_row(row.index, len(tree)),
             hidden_states={name: found[row.index, fed] for name, found in states.items()},
         )
@@ -310,7 +328,9 @@ class Generation:
         for row in self.rows:
             # What a row generated while it waited for others.
             row.cut(end)
-        self.counts.tokens = sum(len(row.generated) for row in self.rows)
+        self.counts.tokens = sum(
+            (row.met or end) if row.padded else len(row.generated) for row in self.rows
+        )
         if self.call.streamer is not None:
             self.call.streamer.end()
         new = self.call.input_ids.new_tensor([row.fed(0, end) for row in self.rows])

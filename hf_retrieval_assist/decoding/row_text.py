@@ -55,6 +55,11 @@ class RowText:
             self._written = len(self.generated)
         return self._ids[:, :length]
 
+    @property
+    def padded(self) -> bool:
+        """Whether plain decoding feeds padding in its place, since it has ended."""
+        return self.met is not None and self.pad_id is not None
+
     def cut(self, tokens: int) -> None:
         """Drop what was generated behind the first `tokens`."""
         del self.generated[tokens:]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from ..drafters.base import Proposal
 from ..drafters.residual import verify_node
 from .row_text import RowText
+
+# Processors of transformers whose state follows all rows of a batch from step to step.
+_STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 # Processors of transformers that look up their own state by the row's number in the batch.
 _ROW_BOUND = (
@@ -59,6 +64,13 @@ class TokenSelector:
                 scores = processor(ids, scores)
         return scores
 
+    def choose_all(self, scores: torch.Tensor) -> list[int]:
+        """The tokens of all rows, from processed scores [batch, vocab_size] and one draw."""
+        if not self.do_sample:
+            return torch.argmax(scores, dim=-1).tolist()
+        probs = torch.nn.functional.softmax(scores, dim=-1)
+        return torch.multinomial(probs, num_samples=1)[:, 0].tolist()
+
     def choose(self, scores: torch.Tensor, drawn: Proposal | None = None) -> int:
         """The token of processed scores [1, vocab_size].
 
@@ -77,5 +89,13 @@ class TokenSelector:
 
 
 def _needs_batch(processor: LogitsProcessor) -> bool:
-    known = type(processor).__module__.startswith("transformers.")
-    return not known or isinstance(processor, _ROW_BOUND)
+    return isinstance(processor, _ROW_BOUND)
+
+
+def follows_rows(member: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether a processor or criterion may keep something of the whole batch from call to call.
+
+    Those of transformers do not, but for two; what others do nobody knows.
+    """
+    known = type(member).__module__.startswith("transformers.")
+    return not known or isinstance(member, _STATEFUL)

@@ -31,11 +31,13 @@ class Path:
     """What one walk brought.
 
     Attributes:
-        tokens: generated, in order.
+        start: tokens that the row had generated before it.
+        tokens: generated, in order, without the padding behind a row that has ended.
         accepted: indices of the fed tokens that the cache must keep: the root's 0 first, then
             1 + i for each node i on the way; none for a row at rest.
     """
 
+    start: int = 0
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -76,7 +78,7 @@ class Walk:
             verified: the forward that fed the row's last token, the root, and the nodes.
             drawn: tells what is to be verified by residual sampling; None: nothing is.
         """
-        path = Path(accepted=[0])
+        path = Path(len(row.generated), accepted=[0])
         while True:
             node = path.accepted[-1]
             token = self._choose(row, node, verified, path.tokens, drawn)
