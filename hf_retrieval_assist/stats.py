@@ -22,8 +22,9 @@ class CallStats:
         tokens: generated tokens, all rows together.
         drafted: verified nodes.
         accepted: nodes that became tokens.
-        keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Rows of a
-            batch that get on at their own pace draw in another order, from the same distributions.
+        keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Rows
+            of a batch that get on at their own pace draw in another order, and residual sampling
+            draws otherwise, from the same distributions.
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
             tokens) and cache (keeping the accepted path); `total` is the whole call, prefill
             included.

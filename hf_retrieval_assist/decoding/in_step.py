@@ -49,12 +49,15 @@ class StepWalk:
         """Walk all rows; one path for each."""
         paths = [Path(len(row.generated), accepted=[0]) for row in self.rows]
         while True:
-            padded = [row.padded for row in self.rows]
+            padding = [row.padding for row in self.rows]
             scores = self._scored([path.accepted[-1] for path in paths], verified)
-            tokens = self._padded(self.select.choose_all(scores))
-            for row, path, token, ended in zip(self.rows, paths, tokens, padded, strict=True):
+            drawn = self.select.choose_all(scores)
+            tokens = [
+                token if pad is None else pad for token, pad in zip(drawn, padding, strict=True)
+            ]
+            for row, path, token, pad in zip(self.rows, paths, tokens, padding, strict=True):
                 row.generated.append(token)
-                if not ended:
+                if pad is None:
                     path.tokens.append(token)
             shown = tuple(self._scores) if self.recorder.wants_scores else None
             self.stopping.finish_all(self.rows, self._ids(), shown)
@@ -86,13 +89,6 @@ class StepWalk:
             self._scores.append(scores)
         return scores
 
-    def _padded(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens, padding in the place of those of rows that have ended."""
-        return [
-            token if row.pad_id is None or row.met is None else row.pad_id
-            for row, token in zip(self.rows, tokens, strict=True)
-        ]
-
 
 def drafts_in_step(
     rows: Sequence[RowText],
@@ -109,11 +105,9 @@ def drafts_in_step(
     chains = [best_chain(draft) for draft in drafts]
     depth = min(map(len, chains))
     together = np.prod([chain.probs[:depth] for chain in chains], axis=0)
-    depth = len(plan(TokenTree.chain(np.arange(depth), together)))
+    depth = len(plan(TokenTree.chain([*range(depth)], together)))
     kept = iter(chain.cut_depth(depth) for chain in chains)
     return [
-        next(kept)
-        if row.pad_id is None or row.met is None
-        else TokenTree.chain([row.pad_id] * depth, [1.0] * depth)
+        next(kept) if row.padding is None else TokenTree.chain([row.padding] * depth, [1.0] * depth)
         for row in rows
     ]

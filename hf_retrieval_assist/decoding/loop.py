@@ -133,10 +133,9 @@ class Generation:
         self.step_walk: StepWalk | None = None
         if call.rows_in_step(service):
             self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs)
-        counts.keeps_seed = (
-            call.batch_size == 1 or not select.do_sample or self.step_walk is not None
-        )
         self.residual = assistant.residual and select.do_sample
+        unequal = call.batch_size > 1 and self.step_walk is None
+        counts.keeps_seed = not (select.do_sample and (unequal or self.residual))
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
         self.cache = self._slot_cache(call.input_ids.shape[1] + room)
@@ -236,7 +235,9 @@ class Generation:
         """What to verify of each row; nothing of finished ones, which bring no more tokens."""
         extra = verifier.backlog(self.rows)
         if self.step_walk is not None:
-            drafts = verifier.limit([self._draft(row, cost) for row in running if not row.padded])
+            drafts = verifier.limit(
+                [self._draft(row, cost) for row in running if row.padding is None]
+            )
             return drafts_in_step(
                 self.rows, drafts, lambda tree: self.assistant.plan([tree], cost, extra)[0]
             )
@@ -329,7 +330,8 @@ class Generation:
             # What a row generated while it waited for others.
             row.cut(end)
         self.counts.tokens = sum(
-            (row.met or end) if row.padded else len(row.generated) for row in self.rows
+            len(row.generated) if row.padding is None else min(row.met or end, end)
+            for row in self.rows
         )
         if self.call.streamer is not None:
             self.call.streamer.end()

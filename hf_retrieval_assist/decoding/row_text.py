@@ -56,9 +56,9 @@ class RowText:
         return self._ids[:, :length]
 
     @property
-    def padded(self) -> bool:
-        """Whether plain decoding feeds padding in its place, since it has ended."""
-        return self.met is not None and self.pad_id is not None
+    def padding(self) -> int | None:
+        """What plain decoding feeds in its place, now that it has ended; None while it has not."""
+        return None if self.met is None else self.pad_id
 
     def cut(self, tokens: int) -> None:
         """Drop what was generated behind the first `tokens`."""
