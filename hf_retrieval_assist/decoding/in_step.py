@@ -51,7 +51,7 @@ class StepWalk:
         while True:
             padding = [row.padding for row in self.rows]
             scores = self._scored([path.accepted[-1] for path in paths], verified)
-            drawn = self.select.choose_all(scores)
+            drawn = self.select.choose(scores)
             tokens = [
                 token if pad is None else pad for token, pad in zip(drawn, padding, strict=True)
             ]
@@ -79,8 +79,7 @@ class StepWalk:
     def _scored(self, nodes: Sequence[int], verified: Verified) -> torch.Tensor:
         """Processed scores [batch, vocab_size] behind one fed token of each row."""
         ids = self._ids()
-        logits = torch.stack([verified.logits(i, node) for i, node in enumerate(nodes)])
-        raw = logits.to(copy=True, dtype=torch.float32, device=ids.device)
+        raw = verified.logits(range(len(nodes)), nodes).to(copy=True, dtype=torch.float32, device=ids.device)
         scores = self.select.processors(ids, raw)
         for row in self.rows:
             one = slice(row.index, row.index + 1)

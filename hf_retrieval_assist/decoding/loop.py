@@ -134,8 +134,6 @@ class Generation:
         if call.rows_in_step(service):
             self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs)
         self.residual = assistant.residual and select.do_sample
-        unequal = call.batch_size > 1 and self.step_walk is None
-        counts.keeps_seed = not (select.do_sample and (unequal or self.residual))
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
         self.cache = self._slot_cache(call.input_ids.shape[1] + room)
@@ -165,8 +163,9 @@ class Generation:
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
         running, cost = self.running, self._cost()
-        with self._timed("draft"):
-            trees = self._drafts(running, verifier, cost)
+        asked = self.assistant.asks(self.thrift)
+        with self._timed("draft") as drafting:
+            trees = self._drafts(running if asked else (), verifier, cost)
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = verifier.forward(self.rows, trees)
         with self._timed("walk") as walked:
@@ -176,8 +175,15 @@ class Generation:
         with self._timed("cache"):
             verifier.keep(self.rows, verified, [path.accepted for path in paths])
         self._observe(cost, verified.width, forward.seconds, walked.seconds)
-        with self._timed("draft"):
-            self._learn(running, trees, verified, paths)
+        with self._timed("draft") as learning:
+            self._learn(running, trees, verified, paths, asked)
+        plain = cost.seconds(1) + cost.overhead()
+        if not asked:
+            self.thrift.rest(plain)
+            return
+        accepted = sum(len(path.tokens) for path in paths) / len(running) - 1
+        wider = cost.seconds(verified.width) - cost.seconds(1)
+        self.thrift.observe(plain, accepted * plain, drafting.seconds + learning.seconds + wider)
 
     @property
     def running(self) -> list[RowText]:
@@ -260,11 +266,8 @@ class Generation:
         """Walk the running rows; one path per row of the batch."""
         if self.step_walk is not None:
             return self.step_walk(trees, verified)
-        paths = [Path() for _ in self.rows]
-        for row in running:
-            drawn = self.sessions[row.index].proposal if self.residual else None
-            paths[row.index] = self.walk(row, trees[row.index], verified, drawn)
-        return paths
+        drawn = [session.proposal for session in self.sessions] if self.residual else None
+        return self.walk(running, trees, verified, drawn)
 
     def _learn(
         self,
@@ -333,6 +336,7 @@ class Generation:
             len(row.generated) if row.padding is None else min(row.met or end, end)
             for row in self.rows
         )
+        self.counts.keeps_seed = self.walk.plain_draws
         if self.call.streamer is not None:
             self.call.streamer.end()
         new = self.call.input_ids.new_tensor([row.fed(0, end) for row in self.rows])
