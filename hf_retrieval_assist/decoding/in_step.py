@@ -79,7 +79,9 @@ class StepWalk:
     def _scored(self, nodes: Sequence[int], verified: Verified) -> torch.Tensor:
         """Processed scores [batch, vocab_size] behind one fed token of each row."""
         ids = self._ids()
-        raw = verified.logits(range(len(nodes)), nodes).to(copy=True, dtype=torch.float32, device=ids.device)
+        raw = verified.logits(range(len(nodes)), nodes).to(
+            copy=True, dtype=torch.float32, device=ids.device
+        )
         scores = self.select.processors(ids, raw)
         for row in self.rows:
             one = slice(row.index, row.index + 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,6 +139,8 @@ class Generation:
         self.cache = self._slot_cache(call.input_ids.shape[1] + room)
         self.verifier: Verifier | None = None
         self.reroute = reroute(assistant.reroute and call.input_ids.device.type == "cpu")
+        self.cost_key = cost_key(call.model, call.input_ids)
+        self.thrift = assistant.thrift(self.cost_key)
         self.taps = FeatureTaps(self.model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = []
 
@@ -162,10 +164,12 @@ class Generation:
 
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
-        running, cost = self.running, self._cost()
-        asked = self.assistant.asks(self.thrift)
+        running, cost, thrift = self.running, self._cost(), self.thrift
+        asked = thrift is None or thrift.affords()
         with self._timed("draft") as drafting:
-            trees = self._drafts(running if asked else (), verifier, cost)
+            trees = [TokenTree.empty()] * len(self.rows)
+            if asked:
+                trees = self._drafts(running, verifier, cost)
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = verifier.forward(self.rows, trees)
         with self._timed("walk") as walked:
@@ -177,13 +181,10 @@ class Generation:
         self._observe(cost, verified.width, forward.seconds, walked.seconds)
         with self._timed("draft") as learning:
             self._learn(running, trees, verified, paths, asked)
-        plain = cost.seconds(1) + cost.overhead()
-        if not asked:
-            self.thrift.rest(plain)
-            return
-        accepted = sum(len(path.tokens) for path in paths) / len(running) - 1
-        wider = cost.seconds(verified.width) - cost.seconds(1)
-        self.thrift.observe(plain, accepted * plain, drafting.seconds + learning.seconds + wider)
+        if thrift is not None:
+            brought = sum(len(path.tokens) for path in paths) / len(running) - 1
+            on_drafts = drafting.seconds + learning.seconds
+            thrift.observe(cost, verified.width, brought, on_drafts if asked else None)
 
     @property
     def running(self) -> list[RowText]:
@@ -275,13 +276,17 @@ class Generation:
         trees: Sequence[TokenTree],
         verified: Verified,
         paths: Sequence[Path],
+        asked: bool,
     ) -> None:
-        """Count the step and tell the drafters what it showed."""
+        """Count the step and tell the drafters what it showed; later, where none was asked."""
         for row in running:
             tree, path = trees[row.index], paths[row.index]
             if not path.tokens:
                 continue
             self.counts.count_step(len(tree), len(path.tokens) - 1)
+            if not asked and not self.assistant.hidden_layers:
+                self.sessions[row.index].defer(path.tokens)
+                continue
             feedback = None
             if self.assistant.needs_feedback:
                 feedback = self._feedback(row, tree, path, verified)
@@ -304,8 +309,10 @@ class Generation:
 
     def _cost(self) -> CostModel:
         """The measured t(n) of forwards like the next one."""
-        length = self.cache.slots.longest
-        return self.assistant.costs.get(cost_key(self.model, self.call.input_ids, length))
+        bucket = size_bucket(self.cache.slots.longest)
+        if bucket != self.cost_key.cache_length:
+            self.cost_key = replace(self.cost_key, cache_length=bucket)
+        return self.assistant.costs.get(self.cost_key)
 
     def _observe(self, cost: CostModel, width: int, forward: float, walk: float) -> None:
         """Learn what the step that was just timed cost."""
@@ -383,7 +390,7 @@ class Generation:
             self.sessions.append(session)
 
 
-def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int) -> CostKey:
+def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> CostKey:
     """What t(n) of a call with these inputs depends on, int64 [batch, length]."""
     return CostKey(
         fingerprint=fingerprint(model),

@@ -82,11 +82,10 @@ class TokenSelector:
         processor looks at the text, and one by one otherwise. A processor that keeps something for
         each row of the batch is then shown the row at its place, repeated to the batch's size.
         """
-        together = len(rows) == self.batch_size and len({len(row) for row in rows}) == 1
-        if together:
-            return self.processors(torch.cat([row.ids for row in rows]), logits)
         if self.blind:
             return self.processors(rows[0].ids.expand(len(rows), -1), logits)
+        if len(rows) == self.batch_size and len({len(row) for row in rows}) == 1:
+            return self.processors(torch.cat([row.ids for row in rows]), logits)
         return torch.cat(
             [self._process(row, one) for row, one in zip(rows, logits.split(1), strict=True)]
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .cost_model import CostModel
+
 _CREDIT = 4.0  # plain steps that drafting may lose before it has brought anything
 _MOST_CREDIT = 8.0
 _SHARES = (1 / 32, 1 / 64, 1 / 128)  # of the time spent that is lent for asking again
@@ -26,25 +28,28 @@ class Thrift:
         """Whether to ask the drafters in the next step."""
         return self._credit is None or self._credit >= self._dearest
 
-    def rest(self, plain: float) -> None:
-        """Count a step of `plain` seconds in which nobody was asked."""
-        assert self._credit is not None
-        self._credit += _SHARES[self._fruitless] * plain
-
-    def observe(self, plain: float, saved: float, spent: float) -> None:
-        """Count a step with drafts.
+    def observe(
+        self, cost: CostModel, width: int, brought: float, spent: float | None = None
+    ) -> None:
+        """Count a step.
 
         Args:
-            plain: seconds of a step without drafts.
-            saved: seconds that the accepted tokens save.
-            spent: seconds of drafting, learning and verifying more than one token per row.
+            cost: t(n), and what a step spends outside the forward.
+            width: tokens per row that were verified.
+            brought: tokens per row besides the one that a plain step brings.
+            spent: seconds of drafting and learning; None: nobody was asked.
         """
+        plain = cost.seconds(1) + cost.overhead()
         known = _CREDIT * plain if self._credit is None else self._credit
-        self._credit = min(known + saved - spent, _MOST_CREDIT * plain)
+        if spent is None:
+            self._credit = known + _SHARES[self._fruitless] * plain
+            return
+        spent += cost.seconds(width) - cost.seconds(1)
+        saved = brought * plain
         # One slow call says little.
         self._dearest += 0.2 * (min(spent, 4 * self._dearest or spent) - self._dearest)
+        self._credit = min(max(known + saved - spent, -_CREDIT * plain), _MOST_CREDIT * plain)
         if saved > spent:
             self._fruitless = 0
-        elif self._credit < self._dearest:
-            self._credit = max(self._credit, -_CREDIT * plain)
+        elif not self.affords():
             self._fruitless = min(self._fruitless + 1, len(_SHARES) - 1)
