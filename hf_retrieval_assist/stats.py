@@ -25,6 +25,9 @@ class CallStats:
         expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
             over rows.
         expected_rejected: the others of them.
+        keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Rows
+            of a batch that get on at their own pace draw in another order, and residual sampling
+            draws otherwise, from the same distributions.
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
             tokens) and cache (keeping the accepted path); `total` is the whole call, prefill
             included.
@@ -38,6 +41,7 @@ class CallStats:
     accepted: int = 0
     expected_accepted: int = 0
     expected_rejected: int = 0
+    keeps_seed: bool = True
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys((*PHASES, "prefill", "total"), 0.0)
     )
@@ -81,6 +85,8 @@ class CallStats:
             if isinstance(mine, dict):
                 for key, value in theirs.items():
                     mine[key] = mine.get(key, 0) + value
+            elif isinstance(mine, bool):
+                setattr(self, item.name, mine and theirs)
             elif isinstance(mine, int):
                 setattr(self, item.name, mine + theirs)
             else:
