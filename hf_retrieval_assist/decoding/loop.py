@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,6 +134,7 @@ class Generation:
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
         self.cache = self._slot_cache(call.input_ids.shape[1] + room)
+        self.cost_key = cost_key(self.model, call.input_ids, self.cache.slots.longest)
         self.verifier: Verifier | None = None
         self.ranks = Ranks.of(call.model)
         if self.residual and self.ranks.several:
@@ -294,8 +295,8 @@ class Generation:
 
     def _cost(self) -> CostModel:
         """The measured t(n) of forwards like the next one."""
-        length = self.cache.slots.longest
-        return self.assistant.costs.get(cost_key(self.model, self.call.input_ids, length))
+        bucket = size_bucket(self.cache.slots.longest)
+        return self.assistant.costs.get(replace(self.cost_key, cache_length=bucket))
 
     def _observe(self, cost: CostModel, width: int, forward: float, walk: float) -> None:
         """Learn what the step that was just timed cost."""

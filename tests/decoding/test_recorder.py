@@ -44,10 +44,9 @@ def forward(width, kept):
     hidden = torch.arange(width, dtype=torch.float32)[None, :, None]
     keys = torch.arange(kept + width)
     attention = (100 * torch.arange(width)[:, None] + keys)[None, None].float()
-    outputs = ModelOutput(
+    return ModelOutput(
         logits=torch.zeros(1, width, 2), hidden_states=(hidden,), attentions=(attention,)
     )
-    return outputs
 
 
 def test_states_of_accepted_tokens():
