@@ -130,7 +130,9 @@ class SuffixDrafter(Drafter):
 
     @property
     def origins(self) -> tuple[str, ...]:
-        return ("text or memory",) if self.scored else ("text", "memory", "corpus")
+        if self.scored:
+            return ("text or memory",)
+        return ("text", "memory") if self.corpus is None else ("text", "memory", "corpus")
 
     def origins_of(self, classes: Int32Array) -> Int32Array:
         # Mixed probabilities are no rates of classes, which name the origin alone, as −1 and below.

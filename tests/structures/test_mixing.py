@@ -123,7 +123,7 @@ def started(memory, text, corpus):
     return trees, (sequence, None, None), array(text), [[text], memory, corpus]
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(few, max_size=3), few, st.lists(few, max_size=2))
 def test_probabilities_are_those_of_the_definition(memory, text, corpus):
     trees, sequences, context, sources = started(memory, text, corpus)
@@ -142,7 +142,7 @@ def test_probabilities_are_those_of_the_definition(memory, text, corpus):
     assert all(expected[token] <= min(draft[2]) + 1e-6 for token in set(expected) - set(found))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(few, max_size=2), few, st.integers(0, 5))
 def test_learning_is_gradient_descent_on_the_coding_cost(memory, text, right):
     trees, sequences, context, sources = started(memory, text, [])
