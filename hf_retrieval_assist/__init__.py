@@ -11,15 +11,26 @@ import functools
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .versions import require_supported_versions
+
 if TYPE_CHECKING:
     from .assistants import Assistant
     from .attachment import attach, detach
     from .candidate_generator import RetrievalCandidateGenerator
     from .corpus.datastore import Datastore
+    from .drafters.early_exit import EarlyExit
     from .eagle.head import EagleHead
     from .hook import install, uninstall
     from .memory.output_memory import OutputMemory
-    from .presets import RestAssistant, SamAssistant, SequoiaAssistant, SuffixAssistant
+    from .presets import (
+        RestAssistant,
+        RolloutAssistant,
+        SamAssistant,
+        SequoiaAssistant,
+        SuffixAssistant,
+    )
+    from .record.record import Record
+    from .record.suggest import suggest
     from .simulation import SimulationReport, simulate
     from .token_tree import TokenTree
 
@@ -29,9 +40,12 @@ __all__ = [
     "Assistant",
     "Datastore",
     "EagleHead",
+    "EarlyExit",
     "OutputMemory",
+    "Record",
     "RestAssistant",
     "RetrievalCandidateGenerator",
+    "RolloutAssistant",
     "SamAssistant",
     "SequoiaAssistant",
     "SimulationReport",
@@ -41,6 +55,7 @@ __all__ = [
     "detach",
     "install",
     "simulate",
+    "suggest",
     "uninstall",
 ]
 
@@ -48,9 +63,12 @@ _MODULES = {
     "Assistant": "assistants",
     "Datastore": "corpus.datastore",
     "EagleHead": "eagle.head",
+    "EarlyExit": "drafters.early_exit",
     "OutputMemory": "memory.output_memory",
+    "Record": "record.record",
     "RestAssistant": "presets",
     "RetrievalCandidateGenerator": "candidate_generator",
+    "RolloutAssistant": "presets",
     "SamAssistant": "presets",
     "SequoiaAssistant": "presets",
     "SimulationReport": "simulation",
@@ -60,6 +78,7 @@ _MODULES = {
     "detach": "attachment",
     "install": "hook",
     "simulate": "simulation",
+    "suggest": "record.suggest",
     "uninstall": "hook",
 }
 
@@ -80,4 +99,5 @@ def __dir__() -> list[str]:
 @functools.cache
 def _give_generate_its_keyword() -> None:
     """Once, so that it stays away after `uninstall`."""
+    require_supported_versions()
     import_module(".hook", __name__).install()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..locks import Lock
 from ..planning.cost_model import CostModel
 from ..structures import draft_tree
+from ..target.ranks import require_whole
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Proposal, Target
 from .draft_stream import DraftStream, mask_rules
@@ -26,6 +27,9 @@ PROB_MIDDLES = np.array(
     [0.005, 0.02, 0.045, 0.08, 0.15, 0.25, 0.37, 0.52, 0.67, 0.82, 0.93, 0.98], np.float32
 )
 RANKS = 4  # the last one stands for all further ranks
+
+PRIORS: Float32Array = np.repeat(PROB_MIDDLES, RANKS)
+"""Of the evidence classes: the model's own probabilities, as if right about them at any rank."""
 
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
@@ -88,6 +92,7 @@ class DraftModelDrafter(Drafter):
                 f"expected a draft model with the target's vocabulary of {target.vocab_size} ids, "
                 f"got {type(self.model).__name__} with {self.vocab_size}"
             )
+        require_whole(self.model, "draft model")
         return DraftModelSession(self, prompt_ids, self.chooser(target.fingerprint))
 
     def chooser(self, fingerprint: str) -> ShapeChooser:
@@ -101,7 +106,7 @@ class DraftModelDrafter(Drafter):
 
     def priors(self) -> Float32Array:
         """The model's own probabilities, as if it were right about them at any rank."""
-        return np.repeat(PROB_MIDDLES, RANKS)
+        return PRIORS
 
 
 @dataclass(frozen=True, eq=False)
