@@ -1,0 +1,249 @@
+"""Verification of token trees in memory that stays where it is: a step is one launch.
+
+The host fills one small buffer and sends it, the device moves the last step's accepted paths,
+builds positions and masks, runs the model, and leaves each node's best token (and its largest
+logits, where a drafter learns from them) in a small buffer that is copied back. Widths are buckets,
+and keys and values lie in buffers of fixed capacity that the model always sees whole, so that one
+recording serves every step of a width; see :mod:`.replay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..decoding.row_text import RowText
+from ..token_tree import TokenTree
+from .arena import capacity_bucket
+from .feature_taps import FeatureTaps
+from .kv_cache import SlotLayer
+from .packed_buffer import PackedBuffer
+from .replay import Shown
+from .top_logits import FoundTop, TopLogits
+from .tree_attention import Int64Array, LayerMask, arrange
+from .verified import Verified
+from .verifiers import TreeVerifier
+from .workspace import MOST_MOVED, WORKSPACES, Shape, Step, Workspace
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens fed per row; what is wider is fed as it is."""
+
+COMPILED_WIDTHS = (1, 4, 16, 64)
+"""The same where every width is compiled, which takes its time."""
+
+
+@dataclass(frozen=True)
+class FixedOptions:
+    """What a call wants of forwards over fixed memory.
+
+    Attributes:
+        forward: what is called in the model's place; None: the model.
+        recorded: whether forwards may be repeated from a recording.
+        top_k: how many of every node's largest logits drafters learn from.
+        keeps_cache: whether the cache outlives the call.
+    """
+
+    forward: Callable[..., Any] | None = None
+    recorded: bool = True
+    top_k: int = 0
+    keeps_cache: bool = True
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return WIDTHS if self.forward is None else COMPILED_WIDTHS
+
+
+class FixedVerified(Verified):
+    """What a forward left in the buffer that is brought to the host."""
+
+    def __init__(self, logits: torch.Tensor, rows: int, outputs: Any, results: PackedBuffer):
+        super().__init__(logits, [0] * rows, outputs)
+        self._results = results
+
+    def best(self, row: int, node: int) -> int:
+        self._results.wait()
+        return int(self._results.host["best"][row, node])
+
+    def top(self, row: int, nodes: int, k: int) -> TopLogits:
+        self._results.wait()
+        ids, logits = (self._results.host[name] for name in ("top_ids", "top_logits"))
+        found = ids[row, : 1 + nodes, :k], logits[row, : 1 + nodes, :k].float()
+        return FoundTop(found[0].numpy(), found[1].numpy())
+
+
+class FixedVerifier(TreeVerifier):
+    """Verifies one token tree per row; see the module's docstring.
+
+    Args:
+        options: what the call wants.
+        taps: the hidden states that are wanted; entered round every forward by the caller.
+    """
+
+    def __init__(self, *args: Any, options: FixedOptions, taps: FeatureTaps, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.options = options
+        self.taps = taps
+        self._first = self.next_position.cpu().numpy()
+        self._moves: tuple[Int64Array, Int64Array] | None = None
+        self._workspace = self._lend(self.cache.slots.longest)
+        self._workspace.arena.hold(self.cache.slot_layers)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.options.widths
+
+    def _lend(self, slots: int) -> Workspace:
+        """A workspace with room for so many kept slots, ready for this call."""
+        rules = self.attention.rules
+        shape = Shape(
+            batch=len(self.processed),
+            capacity=capacity_bucket(max(slots, self.cache.capacity) + self.widths[-1]),
+            rules=rules if isinstance(rules, LayerMask) else tuple(rules.items()),
+            dtype=self.attention.dtype,
+            device=self.device,
+            positions=self._first.shape[:-2],
+            top_k=self.options.top_k,
+            taps=self.taps.boundaries,
+            joined=self.options.forward is None,
+        )
+        recorded = self.options.recorded and self.options.forward is None
+        workspace = WORKSPACES.lend(self.model, shape, recorded)
+        workspace.masks.start(self.attention.prompt_mask)
+        return workspace
+
+    def _feed(self, roots: Sequence[int], trees: Sequence[TokenTree]) -> Verified:
+        fed = 1 + max(map(len, trees))
+        width = next((w for w in self.widths if w >= fed), fed)
+        self._reserve(self.cache.slots.longest + width)
+        step = self._workspace.step(width)
+        self._send(step, roots, trees, width)
+        shown = self._show(step)
+        step.results.fetch()
+        return FixedVerified(shown.logits, len(trees), shown.outputs, step.results)
+
+    def _reserve(self, slots: int) -> None:
+        if slots <= self._workspace.shape.capacity:
+            return
+        self._settle()
+        grown = self._lend(slots + slots // 4)
+        grown.arena.hold(self.cache.slot_layers)
+        self._workspace = grown
+
+    def _send(
+        self, step: Step, roots: Sequence[int], trees: Sequence[TokenTree], width: int
+    ) -> None:
+        """Tell the device of the trees, and move what the last step kept."""
+        token_ids, depths, attends = arrange(roots, trees, width)
+        lengths = self.cache.slots.lengths
+        host = step.inputs.host
+        host["token_ids"].numpy()[:] = token_ids
+        host["slots"].numpy()[:] = np.asarray(lengths)[:, None] + np.arange(width)
+        progress = np.asarray(self.processed)[:, None]
+        host["positions"].numpy()[:] = self._first + progress + depths
+        self._workspace.masks.write(host, depths, attends, lengths)
+        moved = 0
+        if self._moves is not None:
+            moved = self._moves[0].shape[1]
+            host["moves"].numpy()[:, :, :moved] = self._moves
+        step.inputs.send()
+        if moved:
+            source, destination = step.inputs.device["moves"][:, :, :moved]
+            self._workspace.arena.move(self._workspace.rows, source, destination)
+            self._moves = None
+
+    def _show(self, step: Step) -> Shown:
+        if not self._repeatable(step):
+            return self._compute(step)
+        shown = step.replay(lambda: self._compute(step))
+        self.feeding = True
+        self.taps.show(shown.features)
+        if step.replay.fault is not None:
+            WORKSPACES.refuse(self.model, step.replay.fault)
+            self._workspace.record = None
+        return shown
+
+    def _repeatable(self, step: Step) -> bool:
+        """Whether the forward reads nothing that belongs to this call only.
+
+        That is known when the model has prepared its inputs once.
+        """
+        if self._workspace.record is None or self._steady is None:
+            return False
+        others = (*self._steady.values(), *self._token_types(1).values())
+        return not any(isinstance(value, torch.Tensor) for value in others)
+
+    def _compute(self, step: Step) -> Shown:
+        inputs = step.inputs.device
+        self.cache.slots.places = self._workspace.rows, inputs["slots"]
+        arguments = {
+            "attention_mask": self._workspace.masks.build(inputs),
+            "position_ids": inputs["positions"],
+        }
+        width = inputs["token_ids"].shape[1]
+        outputs = self._run(inputs["token_ids"], width, arguments)
+        step.summarise(outputs.logits)
+        return Shown(outputs.logits, self.taps.shown(), outputs)
+
+    def keep(
+        self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
+    ) -> None:
+        lengths = self.cache.slots.lengths
+        sources = self.cache.moved_from(accepted)
+        if sources is not None:
+            base = np.asarray(lengths, np.int64)[:, None]
+            self._moves = base + sources, base + np.arange(sources.shape[1])
+            if sources.shape[1] > MOST_MOVED:
+                self._move()
+        self.cache.slots.set_lengths(
+            [length + len(path) for length, path in zip(lengths, accepted, strict=True)]
+        )
+        self.feeding = False
+        self.processed = [
+            done + len(path) for done, path in zip(self.processed, accepted, strict=True)
+        ]
+
+    def _move(self) -> None:
+        """Move accepted paths now instead of with the next step."""
+        if self._moves is not None:
+            source, destination = torch.from_numpy(np.stack(self._moves)).to(self.device)
+            self._workspace.arena.move(self._workspace.rows, source, destination)
+            self._moves = None
+
+    def _settle(self) -> None:
+        """Make the layers show what is kept, as other caches do."""
+        self._move()
+        self.cache.slots.places = None
+        for layer in self.cache.slot_layers:
+            layer.show(self.cache.slots.longest)
+
+    def finish(self, tokens: int) -> None:
+        self._settle()
+        super().finish(tokens)
+        self._leave()
+
+    def abandon(self) -> None:
+        self._settle()
+        super().abandon()
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.options.keeps_cache:
+            for layer in self.cache.slot_layers:
+                layer.move_out()
+        WORKSPACES.give_back(self.model, self._workspace)
+
+
+def takes_fixed_memory(layers: Sequence[Any], device: torch.device) -> bool:
+    """Whether all layers of a filled cache can write where tensors on a device say so."""
+    filled = [layer for layer in layers if getattr(layer, "is_initialized", False)]
+    return bool(filled) and all(
+        type(layer) is SlotLayer and layer.keys.device == device for layer in filled
+    )
+
+
+Kept = NDArray[np.int64]
