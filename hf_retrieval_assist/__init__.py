@@ -1,21 +1,29 @@
 """Lossless retrieval-based speculative decoding inside Hugging Face `generate`.
 
-Importing the package gives `model.generate` its `assistant=` keyword; :func:`uninstall` takes it
-back.
+The first use of a name below gives `model.generate` its `assistant=` keyword; :func:`uninstall`
+takes it back. Until then nothing of transformers is imported or touched, so that other engines can
+use what drafts and remembers, each from its module.
 """
 
-__version__ = "0.1.0"
+from __future__ import annotations
 
-from .assistants import Assistant
-from .attachment import attach, detach
-from .candidate_generator import RetrievalCandidateGenerator
-from .corpus.datastore import Datastore
-from .eagle.head import EagleHead
-from .hook import install, uninstall
-from .memory.output_memory import OutputMemory
-from .presets import RestAssistant, SamAssistant, SequoiaAssistant, SuffixAssistant
-from .simulation import SimulationReport, simulate
-from .token_tree import TokenTree
+import functools
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .assistants import Assistant
+    from .attachment import attach, detach
+    from .candidate_generator import RetrievalCandidateGenerator
+    from .corpus.datastore import Datastore
+    from .eagle.head import EagleHead
+    from .hook import install, uninstall
+    from .memory.output_memory import OutputMemory
+    from .presets import RestAssistant, SamAssistant, SequoiaAssistant, SuffixAssistant
+    from .simulation import SimulationReport, simulate
+    from .token_tree import TokenTree
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Assistant",
@@ -36,4 +44,40 @@ __all__ = [
     "uninstall",
 ]
 
-install()
+_MODULES = {
+    "Assistant": "assistants",
+    "Datastore": "corpus.datastore",
+    "EagleHead": "eagle.head",
+    "OutputMemory": "memory.output_memory",
+    "RestAssistant": "presets",
+    "RetrievalCandidateGenerator": "candidate_generator",
+    "SamAssistant": "presets",
+    "SequoiaAssistant": "presets",
+    "SimulationReport": "simulation",
+    "SuffixAssistant": "presets",
+    "TokenTree": "token_tree",
+    "attach": "attachment",
+    "detach": "attachment",
+    "install": "hook",
+    "simulate": "simulation",
+    "uninstall": "hook",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _give_generate_its_keyword()
+    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
+@functools.cache
+def _give_generate_its_keyword() -> None:
+    """Once, so that it stays away after `uninstall`."""
+    import_module(".hook", __name__).install()

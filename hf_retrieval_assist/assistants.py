@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +15,11 @@ from numpy.typing import NDArray
 
 from . import attachment
 from .decoding.loop import decode
-from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Proposal, Target
+from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Proposal, Target, close_all
 from .drafters.feedback import RowFeedback, prompt_feedback
+from .locks import Lock
 from .planning.acceptance import Calibrator
+from .planning.clipped_mean import ClippedMean
 from .planning.cost_model import CostModel
 from .planning.cost_store import CostModels
 from .planning.planner import Budget, Planner, token_rate
@@ -74,7 +75,7 @@ class Assistant:
         layers = (drafter.needs.hidden_layers for drafter in self.drafters)
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
         self.learn = True
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def private(self) -> Assistant:
         """This assistant for texts that must leave no trace in what later texts are drafted from.
@@ -174,7 +175,7 @@ class Consultation:
 
     def __init__(self) -> None:
         self._typical = TokenTree.empty()
-        self._seconds = 0.0
+        self._seconds = ClippedMean(0.2)
         self._passed_over = 0
 
     def worthwhile(self, tree: TokenTree, cost: CostModel) -> bool:
@@ -183,8 +184,9 @@ class Consultation:
         Asked again after a while in any case, because what drafts bring changes with the text.
         """
         overhead = cost.overhead()
-        rate = token_rate(self._typical, cost, overhead=overhead + self._seconds)
-        if self._seconds and rate <= token_rate(tree, cost, overhead=overhead):
+        seconds = self._seconds.value
+        rate = token_rate(self._typical, cost, overhead=overhead + seconds)
+        if seconds and rate <= token_rate(tree, cost, overhead=overhead):
             self._passed_over += 1
             if self._passed_over < _ASK_AGAIN:
                 return False
@@ -194,9 +196,7 @@ class Consultation:
     def observe(self, draft: TokenTree, seconds: float) -> None:
         """Remember what was drafted, and how long it took."""
         self._typical = draft
-        # One slow call says little.
-        known = self._seconds or seconds
-        self._seconds = known + 0.2 * min(seconds - known, known)
+        self._seconds.observe(seconds)
 
 
 class AssistantSession:
@@ -205,7 +205,12 @@ class AssistantSession:
     def __init__(self, assistant: Assistant, prompt_ids: NDArray[np.int32], target: Target):
         self.assistant = assistant
         self.prompt_ids = prompt_ids
-        self.sessions = [drafter.start(prompt_ids, target) for drafter in assistant.drafters]
+        self.sessions: list[DraftSession] = []
+        with ExitStack() as started:
+            started.callback(close_all, self.sessions)
+            for drafter in assistant.drafters:
+                self.sessions.append(drafter.start(prompt_ids, target))
+            started.pop_all()
         self.calibrations = [calibrator.session() for calibrator in assistant.calibrators]
 
     def begin(
@@ -263,5 +268,5 @@ class AssistantSession:
             session.commit(token_ids, None if feedback is None else feedback.share(drafter.needs))
 
     def close(self) -> None:
-        for session in self.sessions:
-            session.close()
+        """Close the drafters' sessions, the others too where one raises."""
+        close_all(self.sessions)

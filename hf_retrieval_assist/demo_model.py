@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import platformdirs
 import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .files import user_cache_directory
 
 _CONVERTED = "gemma-3-270m-f32"
 
@@ -34,7 +35,7 @@ def load_demo_model(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 def converted_model() -> Path:
     """The folder of the unpacked model, made where it is missing."""
-    folder = Path(platformdirs.user_cache_dir("hf_retrieval_assist")) / _CONVERTED
+    folder = user_cache_directory() / _CONVERTED
     if not folder.is_dir():
         _convert_into(folder)
     return folder

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -185,3 +187,31 @@ def test_stop_strings_of_the_model_are_left_to_transformers(model, monkeypatch, 
         model.generate(PROMPT, assistant=assistant, **LENGTH)
     assert "decoding without the assistant" in caplog.text
     assert assistant.stats.total.calls == 0
+
+
+# Run in a process of its own, where nothing has been imported.
+LAZY = """
+import sys
+import hf_retrieval_assist.memory.output_memory, hf_retrieval_assist.drafters.suffix
+assert "transformers" not in sys.modules
+from transformers import GenerationMixin
+original = GenerationMixin.generate
+import hf_retrieval_assist
+assert set(hf_retrieval_assist.__all__) == set(hf_retrieval_assist._MODULES)
+assert GenerationMixin.generate is original
+hf_retrieval_assist.SamAssistant
+assert GenerationMixin.generate is not original
+hf_retrieval_assist.uninstall()
+assert set(hf_retrieval_assist.__all__) <= set(dir(hf_retrieval_assist))
+assert all(getattr(hf_retrieval_assist, name) for name in hf_retrieval_assist.__all__)
+assert GenerationMixin.generate is original
+"""
+
+
+def test_generate_gets_its_keyword_with_the_first_name_that_is_used():
+    subprocess.run([sys.executable, "-c", LAZY], check=True)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        hf_retrieval_assist.nothing  # noqa: B018

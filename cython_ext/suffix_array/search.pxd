@@ -3,12 +3,9 @@
 # A comparison reads two places, in the suffix array and in the text, that no cache holds: half a
 # microsecond each time for a large corpus. Memory answers some thirty such reads in little more than
 # the time of one, so all loops here first ask for what they will read and then read it.
-from suffix_array.codes cimport Text, code_at
+from common.prefetch cimport prefetch
 from common.types cimport int32_t, int64_t, uint32_t
-
-cdef extern from "common/prefetch.h":
-    void hfra_prefetch(const void* address) noexcept nogil
-
+from suffix_array.codes cimport Text
 
 cdef enum:
     LANES = 64   # codes that are looked for at a time
@@ -46,7 +43,7 @@ cdef struct Sample:           # the code of one suffix
 cdef inline void ask_rank(const Shard* shard, int64_t rank) noexcept nogil:
     """Prefetch the position of the suffix of a rank."""
     if 0 <= rank < shard.suffix_count:
-        hfra_prefetch(shard.suffixes + rank)
+        prefetch(shard.suffixes + rank)
 
 
 cdef inline int64_t ask_place(const Shard* shard, int64_t rank, int32_t offset) noexcept nogil:
@@ -56,58 +53,13 @@ cdef inline int64_t ask_place(const Shard* shard, int64_t rank, int32_t offset) 
         return -1
     place = <int64_t>shard.suffixes[rank] + offset
     if place < shard.text.length:
-        hfra_prefetch(shard.text.codes + place * shard.text.width)
+        prefetch(shard.text.codes + place * shard.text.width)
     return place
 
 
 cdef inline int64_t rank_of(const Probe* probe, int32_t point, int32_t points) noexcept nogil:
     """The rank of one of `points` comparisons that cut a probe's interval evenly."""
     return probe.low + (probe.high - probe.low) * (point + 1) // (points + 1)
-
-
-cdef inline void compare(
-    const Shard* shard, Probe* probe, const int64_t* places, int32_t points
-) noexcept nogil:
-    """Narrow a probe to what lies between two neighbouring points."""
-    cdef Probe before = probe[0]
-    cdef int32_t j
-    for j in range(points):
-        if code_at(&shard.text, places[j]) < before.code:
-            probe.low = rank_of(&before, j, points) + 1
-        else:
-            probe.high = rank_of(&before, j, points)
-            return
-
-
-cdef inline void settle(const Shard* shard, Probe* probes, int32_t count) noexcept nogil:
-    """Finish up to 2 * LANES searches together, each by more points the fewer they are."""
-    cdef int32_t[2 * LANES] unfinished
-    cdef int64_t[2 * LANES] places
-    cdef int32_t i, j, points, left = 0
-    cdef Probe* probe
-    for i in range(count):
-        if probes[i].low < probes[i].high:
-            unfinished[left] = i
-            left += 1
-    while left > 0:
-        count = left
-        points = max(POINTS // count, 1)
-        for i in range(count):
-            probe = &probes[unfinished[i]]
-            for j in range(points):
-                ask_rank(shard, rank_of(probe, j, points))
-        for i in range(count):
-            probe = &probes[unfinished[i]]
-            for j in range(points):
-                places[i * points + j] = ask_place(
-                    shard, rank_of(probe, j, points), probe.offset
-                )
-        left = 0
-        for i in range(count):
-            probe = &probes[unfinished[i]]
-            compare(shard, probe, places + i * points, points)
-            unfinished[left] = unfinished[i]
-            left += probe.low < probe.high
 
 
 cdef inline void place_samples(Interval within, Sample* samples, int32_t count) noexcept nogil:

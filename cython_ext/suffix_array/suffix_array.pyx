@@ -13,10 +13,21 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 
 import numpy as np
 
-from suffix_array.codes cimport Text
-from suffix_array.search cimport LANES, Interval, Probe, Shard, bucket_of, settle
-from suffix_array.selection cimport Candidate, Item, Range, Selection, Sample, Tree, grow
+from libc.string cimport memmove
+
+from common.heap cimport Entry, pop, push
 from common.types cimport int32_t, int64_t, uint8_t, uint32_t
+from suffix_array.codes cimport Text, code_at
+from suffix_array.search cimport (
+    LANES, POINTS, Interval, Probe, Sample, Shard, ask_place, ask_rank, bucket_of, place_samples,
+    rank_of,
+)
+from suffix_array.selection cimport (
+    ABSENT, BATCH, DENSITY, DEPTH_BITS, Candidate, Range, Selection, Split, Tree,
+)
+
+include "suffix_array/search.pxi"
+include "suffix_array/selection.pxi"
 
 
 cdef class SuffixArray:
@@ -170,9 +181,9 @@ cdef class SuffixMatcher:
         work.range_limit = 4 * self.max_codes + 2 * LANES
         work.candidates = <Candidate*>PyMem_Malloc((codes + 1) * sizeof(Candidate))
         work.ranges = <Range*>PyMem_Malloc(work.range_limit * sizeof(Range))
-        work.frontier = <Item*>PyMem_Malloc(work.range_limit * sizeof(Item))
+        work.frontier = <Entry*>PyMem_Malloc(work.range_limit * sizeof(Entry))
         work.rows = <Interval*>PyMem_Malloc((3 * codes + 1) * shards * sizeof(Interval))
-        work.best = <Item*>PyMem_Malloc((self.max_nodes + 1) * sizeof(Item))
+        work.best = <Entry*>PyMem_Malloc((self.max_nodes + 1) * sizeof(Entry))
         work.samples = <Sample*>PyMem_Malloc(2 * (LANES + shards) * sizeof(Sample))
         work.found = <uint32_t*>PyMem_Malloc((LANES + shards) * sizeof(uint32_t))
         work.most = <int64_t*>PyMem_Malloc((LANES + shards) * sizeof(int64_t))

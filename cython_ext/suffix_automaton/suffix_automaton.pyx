@@ -8,20 +8,22 @@ There are fewer of the latter than tokens.
 
 import numpy as np
 
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc, qsort, realloc
 from libc.string cimport memset
 
-from suffix_automaton.core cimport (
-    FIRST_CAPACITY, ROOT, SEPARATOR, Automaton, Clone, Match, Position, advance, append,
-    branch_cell, continuation, count_of, earliest_end, first_target, first_token, latest_end,
-    length_of, link_of, make_room, normalise, push_position, refresh_latest, reserve_clones,
-    reserve_positions,
-)
-from suffix_automaton.counts cimport (
-    Candidate, Frontier, best_first, count_occurrences, release_counts, sort_all_branches,
-)
-from suffix_automaton.transition_table cimport NO_TOKEN, Slot, Table, allocate_slots, find
+from common.heap cimport Entry, pop, push
 from common.types cimport int32_t, int64_t, state_t, token_t
+from suffix_automaton.automaton cimport (
+    FIRST_CAPACITY, MAX_POSITIONS, MISSING, ROOT, SEPARATOR, Automaton, Branch, Candidate, Clone,
+    Frontier, Match, Position, branch_cell, count_of, earliest_end, first_target, first_token,
+    latest_cell, latest_end, length_of, link_cell, link_of, step,
+)
+from suffix_automaton.transition_table cimport NO_TOKEN, Slot, Table, find
+
+include "suffix_automaton/construction.pxi"
+include "suffix_automaton/matching.pxi"
+include "suffix_automaton/counts.pxi"
+include "suffix_automaton/branching.pxi"
 
 cdef enum:
     GIL_FREE = 1024  # tokens from which giving up the GIL is worth a possible wait to get it back
@@ -404,6 +406,7 @@ cdef class Cursor:
             ValueError: the automaton is not frozen; limit or max_children is below 0.
         """
         cdef Frontier f
+        cdef int64_t room
         self._require_frozen()
         if limit < 0 or max_children < 0:
             raise ValueError(f"limit, max_children: expected at least 0, got {limit}, {max_children}")
@@ -416,13 +419,18 @@ cdef class Cursor:
         cdef float[::1] rates_view = rates
         if limit == 0:
             return tokens, parents, rates, counts
-        f.heap = <Candidate*>malloc((limit + 1) * (max_children + 1) * sizeof(Candidate))
-        if f.heap == NULL:
+        room = (limit + 1) * (max_children + 1)
+        f.candidates = <Candidate*>malloc(room * sizeof(Candidate))
+        f.heap = <Entry*>malloc(room * sizeof(Entry))
+        if f.candidates == NULL or f.heap == NULL:
+            free(f.candidates)
+            free(f.heap)
             raise MemoryError(f"no memory for a draft of {limit} nodes")
-        f.n, f.max_children, f.min_prob = 0, max_children, min_prob
+        f.offered, f.waiting, f.max_children, f.min_prob = 0, 0, max_children, min_prob
         n = best_first(
             &self.automaton.a, self.match.state, &f, limit,
             &tokens_view[0], &parents_view[0], &rates_view[0], &counts_view[0],
         )
+        free(f.candidates)
         free(f.heap)
         return tokens[:n], parents[:n], rates[:n], counts[:n]

@@ -7,20 +7,21 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import Timeout
 from numpy.typing import NDArray
 from pydivsufsort import divsufsort
 from tqdm.auto import tqdm
 
+from ..files import locked
 from ..structures.suffix_sort import align_suffixes, bucket_starts, rank_codes
 from .format import (
     MAX_BYTES,
@@ -33,9 +34,6 @@ from .format import (
     sync_file,
     write_manifest,
 )
-
-if sys.platform != "win32":
-    import fcntl
 
 _BATCH = 1 << 20  # tokens that are validated and encoded at a time
 _MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
@@ -85,58 +83,39 @@ class BuildOptions:
 def staging_directory(path: Path) -> Iterator[Path]:
     """A new directory beside `path`, removed at the end with what is still in it.
 
-    A lock on the directory shows that its process lives. What killed builds of the same path left
-    is removed first.
+    Until then a lock keeps other processes from writing to `path`. What killed builds of the same
+    path left is removed first.
+
+    Raises:
+        BlockingIOError: another process is writing to `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path)
-    staging, lock = _locked_directory(path)
     try:
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _locked_directory(path: Path) -> tuple[Path, int | None]:
-    """A new staging directory and the descriptor that holds its lock, if the system has locks."""
-    while True:
-        staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
-        staging.mkdir()
-        if sys.platform == "win32":
-            return staging, None
-        # Until it is locked, another build may take the directory for an abandoned one.
-        with suppress(FileNotFoundError):
-            lock = os.open(staging, os.O_RDONLY)
-            with suppress(OSError):  # a file system without locks: nobody can lock it, so it stays
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if staging.is_dir():
-                return staging, lock
-            os.close(lock)
+        with locked(path.parent / f".{path.name}.lock", wait=False, keep=False):
+            _remove_abandoned(path)
+            staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
+            staging.mkdir()
+            try:
+                yield staging
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+    except Timeout:
+        raise BlockingIOError(f"{path}: another process is writing to it") from None
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete the staging directories of `path` on which no living process holds a lock."""
-    if sys.platform == "win32":
-        return
+    """Delete the staging directories of `path`, whose builds no longer live."""
     name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
     for staging in path.parent.iterdir():
         if name.fullmatch(staging.name) and staging.is_dir() and not staging.is_symlink():
-            with suppress(OSError):  # locked, or another build was quicker
-                lock = os.open(staging, os.O_RDONLY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(staging)
-                finally:
-                    os.close(lock)
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def publish(staging: Path, path: Path, manifest: Manifest) -> None:
     """Make the manifest's datastore appear at `path` in one step.
 
     Where a datastore already stands, the new shards move in beside the old ones and the manifest is
-    replaced; until then the old one is what opens. One process at a time may write to a datastore.
+    replaced; until then the old one is what opens.
     """
     if path.exists():
         for file in staging.iterdir():

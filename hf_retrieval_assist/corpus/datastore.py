@@ -150,14 +150,16 @@ class Datastore:
             FileExistsError: `path` exists and is not to be overwritten, or is not a datastore.
             ValueError: no documents, an id outside the vocabulary, or a setting out of range.
             TypeError: a document is not made of integers.
-            OSError: the disk is full or not writable.
+            OSError: the disk is full or not writable, or another process is building this store.
         """
         path = Path(path)
         options = BuildOptions(vocab_size, memory, workers, progress)
         if path.exists() and not (overwrite and (path / MANIFEST).is_file()):
             raise FileExistsError(f"{path} exists" + (" and is not a datastore" * overwrite))
-        fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
-        _build(documents, path, Manifest(vocab_size, fingerprint, ()), options)
+        identity = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+        with staging_directory(path.resolve()) as staging:
+            empty = Manifest(vocab_size, identity, ())
+            _add(documents, staging, path.resolve(), empty, options)
         return cls(path)
 
     def append(
@@ -170,11 +172,14 @@ class Datastore:
     ) -> Datastore:
         """Add documents as further shards, in one step, and open the result.
 
-        This object goes on showing the store as it was. Arguments and errors are those of
-        :meth:`build`.
+        This object goes on showing the store as it was when it was opened; what others have added
+        since stays in the new one. Arguments and errors are those of :meth:`build`.
         """
         options = BuildOptions(self.vocab_size, memory, workers, progress)
-        _build(documents, self.path, self.manifest, options)
+        path = self.path.resolve()
+        with staging_directory(path) as staging:
+            base = self._checked_successor(read_manifest(path))
+            _add(documents, staging, path, base, options)
         return Datastore(self.path)
 
     def compact(
@@ -184,10 +189,20 @@ class Datastore:
 
         Arguments and errors are those of :meth:`build` and :meth:`verify`.
         """
-        self.verify()
         options = BuildOptions(self.vocab_size, memory, workers, progress)
-        _build(self.documents(), self.path, replace(self.manifest, shards=()), options)
+        path = self.path.resolve()
+        with staging_directory(path) as staging:
+            now = Datastore(path)
+            base = self._checked_successor(now.manifest)
+            now.verify()
+            _add(now.documents(), staging, path, replace(base, shards=()), options)
         return Datastore(self.path)
+
+    def _checked_successor(self, manifest: Manifest) -> Manifest:
+        """The manifest that stands in this one's place by now."""
+        if replace(manifest, shards=()) != replace(self.manifest, shards=()):
+            raise ValueError(f"{self.path}: expected the datastore that was opened, got another")
+        return manifest
 
     def documents(self) -> Iterator[NDArray[np.uint32]]:
         """Every document's token ids: uint32 arrays, in the order in which they were added."""
@@ -281,13 +296,14 @@ class Datastore:
         return str(commit)
 
 
-def _build(documents: Iterable[Ids], path: Path, base: Manifest, options: BuildOptions) -> None:
+def _add(
+    documents: Iterable[Ids], staging: Path, path: Path, base: Manifest, options: BuildOptions
+) -> None:
     """Publish at `path` the shards of `base` and those of the documents."""
-    with staging_directory(path) as staging:
-        shards: tuple[Shard, ...] = build_shards(documents, staging, options)
-        if not shards:
-            raise ValueError("documents: expected at least one token, got an empty corpus")
-        publish(staging, path, replace(base, shards=base.shards + shards))
+    shards: tuple[Shard, ...] = build_shards(documents, staging, options)
+    if not shards:
+        raise ValueError("documents: expected at least one token, got an empty corpus")
+    publish(staging, path, replace(base, shards=base.shards + shards))
 
 
 def _document_ends(code_bytes: NDArray[np.uint8]) -> Iterator[int]:

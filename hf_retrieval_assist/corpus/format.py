@@ -25,6 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..files import replacing
+
 MAGIC = "hf-retrieval-assist datastore"
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -176,12 +178,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "sha256": _digest(contents),
         "contents": contents,
     }
-    temporary = path / f"{MANIFEST}.new"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(envelope, file, indent=1)
-        file.write("\n")
-        sync_file(file)
-    os.replace(temporary, path / MANIFEST)
+    with replacing(path / MANIFEST, alone=True) as file:
+        file.write_text(json.dumps(envelope, indent=1) + "\n", encoding="utf-8")
     sync_directory(path)
 
 

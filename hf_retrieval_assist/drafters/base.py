@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +118,13 @@ class DraftSession(ABC):
 
     def close(self) -> None:  # noqa: B027 - most sessions hold nothing
         """The text is finished; release what the session holds. Called once."""
+
+
+def close_all(sessions: Sequence[Any]) -> None:
+    """Close each session in turn, the others too where one raises."""
+    with ExitStack() as stack:
+        for session in reversed(sessions):
+            stack.callback(session.close)
 
 
 class Drafter(ABC):

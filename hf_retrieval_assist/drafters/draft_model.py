@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..locks import Lock
 from ..planning.cost_model import CostModel
 from ..structures import draft_tree
 from ..token_tree import Float32Array, Int32Array, TokenTree
@@ -76,7 +76,7 @@ class DraftModelDrafter(Drafter):
         self.max_nodes, self.max_levels, self.width = max_nodes, max_levels, width
         self.temperature = temperature
         self._choosers: dict[str, ShapeChooser] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     @property
     def vocab_size(self) -> int:

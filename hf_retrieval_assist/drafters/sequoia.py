@@ -8,13 +8,14 @@ term 1 is the token that every step brings.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..locks import Lock
+from ..planning.clipped_mean import ClippedMean
 from ..token_tree import Int32Array
 
 Float64Array: TypeAlias = NDArray[np.float64]
@@ -283,11 +284,11 @@ class ShapeChooser:
         self.max_nodes = max_nodes
         self.max_levels = max_levels
         self.counts = AcceptanceCounts(width)
-        self.draft_seconds = 0.0
+        self._pass = ClippedMean(0.1)
         self._seconds: Float64Array | None = None
         self._solved_for: Float64Array | None = None
         self._asked = 0
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._solve()
 
     def observe(self, children: int, accepted: int) -> None:
@@ -295,12 +296,15 @@ class ShapeChooser:
         with self._lock:
             self.counts.observe(children, accepted)
 
+    @property
+    def draft_seconds(self) -> float:
+        """Time of one forward of the draft model over a level; 0 before any."""
+        return self._pass.value
+
     def observe_pass(self, seconds: float) -> None:
         """Learn the time of one forward of the draft model over a level."""
         with self._lock:
-            known = self.draft_seconds
-            change = min(seconds - known, known) if known else seconds
-            self.draft_seconds += change * (0.1 if known else 1.0)
+            self._pass.observe(seconds)
 
     def set_seconds(self, seconds: ArrayLike) -> None:
         """Tell t(1), t(2), …, at least `max_nodes` of them; None was told: the largest tree."""

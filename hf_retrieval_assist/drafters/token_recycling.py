@@ -8,12 +8,12 @@ over the table to draft.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..locks import Lock
 from ..structures import draft_tree
 from ..target.top_logits import TopLogits
 from ..token_tree import Float32Array, Int32Array, TokenTree
@@ -159,7 +159,7 @@ class TokenRecyclingDrafter(Drafter):
         self._child_counts = _child_counts(template)
         Template(self._child_counts, top_k)  # refuses counts that are no tree
         self._tables: dict[tuple[str, int], SuccessorTable] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         table = self._table_of(target)
@@ -221,7 +221,7 @@ class SuccessorTable:
         self._vocab_size = vocab_size
         self._top_k = top_k
         self._template = template
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._successors, self._classes = self._rows(min(vocab_size, _FIRST_ROWS))
         self._class_of = np.arange(_PRIORS.size, dtype=np.uint8).reshape(_PRIORS.shape)
         self._text_kinds = _FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)

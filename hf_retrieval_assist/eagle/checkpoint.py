@@ -8,10 +8,8 @@ every shape is compared with what the target needs.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
-import tempfile
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -23,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ..files import replacing
 from .config import HeadConfig, default_boundaries, infer_config
 from .head import EagleHead, build_head
 from .target import BorrowedLayers, TargetShape, float_weight
@@ -130,11 +129,10 @@ def save_head(head: EagleHead, folder: str | PathLike[str]) -> None:
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().contiguous().cpu() for name, t in head.state_dict().items()}
     config = json.dumps(_speculators_config(head), indent=2)
-    with tempfile.TemporaryDirectory(dir=path, prefix=".saving-") as staging:
-        save_file(tensors, Path(staging, "model.safetensors"), metadata={"format": "pt"})
-        Path(staging, "config.json").write_text(config, encoding="utf-8")
-        for name in ("model.safetensors", "config.json"):
-            os.replace(Path(staging, name), path / name)
+    with replacing(path / "config.json") as config_file:
+        config_file.write_text(config, encoding="utf-8")
+        with replacing(path / "model.safetensors") as tensor_file:
+            save_file(tensors, tensor_file, metadata={"format": "pt"})
 
 
 def _local_folder(path_or_hub_id: str | PathLike[str]) -> Path:

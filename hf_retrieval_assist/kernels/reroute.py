@@ -17,7 +17,6 @@ thirds of that. A model that comes compiled is served as it is.
 
 from __future__ import annotations
 
-import threading
 from types import TracebackType
 
 import torch
@@ -25,13 +24,14 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..locks import Lock
 from .attention import attention, plain_attention
 from .linear import linear, plain_linear
 from .skinny_linear import enter_route, leave_route
 
 __all__ = ["reroute", "tune_linears"]
 
-_exchange_lock = threading.Lock()
+_exchange_lock = Lock()
 _scopes = 0
 
 

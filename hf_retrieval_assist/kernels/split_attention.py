@@ -13,7 +13,7 @@ registry, which is exchanged while any thread is in a scope.
 
 from __future__ import annotations
 
-import threading
+
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -219,7 +219,7 @@ class _Registry:
     """transformers' attention functions, some of them exchanged."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._plain: dict[str, Any] = {}
         self._scopes: dict[str, int] = {}
 

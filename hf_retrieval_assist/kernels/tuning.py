@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
-import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import platformdirs
 import torch
 
 from .. import __version__
+from ..files import replacing, user_cache_directory
+from ..locks import Lock
 from .skinny_linear import PATHS
 
 TUNING_REPEATS = 7
@@ -95,18 +93,6 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _replace_file(path: Path, text: str) -> None:
-    """Write `text` to the file in one step, so that no reader meets half of it."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except OSError:
-        os.unlink(name)
-        raise
-
-
 class Tuning:
     """The choices made on this machine, kept in a file of the user's cache directory.
 
@@ -122,7 +108,7 @@ class Tuning:
     def __init__(self, methods: Iterable[str], path: Path) -> None:
         self.methods = frozenset(methods)
         self.path = path
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._choices: dict[str, str] | None = None
         self._warned = False
 
@@ -161,7 +147,8 @@ class Tuning:
         text = json.dumps({"environment": _environment(), "choices": choices}, indent=1)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _replace_file(self.path, text)
+            with replacing(self.path) as file:
+                file.write_text(text, encoding="utf-8")
         except OSError as error:
             self._warn(f"cannot remember what is fastest in {self.path}: {error!r}")
 
@@ -173,4 +160,4 @@ class Tuning:
 
 def tuning_file(kind: str) -> Path:
     """Where the choices of one kind are kept by default."""
-    return Path(platformdirs.user_cache_dir("hf-retrieval-assist"), f"{kind}_tuning.json")
+    return user_cache_directory() / f"{kind}_tuning.json"

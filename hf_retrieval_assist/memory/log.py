@@ -16,31 +16,22 @@ import struct
 import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if os.name == "nt":
-    import msvcrt
-
-    def _lock(file: BinaryIO) -> None:
-        msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)  # type: ignore[attr-defined]
-else:
-    import fcntl
-
-    def _lock(file: BinaryIO) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX)
-
+from ..files import locked, replacing
 
 _MAGIC, _VERSION = b"HFRAoutM", 1
 _MARKER = b"\xf5out"  # no byte of it can start a token id below 2^24
 _HEADER = struct.Struct("<8sIIQQ")
 _RECORD = struct.Struct("<4sIQII")
 _CHECKED = 8  # bytes of a record in front of what its checksum covers
+_OWNER_ONLY = 0o600
 
 
 @dataclass(frozen=True)
@@ -64,23 +55,56 @@ class Record:
         return _MARKER + struct.pack("<I", zlib.crc32(body)) + body
 
 
-class OutputLog:
-    """A process's view of the file at `path`, which is created (mode 0600) when first written to.
+class SharedOutputs(Protocol):
+    """A process's view of finished outputs that other processes read and write too."""
 
-    When `append` returns, the record is with the operating system: it survives the death of every
-    process, though not a loss of power. Every access holds the lock file beside it.
+    @property
+    def last_number(self) -> int:
+        """Number of the last record read or written."""
+
+    def read(self) -> tuple[int, list[Record]]:
+        """The number below which outputs were forgotten, and records not read or written before.
+
+        Empty once there are no more.
+        """
+
+    def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> tuple[int, list[Record]]:
+        """Write an output. Returns what `read` would have returned just before."""
+
+    def forget(self) -> int:
+        """Drop all records, for every process. Returns the new floor.
+
+        Raises:
+            OSError: the others could not be told.
+        """
+
+    def sync(self, timeout: float) -> bool:
+        """Wait until what was written is with the others and what they wrote can be read.
+
+        Returns:
+            Whether that was so within `timeout` seconds.
+        """
+
+
+class OutputLog:
+    """A process's view of the file at `path`, which is created when first written to.
+
+    Its owner alone may read it (mode 0600); a file that others could read is closed to them. Every
+    access holds the lock file beside it. When `append` returns, the record is with the operating
+    system: it survives the death of every process, though not a loss of power.
 
     Args:
-        path: the file.
+        path: the file; links to it are followed now, so that all its writers hold one lock.
         keep_bytes: when the file is above twice this size, only the newest records, up to this
             size, are kept.
 
     Raises:
         ValueError: from any method, if the file is not such a log or of another version.
+        OSError: from any method, if the file cannot be used; it names the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_bytes: int) -> None:
-        self.path = Path(path)
+        self.path = Path(path).resolve()
         self.keep_bytes = keep_bytes
         self._generation = 0
         self._offset = _HEADER.size
@@ -97,15 +121,15 @@ class OutputLog:
         with self._locked():
             if not self._exists():
                 return self._floor, []
-            with open(self.path, "rb") as file:
+            with self._opened("rb") as file:
                 return self._floor_and_news(file)
 
     def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> tuple[int, list[Record]]:
         """Write an output. Returns what `read` would have returned just before."""
         with self._locked():
             if not self._exists():
-                self._rewrite([])
-            with open(self.path, "r+b") as file:
+                self._rewrite([], self._floor)
+            with self._opened("r+b") as file:
                 news = self._floor_and_news(file)
                 record = Record(self._next, fingerprint, token_ids).encode()
                 # What lies behind the last good record is the torn end of a killed process's.
@@ -115,25 +139,40 @@ class OutputLog:
             self._offset += len(record)
             self._next += 1
             if self._offset > 2 * self.keep_bytes:
-                self._compact()
+                # The record is in the file; whoever appends next tries again.
+                with suppress(OSError):
+                    self._compact()
         return news
 
     def forget(self) -> int:
         """Drop all records, for every process. Returns the new floor."""
         with self._locked():
             if self._exists():
-                with open(self.path, "rb") as file:
+                with self._opened("rb") as file:
                     self._floor_and_news(file)
-            self._floor = self._next
-            self._rewrite([])
+            self._rewrite([], self._next)
         return self._floor
+
+    def sync(self, timeout: float) -> bool:
+        """True: whoever reads the file sees it as it is."""
+        return True
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        with open(lock, "r+b") as file:
-            _lock(file)
-            yield
+        try:
+            with locked(Path(f"{self.path}.lock")):
+                yield
+        except OSError as error:
+            # A write that fails does not say where.
+            error.filename = error.filename or str(self.path)
+            raise
+
+    @contextmanager
+    def _opened(self, mode: Literal["rb", "r+b"]) -> Iterator[BinaryIO]:
+        with open(self.path, mode) as file:
+            if os.name != "nt" and os.fstat(file.fileno()).st_mode & 0o077:
+                os.fchmod(file.fileno(), _OWNER_ONLY)
+            yield file
 
     def _exists(self) -> bool:
         return self.path.exists() and self.path.stat().st_size > 0
@@ -178,19 +217,16 @@ class OutputLog:
             if size > self.keep_bytes:
                 kept.pop()
                 break
-        self._rewrite(kept[::-1])
+        self._rewrite(kept[::-1], self._floor)
 
-    def _rewrite(self, records: list[bytes]) -> None:
+    def _rewrite(self, records: list[bytes], floor: int) -> None:
         """Put a new file in the place of the old one, whole or not at all."""
-        self._generation = int.from_bytes(os.urandom(8), "little")
-        rest = struct.pack("<QQ", self._generation, self._floor)
+        generation = int.from_bytes(os.urandom(8), "little")
+        rest = struct.pack("<QQ", generation, floor)
         header = _MAGIC + struct.pack("<II", _VERSION, zlib.crc32(rest)) + rest
-        fresh = Path(f"{self.path}.new")
-        fresh.unlink(missing_ok=True)
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(header)
-            file.writelines(records)
-        os.replace(fresh, self.path)
+        with replacing(self.path, _OWNER_ONLY, alone=True) as file:
+            file.write_bytes(header + b"".join(records))
+        self._generation, self._floor = generation, floor
         self._offset = len(header) + sum(map(len, records))
 
 

@@ -1,16 +1,20 @@
-"""What earlier outputs taught: one bounded suffix tree for each model, optionally kept on disk."""
+"""What earlier outputs taught: one bounded suffix tree for each model, kept on disk or shared."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from threading import RLock
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..locks import Lock
 from ..structures.suffix_tree import SuffixTree
-from .log import OutputLog, Record
+from .log import OutputLog, Record, SharedOutputs
+from .redis_server import RedisServer
+from .stream import OutputStream
 
 # A token takes 50 to 80 bytes in the tree and 4 in the log, so that the log's newest records, up to
 # this share of the limit, are about what the trees can hold.
@@ -35,16 +39,30 @@ class OutputMemory:
     log holds outputs in plain form, readable by their owner alone (mode 0600). Prompts are not
     learnt, unless they are handed to `add`.
 
+    Where the log cannot be read or written later on, a full disk say, one warning tells so and
+    outputs are kept in memory; those that are still there follow once the log works again.
+
+    With `url`, processes on any number of machines share finished outputs through a Redis or Valkey
+    server. Nothing but `sync` and `forget` waits for the network: outputs are exchanged in the
+    background, and a process goes on alone while the server is away and delivers its outputs later.
+    What waits on either side takes up to a sixth of `max_bytes` besides the trees. Whoever may read
+    the server's keys may read the outputs.
+
     Args:
         max_bytes: bound on the memory that all trees together occupy.
         max_depth: longest context plus draft, in tokens.
         path: log file; None keeps outputs in memory only.
+        url: server, `redis://`, `rediss://` or `unix://` as the `redis` client reads it, with a
+            password unless the host is this machine; instead of `path`.
 
     Attributes:
         lock: guards the trees that `tree` hands out.
 
     Raises:
-        ValueError: if the file at `path` is not a log of outputs, or `max_bytes` is too little.
+        ValueError: if the file at `path` is not a log of outputs, `max_bytes` is too little, or
+            `url` lacks a password or is none of the client's.
+        OSError: if the file at `path` cannot be read, or locked, or closed to others.
+        ImportError: with `url`, if the `redis` extra is not installed.
     """
 
     def __init__(
@@ -52,17 +70,19 @@ class OutputMemory:
         max_bytes: int = 256 << 20,
         max_depth: int = 64,
         path: str | os.PathLike[str] | None = None,
+        url: str | None = None,
     ) -> None:
         smallest = SuffixTree(max_depth).nbytes
         if max_bytes < 2 * smallest:
             raise ValueError(f"max_bytes: expected at least {2 * smallest}, got {max_bytes}")
         self.max_bytes = max_bytes
         self.max_depth = max_depth
-        self.lock = RLock()
+        self.lock = Lock()
         self._trees: dict[str, SuffixTree] = {}
         self._outputs: dict[RunningOutput, None] = {}  # in order of age
-        self._log = None if path is None else OutputLog(path, max_bytes // _LOG_SHARE)
-        self.refresh()
+        self._log = _shared_outputs(path, url, max_bytes // _LOG_SHARE)
+        self._behind = False  # finished outputs could not be written to the log
+        self._read_all()
 
     @property
     def nbytes(self) -> int:
@@ -108,19 +128,46 @@ class OutputMemory:
 
     def start(self, fingerprint: str = "") -> RunningOutput:
         """An output that is learnt while it grows. Reads what other processes have finished."""
-        self.refresh()
+        if self._log is not None:
+            with self.lock, self._tolerated():
+                self._take_in(*self._log.read())
         return RunningOutput(self, fingerprint)
 
     def refresh(self) -> None:
-        """Learn what other processes have written to the log."""
-        if self._log is not None:
-            with self.lock:
-                self._take_in(*self._log.read())
+        """Learn all that other processes have written to the log, or that has come from the server.
+
+        Starting an output learns a part of it, small enough not to delay the output.
+        """
+        with self.lock, self._tolerated():
+            self._read_all()
+
+    def _read_all(self) -> None:
+        while self._log is not None and self._take_in(*self._log.read()):
+            pass
+
+    def sync(self, timeout: float = 10.0) -> bool:
+        """Wait until others can read all outputs finished here, and learn all of theirs.
+
+        Only a memory on a server has anything to wait for: when a process starts, or before it
+        ends.
+
+        Args:
+            timeout: in seconds.
+
+        Returns:
+            Whether the server was reached in time.
+        """
+        reached = self._log is None or self._log.sync(timeout)
+        self.refresh()
+        return reached
 
     def forget(self) -> None:
-        """Forget every output, running ones and those in the log included.
+        """Forget every output, running ones and those in the log or on the server included.
 
-        Other processes on the same log forget them when they next start or finish an output.
+        Other processes forget them when they next start or finish an output.
+
+        Raises:
+            OSError: the others could not be told; this process has forgotten.
         """
         with self.lock:
             for output in list(self._outputs):
@@ -137,11 +184,13 @@ class OutputMemory:
             for tree in self._trees.values():
                 tree.check_invariants()
 
-    def _take_in(self, floor: int, records: list[Record]) -> None:
+    def _take_in(self, floor: int, records: list[Record]) -> bool:
+        """Forget what is numbered below `floor`, learn the records; whether there were any."""
         for output in [o for o in self._outputs if o.number is not None and o.number < floor]:
             self._drop(output)
         for record in records:
             self._learn_finished(record.fingerprint, record.token_ids, record.number)
+        return bool(records)
 
     def _adopt(self, fingerprint: str) -> None:
         """Make the finished outputs of no named model those of this one."""
@@ -168,8 +217,34 @@ class OutputMemory:
 
     def _finish(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         if self._log is not None:
-            self._take_in(*self._log.append(output.fingerprint, token_ids))
-            output.number = self._log.last_number
+            with self._tolerated():
+                if self._behind:
+                    self._deliver(self._log)
+                self._write(self._log, output, token_ids)
+                self._behind = False
+
+    def _write(
+        self, log: SharedOutputs, output: RunningOutput, token_ids: NDArray[np.int32]
+    ) -> None:
+        self._take_in(*log.append(output.fingerprint, token_ids))
+        output.number = log.last_number
+
+    def _deliver(self, log: SharedOutputs) -> None:
+        """Write the outputs that could not be written before, as far as they are still whole."""
+        for output in [o for o in self._outputs if o.finished and o.number is None]:
+            if output.live_sequence is not None:
+                tree = self._trees[output.fingerprint]
+                self._write(log, output, tree.tokens(output.live_sequence))
+
+    @contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        """Go on in memory alone where the log fails; it is tried again at every output."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if not self._behind:
+                warnings.warn(f"outputs are not kept on disk for now: {error}", stacklevel=4)
+            self._behind = True
 
     def _learn(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         """Append to an output, older ones making room; for good no more where there is none."""
@@ -216,6 +291,16 @@ class OutputMemory:
             del self._trees[output.fingerprint]
         del self._outputs[output]
         output.sequence, output.full = None, True
+
+
+def _shared_outputs(
+    path: str | os.PathLike[str] | None, url: str | None, keep_bytes: int
+) -> SharedOutputs | None:
+    if path is not None and url is not None:
+        raise ValueError("path: expected none beside url, got both")
+    if url is not None:
+        return OutputStream(RedisServer(url), keep_bytes)
+    return None if path is None else OutputLog(path, keep_bytes)
 
 
 class RunningOutput:
@@ -265,7 +350,7 @@ class RunningOutput:
     def close(self) -> None:
         """The output is finished: write it to the log. Called once."""
         with self._memory.lock:
-            self.finished = True
             if self._tokens and not self.forgotten:
                 self._memory._finish(self, np.concatenate(self._tokens))
+            self.finished = True
             self._tokens.clear()

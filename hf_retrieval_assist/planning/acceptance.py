@@ -8,13 +8,13 @@ verification has to be spent on exploring.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..locks import Lock
 from ..structures import draft_tree, evidence
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
@@ -70,7 +70,7 @@ class Calibrator:
         # float64 [classes, 2]: trials and hits, the prior's included.
         self._counts = self._prior_counts.copy()
         self._bins = np.zeros((_BINS, 3))
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._counts)

@@ -8,12 +8,14 @@ uncertainty that tells the planner where a trial would teach something.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..locks import Lock
+from .clipped_mean import ClippedMean
 
 Float64Array = NDArray[np.float64]
 
@@ -44,6 +46,7 @@ _CHANGE_FORGETTING = 0.5
 _ANYWHERE = len(KNOTS)
 _FORGETTING = 0.01  # variance regained per timing, in units of a timing's own
 _FORGETTING_PERIOD = 8
+_OVERHEAD_MEMORY = 0.1  # share of a new timing in an overhead's mean
 _RESTORED_VARIANCE = 0.02  # at least this share of the prior variance after a restart
 
 _SIZES = np.arange(1, MAX_TOKENS + 1)
@@ -103,8 +106,8 @@ class CostModel:
         self._outliers = [0] * (len(KNOTS) + 1)  # by knot, then anywhere; signed by side
         self._curve: Float64Array = np.empty(0)
         self._stale = True
-        self._overheads: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._overheads: dict[str, ClippedMean] = {}
+        self._lock = Lock()
 
     @classmethod
     def fixed(cls, seconds: Callable[[int], float]) -> CostModel:
@@ -220,14 +223,11 @@ class CostModel:
     def observe_overhead(self, kind: str, seconds: float) -> None:
         """Learn what a step spends outside the forward on `kind` ("draft", "walk", …)."""
         with self._lock:
-            known = self._overheads.get(kind)
-            # An outlier of any size moves the mean by a tenth of it at most.
-            change = 0.0 if known is None else min(seconds - known, known)
-            self._overheads[kind] = seconds if known is None else known + 0.1 * change
+            self._overheads.setdefault(kind, ClippedMean(_OVERHEAD_MEMORY)).observe(seconds)
 
     def overhead(self, *kinds: str) -> float:
         """Seconds per step spent on these kinds of work, or on all of them when none is named."""
-        known = self._overheads.copy()
+        known = {kind: mean.value for kind, mean in self._overheads.copy().items()}
         return sum(known.get(kind, 0.0) for kind in (kinds or known))
 
     def state(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class CostModel:
                 "uncertainty": (self._covariance.diagonal() / self._prior_covariance.diagonal())
                 .clip(0, 1)
                 .tolist(),
-                "overheads": dict(self._overheads),
+                "overheads": {kind: mean.value for kind, mean in self._overheads.items()},
             }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -263,7 +263,7 @@ class CostModel:
             std = np.sqrt(uncertainty.clip(_RESTORED_VARIANCE, 1))
             self._covariance = np.outer(std, std) * self._prior_covariance
             self._noise, self._count = float(noise[0]), int(count[0])
-            self._overheads = seconds
+            self._overheads = {k: ClippedMean(_OVERHEAD_MEMORY, s) for k, s in seconds.items()}
             self._timed = self._count > 0
             self._stale = True
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
-import os
-import tempfile
-import threading
 import time
 import warnings
 import weakref
@@ -15,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
+from ..files import replacing, user_cache_directory
+from ..locks import Lock
 from .cost_model import CostModel
 
 _FORMAT = 1
@@ -83,13 +80,13 @@ class CostModels:
         self._loaded: set[str] = set()
         self._next_save: dict[str, float] = {}  # by fingerprint, as time.monotonic() counts
         self._unsaved: set[str] = set()  # fingerprints that `save_at_times` left for later
-        self._lock = threading.Lock()
+        self._lock = Lock()
         _ALIVE.add(self)
 
     @staticmethod
     def user_directory() -> Path:
         """Where cost models live between processes: a folder of the user's cache directory."""
-        return Path(platformdirs.user_cache_dir("hf_retrieval_assist")) / "cost"
+        return user_cache_directory() / "cost"
 
     def get(self, key: CostKey) -> CostModel:
         """The model of `key`, the same object each time."""
@@ -116,7 +113,9 @@ class CostModels:
             models = {k.name(): m for k, m in self._models.items() if k.fingerprint == fingerprint}
         states = {name: model.state() for name, model in models.items() if model.timed}
         content = {"format": _FORMAT, "fingerprint": fingerprint, "models": states}
-        _write_atomically(self._path(fingerprint), json.dumps(content))
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with replacing(self._path(fingerprint)) as file:
+            file.write_text(json.dumps(content))
 
     def save_at_times(self, fingerprint: str) -> None:
         """`save`, at most once a minute and when the process ends; for the end of every call.
@@ -196,15 +195,3 @@ def _read_model(fingerprint: str, name: str, state: Any) -> tuple[CostKey, CostM
     model = CostModel(_device_type(key))
     model.restore(state)
     return key, model
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from ..locks import Lock
 from ..token_tree import TokenTree
 from .cost_model import CostModel, Float64Array
 
@@ -54,7 +54,7 @@ class Planner:
             raise ValueError(f"exploration: expected a number in [0, 1), got {self.exploration}")
         self._saved = 0.0  # seconds that a trial may lose
         self._step = 0
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def request(self, cost: CostModel | None = None) -> int:
         """How many nodes to ask of the drafters: more would not pay even if all were accepted.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
+
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -128,7 +128,7 @@ class Workspaces:
             weakref.WeakKeyDictionary()
         )
         self._faults: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def lend(self, model: Any, shape: Shape, recorded: bool) -> Workspace:
         """The idle workspace of a model where it fits, else a new one.

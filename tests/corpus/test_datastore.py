@@ -389,31 +389,58 @@ def test_killed_build_leaves_nothing_that_opens(tmp_path):
     kill_while_building(path)
     with pytest.raises(FileNotFoundError):
         Datastore.open(path)
-    (leftover,) = tmp_path.iterdir()
+    lock, leftover = sorted(tmp_path.iterdir(), key=lambda entry: entry.is_dir())
+    assert lock.name == ".store.lock"
     with pytest.raises(ValueError, match="not a datastore"):
         Datastore.open(leftover)
     assert_holds(build(make_documents(), path), make_documents())
     assert [entry.name for entry in tmp_path.iterdir()] == ["store"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="directories are locked on POSIX only")
 def test_only_what_killed_builds_of_the_same_path_left_is_removed(tmp_path):
     kept = [".other.01234567.partial", ".store.0123456.partial", "store.01234567.partial"]
     for name in [*kept, ".store.01234567.partial"]:
         (tmp_path / name).mkdir()
+    build([[1, 2]], tmp_path / "store")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*kept, "store"])
+
+
+def test_one_process_at_a_time_writes_to_a_store(tmp_path):
+    """By any path that leads there."""
+    (tmp_path / "inner").mkdir()
 
     def documents():
-        """Builds the same store while the outer build is writing."""
-        (mine,) = set(tmp_path.iterdir()) - {tmp_path / name for name in kept}
         yield [1, 2]
-        build([[3]], tmp_path / "inner" / ".." / "store")
-        assert mine.is_dir()
+        with pytest.raises(BlockingIOError, match="store: another process is writing to it"):
+            build([[3]], tmp_path / "inner" / ".." / "store")
 
-    (tmp_path / "inner").mkdir()
-    kept.append("inner")
-    build(documents(), tmp_path / "store")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([*kept, "store"])
-    assert_holds(Datastore.open(tmp_path / "store"), [[1, 2]])
+    datastore = build(documents(), tmp_path / "store")
+    assert_holds(datastore, [[1, 2]])
+
+    def more():
+        yield [5]
+        with pytest.raises(BlockingIOError):
+            datastore.append([[6]], progress=False)
+        with pytest.raises(BlockingIOError):
+            datastore.compact(progress=False)
+
+    assert_holds(datastore.append(more(), progress=False), [[1, 2], [5]])
+
+
+def test_what_others_added_meanwhile_stays(tmp_path):
+    first = build([[1, 2]], tmp_path / "store")
+    second = Datastore.open(tmp_path / "store")
+    first.append([[3]], progress=False)
+    assert_holds(second.append([[4]], progress=False), [[1, 2], [3], [4]])
+    assert_holds(first.compact(progress=False), [[1, 2], [3], [4]])
+
+
+def test_another_store_in_the_place_of_the_opened_one_is_not_added_to(tmp_path):
+    opened = build([[1, 2]], tmp_path / "store")
+    Datastore.build([[1]], tmp_path / "store", vocab_size=9, overwrite=True, progress=False)
+    for change in (lambda: opened.append([[3]], progress=False), lambda: opened.compact()):
+        with pytest.raises(ValueError, match="expected the datastore that was opened"):
+            change()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")

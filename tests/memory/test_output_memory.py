@@ -1,16 +1,20 @@
 """The output memory: its bound, its log, several threads, several processes, sudden death."""
 
+import errno
 import os
 import stat
 import subprocess
 import sys
 import threading
 import time
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from hf_retrieval_assist.files import locked
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory
@@ -226,12 +230,16 @@ def test_threads_share_a_memory(tmp_path):
     assert len(logged(tmp_path / "log")) == 60
 
 
-# The module alone: importing the package would take most of a writer's life.
+# The modules alone: importing the package would take most of a writer's life.
 WRITER = """
 import sys
+import types
 import numpy as np
-sys.path.insert(0, sys.argv[4])
-from log import OutputLog
+
+package = types.ModuleType("hf_retrieval_assist")
+package.__path__ = [sys.argv[4]]
+sys.modules["hf_retrieval_assist"] = package
+from hf_retrieval_assist.memory.log import OutputLog
 
 log, first, count = OutputLog(sys.argv[1], 1 << 30), int(sys.argv[2]), int(sys.argv[3])
 for i in range(first, first + count):
@@ -241,7 +249,7 @@ for i in range(first, first + count):
 
 
 def start_writer(path, first, outputs):
-    folder = str(Path(log.__file__).parent)
+    folder = str(Path(log.__file__).parents[1])
     arguments = [sys.executable, "-c", WRITER, str(path), str(first), str(outputs), folder]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
@@ -325,3 +333,135 @@ def test_the_bound_holds_near_the_smallest_memory():
             name = ("", "", "a", "b")[rng.integers(4)]
             memory.add(random_output(rng, int(rng.integers(1, 400)), 67), name)
             memory.check_invariants()
+
+
+class FullDisk:
+    """Writing to a log fails while this is on."""
+
+    def __init__(self, monkeypatch):
+        self.on = False
+        monkeypatch.setattr(OutputLog, "_opened", self.opened(OutputLog._opened))
+
+    def opened(self, original):
+        @contextmanager
+        def opened(log, mode):
+            with original(log, mode) as file:
+                if self.on and mode == "r+b":
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                yield file
+
+        return opened
+
+
+def test_a_full_disk_costs_no_output_and_one_warning(tmp_path, monkeypatch):
+    path, disk = tmp_path / "log", FullDisk(monkeypatch)
+    memory = OutputMemory(path=path)
+    memory.add([1, 2])
+    disk.on = True
+    message = rf"not kept on disk for now: .*No space left on device: '{path}'"
+    with pytest.warns(UserWarning, match=message):
+        memory.add([3, 4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory.add([5, 6])
+        memory.add([7, 8])
+    assert [count(memory, [t, t + 1]) for t in (1, 3, 5, 7)] == [1] * 4
+    assert logged(path) == [[1, 2]]
+    disk.on = False
+    memory.add([9, 10])
+    assert logged(path) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    assert len(memory) == 5
+    disk.on = True
+    with pytest.warns(UserWarning, match="not kept on disk"):
+        memory.add([11, 12])
+    memory.check_invariants()
+
+
+def test_a_log_that_is_damaged_in_use_costs_no_output(tmp_path):
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    memory.add([1, 2])
+    good = path.read_bytes()
+    path.write_bytes(good[:18] + bytes([good[18] ^ 1]) + good[19:])
+    with pytest.warns(UserWarning, match="the header does not match its checksum"):
+        running = memory.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        running.extend([3, 4])
+        running.close()
+        memory.refresh()
+    assert count(memory, [1, 2]) == count(memory, [3, 4]) == 1
+    with pytest.raises(ValueError, match="the header"):
+        OutputMemory(path=path)
+    path.write_bytes(good)
+    memory.add([5])
+    assert logged(path) == [[1, 2], [3, 4], [5]]
+
+
+def test_a_log_that_cannot_be_compacted_is_appended_to(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    small = OutputLog(tmp_path / "log", 120)
+    monkeypatch.setattr(OutputLog, "_compact", refuse)
+    for i in range(20):
+        small.append("m", np.full(20, i, np.int32))
+    monkeypatch.undo()
+    assert [tokens[0] for tokens in logged(tmp_path / "log")] == list(range(20))
+    small.append("m", np.full(20, 20, np.int32))
+    assert [tokens[0] for tokens in logged(tmp_path / "log")] == [20]
+
+
+def test_forgetting_that_fails_says_so(tmp_path, monkeypatch):
+    memory = OutputMemory(path=tmp_path / "log")
+    memory.add([1, 2])
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(OutputLog, "_rewrite", refuse)
+    with pytest.raises(PermissionError, match="log"):
+        memory.forget()
+    assert len(memory) == 0
+
+
+needs_posix = pytest.mark.skipif(os.name == "nt", reason="links and modes are POSIX's")
+
+
+@needs_posix
+def test_a_link_to_a_log_is_the_log(tmp_path):
+    (tmp_path / "data").mkdir()
+    real, link = tmp_path / "data" / "log", tmp_path / "link"
+    link.symlink_to(real)
+    OutputMemory(path=link).add([1, 2])
+    assert logged(real) == [[1, 2]]
+    memory = OutputMemory(path=link)
+    with locked(Path(f"{real}.lock")):
+        thread = threading.Thread(target=memory.forget)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive(), "a writer by the link took another lock"
+    thread.join()
+    assert link.is_symlink()
+    assert logged(real) == []
+    assert sorted(file.name for file in (tmp_path / "data").iterdir()) == ["log", "log.lock"]
+
+
+@needs_posix
+@pytest.mark.parametrize("use", [lambda memory: memory.refresh(), lambda memory: memory.add([3])])
+def test_a_log_that_others_could_read_is_closed_to_them(tmp_path, use):
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    memory.add([1, 2])
+    os.chmod(path, 0o644)
+    use(memory)
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+
+@needs_posix
+def test_what_a_killed_compaction_left_goes_when_forgetting(tmp_path):
+    memory = OutputMemory(path=tmp_path / "log")
+    memory.add([1, 2])
+    (tmp_path / ".log.0123456789abcdef.new").write_bytes(b"outputs")
+    memory.forget()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "log.lock"]

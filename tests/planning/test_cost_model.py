@@ -300,7 +300,7 @@ def test_a_directory_that_cannot_be_written_gives_one_warning(tmp_path, monkeypa
     def refuse(*arguments, **options):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    monkeypatch.setattr("hf_retrieval_assist.planning.cost_store.replacing", refuse)
     models = CostModels(tmp_path)
     for fingerprint in ("model", "other"):
         models.get(replace(KEY, fingerprint=fingerprint))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from ...files import replacing
 from ...target.feature_taps import FeatureTap
 from ..config import HeadConfig
 
@@ -200,8 +200,8 @@ class ExampleDataset(Dataset[dict[str, Tensor]]):
         if not path.is_file():
             supervision = self._supervisor(self._examples[index].token_ids)
             compact = {name: _compact(tensor) for name, tensor in supervision.items()}
-            save_file(compact, path.with_suffix(".part"))
-            os.replace(path.with_suffix(".part"), path)
+            with replacing(path) as file:
+                save_file(compact, file)
         return load_file(path)
 
 

@@ -1,0 +1,45 @@
+# Matching a text against the suffix automaton.
+
+
+cdef void normalise(const Automaton* a, Match* m) noexcept nogil:
+    """Splits since the last step may have moved the matched string to a suffix link."""
+    while m.state != ROOT and m.length <= length_of(a, link_of(a, m.state)):
+        m.state = link_of(a, m.state)
+
+
+cdef void advance(const Automaton* a, Match* m, token_t token) noexcept nogil:
+    cdef state_t q
+    normalise(a, m)
+    q = step(a, m.state, token)
+    while q == MISSING and m.state != ROOT:
+        m.state = link_of(a, m.state)
+        m.length = length_of(a, m.state)
+        q = step(a, m.state, token)
+    if q != MISSING:
+        m.state = q
+        m.length += 1
+
+
+cdef int64_t following(const Automaton* a, int64_t end, int64_t limit) noexcept nogil:
+    """How many tokens, at most `limit`, stand after `end` in its document."""
+    cdef int64_t i = 0
+    while i < limit and a.positions[end + 1 + i].token != SEPARATOR:
+        i += 1
+    return i
+
+
+cdef int64_t continuation(
+    const Automaton* a, Match m, int64_t limit, bint latest, bint retreat, int64_t* end
+) noexcept nogil:
+    """Sets `end` to the occurrence to draft from; returns how many tokens follow it."""
+    cdef state_t s = m.state
+    cdef int64_t available, best = 0
+    while s != ROOT:
+        available = latest_end(a, s) if latest else earliest_end(a, s)
+        if following(a, available, limit) > best:
+            end[0] = available
+            best = following(a, available, limit)
+        if not retreat or best == limit:
+            break
+        s = link_of(a, s)
+    return best

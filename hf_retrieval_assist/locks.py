@@ -1,0 +1,75 @@
+"""Locks that a fork leaves usable.
+
+Threads do not live on in a forked child. A lock that another one holds at that moment would stay
+locked there for ever, and what it guards half changed; so a fork waits until nothing is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+
+_PATIENCE = 2.0  # seconds; the long holders guard only Python objects, whole at any time
+_alive: weakref.WeakValueDictionary[int, Lock] = weakref.WeakValueDictionary()
+_forking = threading.local()
+
+
+class Lock:
+    """A reentrant lock, held by `with`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        _alive[id(self)] = self
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _all() -> list[Lock]:
+    found = [reference() for reference in _alive.valuerefs()]
+    return [lock for lock in found if lock is not None]
+
+
+def _hold_all() -> None:
+    """Hold every lock, or after a while those that are free. None is waited for while others are
+    held, since no order of theirs is known."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        locks = _all()
+        held = [lock for lock in locks if lock._lock.acquire(blocking=False)]
+        if len(held) == len(locks) or time.monotonic() > deadline:
+            _forking.held = held
+            return
+        _release(held)
+        time.sleep(0.001)
+
+
+def _release(held: list[Lock]) -> None:
+    for lock in held:
+        lock._lock.release()
+
+
+def _release_in_parent() -> None:
+    _release(_forking.held)
+    del _forking.held
+
+
+def _release_in_child() -> None:
+    free = set(map(id, _forking.held))
+    for lock in _all():
+        if id(lock) not in free:
+            lock._lock = threading.RLock()
+    _release_in_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_hold_all,
+        after_in_parent=_release_in_parent,
+        after_in_child=_release_in_child,
+    )

@@ -1,0 +1,241 @@
+"""A process's view of the outputs that processes on any number of machines share by a server."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .log import Record
+from .redis_server import Output, RedisServer
+
+logger = logging.getLogger(__name__)
+
+_PERIOD = 0.2  # seconds between exchanges while there is nothing to write
+_LONGEST_PAUSE = 5.0  # seconds between tries while the server is away
+_LAST_WORDS = 2.0  # seconds that the end of the process waits for outputs to be delivered
+_ENTRIES = 256  # read in one exchange
+_BYTES_SENT = 1 << 20  # in one exchange, about
+_HANDED_OVER = 1 << 14  # tokens that `read` returns, about: learnt in a few milliseconds
+_WRITERS = 1 << 14  # processes whose last output is known by its place
+
+
+class _Queue(deque[Output]):
+    """Outputs in order, of `keep_bytes` at most: the oldest make room for new ones."""
+
+    def __init__(self, keep_bytes: int) -> None:
+        super().__init__()
+        self.keep_bytes = keep_bytes
+        self.nbytes = 0
+
+    def append(self, output: Output) -> None:
+        super().append(output)
+        self.nbytes += output.nbytes
+        while self.nbytes > self.keep_bytes:
+            self.popleft()
+
+    def popleft(self) -> Output:
+        output = super().popleft()
+        self.nbytes -= output.nbytes
+        return output
+
+    def clear(self) -> None:
+        super().clear()
+        self.nbytes = 0
+
+    def first(self, limit: int) -> list[Output]:
+        """The oldest outputs, of about `limit` bytes."""
+        before = accumulate((output.nbytes for output in self), initial=0)
+        return [output for output, _ in zip(self, takewhile(limit.__ge__, before), strict=False)]
+
+    def remove_first(self, outputs: Sequence[Output]) -> None:
+        """Remove what `first` returned, as far as it has not made room meanwhile."""
+        for output in outputs:
+            if self and self[0] is output:
+                self.popleft()
+
+
+class OutputStream:
+    """Outputs that are exchanged with a server in the background.
+
+    Only `forget` and `sync` wait for the network: a thread exchanges outputs. While the server is
+    away they wait here and are delivered later, at least once; readers know one that comes twice
+    by its writer and its place. What waits to be delivered, what has arrived and was not read yet,
+    and what the server keeps, are each bounded by `keep_bytes`; the oldest outputs go first.
+
+    Numbers are this view's own: they grow in the order in which outputs were appended or read here.
+
+    Args:
+        server: where the outputs are kept.
+        keep_bytes: see above.
+    """
+
+    def __init__(self, server: RedisServer, keep_bytes: int) -> None:
+        self.server = server
+        self.keep_bytes = keep_bytes
+        self._changed = threading.Condition()
+        self._wake = threading.Event()
+        self._epoch = self._floor = self._next = 0
+        self._last_entry = b"0"
+        self._last_outputs: OrderedDict[bytes, int] = OrderedDict()  # by process
+        self._pending, self._arrived = _Queue(keep_bytes), _Queue(keep_bytes)
+        self._complete = 0  # exchanges after which there was nothing left to write or to read
+        self._wanted = 0  # such exchanges that `sync` waits for
+        self._pause = 0.0  # before the next try; above 0 while the server is away
+        self._thread: threading.Thread | None = None
+        self._start_thread()
+        atexit.register(_say_last_words, weakref.ref(self))
+
+    @property
+    def last_number(self) -> int:
+        """Number of the last record read or appended."""
+        return self._next - 1
+
+    def read(self) -> tuple[int, list[Record]]:
+        """The floor, and the oldest outputs of other processes that have arrived.
+
+        As many as are learnt in a few milliseconds; the rest waits for the next call.
+        """
+        self._start_thread()
+        with self._changed:
+            records: list[Record] = []
+            tokens = 0
+            while self._arrived and tokens < _HANDED_OVER:
+                output = self._arrived.popleft()
+                tokens += len(output.token_ids)
+                records.append(Record(self._next, output.fingerprint, output.token_ids))
+                self._next += 1
+            return self._floor, records
+
+    def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> tuple[int, list[Record]]:
+        """Queue an output for delivery. Returns what `read` would have returned just before."""
+        floor, news = self.read()
+        with self._changed:
+            output = Output(self._me, self._written, fingerprint, token_ids)
+            self._next += 1
+            self._written += 1
+            self._is_new(output)
+            self._pending.append(output)
+        self._wake.set()
+        return floor, news
+
+    def forget(self) -> int:
+        """Drop all records, for every process: the others hear of it at their next exchange.
+
+        Raises:
+            OSError: the server could not be told, so that only this process has forgotten.
+        """
+        with self._changed:
+            self._forget_until(self._epoch)
+        try:
+            epoch = self.server.forget(self._epoch)
+        except self.server.errors as error:
+            raise OSError(
+                f"forgotten here, but the server at {self.server.place} could not be told: {error}"
+            ) from error
+        with self._changed:
+            # Exchanges under way go by the old epoch, and what they bring is not taken.
+            self._epoch = max(self._epoch, epoch)
+            return self._floor
+
+    def sync(self, timeout: float) -> bool:
+        """Wait until what was appended is delivered and what the server has is here to be read.
+
+        Returns:
+            Whether that was so within `timeout` seconds.
+        """
+        self._start_thread()
+        with self._changed:
+            # An exchange that is under way may miss what was written just before.
+            enough = self._wanted = self._complete + 2
+            self._wake.set()
+            return self._changed.wait_for(lambda: self._complete >= enough, timeout)
+
+    def _start_thread(self) -> None:
+        """Start the thread, which a fork leaves behind; what a fork writes is its own."""
+        if self._thread is None or not self._thread.is_alive():
+            self._me, self._written = os.urandom(16), 0
+            arguments = (weakref.ref(self), self._wake)
+            self._thread = threading.Thread(target=_exchange_on, args=arguments, daemon=True)
+            self._thread.start()
+
+    def _exchange(self) -> float:
+        """Write what waits and read what is new. Returns the seconds to wait until the next time.
+
+        What is written in one go is bounded, so that a slow line is not taken for a dead one.
+        """
+        with self._changed:
+            epoch, sent = self._epoch, self._pending.first(_BYTES_SENT)
+        try:
+            answer = self.server.exchange(epoch, self._last_entry, _ENTRIES, self.keep_bytes, sent)
+        except self.server.errors as error:
+            return self._wait_for_server(error)
+        if self._pause:
+            logger.info("outputs are exchanged with %s again", self.server.place)
+            self._pause = 0.0
+        with self._changed:
+            # This process may have forgotten everything meanwhile; then the next answer counts.
+            if epoch == self._epoch:
+                self._take(*answer, sent)
+            more = bool(self._pending) or len(answer[1]) == _ENTRIES
+            if not more:
+                self._complete += 1
+                self._changed.notify_all()
+            return 0.0 if more or self._complete < self._wanted else _PERIOD
+
+    def _wait_for_server(self, error: Exception) -> float:
+        if not self._pause:
+            logger.warning(
+                "outputs are not shared while %s cannot be reached: %s", self.server.place, error
+            )
+        self._pause = min(2 * self._pause + _PERIOD, _LONGEST_PAUSE)
+        return self._pause
+
+    def _take(
+        self, epoch: int, entries: Sequence[tuple[bytes, Output | None]], sent: Sequence[Output]
+    ) -> None:
+        if epoch > self._epoch:
+            self._forget_until(epoch)
+        self._pending.remove_first(sent)
+        for name, output in entries:
+            self._last_entry = name
+            if output is not None and self._is_new(output):
+                self._arrived.append(output)
+
+    def _is_new(self, output: Output) -> bool:
+        """Whether an output was not seen before; a process's outputs come in order."""
+        if output.sequence <= self._last_outputs.get(output.by, -1):
+            return False
+        self._last_outputs[output.by] = output.sequence
+        self._last_outputs.move_to_end(output.by)
+        if len(self._last_outputs) > _WRITERS:
+            self._last_outputs.popitem(last=False)
+        return True
+
+    def _forget_until(self, epoch: int) -> None:
+        self._epoch, self._floor = epoch, self._next
+        self._pending.clear()
+        self._arrived.clear()
+
+
+def _exchange_on(reference: weakref.ref[OutputStream], wake: threading.Event) -> None:
+    """What the thread does, until nobody holds the stream any more."""
+    while (stream := reference()) is not None:
+        pause = stream._exchange()
+        del stream
+        wake.wait(pause)
+        wake.clear()
+
+
+def _say_last_words(reference: weakref.ref[OutputStream]) -> None:
+    stream = reference()
+    if stream is not None and stream._pending and not stream._pause:
+        stream.sync(_LAST_WORDS)

@@ -1,0 +1,98 @@
+"""A Redis server of the tests' own, on a free port, that can be killed, stopped and started."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PASSWORD = "not a secret"
+
+
+def why_not() -> str:
+    """What is missing, or nothing."""
+    if shutil.which("redis-server") is None:
+        return "needs redis-server (Debian: apt-get install redis-server)"
+    try:
+        import redis  # noqa: F401
+    except ImportError:
+        return "needs the redis extra"
+    return ""
+
+
+needs_redis = pytest.mark.skipif(bool(why_not()), reason=why_not() or "present")
+
+
+class RedisProcess:
+    """A server that keeps what it acknowledged through its own death."""
+
+    def __init__(self, folder: Path, password: str | None = None) -> None:
+        self.folder = folder
+        self.password = password
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.start()
+
+    @property
+    def url(self) -> str:
+        user = "" if self.password is None else f":{self.password.replace(' ', '%20')}@"
+        return f"redis://{user}127.0.0.1:{self.port}/0"
+
+    @property
+    def client(self) -> Any:
+        import redis
+
+        return redis.Redis(port=self.port, password=self.password, socket_timeout=20)
+
+    def start(self) -> None:
+        options = {
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "dir": self.folder,
+            "appendonly": "yes",
+            "appendfsync": "always",
+            "save": "",
+        }
+        if self.password is not None:
+            options["requirepass"] = self.password
+        flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        command = ["redis-server", *flags]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._wait()
+
+    def _wait(self) -> None:
+        import redis
+
+        for _ in range(500):
+            try:
+                self.client.ping()
+                return
+            except redis.ConnectionError:
+                assert self.process.poll() is None, "redis-server did not start"
+                time.sleep(0.02)
+        raise TimeoutError("redis-server does not answer")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def hang(self) -> None:
+        """Connections stay open, and nothing is answered."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.go_on()
+            self.kill()

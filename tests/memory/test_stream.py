@@ -1,0 +1,447 @@
+"""Outputs shared by a server: exchanged in the background, lost by nobody's death, forgotten."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hf_retrieval_assist.memory import redis_server, stream
+from hf_retrieval_assist.memory.output_memory import OutputMemory
+from hf_retrieval_assist.memory.redis_server import Output, RedisServer
+from hf_retrieval_assist.memory.stream import OutputStream
+
+from .redis_process import PASSWORD, RedisProcess, needs_redis
+
+WAIT = 30.0  # seconds, for what takes far less
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch):
+    monkeypatch.setattr(stream, "_PERIOD", 0.01)
+    monkeypatch.setattr(stream, "_LONGEST_PAUSE", 0.05)
+
+
+@pytest.fixture
+def server(tmp_path):
+    process = RedisProcess(tmp_path)
+    yield process
+    process.close()
+
+
+def output(i, length=30):
+    return np.arange(length, dtype=np.int32) + 1000 * i
+
+
+def known(memory):
+    """How often each output of the model "m" is remembered, by its number."""
+    tree = memory.tree("m")
+    if tree is None:
+        return Counter()
+    outputs = [tree.tokens(o.sequence) for o in memory._outputs if o.fingerprint == "m"]
+    return Counter(int(tokens[0]) // 1000 for tokens in outputs)
+
+
+def wait_until(condition):
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+class Keeper:
+    """A server in this process, which can be slow, or answer nobody."""
+
+    place = "nowhere"
+    errors = (OSError,)
+
+    def __init__(self):
+        self.epoch, self.entries = 0, []
+        self.answers, self.sends = threading.Event(), threading.Event()
+        self.answers.set()
+        self.sends.set()
+        self.held = 0  # answers on their way
+        self.lose_answers = 0
+
+    def exchange(self, epoch, after, most, keep_bytes, outputs):
+        self.answers.wait()
+        self.epoch = max(self.epoch, epoch)
+        if epoch == self.epoch:
+            self.entries += outputs
+        if self.lose_answers:
+            self.lose_answers -= 1
+            raise OSError("timed out")
+        first = int(after)
+        found = self.entries[first : first + most]
+        answer = self.epoch, [(b"%d" % i, o) for i, o in enumerate(found, first + 1)]
+        self.held += 1
+        self.sends.wait()
+        self.held -= 1
+        return answer
+
+    def forget(self, epoch):
+        if not self.answers.is_set():
+            raise OSError("timed out")
+        self.epoch = max(self.epoch, epoch) + 1
+        self.entries = [None] * len(self.entries)
+        return self.epoch
+
+
+def numbers(view):
+    """Of the outputs that arrived at a view; what each begins with, over 1000."""
+    return [int(record.token_ids[0]) // 1000 for record in view.read()[1]]
+
+
+def test_nothing_waits_for_a_server_that_does_not_answer():
+    keeper = Keeper()
+    keeper.answers.clear()
+    view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
+    for i in range(100):
+        view.append("m", output(i))
+        assert view.last_number == i
+        assert view.read() == (0, [])
+    assert not view.sync(0.01)
+    keeper.answers.set()
+    assert view.sync(WAIT)
+    assert other.sync(WAIT)
+    assert numbers(other) == [*range(100)]
+    assert numbers(view) == []
+
+
+def test_an_output_that_is_delivered_twice_is_read_once():
+    keeper = Keeper()
+    keeper.lose_answers = 3
+    view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
+    for i in range(5):
+        view.append("m", output(i))
+    assert view.sync(WAIT)
+    assert other.sync(WAIT)
+    assert numbers(other) == [*range(5)]
+    assert numbers(view) == []
+
+
+def test_what_waits_is_bounded_and_the_oldest_goes_first():
+    keeper = Keeper()
+    keeper.answers.clear()
+    view, other = OutputStream(keeper, 2_000), OutputStream(keeper, 1 << 20)
+    for i in range(50):
+        view.append("m", output(i))
+        assert view._pending.nbytes <= 2_000
+    view.append("m", output(50, 1_000))
+    keeper.answers.set()
+    assert view.sync(WAIT)
+    assert other.sync(WAIT)
+    assert numbers(other) == []
+    for i in range(50):
+        other.append("m", output(i))
+    assert other.sync(WAIT)
+    assert view.sync(WAIT)
+    assert view._arrived.nbytes <= 2_000
+    arrived = numbers(view)
+    assert arrived == [*range(50 - len(arrived), 50)]
+    assert 5 < len(arrived) < 20
+
+
+def test_a_long_backlog_is_handed_over_in_parts(monkeypatch):
+    monkeypatch.setattr(stream, "_HANDED_OVER", 100)
+    keeper = Keeper()
+    view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
+    for i in range(20):
+        view.append("m", output(i))
+    assert view.sync(WAIT)
+    assert other.sync(WAIT)
+    assert numbers(other) == [0, 1, 2, 3]
+    assert numbers(other) == [4, 5, 6, 7]
+    assert other.last_number == 7
+
+
+def test_forgetting_reaches_what_others_had_finished_but_not_delivered():
+    keeper = Keeper()
+    view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
+    view.append("m", output(0))
+    assert view.sync(WAIT)
+    assert other.sync(WAIT)
+    keeper.answers.clear()
+    other.append("m", output(1))
+    with pytest.raises(OSError, match="forgotten here, but the server at nowhere could not"):
+        view.forget()
+    keeper.epoch += 1  # as if a third process had been heard
+    keeper.entries = [None]
+    keeper.answers.set()
+    assert other.sync(WAIT)
+    assert view.sync(WAIT)
+    assert other.read() == (2, [])  # behind output 0, which it read, and its own
+    assert keeper.entries == [None]
+    other.append("m", output(2))
+    assert other.sync(WAIT)
+    assert view.sync(WAIT)
+    assert numbers(view) == [2]
+
+
+def test_an_answer_from_before_the_own_forgetting_is_not_taken():
+    keeper = Keeper()
+    view = OutputStream(keeper, 1 << 20)
+    assert view.sync(WAIT)
+    keeper.sends.clear()
+    wait_until(lambda: keeper.held)
+    keeper.sends.set()
+    wait_until(lambda: not keeper.held)
+    keeper.sends.clear()
+    keeper.entries.append(Output(b"x" * 16, 0, "m", output(7)))
+    wait_until(lambda: keeper.held)
+    view.forget()
+    keeper.sends.set()
+    assert view.sync(WAIT)
+    assert view.read() == (0, [])
+    keeper.entries.append(Output(b"x" * 16, 1, "m", output(8)))
+    assert view.sync(WAIT)
+    assert numbers(view) == [8]
+
+
+def test_a_view_that_nobody_holds_ends_its_thread():
+    view = OutputStream(Keeper(), 1 << 20)
+    thread = view._thread
+    del view
+    thread.join(WAIT)
+    assert not thread.is_alive()
+
+
+@needs_redis
+def test_memories_share_outputs_and_each_learns_them_once(server):
+    memories = [OutputMemory(url=server.url) for _ in range(3)]
+    for i in range(30):
+        memories[i % 3].add(output(i), "m")
+    for memory in memories * 2:
+        assert memory.sync(WAIT)
+    for memory in memories:
+        assert known(memory) == Counter(range(30))
+        memory.check_invariants()
+    late = OutputMemory(url=server.url)
+    assert late.sync(WAIT)
+    assert known(late) == Counter(range(30))
+
+
+@needs_redis
+def test_starting_an_output_reads_what_others_have_finished(server):
+    reader, writer = OutputMemory(url=server.url), OutputMemory(url=server.url)
+    writer.add(output(1), "m")
+    assert writer.sync(WAIT)
+    assert reader._log.sync(WAIT)
+    assert known(reader) == Counter()
+    reader.start("m")
+    assert known(reader) == Counter([1])
+
+
+@needs_redis
+def test_a_server_that_dies_loses_nothing_and_outputs_are_delivered_later(server, caplog):
+    writer, reader = OutputMemory(url=server.url), OutputMemory(url=server.url)
+    for round_ in range(3):
+        for i in range(10):
+            writer.add(output(20 * round_ + i), "m")
+        assert writer.sync(WAIT)
+        server.kill()
+        for i in range(10, 20):
+            writer.add(output(20 * round_ + i), "m")
+        assert not writer.sync(0.1)
+        server.start()
+    assert writer.sync(WAIT)
+    assert reader.sync(WAIT)
+    assert known(writer) == known(reader) == Counter(range(60))
+    away = [r.message for r in caplog.records if "outputs are not shared while" in r.message]
+    assert away
+    assert f"127.0.0.1:{server.port}" in away[0]
+
+
+@needs_redis
+def test_a_server_that_hangs_is_waited_for_by_nobody(server):
+    writer, reader = OutputMemory(url=server.url), OutputMemory(url=server.url)
+    assert writer.sync(WAIT)
+    server.hang()
+    for i in range(200):
+        writer.add(output(i), "m")
+    assert known(writer) == Counter(range(200))
+    with pytest.raises(OSError, match="forgotten here, but the server at 127"):
+        reader.forget()
+    server.go_on()
+    assert writer.sync(WAIT)
+    assert reader.sync(WAIT)
+    # The order to forget was in the hung server's mail: whether it or the outputs came first is
+    # its affair, but both sides agree.
+    assert known(reader) == known(writer)
+
+
+@needs_redis
+def test_forget_reaches_everyone_and_the_server(server):
+    memories = [OutputMemory(url=server.url) for _ in range(3)]
+    for i, memory in enumerate(memories):
+        memory.add(output(i), "m")
+    for memory in memories * 2:
+        assert memory.sync(WAIT)
+    memories[0].forget()
+    assert server.client.xlen("hf-retrieval-assist:1:outputs") == 0
+    for memory in memories:
+        assert memory.sync(WAIT)
+        assert known(memory) == Counter()
+    memories[1].add(output(5), "m")
+    for memory in memories[1:] + memories:
+        assert memory.sync(WAIT)
+    assert [known(memory) for memory in memories] == [Counter([5])] * 3
+
+
+@needs_redis
+def test_forgetting_outlives_a_server_that_lost_everything(server):
+    memory = OutputMemory(url=server.url)
+    memory.add(output(0), "m")
+    memory.forget()
+    server.client.flushall()
+    memory.add(output(1), "m")
+    assert memory.sync(WAIT)
+    assert server.client.hget("hf-retrieval-assist:1:state", "epoch") == b"1"
+    other = OutputMemory(url=server.url)
+    assert other.sync(WAIT)
+    assert known(other) == known(memory) == Counter([1])
+
+
+@needs_redis
+def test_the_servers_stream_is_bounded_in_bytes(server):
+    memory = OutputMemory(max_bytes=240_000, url=server.url)
+    for i in range(100):
+        memory.add(output(i, 100), "m")
+    assert memory.sync(WAIT)
+    client = server.client
+    kept = client.xrange("hf-retrieval-assist:1:outputs")
+    size = sum(len(part) for _, fields in kept for pair in fields.items() for part in pair)
+    assert size == int(client.hget("hf-retrieval-assist:1:state", "bytes")) <= 20_000
+    assert size > 15_000
+    last = np.frombuffer(kept[-1][1][b"ids"], "<u4")
+    assert last.tolist() == output(99, 100).tolist()
+
+
+@needs_redis
+def test_what_others_put_into_the_stream_is_skipped(server):
+    memory = OutputMemory(url=server.url)
+    name, good = "hf-retrieval-assist:1:outputs", output(1).tobytes()
+    bad = [
+        {"by": b"x" * 16, "seq": "one", "model": "m", "ids": good},
+        {"by": b"x" * 16, "seq": 0, "model": "m", "ids": good[:-1]},
+        {"by": b"x" * 16, "seq": 0, "ids": good},
+        {"something": "else"},
+    ]
+    for fields in bad:
+        server.client.xadd(name, fields)
+    foreign = np.array([1, 2**31, 2, 2**32 - 1], "<u4").tobytes()
+    server.client.xadd(name, {"by": b"y" * 16, "seq": 0, "model": b"m\xff", "ids": foreign})
+    server.client.xadd(name, {"by": b"x" * 16, "seq": 1, "model": "m", "ids": good})
+    assert memory.sync(WAIT)
+    assert known(memory) == Counter([1])
+    assert memory.tree("m\ufffd").token_count == 2
+
+
+@needs_redis
+def test_passwords(tmp_path):
+    server = RedisProcess(tmp_path, PASSWORD)
+    try:
+        memory = OutputMemory(url=server.url)
+        assert memory.sync(WAIT)
+        refused = OutputMemory(url=f"redis://127.0.0.1:{server.port}")
+        assert not refused.sync(0.2)
+    finally:
+        server.close()
+
+
+@needs_redis
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://example.org/0", "expected a password for a host other than this one, got exam"),
+        ("rediss://user@10.0.0.1:99", "expected a password .* got 10.0.0.1"),
+        ("http://localhost", "expected redis://, rediss:// or unix://, got http"),
+        ("localhost:6379", "expected redis://"),
+    ],
+)
+def test_urls_that_are_refused(url, message):
+    with pytest.raises(ValueError, match=message):
+        OutputMemory(url=url)
+
+
+@needs_redis
+def test_urls_that_are_taken():
+    places = {
+        "redis://:secret@example.org:1/2": "example.org:1",
+        "rediss://user:secret@example.org": "example.org",
+        "redis://example.org?password=secret": "example.org",
+        "redis://[::1]:7": "::1:7",
+        "unix://user:secret@/run/redis.sock": "/run/redis.sock",
+    }
+    assert {url: RedisServer(url).place for url in places} == places
+
+
+def test_a_file_and_a_server_exclude_each_other(tmp_path):
+    with pytest.raises(ValueError, match="path: expected none beside url"):
+        OutputMemory(path=tmp_path / "log", url="redis://localhost")
+
+
+def test_the_client_library_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(ImportError, match=r"hf-retrieval-assist\[redis\]"):
+        redis_server.RedisServer("redis://localhost")
+
+
+# Writes outputs and says which ones are delivered.
+WRITER = """
+import sys
+import numpy as np
+from hf_retrieval_assist.memory import stream
+from hf_retrieval_assist.memory.output_memory import OutputMemory
+
+stream._PERIOD = 0.01
+memory, first, count, say = OutputMemory(url=sys.argv[1]), *map(int, sys.argv[2:5])
+for i in range(first, first + count):
+    memory.add(np.arange(30, dtype=np.int32) + 1000 * i, "m")
+    if say:
+        assert memory.sync(30)
+        print(i, flush=True)
+"""
+
+
+def start_writer(server, first, count, say=True):
+    arguments = [sys.executable, "-c", WRITER, server.url, str(first), str(count), str(int(say))]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+@needs_redis
+def test_the_end_of_a_process_waits_for_its_outputs(server):
+    writers = [start_writer(server, first, 50, say=False) for first in (0, 100)]
+    for writer in writers:
+        writer.communicate()
+        assert writer.returncode == 0
+    reader = OutputMemory(url=server.url)
+    assert reader.sync(WAIT)
+    assert known(reader) == Counter([*range(50), *range(100, 150)])
+
+
+@needs_redis
+@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_replicas_that_are_killed_lose_nothing_that_was_delivered(server, kills):
+    rng = np.random.default_rng(3)
+    reader = OutputMemory(url=server.url)
+    delivered = []
+    for kill in range(kills):
+        writer = start_writer(server, 10_000 * kill, 10_000)
+        delivered.append(int(writer.stdout.readline()))
+        time.sleep(rng.uniform(0, 0.1))
+        if kill % 10 == 3:
+            server.kill()
+            writer.kill()
+            server.start()
+        writer.kill()
+        delivered += map(int, writer.stdout.read().split())
+        writer.wait()
+    assert reader.sync(WAIT)
+    times = known(reader)
+    assert times.keys() >= set(delivered)
+    assert set(times.values()) == {1}
+    assert len(delivered) > kills

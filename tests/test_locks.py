@@ -1,0 +1,160 @@
+"""Forks while other threads hold locks."""
+
+import os
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_retrieval_assist import SuffixAssistant
+from hf_retrieval_assist import locks as locks_module
+from hf_retrieval_assist.locks import Lock
+
+from .tiny_models import tiny_config, tiny_model
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
+
+
+def in_child(work, seconds=60):
+    """The exit code of a forked child that runs `work`, or None where it hangs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return None
+
+
+def take(lock):
+    with lock:
+        pass
+
+
+def test_a_fork_waits_for_what_a_lock_guards():
+    lock, state, entered = Lock(), [0, 0], threading.Event()
+
+    def change():
+        with lock:
+            state[0] = 1
+            entered.set()
+            time.sleep(0.2)
+            state[1] = 1
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    entered.wait()
+
+    def check():
+        take(lock)
+        assert state == [1, 1]
+
+    assert in_child(check) == 0
+    thread.join()
+
+
+def test_a_lock_that_is_held_for_long_is_free_in_the_child(monkeypatch):
+    monkeypatch.setattr(locks_module, "_PATIENCE", 0.05)
+    lock, done = Lock(), threading.Event()
+
+    def hold():
+        with lock:
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert in_child(lambda: take(lock), seconds=10) == 0
+    finally:
+        done.set()
+        thread.join()
+    take(lock)
+
+
+def test_who_forks_inside_a_lock_still_holds_it_in_both_processes():
+    lock = Lock()
+    with lock:
+        assert in_child(lambda: take(lock), seconds=10) == 0
+
+        def leave():
+            lock.__exit__()
+            thread = threading.Thread(target=take, args=(lock,))
+            thread.start()
+            thread.join(5)
+            assert not thread.is_alive()
+
+        assert in_child(leave, seconds=20) == 0
+
+
+def test_locks_taken_in_any_order_do_not_stop_a_fork():
+    first, second, stop = Lock(), Lock(), threading.Event()
+
+    def work(one, other):
+        while not stop.is_set():
+            with one, other:
+                pass
+
+    # One order at a time, or the threads would stop each other.
+    thread = threading.Thread(target=work, args=(first, second))
+    thread.start()
+    try:
+        for _ in range(20):
+            assert in_child(lambda: (take(second), take(first)), seconds=10) == 0
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("forks", [5, pytest.param(60, marks=pytest.mark.slow)])
+def test_children_of_a_generating_process_generate(forks):
+    model = tiny_model(LlamaForCausalLM, tiny_config(LlamaForCausalLM.config_class))
+    assistant = SuffixAssistant()
+    prompt = torch.tensor([[5, 9, 7, 44, 5, 9]])
+    stop = threading.Event()
+
+    def generate(assistant):
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            assistant=assistant,
+            max_new_tokens=20,
+            do_sample=False,
+        )
+
+    def work():
+        while not stop.is_set():
+            generate(assistant)
+
+    generate(assistant)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+
+    def child():
+        torch.set_num_threads(1)
+        assistant.memory.check_invariants()
+        assistant.memory.add(np.arange(50, dtype=np.int32), "other")
+        generate(assistant)
+        assistant.memory.check_invariants()
+
+    try:
+        assert [in_child(child) for _ in range(forks)] == [0] * forks
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
