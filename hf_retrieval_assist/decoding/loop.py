@@ -25,6 +25,7 @@ from ..stats import CallStats
 from ..target import host
 from ..target.feature_taps import FeatureTaps
 from ..target.fingerprint import fingerprint
+from ..target.fixed_verifier import ForwardOptions, stays_in_place
 from ..target.kv_cache import SlotCache
 from ..target.tiers import Service, Tier, cache_for
 from ..target.verified import Verified
@@ -124,6 +125,7 @@ class Generation:
         limit = self.stopping.max_length
         # The buffer doubles when a call has no limit or a far one.
         room = 256 if limit is None else min(max(1, limit - call.input_ids.shape[1]), 4096)
+        self.room = room
         pad = host.pad_token(call.config) if self.stopping.has_eos else None
         pad_id = None if pad is None else int(pad)
         self.rows = [RowText(i, ids, room, pad_id) for i, ids in enumerate(call.input_ids)]
@@ -132,7 +134,9 @@ class Generation:
         self.residual = assistant.residual and select.do_sample
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
-        self.cache = self._slot_cache(call.input_ids.shape[1] + room)
+        # Where forwards get memory that stays in place, it is made after the prefill.
+        views = not stays_in_place(call.input_ids.device)
+        self.cache = self._slot_cache(call.input_ids.shape[1] + room if views else 0)
         self.verifier: Verifier | None = None
         self.reroute = reroute(assistant.reroute and call.input_ids.device.type == "cpu")
         self.taps = FeatureTaps(self.model, assistant.hidden_layers)
@@ -163,13 +167,14 @@ class Generation:
             trees = self._drafts(running, verifier, cost)
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = verifier.forward(self.rows, trees)
+            verified.wait()
         with self._timed("walk") as walked:
             paths = self._walk(running, trees, verified)
             if self.outputs.wants_states:
                 self.outputs.step(verified, paths[0].accepted, self.cache)
         with self._timed("cache"):
             verifier.keep(self.rows, verified, [path.accepted for path in paths])
-        self._observe(cost, verified.width, forward.seconds, walked.seconds)
+        self._observe(cost, verified, forward.seconds, walked.seconds)
         with self._timed("draft"):
             self._learn(running, trees, verified, paths)
 
@@ -203,7 +208,7 @@ class Generation:
             self.cache.begin(call.batch_size)
             self.model_kwargs = self._kwargs_of_steps(outputs)
             verifier = self.service.verifier(
-                self.model, self.cache, self.model_kwargs, call.input_ids
+                self.model, self.cache, self.model_kwargs, call.input_ids, self._options()
             )
             self.outputs.prefill(outputs)
             last = Verified(outputs.logits[:, -1:], [0] * call.batch_size, outputs)
@@ -215,6 +220,17 @@ class Generation:
                 shown = {name: found[i] for name, found in states.items()}
                 session.begin(path.tokens, logits, shown)
         return verifier
+
+    def _options(self) -> ForwardOptions:
+        """What this call wants of its forwards."""
+        return ForwardOptions(
+            taps=self.taps,
+            top_k=self.assistant.top_k,
+            states=self.outputs.wants_states,
+            capacity=self.call.input_ids.shape[1] + self.room,
+            keeps_cache=self.keeps_cache,
+            recorded=self.assistant.graphs and not self.call.synced_gpus,
+        )
 
     def _kwargs_of_steps(self, outputs: Any) -> dict[str, Any]:
         """The forward's keyword arguments from here on; the verifier counts on from the prompt."""
@@ -278,6 +294,7 @@ class Generation:
             accepted=np.array(path.accepted, np.int32),
             logits=verified.of_row(row.index, len(tree)),
             hidden_states={name: found[row.index, fed] for name, found in states.items()},
+            top=verified.top(row.index, len(tree)),
         )
 
     def _cost(self) -> CostModel:
@@ -285,22 +302,21 @@ class Generation:
         length = self.cache.slots.longest
         return self.assistant.costs.get(cost_key(self.model, self.call.input_ids, length))
 
-    def _observe(self, cost: CostModel, width: int, forward: float, walk: float) -> None:
+    def _observe(self, cost: CostModel, verified: Verified, forward: float, walk: float) -> None:
         """Learn what the step that was just timed cost."""
-        # On an accelerator the forward has only been queued when the call returns; the walk waits
-        # for its logits.
-        on_host = self.call.input_ids.device.type == "cpu"
-        cost.observe(width, forward if on_host else forward + walk)
-        cost.observe_overhead("walk", walk if on_host else 0.0)
+        if verified.typical:
+            cost.observe(verified.width, forward)
+        cost.observe_overhead("walk", walk)
 
     def rest(self, verifier: Verifier) -> None:
         """A forward after the rows have ended: it feeds what the cache still lacks of them, or
         nothing but keeps other processes company."""
         if self._lacks_tokens():
-            with self._timed("cache"), self.reroute:
+            with self._timed("cache"), self.taps, self.reroute:
                 verifier.catch_up(self.rows, self.stopping.end(self.rows))
             return
-        nothing = verifier.forward(self.rows, [TokenTree.empty()] * len(self.rows))
+        with self.taps:
+            nothing = verifier.forward(self.rows, [TokenTree.empty()] * len(self.rows))
         verifier.keep(self.rows, nothing, [[] for _ in self.rows])
 
     def result(self, verifier: Verifier) -> Any:

@@ -1,4 +1,4 @@
-"""Attention of token trees over buffers of fixed capacity, at a cost that follows the tokens in use.
+"""Attention of token trees over buffers of fixed capacity, at the cost of the tokens in use.
 
 A query of a tree sees all kept slots of its row and some of the tokens that were fed with it. The
 first part needs no mask and the second is as small as the tree, so each is computed by itself and
@@ -13,14 +13,22 @@ registry, which is exchanged while any thread is in a scope.
 
 from __future__ import annotations
 
-
+import importlib
+import inspect
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch.nn.attention import varlen
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..locks import Lock
+
+varlen: Any = None
+with suppress(ImportError):  # before torch 2.10
+    varlen = importlib.import_module("torch.nn.attention.varlen")
 
 aten = torch.ops.aten
 
@@ -54,15 +62,23 @@ class FedTokens:
     mask: torch.Tensor
 
 
+def can_split(device: torch.device) -> bool:
+    """Whether the kernels for it are there: on CUDA, flash attention that is told what is in use
+    (from torch 2.12 on)."""
+    if device.type != "cuda":
+        return device.type == "cpu"
+    return varlen is not None and "seqused_k" in inspect.signature(varlen.varlen_attn).parameters
+
+
 def split_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fed: FedTokens, scale: float
 ) -> torch.Tensor:
     """[batch, heads, width, head_dim] for queries of that shape, from whole buffers
     [batch, shared heads, capacity, head_dim]."""
     rows = torch.arange(len(key), device=key.device)[:, None]
-    near = (buffer[rows, :, fed.slots].transpose(1, 2) for buffer in (key, value))
+    near_key, near_value = (buffer[rows, :, fed.slots].transpose(1, 2) for buffer in (key, value))
     sharing = query.shape[1] // key.shape[1]
-    tree = _biased(query, *near, fed.bias.repeat(1, 1, sharing, 1), scale)
+    tree = _biased(query, near_key, near_value, fed.bias.repeat(1, 1, sharing, 1), scale)
     return _merged(_kept_part(query, key, value, fed, scale), tree)
 
 
@@ -84,11 +100,11 @@ def windowed_attention(
     places = fed.slots[:, :1] + steps
     rows = torch.arange(len(key), device=key.device)[:, None]
     at = places.clamp(min=0)
-    near = (buffer[rows, :, at].transpose(1, 2) for buffer in (key, value))
+    near_key, near_value = (buffer[rows, :, at].transpose(1, 2) for buffer in (key, value))
     bias = mask.gather(3, at[:, None, None, :].expand(-1, 1, width, -1))
     bias = bias.masked_fill((places < 0)[:, None, None, :], torch.finfo(mask.dtype).min)
     sharing = query.shape[1] // key.shape[1]
-    return _biased(query, *near, bias.repeat(1, 1, sharing, 1), scale)[0]
+    return _biased(query, near_key, near_value, bias.repeat(1, 1, sharing, 1), scale)[0]
 
 
 def masked_attention(
@@ -126,9 +142,11 @@ def _flash(
     rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     begin = rows * capacity
     begin[:-1] += fed.first
+    packed_key, packed_value = (buffer.transpose(1, 2).flatten(0, 1) for buffer in (key, value))
     out, weight = varlen.varlen_attn(
         query.transpose(1, 2).reshape(batch * width, heads, depth),
-        *(buffer.transpose(1, 2).flatten(0, 1) for buffer in (key, value)),
+        packed_key,
+        packed_value,
         rows * width,
         begin,
         width,
@@ -260,9 +278,7 @@ class _Routed:
     ) -> tuple[torch.Tensor, Any]:
         """[batch, queries, heads, width] and no weights."""
         scope = _served.scope
-        special = options.get("dropout") or any(
-            options.get(name) is not None for name in _SPECIAL
-        )
+        special = options.get("dropout") or any(options.get(name) is not None for name in _SPECIAL)
         if scope is None or attention_mask is None or special:
             return self._plain(module, query, key, value, attention_mask, **options)
         scale = options.get("scaling") or query.shape[-1] ** -0.5

@@ -23,6 +23,10 @@ def capacity_bucket(slots: int) -> int:
     return -(-slots // step) * step
 
 
+# Heads, head_dim, dtype, device, and the buffer's number where it stands alone.
+_Kind = tuple[int, int, torch.dtype, torch.device, int | None]
+
+
 class Arena:
     """Where the layers of one cache write while its memory has to stay where it is.
 
@@ -37,7 +41,7 @@ class Arena:
         self.capacity = capacity
         self.joined = joined
         self._groups: list[torch.Tensor] = []
-        self._shapes: list[tuple[object, ...]] = []
+        self._members: dict[_Kind, list[int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -49,31 +53,34 @@ class Arena:
         An arena that held a cache before holds another one of the same model: its tensors are used
         again, emptied, since what was not finite in a masked slot would show.
         """
-        members: defaultdict[tuple[object, ...], list[tuple[SlotLayer, int]]] = defaultdict(list)
-        for number, layer in enumerate(layers):
-            for part, shown in enumerate((layer.keys, layer.values)):
-                _, heads, _, depth = shown.shape
-                alone = None if self.joined else (number, part)
-                members[heads, depth, shown.dtype, shown.device, alone].append((layer, part))
-        shapes = [(*kind, len(places)) for kind, places in members.items()]
-        if self._shapes != shapes:
-            self._groups = [self._empty(*kind[:4], len(at)) for kind, at in members.items()]
-            self._shapes = shapes
-        else:
+        shown = [states for layer in layers for states in (layer.keys, layer.values)]
+        members: defaultdict[_Kind, list[int]] = defaultdict(list)
+        for number, states in enumerate(shown):
+            _, heads, _, depth = states.shape
+            alone = None if self.joined else number
+            members[heads, depth, states.dtype, states.device, alone].append(number)
+        self._make_room(dict(members))
+        homes = {
+            number: self._home(buffer)
+            for group, numbers in zip(self._groups, members.values(), strict=True)
+            for buffer, number in zip(group, numbers, strict=True)
+        }
+        for i, layer in enumerate(layers):
+            layer.move_in((homes[2 * i], homes[2 * i + 1]))
+
+    def _make_room(self, members: dict[_Kind, list[int]]) -> None:
+        """Tensors for buffers of the given kinds, without content."""
+        if members == self._members:
             for group in self._groups:
                 group.zero_()
-        homes: dict[int, list[torch.Tensor]] = {id(layer): [] for layer in layers}
-        for group, places in zip(self._groups, members.values(), strict=True):
-            for buffer, (layer, _) in zip(group, places, strict=True):
-                homes[id(layer)].append(self._home(buffer))
-        for layer in layers:
-            layer.move_in(homes[id(layer)])
-
-    def _empty(
-        self, heads: int, depth: int, dtype: torch.dtype, device: torch.device, buffers: int
-    ) -> torch.Tensor:
-        shape = (buffers, self.batch, self.capacity, heads, depth)
-        return torch.zeros(shape, dtype=dtype, device=device)
+            return
+        self._members = members
+        self._groups = [
+            torch.zeros(
+                (len(numbers), self.batch, self.capacity, heads, depth), dtype=dtype, device=device
+            )
+            for (heads, depth, dtype, device, _), numbers in members.items()
+        ]
 
     def _home(self, buffer: torch.Tensor) -> torch.Tensor:
         """A layer's view [batch, heads, capacity, head_dim] of one buffer."""

@@ -89,23 +89,24 @@ class FixedMasks:
 
     def _near(self, rule: LayerMask, depths: Int64Array, kept: Int64Array) -> BoolArray | bool:
         """Whether fed tokens are in each other's window or chunk."""
+        if rule.window is not None:
+            near: BoolArray = depths[:, None, :] > depths[:, :, None] - rule.window
+            return near
         if rule.chunk is not None:
             chunk = (depths + kept - self._first[:, None]) // rule.chunk
-            return chunk[:, :, None] == chunk[:, None, :]
-        if rule.window is not None:
-            return depths[:, None, :] > depths[:, :, None] - rule.window
+            same: BoolArray = chunk[:, :, None] == chunk[:, None, :]
+            return same
         return True
 
     def _last_unseen(self, rule: LayerMask, places: Int64Array) -> Int64Array:
         """The last slot in front of what queries at these places in the text reach."""
-        if rule.chunk is not None:
-            first = self._first[:, None]
-            return first + (places - first) // rule.chunk * rule.chunk - 1
-        return places - rule.window
+        if rule.window is not None:
+            return places - rule.window
+        assert rule.chunk is not None
+        first = self._first[:, None]
+        return first + (places - first) // rule.chunk * rule.chunk - 1
 
-    def build(
-        self, device: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor] | torch.Tensor:
+    def build(self, device: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | torch.Tensor:
         """Masks [batch, 1, width, capacity] from the written fields, on the device."""
         width = device["table0"].shape[1]
         places = (self._columns + device["shift"]).clamp(0, width + 1)[:, None, :]

@@ -10,18 +10,17 @@ recording serves every step of a width; see :mod:`.replay`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..decoding.row_text import RowText
 from ..token_tree import TokenTree
 from .arena import capacity_bucket
 from .feature_taps import FeatureTaps
-from .kv_cache import SlotLayer
+from .kv_cache import SlotCache, SlotLayer, moved_from
 from .packed_buffer import PackedBuffer
 from .replay import Shown
 from .top_logits import FoundTop, TopLogits
@@ -38,42 +37,76 @@ COMPILED_WIDTHS = (1, 4, 16, 64)
 
 
 @dataclass(frozen=True)
-class FixedOptions:
-    """What a call wants of forwards over fixed memory.
+class ForwardOptions:
+    """What a call wants of its forwards.
 
     Attributes:
-        forward: what is called in the model's place; None: the model.
-        recorded: whether forwards may be repeated from a recording.
-        top_k: how many of every node's largest logits drafters learn from.
+        taps: the hidden states that drafters learn from; entered round every forward.
+        top_k: how many of every node's largest logits they learn from.
+        states: whether the call returns hidden states or attentions.
+        capacity: slots that the call will need, as far as that is known.
         keeps_cache: whether the cache outlives the call.
+        recorded: whether forwards may be repeated from a recording.
+        compiled: what is called in the model's place, compiled for every width; None: the model.
     """
 
-    forward: Callable[..., Any] | None = None
-    recorded: bool = True
+    taps: FeatureTaps | None = None
     top_k: int = 0
+    states: bool = False
+    capacity: int = 0
     keeps_cache: bool = True
+    recorded: bool = False
+    compiled: Callable[..., Any] | None = None
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return WIDTHS if self.forward is None else COMPILED_WIDTHS
+
+def stays_in_place(device: torch.device) -> bool:
+    """Whether forwards on a device are worth memory that stays where it is.
+
+    On a CPU nothing is launched, and views of what is in use are read faster than whole buffers.
+    """
+    return device.type != "cpu"
+
+
+def can_stay(cache: SlotCache, options: ForwardOptions, device: torch.device) -> bool:
+    """Whether a call can be served in memory that stays where it is, and gains by it.
+
+    Layers with more than keys and values, or spread over devices, go on as they are; so do calls
+    that return attentions, whose columns are the slots in use.
+    """
+    wanted = stays_in_place(device) or options.compiled is not None
+    layers = cache.slot_layers
+    return (
+        wanted
+        and bool(layers)
+        and not options.states
+        and not cache.state_layers
+        and all(type(layer) is SlotLayer and layer.keys.device == device for layer in layers)
+    )
 
 
 class FixedVerified(Verified):
     """What a forward left in the buffer that is brought to the host."""
 
-    def __init__(self, logits: torch.Tensor, rows: int, outputs: Any, results: PackedBuffer):
-        super().__init__(logits, [0] * rows, outputs)
+    def __init__(self, shown: Shown, results: PackedBuffer, typical: bool):
+        super().__init__(shown.logits, [0] * len(shown.logits), shown.outputs)
+        self.typical = typical
         self._results = results
 
-    def best(self, row: int, node: int) -> int:
+    def wait(self) -> None:
         self._results.wait()
+
+    def best(self, row: int, node: int) -> int:
+        self.wait()
         return int(self._results.host["best"][row, node])
 
-    def top(self, row: int, nodes: int, k: int) -> TopLogits:
-        self._results.wait()
-        ids, logits = (self._results.host[name] for name in ("top_ids", "top_logits"))
-        found = ids[row, : 1 + nodes, :k], logits[row, : 1 + nodes, :k].float()
-        return FoundTop(found[0].numpy(), found[1].numpy())
+    def top(self, row: int, nodes: int) -> TopLogits:
+        if "top_ids" not in self._results.host:
+            return super().top(row, nodes)
+        self.wait()
+        ids, logits = (
+            self._results.host[name][row, : 1 + nodes] for name in ("top_ids", "top_logits")
+        )
+        return FoundTop(ids.numpy(), logits.float().numpy())
 
 
 class FixedVerifier(TreeVerifier):
@@ -81,37 +114,36 @@ class FixedVerifier(TreeVerifier):
 
     Args:
         options: what the call wants.
-        taps: the hidden states that are wanted; entered round every forward by the caller.
     """
 
-    def __init__(self, *args: Any, options: FixedOptions, taps: FeatureTaps, **kwargs: Any):
+    def __init__(self, *args: Any, options: ForwardOptions, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.options = options
-        self.taps = taps
+        self.taps = options.taps or FeatureTaps(self.model, [])
+        self.widths = WIDTHS if options.compiled is None else COMPILED_WIDTHS
+        if options.compiled is not None:
+            self.call = options.compiled
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
         self._workspace = self._lend(self.cache.slots.longest)
         self._workspace.arena.hold(self.cache.slot_layers)
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return self.options.widths
 
     def _lend(self, slots: int) -> Workspace:
         """A workspace with room for so many kept slots, ready for this call."""
         rules = self.attention.rules
         shape = Shape(
             batch=len(self.processed),
-            capacity=capacity_bucket(max(slots, self.cache.capacity) + self.widths[-1]),
+            capacity=capacity_bucket(max(slots, self.options.capacity) + self.widths[-1]),
             rules=rules if isinstance(rules, LayerMask) else tuple(rules.items()),
             dtype=self.attention.dtype,
             device=self.device,
             positions=self._first.shape[:-2],
             top_k=self.options.top_k,
             taps=self.taps.boundaries,
-            joined=self.options.forward is None,
+            vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
+            joined=self.options.compiled is None,
         )
-        recorded = self.options.recorded and self.options.forward is None
+        recorded = self.options.recorded and self.options.compiled is None
         workspace = WORKSPACES.lend(self.model, shape, recorded)
         workspace.masks.start(self.attention.prompt_mask)
         return workspace
@@ -121,10 +153,12 @@ class FixedVerifier(TreeVerifier):
         width = next((w for w in self.widths if w >= fed), fed)
         self._reserve(self.cache.slots.longest + width)
         step = self._workspace.step(width)
+        typical = step.used and step.replay.settled
         self._send(step, roots, trees, width)
         shown = self._show(step)
         step.results.fetch()
-        return FixedVerified(shown.logits, len(trees), shown.outputs, step.results)
+        step.used = True
+        return FixedVerified(shown, step.results, typical)
 
     def _reserve(self, slots: int) -> None:
         if slots <= self._workspace.shape.capacity:
@@ -193,11 +227,10 @@ class FixedVerifier(TreeVerifier):
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
     ) -> None:
         lengths = self.cache.slots.lengths
-        sources = self.cache.moved_from(accepted)
-        if sources is not None:
+        if sources := moved_from(accepted):
             base = np.asarray(lengths, np.int64)[:, None]
-            self._moves = base + sources, base + np.arange(sources.shape[1])
-            if sources.shape[1] > MOST_MOVED:
+            self._moves = base + np.asarray(sources), base + np.arange(len(sources[0]))
+            if len(sources[0]) > MOST_MOVED:
                 self._move()
         self.cache.slots.set_lengths(
             [length + len(path) for length, path in zip(lengths, accepted, strict=True)]
@@ -224,26 +257,15 @@ class FixedVerifier(TreeVerifier):
     def finish(self, tokens: int) -> None:
         self._settle()
         super().finish(tokens)
-        self._leave()
+        if self.options.keeps_cache:
+            self._move_out()
+        WORKSPACES.give_back(self.model, self._workspace)
 
     def abandon(self) -> None:
         self._settle()
         super().abandon()
-        self._leave()
+        self._move_out()
 
-    def _leave(self) -> None:
-        if self.options.keeps_cache:
-            for layer in self.cache.slot_layers:
-                layer.move_out()
-        WORKSPACES.give_back(self.model, self._workspace)
-
-
-def takes_fixed_memory(layers: Sequence[Any], device: torch.device) -> bool:
-    """Whether all layers of a filled cache can write where tensors on a device say so."""
-    filled = [layer for layer in layers if getattr(layer, "is_initialized", False)]
-    return bool(filled) and all(
-        type(layer) is SlotLayer and layer.keys.device == device for layer in filled
-    )
-
-
-Kept = NDArray[np.int64]
+    def _move_out(self) -> None:
+        for layer in self.cache.slot_layers:
+            layer.move_out()

@@ -309,11 +309,9 @@ class SlotCache(DynamicCache):
             paths: for each row, ascending indices into the tokens that were fed.
         """
         lengths = self.slots.lengths
-        moved = max(
-            (len(path) for path in paths if list(path) != list(range(len(path)))), default=0
-        )
-        if moved:
-            self._move(paths, moved)
+        sources = moved_from(paths)
+        if sources:
+            self._move(sources)
         self.slots.set_lengths(
             [length + len(path) for length, path in zip(lengths, paths, strict=True)]
         )
@@ -321,16 +319,26 @@ class SlotCache(DynamicCache):
         for layer in self.slot_layers:
             layer.show(longest)
 
-    def _move(self, paths: Sequence[Sequence[int]], moved: int) -> None:
-        # Rows with shorter paths copy slots onto themselves, so that one indexing serves all rows.
-        source = [[*path[:moved], *range(len(path), moved)] for path in paths]
+    def _move(self, sources: Sequence[Sequence[int]]) -> None:
         for device in {layer.keys.device for layer in self.slot_layers}:
-            rows, destination = self.slots.index(moved, device)
+            rows, destination = self.slots.index(len(sources[0]), device)
             base = destination[:, :1]
-            moves = base + torch.tensor(source, device=device)
+            moves = base + torch.tensor(sources, device=device)
             for layer in self.slot_layers:
                 if layer.keys.device == device:
                     layer.move(moves, destination, rows)
+
+
+def moved_from(paths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each row, the index of the fed token that comes to stand at each of the first places.
+
+    Rows with shorter paths copy slots onto themselves, so that one indexing serves all rows. Empty
+    where nothing moves.
+    """
+    moved = max((len(path) for path in paths if list(path) != list(range(len(path)))), default=0)
+    if not moved:
+        return []
+    return [[*path[:moved], *range(len(path), moved)] for path in paths]
 
 
 def _slot_layer(layer: Any, slots: RowSlots, capacity: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
+from .fixed_verifier import FixedVerifier, ForwardOptions, can_stay
 from .host import input_device
 from .kv_cache import SlotCache
 from .tree_attention import LayerMask, TreeAttention
@@ -51,7 +52,12 @@ class Service:
     cache_name: str = "past_key_values"
 
     def verifier(
-        self, model: Any, cache: SlotCache, model_kwargs: dict[str, Any], prompt_ids: torch.Tensor
+        self,
+        model: Any,
+        cache: SlotCache,
+        model_kwargs: dict[str, Any],
+        prompt_ids: torch.Tensor,
+        options: ForwardOptions,
     ) -> Verifier:
         """The verifier of this tier, for one call whose prefill is done."""
         if self.tier is Tier.REPLAY:
@@ -63,7 +69,10 @@ class Service:
         if mask is not None:
             mask = None if bool(mask.all()) else mask.bool().to(input_device(model))
         attention = TreeAttention(self.rules, mask, model.dtype)
-        return TreeVerifier(model, cache, model_kwargs, prompt_ids, attention=attention)
+        arguments = model, cache, model_kwargs, prompt_ids
+        if can_stay(cache, options, input_device(model)):
+            return FixedVerifier(*arguments, attention=attention, options=options)
+        return TreeVerifier(*arguments, attention=attention)
 
 
 def cache_for(model: Any, cache: SlotCache) -> Any:

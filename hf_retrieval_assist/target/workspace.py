@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -12,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..locks import Lock
+from . import replay
 from .arena import Arena
 from .fixed_masks import FixedMasks
 from .packed_buffer import Field, PackedBuffer
-from .replay import Record, Replay, recorder
+from .replay import Record, Replay
 from .tree_attention import LayerMask
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Shape:
         dtype, device: the model's.
         positions: leading axes of its position ids.
         top_k: how many of the largest logits are brought to the host.
+        vocab_size: of these, ids from here on being left out.
         taps: the boundaries whose hidden states are wanted.
         joined: see :class:`Arena`.
     """
@@ -49,6 +51,7 @@ class Shape:
     device: torch.device
     positions: tuple[int, ...] = ()
     top_k: int = 0
+    vocab_size: int = 0
     taps: tuple[tuple[int, ...], ...] = ()
     joined: bool = True
 
@@ -61,9 +64,12 @@ class Step:
             [2, batch, MOST_MOVED] (from where, to where), all int64, and the masks' fields.
         results: `best` int64 [batch, width] and, where they are wanted, the largest logits
             `top_logits` [batch, width, top_k] and their tokens `top_ids`.
+        used: whether it ran before: the first forward of a width allocates and compiles.
     """
 
     def __init__(self, shape: Shape, masks: FixedMasks, width: int, record: Record | None):
+        self.used = False
+        self._vocab_size = shape.vocab_size
         batch = shape.batch
         whole = torch.int64, (batch, width)
         inputs: dict[str, Field] = {
@@ -87,7 +93,8 @@ class Step:
         torch.argmax(logits, dim=-1, out=found["best"])
         if "top_ids" in found:
             largest = found["top_logits"], found["top_ids"]
-            torch.topk(logits, largest[0].shape[-1], dim=-1, out=largest)
+            known = logits[..., : self._vocab_size]
+            torch.topk(known, largest[0].shape[-1], dim=-1, out=largest)
 
 
 @dataclass
@@ -145,7 +152,7 @@ class Workspaces:
             return idle
         # Before the new one takes its memory.
         del idle
-        return Workspace(shape, recorder(shape.device))
+        return Workspace(shape, replay.recorder(shape.device))
 
     def give_back(self, model: Any, workspace: Workspace) -> None:
         """Keep a workspace for the model's next call."""

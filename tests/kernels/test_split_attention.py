@@ -85,9 +85,7 @@ def test_windows_read_what_they_reach(seed, sharing, reach):
     # What lies outside of the window is never read.
     case.key[:, :, : max(0, int(case.slots.min()) - reach)] = torch.nan
     expected = Case(seed, sharing, longest=40).dense(mask)
-    out = windowed_attention(
-        case.query, case.key, case.value, case.fed, mask, reach, case.scale
-    )
+    out = windowed_attention(case.query, case.key, case.value, case.fed, mask, reach, case.scale)
     torch.testing.assert_close(out, expected, atol=1e-13, rtol=1e-12)
 
 
