@@ -6,8 +6,8 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
-.PHONY: demo test test-all test-arm test-debug test-matrix $(TRANSFORMERS:%=test-transformers-%) bench \
-	bench-recorded results quality style build wheel clean
+.PHONY: demo test test-all test-arm test-debug test-ecosystem test-matrix \
+	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results quality style build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
@@ -46,10 +46,14 @@ MATRIX_TESTS := $(addprefix tests/,decoding target drafters/test_draft_model.py 
 	test_candidate_generator.py test_hook.py test_presets.py)
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 
+define layered
+$(BIN)/python -m venv --without-pip $(1)
+echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE_PACKAGES)')')" \
+	> "$$($(1)/bin/python -c '$(SITE_PACKAGES)')/first_environment.pth"
+endef
+
 $(TRANSFORMERS:%=.venv-%/.installed): .venv-%/.installed: $(VENV)/.installed
-	$(BIN)/python -m venv --without-pip .venv-$*
-	echo "import site; site.addsitedir('$$($(BIN)/python -c '$(SITE_PACKAGES)')')" \
-		> "$$(.venv-$*/bin/python -c '$(SITE_PACKAGES)')/first_environment.pth"
+	$(call layered,.venv-$*)
 	$(PIP) --python .venv-$*/bin/python install --quiet transformers==$*
 	touch $@
 
@@ -58,6 +62,16 @@ test-matrix: $(TRANSFORMERS:%=test-transformers-%)
 $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: .venv-%/.installed
 	HFRA_EXPECT_TRANSFORMERS=$* .venv-$*/bin/python -m pytest -q -m "not slow and not demo" \
 		-n 2 $(MATRIX_TESTS)
+
+# Trainers and harnesses over a model with an attached assistant: TRL, lm-eval. 370 MB, two minutes.
+.venv-ecosystem/.installed: $(VENV)/.installed
+	$(call layered,.venv-ecosystem)
+	$(PIP) --python .venv-ecosystem/bin/python install --quiet --constraint constraints.txt trl lm-eval
+	touch $@
+
+test-ecosystem: .venv-ecosystem/.installed
+	.venv-ecosystem/bin/python -c "import lm_eval, trl"
+	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem
 
 # What RESULTS.md shows was written with OUT=benchmarks/results.
 OUT ?= benchmarks/out

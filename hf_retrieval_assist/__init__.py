@@ -16,10 +16,17 @@ if TYPE_CHECKING:
     from .attachment import attach, detach
     from .candidate_generator import RetrievalCandidateGenerator
     from .corpus.datastore import Datastore
+    from .drafters.early_exit import EarlyExit
     from .eagle.head import EagleHead
     from .hook import install, uninstall
     from .memory.output_memory import OutputMemory
-    from .presets import RestAssistant, SamAssistant, SequoiaAssistant, SuffixAssistant
+    from .presets import (
+        RestAssistant,
+        RolloutAssistant,
+        SamAssistant,
+        SequoiaAssistant,
+        SuffixAssistant,
+    )
     from .simulation import SimulationReport, simulate
     from .token_tree import TokenTree
 
@@ -29,9 +36,11 @@ __all__ = [
     "Assistant",
     "Datastore",
     "EagleHead",
+    "EarlyExit",
     "OutputMemory",
     "RestAssistant",
     "RetrievalCandidateGenerator",
+    "RolloutAssistant",
     "SamAssistant",
     "SequoiaAssistant",
     "SimulationReport",
@@ -48,9 +57,11 @@ _MODULES = {
     "Assistant": "assistants",
     "Datastore": "corpus.datastore",
     "EagleHead": "eagle.head",
+    "EarlyExit": "drafters.early_exit",
     "OutputMemory": "memory.output_memory",
     "RestAssistant": "presets",
     "RetrievalCandidateGenerator": "candidate_generator",
+    "RolloutAssistant": "presets",
     "SamAssistant": "presets",
     "SequoiaAssistant": "presets",
     "SimulationReport": "simulation",

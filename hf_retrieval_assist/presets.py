@@ -14,6 +14,7 @@ from .drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter, Tokens
 from .drafters.base import Drafter, DraftSession
 from .drafters.draft_model import DraftModelDrafter
 from .drafters.eagle import EagleDrafter
+from .drafters.mtp import MtpDrafter
 from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
 from .drafters.token_recycling import TokenRecyclingDrafter
@@ -30,8 +31,15 @@ _LEAST_PROB = 0.01
 _PAPER_ALPHA = 4.0
 
 
+_NAMED: dict[str, type[Drafter]] = {
+    "token_recycling": TokenRecyclingDrafter,
+    "mtp": MtpDrafter,
+}
+
+
 def fallback_drafters(fallback: Any) -> list[Drafter]:
-    """The drafter that a preset's `fallback=` names, if any.
+    """The drafters that a preset's `fallback=` names; cheap ones first, so that costly ones are
+    asked for what the others lack.
 
     Raises:
         ValueError: an unknown name.
@@ -39,19 +47,25 @@ def fallback_drafters(fallback: Any) -> list[Drafter]:
     """
     if fallback is None:
         return []
-    if isinstance(fallback, Drafter):
-        return [fallback]
-    if isinstance(fallback, EagleHead):
-        return [EagleDrafter(fallback)]
-    if isinstance(fallback, PreTrainedModel):
-        return [DraftModelDrafter(fallback)]
-    if fallback == "token_recycling":
-        return [TokenRecyclingDrafter()]
+    several = fallback if isinstance(fallback, (list, tuple)) else [fallback]
+    return sorted(map(_fallback_drafter, several), key=lambda drafter: drafter.costly)
+
+
+def _fallback_drafter(fallback: Any) -> Drafter:
+    names = " or ".join(map(repr, _NAMED))
     if isinstance(fallback, str):
-        raise ValueError(f"fallback: expected 'token_recycling', got {fallback!r}")
+        if fallback not in _NAMED:
+            raise ValueError(f"fallback: expected {names}, got {fallback!r}")
+        return _NAMED[fallback]()
+    if isinstance(fallback, Drafter):
+        return fallback
+    if isinstance(fallback, EagleHead):
+        return EagleDrafter(fallback)
+    if isinstance(fallback, PreTrainedModel):
+        return DraftModelDrafter(fallback)
     raise TypeError(
-        "fallback: expected 'token_recycling', a draft model, an EagleHead, a drafter or None, "
-        f"got {type(fallback).__name__}"
+        f"fallback: expected {names}, a draft model, an EagleHead, a drafter, a list of these or "
+        f"None, got {type(fallback).__name__}"
     )
 
 
@@ -71,7 +85,8 @@ class SamAssistant(Assistant):
 
     Args:
         corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
-        fallback: "token_recycling", a draft model, an `EagleHead`, a drafter, or None.
+        fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers; a draft
+            model; an `EagleHead`; a drafter; a list of these, whose drafts become one tree; None.
         min_match: shortest match that drafts under "paper", in tokens.
         corpus_bias: tokens by which a corpus match must be longer than one in the text.
         max_draft: longest draft from a match under "paper".
@@ -180,6 +195,48 @@ class SuffixAssistant(Assistant):
         fallback = union(drafts[1:])
         threshold = fallback.expected_tokens if self.threshold is None else self.threshold
         return drafts[0] if suffix.score >= threshold or not len(fallback) else fallback
+
+
+class RolloutAssistant(Assistant):
+    """For reinforcement learning: samples of one prompt draft from one another.
+
+    Training asks for several outputs of each prompt, in one batch or one after another, and for
+    more of them in every epoch. Each draft comes from its own text and from what was written for
+    the same prompt, by rows of the same batch while they are written and in epochs before; outputs
+    fade as the policy moves on. Rollouts of this kind are drafted from trees per prompt also in
+    "Beat the Long Tail" (arXiv 2511.13841).
+
+    Weights may change between calls. Sampled outputs keep their distribution.
+
+    Args:
+        memory: earlier outputs; None for a new one with the next two arguments, at hand as
+            `assistant.memory`.
+        half_life: outputs of a prompt after which an older one counts half; see
+            :class:`OutputMemory`.
+        max_bytes: of the memory. The oldest outputs go first, so that room for an epoch's outputs
+            (50 to 80 bytes a token) is enough.
+        max_depth: longest match plus draft, in tokens.
+        min_prob: no node is drafted that is estimated to be less probable.
+        fallback: as for :class:`SamAssistant`.
+        **options: of :class:`Assistant`.
+    """
+
+    def __init__(
+        self,
+        memory: OutputMemory | None = None,
+        half_life: float = 16.0,
+        max_bytes: int = 1 << 30,
+        max_depth: int = 64,
+        min_prob: float = 0.02,
+        fallback: Any = None,
+        **options: Any,
+    ):
+        if memory is None:
+            memory = OutputMemory(max_bytes, max_depth, half_life=half_life)
+        _require(OutputMemory, memory=memory)
+        self.memory = memory
+        drafter = SuffixDrafter(memory, max_depth, min_prob=min_prob, by_prompt=True)
+        super().__init__([drafter, *fallback_drafters(fallback)], **options)
 
 
 class RestAssistant(Assistant):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from .assistants import Assistant, AssistantSession
 from .drafters.base import Target
 from .planning.cost_model import CostModel
+from .token_tree import TokenTree
 
 Tokens = Sequence[int] | NDArray[np.integer]
 
@@ -21,20 +23,24 @@ class SimulationReport:
     """What a simulation counted.
 
     Attributes:
-        steps: verification steps.
+        steps: verification steps, each row of a batch counting its own.
+        forwards: verification steps of whole batches; equal to `steps` for one row at a time.
         tokens: tokens of all outputs but the first of each.
         nodes: verified nodes.
         draft_seconds: spent proposing and planning.
         update_seconds: spent committing.
-        cost: relative time of all verification steps, in units of a plain step; None without t(n).
+        cost: relative time of all forwards, in units of a plain one; None without t(n).
+        plain_forwards: that plain decoding takes for the same batches.
     """
 
     steps: int = 0
+    forwards: int = 0
     tokens: int = 0
     nodes: int = 0
     draft_seconds: float = 0.0
     update_seconds: float = 0.0
     cost: float | None = None
+    plain_forwards: int = 0
 
     @property
     def mean_accepted_tokens(self) -> float:
@@ -58,7 +64,7 @@ class SimulationReport:
     @property
     def speedup(self) -> float | None:
         """Time of plain decoding over time of verification, at the given t(n)."""
-        return None if self.cost is None else self.tokens / max(self.cost, 1e-12)
+        return None if self.cost is None else self.plain_forwards / max(self.cost, 1e-12)
 
     def __str__(self) -> str:
         speedup = "" if self.speedup is None else f", {self.speedup:.2f}x"
@@ -74,6 +80,7 @@ def simulate(
     requests: Iterable[tuple[Tokens, Tokens]],
     cost: Callable[[int], float] | None = None,
     vocab_size: int = 2**31 - 1,
+    batch_size: int = 1,
 ) -> SimulationReport:
     """Replay requests in order, as if a model had produced exactly the recorded outputs.
 
@@ -84,55 +91,80 @@ def simulate(
     Args:
         assistant: its statistics are not touched, but what it learns stays.
         requests: (prompt ids, output ids) pairs.
-        cost: n -> relative time of a forward over n tokens; the planner then works with it and
-            the report tells the speedup.
+        cost: n -> relative time of a forward over n tokens per row; the planner then works with it
+            and the report tells the speedup.
         vocab_size: of the recorded ids.
+        batch_size: requests that are replayed side by side as the rows of one batch, every forward
+            of which is as wide as its widest row and which ends with its longest output.
 
     Raises:
-        ValueError: an id outside the vocabulary.
+        ValueError: an id outside the vocabulary, or a batch without rows.
         TypeError: ids that are no integers.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
     model = None if cost is None else CostModel.fixed(cost)
     report = SimulationReport(cost=None if cost is None else 0.0)
     # Every simulation learns for itself: outputs of different recordings do not belong together.
     target = Target(vocab_size=vocab_size, fingerprint="simulation")
-    for prompt, output in requests:
-        prompt_ids, output_ids = _checked(prompt, vocab_size), _checked(output, vocab_size)
-        session = assistant.start(prompt_ids, target)
+    waiting = iter(requests)
+    while batch := list(islice(waiting, batch_size)):
+        rows: list[_Row] = []
         try:
-            if not len(output_ids):
-                continue
-            _replay(assistant, session, output_ids, model, report)
+            for request in batch:
+                prompt, output = (_checked(tokens, vocab_size) for tokens in request)
+                rows.append(_Row(assistant.start(prompt, target), output))
+            _replay(assistant, rows, model, report)
         finally:
-            session.close()
+            for row in rows:
+                row.session.close()
     return report
 
 
+@dataclass
+class _Row:
+    """A recorded output and how much of it has been replayed."""
+
+    session: AssistantSession
+    output: NDArray[np.int32]
+    done: int = 1
+
+    @property
+    def left(self) -> int:
+        return max(len(self.output) - self.done, 0)
+
+    def follow(self, tree: TokenTree) -> list[int]:
+        """The tokens of a step that verifies a tree."""
+        accepted = tree.follow(self.output[self.done :])
+        tokens = self.output[self.done : self.done + 1 + len(accepted)].tolist()
+        self.done += len(tokens)
+        return tokens
+
+
 def _replay(
-    assistant: Assistant,
-    session: AssistantSession,
-    output: NDArray[np.int32],
-    cost: CostModel | None,
-    report: SimulationReport,
+    assistant: Assistant, rows: Sequence[_Row], cost: CostModel | None, report: SimulationReport
 ) -> None:
-    done = 1
-    session.begin(output[:done].tolist())
-    while done < len(output):
+    """Replay the rows of one batch in lockstep."""
+    for row in rows:
+        if len(row.output):
+            row.session.begin(row.output[:1].tolist())
+    report.plain_forwards += max(row.left for row in rows)
+    while running := [row for row in rows if row.left]:
         started = time.perf_counter()
-        proposal = session.propose(len(output) - done - 1, cost)
-        tree = assistant.plan([proposal], cost)[0]
-        proposed = time.perf_counter()
-        tokens = output[done : done + 1 + len(tree.follow(output[done:]))]
+        drafts = [row.session.propose(row.left - 1, cost) for row in running]
+        trees = assistant.plan(drafts, cost)
+        report.draft_seconds += time.perf_counter() - started
+        steps = [row.follow(tree) for row, tree in zip(running, trees, strict=True)]
         committing = time.perf_counter()
-        session.commit(tokens.tolist(), None)
+        for row, tokens in zip(running, steps, strict=True):
+            row.session.commit(tokens, None)
         report.update_seconds += time.perf_counter() - committing
-        report.draft_seconds += proposed - started
-        report.steps += 1
-        report.nodes += len(tree)
-        report.tokens += len(tokens)
-        done += len(tokens)
+        report.forwards += 1
+        report.steps += len(running)
+        report.nodes += sum(map(len, trees))
+        report.tokens += sum(map(len, steps))
         if cost is not None and report.cost is not None:
-            report.cost += cost.seconds(1 + len(tree)) / cost.seconds(1)
+            report.cost += cost.seconds(1 + max(map(len, trees))) / cost.seconds(1)
 
 
 def _checked(tokens: Tokens, vocab_size: int) -> NDArray[np.int32]:

@@ -8,6 +8,7 @@ import pytest
 from hf_retrieval_assist import (
     Assistant,
     OutputMemory,
+    RolloutAssistant,
     SamAssistant,
     SimulationReport,
     SuffixAssistant,
@@ -112,7 +113,13 @@ def test_the_planner_follows_the_cost():
 
 def test_times_are_per_step_and_per_token():
     report = SimulationReport(
-        steps=4, tokens=10, nodes=12, draft_seconds=8e-6, update_seconds=5e-6, cost=5.0
+        steps=4,
+        tokens=10,
+        nodes=12,
+        draft_seconds=8e-6,
+        update_seconds=5e-6,
+        cost=5.0,
+        plain_forwards=10,
     )
     assert report.draft_us == pytest.approx(2)
     assert report.update_us_per_token == pytest.approx(0.5)
@@ -199,3 +206,58 @@ def test_the_bias_may_be_none():
     assert draft == CORPUS[6:]
     _, _, draft = first_draft(CORPUS[:5], CORPUS[5], corpus_bias=0, max_draft=3)
     assert draft == CORPUS[6:9]
+
+
+def test_rows_of_a_batch_go_in_lockstep():
+    # Alone: one forward over 8 nodes for 9 tokens, and two forwards without a draft.
+    new = (list(range(60, 70)), [80, 81, 82])
+    report = simulate(sam(budget=8), [COPY, new], cost=lambda n: 1 + 0.5 * n, batch_size=2)
+    assert counts(report) == (1 + 2, 9 + 2, 8)
+    assert report.forwards == 2
+    # The batch's first forward is 9 tokens wide, its second 1; plain decoding takes 9 of those.
+    assert report.plain_forwards == 9
+    assert report.cost == pytest.approx((1 + 0.5 * 9) / 1.5 + 1)
+    assert report.speedup == pytest.approx(9 / report.cost)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 7, 50])
+def test_batches_replay_everything(batch_size):
+    rng = np.random.default_rng(0)
+    requests = [
+        (rng.integers(0, 9, 5).tolist(), rng.integers(0, 3, rng.integers(0, 30)).tolist())
+        for _ in range(20)
+    ]
+    report = simulate(sam(), requests, batch_size=batch_size)
+    assert report.tokens == sum(max(len(output) - 1, 0) for _, output in requests)
+    assert report.forwards <= report.steps <= batch_size * report.forwards
+    assert report.plain_forwards == sum(
+        max(max(len(output) - 1, 0) for _, output in requests[i : i + batch_size])
+        for i in range(0, 20, batch_size)
+    )
+
+
+def test_rows_of_a_batch_draft_from_one_another():
+    # Two samples of one prompt, the second a token ahead: what it writes, the first may draft.
+    output = list(range(20, 60))
+    requests = [([1, 2, 3], [5, *output]), ([1, 2, 3], output)]
+    alone = simulate(RolloutAssistant(), requests[:1])
+    beside = simulate(RolloutAssistant(), requests, batch_size=2)
+    assert alone.steps == 40
+    assert beside.forwards < 40
+    apart = [requests[0], ([1, 2, 4], output)]
+    assert simulate(RolloutAssistant(), apart, batch_size=2).forwards == 40
+
+
+def test_a_later_epoch_drafts_from_the_one_before():
+    assistant = RolloutAssistant()
+    output = list(range(20, 60))
+    first = simulate(assistant, [([1, 2, 3], output)])
+    assert first.steps == 39
+    assert simulate(assistant, [([1, 2, 3], output)]).steps < 8
+    assert simulate(assistant, [([1, 2, 4], output)]).steps == 39
+
+
+@pytest.mark.parametrize("batch_size", [0, -1])
+def test_refuses_batches_without_rows(batch_size):
+    with pytest.raises(ValueError, match=r"^batch_size: expected at least 1"):
+        simulate(sam(), [COPY], batch_size=batch_size)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..memory.output_memory import OutputMemory, RunningOutput
+from ..memory.output_memory import OutputMemory, RunningOutput, prompt_group
 from ..structures.suffix_tree import BLEND_SHAPE, MAX_DEPTH, Speculation, SuffixTree
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
@@ -78,6 +78,8 @@ class SuffixDrafter(Drafter):
             the two trees; `alpha` then bounds each match's draft by the match's own length.
         learn: teach the outputs to the memory, from their first token on.
         learn_prompts: teach the prompts too, each as the beginning of its output.
+        by_prompt: keep the outputs of every prompt apart: a text drafts from those of its own
+            prompt alone, others that are being written beside it among them.
     """
 
     name = "suffix"
@@ -92,6 +94,7 @@ class SuffixDrafter(Drafter):
         scored: bool = False,
         learn: bool = True,
         learn_prompts: bool = False,
+        by_prompt: bool = False,
     ) -> None:
         if not 1 <= max_depth <= MAX_DEPTH:
             raise ValueError(f"max_depth: expected 1 to {MAX_DEPTH}, got {max_depth}")
@@ -107,6 +110,7 @@ class SuffixDrafter(Drafter):
         self.scored = scored
         self.learn = learn
         self.learn_prompts = learn_prompts
+        self.by_prompt = by_prompt
         self.rates = acceptance_rates()
         # Scored drafts know of no other evidence than the frequency of each token.
         self._priors = (np.arange(_FREQUENCIES) + 0.5) / _FREQUENCIES if scored else self.rates
@@ -143,7 +147,10 @@ class SuffixSession(DraftSession):
     ) -> None:
         self.score = 0.0
         self._drafter = drafter
-        self._target = target
+        self._vocab_size = target.vocab_size
+        self._kind = target.fingerprint
+        if drafter.by_prompt:
+            self._kind = prompt_group(target.fingerprint, prompt_ids)
         self._text = SuffixTree(drafter.max_depth)
         self._sequence = self._text.add_sequence()
         self._text.extend(self._sequence, np.ascontiguousarray(prompt_ids, dtype=np.int32))
@@ -151,7 +158,7 @@ class SuffixSession(DraftSession):
         self._context = np.array(prompt_ids[-self._context_length :], dtype=np.int32)
         self._output: RunningOutput | None = None
         if drafter.learn and target.learn:
-            self._output = drafter.memory.start(target.fingerprint)
+            self._output = drafter.memory.start(self._kind)
             if drafter.learn_prompts:
                 self._output.extend(prompt_ids)
         else:
@@ -168,12 +175,12 @@ class SuffixSession(DraftSession):
             return TokenTree(
                 *self._text.blend(
                     self._sequence,
-                    drafter.memory.tree(self._target.fingerprint),
+                    drafter.memory.tree(self._kind),
                     None if self._output is None else self._output.live_sequence,
                     self._context,
                     budget,
                     drafter.rates,
-                    vocab_size=self._target.vocab_size,
+                    vocab_size=self._vocab_size,
                     alpha=drafter.alpha,
                     min_prob=drafter.min_prob,
                     path=not drafter.tree,
@@ -192,11 +199,11 @@ class SuffixSession(DraftSession):
         }
         drafts = [self._text.speculate_after(self._sequence, budget, **how)]
         with drafter.memory.lock:
-            outputs = drafter.memory.tree(self._target.fingerprint)
+            outputs = drafter.memory.tree(self._kind)
             if outputs is not None:
                 drafts.insert(0, outputs.speculate(self._context, budget, **how))
         best = max(drafts, key=lambda draft: draft.score)
-        return _frequency_tree(best, self._target.vocab_size)
+        return _frequency_tree(best, self._vocab_size)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         tokens = np.asarray(token_ids, dtype=np.int32)

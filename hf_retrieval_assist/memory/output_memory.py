@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,16 @@ _LOG_SHARE = 12
 
 # What an output costs besides its tokens: its object and its place among the others.
 _OUTPUT_BYTES = 256
+
+
+# Between a model's fingerprint and a prompt's name, which no fingerprint contains.
+_GROUP_MARK = "/"
+
+
+def prompt_group(fingerprint: str, prompt_ids: NDArray[np.int32]) -> str:
+    """The name under which outputs of one prompt are kept apart from a model's others."""
+    ids = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+    return fingerprint + _GROUP_MARK + hashlib.blake2b(ids.tobytes(), digest_size=12).hexdigest()
 
 
 class OutputMemory:
@@ -48,12 +60,19 @@ class OutputMemory:
     What waits on either side takes up to a sixth of `max_bytes` besides the trees. Whoever may read
     the server's keys may read the outputs.
 
+    Where the model itself changes, as a policy in training, older outputs resemble its present ones
+    less and less. With a `half_life`, every output that is finished makes each older one of its
+    model (or prompt, see :func:`prompt_group`) be dropped with the chance that leaves half of them
+    after so many: counts then weigh outputs by their age, and a group stays small.
+
     Args:
         max_bytes: bound on the memory that all trees together occupy.
         max_depth: longest context plus draft, in tokens.
         path: log file; None keeps outputs in memory only.
         url: server, `redis://`, `rediss://` or `unix://` as the `redis` client reads it, with a
             password unless the host is this machine; instead of `path`.
+        half_life: later outputs of its kind that an output has an even chance to outlive; None
+            drops outputs for want of room only.
 
     Attributes:
         lock: guards the trees that `tree` hands out.
@@ -71,15 +90,22 @@ class OutputMemory:
         max_depth: int = 64,
         path: str | os.PathLike[str] | None = None,
         url: str | None = None,
+        half_life: float | None = None,
     ) -> None:
         smallest = SuffixTree(max_depth).nbytes
         if max_bytes < 2 * smallest:
             raise ValueError(f"max_bytes: expected at least {2 * smallest}, got {max_bytes}")
+        if half_life is not None and not half_life > 0:
+            raise ValueError(f"half_life: expected None or a number above 0, got {half_life}")
         self.max_bytes = max_bytes
         self.max_depth = max_depth
+        self.half_life = half_life
         self.lock = Lock()
         self._trees: dict[str, SuffixTree] = {}
+        self._tree_bytes = 0
         self._outputs: dict[RunningOutput, None] = {}  # in order of age
+        self._finished: dict[str, list[RunningOutput]] = {}  # those that fade, by fingerprint
+        self._chance = random.Random(0)
         self._log = _shared_outputs(path, url, max_bytes // _LOG_SHARE)
         self._behind = False  # finished outputs could not be written to the log
         self._read_all()
@@ -88,8 +114,7 @@ class OutputMemory:
     def nbytes(self) -> int:
         """Bytes in use."""
         with self.lock:
-            trees = sum(tree.nbytes for tree in self._trees.values())
-            return trees + _OUTPUT_BYTES * len(self._outputs)
+            return self._tree_bytes + _OUTPUT_BYTES * len(self._outputs)
 
     @property
     def token_count(self) -> int:
@@ -106,7 +131,7 @@ class OutputMemory:
 
         Finished outputs of no named model become this model's.
         """
-        if fingerprint and "" in self._trees:
+        if "" in self._trees and fingerprint and _GROUP_MARK not in fingerprint:
             self._adopt(fingerprint)
         return self._trees.get(fingerprint)
 
@@ -181,6 +206,11 @@ class OutputMemory:
         with self.lock:
             assert self.nbytes <= self.max_bytes, "above the limit"
             assert sum(map(len, self._trees.values())) == len(self._outputs), "lost sequences"
+            held = sum(tree.nbytes for tree in self._trees.values())
+            assert held == self._tree_bytes, "miscounted bytes"
+            for name, faded in self._finished.items():
+                assert faded, "an empty group"
+                assert all(o.fingerprint == name and o in self._outputs for o in faded), "a ghost"
             for tree in self._trees.values():
                 tree.check_invariants()
 
@@ -199,6 +229,8 @@ class OutputMemory:
         if fingerprint not in self._trees and len(finished) == len(unnamed):
             # The whole tree, which a second one beside it would not leave room for.
             self._trees[fingerprint] = self._trees.pop("")
+            if faded := self._finished.pop("", None):
+                self._finished[fingerprint] = faded
             for output in finished:
                 output.fingerprint = fingerprint
             return
@@ -214,8 +246,20 @@ class OutputMemory:
         output = RunningOutput(self, fingerprint)
         output.finished, output.number = True, number
         self._learn(output, token_ids)
+        self._fade(output)
+
+    def _fade(self, newest: RunningOutput) -> None:
+        """Drop older outputs of its kind by chance, now that one more is finished."""
+        if self.half_life is None or newest.sequence is None:
+            return
+        lasting = 0.5 ** (1 / self.half_life)
+        for output in list(self._finished.get(newest.fingerprint, ())):
+            if self._chance.random() > lasting:
+                self._drop(output)
+        self._finished.setdefault(newest.fingerprint, []).append(newest)
 
     def _finish(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
+        self._fade(output)
         if self._log is not None:
             with self._tolerated():
                 if self._behind:
@@ -253,19 +297,30 @@ class OutputMemory:
         tree = self._trees[output.fingerprint]
         while len(token_ids):
             tree.max_bytes = self.max_bytes - (self.nbytes - tree.nbytes)
-            token_ids = token_ids[tree.extend(output.sequence, token_ids) :]
+            with self._counting(tree):
+                learnt = tree.extend(output.sequence, token_ids)
+            token_ids = token_ids[learnt:]
             if len(token_ids) and not self._evict(output):
                 output.full = True
                 return
+
+    @contextmanager
+    def _counting(self, tree: SuffixTree) -> Iterator[None]:
+        """Scope of a change to a tree whose bytes are counted."""
+        before = tree.nbytes
+        yield
+        self._tree_bytes += tree.nbytes - before
 
     def _open(self, output: RunningOutput) -> bool:
         """Give an output a sequence in its model's tree, where there is room for one."""
         while True:
             known = self._trees.get(output.fingerprint)
             tree = SuffixTree(self.max_depth) if known is None else known
-            others = self.nbytes - (0 if known is None else tree.nbytes)
-            tree.max_bytes = self.max_bytes - others - _OUTPUT_BYTES
+            counted = 0 if known is None else tree.nbytes
+            tree.max_bytes = self.max_bytes - (self.nbytes - counted) - _OUTPUT_BYTES
             sequence = tree.add_sequence() if tree.nbytes <= tree.max_bytes else None
+            if known is not None or sequence is not None:
+                self._tree_bytes += tree.nbytes - counted
             if sequence is not None:
                 output.sequence = sequence
                 self._trees[output.fingerprint] = tree
@@ -285,11 +340,18 @@ class OutputMemory:
 
     def _drop(self, output: RunningOutput) -> None:
         """Take an output out of its tree; it will not be learnt any further."""
-        tree = self._trees[output.fingerprint]
-        tree.remove(output.sequence)
+        name = output.fingerprint
+        tree = self._trees[name]
+        with self._counting(tree):
+            tree.remove(output.sequence)
         if not len(tree):
-            del self._trees[output.fingerprint]
+            del self._trees[name]
+            self._tree_bytes -= tree.nbytes
         del self._outputs[output]
+        if output in self._finished.get(name, ()):
+            self._finished[name].remove(output)
+            if not self._finished[name]:
+                del self._finished[name]
         output.sequence, output.full = None, True
 
 

@@ -64,7 +64,7 @@ def _generate(model: Any, prompt: torch.Tensor, assistant: Assistant, new_tokens
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        assistant=assistant,
+        custom_generate=assistant,
         max_new_tokens=new_tokens,
         do_sample=False,
     )

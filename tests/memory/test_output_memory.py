@@ -17,7 +17,7 @@ import pytest
 from hf_retrieval_assist.files import locked
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
-from hf_retrieval_assist.memory.output_memory import OutputMemory
+from hf_retrieval_assist.memory.output_memory import OutputMemory, prompt_group
 
 
 def count(memory, tokens, fingerprint=""):
@@ -465,3 +465,64 @@ def test_what_a_killed_compaction_left_goes_when_forgetting(tmp_path):
     (tmp_path / ".log.0123456789abcdef.new").write_bytes(b"outputs")
     memory.forget()
     assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "log.lock"]
+
+
+def test_outputs_of_a_prompt_are_kept_apart():
+    prompts = [np.array(ids, np.int32) for ids in ([1, 2], [1, 2, 3])]
+    names = [prompt_group("model", ids) for ids in prompts]
+    assert len({*names, prompt_group("other", prompts[0])}) == 3
+    memory = OutputMemory()
+    memory.add([7, 8], names[0])
+    memory.add([7, 9], names[1])
+    memory.add([7, 5])
+    assert [count(memory, [7, 8], name) for name in names] == [1, 0]
+    # What belongs to nobody yet is the whole model's, not a prompt's.
+    assert [count(memory, [7, 5], name) for name in (*names, "model")] == [0, 0, 1]
+    memory.check_invariants()
+
+
+@pytest.mark.parametrize("half_life", [2.0, 10.0])
+def test_older_outputs_fade(half_life):
+    ages = np.zeros(60)
+    for trial in range(40):
+        memory = OutputMemory(half_life=half_life)
+        memory._chance.seed(trial)
+        for i in range(60):
+            memory.add([i, i, i], "a")
+        memory.check_invariants()
+        ages += [count(memory, [i, i], "a") > 0 for i in reversed(range(60))]
+    survival = 0.5 ** (np.arange(60) / half_life)
+    expected, spread = 40 * survival, np.sqrt(40 * survival * (1 - survival))
+    assert (np.abs(ages - expected) <= 4 * spread + 1e-9).all()
+
+
+def test_fading_leaves_other_prompts_and_running_outputs_alone():
+    memory = OutputMemory(half_life=0.01)
+    running = memory.start("a")
+    running.extend([1, 2])
+    memory.add([3, 4], "b")
+    for _ in range(5):
+        memory.add([5, 6], "a")
+    assert [count(memory, [1, 2], "a"), count(memory, [3, 4], "b")] == [1, 1]
+    assert count(memory, [5, 6], "a") == 1
+    running.close()
+    assert len(memory) == 2
+    memory.check_invariants()
+
+
+@pytest.mark.parametrize("half_life", [0, -1.0, float("nan")])
+def test_refuses_half_lives(half_life):
+    with pytest.raises(ValueError, match=r"^half_life: expected None or a number above 0"):
+        OutputMemory(half_life=half_life)
+
+
+def test_many_groups_under_a_bound():
+    rng = np.random.default_rng(1)
+    memory = OutputMemory(max_bytes=200_000, half_life=4.0)
+    for i in range(200):
+        memory.add(random_output(rng, 60), f"model/{i % 20}")
+        assert memory.nbytes <= 200_000
+    memory.check_invariants()
+    memory.forget()
+    memory.check_invariants()
+    assert memory.nbytes == 0
