@@ -206,11 +206,16 @@ class Consultation:
 
 
 class AssistantSession:
-    """The draft sessions of one text, with probabilities calibrated on it."""
+    """The draft sessions of one text, with probabilities calibrated on it.
+
+    Attributes:
+        consulted: seconds that costly drafters took of the last `propose`.
+    """
 
     def __init__(self, assistant: Assistant, prompt_ids: NDArray[np.int32], target: Target):
         self.assistant = assistant
         self.prompt_ids = prompt_ids
+        self.consulted = 0.0
         self.sessions: list[DraftSession] = []
         with ExitStack() as started:
             started.callback(close_all, self.sessions)
@@ -234,6 +239,7 @@ class AssistantSession:
         """One tree of what the drafters propose, at most `max_depth` deep."""
         planner = self.assistant.planner
         budget = planner.request(cost)
+        self.consulted = 0.0
         drafts: list[TokenTree] = []
         for i, drafter in enumerate(self.assistant.drafters):
             if drafter.costly and cost is not None and planner.budget == "auto":
@@ -256,7 +262,9 @@ class AssistantSession:
         self.sessions[number].see_cost(cost)
         started = time.perf_counter()
         draft = self._draft(number, budget)
-        record.observe(draft, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.consulted += seconds
+        record.observe(draft, seconds)
         return draft
 
     def proposal(self, path: Sequence[int]) -> Proposal | None:

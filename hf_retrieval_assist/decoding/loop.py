@@ -21,6 +21,7 @@ from ..drafters.feedback import RowFeedback
 from ..kernels.reroute import reroute
 from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, size_bucket
+from ..planning.stepped_cost import stepped
 from ..stats import CallStats
 from ..target import host
 from ..target.feature_taps import FeatureTaps
@@ -163,8 +164,8 @@ class Generation:
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
         running, cost = self.running, self._cost()
-        with self._timed("draft"):
-            trees = self._drafts(running, verifier, cost)
+        with self._timed("draft") as drafted:
+            trees = self._drafts(running, verifier, stepped(cost, verifier.widths))
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = verifier.forward(self.rows, trees)
             verified.wait()
@@ -172,11 +173,17 @@ class Generation:
             paths = self._walk(running, trees, verified)
             if self.outputs.wants_states:
                 self.outputs.step(verified, paths[0].accepted, self.cache)
-        with self._timed("cache"):
+        with self._timed("cache") as kept:
             verifier.keep(self.rows, verified, [path.accepted for path in paths])
-        self._observe(cost, verified, forward.seconds, walked.seconds)
-        with self._timed("draft"):
+        with self._timed("draft") as learnt:
             self._learn(running, trees, verified, paths)
+        if verified.typical:
+            cost.observe(verified.width, forward.seconds)
+        spent = {"draft": drafted, "walk": walked, "keep": kept, "commit": learnt}
+        # What costly drafters take is weighed against what they bring.
+        drafted.seconds -= sum(self.sessions[row.index].consulted for row in running)
+        for kind, span in spent.items():
+            cost.observe_overhead(kind, span.seconds)
 
     @property
     def running(self) -> list[RowText]:
@@ -301,12 +308,6 @@ class Generation:
         """The measured t(n) of forwards like the next one."""
         length = self.cache.slots.longest
         return self.assistant.costs.get(cost_key(self.model, self.call.input_ids, length))
-
-    def _observe(self, cost: CostModel, verified: Verified, forward: float, walk: float) -> None:
-        """Learn what the step that was just timed cost."""
-        if verified.typical:
-            cost.observe(verified.width, forward)
-        cost.observe_overhead("walk", walk)
 
     def rest(self, verifier: Verifier) -> None:
         """A forward after the rows have ended: it feeds what the cache still lacks of them, or
