@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from . import attachment
-from .decoding.loop import decode
 from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Proposal, Target, close_all
 from .drafters.feedback import RowFeedback, prompt_feedback
 from .locks import Lock
@@ -95,6 +93,8 @@ class Assistant:
 
     def attached(self, model: Any) -> AbstractContextManager[Assistant]:
         """A scope in which calls of `model.generate` by others are assisted; see `attach`."""
+        from . import attachment
+
         return attachment.attached(model, self)
 
     def __copy__(self) -> Assistant:
@@ -123,6 +123,9 @@ class Assistant:
         **model_kwargs: Any,
     ) -> Any:
         """Decode; what `generate(custom_generate=assistant)` calls."""
+        # Here, because engines that have a loop of their own draft with assistants too.
+        from .decoding.loop import decode
+
         return decode(
             model,
             self,

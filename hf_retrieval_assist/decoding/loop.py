@@ -28,6 +28,7 @@ from ..target.feature_taps import FeatureTaps
 from ..target.fingerprint import fingerprint
 from ..target.fixed_verifier import ForwardOptions, stays_in_place
 from ..target.kv_cache import SlotCache
+from ..target.ranks import Ranks
 from ..target.tiers import Service, Tier, cache_for
 from ..target.verified import Verified
 from ..target.verifiers import Verifier
@@ -139,16 +140,23 @@ class Generation:
         views = not stays_in_place(call.input_ids.device)
         self.cache = self._slot_cache(call.input_ids.shape[1] + room if views else 0)
         self.verifier: Verifier | None = None
-        self.reroute = reroute(assistant.reroute and call.input_ids.device.type == "cpu")
+        self.ranks = Ranks.of(call.model)
+        if self.residual and self.ranks.several:
+            # The other ranks would not know what the first one has drawn from.
+            raise ValueError("residual: expected False with a tensor-parallel model, got True")
+        # Every rank has to compute the same bits, which methods chosen by timings need not give.
+        rerouted = assistant.reroute and not self.ranks.several
+        self.reroute = reroute(rerouted and call.input_ids.device.type == "cpu")
         self.taps = FeatureTaps(self.model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = []
 
     def run(self) -> Any:
         """The whole call; what plain `generate` returns."""
         device, synced = self.call.input_ids.device, self.call.synced_gpus
-        with ExitStack() as opened:
+        with self.ranks, ExitStack() as opened:
             try:
                 self._open_sessions(opened)
+                self.ranks.begin()
                 self.verifier = self.prefill()
                 # The criteria may be met by the first token; other processes may still wait.
                 while host.has_unfinished(self.model, self.finished, synced, device):
@@ -250,9 +258,13 @@ class Generation:
         self, running: Sequence[RowText], verifier: Verifier, cost: CostModel
     ) -> list[TokenTree]:
         """What to verify of each row; nothing of finished ones, which bring no more tokens."""
+
+        def plan() -> list[TokenTree]:
+            drafts = verifier.limit([self._draft(row, cost) for row in running])
+            return self.assistant.plan(drafts, cost, verifier.backlog(self.rows))
+
         trees = [TokenTree.empty()] * len(self.rows)
-        drafts = verifier.limit([self._draft(row, cost) for row in running])
-        planned = self.assistant.plan(drafts, cost, verifier.backlog(self.rows))
+        planned = self.ranks.agree(plan, len(running))
         for row, tree in zip(running, planned, strict=True):
             trees[row.index] = tree
         return trees
