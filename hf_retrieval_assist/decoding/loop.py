@@ -244,9 +244,7 @@ class Generation:
             states=self.outputs.wants_states,
             capacity=self.call.input_ids.shape[1] + self.room,
             keeps_cache=self.keeps_cache,
-            recorded=self.assistant.graphs
-            and not self.call.synced_gpus
-            and not self.ranks.several,
+            recorded=self.assistant.graphs and not self.call.synced_gpus and not self.ranks.several,
         )
 
     def _kwargs_of_steps(self, outputs: Any) -> dict[str, Any]:

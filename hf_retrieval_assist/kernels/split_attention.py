@@ -50,16 +50,17 @@ class FedTokens:
         first: int32 [batch], slots of padding in front of them.
         longest: no row has kept more slots, padding included.
         bias: [batch, 1, width, width], additive; what a query sees of the tokens of the forward.
+            None where no layer sees all kept slots, or some of them are hidden.
         mask: [batch, 1, width, capacity], additive; the same and the kept slots, as layers that
-            see all of them are given it.
+            see all of them are given it; None where none does.
     """
 
     slots: torch.Tensor
     kept: torch.Tensor
     first: torch.Tensor
     longest: int
-    bias: torch.Tensor
-    mask: torch.Tensor
+    bias: torch.Tensor | None
+    mask: torch.Tensor | None
 
 
 def can_split(device: torch.device) -> bool:
@@ -78,6 +79,7 @@ def split_attention(
     rows = torch.arange(len(key), device=key.device)[:, None]
     near_key, near_value = (buffer[rows, :, fed.slots].transpose(1, 2) for buffer in (key, value))
     sharing = query.shape[1] // key.shape[1]
+    assert fed.bias is not None
     tree = _biased(query, near_key, near_value, fed.bias.repeat(1, 1, sharing, 1), scale)
     return _merged(_kept_part(query, key, value, fed, scale), tree)
 
@@ -219,7 +221,8 @@ class serving:  # noqa: N801, a context manager reads as a verb
         mask: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        if mask.data_ptr() == self._fed.mask.data_ptr():
+        fed, whole = self._fed, self._fed.mask
+        if fed.bias is not None and whole is not None and mask.data_ptr() == whole.data_ptr():
             return split_attention(query, key, value, self._fed, scale)
         if (reach := self._reaches.get(mask.data_ptr())) is not None:
             return windowed_attention(query, key, value, self._fed, mask, reach, scale)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from ..kernels.split_attention import FedTokens
 from .packed_buffer import Field
 from .tree_attention import BoolArray, Int64Array, LayerMask
 
@@ -30,6 +31,10 @@ class FixedMasks:
         capacity: slots of each row.
         dtype: of the masks, the model's.
         device: of the masks.
+
+    Attributes:
+        first: int32 [batch], the slots of padding in front of each row.
+        gapless: whether all other slots of the prompts hold tokens.
     """
 
     def __init__(
@@ -48,22 +53,30 @@ class FixedMasks:
         self._columns = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
         self._shown = torch.zeros((), dtype=dtype, device=device)
         self._hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
-        # The slot of each row's first token.
+        # The slot of each row's first token, on the host and on the device.
         self._first = np.zeros(batch, np.int64)
+        self.first = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.gapless = True
 
     def start(self, prompt_mask: torch.Tensor | None) -> None:
         """Hide the padding of a call's prompt, bool [batch, length]; None: there is none."""
         columns = torch.arange(self.capacity).repeat(self.batch, 1)
         self._first = np.zeros(self.batch, np.int64)
+        self.gapless = True
         if prompt_mask is not None:
             seen = prompt_mask.cpu()
             columns[:, : seen.shape[1]].masked_fill_(~seen, _NOWHERE)
             self._first = seen.int().argmax(dim=1).numpy()
+            self.gapless = bool((seen[:, 1:] >= seen[:, :-1]).all())
         self._columns.copy_(columns)
+        self.first.copy_(torch.from_numpy(self._first))
 
     def fields(self, width: int) -> dict[str, Field]:
         """What `write` fills and `build` reads."""
-        fields: dict[str, Field] = {"shift": (torch.int64, (self.batch, 1))}
+        fields: dict[str, Field] = {
+            "shift": (torch.int64, (self.batch, 1)),
+            "kept": (torch.int32, (self.batch,)),
+        }
         for i, rule in enumerate(self._distinct):
             fields[f"table{i}"] = (torch.bool, (self.batch, width, width + 2))
             if rule.reach is not None:
@@ -80,6 +93,7 @@ class FixedMasks:
         """Tell of fed trees, laid out by `arrange`, behind rows of these lengths."""
         kept = np.asarray(lengths, np.int64)[:, None]
         host["shift"].numpy()[:] = 1 - kept
+        host["kept"].numpy()[:] = kept[:, 0] - self._first
         for i, rule in enumerate(self._distinct):
             table = host[f"table{i}"].numpy()
             table[:, :, 0] = True
@@ -105,6 +119,26 @@ class FixedMasks:
         assert rule.chunk is not None
         first = self._first[:, None]
         return first + (places - first) // rule.chunk * rule.chunk - 1
+
+    def fed_tokens(
+        self,
+        device: Mapping[str, torch.Tensor],
+        masks: dict[str, torch.Tensor] | torch.Tensor,
+        longest: int,
+    ) -> tuple[FedTokens, list[tuple[torch.Tensor, int]]]:
+        """The same for attention in parts: where the tokens lie, and the masks of limited reach."""
+        kinds = masks if isinstance(masks, dict) else {"": masks}
+        rules = {"": self.rules} if isinstance(self.rules, LayerMask) else self.rules
+        reaches = {kind: rule.reach for kind, rule in rules.items()}
+        limited = [(kinds[kind], reach) for kind, reach in reaches.items() if reach is not None]
+        whole = next((kind for kind, reach in reaches.items() if reach is None), None)
+        bias = None
+        if whole is not None and self.gapless:
+            table = device[f"table{self._distinct.index(rules[whole])}"][:, :, 1:-1]
+            bias = torch.where(table, self._shown, self._hidden)[:, None]
+        mask = None if whole is None else kinds[whole]
+        fed = FedTokens(device["slots"], device["kept"], self.first, longest, bias, mask)
+        return fed, limited
 
     def build(self, device: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | torch.Tensor:
         """Masks [batch, 1, width, capacity] from the written fields, on the device."""

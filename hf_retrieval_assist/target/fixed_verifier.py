@@ -10,6 +10,7 @@ recording serves every step of a width; see :mod:`.replay`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ import numpy as np
 import torch
 
 from ..decoding.row_text import RowText
+from ..kernels.split_attention import serving
 from ..token_tree import TokenTree
 from .arena import capacity_bucket
 from .feature_taps import FeatureTaps
+from .host import attention_of
 from .kv_cache import SlotCache, SlotLayer, moved_from
 from .packed_buffer import PackedBuffer
 from .replay import Shown
@@ -114,11 +117,14 @@ class FixedVerifier(TreeVerifier):
 
     Args:
         options: what the call wants.
+        split: whether attention is computed in parts; see
+            :mod:`~hf_retrieval_assist.kernels.split_attention`.
     """
 
-    def __init__(self, *args: Any, options: ForwardOptions, **kwargs: Any):
+    def __init__(self, *args: Any, options: ForwardOptions, split: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.options = options
+        self.split = split
         self.taps = options.taps or FeatureTaps(self.model, [])
         self.widths = WIDTHS if options.compiled is None else COMPILED_WIDTHS
         if options.compiled is not None:
@@ -214,14 +220,20 @@ class FixedVerifier(TreeVerifier):
     def _compute(self, step: Step) -> Shown:
         inputs = step.inputs.device
         self.cache.slots.places = self._workspace.rows, inputs["slots"]
-        arguments = {
-            "attention_mask": self._workspace.masks.build(inputs),
-            "position_ids": inputs["positions"],
-        }
+        masks = self._workspace.masks.build(inputs)
+        arguments = {"attention_mask": masks, "position_ids": inputs["positions"]}
         width = inputs["token_ids"].shape[1]
-        outputs = self._run(inputs["token_ids"], width, arguments)
+        with self._attention(inputs, masks):
+            outputs = self._run(inputs["token_ids"], width, arguments)
         step.summarise(outputs.logits)
         return Shown(outputs.logits, self.taps.shown(), outputs)
+
+    def _attention(self, inputs: dict[str, torch.Tensor], masks: Any) -> Any:
+        """Scope of the attention that a forward runs with."""
+        if not self.split or self.options.compiled is not None:
+            return nullcontext()
+        fed, limited = self._workspace.masks.fed_tokens(inputs, masks, self.cache.slots.longest)
+        return serving(attention_of(self.model.config), fed, limited)
 
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]

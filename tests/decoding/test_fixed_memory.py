@@ -5,12 +5,20 @@ import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma3ForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.decoding import loop
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
-from hf_retrieval_assist.target import fixed_verifier, replay
+from hf_retrieval_assist.kernels import split_attention
+from hf_retrieval_assist.target import fixed_verifier, replay, service, tiers
 from hf_retrieval_assist.target.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.target.workspace import WORKSPACES
 from hf_retrieval_assist.token_tree import TokenTree
@@ -221,3 +229,54 @@ def test_hidden_states_come_from_what_was_recorded():
         run(model, max_new_tokens=40, assistant=assistant)
         found.append(torch.cat(collector.seen))
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Attention as on CUDA, in two parts; what it reads follows a number of the host on a CPU."""
+    monkeypatch.setattr(service, "stays_in_place", lambda device: True)
+    monkeypatch.setattr(replay, "recorder", lambda device: None)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM, Qwen3ForCausalLM])
+def test_attention_in_parts(model_class, inputs, in_parts, monkeypatch):
+    # A model that the self-test of this scope has not seen.
+    model = build(model_class)
+    parts = []
+    attend = split_attention.serving.attend
+
+    def noted(scope, *arguments):
+        parts.append(arguments[0].shape)
+        return attend(scope, *arguments)
+
+    monkeypatch.setattr(split_attention.serving, "attend", noted)
+    options = {"do_sample": False, "max_new_tokens": 40}
+    plain, assisted, assistant = both(model, INPUTS[inputs], **options)
+    assert torch.equal(plain, assisted)
+    assert assistant.stats.tier == "tree"
+    assert parts
+
+
+def flash_like(module, query, key, value, attention_mask, **options):
+    """An attention function that, like flash attention, takes no mask of four dimensions."""
+    if attention_mask is not None:
+        raise RuntimeError("no masks")
+    return sdpa_attention_forward(module, query, key, value, None, **options)
+
+
+def test_flash_attention_is_served_by_trees_in_parts(in_parts, monkeypatch):
+    # transformers would look for kernels under any name with "flash" in it.
+    AttentionInterface.register("unmasked", flash_like)
+    for module in (service, tiers):
+        monkeypatch.setattr(module, "why_no_mask", lambda config: "no masks")
+    model = build(LlamaForCausalLM)
+    model.set_attn_implementation("unmasked")
+    options = {"do_sample": False, "max_new_tokens": 30}
+    plain, assisted, assistant = both(model, INPUTS["one row"], **options)
+    assert torch.equal(plain, assisted)
+    assert assistant.stats.tier == "tree"
+    # Calls that need views of what is in use get chains.
+    options |= {"return_dict_in_generate": True, "output_hidden_states": True}
+    plain, assisted, _ = both(model, INPUTS["one row"], **options)
+    assert torch.equal(plain.sequences, assisted.sequences)
