@@ -294,7 +294,7 @@ class Generation:
         if verified.typical:
             cost.observe(verified.width, forward.seconds)
         # What costly drafters take is weighed against what they bring.
-        consulted = sum(session.consulted for session in self.sessions)
+        consulted = sum(self.sessions[row.index].consulted for row in self.running)
         cost.observe_overhead("draft", max(0.0, drafted.seconds - consulted))
         for kind, span in {"walk": walked, "keep": kept, "commit": learnt}.items():
             cost.observe_overhead(kind, span.seconds)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .host import keep_address
 from .kv_cache import SlotLayer
 
 # The smallest difference of two capacities.
@@ -87,7 +88,7 @@ class Arena:
         home = buffer.transpose(1, 2)
         if not self.joined:
             # Graphs that torch captures by itself must not take it for an input to copy.
-            torch._dynamo.mark_static_address(home)
+            keep_address(home)
         return home
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from ..locks import Lock
 from . import replay
 from .arena import Arena
 from .fixed_masks import FixedMasks
+from .host import attention_of, hook_counts
 from .packed_buffer import Field, PackedBuffer
 from .replay import Record, Replay
 from .tree_attention import LayerMask
@@ -191,7 +192,7 @@ def model_state(model: nn.Module) -> Hashable:
     return (
         hash(tuple((tensor.data_ptr(), tensor.dtype, tensor.device) for tensor in tensors)),
         hash(tuple(_settings(module) for module in model.modules())),
-        getattr(config, "_attn_implementation", None),
+        None if config is None else attention_of(config),
     )
 
 
@@ -207,5 +208,4 @@ def _settings(module: nn.Module) -> Hashable:
         if isinstance(value, (bool, int, float, str, tuple, list, dict, type(None)))
         and name not in _INTERNAL
     )
-    hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
-    return type(module), id(vars(module).get("forward")), hooks, plain
+    return type(module), id(vars(module).get("forward")), hook_counts(module), plain
