@@ -98,9 +98,10 @@ class FixedVerified(Verified):
     def wait(self) -> None:
         self._results.wait()
 
-    def best(self, row: int, node: int) -> int:
+    def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
         self.wait()
-        return int(self._results.host["best"][row, node])
+        best: list[int] = self._results.host["best"][rows, nodes].tolist()
+        return best
 
     def top(self, row: int, nodes: int) -> TopLogits:
         if "top_ids" not in self._results.host:

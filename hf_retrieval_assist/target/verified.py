@@ -40,9 +40,14 @@ class Verified:
         """Tokens fed per row."""
         return self._logits.shape[1]
 
-    def logits(self, row: int, node: int) -> torch.Tensor:
-        """[vocab_size] behind one fed token."""
-        return self._logits[row, self.roots[row] + node]
+    def logits(self, rows: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
+        """[rows, vocab_size] behind one fed token of each of these rows."""
+        places = [self.roots[row] + node for row, node in zip(rows, nodes, strict=True)]
+        if len(rows) == len(self._logits) and len(set(places)) == 1:
+            return self._logits[:, places[0]]
+        if len(rows) == 1:
+            return self._logits[rows[0] : rows[0] + 1, places[0]]
+        return self._logits[list(rows), places]
 
     def of_row(self, row: int, nodes: int) -> torch.Tensor:
         """[1 + nodes, vocab_size] behind a row's root and its nodes."""
@@ -58,12 +63,13 @@ class Verified:
         if self._logits.device.type != "cpu":
             self._find_best()
 
-    def best(self, row: int, node: int) -> int:
-        """The most probable token behind one fed token."""
+    def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        """The most probable token behind one fed token of each of these rows."""
         if self._logits.device.type == "cpu":
-            # A row costs as much as the walk saves by not looking at it.
-            return int(self.logits(row, node).argmax())
-        return self._find_best()[row][self.roots[row] + node]
+            # A token's logits cost as much as the walk saves by not looking at them.
+            return self.logits(rows, nodes).argmax(dim=-1).tolist()
+        best = self._find_best()
+        return [best[row][self.roots[row] + node] for row, node in zip(rows, nodes, strict=True)]
 
     def _find_best(self) -> list[list[int]]:
         if self._best is None:
