@@ -96,7 +96,7 @@ class Proposer:
         arrived = time.perf_counter()
         texts = [token_ids_cpu[i, :n] for i, n in enumerate(num_tokens_no_spec[: len(drafts)])]
         places = self._follow(sampled_token_ids, texts, arrived)
-        trees = [row.draft(min(self.longest_draft, self._room(row)), self.cost) for row in places]
+        trees = [row.draft(min(self.longest_draft, self._room(row))) for row in places]
         planned = self.assistant.planner.plan_packed(trees, self.cost) if trees else []
         for (row, place), tree in zip(places.items(), planned, strict=True):
             row.drafted = len(tree)
@@ -208,11 +208,11 @@ class Row:
         self._text[self.length : end] = new
         self.length = end
 
-    def draft(self, longest: int, cost: CostModel) -> TokenTree:
+    def draft(self, longest: int) -> TokenTree:
         """A chain of at most `longest` tokens, with calibrated probabilities."""
         if longest < 1 or self.ended:
             return TokenTree.empty()
-        return _most_probable_path(self._session.propose(longest, cost))
+        return _most_probable_path(self._session.propose(longest))
 
     def close(self) -> None:
         """The request has ended, or is to be started again."""
