@@ -33,13 +33,14 @@ from ..target.verifiers import Verifier
 from ..token_tree import TokenTree
 from .call import Call, refused_mode
 from .recorder import OutputRecorder
-from .row_text import RowText, strip_padding
+from .row_text import RowText
 from .selection import TokenSelector
 from .stopping import Stopping
 from .walk import Path, Walk
 
 if TYPE_CHECKING:
     from ..assistants import Assistant, AssistantSession
+    from ..record import CallRecord
 
 # Keyword arguments with one entry per token.
 _PER_TOKEN = (
@@ -91,15 +92,18 @@ def decode(
         raise ValueError(refusal)
     service = call.service()
     counts = CallStats(tier=service.tier.value, calls=1)
+    record = assistant.observe(call.prompts, counts)
     started = time.perf_counter()
     if service.tier is Tier.PLAIN:
         result = call.run_plainly()
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         counts.count_plain(sequences.shape[1] - input_ids.shape[1], len(input_ids))
+        if record is not None:
+            record.plain(sequences[:, input_ids.shape[1] :].tolist())
     else:
-        result = Generation(call, assistant, service, counts).run()
+        result = Generation(call, assistant, service, counts, record).run()
     counts.seconds["total"] = time.perf_counter() - started
-    assistant.record(counts)
+    assistant.count(counts)
     assistant.costs.save_at_times(fingerprint(model))
     return result
 
@@ -114,8 +118,16 @@ class Span:
 class Generation:
     """One call to `generate`: its rows, their draft sessions, the cache and the outputs."""
 
-    def __init__(self, call: Call, assistant: Assistant, service: Service, counts: CallStats):
+    def __init__(
+        self,
+        call: Call,
+        assistant: Assistant,
+        service: Service,
+        counts: CallStats,
+        record: CallRecord | None,
+    ):
         self.call = call
+        self.record = record
         self.model = call.model
         self.assistant = assistant
         self.service = service
@@ -180,6 +192,9 @@ class Generation:
         self._observe(cost, verified.width, forward.seconds, walked.seconds)
         with self._timed("draft"):
             self._learn(running, trees, verified, paths)
+        if self.record is not None:
+            rows = [row.index for row in running]
+            self.record.step(rows, self.sessions, trees, paths)
 
     @property
     def running(self) -> list[RowText]:
@@ -222,6 +237,8 @@ class Generation:
                 logits = outputs.logits[i] if self.assistant.needs_logits else None
                 shown = {name: found[i] for name, found in states.items()}
                 session.begin(path.tokens, logits, shown)
+        if self.record is not None:
+            self.record.begin(paths)
         return verifier
 
     def _kwargs_of_steps(self, outputs: Any) -> dict[str, Any]:
@@ -319,6 +336,8 @@ class Generation:
         """What plain `generate` returns."""
         end = self.stopping.end(self.rows)
         verifier.finish(end)
+        if self.record is not None:
+            self.record.finish(end)
         for row in self.rows:
             # What a row generated while it waited for others.
             row.cut(end)
@@ -363,8 +382,8 @@ class Generation:
             fingerprint=fingerprint(self.model),
             model=self.model,
         )
-        for ids in strip_padding(call.input_ids, call.model_kwargs.get("attention_mask")):
-            session = self.assistant.start(ids.cpu().numpy().astype(np.int32), target)
+        for prompt_ids in call.prompts:
+            session = self.assistant.start(prompt_ids, target)
             opened.callback(session.close)
             self.sessions.append(session)
 
