@@ -217,7 +217,7 @@ class Row:
     def close(self) -> None:
         """The request has ended, or is to be started again."""
         self._session.close()
-        self._assistant.record(self._stats)
+        self._assistant.count(self._stats)
 
 
 def make_assistant(
