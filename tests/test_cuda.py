@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from hf_retrieval_assist import (
     SequoiaAssistant,
     SuffixAssistant,
 )
+from hf_retrieval_assist.decoding.loop import Generation
+from hf_retrieval_assist.target.workspace import WORKSPACES
 
 from .lossless import PROMPT, build, equal, run
 from .oracle_drafter import both, oracle_assistant
@@ -140,3 +143,72 @@ def test_costs_are_those_of_the_device(llama):
     run(llama, assistant=assistant)
     assert {key.device.partition(":")[0] for key in assistant.costs._models} == {DEVICE}
     assert any(cost.observations for cost in assistant.costs._models.values())
+
+
+def idle(model):
+    """The workspace that waits for the model's next call."""
+    return WORKSPACES._idle[model][1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_graphs(llama, dtype):
+    model = copy.deepcopy(llama).to(dtype)
+    plain = run(model, max_new_tokens=60)
+    for _ in range(2):
+        assisted = run(model, max_new_tokens=60, assistant=oracle_assistant(plain))
+        if dtype is torch.float32:
+            assert torch.equal(plain, assisted)
+    steps = idle(model)._steps.values()
+    assert any(step.replay._trusted for step in steps)
+    assert [step.replay.fault for step in steps] == [None] * len(steps)
+
+
+def test_graphs_of_a_padded_batch(any_model):
+    ids = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3]).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = mask[2, :9] = 0
+    inputs = {"input_ids": ids * mask, "attention_mask": mask}
+    for _ in range(2):
+        plain, assisted, _ = both(any_model, inputs, do_sample=False, max_new_tokens=60)
+        assert torch.equal(plain, assisted)
+
+
+def test_a_step_waits_once(llama, monkeypatch):
+    """The event that says the results have arrived is no synchronising call of PyTorch's."""
+    plain = run(llama, max_new_tokens=60)
+    for _ in range(3):
+        run(llama, max_new_tokens=60, assistant=oracle_assistant(plain))
+    step = Generation.step
+    watched = []
+
+    def guarded(generation, verifier):
+        # Recording and comparing may wait.
+        settled = all(s.replay.settled for s in verifier._workspace._steps.values())
+        torch.cuda.set_sync_debug_mode("error" if settled else "default")
+        try:
+            step(generation, verifier)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        watched.append(settled)
+
+    monkeypatch.setattr(Generation, "step", guarded)
+    assert torch.equal(plain, run(llama, max_new_tokens=60, assistant=oracle_assistant(plain)))
+    assert any(watched)
+
+
+def test_memory_goes_with_the_model(llama):
+    model = copy.deepcopy(llama)
+    run(model, assistant=SamAssistant(budget=4))
+    assert idle(model).arena.nbytes > 0
+    taken = torch.cuda.memory_allocated()
+    nbytes = idle(model).arena.nbytes
+    del model
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= taken - nbytes
+
+
+def test_graphs_can_be_left_out(llama):
+    plain = run(llama)
+    WORKSPACES.release(llama)
+    assert torch.equal(plain, run(llama, assistant=SamAssistant(budget=4, graphs=False)))
+    assert llama not in WORKSPACES._idle
