@@ -34,6 +34,7 @@ class MtpDrafter(Drafter):
         depth: levels below the first; None: one for each further layer, and three more.
         total: nodes of the tree with its root, so at most `total - 1` are proposed.
         min_prob: nodes held less likely than this to be reached are not expanded.
+        layers: None: the target's own, from its checkpoint.
 
     Raises:
         ValueError: a size is out of range; from `start`, the target has no such layers.
@@ -49,14 +50,19 @@ class MtpDrafter(Drafter):
         depth: int | None = None,
         total: int = 60,
         min_prob: float = 0.01,
+        layers: MtpLayers | None = None,
     ) -> None:
         self.limits = GrowthLimits(top_k, top_k, 0 if depth is None else depth, total, min_prob)
         self.depth = depth
+        self.layers = layers
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
-        if target.model is None:
-            raise ValueError("fallback 'mtp': expected the target model, got none (a simulation)")
-        stream = MtpStream(mtp_layers(target.model), self._limits_for(mtp_layers(target.model)))
+        layers = self.layers
+        if layers is None:
+            if target.model is None:
+                raise ValueError("fallback 'mtp': expected the target model, got a simulation")
+            layers = mtp_layers(target.model)
+        stream = MtpStream(layers, self._limits_for(layers))
         return FeatureSession(stream, prompt_ids, self.limits.total - 1)
 
     def _limits_for(self, layers: MtpLayers) -> GrowthLimits:
