@@ -18,6 +18,7 @@ from . import (
     plots,
     repeated,
     replay,
+    spec_bench,
     step,
     structures,
 )
@@ -30,6 +31,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "forwards": forwards,
     "replay": replay,
     "model": model,
+    "spec_bench": spec_bench,
     "repeated": repeated,
     "kernel": kernel,
     "step": step,

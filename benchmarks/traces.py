@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,6 +10,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from hf_retrieval_assist.files import BlankLineError, read_json_lines
 
 Ids = NDArray[np.int32]
 SHIPPED = Path(__file__).parent / "traces"
@@ -104,12 +105,15 @@ def _read_jsonl(path: Path, tokenizer: Any) -> Trace:
         return np.array(tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
 
     trace = Trace(path.stem, [])
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        record = json.loads(line)
+    for place, record in read_json_lines(path):
+        if isinstance(record, BlankLineError):
+            continue
+        if isinstance(record, ValueError):
+            raise record
         if record.keys() >= {"prompt", "output"}:
             trace.requests.append((ids(record["prompt"]), ids(record["output"])))
         elif "corpus" in record:
             trace.corpus.append(ids(record["corpus"]))
         else:
-            raise ValueError(f"{path}:{number}: expected prompt and output, or corpus")
+            raise ValueError(f"{place}: expected prompt and output, or corpus")
     return trace

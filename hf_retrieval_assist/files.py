@@ -85,19 +85,21 @@ def replacing(path: Path, mode: int = 0o666, alone: bool = False) -> Iterator[Pa
         fresh.unlink(missing_ok=True)
 
 
-def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """For each line of a file that is not blank: its place, for messages, and its value.
+class BlankLineError(ValueError):
+    """A line of white space alone."""
 
-    In the place of the value of a line that is no JSON stands the ValueError that says so.
-    """
+
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each line's place, for messages, and its value; or the ValueError that says it has none."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                place = f"{path}:{number}"
-                yield place, _parsed(line, place)
+            place = f"{path}:{number}"
+            yield place, _parsed(line, place)
 
 
 def _parsed(line: bytes, place: str) -> Any:
+    if not line.strip():
+        return BlankLineError(f"{place}: expected JSON, got a blank line")
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -15,16 +15,19 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, QuantizedCache
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .assistants import Assistant
 from .attachment import attached_to
-from .decoding.loop import decode, refused_mode
+from .decoding.call import refused_mode
+from .decoding.loop import decode
+from .target.host import shards_need_company
 
 logger = logging.getLogger(__name__)
 
 _ORIGINAL = "_generate_without_assistant"
+
+# Settings for which `generate` needs the tokenizer, and which are dealt with here.
+_TOKENIZER_SETTINGS = ("stop_strings", "token_healing")
 
 
 def install() -> None:
@@ -90,7 +93,7 @@ def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any])
     _stop_at_strings(tokenizer, kwargs)
     synced_gpus = kwargs.pop("synced_gpus", None)
     if synced_gpus is None:
-        synced_gpus = _shards_need_company(model)
+        synced_gpus = shards_need_company(model)
     streamer = kwargs.get("streamer")
 
     # transformers hands a callable neither the streamer nor synced_gpus, so the closure does.
@@ -165,7 +168,7 @@ def _objection(kwargs: dict[str, Any]) -> str | None:
     if (objection := _cache_objection(kwargs)) is not None:
         return objection
     if kwargs.get("tokenizer") is None:
-        for name in ("stop_strings", "token_healing"):
+        for name in _TOKENIZER_SETTINGS:
             if _setting(kwargs, name):
                 return f"{name}: expected the model's tokenizer as tokenizer=, got none"
     return None
@@ -173,9 +176,10 @@ def _objection(kwargs: dict[str, Any]) -> str | None:
 
 def _left_to_transformers(model: Any, kwargs: dict[str, Any]) -> str | None:
     """What of a call `generate` sees to without an assistant in any case."""
-    if model.generation_config.stop_strings:
-        # transformers fills them in again and then misses the tokenizer, which it has dropped.
-        return "stop_strings in model.generation_config"
+    for name in _TOKENIZER_SETTINGS:
+        if getattr(model.generation_config, name, None):
+            # transformers fills it in again and then misses the tokenizer, which it has dropped.
+            return f"{name} in model.generation_config"
     return None
 
 
@@ -231,10 +235,3 @@ def _heal_tokens(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
         kwargs["attention_mask"] = torch.ones_like(ids)
     kwargs[name] = model.heal_tokens(ids, tokenizer)
     _without(kwargs, "token_healing", False)
-
-
-def _shards_need_company(model: Any) -> bool:
-    """Whether every process has to run as many forwards as the slowest, as `generate` decides."""
-    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return bool(sharded and distributed and torch.distributed.get_world_size() > 1)

@@ -53,6 +53,17 @@ class CallStats:
     def _from_prefill(self) -> int:
         return self.tokens - self.accepted - self.steps
 
+    def count_step(self, drafted: int, accepted: int) -> None:
+        """Count one row's part of a forward."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+    def count_plain(self, tokens: int, rows: int) -> None:
+        """Count a call that was decoded plainly, one forward for each of a row's tokens."""
+        self.steps = tokens
+        self.tokens = tokens * rows
+
     def add(self, other: CallStats) -> None:
         """Add another call's figures to these."""
         for item in fields(self):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.target.verifiers import input_device
+from hf_retrieval_assist.target.host import input_device
 
 from .oracle_drafter import sequences_of
 from .tiny_models import tiny_config, tiny_model
@@ -25,7 +25,7 @@ def build(model_class: Any, **overrides: Any) -> Any:
 
 def run(model: Any, ids: torch.Tensor = PROMPT, seed: int = 0, **options: Any) -> Any:
     """One call under a seed; greedy unless `options` say otherwise."""
-    ids = ids.to(input_device(model, ids))
+    ids = ids.to(input_device(model))
     torch.manual_seed(seed)
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | options
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)

@@ -11,7 +11,13 @@ import pytest
 from filelock import Timeout
 
 from hf_retrieval_assist import files
-from hf_retrieval_assist.files import locked, read_json_lines, replacing, user_cache_directory
+from hf_retrieval_assist.files import (
+    BlankLineError,
+    locked,
+    read_json_lines,
+    replacing,
+    user_cache_directory,
+)
 
 HOLDER = """
 import sys
@@ -120,7 +126,8 @@ def test_json_lines_have_their_places_and_their_errors(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n\n  \n[1\n\xff\n"last"')
     lines = dict(read_json_lines(path))
-    assert [place.rpartition(":")[2] for place in lines] == ["1", "4", "5", "6"]
+    assert [place.rpartition(":")[2] for place in lines] == ["1", "2", "3", "4", "5", "6"]
+    assert all(isinstance(lines[f"{path}:{number}"], BlankLineError) for number in (2, 3))
     assert (lines[f"{path}:1"], lines[f"{path}:6"]) == ({"a": 1}, "last")
     for number in (4, 5):
         assert str(lines[f"{path}:{number}"]).startswith(f"{path}:{number}: expected JSON, got")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..corpus.datastore import Datastore
-from ..corpus.readers import load_encoder, read_texts
+from ..corpus.readers import Skipped, load_encoder, read_texts
 from .command import Command
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -64,6 +64,9 @@ def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="rows of the model's output layer (default: from the tokenizer's folder)",
     )
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="pass over rows and files that cannot be read"
+    )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--append", action="store_true", help="add to an existing datastore")
     existing.add_argument("--overwrite", action="store_true", help="replace an existing datastore")
@@ -71,9 +74,13 @@ def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _build(arguments: argparse.Namespace) -> None:
     encoder = load_encoder(arguments.tokenizer)
-    texts = read_texts(arguments.sources, arguments.field, arguments.split)
+    skipped = Skipped()
+    texts = read_texts(
+        arguments.sources, arguments.field, arguments.split, arguments.skip_bad, skipped
+    )
     documents = encoder.encode_stream(texts)
     options = _sorting_options(arguments)
+    given = arguments.vocab_size
     began = time.perf_counter()
     if arguments.append:
         datastore = Datastore.open(arguments.path, encoder.tokenizer)
@@ -84,7 +91,7 @@ def _build(arguments: argparse.Namespace) -> None:
         datastore = Datastore.build(
             documents,
             arguments.path,
-            vocab_size=arguments.vocab_size or encoder.vocab_size,
+            vocab_size=encoder.vocab_size if given is None else given,
             tokenizer=encoder.tokenizer,
             overwrite=arguments.overwrite,
             **options,
@@ -92,6 +99,10 @@ def _build(arguments: argparse.Namespace) -> None:
     seconds = time.perf_counter() - began
     added = datastore.token_count - before
     print(f"{added:,} tokens read, tokenised and indexed in {seconds:.1f} s")
+    if skipped.blank:
+        print(f"{skipped.blank:,} blank lines skipped")
+    if skipped.bad:
+        print(f"{skipped.bad:,} bad rows or files skipped, such as {skipped.example}")
     _print_summary(datastore)
 
 

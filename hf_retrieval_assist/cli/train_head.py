@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import BlankLineError, read_json_lines
 from .command import Command
 
 if TYPE_CHECKING:
@@ -71,25 +71,23 @@ def read_records(path: Path) -> list[dict[str, str]]:
     Raises:
         ValueError: a line is not such an object, or there is none.
     """
-    content = path.read_text(encoding="utf-8")
     if path.suffix == ".jsonl":
-        lines = enumerate(content.splitlines(), start=1)
-        records = [_record(path, number, line) for number, line in lines if line.strip()]
+        lines = read_json_lines(path)
+        records = [_record(*line) for line in lines if not isinstance(line[1], BlankLineError)]
     else:
-        records = [{"text": text} for text in content.split("\n\n") if text.strip()]
+        texts = path.read_text(encoding="utf-8").split("\n\n")
+        records = [{"text": text} for text in texts if text.strip()]
     if not records:
         raise ValueError(f"{path}: expected at least one text or prompt, found none")
     return records
 
 
-def _record(path: Path, number: int, line: str) -> dict[str, str]:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number}: expected a JSON object ({error})") from error
+def _record(place: str, record: Any) -> dict[str, str]:
+    if isinstance(record, ValueError):
+        raise record
     keys = ("text", "prompt")
     if not isinstance(record, dict) or not any(isinstance(record.get(key), str) for key in keys):
-        raise ValueError(f'{path}, line {number}: expected an object with "text" or "prompt"')
+        raise ValueError(f'{place}: expected an object with "text" or "prompt"')
     return record
 
 

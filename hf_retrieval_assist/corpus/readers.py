@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+from ..files import BlankLineError, read_json_lines
 
 DATASET_PREFIX = "datasets:"
 _PIECE = 1 << 20  # characters of text that are held, and tokenised, at a time
 
+Text = str | ValueError  # a text, or why a row or file has none
 
-def read_texts(sources: Iterable[str], field: str = "text", split: str = "train") -> Iterator[str]:
+
+@dataclass
+class Skipped:
+    """What brought no text.
+
+    Attributes:
+        blank: lines of white space in JSON-lines files.
+        bad: rows and files without a text that can be read.
+        example: what was wrong with the first of these.
+    """
+
+    blank: int = 0
+    bad: int = 0
+    example: str = ""
+
+    def count(self, error: ValueError) -> None:
+        if isinstance(error, BlankLineError):
+            self.blank += 1
+            return
+        self.bad += 1
+        self.example = self.example or str(error)
+
+
+def read_texts(
+    sources: Iterable[str],
+    field: str = "text",
+    split: str = "train",
+    skip_bad: bool = False,
+    skipped: Skipped | None = None,
+) -> Iterator[str]:
     """The texts of all sources, one after another, as a stream.
 
     Args:
@@ -22,18 +54,33 @@ def read_texts(sources: Iterable[str], field: str = "text", split: str = "train"
             the `datasets` library reads.
         field: the column that holds the text of a row.
         split: of a data set that has several.
+        skip_bad: pass over bad rows, and what is left of bad files; blank lines of a `.jsonl` file
+            are passed over in any case.
+        skipped: counts what is passed over.
 
     Raises:
         FileNotFoundError: there is no such source.
-        ValueError: a file of another kind, not UTF-8, or a row without text in `field`.
+        ValueError: a file of another kind; unless they are to be skipped, one that cannot be read
+            or a row without text in `field`. It names the file, and the line or row.
         ImportError: a Parquet file or data set without the `datasets` extra.
     """
+    skipped = Skipped() if skipped is None else skipped
     for source in sources:
-        if source.startswith(DATASET_PREFIX):
-            yield from _read_dataset(source.removeprefix(DATASET_PREFIX), field, split)
-        else:
-            for path in _files(Path(source)):
-                yield from _READERS[path.suffix](path, field)
+        for text in _read_source(source, field, split):
+            if isinstance(text, str):
+                yield text
+            elif skip_bad or isinstance(text, BlankLineError):
+                skipped.count(text)
+            else:
+                raise text
+
+
+def _read_source(source: str, field: str, split: str) -> Iterator[Text]:
+    if source.startswith(DATASET_PREFIX):
+        yield from _read_dataset(source.removeprefix(DATASET_PREFIX), field, split)
+    else:
+        for path in _files(Path(source)):
+            yield from _READERS[path.suffix](path, field)
 
 
 def _files(source: Path) -> list[Path]:
@@ -59,36 +106,36 @@ def _suffixes() -> str:
     return ", ".join(_READERS)
 
 
-def _read_lines(path: Path, field: str) -> Iterator[str]:
+def _read_lines(path: Path, field: str) -> Iterator[Text]:
     with path.open(encoding="utf-8") as file:
         try:
             while lines := file.readlines(_PIECE):
                 yield "".join(lines)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: expected UTF-8, got {error}") from error
+            yield ValueError(f"{path}: expected UTF-8, got {error}")
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[str]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: expected JSON, got {error}") from error
-            yield _text_of(row, field, f"{path}:{number}")
+def _read_jsonl(path: Path, field: str) -> Iterator[Text]:
+    for place, row in read_json_lines(path):
+        yield row if isinstance(row, ValueError) else _text_of(row, field, place)
 
 
-def _read_parquet(path: Path, field: str) -> Iterator[str]:
+def _read_parquet(path: Path, field: str) -> Iterator[Text]:
     parquet = _import("pyarrow.parquet", "Parquet files")
-    with parquet.ParquetFile(path) as file:
-        if field not in file.schema_arrow.names:
-            raise ValueError(f"{path}: no column {field!r} among {file.schema_arrow.names}")
-        for batch in file.iter_batches(columns=[field]):
-            for row in batch.to_pylist():
-                yield _text_of(row, field, str(path))
+    try:
+        with parquet.ParquetFile(path) as file:
+            if field not in file.schema_arrow.names:
+                yield ValueError(f"{path}: no column {field!r} among {file.schema_arrow.names}")
+                return
+            batches = file.iter_batches(columns=[field])
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, 1):
+                yield _text_of(row, field, f"{path}:{number}")
+    except (ValueError, OSError) as error:
+        yield ValueError(f"{path}: expected a Parquet file, got {error}")
 
 
-def _read_dataset(name: str, field: str, split: str) -> Iterator[str]:
+def _read_dataset(name: str, field: str, split: str) -> Iterator[Text]:
     datasets = _import("datasets", "data sets")
     if (Path(name) / "dataset_info.json").is_file():
         rows = datasets.load_from_disk(name)
@@ -96,14 +143,18 @@ def _read_dataset(name: str, field: str, split: str) -> Iterator[str]:
         rows = datasets.load_from_disk(name)[split]
     else:
         rows = datasets.load_dataset(name, split=split, streaming=True)
-    for row in rows:
-        yield _text_of(row, field, name)
+    for number, row in enumerate(rows, 1):
+        yield _text_of(row, field, f"{name}:{number}")
 
 
-def _text_of(row: Any, field: str, place: str) -> str:
+def _text_of(row: Any, field: str, place: str) -> Text:
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise ValueError(f"{place}: expected text in field {field!r}, got {type(text).__name__}")
+        return ValueError(f"{place}: expected text in field {field!r}, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ValueError(f"{place}: expected text in field {field!r}, got {error}")
     return text
 
 
@@ -117,7 +168,7 @@ def _import(module: str, purpose: str) -> Any:
         raise ImportError(message) from error
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[Text]]] = {
     ".txt": _read_lines,
     ".py": _read_lines,
     ".md": _read_lines,

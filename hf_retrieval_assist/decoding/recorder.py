@@ -15,7 +15,8 @@ from transformers.generation.utils import (
 )
 
 from ..target.kv_cache import SlotCache, SlotLayer
-from .walk import RowText
+from ..target.verified import Verified
+from .row_text import RowText
 
 
 class OutputRecorder:
@@ -36,6 +37,11 @@ class OutputRecorder:
         self._logits: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
         self._states: dict[str, list[Any]] = {}
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether something is recorded of every token."""
+        return self.wants_scores or self.wants_logits
+
     def scores(self, row: RowText) -> tuple[torch.Tensor, ...] | None:
         """The scores so far, as stopping criteria are shown them."""
         return tuple(self._scores[row.index]) if self.wants_scores else None
@@ -52,16 +58,18 @@ class OutputRecorder:
         for name in self._state_names(outputs):
             self._states.setdefault(name, []).append(outputs[name])
 
-    def step(self, outputs: Any, fed: Sequence[int], root: int, cache: SlotCache) -> None:
-        """Record the states of accepted tokens.
+    def step(self, verified: Verified, accepted: Sequence[int], cache: SlotCache) -> None:
+        """Record the states of a single row's accepted tokens.
 
         Args:
-            outputs: the model's.
-            fed: indices into the fed tokens: pending ones up to the root, then accepted nodes.
-            root: how many of them precede the root and were recorded before.
+            verified: the forward that fed them.
+            accepted: the fed tokens, 0 being the root.
             cache: whose layers know their windows.
         """
-        for name in self._state_names(outputs):
+        root = verified.roots[0]
+        # Pending tokens before the root were recorded when they were accepted.
+        fed = [*range(root), *(root + node for node in accepted)]
+        for name in self._state_names(verified.outputs):
             entries = self._states.setdefault(name, [])
             for end in range(root + 1, len(fed) + 1):
                 path = fed[:end]
@@ -70,7 +78,7 @@ class OutputRecorder:
                         _attention(layer, path, _window(cache, i))
                         if name.endswith("attentions") and name != "cross_attentions"
                         else _at_token(layer, path[-1], name)
-                        for i, layer in enumerate(outputs[name])
+                        for i, layer in enumerate(verified.outputs[name])
                     )
                 )
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ..locks import Lock
 from ..planning.cost_model import CostModel
 from ..structures import draft_tree
+from ..target.ranks import require_whole
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Proposal, Target
 from .draft_stream import DraftStream, mask_rules
@@ -95,6 +96,7 @@ class DraftModelDrafter(Drafter):
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
+        require_whole(self.model, "draft model")
         chooser = self.chooser(target.fingerprint)
         if self.vocab_size == target.vocab_size and not self._tokenizers.given:
             return DraftModelSession(self, prompt_ids, chooser)

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from ..target.kv_cache import SlotCache
-from ..target.service import Tier, choose_service
+from ..target.service import choose_service
+from ..target.tiers import Tier
 from ..target.tree_attention import FedTrees, LayerMask, TreeAttention
 from ..token_tree import Int32Array
 

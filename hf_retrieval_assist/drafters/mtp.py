@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..target.kv_cache import SlotCache
 from ..target.mtp_layers import MtpLayers, mtp_layers
+from ..target.ranks import require_whole
 from ..target.tree_attention import FedTrees, TreeAttention
 from ..target.verifiers import _state_of
 from ..token_tree import Float32Array, TokenTree
@@ -61,6 +62,7 @@ class MtpDrafter(Drafter):
         if layers is None:
             if target.model is None:
                 raise ValueError("fallback 'mtp': expected the target model, got a simulation")
+            require_whole(target.model, "fallback 'mtp'")
             layers = mtp_layers(target.model)
         stream = MtpStream(layers, self._limits_for(layers))
         return FeatureSession(stream, prompt_ids, self.limits.total - 1)

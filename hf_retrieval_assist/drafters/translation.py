@@ -71,14 +71,12 @@ class GrowingTranslation:
 
     def __init__(self, source: Tokenizer, goal: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._source, self._goal = source, goal
-        settled = max(0, len(prompt_ids) - _TAIL)
-        while source.decode(prompt_ids[:settled]).endswith(_BROKEN):
-            settled -= 1
-        self._settled = goal.prompt(source.decode(prompt_ids[:settled]))
+        self._settled: list[int] = []
         # Ids of the source: the last ones settled, and those that are not.
-        self._before = list(prompt_ids[:settled][-_CONTEXT:])
-        self._tail = list(prompt_ids[settled:])
-        self.ids = self._settled + self._encoded()
+        self._before: list[int] = []
+        self._tail: list[int] = []
+        self.ids: list[int] = []
+        self.append(prompt_ids)
 
     def append(self, token_ids: Sequence[int]) -> None:
         self._tail += map(int, token_ids)
@@ -89,7 +87,7 @@ class GrowingTranslation:
 
     def _encoded(self) -> list[int]:
         text = self._text(len(self._tail))
-        return self._goal.inside(text) if self._before else self._goal.encode(text)
+        return self._goal.inside(text) if self._before else self._goal.prompt(text)
 
     def _text(self, count: int) -> str:
         """Of the first tokens of the tail."""
@@ -97,12 +95,16 @@ class GrowingTranslation:
         return self._source.decode([*self._before, *self._tail[:count]])[start:]
 
     def _settle(self, tail: list[int]) -> None:
-        """Move the first half of the tail, or as much as ends at a boundary of both."""
-        ends = self._goal.ends(tail, self._settled[-_CONTEXT:])
-        for count in range(len(self._tail) - _TAIL, 0, -1):
+        """Move all but the end of the tail, up to a boundary of both tokenizers."""
+        context = self._settled[-_CONTEXT:]
+        start, first = len(self._goal.decode(context)), max(0, len(tail) - 4 * _TAIL)
+        texts = [self._goal.decode([*context, *tail[:n]]) for n in range(first, len(tail))]
+        ends = [-1 if text.endswith(_BROKEN) else len(text) - start for text in texts]
+        most = len(self._tail) - _TAIL
+        for count in range(most, max(0, most - 2 * _TAIL), -1):
             text = self._text(count)
             if len(text) in ends and not text.endswith(_BROKEN):
-                self._settled += tail[: ends.index(len(text)) + 1]
+                self._settled += tail[: first + ends.index(len(text))]
                 self._before = [*self._before, *self._tail[:count]][-_CONTEXT:]
                 del self._tail[:count]
                 return

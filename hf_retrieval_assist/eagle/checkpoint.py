@@ -145,15 +145,15 @@ def _local_folder(path_or_hub_id: str | PathLike[str]) -> Path:
 def _read_config(folder: Path) -> dict[str, Any]:
     config = _read_json(folder / "config.json")
     layer = config.get("transformer_layer_config", config)
-    if not isinstance(layer, dict) or not isinstance(layer.get("num_attention_heads"), int):
-        raise ValueError(f"{folder / 'config.json'}: expected num_attention_heads, found none")
+    if not isinstance(layer, dict):
+        raise ValueError(f"{folder / 'config.json'}: expected an object, found {layer!r}")
     return config
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a readable JSON file ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
@@ -215,6 +215,10 @@ def _build_on_meta(config: HeadConfig, borrowed: BorrowedLayers) -> EagleHead:
     with torch.device("meta"):
         head = build_head(config, borrowed)
     head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
+    if not head.rotary_emb.inv_freq.isfinite().all():
+        raise ValueError(
+            f"rope_parameters: expected finite frequencies, got {dict(config.rope_parameters)}"
+        )
     return head
 
 

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from transformers.activations import ACT2FN
+
+from .settings import checked_rope, count, number, rope_parameters
 from .target import TargetShape
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# The kinds whose frequencies do not change with the length of the text.
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 DEFAULT_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -71,11 +72,9 @@ class HeadConfig:
                 f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and "
                 f"{self.num_kv_heads}"
             )
-        if self.rope_parameters.get("rope_type") not in STATIC_ROPE:
-            raise ValueError(
-                f"rope_parameters: expected rope_type to be one of {STATIC_ROPE}, got "
-                f"{dict(self.rope_parameters)}"
-            )
+        checked_rope(self.rope_parameters)
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act: expected one of transformers', got {self.hidden_act!r}")
         if not self.own_embeddings and self.hidden_size != self.target_width:
             raise ValueError(
                 f"embed_tokens.weight: expected in the checkpoint, because the head's width "
@@ -94,7 +93,7 @@ class HeadConfig:
             TypeError: a name is not a field.
         """
         if "rope_theta" in changes:
-            theta = float(changes.pop("rope_theta"))
+            theta = changes.pop("rope_theta")
             changes["rope_parameters"] = {**self.rope_parameters, "rope_theta": theta}
         if "boundaries" in changes:
             changes["boundaries"] = tuple(changes["boundaries"])
@@ -114,24 +113,24 @@ def infer_config(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) ->
     """
     layer = raw.get("transformer_layer_config", raw)
     hidden = _shape(shapes, "layers.0.self_attn.o_proj.weight")[0]
+    activation = layer.get("hidden_act", "silu")
     is_eagle3 = _shape(shapes, "layers.0.self_attn.q_proj.weight")[1] == 2 * hidden
     boundaries = _boundaries(shapes, raw, target) if is_eagle3 else _final_boundary(shapes, target)
     vocab, draft_vocab = _vocabularies(shapes, layer, target)
     return HeadConfig(
         generation=3 if is_eagle3 else 1,
         hidden_size=hidden,
-        num_layers=1
-        + max(int(name.split(".")[1]) for name in shapes if name.startswith("layers.")),
+        num_layers=_num_layers(shapes),
         intermediate_size=_shape(shapes, "layers.0.mlp.gate_proj.weight")[0],
         **_attention_heads(shapes, layer),
         target_width=target.hidden_size,
         boundaries=boundaries,
         vocab_size=vocab,
         draft_vocab_size=draft_vocab,
-        rope_parameters=_rope_parameters(layer),
-        trained_positions=int(layer.get("max_position_embeddings") or 2048),
-        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-        hidden_act=layer.get("hidden_act", "silu"),
+        rope_parameters=rope_parameters(layer),
+        trained_positions=count(layer, "max_position_embeddings", 2048),
+        rms_norm_eps=float(number(layer, "rms_norm_eps", 0, 1, default=1e-6)),
+        hidden_act=activation if isinstance(activation, str) else repr(activation),
         **_tensor_flags(shapes),
         final_norm=is_eagle3 or "norm.weight" in shapes,
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
@@ -141,25 +140,40 @@ def infer_config(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) ->
 
 def _shape(shapes: Shapes, name: str) -> tuple[int, ...]:
     shape = shapes.get(name)
-    if shape is None or len(shape) != 2:
+    if shape is None or len(shape) != 2 or 0 in shape:
         raise ValueError(f"not an EAGLE head: expected a matrix {name}, found {shape}")
     return shape
+
+
+def _num_layers(shapes: Shapes) -> int:
+    numbers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+    if numbers != set(map(str, range(len(numbers)))):
+        raise ValueError(f"layers: expected them numbered from 0 on, found {sorted(numbers)}")
+    return len(numbers)
 
 
 def _attention_heads(shapes: Shapes, layer: Mapping[str, Any]) -> dict[str, Any]:
     """The number of heads stands in the config; their sizes follow from the matrices."""
     prefix = "layers.0.self_attn."
-    heads = int(layer["num_attention_heads"])
-    head_dim = _shape(shapes, prefix + "q_proj.weight")[0] // heads
-    kv_heads = max(_shape(shapes, prefix + "k_proj.weight")[0] // max(head_dim, 1), 1)
+    heads = count(layer, "num_attention_heads")
+    width = _shape(shapes, prefix + "q_proj.weight")[0]
+    if width % (2 * heads):
+        raise ValueError(f"num_attention_heads: expected even parts of {width}, got {heads} heads")
+    head_dim = width // heads
+    kv_heads = max(_shape(shapes, prefix + "k_proj.weight")[0] // head_dim, 1)
     return {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def _vocabularies(shapes: Shapes, layer: Mapping[str, Any], target: TargetShape) -> tuple[int, int]:
     """Ids that may be fed, and ids that may be drafted."""
+    stated = count(layer, "vocab_size", target.vocab_size)
     if "lm_head.weight" not in shapes:
         return target.vocab_size, target.vocab_size
-    draft_vocab = shapes["lm_head.weight"][0]
+    draft_vocab = _shape(shapes, "lm_head.weight")[0]
+    if stated < draft_vocab:
+        raise ValueError(
+            f"vocab_size: expected at least {draft_vocab}, the rows of lm_head.weight, got {stated}"
+        )
     if "d2t" not in shapes and draft_vocab != target.vocab_size:
         raise ValueError(
             f"lm_head.weight: expected {target.vocab_size} rows, one for each id of the target "
@@ -171,8 +185,14 @@ def _vocabularies(shapes: Shapes, layer: Mapping[str, Any], target: TargetShape)
 def _boundaries(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) -> tuple[int, ...]:
     """The boundaries the config names, or the papers'; as many as `fc` has room for."""
     rows, width = _shape(shapes, "fc.weight")
-    named = raw.get("eagle_aux_hidden_state_layer_ids")
-    boundaries = tuple(map(int, named)) if named else default_boundaries(target.num_layers)
+    named = raw.get("eagle_aux_hidden_state_layer_ids") or default_boundaries(target.num_layers)
+    allowed = range(-1, target.num_layers + 1)
+    if not isinstance(named, list | tuple) or not all(_is_in(k, allowed) for k in named):
+        raise ValueError(
+            f"eagle_aux_hidden_state_layer_ids: expected a list of numbers from -1 to "
+            f"{target.num_layers}, got {named!r}"
+        )
+    boundaries = tuple(named)
     if width != len(boundaries) * target.hidden_size:
         raise ValueError(
             f"fc.weight: expected ({rows}, {len(boundaries) * target.hidden_size}) for the "
@@ -180,6 +200,10 @@ def _boundaries(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) -> 
             f"({rows}, {width})"
         )
     return boundaries
+
+
+def _is_in(value: Any, allowed: range) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value in allowed
 
 
 def _final_boundary(shapes: Shapes, target: TargetShape) -> tuple[int, ...]:
@@ -198,16 +222,6 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
     """
     wanted = {2, num_layers // 2, num_layers - 3}
     return tuple(sorted(k for k in wanted if 0 <= k < num_layers))
-
-
-def _rope_parameters(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE as the head's config states it; the target's own never applies."""
-    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    if any(isinstance(value, Mapping) for value in given.values()):
-        raise ValueError(f"rope_parameters: expected one set for all layers, found {dict(given)}")
-    theta = given.get("rope_theta") or layer.get("rope_theta") or DEFAULT_ROPE["rope_theta"]
-    kind = given.get("rope_type") or given.get("type") or DEFAULT_ROPE["rope_type"]
-    return {**given, "rope_theta": float(theta), "rope_type": kind}
 
 
 def _tensor_flags(shapes: Shapes) -> dict[str, Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..target.host import compute_device, is_offloaded, onloaded
+from ..target.ranks import require_whole
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class BorrowedLayers:
     the target's memory is shared; of an offloaded embedding matrix a copy is kept on the device
     that the target computes on.
 
+    Raises:
+        ValueError: the matrix is quantised, or spread over processes.
+
     Attributes:
         device: where the target looks up embeddings.
         embedding_weight: [V, Ht].
@@ -41,6 +46,7 @@ class BorrowedLayers:
     """
 
     def __init__(self, target: Any) -> None:
+        require_whole(target, "target")
         embeddings = target.get_input_embeddings()
         self.device = compute_device(embeddings)
         self.embedding_weight = float_weight(embeddings, self.device)
@@ -63,34 +69,17 @@ class BorrowedLayers:
         return self._output(inputs).to(hidden.device)
 
 
-def compute_device(layer: Any, otherwise: torch.device | None = None) -> torch.device:
-    """Where a layer computes, also when accelerate keeps its weights elsewhere."""
-    device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
-    if device is not None:
-        return torch.device(device)
-    parameter = next(layer.parameters(), None)
-    return otherwise or torch.device("cpu") if parameter is None else parameter.device
-
-
 def float_weight(layer: Any, device: torch.device) -> Tensor:
     """The weight matrix of a layer, without gradient; fetched if accelerate has offloaded it.
 
     Raises:
         ValueError: the matrix is stored in a quantised form.
     """
-    with _onloaded(layer):
+    with onloaded(layer):
         weight = layer.weight.detach()
         if not weight.is_floating_point() or weight.dtype.itemsize < 2:
             raise ValueError(
                 f"expected the target's {type(layer).__name__} in 16 bits or more, got "
                 f"{weight.dtype}: keep it out of the quantisation, or use a head with its own"
             )
-        return weight.to(device, copy=hasattr(layer, "_hf_hook"))
-
-
-def _onloaded(layer: Any) -> AbstractContextManager[Any]:
-    if not hasattr(layer, "_hf_hook"):
-        return nullcontext()
-    from accelerate.utils import align_module_device
-
-    return align_module_device(layer)
+        return weight.to(device, copy=is_offloaded(layer))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..assistants import Assistant
 from ..decoding.loop import cost_key
 from ..drafters.base import Drafter, DraftSession, Feedback, Target
+from ..target.host import input_device
 from ..token_tree import TokenTree
 from .cost_model import CostModel
 from .cost_store import CostModels
@@ -48,7 +49,9 @@ def measure_cost(
     # Room below the last draft, so that none is cut for want of tokens to generate.
     new_tokens = _ROUNDS * len(sizes) + max(sizes)
     length = max(1, cache_length - new_tokens)
-    prompt = torch.randint(_vocab_size(model), (batch_size, length), device=model.device)
+    random = torch.Generator().manual_seed(0)
+    prompt = torch.randint(_vocab_size(model), (batch_size, length), generator=random)
+    prompt = prompt.to(input_device(model))
     # Memory is allocated and kernels are chosen in the first round; it teaches nothing.
     warm_up = Assistant([_RandomChains(sizes)], budget="paper", reroute=reroute)
     _generate(model, prompt, warm_up, len(sizes) + max(sizes))
@@ -61,7 +64,7 @@ def _generate(model: Any, prompt: torch.Tensor, assistant: Assistant, new_tokens
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
-        assistant=assistant,
+        custom_generate=assistant,
         max_new_tokens=new_tokens,
         do_sample=False,
     )

@@ -102,14 +102,30 @@ class Planner:
         width = self.budget if isinstance(self.budget, int) else None
         if width is None:
             seconds = cost.overhead() if overhead is None else overhead
-            width = self._best_width(trees, cost, extra_tokens, seconds)
+            tokens = expected_tokens(trees, max(map(len, trees)))
+            width = self._best_width(tokens, cost, extra_tokens, seconds)
         return [tree.prune(width) for tree in trees]
 
+    def plan_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> list[TokenTree]:
+        """The part of each row's tree to verify, when rows are packed without padding.
+
+        The nodes of all rows compete for the forward; `cost` is t(n) for n tokens in all.
+        """
+        if self.budget != "auto":
+            return self.plan_batch(trees, cost)
+        probs = np.concatenate([tree.probs for tree in trees])
+        order = np.argsort(-probs, kind="stable")
+        tokens = np.concatenate([[len(trees)], probs[order]]).cumsum()
+        chosen = order[: self._best_width(tokens, cost, len(trees) - 1, cost.overhead())]
+        ends = np.cumsum([len(tree) for tree in trees])
+        counts = np.bincount(np.searchsorted(ends, chosen, side="right"), minlength=len(trees))
+        return [tree.prune(count) for tree, count in zip(trees, counts.tolist(), strict=True)]
+
     def _best_width(
-        self, trees: Sequence[TokenTree], cost: CostModel, extra_tokens: int, overhead: float
+        self, tokens: Float64Array, cost: CostModel, extra_tokens: int, overhead: float
     ) -> int:
-        widest = max(map(len, trees))
-        tokens = expected_tokens(trees, widest)
+        """The number of nodes at which `tokens`, float64 [nodes + 1], come fastest."""
+        widest = len(tokens) - 1
         seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:] + overhead
         rates = tokens / seconds
         best = int(rates.argmax())

@@ -215,6 +215,7 @@ class SlotCache(DynamicCache):
     def around(cls, cache: DynamicCache, config: PreTrainedConfig) -> SlotCache:
         """Take over the content of a caller's cache, which shares the layers from then on."""
         if isinstance(cache, SlotCache):
+            cache.begin(cache.batch_size)
             return cache
         wrapper = cls(config)
         if len(cache.layers) == len(wrapper.layers):
@@ -227,7 +228,13 @@ class SlotCache(DynamicCache):
             )
         cache.layers = wrapper.layers
         cache.layer_class_to_replicate = None
+        wrapper.begin(wrapper.batch_size)
         return wrapper
+
+    @property
+    def batch_size(self) -> int:
+        """Rows in the cache; 0 while it is empty."""
+        return max((len(layer.keys) for layer in self.slot_layers), default=0)
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
@@ -251,6 +258,21 @@ class SlotCache(DynamicCache):
         Slots that a row did not fill hold no text; they stand where plain decoding keeps padding.
         """
         self.slots.set_lengths([self.slots.longest] * len(self.slots.lengths))
+        self.slots.view_from = None
+
+    def abandon(self) -> None:
+        """Leave the cache as it was before a prefill that did not end."""
+        if self.state_layers:
+            # A state may have gone half a step, and cannot go back.
+            self.forget()
+            return
+        for layer in self.slot_layers:
+            layer.show(min(layer.get_seq_length(), self.slots.longest))
+
+    def forget(self) -> None:
+        """Empty the cache, so that whoever continues from it feeds the whole text."""
+        self.reset()
+        self.slots.set_lengths([0] * len(self.slots.lengths))
         self.slots.view_from = None
 
     def truncate(self, length: int) -> None:

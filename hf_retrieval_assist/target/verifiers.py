@@ -23,14 +23,19 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..decoding.walk import RowText
+from ..decoding.row_text import RowText
 from ..token_tree import TokenTree
+from .host import input_device
 from .kv_cache import HybridSlotLayer, SlotCache, SlotLayer
 from .tree_attention import TreeAttention, lay_out
+from .verified import Verified
 
 # Above this many pending tokens a recurrent model gets them without a draft behind, which always
 # succeeds: it bounds the width that replaying adds to every forward.
 _MAX_REPLAY = 16
+
+# Tokens per row that one forward catches up on at most, since each of them gets logits.
+_MOST_FED = 64
 
 
 class Verifier:
@@ -41,6 +46,10 @@ class Verifier:
         cache: its self-attention cache, filled by the prefill.
         model_kwargs: `generate`'s, after the prefill.
         prompt_ids: int64 [batch, length], as the rows of text begin.
+
+    Attributes:
+        processed: generated tokens of each row that the cache holds.
+        feeding: whether a forward has begun whose tokens are neither kept nor dropped yet.
     """
 
     def __init__(
@@ -53,7 +62,7 @@ class Verifier:
         self.model = model
         self.cache = cache
         self.prompt_ids = prompt_ids
-        self.device = input_device(model, prompt_ids)
+        self.device = input_device(model)
         self.positions = model_kwargs.get("position_ids")
         if self.positions is not None:
             self.next_position = self.positions[..., -1:].to(self.device) + 1
@@ -64,8 +73,8 @@ class Verifier:
         }
         self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
         self._steady: dict[str, Any] | None = None
-        # The cache holds this many generated tokens of each row.
         self.processed = [0] * len(prompt_ids)
+        self.feeding = False
 
     def limit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         """The part of the drafts that this tier can verify."""
@@ -75,25 +84,35 @@ class Verifier:
         """Pending tokens that every forward carries besides the roots and drafts."""
         return 0
 
-    def forward(
-        self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
-    ) -> tuple[Any, list[int]]:
-        """Feed pending tokens and drafts.
-
-        Returns:
-            The model's outputs, and for each row the index of its root among the fed tokens; the
-            draft's nodes follow it.
-        """
+    def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
+        """Feed pending tokens and drafts, one tree per row."""
         raise NotImplementedError
 
-    def keep(self, rows: Sequence[RowText], accepted: Sequence[Sequence[int]]) -> None:
+    def keep(
+        self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
+    ) -> None:
         """Keep each row's accepted tokens: 0 for the root, 1 + i for node i; none at rest."""
         raise NotImplementedError
 
+    def lacking(self, tokens: int) -> int:
+        """How many tokens the cache lacks at most of what plain decoding leaves in it after
+        generating `tokens` per row: all but the last one."""
+        return max(tokens - 1 - done for done in self.processed)
+
+    def catch_up(self, rows: Sequence[RowText], tokens: int) -> None:
+        """Feed some of what the cache lacks, see `lacking`; finished rows are fed their padding."""
+        raise NotImplementedError
+
     def finish(self, tokens: int) -> None:
-        """Leave the cache as plain decoding does after generating this many tokens per row."""
+        """Forget what rows generated beyond this many tokens; make the cache one of plain use."""
         prompt = self.cache.slots.lengths[0] - self.processed[0]
+        self.processed = [min(done, tokens - 1) for done in self.processed]
         self.cache.truncate(prompt + tokens - 1)
+        self.cache.align()
+
+    def abandon(self) -> None:
+        """Leave the cache with what all rows have in it, wherever the call was interrupted."""
+        self.cache.truncate(min(self.cache.slots.lengths))
         self.cache.align()
 
     def _token_types(self, width: int) -> dict[str, torch.Tensor]:
@@ -105,15 +124,18 @@ class Verifier:
             types["mm_token_type_ids"] = ids.new_zeros((ids.shape[0], width))
         return types
 
-    def _run(self, input_ids: torch.Tensor, width: int, arguments: dict, options: dict) -> Any:
+    def _run(self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]) -> Any:
         arguments = self._token_types(width) | arguments
         if self._steady is None:
             inputs = self._prepared(input_ids, width, arguments)
         else:
             inputs = self._steady | {self._ids_name: input_ids[:, -width:]}
-        return self.model(**(inputs | arguments | options), return_dict=True)
+        self.feeding = True
+        return self.model(**(inputs | arguments), return_dict=True)
 
-    def _prepared(self, input_ids: torch.Tensor, width: int, arguments: dict) -> dict[str, Any]:
+    def _prepared(
+        self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
         """The forward's inputs as the model prepares them.
 
         What it only passes through is the same at every step, so a model that makes nothing else
@@ -137,15 +159,17 @@ class TreeVerifier(Verifier):
         super().__init__(*args)
         self.attention = attention
 
-    def forward(
-        self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
-    ) -> tuple[Any, list[int]]:
-        fed = lay_out([row.last for row in rows], trees, self.device)
+    def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
+        return self._feed([row.last for row in rows], trees)
+
+    def _feed(self, roots: Sequence[int], trees: Sequence[TokenTree]) -> Verified:
+        fed = lay_out(roots, trees, self.device)
         arguments = {
             "attention_mask": self.attention.masks(fed, self.cache.slots),
             "position_ids": self._first_positions() + fed.depths,
         }
-        return self._run(fed.token_ids, fed.width, arguments, options), [0] * len(rows)
+        outputs = self._run(fed.token_ids, fed.width, arguments)
+        return Verified(outputs.logits, [0] * len(trees), outputs)
 
     def _first_positions(self) -> torch.Tensor:
         """Position of each row's root: [batch, 1], or with a leading axis where ids have one."""
@@ -154,45 +178,68 @@ class TreeVerifier(Verifier):
         progress = torch.tensor(self.processed, device=self.next_position.device)
         return self.next_position + progress[:, None]
 
-    def keep(self, rows: Sequence[RowText], accepted: Sequence[Sequence[int]]) -> None:
+    def keep(
+        self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
+    ) -> None:
         self.cache.keep(accepted)
-        for row, path in zip(rows, accepted, strict=True):
-            self.processed[row.index] += len(path)
+        self.feeding = False
+        self.processed = [
+            done + len(path) for done, path in zip(self.processed, accepted, strict=True)
+        ]
+
+    def catch_up(self, rows: Sequence[RowText], tokens: int) -> None:
+        stops = [min(tokens - 1, done + _MOST_FED) for done in self.processed]
+        fed = [row.fed(*span) for row, *span in zip(rows, self.processed, stops, strict=True)]
+        roots = [ids[0] if ids else row.last for row, ids in zip(rows, fed, strict=True)]
+        trees = [TokenTree.chain(ids[1:], [1.0] * len(ids[1:])) for ids in fed]
+        self.keep(rows, self._feed(roots, trees), [range(len(ids)) for ids in fed])
 
 
 class ChainVerifier(Verifier):
     """Verifies one chain per row, all rows in step; see the module's docstring."""
 
-    _width = 0
-
-    def pending(self, row: RowText) -> list[int]:
+    def _pending(self, row: RowText) -> list[int]:
         """Tokens of the row that the cache does not hold; the last one is the draft's root."""
-        return row.generated[self.processed[row.index] :] or [row.last]
+        done = self.processed[row.index]
+        return row.fed(done, max(len(row.generated), done + 1))
 
     def limit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         return [best_chain(tree) for tree in trees]
 
     def backlog(self, rows: Sequence[RowText]) -> int:
-        return max(len(self.pending(row)) for row in rows) - 1
+        return max(len(self._pending(row)) for row in rows) - 1
 
-    def forward(
-        self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
-    ) -> tuple[Any, list[int]]:
+    def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
+        pending = [self._pending(row) for row in rows]
         fed = [
-            [*self.pending(row), *tree.token_ids.tolist()]
-            for row, tree in zip(rows, trees, strict=True)
+            [*known, *tree.token_ids.tolist()] for known, tree in zip(pending, trees, strict=True)
         ]
-        self._width = width = max(len(tokens) for tokens in fed)
+        width = max(len(tokens) for tokens in fed)
         # Filler stands behind everything that matters and is cut off again by `keep`.
-        known = [
-            _filled(row.generated, self.processed[row.index]) + _filled(tokens, width)
-            for row, tokens in zip(rows, fed, strict=True)
-        ]
-        suffix = torch.tensor(known, device=self.prompt_ids.device)
-        input_ids = torch.cat([self.prompt_ids, suffix], dim=1).to(self.device)
-        arguments = self._causal_arguments(width)
-        roots = [len(self.pending(row)) - 1 for row in rows]
-        return self._run(input_ids, width, arguments, options), roots
+        for row, tokens in zip(rows, fed, strict=True):
+            done = self.processed[row.index] + len(tokens)
+            tokens += row.fed(done, done + width - len(tokens))
+        return self._feed(rows, fed, [len(known) - 1 for known in pending])
+
+    def _feed(
+        self, rows: Sequence[RowText], fed: Sequence[Sequence[int]], roots: Sequence[int]
+    ) -> Verified:
+        width = len(fed[0])
+        input_ids = torch.tensor(fed, device=self.prompt_ids.device)
+        if self._steady is None:
+            # What models prepare may depend on the whole text.
+            texts = [self._cached_ids(row) for row in rows]
+            input_ids = torch.cat([torch.cat(texts), input_ids], dim=1)
+        outputs = self._run(input_ids.to(self.device), width, self._causal_arguments(width))
+        return Verified(outputs.logits, roots, outputs)
+
+    def _cached_ids(self, row: RowText) -> torch.Tensor:
+        """int64 [1, tokens in the cache] of a row."""
+        done, known = self.processed[row.index], len(row.generated)
+        length = self.prompt_ids.shape[1] + done
+        if done <= known:
+            return row.ids[:, :length]
+        return torch.cat([row.ids, row.ids.new_tensor([row.fed(known, done)])], dim=1)
 
     def _causal_arguments(self, width: int) -> dict[str, torch.Tensor]:
         generated = self.processed[0]
@@ -207,17 +254,26 @@ class ChainVerifier(Verifier):
             arguments["position_ids"] = self.next_position + steps
         return arguments
 
-    def keep(self, rows: Sequence[RowText], accepted: Sequence[Sequence[int]]) -> None:
+    def keep(
+        self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
+    ) -> None:
+        # Of a row at rest all that was fed is its text or its padding.
         valid = [
-            len(row.generated) - 1 - self.processed[row.index] if path else 0
+            len(row.generated) - 1 - self.processed[row.index] if path else verified.width
             for row, path in zip(rows, accepted, strict=True)
         ]
-        running = [n for row, n in zip(rows, valid, strict=True) if not row.finished]
-        # When nothing runs on, the cache is as long as the longest text.
-        self._advance(min(running) if running else max(valid))
+        self._advance(min(valid) if any(map(len, accepted)) else 0, verified)
 
-    def _advance(self, tokens: int) -> None:
+    def catch_up(self, rows: Sequence[RowText], tokens: int) -> None:
+        done = self.processed[0]
+        width = min(tokens - 1 - done, _MOST_FED)
+        fed = [row.fed(done, done + width) for row in rows]
+        self._advance(width, self._feed(rows, fed, [0] * len(rows)))
+
+    def _advance(self, tokens: int, verified: Verified) -> None:
+        """Keep the first tokens that a forward fed."""
         self.cache.keep([range(tokens)] * len(self.processed))
+        self.feeding = False
         self.processed = [done + tokens for done in self.processed]
 
 
@@ -236,15 +292,13 @@ class ConvolutionVerifier(ChainVerifier):
                 raise ValueError("its recurrent state cannot be cropped")
             layer.activate_past_recording()
 
-    def forward(
-        self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
-    ) -> tuple[Any, list[int]]:
+    def _feed(self, *args: Any) -> Verified:
         self._crop()
-        return super().forward(rows, trees, **options)
+        return super()._feed(*args)
 
-    def _advance(self, tokens: int) -> None:
-        super()._advance(tokens)
-        self._excess = self._width - tokens
+    def _advance(self, tokens: int, verified: Verified) -> None:
+        super()._advance(tokens, verified)
+        self._excess = verified.width - tokens
 
     def _crop(self) -> None:
         for layer in self.cache.state_layers:
@@ -252,8 +306,21 @@ class ConvolutionVerifier(ChainVerifier):
         self._excess = 0
 
     def finish(self, tokens: int) -> None:
+        self._excess += max(0, self.processed[0] - (tokens - 1))
         super().finish(tokens)
-        self._excess += self.processed[0] - (tokens - 1)
+        self._rest()
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self.feeding:
+            # Blocks that the forward had reached hold all that it fed.
+            for layer in self.cache.state_layers:
+                grown = layer.conv_states[0].shape[-1] - layer.conv_kernel_size[0]
+                LinearAttentionLayer.crop(layer, -grown)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Leave states of the last token only, as plain decoding does."""
         self._crop()
         for layer in self.cache.state_layers:
             layer.record_past = False
@@ -268,39 +335,37 @@ class ReplayVerifier(ChainVerifier):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self._backlog = 0
-        self._snapshot: list[Any] = []
+        self._states: list[dict[str, Any]] | None = None
 
     def limit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
         return [TokenTree.empty()] if self._backlog >= _MAX_REPLAY else super().limit(trees)
 
-    def forward(
-        self, rows: Sequence[RowText], trees: Sequence[TokenTree], **options: Any
-    ) -> tuple[Any, list[int]]:
+    def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
         # What a finished row is fed, for other processes, is not kept either.
-        if len(trees[0]) or rows[0].finished:
-            self._snapshot = [_state_of(layer) for layer in self.cache.layers]
-        return super().forward(rows, trees, **options)
+        restored = len(trees[0]) or rows[0].finished
+        self._states = [_state_of(layer) for layer in self.cache.layers] if restored else None
+        return super().forward(rows, trees)
 
-    def _advance(self, tokens: int) -> None:
-        whole = tokens == self._width
+    def _advance(self, tokens: int, verified: Verified) -> None:
+        whole = tokens == verified.width
         self._backlog = 0 if whole else tokens
-        if whole:
-            super()._advance(tokens)
-        else:
-            super()._advance(0)
-            for layer, state in zip(self.cache.layers, self._snapshot, strict=True):
-                layer.__dict__.update(state)
-        self._snapshot = []
+        super()._advance(tokens if whole else 0, verified)
+        if not whole:
+            self._restore()
 
+    def _restore(self) -> None:
+        assert self._states is not None
+        for layer, state in zip(self.cache.layers, self._states, strict=True):
+            layer.__dict__.update(state)
 
-def _filled(tokens: list[int], length: int) -> list[int]:
-    """A text cut or filled up to a length."""
-    return (tokens + tokens[-1:] * length)[:length]
-
-
-def input_device(model: Any, inputs: torch.Tensor) -> torch.device:
-    """Where the forward wants its inputs; offloaded models take them where they are."""
-    return inputs.device if model.device.type == "meta" else model.device
+    def abandon(self) -> None:
+        if self.feeding and self._states is None:
+            # The state may have gone half a step, and cannot go back.
+            self.cache.forget()
+            return
+        super().abandon()
+        if self.feeding:
+            self._restore()
 
 
 def best_chain(tree: TokenTree) -> TokenTree:

@@ -86,6 +86,7 @@ def test_summary_of_a_build(tmp_path, corpus, tokenizer, capsys):
         (["build", "new", "missing.txt"], "no file or directory missing.txt"),
         (["build", "new", "{corpus}", "--field", "body"], "expected text in field 'body'"),
         (["build", "new", "{corpus}", "--vocab-size", "32"], "expected ids from 0 to 31"),
+        (["build", "new", "{corpus}", "--vocab-size", "0"], "vocab_size: expected 1 to"),
         (["build", "new", "{corpus}", "--memory", "100"], "memory: expected at least"),
         (["build", "{corpus}", "{corpus}"], "exists"),
         (["build", "new", "{corpus}", "--append"], "no datastore at new"),
@@ -103,6 +104,20 @@ def test_errors_are_one_line_and_leave_nothing(
     assert message in error
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_a_build_tells_what_it_passed_over(tmp_path, tokenizer, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "abc"}\n\n{"text": 7}\n{"text": "cab"}\n')
+    arguments = ["build", str(tmp_path / "store"), str(rows), "--tokenizer", tokenizer, "--quiet"]
+    assert main(arguments) == 1
+    assert "rows.jsonl:3: expected text in field 'text', got int" in capsys.readouterr().err
+    assert main([*arguments, "--skip-bad"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 blank lines skipped" in printed
+    assert "1 bad rows or files skipped, such as" in printed
+    assert "rows.jsonl:3" in printed
+    assert "documents   2" in printed
 
 
 def test_verify_finds_an_altered_file(store, capsys):

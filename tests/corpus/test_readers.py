@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hf_retrieval_assist.corpus import readers
-from hf_retrieval_assist.corpus.readers import load_encoder, read_texts
+from hf_retrieval_assist.corpus.readers import Skipped, load_encoder, read_texts
 
 
 def texts(*sources, **options):
@@ -53,6 +53,8 @@ def test_jsonl_reads_the_field_of_every_row(tmp_path):
         ("a.jsonl", b'{"text"\n', ValueError, "a.jsonl:1: expected JSON"),
         ("a.jsonl", b"[" * 100_000, ValueError, "a.jsonl:1: expected JSON"),
         ("a.txt", b"\xff\xfe\xff", ValueError, "a.txt: expected UTF-8"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', ValueError, "a.jsonl:1: .* surrogates not allowed"),
+        ("a.parquet", b"PAR1PAR1", ValueError, "a.parquet: expected a Parquet file"),
         ("a.docx", b"", ValueError, "expected a name ending in .txt"),
         ("empty/a.docx", b"", ValueError, "expected a name ending in .txt"),
     ],
@@ -62,6 +64,30 @@ def test_bad_files_are_named(tmp_path, name, content, error, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(error, match=message):
         texts(tmp_path / name)
+
+
+def test_blank_lines_are_passed_over_and_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text('\n{"text": "one"}\n \t\n{"text": "two"}\n\n')
+    skipped = Skipped()
+    assert texts(tmp_path / "a.jsonl", skipped=skipped) == ["one", "two"]
+    assert skipped == Skipped(blank=3)
+
+
+def test_bad_rows_and_files_are_passed_over_if_wanted(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text"\n\n[1]\n{"text": "two"}\n')
+    (tmp_path / "b.parquet").write_bytes(b"PAR1PAR1")
+    parquet.write_table(pa.table({"text": ["three", None, "four"]}), tmp_path / "c.parquet")
+    (tmp_path / "d.txt").write_bytes(b"\xff")
+    skipped = Skipped()
+    found = texts(tmp_path, skip_bad=True, skipped=skipped)
+    assert found == ["one", "two", "three", "four"]
+    assert (skipped.blank, skipped.bad) == (1, 5)
+    assert skipped.example.startswith(f"{tmp_path / 'a.jsonl'}:2: expected JSON")
+    with pytest.raises(ValueError, match=r"c\.parquet:2: expected text in field 'text'"):
+        texts(tmp_path / "c.parquet")
 
 
 def test_missing_sources_are_named(tmp_path):

@@ -15,9 +15,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from transformers.generation.candidate_generator import (
-    AssistedCandidateGeneratorDifferentTokenizers,
-)
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.base import Target
@@ -195,50 +192,6 @@ def test_drafts_what_the_draft_model_writes(
             assert pieces.decode(written, skip_special_tokens=True).startswith(longer)
             drafted += len(tree)
     assert drafted > len(ids)
-
-
-def test_begins_as_transformers_candidates_do(
-    draft_model: Any, byte_tokens: Any, pieces: Any, target: Any, monkeypatch: Any
-) -> None:
-    """Behind a prompt; later its windows lose characters that the draft model does not know.
-
-    transformers loses the space in front of its candidates, and stops where it is not sure.
-    """
-    candidates: dict[tuple[int, ...], str] = {}
-    original = AssistedCandidateGeneratorDifferentTokenizers.get_candidates
-
-    def record(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        self.generation_config.assistant_confidence_threshold = 0.0
-        result = original(self, input_ids, **kwargs)
-        found = byte_tokens.decode(result[0][0, input_ids.shape[1] :])
-        candidates.setdefault(tuple(input_ids[0].tolist()), found)
-        return result
-
-    monkeypatch.setattr(AssistedCandidateGeneratorDifferentTokenizers, "get_candidates", record)
-    drafter = DraftModelDrafter(
-        draft_model, assistant_tokenizer=pieces, target_tokenizer=byte_tokens, width=1, max_levels=8
-    )
-    compared = 0
-    for cut in (8, 13, 19, 26, 30, 34, 39):
-        ids = prompt(byte_tokens, TEXT[:cut])
-        target.generate(
-            ids,
-            assistant_model=draft_model,
-            tokenizer=byte_tokens,
-            assistant_tokenizer=pieces,
-            max_new_tokens=12,
-            do_sample=False,
-        )
-        known = ids[0].tolist()
-        session = drafter.start(
-            np.array(known[:-1], np.int32), Target(len(byte_tokens), model=target)
-        )
-        session.commit(known[-1:], None)
-        ours = byte_tokens.decode(session.propose(8).token_ids).lstrip()
-        theirs = candidates[tuple(known)].strip()
-        assert ours.startswith(theirs) or theirs.startswith(ours)
-        compared += len(theirs)
-    assert compared > 20
 
 
 @pytest.mark.parametrize(

@@ -229,14 +229,85 @@ def test_a_truncated_file_is_one_value_error(name: str, size: int, tmp_path: Pat
     [
         ("", "expected a readable JSON file"),
         ("[1]", "expected a JSON object, found list"),
-        ("{}", "expected num_attention_heads"),
-        ('{"transformer_layer_config": 3}', "expected num_attention_heads"),
+        ("{}", "num_attention_heads: expected a number"),
+        ("[" * 100_000, "expected a readable JSON file"),
+        ('{"transformer_layer_config": 3}', "config.json: expected an object, found 3"),
     ],
 )
 def test_a_damaged_config(content: str, message: str, tmp_path: Path) -> None:
     case = load_case("eagle3_d2t")
     (case.save(tmp_path) / "config.json").write_text(content)
     with pytest.raises(ValueError, match=message):
+        EagleHead.from_pretrained(tmp_path, case.target())
+
+
+HOSTILE = (
+    *(0, -1, 1.5, 2**70, 1e400, float("nan"), True, "", "x", "1e4", [], [1], {}, {"x": 1}, [[1]]),
+    *("default", "linear", {"rope_type": "linear"}, {"rope_type": []}, {"type": "yarn"}),
+    {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "long"},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
+    {"rope_type": "default", "rope_theta": -5.0},
+    {"full_attention": {"rope_theta": 1e4}},
+)
+FIELDS = (
+    *("num_attention_heads", "rope_theta", "rope_parameters", "rope_scaling", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "transformer_layer_config"),
+    *("eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_output"),
+)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
+def test_hostile_settings_are_refused_by_name_or_harmless(
+    name: str, field: str, tmp_path: Path
+) -> None:
+    case, target = load_case(name), load_case(name).target()
+    case.save(tmp_path)
+    refused = []
+    for value in HOSTILE:
+        write_config(tmp_path, {**case.config, field: value})
+        try:
+            head = EagleHead.from_pretrained(tmp_path, target)
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            assert outputs(head).isfinite().all(), value
+    assert all("expected" in message for message in refused)
+    # EAGLE-1 heads have no boundaries to name, and any value is true or false.
+    harmless = ("norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids")
+    assert len(refused) > 3 or field in harmless
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_theta": 0.5}, "rope_theta: expected a number from"),
+        ({"rope_scaling": {"type": "linear"}}, "factor: expected a number .* got None"),
+        ({"rope_parameters": "default"}, "rope_parameters: expected one set"),
+        ({"rope_scaling": {"type": ["linear"]}}, "rope_type to be one of"),
+        ({"vocab_size": 3}, r"vocab_size: expected at least"),
+        ({"vocab_size": "many"}, "vocab_size: expected a number"),
+        ({"hidden_act": {"silu": 1}}, "hidden_act: expected one of"),
+        ({"num_attention_heads": 7}, "num_attention_heads: expected even parts of"),
+        ({"num_attention_heads": 2.0}, "num_attention_heads: expected a whole number"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}, "layer_ids: expected a list"),
+    ],
+)
+def test_a_bad_setting_is_named(settings: dict[str, object], message: str, tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    case.save(tmp_path)
+    write_config(tmp_path, {**case.config, **settings})
+    with pytest.raises(ValueError, match=message):
+        EagleHead.from_pretrained(tmp_path, case.target())
+
+
+def test_layers_that_skip_a_number_are_refused(tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    write_config(tmp_path, case.config)
+    tensors = {**case.published(), "layers.1000000000.mlp.up_proj.weight": torch.ones(1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="layers: expected them numbered from 0 on"):
         EagleHead.from_pretrained(tmp_path, case.target())
 
 

@@ -375,7 +375,7 @@ def test_records_of_a_text_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "found none"), ("{", "line 1: expected a JSON object"), ("\n[1]", "line 2: expected an")],
+    [("", "found none"), ("{", "jsonl:1: expected JSON"), ("\n[1]", "jsonl:2: expected an")],
 )
 def test_a_damaged_record_is_named(content: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"

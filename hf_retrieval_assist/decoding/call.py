@@ -1,0 +1,138 @@
+"""One call to `generate`, as transformers hands it over, and how it can be served."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerationMode
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from ..target import host
+from ..target.kv_cache import SlotCache, has_slots
+from ..target.service import choose_service
+from ..target.tiers import REPLAYS_ONE_ROW, Service, Tier
+from ..token_tree import Int32Array
+from .row_text import strip_padding
+
+logger = logging.getLogger(__name__)
+
+# Processors whose state follows all rows of a batch from step to step.
+_STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+# What asks for other ways of decoding.
+_MODE_ARGUMENTS = {
+    GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
+    GenerationMode.DOLA_GENERATION: "dola_layers",
+    GenerationMode.ASSISTED_GENERATION: "prompt_lookup_num_tokens",
+}
+
+
+def refused_mode(config: GenerationConfig) -> str | None:
+    """What in a configuration asks for another way of decoding than the loop's; None: nothing."""
+    if (config.num_beams or 1) > 1:
+        return f"num_beams: expected 1 with an assistant, got {config.num_beams}"
+    mode = config.get_generation_mode()
+    if mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return None
+    return (
+        f"{_MODE_ARGUMENTS.get(mode, 'generation_config')}: expected greedy decoding or "
+        f"sampling with an assistant, got {mode.value.replace('_', ' ')}"
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call, prepared by `generate`.
+
+    Attributes:
+        model: a transformers model with a language modelling head.
+        input_ids: int64 [batch, length], left-padded.
+        processors, criteria, config: as `generate` prepared them.
+        model_kwargs: further inputs of the forward, as `generate` prepared them.
+        synced_gpus: go on with empty forwards until the other processes have finished.
+        streamer: receives every token, batch size 1 only.
+    """
+
+    model: Any
+    input_ids: torch.Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    synced_gpus: bool = False
+    streamer: Any = None
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.input_ids)
+
+    @cached_property
+    def prompts(self) -> list[Int32Array]:
+        """int32 [length] for each row, without padding."""
+        rows = strip_padding(self.input_ids, self.model_kwargs.get("attention_mask"))
+        return [ids.cpu().numpy().astype(np.int32) for ids in rows]
+
+    def service(self) -> Service:
+        """How the call is served: the model's tier, or plain where its arguments demand it."""
+        service = choose_service(self.model, self.model_kwargs)
+        why = self._why_plain(service)
+        if why is None:
+            return service
+        if service.tier is not Tier.PLAIN:
+            logger.info("%s: plain for this call (%s)", type(self.model).__name__, why)
+        return Service(Tier.PLAIN, why)
+
+    def _why_plain(self, service: Service) -> str | None:
+        config = self.config
+        if config.use_cache is False:
+            return "use_cache=False"
+        if config.cache_implementation not in (None, "dynamic", "static"):
+            return f"cache_implementation={config.cache_implementation!r}"
+        if not _can_serve(self.model_kwargs.get(service.cache_name), service):
+            return "past_key_values is a cache whose tokens cannot be dropped one by one"
+        return None if self.batch_size == 1 else self._why_plain_batch(service)
+
+    def _why_plain_batch(self, service: Service) -> str | None:
+        if any(isinstance(processor, _STATEFUL) for processor in self.processors):
+            return "a logits processor keeps a state of the whole batch"
+        if service.tier is Tier.REPLAY:
+            return REPLAYS_ONE_ROW
+        if self.config.output_attentions or self.config.output_hidden_states:
+            return "attentions and hidden states of rows with unequal progress do not fit together"
+        return None
+
+    def keeps_cache(self, service: Service) -> bool:
+        """Whether anybody can go on from the cache after the call: it is returned, or was given."""
+        given = host.is_callers(self.model_kwargs.get(service.cache_name))
+        return given or bool(self.config.return_dict_in_generate)
+
+    def run_plainly(self) -> Any:
+        """transformers' own loop."""
+        return host.sample(
+            self.model,
+            self.input_ids,
+            logits_processor=self.processors,
+            stopping_criteria=self.criteria,
+            generation_config=self.config,
+            synced_gpus=self.synced_gpus,
+            streamer=self.streamer,
+            **self.model_kwargs,
+        )
+
+
+def _can_serve(cache: Any, service: Service) -> bool:
+    """Whether the call's cache can serve: made by `generate`, a slot cache, or a dynamic one."""
+    callers = host.is_callers(cache)
+    cache = getattr(cache, "self_attention_cache", cache)
+    if service.tier is Tier.PLAIN or not (callers or host.is_callers(cache)):
+        return True
+    return isinstance(cache, SlotCache) or has_slots(cache)

@@ -1,0 +1,80 @@
+"""The text of one row of a batch."""
+
+from __future__ import annotations
+
+import torch
+
+
+class RowText:
+    """The tokens of one row, as the processors and criteria are to see them.
+
+    Args:
+        index: the row's number in the batch.
+        prompt_ids: int64 [prompt length], its padding included.
+        capacity: tokens that room is made for; more are taken as well.
+        pad_id: what plain decoding feeds in the row's place once it has ended; None where it never
+            does, because no row ends before the others.
+
+    Attributes:
+        generated: ids generated so far.
+        met: tokens that it had generated when its stopping criteria were met; None before.
+        finished: whether it generates no more.
+    """
+
+    def __init__(
+        self, index: int, prompt_ids: torch.Tensor, capacity: int, pad_id: int | None = None
+    ):
+        self.index = index
+        self.pad_id = pad_id
+        self.generated: list[int] = []
+        self.met: int | None = None
+        self.finished = False
+        self._prompt_length = len(prompt_ids)
+        self._ids = prompt_ids.new_empty((1, self._prompt_length + capacity))
+        self._ids[0, : self._prompt_length] = prompt_ids
+        self._written = 0
+
+    def __len__(self) -> int:
+        """Tokens of the row, its prompt and padding included."""
+        return self._prompt_length + len(self.generated)
+
+    @property
+    def last(self) -> int:
+        """The last token, which the model has not processed yet."""
+        return self.generated[-1]
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """int64 [1, len(self)]: the prefix that plain decoding would have at this point."""
+        length = len(self)
+        if length > self._ids.shape[1]:
+            self._ids = torch.cat([self._ids, torch.empty_like(self._ids)], dim=1)
+        if self._written < len(self.generated):
+            tail = self._ids.new_tensor(self.generated[self._written :])
+            self._ids[0, self._prompt_length + self._written : length] = tail
+            self._written = len(self.generated)
+        return self._ids[:, :length]
+
+    def cut(self, tokens: int) -> None:
+        """Drop what was generated behind the first `tokens`."""
+        del self.generated[tokens:]
+        self._written = min(self._written, len(self.generated))
+
+    def fed(self, start: int, stop: int) -> list[int]:
+        """The tokens that plain decoding feeds at these places behind the prompt.
+
+        Behind the end of a finished row that is padding; nobody looks at what stands behind the
+        end of a running one.
+        """
+        tokens = self.generated[start:stop]
+        pad_id = self.last if self.pad_id is None or not self.finished else self.pad_id
+        return tokens + [pad_id] * (stop - start - len(tokens))
+
+
+def strip_padding(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """The prompts of a batch (int64 [batch, length]) without their padding."""
+    if attention_mask is None or attention_mask.shape != input_ids.shape:
+        return list(input_ids)
+    return [ids[mask.bool()] for ids, mask in zip(input_ids, attention_mask, strict=True)]

@@ -1,0 +1,76 @@
+"""When rows of a batch have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from .row_text import RowText
+
+
+class Stopping:
+    """Decides for one row at a time whether it is finished.
+
+    The criteria of every call (length, end-of-sequence ids) are answered from the host; all others
+    are asked after every token, as plain decoding asks them.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList):
+        self.max_length: int | None = None
+        self.eos_ids: frozenset[int] = frozenset()
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.others = StoppingCriteriaList()
+        for criterion in criteria:
+            if type(criterion) is MaxLengthCriteria:
+                limits = {criterion.max_length, self.max_length} - {None}
+                self.max_length = min(limits)
+            elif type(criterion) is EosTokenCriteria:
+                ids = torch.as_tensor(criterion.eos_token_id).flatten().tolist()
+                self.eos_ids = self.eos_ids | frozenset(ids)
+            else:
+                self.others.append(criterion)
+
+    def is_met(self, row: RowText, scores: Any) -> bool:
+        """Whether a criterion is met by the row as it stands.
+
+        Args:
+            row: with its newest token.
+            scores: the call's scores so far, as criteria are shown them; None unless recorded.
+        """
+        done = row.last in self.eos_ids or (
+            self.max_length is not None and len(row) >= self.max_length
+        )
+        if len(self.others):
+            done = bool(self.others(row.ids, scores).all()) or done
+        return done
+
+    def finish(self, row: RowText, rows: Sequence[RowText], scores: Any) -> None:
+        """Find out after a token of a row which rows are finished.
+
+        Without an end-of-sequence criterion plain decoding pads nothing: rows go on until the last
+        one has met its criteria.
+        """
+        if row.met is None and self.is_met(row, scores):
+            row.met = len(row.generated)
+        if self.has_eos:
+            row.finished = row.met is not None
+            return
+        if any(other.met is None for other in rows):
+            row.finished = self.remaining(row) == 0
+            return
+        end = self.end(rows)
+        for other in rows:
+            other.finished = len(other.generated) >= end
+
+    @staticmethod
+    def end(rows: Sequence[RowText]) -> int:
+        """Tokens that the longest row generates."""
+        return max(row.met or 0 for row in rows)
+
+    def remaining(self, row: RowText) -> int | None:
+        """Tokens the row may still grow by; None without a limit."""
+        return None if self.max_length is None else self.max_length - len(row)

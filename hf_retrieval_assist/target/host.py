@@ -1,0 +1,113 @@
+"""What the package uses of transformers and accelerate under names that are not public.
+
+Nothing else in the package spells such a name, so a release that changes one breaks this file only.
+Whatever differs between the supported versions is bridged here too.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+
+def prefill(
+    model: Any, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Any:
+    """The forward over the prompt as `generate` runs it; the cache is in `model_kwargs`."""
+    return model._prefill(input_ids, config, model_kwargs)
+
+
+def sample(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
+    """transformers' own loop for greedy decoding and sampling."""
+    return model._sample(input_ids, **arguments)
+
+
+def kwargs_after(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The forward's keyword arguments for the token that follows `outputs`."""
+    return model._update_model_kwargs_for_generation(
+        outputs, dict(model_kwargs), is_encoder_decoder=model.config.is_encoder_decoder
+    )
+
+
+def has_unfinished(model: Any, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Whether this process, or under `synced_gpus` any other one, has tokens to generate."""
+    return model._has_unfinished_sequences(finished, synced_gpus, device=device)
+
+
+def pad_token(config: GenerationConfig) -> torch.Tensor | None:
+    """The id that fills rows which have ended, as a tensor; None where there is none."""
+    return config._pad_token_tensor
+
+
+def is_callers(cache: Any) -> bool:
+    """Whether a call's cache is the caller's own and not one that `generate` made."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def attention_of(config: Any) -> str:
+    """The attention implementation of a model's configuration, "" where it names none."""
+    return getattr(config, "_attn_implementation", None) or ""
+
+
+def takes_dynamic_cache(model: Any) -> bool:
+    return model._supports_default_dynamic_cache()
+
+
+def keeps_no_activations(model: Any) -> bool:
+    """Whether the model computes activations anew in the backward pass, for which it gives up its
+    cache in train mode."""
+    # The name changed in 5.23.
+    if hasattr(model, "is_activation_checkpointing"):
+        return model.is_activation_checkpointing
+    return model.is_gradient_checkpointing
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether transformers knows of a state that cannot be cut back to an earlier token."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def shards_need_company(model: Any) -> bool:
+    """Whether every process has to run as many forwards as the slowest, as `generate` decides."""
+    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return bool(sharded and distributed and torch.distributed.get_world_size() > 1)
+
+
+def compute_device(layer: nn.Module, otherwise: torch.device | None = None) -> torch.device:
+    """Where a layer computes, also when accelerate keeps its weights elsewhere.
+
+    Args:
+        layer: any module.
+        otherwise: the answer for a module without parameters; None: the CPU.
+    """
+    device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    if device is not None:
+        return torch.device(device)
+    parameter = next(layer.parameters(), None)
+    return otherwise or torch.device("cpu") if parameter is None else parameter.device
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model wants its inputs: where its embeddings are looked up."""
+    return compute_device(model.get_input_embeddings(), model.device)
+
+
+def is_offloaded(layer: nn.Module) -> bool:
+    """Whether accelerate fetches the layer's weights when it runs."""
+    return hasattr(layer, "_hf_hook")
+
+
+def onloaded(layer: nn.Module) -> AbstractContextManager[Any]:
+    """Scope in which the layer's weights are at hand."""
+    if not is_offloaded(layer):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(layer)

@@ -1,0 +1,59 @@
+"""Private names of transformers and accelerate are spelt in one module."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import hf_retrieval_assist
+from hf_retrieval_assist.target import host
+
+PACKAGE = Path(hf_retrieval_assist.__file__).parent
+HOST = Path(host.__file__)
+
+
+def names_of(path):
+    """Attributes that a module reads of anything, by dot or by `getattr` and `hasattr`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def private(names):
+    return {name for name in names if str(name).startswith("_") and not str(name).endswith("__")}
+
+
+def test_only_the_host_module_spells_private_names():
+    foreign = private(names_of(HOST))
+    assert "_prefill" in foreign
+    elsewhere = {
+        (path.relative_to(PACKAGE), name)
+        for path in PACKAGE.rglob("*.py")
+        if path != HOST
+        for name in private(names_of(path)) & foreign
+    }
+    assert not elsewhere
+
+
+def test_attributes_that_begin_with_an_underscore_are_our_own():
+    """Whatever is read elsewhere under a private name is also set or defined in the package."""
+    defined = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                defined.add(node.name)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                defined.add(node.attr)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+    read = {
+        (str(path.relative_to(PACKAGE)), name)
+        for path in PACKAGE.rglob("*.py")
+        if path != HOST
+        for name in private(names_of(path)) - defined
+    }
+    torch_only = {name for file, name in read if file.startswith("kernels/")}
+    assert torch_only <= {"_C", "_nn", "_len_torch_function_stack"}
+    assert {name for _, name in read} == torch_only, read
