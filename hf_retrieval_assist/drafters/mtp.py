@@ -13,7 +13,7 @@ from ..target.kv_cache import SlotCache
 from ..target.mtp_layers import MtpLayers, mtp_layers
 from ..target.ranks import require_whole
 from ..target.tree_attention import FedTrees, TreeAttention
-from ..target.verifiers import _state_of
+from ..target.verifiers import state_of
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, FeedbackNeeds, Target
 from .feature_session import FeatureSession
@@ -198,7 +198,7 @@ class MtpStream:
     @torch.inference_mode()
     def draft(self, keep: int) -> TokenTree:
         """The best-first tree below the last token of the text."""
-        states = [[_state_of(layer) for layer in cache.layers] for cache in self._caches]
+        states = [[state_of(layer) for layer in cache.layers] for cache in self._caches]
         self._depths = np.empty(0, np.int64)
         self._nodes_read = [0] * len(self.layers)
         try:
