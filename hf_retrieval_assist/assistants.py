@@ -43,6 +43,8 @@ class Assistant:
         max_nodes: nodes that drafters are asked for at most under "auto".
         reroute: on a CPU, compute linear layers and attention of verification forwards by the
             fastest method for few rows; see :class:`~hf_retrieval_assist.kernels.reroute.reroute`.
+        graphs: on a CUDA device, launch a verification forward at once, as a graph; see
+            :mod:`~hf_retrieval_assist.target.fixed_verifier`.
         residual: verify sampled drafts by residual sampling; for drafters that record what they
             drew from.
         costs: measured costs, to share between assistants; None: its own. With
@@ -59,12 +61,14 @@ class Assistant:
         budget: Budget = "auto",
         max_nodes: int = 256,
         reroute: bool = True,
+        graphs: bool = True,
         residual: bool = False,
         costs: CostModels | None = None,
     ):
         self.drafters = tuple(drafters)
         self.planner = Planner(budget, max_nodes)
         self.reroute = reroute
+        self.graphs = graphs
         self.residual = residual
         self.costs = CostModels() if costs is None else costs
         self._thrifts: dict[CostKey, Thrift] = {}
@@ -73,7 +77,9 @@ class Assistant:
         names = _distinct([drafter.name for drafter in self.drafters])
         self.stats = Stats(dict(zip(names, self.calibrators, strict=True)))
         self.needs_feedback = any(drafter.needs != FeedbackNeeds() for drafter in self.drafters)
-        self.needs_logits = any(drafter.needs.logits for drafter in self.drafters)
+        self.top_k = max((drafter.needs.top_k for drafter in self.drafters), default=0)
+        needs_logits = any(drafter.needs.logits for drafter in self.drafters)
+        self.needs_logits = needs_logits or self.top_k > 0
         layers = (drafter.needs.hidden_layers for drafter in self.drafters)
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
         self.learn = True
@@ -306,7 +312,8 @@ class AssistantSession:
         self.sessions[number].see_cost(cost)
         started = time.perf_counter()
         draft = self._draft(number, budget)
-        record.observe(draft, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        record.observe(draft, seconds)
         return draft
 
     def proposal(self, path: Sequence[int]) -> Proposal | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..corpus.build import Ids
+from ..corpus.cluster import RayExecutor
 from ..corpus.datastore import Datastore
 from ..corpus.readers import Skipped, load_encoder, read_texts
 from .command import Command
@@ -67,6 +70,12 @@ def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip-bad", action="store_true", help="pass over rows and files that cannot be read"
     )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="tokenise and sort on a Ray cluster whose machines all see these paths: auto, local, "
+        "or host:port",
+    )
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--append", action="store_true", help="add to an existing datastore")
     existing.add_argument("--overwrite", action="store_true", help="replace an existing datastore")
@@ -78,8 +87,11 @@ def _build(arguments: argparse.Namespace) -> None:
     texts = read_texts(
         arguments.sources, arguments.field, arguments.split, arguments.skip_bad, skipped
     )
-    documents = encoder.encode_stream(texts)
     options = _sorting_options(arguments)
+    documents: Iterable[Ids] = encoder.encode_stream(texts)
+    if arguments.ray is not None:
+        cluster = options["executor"] = RayExecutor(arguments.ray)
+        documents = cluster.encode_stream(arguments.tokenizer, texts)
     given = arguments.vocab_size
     began = time.perf_counter()
     if arguments.append:

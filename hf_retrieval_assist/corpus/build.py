@@ -9,9 +9,9 @@ import secrets
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,18 @@ def publish(staging: Path, path: Path, manifest: Manifest) -> None:
 
 
 def build_shards(
-    documents: Iterable[Ids], directory: Path, options: BuildOptions
+    documents: Iterable[Ids],
+    directory: Path,
+    options: BuildOptions,
+    executor: Executor | None = None,
 ) -> tuple[Shard, ...]:
     """Write documents as indexed shards into a directory.
+
+    Args:
+        documents: sequences of token ids.
+        directory: where; must be the same directory wherever the executor runs.
+        options: see :class:`BuildOptions`.
+        executor: where shards are sorted; None: threads of this process.
 
     Raises:
         ValueError: a document is not a flat sequence of ids below the vocabulary's size.
@@ -140,11 +149,14 @@ def build_shards(
     """
     shards: list[Shard] = []
     running: deque[Future[Shard]] = deque()
-    with ThreadPoolExecutor(options.workers) as pool, _progress_bar(options) as bar:
+    sorting: AbstractContextManager[Executor] = (
+        ThreadPoolExecutor(options.workers) if executor is None else nullcontext(executor)
+    )
+    with sorting as pool, _progress_bar(options) as bar:
         for text in _write_texts(documents, directory, options, bar):
             if len(running) == options.workers:
                 shards.append(running.popleft().result())
-            running.append(pool.submit(_index, text, directory, options.vocab_size))
+            running.append(pool.submit(_index, text.contents, directory, options.vocab_size))
             bar.set_postfix(shards=len(shards) + len(running))
         shards += [future.result() for future in running]
     return tuple(shards)
@@ -154,28 +166,34 @@ def _progress_bar(options: BuildOptions) -> tqdm[Any]:
     return tqdm(unit="tok", unit_scale=True, desc="indexing", disable=not options.progress)
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Contents:
+    """What a shard holds."""
+
+    name: str
+    documents: int
+    tokens: int
+
+
 class _Text:
     """The tokens file of a shard that is being filled."""
 
-    name: str
-    file: Any
-    documents: int = 0
-    tokens: int = 0
+    def __init__(self, directory: Path) -> None:
+        self.contents = _Contents(secrets.token_hex(8), 0, 0)
+        self._file: Any = (directory / f"{self.contents.name}.tokens").open("wb")
 
-    @classmethod
-    def create(cls, directory: Path) -> _Text:
-        name = secrets.token_hex(8)
-        return cls(name, (directory / f"{name}.tokens").open("wb"))
+    @property
+    def codes(self) -> int:
+        return self.contents.tokens + self.contents.documents
 
     def write(self, batch: list[NDArray[np.int64]], vocab_size: int) -> None:
-        self.file.write(_encode(batch, vocab_size))
-        self.documents += len(batch)
-        self.tokens += sum(map(len, batch))
+        self._file.write(_encode(batch, vocab_size))
+        name, documents, tokens = astuple(self.contents)
+        self.contents = _Contents(name, documents + len(batch), tokens + sum(map(len, batch)))
 
     def close(self) -> None:
-        sync_file(self.file)
-        self.file.close()
+        sync_file(self._file)
+        self._file.close()
 
 
 def _write_texts(
@@ -185,11 +203,11 @@ def _write_texts(
     text: _Text | None = None
     for batch in _batches(documents, options.shard_codes):
         codes = sum(map(len, batch)) + len(batch)
-        if text and text.tokens + text.documents + codes > options.shard_codes:
+        if text and text.codes + codes > options.shard_codes:
             text.close()
             yield text
             text = None
-        text = text or _Text.create(directory)
+        text = text or _Text(directory)
         text.write(batch, options.vocab_size)
         bar.update(codes - len(batch))
     if text:
@@ -237,7 +255,7 @@ def _encode(batch: list[NDArray[np.int64]], vocab_size: int) -> NDArray[np.uint8
     return np.ascontiguousarray(code_bytes[:, 4 - code_width(vocab_size) :])
 
 
-def _index(text: _Text, directory: Path, vocab_size: int) -> Shard:
+def _index(text: _Contents, directory: Path, vocab_size: int) -> Shard:
     """Write the suffix array and bucket table of a tokens file."""
     width = code_width(vocab_size)
     codes = np.fromfile(directory / f"{text.name}.tokens", np.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ class Datastore:
         workers: int = 1,
         progress: bool = True,
         overwrite: bool = False,
+        executor: Executor | None = None,
     ) -> Datastore:
         """Index documents and open the result.
 
@@ -145,6 +147,8 @@ class Datastore:
             workers: shards that are sorted at the same time.
             progress: show a progress bar.
             overwrite: replace a datastore that is already there.
+            executor: where shards are sorted, such as a :class:`~.cluster.RayExecutor`, whose
+                machines must all see `path`; None: threads of this process.
 
         Raises:
             FileExistsError: `path` exists and is not to be overwritten, or is not a datastore.
@@ -159,7 +163,7 @@ class Datastore:
         identity = None if tokenizer is None else tokenizer_fingerprint(tokenizer)
         with staging_directory(path.resolve()) as staging:
             empty = Manifest(vocab_size, identity, ())
-            _add(documents, staging, path.resolve(), empty, options)
+            _add(documents, staging, path.resolve(), empty, options, executor)
         return cls(path)
 
     def append(
@@ -169,6 +173,7 @@ class Datastore:
         memory: int = 1 << 32,
         workers: int = 1,
         progress: bool = True,
+        executor: Executor | None = None,
     ) -> Datastore:
         """Add documents as further shards, in one step, and open the result.
 
@@ -179,7 +184,7 @@ class Datastore:
         path = self.path.resolve()
         with staging_directory(path) as staging:
             base = self._checked_successor(read_manifest(path))
-            _add(documents, staging, path, base, options)
+            _add(documents, staging, path, base, options, executor)
         return Datastore(self.path)
 
     def compact(
@@ -297,10 +302,15 @@ class Datastore:
 
 
 def _add(
-    documents: Iterable[Ids], staging: Path, path: Path, base: Manifest, options: BuildOptions
+    documents: Iterable[Ids],
+    staging: Path,
+    path: Path,
+    base: Manifest,
+    options: BuildOptions,
+    executor: Executor | None = None,
 ) -> None:
     """Publish at `path` the shards of `base` and those of the documents."""
-    shards: tuple[Shard, ...] = build_shards(documents, staging, options)
+    shards: tuple[Shard, ...] = build_shards(documents, staging, options, executor)
     if not shards:
         raise ValueError("documents: expected at least one token, got an empty corpus")
     publish(staging, path, replace(base, shards=base.shards + shards))

@@ -194,16 +194,22 @@ class TextEncoder:
 
     def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Token ids of each text, tokenised in batches of about a million characters."""
-        batch: list[str] = []
-        size = 0
-        for text in texts:
-            batch.append(text)
-            size += len(text)
-            if size >= _PIECE:
-                yield from self.encode(batch)
-                batch, size = [], 0
-        if batch:
+        for batch in text_batches(texts):
             yield from self.encode(batch)
+
+
+def text_batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts in batches of about a million characters, to be tokenised at a time."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _PIECE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def load_encoder(source: str) -> TextEncoder:

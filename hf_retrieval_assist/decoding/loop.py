@@ -21,10 +21,12 @@ from ..drafters.feedback import RowFeedback
 from ..kernels.reroute import reroute
 from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, size_bucket
+from ..planning.stepped_cost import stepped
 from ..stats import CallStats
 from ..target import host
 from ..target.feature_taps import FeatureTaps
 from ..target.fingerprint import fingerprint
+from ..target.fixed_verifier import ForwardOptions, stays_in_place
 from ..target.kv_cache import SlotCache
 from ..target.ranks import Ranks
 from ..target.tiers import Service, Tier, cache_for
@@ -138,6 +140,7 @@ class Generation:
         limit = self.stopping.max_length
         # The buffer doubles when a call has no limit or a far one.
         room = 256 if limit is None else min(max(1, limit - call.input_ids.shape[1]), 4096)
+        self.room = room
         pad = host.pad_token(call.config) if self.stopping.has_eos else None
         pad_id = None if pad is None else int(pad)
         self.rows = [RowText(i, ids, room, pad_id) for i, ids in enumerate(call.input_ids)]
@@ -149,7 +152,9 @@ class Generation:
         self.residual = assistant.residual and select.do_sample
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
-        self.cache = self._slot_cache(call.input_ids.shape[1] + room)
+        # Where forwards get memory that stays in place, it is made after the prefill.
+        views = not stays_in_place(call.input_ids.device)
+        self.cache = self._slot_cache(call.input_ids.shape[1] + room if views else 0)
         self.verifier: Verifier | None = None
         self.ranks = Ranks.of(call.model)
         if self.residual and self.ranks.several:
@@ -190,16 +195,20 @@ class Generation:
         with self._timed("draft") as drafting:
             trees = [TokenTree.empty()] * len(self.rows)
             if asked:
-                trees = self._drafts(running, verifier, cost)
+                trees = self._drafts(running, verifier, stepped(cost, verifier.widths))
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = verifier.forward(self.rows, trees)
+            verified.wait()
         with self._timed("walk") as walked:
             paths = self._walk(running, trees, verified)
             if self.outputs.wants_states:
                 self.outputs.step(verified, paths[0].accepted, self.cache)
-        with self._timed("cache"):
+        with self._timed("cache") as kept:
             verifier.keep(self.rows, verified, [path.accepted for path in paths])
-        self._observe(cost, verified.width, forward.seconds, walked.seconds)
+        if verified.typical:
+            cost.observe(verified.width, forward.seconds)
+        for kind, span in {"walk": walked, "keep": kept}.items():
+            cost.observe_overhead(kind, span.seconds)
         with self._timed("draft") as learning:
             self._learn(running, trees, verified, paths, asked)
         if thrift is not None:
@@ -240,7 +249,7 @@ class Generation:
             self.cache.begin(call.batch_size)
             self.model_kwargs = self._kwargs_of_steps(outputs)
             verifier = self.service.verifier(
-                self.model, self.cache, self.model_kwargs, call.input_ids
+                self.model, self.cache, self.model_kwargs, call.input_ids, self._options()
             )
             self.outputs.prefill(outputs)
             last = Verified(outputs.logits[:, -1:], [0] * call.batch_size, outputs)
@@ -254,6 +263,17 @@ class Generation:
         if self.record is not None:
             self.record.begin(paths)
         return verifier
+
+    def _options(self) -> ForwardOptions:
+        """What this call wants of its forwards."""
+        return ForwardOptions(
+            taps=self.taps,
+            top_k=self.assistant.top_k,
+            states=self.outputs.wants_states,
+            capacity=self.call.input_ids.shape[1] + self.room,
+            keeps_cache=self.keeps_cache,
+            recorded=self.assistant.graphs and not self.call.synced_gpus and not self.ranks.several,
+        )
 
     def _kwargs_of_steps(self, outputs: Any) -> dict[str, Any]:
         """The forward's keyword arguments from here on; the verifier counts on from the prompt."""
@@ -333,6 +353,7 @@ class Generation:
             accepted=np.array(accepted, np.int32),
             logits=verified.of_row(row.index, len(tree)),
             hidden_states={name: found[row.index, fed] for name, found in states.items()},
+            top=verified.top(row.index, len(tree)),
         )
 
     def _cost(self) -> CostModel:
@@ -342,22 +363,15 @@ class Generation:
             self.cost_key = replace(self.cost_key, cache_length=bucket)
         return self.assistant.costs.get(self.cost_key)
 
-    def _observe(self, cost: CostModel, width: int, forward: float, walk: float) -> None:
-        """Learn what the step that was just timed cost."""
-        # On an accelerator the forward has only been queued when the call returns; the walk waits
-        # for its logits.
-        on_host = self.call.input_ids.device.type == "cpu"
-        cost.observe(width, forward if on_host else forward + walk)
-        cost.observe_overhead("walk", walk if on_host else 0.0)
-
     def rest(self, verifier: Verifier) -> None:
         """A forward after the rows have ended: it feeds what the cache still lacks of them, or
         nothing but keeps other processes company."""
         if self._lacks_tokens():
-            with self._timed("cache"), self.reroute:
+            with self._timed("cache"), self.taps, self.reroute:
                 verifier.catch_up(self.rows, self.stopping.end(self.rows))
             return
-        nothing = verifier.forward(self.rows, [TokenTree.empty()] * len(self.rows))
+        with self.taps:
+            nothing = verifier.forward(self.rows, [TokenTree.empty()] * len(self.rows))
         verifier.keep(self.rows, nothing, [[] for _ in self.rows])
 
     def result(self, verifier: Verifier) -> Any:

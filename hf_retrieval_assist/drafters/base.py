@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..planning.cost_model import CostModel
+from ..target.top_logits import TopLogits
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
 
@@ -41,12 +42,14 @@ class FeedbackNeeds:
 
     Attributes:
         logits: logits of the nodes that were fed.
+        top_k: how many of their largest logits, where those are enough.
         hidden_layers: boundaries of the residual stream, counted as transformers counts
             `hidden_states` (k: before block k; 0: the embeddings); −1 is the last hidden state
             after the final norm. Their widths are concatenated in this order.
     """
 
     logits: bool = False
+    top_k: int = 0
     hidden_layers: tuple[int, ...] = ()
 
 
@@ -61,6 +64,7 @@ class Feedback:
             (the root and the accepted nodes; all of them after the prefill).
         logits: [m, vocab_size] on the target's device, aligned with `token_ids`; None when no
             drafter asked or none were computed.
+        top: the largest logits, aligned with `token_ids`; None as for `logits`.
         hidden_states: [a, width], aligned with `accepted`; None when no drafter asked.
     """
 
@@ -68,6 +72,7 @@ class Feedback:
     accepted: Int32Array
     logits: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
+    top: TopLogits | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..target.top_logits import ComputedTop, TopLogits
 from ..token_tree import Int32Array
 from .base import Feedback, FeedbackNeeds
 
@@ -22,12 +23,14 @@ class RowFeedback:
         accepted: int32 [a], indices into `token_ids`, the root's 0 first.
         logits: [m, vocab_size].
         hidden_states: for each set of layers that a drafter asked for, [a, width].
+        top: the largest logits of the same m tokens.
     """
 
     token_ids: Int32Array
     accepted: Int32Array
     logits: torch.Tensor
     hidden_states: dict[Layers, torch.Tensor]
+    top: TopLogits
 
     def share(self, needs: FeedbackNeeds) -> Feedback:
         """What a drafter with these needs is told."""
@@ -36,6 +39,7 @@ class RowFeedback:
             self.accepted,
             self.logits if needs.logits else None,
             self.hidden_states.get(needs.hidden_layers),
+            self.top if needs.top_k else None,
         )
 
 
@@ -54,7 +58,7 @@ def prompt_feedback(
         hidden_states: for each set of layers, [rows, width] of the last positions.
     """
     seen = hidden_states.get(needs.hidden_layers)
-    logits = logits if needs.logits else None
+    logits = logits if needs.logits or needs.top_k else None
     rows = [len(found) for found in (seen, logits) if found is not None]
     count = min([*rows, len(prompt_ids)]) if rows else 0
     if not count:
@@ -62,6 +66,7 @@ def prompt_feedback(
     return Feedback(
         prompt_ids[len(prompt_ids) - count :],
         np.arange(count, dtype=np.int32),
-        None if logits is None else logits[-count:],
+        None if logits is None or not needs.logits else logits[-count:],
         None if seen is None else seen[-count:],
+        None if logits is None or not needs.top_k else ComputedTop(logits[-count:]),
     )

@@ -9,14 +9,13 @@ over the table to draft.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..locks import Lock
 from ..structures import draft_tree
+from ..target.top_logits import TopLogits
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 
@@ -43,7 +42,7 @@ TEMPLATES: dict[str, tuple[int, ...]] = {
 }
 
 # Edges of a successor's share among the k likeliest (the softmax of their logits).
-_SHARE_EDGES = (0.02, 0.1, 0.2, 0.5, 0.85, 0.97)
+_SHARE_EDGES = np.array([0.02, 0.1, 0.2, 0.5, 0.85, 0.97], dtype=np.float32)
 # Acceptance given an accepted parent, measured with Gemma-3-270M on its own and on recorded texts.
 # A column per kind of evidence: seven shares, then text learnt at rank 0, 1 and below. A row per
 # stability (see `_stability`).
@@ -59,13 +58,10 @@ _PRIORS = np.array(
 _KINDS = _PRIORS.shape[1]
 _FIRST_TEXT_KIND = len(_SHARE_EDGES) + 1
 _UNKNOWN = -1
-_BLOCK = 256  # columns per maximum in `top_k`
-# Rejected nodes learnt per step on a CPU, where a top k is not free.
-_CPU_REJECTED = 16
+# Rejected nodes learnt per step where a top k is not free.
+_MOST_REJECTED = 16
 # Rows made at first; more than any real vocabulary needs.
 _FIRST_ROWS = 1 << 20
-# Logits looked at together, so that a long prompt needs no large temporaries.
-_CHUNK_CELLS = 1 << 25
 
 
 class Template:
@@ -145,7 +141,6 @@ class TokenRecyclingDrafter(Drafter):
     """
 
     name = "token_recycling"
-    needs = FeedbackNeeds(logits=True)
 
     def __init__(self, top_k: int = 8, template: str | Sequence[int] = "2.2.2") -> None:
         """
@@ -160,9 +155,10 @@ class TokenRecyclingDrafter(Drafter):
         if top_k < 1:
             raise ValueError(f"top_k: expected a positive number, got {top_k}")
         self.top_k = top_k
+        self.needs = FeedbackNeeds(top_k=top_k)
         self._child_counts = _child_counts(template)
         Template(self._child_counts, top_k)  # refuses counts that are no tree
-        self._tables: dict[tuple[str, int, torch.device], SuccessorTable] = {}
+        self._tables: dict[tuple[str, int], SuccessorTable] = {}
         self._lock = Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
@@ -178,14 +174,12 @@ class TokenRecyclingDrafter(Drafter):
         return _PRIORS.ravel()
 
     def _table_of(self, target: Target) -> SuccessorTable:
-        key = (target.fingerprint, target.vocab_size, target.device)
+        key = (target.fingerprint, target.vocab_size)
         with self._lock:
             if key not in self._tables:
                 ranks = min(self.top_k, target.vocab_size)
                 template = Template(self._child_counts, ranks)
-                self._tables[key] = SuccessorTable(
-                    target.vocab_size, ranks, template, target.device
-                )
+                self._tables[key] = SuccessorTable(target.vocab_size, ranks, template)
             return self._tables[key]
 
 
@@ -209,60 +203,40 @@ class _RecyclingSession(DraftSession):
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         tokens = np.asarray(token_ids, dtype=np.int32)
-        if feedback is None or feedback.logits is None:
+        if feedback is None or feedback.top is None:
             self._table.learn_text(np.concatenate([self._last, tokens]))
         else:
-            self._table.learn_logits(feedback)
+            self._table.learn_logits(feedback, feedback.top)
         self._last = tokens[-1:]
 
 
 class SuccessorTable:
     """For every token the likeliest next tokens, best first, each with its evidence class.
 
-    Rows lie on the target's device; int32 [ids + 1, k], of which the last row stays unknown: index
-    −1, the unknown token, reads it, so below an unknown node everything is unknown. On a CPU the
-    rows are NumPy arrays, whose small operations are several times faster than torch's; the code
-    keeps to what both spell alike.
+    int32 [ids + 1, k], of which the last row stays unknown: index −1, the unknown token, reads it,
+    so below an unknown node everything is unknown.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        top_k: int,
-        template: Template,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, vocab_size: int, top_k: int, template: Template) -> None:
         self._vocab_size = vocab_size
         self._top_k = top_k
         self._template = template
-        self._device = device
-        self._numpy = _prefers_numpy(device)
         self._lock = Lock()
         self._successors, self._classes = self._rows(min(vocab_size, _FIRST_ROWS))
-        self._levels = [(self._native(p), self._native(r)) for p, r in template.levels]
-        self._class_of = self._native(
-            np.arange(_PRIORS.size, dtype=np.uint8).reshape(_PRIORS.shape)
-        )
-        self._text_kinds = self._native(_FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2))
+        self._class_of = np.arange(_PRIORS.size, dtype=np.uint8).reshape(_PRIORS.shape)
+        self._text_kinds = _FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)
 
     def copy(self) -> SuccessorTable:
         """A table of its own with the same rows."""
-        table = SuccessorTable(self._vocab_size, self._top_k, self._template, self._device)
+        table = SuccessorTable(self._vocab_size, self._top_k, self._template)
         with self._lock:
-            table._successors, table._classes = self._rows(len(self._successors) - 1)
-            table._successors[:] = self._successors
-            table._classes[:] = self._classes
+            table._successors, table._classes = self._successors.copy(), self._classes.copy()
         return table
 
-    def _native(self, array: NDArray[Any]) -> Any:
-        """An array where the rows are."""
-        return array if self._numpy else torch.from_numpy(array).to(self._device)
-
-    def _rows(self, count: int) -> tuple[Any, Any]:
+    def _rows(self, count: int) -> tuple[Int32Array, NDArray[np.uint8]]:
         """`count` unknown rows and the spare one."""
         shape = (count + 1, self._top_k)
-        unknown = np.full(shape, _UNKNOWN, dtype=np.int32)
-        return self._native(unknown), self._native(np.zeros(shape, dtype=np.uint8))
+        return np.full(shape, _UNKNOWN, dtype=np.int32), np.zeros(shape, dtype=np.uint8)
 
     def _reserve(self, ids: int) -> None:
         """Make rows for the ids below `ids`: a simulation may not know how large its ids are."""
@@ -288,36 +262,25 @@ class SuccessorTable:
         """Tokens and classes of all template nodes, level by level."""
         tokens, classes = [], []
         with self._lock:
-            above = self._native(np.array([root if root < len(self._successors) else _UNKNOWN]))
-            for parents, ranks in self._levels:
+            above = np.array([root if root < len(self._successors) else _UNKNOWN])
+            for parents, ranks in self._template.levels:
                 rows = above[parents]
                 above = self._successors[rows, ranks]
                 tokens.append(above)
                 classes.append(self._classes[rows, ranks])
-        if self._numpy:
-            return np.concatenate(tokens), np.concatenate(classes).astype(np.int32)
-        both = torch.stack([torch.cat(tokens), torch.cat(classes).int()]).cpu().numpy()
-        return both[0], both[1]
+        return np.concatenate(tokens), np.concatenate(classes).astype(np.int32)
 
-    def learn_logits(self, feedback: Feedback) -> None:
+    def learn_logits(self, feedback: Feedback, top: TopLogits) -> None:
         """Overwrite the rows of the tokens that were fed by the top k of their logits.
 
         A token fed at several nodes takes the row of the last accepted one, else of the last
         rejected one.
         """
-        assert feedback.logits is not None
-        logits = feedback.logits[:, : self._vocab_size]
-        self._reserve(logits.shape[1])
-        nodes = rows_to_learn(feedback, self._vocab_size, _CPU_REJECTED if self._numpy else None)
-        chunk = max(1, _CHUNK_CELLS // logits.shape[1])
-        for start in range(0, len(nodes), chunk):
-            part = nodes[start : start + chunk]
-            rows = torch.from_numpy(part - part[0]).to(self._device)
-            values, best = top_k(logits[part[0] : part[-1] + 1], rows, self._top_k)
-            learnt = best.int(), shares(values)
-            successors, kinds = (x.numpy() for x in learnt) if self._numpy else learnt
-            tokens = self._native(feedback.token_ids[part].astype(np.int64))
-            self._write(tokens, successors, kinds)
+        nodes = rows_to_learn(feedback, self._vocab_size, None if top.free else _MOST_REJECTED)
+        tokens = feedback.token_ids[nodes]
+        successors, logits = top.of(nodes, self._top_k, self._vocab_size)
+        self._reserve(max(int(ids.max(initial=-1)) for ids in (tokens, successors)) + 1)
+        self._write(tokens.astype(np.int64), successors, shares(logits))
 
     def learn_text(self, tokens: Int32Array) -> None:
         """Move each token's successor in the text to the front of its row."""
@@ -326,12 +289,14 @@ class SuccessorTable:
         if not recent:
             return
         self._reserve(int(known.max()) + 1)
-        index = self._native(np.array(list(recent)))
+        index = np.array(list(recent))
         old = self._successors[index].tolist()
         rows = [_move_to_front(new, row) for new, row in zip(recent.values(), old, strict=True)]
-        self._write(index, self._native(np.array(rows, dtype=np.int32)), self._text_kinds)
+        self._write(index, np.array(rows, dtype=np.int32), self._text_kinds)
 
-    def _write(self, tokens: Any, successors: Any, kinds: Any) -> None:
+    def _write(
+        self, tokens: NDArray[np.int64], successors: Int32Array, kinds: NDArray[np.int64]
+    ) -> None:
         """Replace the rows of distinct tokens [n] by successors [n, k], whose evidence is given."""
         with self._lock:
             old_stability = self._classes[tokens] // _KINDS
@@ -340,11 +305,9 @@ class SuccessorTable:
             self._classes[tokens] = self._class_of[stability, kinds]
 
 
-def _prefers_numpy(device: torch.device) -> bool:
-    return device.type == "cpu"
-
-
-def _stability(new: Any, old: Any, old_stability: Any) -> Any:
+def _stability(
+    new: Int32Array, old: Int32Array, old_stability: NDArray[np.uint8]
+) -> NDArray[np.int64]:
     """How long each successor of a row has been a good guess, [n, k] from rows [n, k].
 
     0: it was not in the old row; 1: it was, below the first place; 2: it was the first; 3: it was
@@ -376,37 +339,15 @@ def rows_to_learn(
     return np.sort(np.concatenate([nodes[accepted[nodes]], rejected]))
 
 
-def top_k(logits: torch.Tensor, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and indices [n, k] of the k largest of the given rows of [m, vocab_size], descending.
-
-    The k largest lie in the k blocks with the largest maxima, and a maximum is several times
-    cheaper than a selection: on a CPU this takes a fifth of `torch.topk` at 262,144 entries.
-    """
-    blocks = logits.shape[1] // _BLOCK
-    if blocks <= 4 * k:
-        whole = logits[rows].topk(k, dim=1)
-        return whole.values, whole.indices
-    head = blocks * _BLOCK
-    by_block = logits[:, :head].unflatten(1, (blocks, _BLOCK))
-    # The maxima of all rows cost less than copying the wanted ones together.
-    best = by_block.amax(2)[rows].topk(k, dim=1).indices
-    inside = by_block[rows[:, None], best].flatten(1)
-    candidates = torch.cat([inside, logits[rows, head:]], dim=1)
-    values, places = candidates.topk(k, dim=1)
-    in_block = best.gather(1, (places // _BLOCK).clamp(max=k - 1)) * _BLOCK + places % _BLOCK
-    in_tail = places - k * _BLOCK + head
-    return values, torch.where(places < k * _BLOCK, in_block, in_tail)
-
-
-def shares(values: torch.Tensor) -> torch.Tensor:
-    """Kinds of evidence, [n, k], of successors with the logits `values` [n, k].
+def shares(logits: Float32Array) -> NDArray[np.int64]:
+    """Kinds of evidence, [n, k], of successors with these logits [n, k], largest first.
 
     How sure the target was of a successor the last time tells more about its acceptance than its
     rank does. The share among the k best stands for the probability, which would cost a pass over
     the whole vocabulary.
     """
-    edges = torch.tensor(_SHARE_EDGES, device=values.device)
-    return torch.bucketize(values.float().softmax(1), edges)
+    weights = np.exp(logits - logits[:, :1])
+    return np.searchsorted(_SHARE_EDGES, weights / weights.sum(axis=1, keepdims=True))
 
 
 def recent_successors(tokens: list[int], limit: int) -> dict[int, list[int]]:

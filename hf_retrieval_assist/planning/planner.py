@@ -67,7 +67,7 @@ class Planner:
         if self.budget == "paper":
             return _ANY_NODES
         if cost is None:
-            return _UNMEASURED_NODES
+            return min(_UNMEASURED_NODES, self.max_nodes)
         seconds = cost.curve(1 + self.max_nodes) + cost.overhead()
         return int((np.arange(1, self.max_nodes + 2) / seconds).argmax())
 

@@ -157,6 +157,19 @@ class FeatureTaps:
         """For each set of layers, [batch, n, width] of the last forward."""
         return {boundaries: tap.features for boundaries, tap in self._taps.items()}
 
+    @property
+    def boundaries(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(self._taps)
+
+    def shown(self) -> list[dict[int, Tensor]]:
+        """What the last forward showed each tap."""
+        return [dict(tap._captured) for tap in self._taps.values()]
+
+    def show(self, shown: Sequence[dict[int, Tensor]]) -> None:
+        """Stand in for the hooks of a forward that ran without the model's modules."""
+        for tap, captured in zip(self._taps.values(), shown, strict=True):
+            tap._captured = dict(captured)
+
     def __enter__(self) -> None:
         for tap in self._taps.values():
             tap.__enter__()

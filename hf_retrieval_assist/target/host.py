@@ -55,6 +55,27 @@ def attention_of(config: Any) -> str:
     return getattr(config, "_attn_implementation", None) or ""
 
 
+def hook_counts(module: nn.Module) -> tuple[int, int]:
+    """How many hooks run after a module's forward and before it."""
+    return len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
+def keep_address(tensor: torch.Tensor) -> None:
+    """Promise `torch.compile` that an input of its graphs stays where it is."""
+    torch._dynamo.mark_static_address(tensor)
+
+
+def why_no_mask(config: Any) -> str | None:
+    """Why the attention that a model was loaded with takes no tree mask; None: it takes one."""
+    attention = attention_of(config)
+    if "flash" in attention:
+        return "flash attention takes no tree mask"
+    if "flex" in attention:
+        # Its kernel, compiled for a CPU, writes past its buffers when given a mask as a tensor.
+        return "flex attention takes block masks only"
+    return None
+
+
 def takes_dynamic_cache(model: Any) -> bool:
     return model._supports_default_dynamic_cache()
 

@@ -46,11 +46,15 @@ class RowSlots:
     Attributes:
         lengths: kept slots per row.
         view_from: first slot shown to layers with a sliding window, while a tree is verified.
+        places: rows [batch, 1] and slots [batch, width] that the next tokens are written to, where
+            tensors on the device say so: layers then show whole buffers, so that a forward depends
+            on no number of the host. None: behind each row's length.
     """
 
     def __init__(self, lengths: Sequence[int]):
         self.lengths = list(lengths)
         self.view_from: int | None = None
+        self.places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._index: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
@@ -103,6 +107,18 @@ class SlotLayer(DynamicLayer):
         self.keys, self.values = keys, values
         self._buffers = [keys, values]
 
+    def move_in(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Go on in other buffers `[batch, heads, capacity, head_dim]`, for keys and values."""
+        length = self.get_seq_length()
+        for buffer, shown in zip(buffers, (self.keys, self.values), strict=True):
+            buffer[:, :, :length] = shown
+        self._buffers = list(buffers)
+        self.show(length)
+
+    def move_out(self) -> None:
+        """Go on in memory of its own that holds what is shown."""
+        self._show(self.keys.clone(), self.values.clone())
+
     def _reserve(self, total: int) -> None:
         """Make the buffers hold `total` slots, keeping what `keys` and `values` show."""
         shown = (self.keys, self.values)
@@ -125,6 +141,11 @@ class SlotLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[batch, heads, n, head_dim]` behind each row; show all slots in use."""
+        if self.slots.places is not None:
+            rows, slots = self.slots.places
+            for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+                buffer[rows, :, slots] = states.transpose(1, 2)
+            return self._buffers[0], self._buffers[1]
         width = key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -288,11 +309,9 @@ class SlotCache(DynamicCache):
             paths: for each row, ascending indices into the tokens that were fed.
         """
         lengths = self.slots.lengths
-        moved = max(
-            (len(path) for path in paths if list(path) != list(range(len(path)))), default=0
-        )
-        if moved:
-            self._move(paths, moved)
+        sources = moved_from(paths)
+        if sources:
+            self._move(sources)
         self.slots.set_lengths(
             [length + len(path) for length, path in zip(lengths, paths, strict=True)]
         )
@@ -300,16 +319,26 @@ class SlotCache(DynamicCache):
         for layer in self.slot_layers:
             layer.show(longest)
 
-    def _move(self, paths: Sequence[Sequence[int]], moved: int) -> None:
-        # Rows with shorter paths copy slots onto themselves, so that one indexing serves all rows.
-        source = [[*path[:moved], *range(len(path), moved)] for path in paths]
+    def _move(self, sources: Sequence[Sequence[int]]) -> None:
         for device in {layer.keys.device for layer in self.slot_layers}:
-            rows, destination = self.slots.index(moved, device)
+            rows, destination = self.slots.index(len(sources[0]), device)
             base = destination[:, :1]
-            moves = base + torch.tensor(source, device=device)
+            moves = base + torch.tensor(sources, device=device)
             for layer in self.slot_layers:
                 if layer.keys.device == device:
                     layer.move(moves, destination, rows)
+
+
+def moved_from(paths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """For each row, the index of the fed token that comes to stand at each of the first places.
+
+    Rows with shorter paths copy slots onto themselves, so that one indexing serves all rows. Empty
+    where nothing moves.
+    """
+    moved = max((len(path) for path in paths if list(path) != list(range(len(path)))), default=0)
+    if not moved:
+        return []
+    return [[*path[:moved], *range(len(path), moved)] for path in paths]
 
 
 def _slot_layer(layer: Any, slots: RowSlots, capacity: int) -> Any:

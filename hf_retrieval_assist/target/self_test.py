@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from ..decoding.row_text import RowText
 from ..token_tree import TokenTree
+from .fixed_verifier import ForwardOptions
 from .host import input_device, kwargs_after
 from .kv_cache import SlotCache
 from .tiers import Service, Tier, cache_for
@@ -96,7 +97,7 @@ class _Probe:
         cache = SlotCache(self.config)
         kwargs, _ = self._feed_prompt(cache)
         cache.begin(rows)
-        self.verifier = service.verifier(model, cache, kwargs, self.prompt)
+        self.verifier = service.verifier(model, cache, kwargs, self.prompt, ForwardOptions())
 
     def _feed_prompt(self, cache: DynamicCache) -> tuple[dict[str, Any], Any]:
         """The keyword arguments of the steps to come, and the outputs for the prompt."""

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import logging
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..kernels.split_attention import can_split
 from ..locks import Lock
-from .host import attention_of, is_stateful, keeps_no_activations, takes_dynamic_cache
+from .fixed_verifier import stays_in_place
+from .host import (
+    attention_of,
+    input_device,
+    is_stateful,
+    keeps_no_activations,
+    takes_dynamic_cache,
+    why_no_mask,
+)
 from .kv_cache import SLOT_LAYERS
 from .self_test import fault, forward_parameters, has_padding
 from .tiers import Service, Tier
@@ -66,9 +77,7 @@ def _first_right(model: Any, model_kwargs: dict[str, Any]) -> Service:
             return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
         wrong = fault(model, service, model_kwargs)
         if wrong is None:
-            return Service(
-                service.tier, reason or service.reason, service.rules, service.cache_name
-            )
+            return replace(service, reason=reason or service.reason)
         reason = f"{service.tier.value} failed its test: {wrong}"
     raise AssertionError("the last candidate is the plain tier")
 
@@ -89,12 +98,22 @@ def _candidates(model: Any) -> list[Service]:
         replay = Service(Tier.REPLAY, "it has a recurrent state", cache_name=name)
         convolution = Service(Tier.CHAIN, "it has a convolution state", cache_name=name)
         return [replay, plain] if stateful else [convolution, replay, plain]
-    chain = Service(Tier.CHAIN, "")
     if (why := _why_no_tree(model, config, parameters)) is not None:
         return [Service(Tier.CHAIN, why), plain]
-    single = Service(Tier.TREE, "one mask", single_mask(config))
-    per_type = Service(Tier.TREE, "a mask per layer type", layer_masks(config))
-    return [per_type, single, chain, plain] if layer_masks(config) else [single, chain, plain]
+    trees = [Service(Tier.TREE, "one mask", single_mask(config))]
+    if layer_masks(config):
+        trees.insert(0, Service(Tier.TREE, "a mask per layer type", layer_masks(config)))
+    parts = [replace(service, split=True) for service in trees] if _splits(model) else []
+    if (why := why_no_mask(model.config)) is not None:
+        return [*parts, Service(Tier.CHAIN, why), plain]
+    return [*parts, *trees, Service(Tier.CHAIN, ""), plain]
+
+
+def _splits(model: Any) -> bool:
+    """Whether attention may be computed in parts where a model computes."""
+    device = input_device(model)
+    known = attention_of(model.config) in ALL_ATTENTION_FUNCTIONS
+    return stays_in_place(device) and known and can_split(device)
 
 
 def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:
@@ -104,10 +123,4 @@ def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:
         return "its forward takes no position_ids"
     if getattr(config, "alibi", False):
         return "alibi counts distances in cache slots"
-    attention = attention_of(config)
-    if "flash" in attention:
-        return "flash attention takes no tree mask"
-    if "flex" in attention:
-        # Its kernel, compiled for a CPU, writes past its buffers when given a mask as a tensor.
-        return "flex attention takes block masks only"
     return None

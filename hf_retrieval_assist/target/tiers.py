@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from .host import input_device
+from .fixed_verifier import FixedVerifier, ForwardOptions, can_stay
+from .host import input_device, why_no_mask
 from .kv_cache import SlotCache
 from .tree_attention import LayerMask, TreeAttention
 from .verifiers import (
@@ -39,27 +40,40 @@ class Service:
         reason: in words, for the log.
         rules: mask rules of the tree tier, per layer type or one for all.
         cache_name: the forward's keyword for the cache.
+        split: whether the tree tier computes attention in parts, in the place of the function that
+            the model was loaded with.
     """
 
     tier: Tier
     reason: str
     rules: dict[str, LayerMask] | LayerMask = field(default_factory=LayerMask)
     cache_name: str = "past_key_values"
+    split: bool = False
 
     def verifier(
-        self, model: Any, cache: SlotCache, model_kwargs: dict[str, Any], prompt_ids: torch.Tensor
+        self,
+        model: Any,
+        cache: SlotCache,
+        model_kwargs: dict[str, Any],
+        prompt_ids: torch.Tensor,
+        options: ForwardOptions,
     ) -> Verifier:
         """The verifier of this tier, for one call whose prefill is done."""
         if self.tier is Tier.REPLAY:
             return ReplayVerifier(model, cache, model_kwargs, prompt_ids)
-        if self.tier is Tier.CHAIN:
+        stays = can_stay(cache, options, input_device(model))
+        unmasked = not stays and why_no_mask(model.config) is not None
+        if self.tier is Tier.CHAIN or unmasked:
             chain = ConvolutionVerifier if cache.state_layers else ChainVerifier
             return chain(model, cache, model_kwargs, prompt_ids)
         mask: torch.Tensor | None = model_kwargs.get("attention_mask")
         if mask is not None:
             mask = None if bool(mask.all()) else mask.bool().to(input_device(model))
         attention = TreeAttention(self.rules, mask, model.dtype)
-        return TreeVerifier(model, cache, model_kwargs, prompt_ids, attention=attention)
+        arguments = model, cache, model_kwargs, prompt_ids
+        if stays:
+            return FixedVerifier(*arguments, attention=attention, options=options, split=self.split)
+        return TreeVerifier(*arguments, attention=attention)
 
 
 def cache_for(model: Any, cache: SlotCache) -> Any:

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
 from ..token_tree import TokenTree
 from .kv_cache import RowSlots
+
+Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,15 @@ class FedTrees:
         return self.depths if self.column_depths is None else self.column_depths
 
 
-def lay_out(roots: Sequence[int], trees: Sequence[TokenTree], device: torch.device) -> FedTrees:
-    """Lay the trees out below their roots. Filler repeats the root's token, seen by nobody."""
-    batch, width = len(trees), 1 + max(len(tree) for tree in trees)
+def arrange(
+    roots: Sequence[int], trees: Sequence[TokenTree], width: int | None = None
+) -> tuple[Int64Array, Int64Array, BoolArray]:
+    """Token ids [batch, width], depths [batch, width] and who sees whom [batch, width, width].
+
+    Filler repeats the root's token, seen by nobody. `width`: None is the widest row's.
+    """
+    width = width or 1 + max(len(tree) for tree in trees)
+    batch = len(trees)
     token_ids = np.repeat(np.asarray(roots, dtype=np.int64)[:, None], width, axis=1)
     depths = np.zeros((batch, width), np.int64)
     attends = np.zeros((batch, width, width), np.bool_)
@@ -105,6 +115,12 @@ def lay_out(roots: Sequence[int], trees: Sequence[TokenTree], device: torch.devi
             token_ids[row, 1 : n + 1] = tree.token_ids
             depths[row, 1 : n + 1] = tree.depths
             attends[row, 1 : n + 1, 1 : n + 1] = tree.ancestor_mask
+    return token_ids, depths, attends
+
+
+def lay_out(roots: Sequence[int], trees: Sequence[TokenTree], device: torch.device) -> FedTrees:
+    """Lay the trees out below their roots."""
+    token_ids, depths, attends = arrange(roots, trees)
     return FedTrees(
         torch.from_numpy(token_ids).to(device),
         torch.from_numpy(depths).to(device),
@@ -151,7 +167,7 @@ class TreeAttention:
         slots.view_from = first = max(0, min(slots.lengths) - reach + 1) if reach else 0
         return {
             kind: None
-            if plain and rule.chunk is None and not rule.explicit
+            if plain and not rule.explicit and _sees_all(rule, fed, slots, first)
             else self._mask(rule, fed, slots, first if rule.reach else 0)
             for kind, rule in self.rules.items()
         }

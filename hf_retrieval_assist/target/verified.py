@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .top_logits import ComputedTop, TopLogits
+
 
 class Verified:
     """The logits of what was fed, looked up by row and fed token.
@@ -20,7 +22,12 @@ class Verified:
         roots: the index of each row's root among the tokens that were fed; pending tokens that
             the model had not processed before stand in front of it.
         outputs: all that the model returned.
+
+    Attributes:
+        typical: whether the forward took the time that others like it will take.
     """
+
+    typical = True
 
     def __init__(self, logits: torch.Tensor, roots: Sequence[int], outputs: Any):
         self.outputs = outputs
@@ -47,14 +54,25 @@ class Verified:
         first = self.roots[row]
         return self._logits[row, first : first + 1 + nodes]
 
+    def top(self, row: int, nodes: int) -> TopLogits:
+        """The largest logits behind a row's root and its nodes."""
+        return ComputedTop(self.of_row(row, nodes))
+
+    def wait(self) -> None:
+        """Wait until the forward has ended, where it has only been queued."""
+        if self._logits.device.type != "cpu":
+            self._find_best()
+
     def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
         """The most probable token behind one fed token of each of these rows."""
         if self._logits.device.type == "cpu":
             # A token's logits cost as much as the walk saves by not looking at them.
             return self.logits(rows, nodes).argmax(dim=-1).tolist()
+        best = self._find_best()
+        return [best[row][self.roots[row] + node] for row, node in zip(rows, nodes, strict=True)]
+
+    def _find_best(self) -> list[list[int]]:
         if self._best is None:
             # One transfer instead of one per token; a wider dtype would not change an order.
             self._best = self._logits.argmax(dim=-1).tolist()
-        return [
-            self._best[row][self.roots[row] + node] for row, node in zip(rows, nodes, strict=True)
-        ]
+        return self._best

@@ -49,6 +49,8 @@ class Verifier:
 
     Attributes:
         processed: generated tokens of each row that the cache holds.
+        widths: the numbers of tokens per row that forwards are filled up to; what is wider, or any
+            number where there are none, is fed as it is.
         feeding: whether a forward has begun whose tokens are neither kept nor dropped yet.
     """
 
@@ -60,6 +62,8 @@ class Verifier:
         prompt_ids: torch.Tensor,
     ):
         self.model = model
+        self.call = model
+        self.widths: tuple[int, ...] = ()
         self.cache = cache
         self.prompt_ids = prompt_ids
         self.device = input_device(model)
@@ -131,7 +135,7 @@ class Verifier:
         else:
             inputs = self._steady | {self._ids_name: input_ids[:, -width:]}
         self.feeding = True
-        return self.model(**(inputs | arguments), return_dict=True)
+        return self.call(**(inputs | arguments), return_dict=True)
 
     def _prepared(
         self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]
@@ -354,6 +358,7 @@ class ReplayVerifier(ChainVerifier):
         super()._advance(tokens if whole else 0, verified)
         if not whole:
             self._restore()
+        self._states = None
 
     def _restore(self) -> None:
         assert self._states is not None

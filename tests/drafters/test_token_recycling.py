@@ -19,8 +19,9 @@ from hf_retrieval_assist.drafters.token_recycling import (
     TokenRecyclingDrafter,
     recent_successors,
     rows_to_learn,
-    top_k,
 )
+from hf_retrieval_assist.target import top_logits
+from hf_retrieval_assist.target.top_logits import ComputedTop, FoundTop
 
 CPU = torch.device("cpu")
 
@@ -43,7 +44,8 @@ def logits_preferring(vocab_size, *rows):
 
 
 def feed(session, tokens, accepted, logits, committed):
-    session.commit(committed, Feedback(ids(*tokens), ids(*accepted), logits))
+    top = ComputedTop(logits)
+    session.commit(committed, Feedback(ids(*tokens), ids(*accepted), top=top))
 
 
 def drafted_paths(tree):
@@ -164,22 +166,8 @@ def test_rows_to_learn_follow_the_rule(tokens, data, max_rejected):
     assert nodes == sorted(mine + others[:max_rejected])
 
 
-@given(st.integers(1, 8), st.integers(0, 600), st.integers(0, 2**32 - 1), st.booleans())
-def test_top_k_is_torch_topk(k, extra, seed, padded):
-    torch.manual_seed(seed)
-    vocab_size = max(k, extra) + (9000 if seed % 2 else 0)
-    logits = torch.randn(4, vocab_size)
-    if padded:
-        logits[:, vocab_size // 2 :] = -torch.inf
-    rows = torch.tensor([0, 2, 3])
-    values, indices = top_k(logits, rows, k)
-    assert torch.equal(values, logits[rows].topk(k, 1).values)
-    assert torch.equal(logits[rows].gather(1, indices), values)
-    assert all(len(set(row)) == k for row in indices.tolist())
-
-
 def test_large_vocabularies_bound_what_rejected_nodes_cost(monkeypatch):
-    monkeypatch.setattr(token_recycling, "_CPU_REJECTED", 1)
+    monkeypatch.setattr(token_recycling, "_MOST_REJECTED", 1)
     drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
     session = drafter.start(ids(0), target())
     logits = logits_preferring(10, (1,), (2,), (3,), (4,))
@@ -190,7 +178,7 @@ def test_large_vocabularies_bound_what_rejected_nodes_cost(monkeypatch):
 
 
 def test_the_prompt_is_learnt_in_chunks(monkeypatch):
-    monkeypatch.setattr(token_recycling, "_CHUNK_CELLS", 25)
+    monkeypatch.setattr(top_logits, "_CHUNK_CELLS", 25)
     drafter = TokenRecyclingDrafter(top_k=1, template=(1, 1, 1, 1, 1, 0))
     session = drafter.start(ids(0, 1, 2, 3, 4), target())
     logits = logits_preferring(10, (1,), (2,), (3,), (4,), (5,))
@@ -310,7 +298,8 @@ def test_threads_share_one_table():
             for _ in range(150):
                 fed = rng.integers(0, 50, 6).astype(np.int32)
                 logits = torch.from_numpy(rng.standard_normal((6, 50), dtype=np.float32))
-                session.commit([int(fed[0])], Feedback(fed, ids(0), logits))
+                top = ComputedTop(logits)
+                session.commit([int(fed[0])], Feedback(fed, ids(0), top=top))
                 session.propose(16).check_invariants()
         except AssertionError as error:
             failures.append(error)
@@ -323,34 +312,24 @@ def test_threads_share_one_table():
     assert not failures
 
 
-def assert_equal_drafts(drafters, devices):
-    """Feed two drafters the same and expect the same of them."""
+def test_what_a_device_found_teaches_what_is_found_when_asked_for():
     rng = np.random.default_rng(0)
-    sessions = [
-        drafter.start(ids(0, 3, 0), Target(5000, device))
-        for drafter, device in zip(drafters, devices, strict=True)
-    ]
+    sessions = [TokenRecyclingDrafter().start(ids(0, 3, 0), target(5000)) for _ in range(2)]
     drafted = 0
     for step in range(30):
         fed = rng.integers(0, 60, 16).astype(np.int32)
         logits = torch.from_numpy(rng.standard_normal((16, 5000), dtype=np.float32))
         logits[:, 60:] -= 9
-        for session, device in zip(sessions, devices, strict=True):
-            feedback = Feedback(fed, ids(0, 3, 7), logits.to(device)) if step % 3 else None
+        best = logits.topk(8)
+        found = FoundTop(best.indices.numpy(), best.values.numpy())
+        for session, top in zip(sessions, (ComputedTop(logits), found), strict=True):
+            feedback = Feedback(fed, ids(0, 3, 7), top=top) if step % 3 else None
             session.commit([int(fed[0]), int(fed[1])], feedback)
         first, second = (session.propose(64) for session in sessions)
         drafted += len(first)
         for name in ("token_ids", "parents", "classes", "probs"):
             assert np.array_equal(getattr(first, name), getattr(second, name))
     assert drafted > 500
-
-
-def test_rows_of_numpy_and_of_torch_are_alike(monkeypatch):
-    """What runs on accelerators, run on a CPU."""
-    answers = iter([True, False])
-    monkeypatch.setattr(token_recycling, "_prefers_numpy", lambda _: next(answers))
-    assert_equal_drafts([TokenRecyclingDrafter(), TokenRecyclingDrafter()], [CPU, CPU])
-    assert next(answers, None) is None
 
 
 @pytest.fixture(scope="module")
@@ -391,10 +370,3 @@ def test_generation_is_lossless_and_warms_up(small_llama, options):
     again = Assistant([drafter], budget=24)
     assert torch.equal(generate(assistant=again, **options), expected)
     assert again.stats.last.steps == steps[0]
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_drafts_what_the_cpu_drafts():
-    drafter = TokenRecyclingDrafter()
-    assert_equal_drafts([drafter, drafter], [CPU, torch.device("cuda", 0)])

@@ -12,6 +12,10 @@ PACKAGE = Path(hf_retrieval_assist.__file__).parent
 HOST = Path(host.__file__)
 
 
+# PyTorch's fused attentions that tell the log-sum-exp.
+ATEN = [("flash", "_for_cpu"), ("efficient", "")]
+
+
 def names_of(path):
     """Attributes that a module reads of anything, by dot or by `getattr` and `hasattr`."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -55,5 +59,8 @@ def test_attributes_that_begin_with_an_underscore_are_our_own():
         for name in private(names_of(path)) - defined
     }
     torch_only = {name for file, name in read if file.startswith("kernels/")}
-    assert torch_only <= {"_C", "_nn", "_len_torch_function_stack"}
+    assert torch_only <= {
+        *("_C", "_nn", "_len_torch_function_stack"),
+        *(f"_scaled_dot_product_{kind}_attention{place}" for kind, place in ATEN),
+    }
     assert {name for _, name in read} == torch_only, read

@@ -1,0 +1,97 @@
+"""The keys and values of all layers in tensors of fixed capacity.
+
+Layers whose heads are alike share one tensor `[buffers, batch, capacity, heads, head_dim]`, so that
+an accepted path moves to the front in all of them by one gather and one scatter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from .host import keep_address
+from .kv_cache import SlotLayer
+
+# The smallest difference of two capacities.
+_MIN_STEP = 256
+
+
+def capacity_bucket(slots: int) -> int:
+    """The capacity that serves this many slots: an eighth of a power of two above at most."""
+    step = max(_MIN_STEP, 1 << max(0, (slots - 1).bit_length() - 3))
+    return -(-slots // step) * step
+
+
+# Heads, head_dim, dtype, device, and the buffer's number where it stands alone.
+_Kind = tuple[int, int, torch.dtype, torch.device, int | None]
+
+
+class Arena:
+    """Where the layers of one cache write while its memory has to stay where it is.
+
+    Args:
+        batch: rows.
+        capacity: slots of each row.
+        joined: whether layers share tensors. `torch.compile` wants tensors that share no memory.
+    """
+
+    def __init__(self, batch: int, capacity: int, joined: bool = True):
+        self.batch = batch
+        self.capacity = capacity
+        self.joined = joined
+        self._groups: list[torch.Tensor] = []
+        self._members: dict[_Kind, list[int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.numel() * group.element_size() for group in self._groups)
+
+    def hold(self, layers: Sequence[SlotLayer]) -> None:
+        """Take the content of the layers in and make them write here.
+
+        An arena that held a cache before holds another one of the same model: its tensors are used
+        again, emptied, since what was not finite in a masked slot would show.
+        """
+        shown = [states for layer in layers for states in (layer.keys, layer.values)]
+        members: defaultdict[_Kind, list[int]] = defaultdict(list)
+        for number, states in enumerate(shown):
+            _, heads, _, depth = states.shape
+            alone = None if self.joined else number
+            members[heads, depth, states.dtype, states.device, alone].append(number)
+        self._make_room(dict(members))
+        homes = {
+            number: self._home(buffer)
+            for group, numbers in zip(self._groups, members.values(), strict=True)
+            for buffer, number in zip(group, numbers, strict=True)
+        }
+        for i, layer in enumerate(layers):
+            layer.move_in((homes[2 * i], homes[2 * i + 1]))
+
+    def _make_room(self, members: dict[_Kind, list[int]]) -> None:
+        """Tensors for buffers of the given kinds, without content."""
+        if members == self._members:
+            for group in self._groups:
+                group.zero_()
+            return
+        self._members = members
+        self._groups = [
+            torch.zeros(
+                (len(numbers), self.batch, self.capacity, heads, depth), dtype=dtype, device=device
+            )
+            for (heads, depth, dtype, device, _), numbers in members.items()
+        ]
+
+    def _home(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A layer's view [batch, heads, capacity, head_dim] of one buffer."""
+        home = buffer.transpose(1, 2)
+        if not self.joined:
+            # Graphs that torch captures by itself must not take it for an input to copy.
+            keep_address(home)
+        return home
+
+    def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Copy slots within rows: int64 [batch, 1] and [batch, moved]."""
+        for group in self._groups:
+            group[:, rows, destination] = group[:, rows, source]

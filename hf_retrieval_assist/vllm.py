@@ -1,0 +1,268 @@
+"""Drafts for vLLM: `speculative_config={"model": "hf_retrieval_assist.vllm.Proposer", ...}`.
+
+vLLM verifies one chain per request, packs all requests into one forward, and chooses the tokens;
+what is here drafts. Importing it takes nothing of vLLM, and nothing of transformers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .assistants import Assistant
+from .corpus.datastore import Datastore
+from .drafters.base import Drafter, Target
+from .drafters.rest import RestDrafter
+from .drafters.suffix import SuffixDrafter
+from .memory.output_memory import OutputMemory
+from .planning.cost_model import CostModel
+from .stats import CallStats
+from .target.fingerprint import config_fingerprint
+from .token_tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+
+class Proposer:
+    """What vLLM (0.22 and later, V1) asks for drafts.
+
+    `num_speculative_tokens` bounds a draft. How much of the drafts is worth verifying is decided in
+    every step for all requests together, from calibrated probabilities and the measured time of
+    steps. A request that vanishes, at its end or to be resumed later, has taught what it brought.
+
+    Options are read from `additional_config={"hf_retrieval_assist": {...}}`:
+
+    * `memory`: a file that keeps outputs, or the URL of a server that shares them;
+    * `max_bytes`: bound on the memory of outputs;
+    * `datastore`: directory of a corpus to draft from as well;
+    * `min_prob`: no token is drafted that is estimated to be less probable;
+    * `budget`: "auto", or that many tokens of each draft, whatever they cost.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+
+    Attributes:
+        assistant: the drafters, their calibration, and `stats`.
+
+    Raises:
+        ValueError: an unknown option, or one out of range.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        self.longest_draft = int(vllm_config.speculative_config.num_speculative_tokens)
+        self.longest_text = int(model.max_model_len)
+        options = (vllm_config.additional_config or {}).get("hf_retrieval_assist", {})
+        self.assistant = make_assistant(self.longest_draft, **_checked(options))
+        self.target = Target(
+            vocab_size=model.get_vocab_size(), fingerprint=config_fingerprint(model.hf_config)
+        )
+        self.eos_ids = _eos_ids(model)
+        # Of a tensor-parallel group the first process's drafts are used.
+        self.leads = parallel.rank % parallel.tensor_parallel_size == 0
+        self.cost = CostModel(vllm_config.device_config.device_type)
+        self._rows: list[Row] = []
+        self._left: float | None = None
+        atexit.register(self.close)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """There is no model to load."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: NDArray[np.int32],
+        token_ids_cpu: NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """A draft for each request of the batch.
+
+        Args:
+            sampled_token_ids: what the step added to each; nothing where it fed a part of a prompt.
+            num_tokens_no_spec: int32 [requests], tokens of each, these included.
+            token_ids_cpu: int32 [requests, longest], the tokens.
+            slot_mappings: not used.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if not self.leads:
+            return drafts
+        arrived = time.perf_counter()
+        texts = [token_ids_cpu[i, :n] for i, n in enumerate(num_tokens_no_spec[: len(drafts)])]
+        places = self._follow(sampled_token_ids, texts, arrived)
+        trees = [row.draft(min(self.longest_draft, self._room(row))) for row in places]
+        planned = self.assistant.planner.plan_packed(trees, self.cost) if trees else []
+        for (row, place), tree in zip(places.items(), planned, strict=True):
+            row.drafted = len(tree)
+            drafts[place] = tree.token_ids.tolist()
+        self._left = time.perf_counter()
+        self.cost.observe_overhead("draft", self._left - arrived)
+        return drafts
+
+    def _room(self, row: Row) -> int:
+        return max(0, self.longest_text - row.length - 1)
+
+    def _follow(
+        self,
+        sampled: Sequence[Sequence[int]],
+        texts: Sequence[NDArray[np.int32]],
+        arrived: float,
+    ) -> dict[Row, int]:
+        """Learn what the step brought; the rows that it brought tokens, with their places."""
+        known: defaultdict[int, list[Row]] = defaultdict(list)
+        for row in self._rows:
+            known[row.length].append(row)
+        places: dict[Row, int] = {}
+        self._rows = []
+        fed = 0
+        for place, (new, text) in enumerate(zip(sampled, texts, strict=True)):
+            before = text[: len(text) - len(new)]
+            found = next((row for row in known[len(before)] if row.has(before)), None)
+            if found is not None:
+                known[len(before)].remove(found)
+                fed += 1 + found.drafted
+            if found is None and len(new):
+                found = Row(self.assistant, self.target, self.eos_ids, before)
+            if found is not None:
+                self._rows.append(found)
+            if found is not None and len(new):
+                found.extend(new)
+                places[found] = place
+        steady = len(sampled) == sum(row.steps > 0 for row in places)
+        if fed and steady and self._left is not None:
+            # No part of a prompt was fed in this step, nor was there nothing to do before it.
+            self.cost.observe(fed, arrived - self._left)
+        for rows in known.values():
+            for row in rows:
+                row.close()
+        return places
+
+    def close(self) -> None:
+        """All requests have ended. Called at the end of the process; more may follow."""
+        for row in self._rows:
+            row.close()
+        self._rows = []
+        if self.assistant.stats.total.calls:
+            logger.info("%s", self.assistant.stats.total)
+
+
+class Row:
+    """A request, which vLLM names by nothing but its tokens.
+
+    Attributes:
+        length: its tokens, prompt included.
+        drafted: tokens of its last draft.
+        steps: since the one that ended its prompt.
+        ended: whether its last token ends the text.
+    """
+
+    def __init__(
+        self,
+        assistant: Assistant,
+        target: Target,
+        eos_ids: frozenset[int],
+        prompt: NDArray[np.int32],
+    ) -> None:
+        self.length = len(prompt)
+        self.drafted = 0
+        self.steps = -1
+        self.ended = False
+        self._assistant = assistant
+        self._eos_ids = eos_ids
+        self._stats = CallStats(tier="vllm", calls=1)
+        self._text = np.concatenate([prompt, np.empty(len(prompt) + 64, np.int32)]).astype(np.int32)
+        self._session = assistant.start(self._text[: self.length], target)
+        # Tokens behind the end of the text, which belong to it only if it goes on.
+        self._held: list[int] = []
+
+    def has(self, text: NDArray[np.int32]) -> bool:
+        """Whether this is the request with this text, int32 [length]."""
+        return bool(np.array_equal(self._text[: self.length], text))
+
+    def extend(self, new: Sequence[int]) -> None:
+        """Learn the tokens that a step brought, at least one."""
+        self._append(new)
+        first, tokens = len(self._held), [*self._held, *map(int, new)]
+        ends = (i + 1 for i in range(first, len(tokens)) if tokens[i] in self._eos_ids)
+        end = next(ends, len(tokens))
+        self._held = tokens[end:]
+        if self.steps < 0:
+            self._session.begin(tokens[:end])
+        else:
+            self._session.commit(tokens[:end], None)
+            self._stats.count_step(self.drafted, len(new) - 1)
+        self._stats.tokens += len(new)
+        self.steps += 1
+        self.ended = tokens[end - 1] in self._eos_ids
+
+    def _append(self, new: Sequence[int]) -> None:
+        end = self.length + len(new)
+        if end > len(self._text):
+            self._text = np.concatenate([self._text, np.empty(end, np.int32)])
+        self._text[self.length : end] = new
+        self.length = end
+
+    def draft(self, longest: int) -> TokenTree:
+        """A chain of at most `longest` tokens, with calibrated probabilities."""
+        if longest < 1 or self.ended:
+            return TokenTree.empty()
+        return _most_probable_path(self._session.propose(longest))
+
+    def close(self) -> None:
+        """The request has ended, or is to be started again."""
+        self._session.close()
+        self._assistant.count(self._stats)
+
+
+def make_assistant(
+    longest_draft: int,
+    memory: str | None = None,
+    max_bytes: int = 256 << 20,
+    datastore: str | None = None,
+    min_prob: float = 0.02,
+    budget: Any = "auto",
+) -> Assistant:
+    """An assistant that drafts chains; for the options see :class:`Proposer`."""
+    place = "url" if memory is not None and "://" in memory else "path"
+    outputs = OutputMemory(max_bytes, **{place: memory})  # type: ignore[arg-type]
+    drafters: list[Drafter] = [SuffixDrafter(outputs, min_prob=min_prob, tree=False)]
+    if datastore is not None:
+        corpus = Datastore.open(datastore)
+        drafters.append(RestDrafter(corpus, max_nodes=longest_draft, continuation=longest_draft))
+    return Assistant(drafters, budget=budget, max_nodes=longest_draft)
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    known = ("memory", "max_bytes", "datastore", "min_prob", "budget")
+    for name in options:
+        if name not in known:
+            raise ValueError(f"hf_retrieval_assist: expected options {known}, got {name!r}")
+    return dict(options)
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    """The ids that end a text, by the model's configuration and by its generation's."""
+    given = (
+        getattr(model.hf_text_config, "eos_token_id", None),
+        model.try_get_generation_config().get("eos_token_id"),
+    )
+    lists = (ids if isinstance(ids, list) else [ids] for ids in given)
+    return frozenset(token for ids in lists for token in ids if token is not None)
+
+
+def _most_probable_path(tree: TokenTree) -> TokenTree:
+    """From the root to a leaf, by the most probable child each time."""
+    if tree.is_chain:
+        return tree
+    path: list[int] = []
+    children = np.flatnonzero(tree.parents < 0)
+    while len(children):
+        path.append(int(children[tree.probs[children].argmax()]))
+        children = np.flatnonzero(tree.parents == path[-1])
+    return tree.select(np.array(path, np.int32))

@@ -1,0 +1,48 @@
+"""A CPU stand-in for CUDA graphs: a computation's operators, recorded and executed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .accelerator import _NO_KERNEL, _WAITING, aten
+
+
+class _Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _WAITING:
+            raise RuntimeError(f"{func} waits for the device while it is captured")
+        out = func(*args, **(kwargs or {}))
+        self.operators.append((func, args, kwargs or {}, out))
+        return out
+
+
+def record(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """Records as :class:`hf_retrieval_assist.target.replay.CudaGraphs` does.
+
+    Repeating runs no Python of the model, on the memory that the recording used.
+    """
+    tape = _Tape()
+    with tape:
+        shown = compute()
+
+    def repeat() -> None:
+        for func, args, kwargs, out in tape.operators:
+            if func.overloadpacket in _NO_KERNEL or func.overloadpacket is aten.empty:
+                continue
+            again = func(*args, **kwargs)
+            if func._schema.is_mutable:
+                continue
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    return repeat, shown

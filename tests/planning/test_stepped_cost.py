@@ -1,0 +1,40 @@
+"""Planning for forwards that are filled up to a few widths."""
+
+import numpy as np
+
+from hf_retrieval_assist.planning.cost_model import CostModel
+from hf_retrieval_assist.planning.planner import Planner
+from hf_retrieval_assist.planning.stepped_cost import SteppedCost, stepped
+from hf_retrieval_assist.token_tree import TokenTree
+
+LINEAR = CostModel.fixed(lambda n: 1.0 + 0.1 * n)
+
+
+def test_the_curve_stands_at_the_next_width():
+    cost = SteppedCost(LINEAR, (1, 2, 4, 8))
+    widths = [1, 2, 4, 4, 8, 8, 8, 8, 9, 10]
+    assert np.allclose(cost.curve(10), [1.0 + 0.1 * n for n in widths])
+    assert np.isclose(cost.seconds(3), cost.seconds(4))
+    assert stepped(LINEAR, ()) is LINEAR
+
+
+def test_what_it_measures_is_what_was_measured():
+    measured = CostModel("cuda")
+    cost = SteppedCost(measured, (1, 4))
+    assert (cost.observations, cost.timed) == (0, False)
+    for _ in range(5):
+        measured.observe(4, 0.02)
+        measured.observe_overhead("walk", 0.001)
+    assert cost.observations == 5
+    assert cost.overhead() == measured.overhead() > 0
+    assert np.allclose(cost.spread(4, 3), measured.spread(4, 4)[[0, 3, 3, 3]])
+
+
+def test_a_width_that_is_paid_for_is_filled():
+    """Where the second node pays for four tokens, the third one costs nothing."""
+    probs = [0.9, 0.5, 0.05, 0.02, 0.01]
+    tree = TokenTree.build([1, 2, 3, 4, 5], [-1] * 5, probs)
+    steep = CostModel.fixed(lambda n: 1.0 + 0.2 * n)
+    planner = Planner(exploration=0)
+    assert len(planner.plan(tree, steep)) == 2
+    assert len(planner.plan(tree, SteppedCost(steep, (1, 2, 4, 8)))) == 3

@@ -1,0 +1,68 @@
+"""What a step launches and copies on an accelerator, counted on a stand-in."""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_retrieval_assist import SamAssistant, SuffixAssistant
+from hf_retrieval_assist.decoding.loop import Generation
+
+from .accelerator import DEVICE, Accelerator
+from .lossless import build
+from .oracle_drafter import oracle_assistant
+
+LAYERS = 4
+NEW_TOKENS = 16
+OPTIONS = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+
+
+def batch_of(rows):
+    torch.manual_seed(1)
+    ids = torch.randint(1, 60, (rows, 14))
+    mask = torch.ones_like(ids)
+    mask[1:2, :5] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+ASSISTANTS = {
+    "oracle": lambda plain, mask: oracle_assistant(plain, mask),
+    "sam": lambda plain, mask: SamAssistant([row.tolist() for row in plain], budget=16),
+    "suffix": lambda plain, mask: SuffixAssistant(budget=16),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("name", ASSISTANTS)
+def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
+    model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
+    inputs = batch_of(rows)
+    plain = model.generate(**inputs, **OPTIONS)
+    assistant = ASSISTANTS[name](plain, inputs["attention_mask"])
+    machine, steps, whole = Accelerator(), [], Generation.step
+    machine.put(model)
+
+    def counted(generation, verifier):
+        machine.reset()
+        whole(generation, verifier)
+        steps.append(dict(machine.counts))
+
+    with machine, machine.watch(model):
+        there = {key: value.to(DEVICE) for key, value in inputs.items()}
+        machine.reset()
+        model.generate(**there, **OPTIONS)
+        # The prefill costs what a step does.
+        of_model = machine.counts["model", "kernel"] / NEW_TOKENS
+        monkeypatch.setattr(Generation, "step", counted)
+        assisted = model.generate(**there, **OPTIONS, assistant=assistant)
+    with machine:
+        assert torch.equal(assisted.cpu(), plain)
+    assert assistant.stats.tier == "tree"
+    if name != "suffix":
+        assert assistant.stats.last.accepted > 0
+    for step in steps:
+        assert step["loop", "kernel"] <= 12
+        assert step["loop", "to device"] == step["loop", "to host"] == 1
+        assert step["model", "kernel"] <= of_model + 2 * LAYERS
+        waits = {(where, "wait") for where in ("loop", "model")}
+        copies = {("model", "to device"), ("model", "to host")}
+        assert not (waits | copies) & step.keys()

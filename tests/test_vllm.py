@@ -1,0 +1,296 @@
+"""The proposer for vLLM, driven by a stand-in of vLLM's model runner."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.memory.output_memory import OutputMemory
+from hf_retrieval_assist.planning.cost_model import CostModel
+from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.vllm import Proposer, _most_probable_path
+
+EOS, VOCAB = 1, 300
+LONGEST = 200
+
+
+class Config(SimpleNamespace):
+    name_or_path = "a model"
+
+    def to_diff_dict(self):
+        return {"eos_token_id": EOS}
+
+
+def make_proposer(longest_draft=6, rank=0, **options):
+    model = SimpleNamespace(
+        hf_config=Config(),
+        hf_text_config=SimpleNamespace(eos_token_id=EOS),
+        max_model_len=LONGEST,
+        get_vocab_size=lambda: VOCAB,
+        try_get_generation_config=lambda: {"eos_token_id": [EOS, 2]},
+    )
+    return Proposer(
+        SimpleNamespace(
+            model_config=model,
+            speculative_config=SimpleNamespace(num_speculative_tokens=longest_draft),
+            parallel_config=SimpleNamespace(rank=rank, tensor_parallel_size=2),
+            device_config=SimpleNamespace(device_type="cpu"),
+            additional_config={"hf_retrieval_assist": {"budget": longest_draft} | options},
+        )
+    )
+
+
+class Request:
+    """A text that the model is going to write, of which a part is written."""
+
+    def __init__(self, prompt, output):
+        self.prompt, self.output = list(prompt), list(output)
+        self.text = list(prompt)
+        self.draft: list[int] = []
+        self.steps = 0
+
+    @property
+    def done(self):
+        return len(self.text) >= len(self.prompt) + len(self.output)
+
+    def verify(self):
+        """The tokens of a step: the draft's right ones and one more, ends of text or not."""
+        whole = self.prompt + self.output
+        place = len(self.text)
+        new = [whole[place]]
+        for drafted in self.draft:
+            if drafted != new[-1] or place + len(new) >= len(whole):
+                break
+            new.append(whole[place + len(new)])
+        self.text += new
+        self.steps += 1
+        return new
+
+
+class Runner:
+    """Batches requests as vLLM's runner does: rows in one array, whose places change."""
+
+    def __init__(self, proposer, rows=4):
+        self.proposer = proposer
+        self.tokens = np.full((rows, LONGEST), -7, np.int32)
+        self.lengths = np.zeros(rows, np.int32)
+
+    def step(self, requests, prefilling=()):
+        """One step of the requests, in this order of rows; some only feed a part of a prompt."""
+        sampled = [[] if request in prefilling else request.verify() for request in requests]
+        for row, request in enumerate(requests):
+            self.tokens[row, : len(request.text)] = request.text
+            self.tokens[row, len(request.text) :] = -7
+            self.lengths[row] = len(request.text)
+        drafts = self.proposer.propose(sampled, self.lengths, self.tokens, slot_mappings=None)
+        assert len(drafts) == len(requests)
+        for request, new, draft in zip(requests, sampled, drafts, strict=True):
+            assert len(draft) <= min(
+                self.proposer.longest_draft, max(0, LONGEST - len(request.text) - 1)
+            )
+            assert all(type(token) is int and 0 <= token < VOCAB for token in draft)
+            assert new or not draft
+            request.draft = draft
+
+    def run(self, requests):
+        while running := [request for request in requests if not request.done]:
+            self.step(running)
+        self.step([])
+
+
+def known(proposer):
+    """The outputs in the proposer's memory, sorted."""
+    memory = proposer.assistant.drafters[0].memory
+    tree = memory.tree(proposer.target.fingerprint)
+    return sorted(tree.tokens(output.sequence).tolist() for output in memory._outputs)
+
+
+def texts(rng, count, length=40):
+    return [rng.integers(3, VOCAB, length).tolist() for _ in range(count)]
+
+
+def test_a_text_that_was_written_before_is_drafted():
+    rng = np.random.default_rng(0)
+    prompt, output = texts(rng, 2)
+    proposer = make_proposer()
+    runner = Runner(proposer)
+    requests = [Request(prompt, output) for _ in range(2)]
+    for request in requests:
+        runner.run([request])
+    assert requests[0].steps == 40
+    assert requests[1].steps < 12
+    assert known(proposer) == [output, output]
+    total = proposer.assistant.stats.total
+    assert (total.calls, total.tokens) == (2, 80)
+    assert total.accepted == 80 - 2 - total.steps
+
+
+def test_rows_change_places_and_vanish_and_come_back():
+    rng = np.random.default_rng(1)
+    proposer = make_proposer()
+    runner = Runner(proposer)
+    outputs = texts(rng, 6)
+    outputs[1] = outputs[0][:20] + outputs[1][20:]
+    requests = [
+        Request(prompt, output) for prompt, output in zip(texts(rng, 6), outputs, strict=True)
+    ]
+    waiting, running, preempted = requests[:], [], 0
+    while waiting or running:
+        while waiting and len(running) < 4:
+            running.append(waiting.pop(0))
+        runner.step(running)
+        running = [request for request in running if not request.done]
+        rng.shuffle(running)
+        if preempted < 3 and len(running) > 1 and rng.random() < 0.1:
+            preempted += 1
+            paused = running.pop()
+            paused.draft = []
+            waiting.append(paused)
+    runner.step([])
+    assert preempted == 3
+    # A preempted request teaches what it brought; the rest is learnt when it was resumed.
+    pieces = Counter(token for piece in known(proposer) for token in piece)
+    assert pieces == Counter(token for output in outputs for token in output)
+    assert len(known(proposer)) == 6 + preempted
+
+
+def test_equal_requests_side_by_side_are_two():
+    rng = np.random.default_rng(2)
+    prompt, first, second = texts(rng, 3)
+    proposer = make_proposer()
+    Runner(proposer).run([Request(prompt, first), Request(prompt, second), Request(prompt, first)])
+    assert known(proposer) == sorted([first, second, first])
+
+
+def test_prompts_in_chunks_start_nothing_and_are_not_timed():
+    rng = np.random.default_rng(3)
+    prompt, output, *other = texts(rng, 4)
+    proposer = make_proposer()
+    runner = Runner(proposer)
+    long, short = Request(prompt, output), Request(*other)
+    for _ in range(3):
+        runner.step([long, short], prefilling=[long])
+    assert len(proposer._rows) == 1
+    assert proposer.cost.observations == 0
+    runner.step([long, short])
+    assert proposer.cost.observations == 0
+    runner.step([long, short])
+    assert proposer.cost.observations == 1
+    runner.run([long, short])
+    assert known(proposer) == sorted([output, other[1]])
+
+
+@pytest.mark.parametrize("end", [EOS, 2])
+def test_what_follows_the_end_of_a_text_is_learnt_only_if_it_goes_on(end):
+    rng = np.random.default_rng(4)
+    prompt, output = texts(rng, 2)
+    output[20] = end
+    proposer = make_proposer()
+    runner = Runner(proposer)
+    runner.run([Request(prompt, output)])
+    assert known(proposer) == [output]
+    # Drafted over its end, and ended there by the engine.
+    request = Request(prompt, output)
+    while end not in request.text:
+        runner.step([request])
+    assert request.text[-1] != end
+    runner.step([])
+    assert known(proposer) == sorted([output, output[:21]])
+
+
+def test_nothing_is_drafted_where_there_is_no_room():
+    output = [5, 6, 7, 8] * 50
+    proposer = make_proposer()
+    request = Request([3], output[: LONGEST - 1])
+    Runner(proposer).run([request])
+    assert len(request.text) == LONGEST
+
+
+def test_only_the_first_process_of_a_group_drafts_and_learns():
+    proposer = make_proposer(rank=3)
+    request = Request([5] * 20, [5] * 20)
+    Runner(proposer).run([request])
+    assert request.steps == 20
+    assert not proposer._rows
+    assert len(proposer.assistant.drafters[0].memory) == 0
+
+
+def test_the_drafts_of_all_requests_share_what_a_step_affords():
+    """At a price of 0.4 of a plain step for each token, only what is rather sure is verified."""
+    rng = np.random.default_rng(5)
+    (output,) = texts(rng, 1)
+    proposer = make_proposer(longest_draft=8, budget="auto")
+    proposer.cost = CostModel.fixed(lambda n: 1.0 + 0.4 * (n - 1))
+    runner = Runner(proposer)
+    memory = proposer.assistant.drafters[0].memory
+    for i in range(8):
+        memory.add([*output[:20], 50 + i, *output[21:]], proposer.target.fingerprint)
+
+    def drafts():
+        requests = [Request(output[:n], output[n:]) for n in (5, 19)]
+        runner.step(requests)
+        return [request.draft for request in requests]
+
+    sure, unsure = drafts()
+    assert sure == output[6 : 6 + len(sure)]
+    assert len(sure) >= 4
+    assert unsure == []
+    proposer.cost = CostModel.fixed(lambda n: 1.0)
+    sure, unsure = drafts()
+    assert sure == output[6:14]
+    assert len(unsure) == 8
+
+
+def test_a_corpus_drafts_too(tmp_path):
+    rng = np.random.default_rng(6)
+    prompt, output = texts(rng, 2)
+    store = Datastore.build([output], tmp_path / "store", vocab_size=VOCAB, progress=False)
+    proposer = make_proposer(datastore=str(store.path))
+    request = Request(prompt, output)
+    Runner(proposer).run([request])
+    assert request.steps < 20
+
+
+def test_outputs_outlive_the_engine(tmp_path):
+    rng = np.random.default_rng(7)
+    prompt, output = texts(rng, 2)
+    proposer = make_proposer(memory=str(tmp_path / "log"), max_bytes=1 << 22)
+    runner = Runner(proposer)
+    request = Request(prompt, output)
+    for _ in range(3):
+        runner.step([request])
+    proposer.close()
+    again = OutputMemory(path=tmp_path / "log")
+    assert again.tree(proposer.target.fingerprint).token_count == 3
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(ValueError, match=r"expected options .* got 'budgte'"):
+        make_proposer(budgte=3)
+    with pytest.raises(ValueError, match="redis://, rediss:// or unix://, got http"):
+        make_proposer(memory="http://localhost")
+
+
+def test_the_path_of_a_tree():
+    tree = TokenTree.build([1, 2, 3, 4, 5], [-1, -1, 1, 1, 0], [0.3, 0.6, 0.2, 0.4, 0.3])
+    assert _most_probable_path(tree).token_ids.tolist() == [2, 4]
+    chain = TokenTree.chain([1, 2], [0.5, 0.4])
+    assert _most_probable_path(chain) is chain
+    assert len(_most_probable_path(TokenTree.empty())) == 0
+
+
+IMPORT = """
+import sys
+import hf_retrieval_assist.vllm
+assert not [name for name in sys.modules if name.split(".")[0] in ("transformers", "vllm")]
+"""
+
+
+def test_the_import_takes_neither_transformers_nor_vllm():
+    subprocess.run([sys.executable, "-c", IMPORT], check=True)
