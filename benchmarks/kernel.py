@@ -21,8 +21,7 @@ from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.kernels.attention import plain_attention
 from hf_retrieval_assist.kernels.linear import transposed_linear
 from hf_retrieval_assist.kernels.reroute import reroute
-from hf_retrieval_assist.kernels.skinny_attention import kernel_attention
-from hf_retrieval_assist.kernels.skinny_linear import kernel_linear
+from hf_retrieval_assist.kernels.skinny import kernel_attention, kernel_linear
 
 from .report import Report, Table
 from .timing import alternate

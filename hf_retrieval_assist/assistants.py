@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Proposal, Target, close_all
+from .drafters.expected import ExpectedTexts, expected_ids
 from .drafters.feedback import RowFeedback, prompt_feedback
 from .locks import Lock
 from .planning.acceptance import Calibrator
@@ -25,7 +26,7 @@ from .planning.thrift import Thrift
 from .record import CallRecord, Record, Step
 from .record.html import assistant_html
 from .stats import CallStats, Stats
-from .token_tree import TokenTree
+from .token_tree import Int32Array, TokenTree
 
 # Steps after which a costly drafter that did not seem worth it is asked again: its time then is
 # a small share of the steps between.
@@ -52,6 +53,7 @@ class Assistant:
 
     Attributes:
         learn: whether texts teach later ones; see `private`.
+        expected: texts that outputs are expected to resemble; see `expecting`.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Assistant:
         layers = (drafter.needs.hidden_layers for drafter in self.drafters)
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
         self.learn = True
+        self.expected: tuple[Int32Array, ...] = ()
         self._lock = Lock()
         self._records: list[Record] = []
 
@@ -94,6 +97,28 @@ class Assistant:
         """
         assistant = copy.copy(self)
         assistant.learn = False
+        return assistant
+
+    def expecting(
+        self, *texts: str | Sequence[int] | NDArray[np.integer], tokenizer: Any = None
+    ) -> Assistant:
+        """This assistant for outputs that are expected to resemble `texts`.
+
+        Such as the file that is to be edited, a template, or last week's report, none of which
+        has to be in the prompt. Retrieval drafts from them as from the prompt, in every row of a
+        batch, and joins them again after each change. `stats` tells how many of their
+        tokens came out.
+
+        Args:
+            texts: strings or token ids.
+            tokenizer: of the model; for strings.
+
+        Raises:
+            TypeError: a string without a tokenizer, or ids that are no integers.
+            ValueError: an id that no vocabulary has.
+        """
+        assistant = copy.copy(self)
+        assistant.expected = tuple(expected_ids(text, tokenizer) for text in texts)
         return assistant
 
     def attached(self, model: Any) -> AbstractContextManager[Assistant]:
@@ -143,7 +168,9 @@ class Assistant:
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> AssistantSession:
         """A session for one prompt (int32 [length], without padding)."""
-        return AssistantSession(self, prompt_ids, replace(target, learn=self.learn))
+        return AssistantSession(
+            self, prompt_ids, replace(target, learn=self.learn, expected=self.expected)
+        )
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         """What `budget="paper"` verifies of the calibrated drafts, one of each session."""
@@ -271,6 +298,7 @@ class AssistantSession:
             started.pop_all()
         self._deferred: list[int] = []
         self.calibrations = [calibrator.session() for calibrator in assistant.calibrators]
+        self.expected = ExpectedTexts(target.expected)
         self.drafts: list[TokenTree] = []  # the last proposals, one of each drafter
 
     def begin(
@@ -280,6 +308,7 @@ class AssistantSession:
         hidden_states: dict[tuple[int, ...], torch.Tensor] | None = None,
     ) -> None:
         """Append the first tokens, which follow the prefill; see `prompt_feedback`."""
+        self.expected.follow(token_ids)
         for session, drafter in zip(self.sessions, self.assistant.drafters, strict=True):
             feedback = prompt_feedback(self.prompt_ids, drafter.needs, logits, hidden_states or {})
             session.commit(token_ids, feedback)
@@ -323,6 +352,7 @@ class AssistantSession:
 
     def commit(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
         """Append tokens to the text and learn what they and the forward show."""
+        self.expected.follow(token_ids)
         self._learn_deferred()
         self._append(token_ids, feedback)
 
@@ -330,6 +360,7 @@ class AssistantSession:
         """Append tokens that nothing is learnt from before it has to be, and then all at once."""
         if self.assistant.hidden_layers:
             raise ValueError("expected feedback for drafters that read hidden states")
+        self.expected.follow(token_ids)
         self._deferred += token_ids
         self.drafts = []
 

@@ -80,9 +80,10 @@ def _require(kind: type, **arguments: Any) -> None:
 class SamAssistant(Assistant):
     """SAM-Decoding (Hu et al., 2024): suffix automata over the text itself and over a corpus.
 
-    Under `budget="auto"` all drafts are merged and weighed by what their evidence was worth so far.
-    `budget="paper"` applies the paper's rule (section 3.3): the longer match drafts, a corpus match
-    counting `corpus_bias` tokens less, and below `min_match` tokens the fallback does.
+    Under `budget="auto"` the text, the memory and the corpus are weighed as `SuffixAssistant`
+    weighs its trees, from which this preset then differs in its sources alone; a `Datastore` drafts
+    beside them. `budget="paper"` applies the paper's rule (section 3.3): the longer match drafts, a
+    corpus match counting `corpus_bias` tokens less, and below `min_match` tokens the fallback does.
 
     Args:
         corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
@@ -116,23 +117,21 @@ class SamAssistant(Assistant):
                 raise ValueError(f"{name}: expected at least 0, got {value}")
         if max_draft < 1:
             raise ValueError(f"max_draft: expected at least 1, got {max_draft}")
-        paper = options.get("budget") == "paper"
-        limit = max_draft if paper else max(max_draft, _LONGEST_DRAFT)
-        matchers: list[Drafter] = [AutomatonDrafter(limit)]
-        if isinstance(corpus, Datastore):
-            matchers.append(RestDrafter(corpus, max_nodes=limit, continuation=limit))
-        elif corpus is not None:
-            _require(Iterable, corpus=corpus)
-            matchers.append(StaticAutomatonDrafter(corpus, limit, min_prob=_LEAST_PROB))
+        if corpus is not None:
+            _require(Iterable if not isinstance(corpus, Datastore) else Datastore, corpus=corpus)
+        if memory is not None:
+            _require(OutputMemory, memory=memory)
         self.memory = memory
         self.min_match = min_match
         self.corpus_bias = corpus_bias
+        if options.get("budget") == "paper":
+            matchers = _automata(corpus, max_draft)
+        else:
+            matchers = _mixed_sources(corpus, memory, max(max_draft, _LONGEST_DRAFT))
         self._matchers = len(matchers)
-        learning: list[Drafter] = []
-        if memory is not None:
-            _require(OutputMemory, memory=memory)
-            learning = [SuffixDrafter(memory)]
-        super().__init__([*matchers, *learning, *fallback_drafters(fallback)], **options)
+        if memory is not None and options.get("budget") == "paper":
+            matchers.append(SuffixDrafter(memory))
+        super().__init__([*matchers, *fallback_drafters(fallback)], **options)
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         biases = [0, *[self.corpus_bias] * (self._matchers - 1)]
@@ -146,6 +145,29 @@ class SamAssistant(Assistant):
         return union(drafts[self._matchers :])
 
 
+def _automata(corpus: Iterable[Tokens] | Datastore | None, max_draft: int) -> list[Drafter]:
+    """What SAM-Decoding drafts from: the text, and a corpus."""
+    own = AutomatonDrafter(max_draft)
+    if corpus is None:
+        return [own]
+    if isinstance(corpus, Datastore):
+        return [own, RestDrafter(corpus, max_nodes=max_draft, continuation=max_draft)]
+    return [own, StaticAutomatonDrafter(corpus, max_draft, min_prob=_LEAST_PROB)]
+
+
+def _mixed_sources(
+    corpus: Iterable[Tokens] | Datastore | None, memory: OutputMemory | None, max_draft: int
+) -> list[Drafter]:
+    """One drafter for the text, the memory and a corpus in memory; one more for a datastore."""
+    on_disk = isinstance(corpus, Datastore)
+    in_memory: Any = None if on_disk else corpus
+    mixed = SuffixDrafter(memory, corpus=in_memory, learn=memory is not None)
+    if not on_disk:
+        return [mixed]
+    datastore: Any = corpus
+    return [mixed, RestDrafter(datastore, max_nodes=max_draft, continuation=max_draft)]
+
+
 class SuffixAssistant(Assistant):
     """SuffixDecoding (Oliaro et al., 2024): suffix trees over the text and over earlier outputs.
 
@@ -157,7 +179,8 @@ class SuffixAssistant(Assistant):
             `assistant.memory`.
         max_depth: longest match plus draft, in tokens.
         alpha: nodes for each matched token, at most; None: 4 under "paper", otherwise no limit.
-        min_prob: no node is drafted that is estimated to be less probable.
+        min_prob: no node is drafted that is estimated to be less probable; None: 0.02 under
+            "paper", otherwise 0.002.
         tree: draft trees; otherwise single paths.
         fallback: as for :class:`SamAssistant`.
         threshold: SCORE from which on "paper" drafts from the trees; None: the number of tokens
@@ -174,7 +197,7 @@ class SuffixAssistant(Assistant):
         memory: OutputMemory | None = None,
         max_depth: int = 64,
         alpha: float | None = None,
-        min_prob: float = 0.02,
+        min_prob: float | None = None,
         tree: bool = True,
         fallback: Any = "token_recycling",
         threshold: float | None = None,
@@ -187,6 +210,8 @@ class SuffixAssistant(Assistant):
         paper = options.get("budget") == "paper"
         if alpha is None:
             alpha = _PAPER_ALPHA if paper else float("inf")
+        if min_prob is None:
+            min_prob = 0.02 if paper else 0.002
         drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree, scored=paper)
         self.threshold = threshold
         self.memory = drafter.memory

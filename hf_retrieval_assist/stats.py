@@ -22,6 +22,9 @@ class CallStats:
         tokens: generated tokens, all rows together.
         drafted: verified nodes.
         accepted: nodes that became tokens.
+        expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
+            over rows.
+        expected_rejected: the others of them.
         keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Rows
             of a batch that get on at their own pace draw in another order, and residual sampling
             draws otherwise, from the same distributions.
@@ -36,6 +39,8 @@ class CallStats:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    expected_accepted: int = 0
+    expected_rejected: int = 0
     keeps_seed: bool = True
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys((*PHASES, "prefill", "total"), 0.0)
@@ -63,6 +68,11 @@ class CallStats:
         self.drafted += drafted
         self.accepted += accepted
 
+    def count_expected(self, accepted: int, rejected: int) -> None:
+        """Count what one row brought of the texts that were expected."""
+        self.expected_accepted += accepted
+        self.expected_rejected += rejected
+
     def count_plain(self, tokens: int, rows: int) -> None:
         """Count a call that was decoded plainly, one forward for each of a row's tokens."""
         self.steps = tokens
@@ -83,11 +93,13 @@ class CallStats:
                 setattr(self, item.name, theirs or mine)
 
     def __str__(self) -> str:
+        expected = self.expected_accepted + self.expected_rejected
+        came = f"{self.expected_accepted} of {expected} expected tokens came; " if expected else ""
         share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in PHASES)
         return (
             f"{self.tokens} tokens in {self.steps} steps ({self.tier or 'no call yet'}): "
             f"{self.mean_accepted_tokens:.2f} tokens/step, {self.nodes_per_step:.1f} nodes/step, "
-            f"{self.accepted} of {self.drafted} accepted; "
+            f"{self.accepted} of {self.drafted} accepted; {came}"
             f"{self.seconds['total']:.2f} s "
             f"(ms: prefill {1e3 * self.seconds['prefill']:.0f} {share})"
         )

@@ -304,7 +304,7 @@ def test_repr_tells_the_figures(model, plain):
     assert f"{last.tokens} tokens in {last.steps} steps (tree)" in text
     assert f"{last.accepted} of {last.drafted} accepted" in text
     assert "1 calls" in text
-    assert "corpus automaton: expected" in text
+    assert "suffix: expected" in text
 
 
 def test_reliability(model, plain):
@@ -312,10 +312,10 @@ def test_reliability(model, plain):
     run(model, assistant=assistant)
     found = assistant.stats.reliability
     assert list(found) == [drafter.name for drafter in assistant.drafters]
-    corpus = found["corpus automaton"]
-    assert corpus.trials.sum() >= corpus.observed.sum() > 0
-    assert (corpus.predicted <= corpus.trials + 1e-9).all()
-    assert corpus.ratio == pytest.approx(corpus.predicted.sum() / corpus.observed.sum())
+    mixed = found["suffix"]
+    assert mixed.trials.sum() >= mixed.observed.sum() > 0
+    assert (mixed.predicted <= mixed.trials + 1e-9).all()
+    assert mixed.ratio == pytest.approx(mixed.predicted.sum() / mixed.observed.sum())
 
 
 def test_drafters_of_one_name_are_told_apart():

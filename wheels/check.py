@@ -12,14 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_retrieval_assist
 from hf_retrieval_assist import SuffixAssistant
-from hf_retrieval_assist.kernels import skinny_attention, skinny_linear
+from hf_retrieval_assist.kernels import skinny
 from hf_retrieval_assist.structures import suffix_array, suffix_automaton, suffix_tree
 
 
 def main() -> None:
     package = Path(hf_retrieval_assist.__file__).parent
     assert "site-packages" in package.parts, f"not the installed package: {package}"
-    for module in (skinny_attention, skinny_linear, suffix_array, suffix_automaton, suffix_tree):
+    for module in (skinny, suffix_array, suffix_automaton, suffix_tree):
         assert Path(module.__file__).is_relative_to(package), module.__file__
     assert not list(package.rglob("*.pyx")), "sources in the wheel"
     torch.manual_seed(0)

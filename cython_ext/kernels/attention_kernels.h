@@ -63,7 +63,7 @@ typedef struct {
     int64_t next;         /* unit of the phase, taken atomically */
 } attention_pass;
 
-static inline int64_t skinny_panel_start(const attention_pass *pass, int64_t i) {
+static inline int64_t attention_panel_start(const attention_pass *pass, int64_t i) {
     return pass->rows * i / pass->panel_count;
 }
 
@@ -79,9 +79,5 @@ static inline int64_t attention_head(const attention_problem *p, const int64_t s
                                      int64_t head) {
     return head / p->groups * strides[0] + head % p->groups * strides[1];
 }
-
-#define KERNEL_TEMPLATE "attention_template.h"
-#define KERNEL_PROBLEM attention_problem
-#include "simd_paths.h"
 
 #endif

@@ -1,5 +1,4 @@
 /* Attention for one instruction set; see attention_kernels.h and tile_template.h. */
-#include "tile_template.h"
 
 /* The rows of every head, a head's panels one after another. */
 TARGET static void NAMED(pack_queries)(const attention_pass *pass) {
@@ -7,8 +6,8 @@ TARGET static void NAMED(pack_queries)(const attention_pass *pass) {
     const int64_t bytes = skinny_item_bytes(p->dtype);
     for (int64_t i = 0; i < pass->count * pass->panel_count; i++) {
         const int64_t unit = i / pass->panel_count, part = i % pass->panel_count;
-        const int64_t start = skinny_panel_start(pass, part);
-        const int64_t end = skinny_panel_start(pass, part + 1);
+        const int64_t start = attention_panel_start(pass, part);
+        const int64_t end = attention_panel_start(pass, part + 1);
         char *panel = pass->panels + (unit * pass->rows + start) * pass->packed_bytes;
         for (int64_t row = start; row < end; row++)
             NAMED(pack_row)(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
@@ -27,7 +26,7 @@ TARGET static void NAMED(score_slots)(const attention_pass *pass, int64_t unit, 
     for (int o = 0; o < TILE_ROWS; o++)
         tile.weight[o] = keys + skinny_min(slot + o, p->slots - 1) * p->key_strides[2] * bytes;
     for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = skinny_panel_start(pass, i), end = skinny_panel_start(pass, i + 1);
+        const int64_t start = attention_panel_start(pass, i), end = attention_panel_start(pass, i + 1);
         const int64_t row = unit * pass->rows + start;
         tile.panel = pass->panels + row * pass->packed_bytes;
         tile.sums = pass->scores + row * pass->padded + slot;
@@ -188,9 +187,9 @@ TARGET static ALWAYS_INLINE void NAMED(output_rows)(const int vectors, const int
     const char *values = p->value + begin * skinny_item_bytes(dtype) + place;
     VEC acc[PANEL_ROWS][TILE_ROWS];
     for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t first = skinny_panel_start(pass, i);
+        const int64_t first = attention_panel_start(pass, i);
         const float *weights = pass->scores + (unit * pass->rows + first) * pass->padded;
-        switch (skinny_panel_start(pass, i + 1) - first) {
+        switch (attention_panel_start(pass, i + 1) - first) {
             OUTPUT_CASE(1, dtype)
             OUTPUT_CASE(2, dtype)
 #if PANEL_ROWS >= 3
@@ -249,7 +248,7 @@ TARGET static void NAMED(run_phases)(attention_pass *pass, int threads) {
 }
 
 /* Returns 0, or -1 when memory ran out. */
-TARGET static int NAMED(run)(const attention_problem *p, int threads) {
+TARGET static int NAMED(attention)(const attention_problem *p, int threads) {
     attention_pass pass = {.problem = p, .rows = p->heads * p->queries};
     pass.padded = (p->slots + SLOT_MULTIPLE - 1) / SLOT_MULTIPLE * SLOT_MULTIPLE;
     pass.packed_bytes = (p->depth + STEP - 1) / STEP * STEP_BYTES;
@@ -271,6 +270,3 @@ TARGET static int NAMED(run)(const attention_problem *p, int threads) {
     free(memory);
     return 0;
 }
-
-#undef OUTPUT_CASE
-#include "tile_undef.h"

@@ -33,7 +33,7 @@ static inline int64_t skinny_item_bytes(int dtype) { return dtype == SKINNY_FLOA
 
 #if defined(__GNUC__)
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define PREFETCH(address) __builtin_prefetch(address)
+#define PREFETCH(address) __builtin_prefetch((address), 0, 2) /* into the second-level cache */
 #define FETCH_ADD(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELAXED)
 #elif defined(_MSC_VER)
 #include <intrin.h>

@@ -12,8 +12,8 @@
  *                                bfloat16, twice as many; other dtypes are widened to it
  *   MULTIPLY_ADD(w, x, sum)      on vectors of PACKED_DTYPE, adding to a VEC
  *
- * and the kernel's template includes this file. No include guard: it is compiled once for each
- * instruction set.
+ * and includes templates.h. A header that brings OWN_TILES gets no more than read and write. No
+ * include guards: these are compiled once for each instruction set.
  */
 
 #define STEP (PACKED_DTYPE == SKINNY_FLOAT32 ? LANES : 2 * LANES)
@@ -33,6 +33,7 @@ TARGET static ALWAYS_INLINE void NAMED(write)(char *to, VEC value, int dtype) {
         STORE_F16(to, value);
 }
 
+#ifndef OWN_TILES
 /* STEP elements, ready to be multiplied. */
 TARGET static ALWAYS_INLINE VEC NAMED(operand)(const char *from, int dtype) {
     return NAMED(read)(from, dtype == PACKED_DTYPE ? SKINNY_FLOAT32 : dtype);
@@ -116,3 +117,4 @@ TARGET static void NAMED(tile_of)(int64_t rows, int dtype, skinny_tile t) {
 #endif
     }
 }
+#endif

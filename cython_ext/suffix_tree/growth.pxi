@@ -4,11 +4,8 @@ from suffix_tree.store cimport (
     item_count, item_depth, label_end, label_token, link_at, node_at, page_at, page_of,
     pool_size, sequence_at, start_of,
 )
+from common.prefetch cimport prefetch
 from common.types cimport int32_t, token_t
-
-cdef extern from "common/prefetch.h":
-    void prefetch "hfra_prefetch"(const void* address) noexcept nogil
-
 
 # Growing
 
@@ -143,6 +140,7 @@ cdef void append_token(
     cdef Sequence* q = sequence_at(s, sequence)
     cdef int32_t last = add_position(s, sequence, token)
     cdef int32_t start = q.pending, suffix, node, item
+    cdef int32_t before = backward(s, last, 1) if q.length > 1 else NIL
     node_at(s, ROOT).count += 1
     suffix = backward(s, last, q.length - 1 - start)
     link_at(s, last).node = ~ROOT
@@ -151,6 +149,8 @@ cdef void append_token(
     while start < q.length:
         node = ~link_at(s, suffix).node
         item = child_of(s, node, token)
+        if node != ROOT:
+            node_at(s, node).end = before
         if item == NO_ITEM:
             if node != ROOT:
                 remove_end(s, node, suffix)

@@ -1,32 +1,11 @@
 # Drafts by SuffixDecoding's Algorithm 1: the match whose draft has the highest score.
-from suffix_tree.drafting cimport Candidate, Draft
+from suffix_tree.drafting cimport Candidate, CandidateHeap, Draft
 from suffix_tree.store cimport (
     NO_ITEM, Node, Place, Store, item_count, item_depth, label_token, node_at,
 )
+from common.heap cimport Entry, pop as heap_pop, push as heap_push
 from common.types cimport int32_t
 
-
-cdef inline void heap_push(Candidate* heap, int32_t size, Candidate candidate) noexcept nogil:
-    cdef int32_t i = size
-    while i and heap[(i - 1) // 2].prob < candidate.prob:
-        heap[i] = heap[(i - 1) // 2]
-        i = (i - 1) // 2
-    heap[i] = candidate
-
-cdef Candidate heap_pop(Candidate* heap, int32_t size) noexcept nogil:
-    cdef Candidate top = heap[0], last = heap[size - 1]
-    cdef int32_t i = 0, child = 1
-    size -= 1
-    while child < size:
-        if child + 1 < size and heap[child + 1].prob > heap[child].prob:
-            child += 1
-        if heap[child].prob <= last.prob:
-            break
-        heap[i] = heap[child]
-        i = child
-        child = 2 * i + 1
-    heap[i] = last
-    return top
 
 cdef bint below(
     Store* s, Place at, double prob, int32_t parent, bint paper, Candidate* out
@@ -47,41 +26,42 @@ cdef bint below(
     out.prob = out.share * item_count(s, out.place.item)
     return True
 
+cdef void queue_place(CandidateHeap* queue, const Candidate* candidate) noexcept nogil:
+    queue.candidates[queue.made] = candidate[0]
+    heap_push(queue.entries, &queue.size, Entry(candidate.prob, queue.made, queue.made))
+    queue.made += 1
+
 cdef void grow_draft(
-    Store* s, Place at, int32_t budget, double min_prob, bint tree, bint paper, Candidate* heap,
+    Store* s, Place at, int32_t budget, double min_prob, bint tree, bint paper, CandidateHeap* queue,
     Draft* draft,
 ) noexcept nogil:
-    """Best first from a matched place; `heap` has room for `budget` + 2 candidates.
+    """Best first from a matched place; `queue` has room for 2 * `budget` + 1 candidates.
 
     Children come by descending count, so that each need only be queued once its elder is drafted.
     """
-    cdef int32_t queued = 0
     cdef Candidate best, more
+    queue.size = queue.made = 0
     draft.size, draft.score = 0, 0
     if below(s, at, 1.0, -1, paper, &more):
-        heap_push(heap, 0, more)
-        queued = 1
-    while queued and draft.size < budget and heap[0].prob >= min_prob:
-        best = heap_pop(heap, queued)
-        queued -= 1
+        queue_place(queue, &more)
+    while queue.size and draft.size < budget and queue.entries[0].key >= min_prob:
+        best = queue.candidates[heap_pop(queue.entries, &queue.size).index]
         draft.tokens[draft.size] = label_token(s, best.place.item, best.place.depth)
         draft.parents[draft.size] = best.parent
         draft.probs[draft.size] = best.prob
         draft.score += best.prob
         draft.size += 1
         if below(s, best.place, best.prob, draft.size - 1, paper, &more):
-            heap_push(heap, queued, more)
-            queued += 1
+            queue_place(queue, &more)
         if tree and best.share > 0:
             best.place.item = next_item(s, best.place.item)
             if best.place.item != NO_ITEM:
                 best.prob = best.share * item_count(s, best.place.item)
-                heap_push(heap, queued, best)
-                queued += 1
+                queue_place(queue, &best)
 
 cdef int32_t speculate(
     Store* s, Place* matches, int32_t longest, int32_t max_nodes, double factor, double offset,
-    double min_prob, bint tree, bint paper, Candidate* heap, Draft* best, Draft* spare,
+    double min_prob, bint tree, bint paper, CandidateHeap* queue, Draft* best, Draft* spare,
 ) noexcept nogil:
     """The draft of highest score over the matched lengths 1 .. `longest`; returns its length or 0.
 
@@ -97,7 +77,7 @@ cdef int32_t speculate(
             if factor >= 0:
                 break
             continue
-        grow_draft(s, matches[length], budget, min_prob, tree, paper, heap, spare)
+        grow_draft(s, matches[length], budget, min_prob, tree, paper, queue, spare)
         if spare.score > best.score + 1e-9:  # sums that differ by rounding alone are a tie
             chosen = length
             other = best[0]

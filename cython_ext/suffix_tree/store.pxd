@@ -21,7 +21,7 @@ cdef struct Pool:  # items of equal size; the first int32 of a free item links t
 cdef struct Node:
     int32_t parent
     int32_t count        # suffixes at or below
-    int32_t end          # position of the last token of one occurrence of the label
+    int32_t end          # position of the label's last token, where it went on last if it ever did
     int32_t depth        # length of the label, from the root
     int32_t ends         # suffixes that stop exactly here
     int32_t children     # inner nodes and leaves

@@ -12,16 +12,18 @@ from typing import NamedTuple
 import numpy as np
 
 from libc.math cimport INFINITY
-from libc.stdlib cimport free, malloc
-from suffix_tree.drafting cimport (
-    Blend, Candidate, Draft, Guess, LENGTH_BUCKETS, NAMES, RANKS, SHARE_BUCKETS,
-    SUPPORT_BUCKETS, WITNESSES, Witness,
+from libc.stdlib cimport free, malloc, realloc
+from suffix_tree.drafting cimport Candidate, CandidateHeap, Draft
+from suffix_tree.mixing cimport (
+    CANDIDATES, CELLS, Cell, Contexts, Expansion, Guess, INPUTS, MixedDraft, Mixture, ORDERS, SHARES,
+    SOURCES, SUPPORTS, Sources,
 )
 from suffix_tree.store cimport (
     Group, NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, Page, Place, ROOT, Sequence, Store,
     forward, group_at, item_count, item_depth, item_parent, label_token, link_at, node_at,
     page_at, pool_size, sequence_at, start_of, store_bytes,
 )
+from common.heap cimport Entry
 from common.types cimport int32_t, int64_t, token_t
 
 include "pools.pxi"
@@ -30,15 +32,16 @@ include "children.pxi"
 include "matching.pxi"
 include "growth.pxi"
 include "scored_draft.pxi"
-include "blend.pxi"
+include "mixing.pxi"
+include "mixed_draft.pxi"
 
 
 MAX_DEPTH = 1 << 16
 
-# Evidence classes of `SuffixTree.blend`: tree, rank among the witnesses (2: third or later), length
-# of the match, continuations it has, and the share of them that agree.
-BLEND_SHAPE = (2, RANKS, LENGTH_BUCKETS, SUPPORT_BUCKETS, SHARE_BUCKETS)
-BLEND_CLASSES = 2 * RANKS * LENGTH_BUCKETS * SUPPORT_BUCKETS * SHARE_BUCKETS
+# Shapes of what a `Mixer` learns. Cells: by source, order, support, share, whether the latest
+# occurrence went on so; weights: common ones, then by longest order of the other sources, of the text.
+CELL_SHAPE = (SOURCES, ORDERS, SUPPORTS, SHARES, 2)
+WEIGHT_SHAPE = (1 + 2 * (ORDERS + 1), INPUTS)
 
 
 class Speculation(NamedTuple):
@@ -260,8 +263,12 @@ cdef class SuffixTree:
         cdef token_t[:, ::1] token_rows = tokens
         cdef int32_t[:, ::1] parent_rows = parents
         cdef double[:, ::1] prob_rows = probs
-        cdef Candidate* heap = <Candidate*>malloc((budget + 2) * sizeof(Candidate))
-        if heap == NULL:
+        cdef CandidateHeap queue
+        queue.candidates = <Candidate*>malloc((2 * budget + 1) * sizeof(Candidate))
+        queue.entries = <Entry*>malloc((2 * budget + 1) * sizeof(Entry))
+        if queue.candidates == NULL or queue.entries == NULL:
+            free(queue.candidates)
+            free(queue.entries)
             raise MemoryError
         if budget:
             best.tokens, spare.tokens = &token_rows[0, 0], &token_rows[1, 0]
@@ -270,79 +277,25 @@ cdef class SuffixTree:
         with nogil:
             chosen = speculate(
                 &self.store, self.matches, longest, budget, factor, offset, min_prob, tree, paper,
-                heap, &best, &spare,
+                &queue, &best, &spare,
             )
-        free(heap)
+        free(queue.candidates)
+        free(queue.entries)
         row = 1 if budget and best.tokens == &token_rows[1, 0] else 0
         return Speculation(
             tokens[row, :best.size], parents[row, :best.size],
             probs[row, :best.size].astype(np.float32), chosen, best.score,
         )
 
-    cdef int32_t _witnesses(self, sequence, const token_t[::1] context, int32_t source, Witness* out):
-        cdef int32_t longest = 0, index
-        if sequence is None:
-            longest = match_context(&self.store, context, self.matches)
-        else:
+    cdef int32_t _match(self, sequence, const token_t[::1] context, Place* matches) except -1:
+        """Where the last tokens lead, by order of mixing; returns how many orders match."""
+        cdef int32_t index
+        if sequence is not None:
             index = self._checked(sequence)
+            # Without pending suffixes all of it matches, and perhaps what stood before it.
             if sequence_at(&self.store, index).pending:
-                longest = match_sequence(&self.store, index, self.matches)
-            else:  # all of it matches, and perhaps what stood before it
-                longest = match_context(&self.store, context, self.matches)
-        return choose_witnesses(&self.store, self.matches, longest, source, out)
-
-    def blend(
-        self, sequence, SuffixTree other, other_sequence, const token_t[::1] context, int budget,
-        const float[::1] rates, *, token_t vocab_size, double alpha=INFINITY, float min_prob=0,
-        bint path=False,
-    ):
-        """Draft from this tree and another one (or None) what may follow `context`.
-
-        Args:
-            sequence, other_sequence: whose tokens end as `context` does, in each tree; None where
-                there is no such one.
-            context: int32 [n], the last tokens of the text.
-            budget: number of nodes at most.
-            rates: float32 [BLEND_CLASSES], probability that a token is right, by evidence.
-            vocab_size: bound of the ids that may be drafted.
-            alpha: nodes for each token of the longest match, at most.
-            min_prob: no node is less probable.
-            path: draft a single path.
-
-        Returns int32 token ids, int32 parents, float32 probs, int32 classes, each [nodes].
-        """
-        cdef Witness[WITNESSES] own, others
-        cdef int32_t n, m = 0
-        cdef Blend b
-        cdef size_t nodes = max(budget, 0) + 1
-        if rates.shape[0] != BLEND_CLASSES:
-            raise ValueError(f"rates: expected {BLEND_CLASSES} of them, got {rates.shape[0]}")
-        n = self._witnesses(sequence, context, 0, own)
-        if other is not None:
-            m = other._witnesses(other_sequence, context, 1, others)
-        tokens, parents = np.empty(nodes, np.int32), np.empty(nodes, np.int32)
-        probs, classes = np.empty(nodes, np.float32), np.empty(nodes, np.int32)
-        cdef token_t[::1] token_view = tokens
-        cdef int32_t[::1] parent_view = parents, class_view = classes
-        cdef float[::1] prob_view = probs
-        b.vocab_size, b.min_prob, b.path, b.rates = vocab_size, min_prob, path, &rates[0]
-        b.tokens, b.parents = &token_view[0], &parent_view[0]
-        b.probs, b.classes = &prob_view[0], &class_view[0]
-        b.witnesses = <Witness*>malloc(nodes * WITNESSES * sizeof(Witness))
-        b.witness_counts = <int32_t*>malloc(nodes * sizeof(int32_t))
-        b.heap = <Guess*>malloc(nodes * WITNESSES * NAMES * sizeof(Guess))
-        try:
-            if b.witnesses == NULL or b.witness_counts == NULL or b.heap == NULL:
-                raise MemoryError
-            with nogil:
-                b.witness_counts[0] = merge_witnesses(own, n, others, m, b.witnesses)
-                b.budget = <int32_t>min(<double>nodes - 1, alpha * match_length(b.witnesses)) if n + m else 0
-                blend(&b)
-        finally:
-            free(b.witnesses)
-            free(b.witness_counts)
-            free(b.heap)
-        return tokens[:b.size], parents[:b.size], probs[:b.size], classes[:b.size]
+                return sequence_orders(&self.store, index, matches)
+        return matched_orders(&self.store, context, matches)
 
     def check_invariants(self):
         """Raise AssertionError where the structure contradicts itself. For tests: slow."""
@@ -442,3 +395,134 @@ cdef class SuffixTree:
                     assert j < sequence_at(s, i).pending, "a suffix that cannot move"
         assert total == node_at(s, ROOT).count, "tokens are counted wrong"
         assert pages == pool_size(&s.pages), "pages that are not in the tree"
+
+
+cdef class Mixer:
+    """Drafts what follows a text from several suffix trees, and learns how much each context is worth.
+
+    Args:
+        cells: float32 [*CELL_SHAPE, 2], probability that a candidate with this evidence is right, and
+            the number of trials that this rests on.
+        weights: float32 WEIGHT_SHAPE.
+        rate: step of the gradient descent.
+
+    Both are copied. Not safe for concurrent use without the interpreter's lock.
+    """
+
+    cdef readonly object cells, weights
+    cdef object _logits
+    cdef Mixture mixture
+    cdef Expansion expansion
+    cdef MixedDraft room
+    cdef int32_t capacity
+
+    def __cinit__(self, cells, weights, float rate=0.003):
+        if cells.shape != (*CELL_SHAPE, 2) or weights.shape != WEIGHT_SHAPE:
+            raise ValueError(
+                f"cells and weights: expected shapes {(*CELL_SHAPE, 2)} and {WEIGHT_SHAPE}, "
+                f"got {cells.shape} and {weights.shape}"
+            )
+        self.cells = np.array(cells, dtype=np.float32, order="C")
+        self.weights = np.array(weights, dtype=np.float32, order="C")
+        self._logits = np.empty(CELLS, dtype=np.float32)
+        cdef float[:, ::1] cell_view = self.cells.reshape(CELLS, 2)
+        cdef float[:, ::1] weight_view = self.weights
+        cdef float[::1] logit_view = self._logits
+        cdef int32_t i
+        self.mixture = Mixture(<Cell*>&cell_view[0, 0], &logit_view[0], &weight_view[0, 0], rate)
+        for i in range(CELLS):
+            logit_view[i] = log_odds(cell_view[i, 0])
+        self._reserve(1)
+
+    def __dealloc__(self):
+        free(self.room.contexts)
+        free(self.room.guesses)
+        free(self.room.heap)
+
+    cdef int _reserve(self, int32_t nodes) except -1:
+        """Room for drafts of so many nodes."""
+        cdef size_t places = <size_t>nodes + 1
+        if nodes <= self.capacity:
+            return 0
+        self.room.contexts = <Contexts*>grown(self.room.contexts, places * SOURCES * sizeof(Contexts))
+        self.room.guesses = <Guess*>grown(self.room.guesses, places * CANDIDATES * sizeof(Guess))
+        self.room.heap = <Entry*>grown(self.room.heap, places * CANDIDATES * sizeof(Entry))
+        self.capacity = nodes
+        return 0
+
+    cdef int32_t _find(
+        self, tuple trees, tuple sequences, const token_t[::1] context, token_t vocab_size,
+        Sources* sources,
+    ) except -1:
+        """Fill the sources and the contexts of the root; returns the tokens of the longest one."""
+        cdef int32_t source, matched, longest = 0
+        cdef Place[ORDERS] matches
+        cdef SuffixTree tree
+        sources.vocab_size = vocab_size
+        for source in range(SOURCES):
+            sources.stores[source] = NULL
+            self.room.contexts[source].count = 0
+            if trees[source] is None:
+                continue
+            tree = trees[source]
+            sources.stores[source] = &tree.store
+            matched = tree._match(sequences[source], context, matches)
+            find_contexts(&tree.store, matches, matched, &self.room.contexts[source])
+            if self.room.contexts[source].count:
+                longest = max(longest, self.room.contexts[source].at[0].longest)
+        return longest
+
+    def draft(
+        self, tuple trees, tuple sequences, const token_t[::1] context, int budget, *,
+        token_t vocab_size, double alpha=INFINITY, float min_prob=0, bint path=False,
+    ):
+        """Draft what may follow `context`, best first.
+
+        Args:
+            trees: of the text, the memory and a corpus, each None where there is none.
+            sequences: whose tokens end as `context` does, in each tree; None where there is no such.
+            context: int32 [n], the last tokens of the text.
+            budget: number of nodes at most.
+            vocab_size: bound of the ids that may be drafted.
+            alpha: nodes for each token of the longest context, at most.
+            min_prob: no node is less probable.
+            path: draft a single path.
+
+        Returns int32 token ids, int32 parents, float32 probs, int32 classes, each [nodes]. The class is
+        −1 less the number of the tree whose longest context named the token.
+        """
+        cdef int32_t nodes = max(budget, 0), longest
+        cdef Sources sources
+        cdef MixedDraft* d = &self.room
+        self._reserve(nodes)
+        longest = self._find(trees, sequences, context, vocab_size, &sources)
+        tokens, parents = np.empty(nodes + 1, np.int32), np.empty(nodes + 1, np.int32)
+        probs, classes = np.empty(nodes + 1, np.float32), np.empty(nodes + 1, np.int32)
+        cdef token_t[::1] token_view = tokens
+        cdef int32_t[::1] parent_view = parents, class_view = classes
+        cdef float[::1] prob_view = probs
+        d.tokens, d.parents, d.probs = &token_view[0], &parent_view[0], &prob_view[0]
+        d.classes = &class_view[0]
+        d.min_prob, d.path = min_prob, path
+        d.budget = <int32_t>min(<double>nodes, alpha * longest) if longest else 0
+        draft_mixed(d, &self.mixture, &sources, &self.expansion)
+        return tokens[:d.size], parents[:d.size], probs[:d.size], classes[:d.size]
+
+    def learn(
+        self, tuple trees, tuple sequences, const token_t[::1] context, const token_t[::1] token_ids,
+        *, token_t vocab_size,
+    ):
+        """Learn from the tokens that follow `context`, before the trees take them in.
+
+        Arguments as for `draft`; token_ids: int32 [n].
+        """
+        cdef Sources sources
+        self._find(trees, sequences, context, vocab_size, &sources)
+        learn_tokens(&self.mixture, &sources, self.room.contexts, token_ids, &self.expansion)
+
+
+cdef void* grown(void* block, size_t size) except NULL:
+    block = realloc(block, size)
+    if block == NULL:
+        raise MemoryError
+    return block

@@ -430,8 +430,12 @@ class Generation:
         )
         for prompt_ids in call.prompts:
             session = self.assistant.start(prompt_ids, target)
-            opened.callback(session.close)
+            opened.callback(self._close, session)
             self.sessions.append(session)
+
+    def _close(self, session: AssistantSession) -> None:
+        self.counts.count_expected(session.expected.accepted, session.expected.rejected)
+        session.close()
 
 
 def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> CostKey:

@@ -76,8 +76,12 @@ class AutomatonSession(_AutomatonSession):
         self._automaton = SuffixAutomaton(capacity=len(prompt_ids))
         super().__init__(self._automaton.cursor(), target.vocab_size)
         self._drafter = drafter
+        for expected in target.expected:
+            self._automaton.extend(expected)
+            self._automaton.end_document()
         self._automaton.extend(prompt_ids, self._cursor)
-        self._foreign_ids = len(prompt_ids) > 0 and int(prompt_ids.max()) >= target.vocab_size
+        texts = (prompt_ids, *target.expected)
+        self._foreign_ids = max(int(ids.max(initial=0)) for ids in texts) >= target.vocab_size
 
     def propose(self, budget: int) -> TokenTree:
         """A chain after the latest (or earliest) occurrence of the longest match."""

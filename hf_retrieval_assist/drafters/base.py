@@ -27,6 +27,7 @@ class Target:
         fingerprint: equal for equal model and tokenizer ids; keys what is learnt from outputs.
         model: the model itself, for drafters that share its embeddings; None in a simulation.
         learn: whether the text may teach other sessions anything.
+        expected: int32 [n] each, texts that the output is expected to resemble.
     """
 
     vocab_size: int
@@ -34,6 +35,7 @@ class Target:
     fingerprint: str = ""
     model: Any = None
     learn: bool = True
+    expected: tuple[Int32Array, ...] = ()
 
 
 @dataclass(frozen=True)

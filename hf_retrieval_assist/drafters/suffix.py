@@ -2,67 +2,67 @@
 
 Follows https://arxiv.org/abs/2411.04975: one suffix tree for the text, one for all outputs,
 candidates over the lengths of match. Where the paper keeps the one match whose draft scores best
-(Algorithm 1), matches of several lengths in both trees vote here for each token, the longest first,
-and what their word is worth comes from measurements instead of from counts alone. `scored=True`
-drafts as the paper does.
+(Algorithm 1), matches of several lengths in all trees, a corpus's among them, are mixed here, and
+what each is worth is learnt while drafting (`Mixer`). `scored=True` drafts as the paper does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..memory.output_memory import OutputMemory, RunningOutput, prompt_group
-from ..structures.suffix_tree import BLEND_SHAPE, MAX_DEPTH, Speculation, SuffixTree
+from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
+from .mixture import Mixture
 
-# The middle of each bucket of evidence.
-_LENGTHS = (1, 2, 3, 4, 5.5, 8.5, 15, 26, 45, 90)
-_SUPPORTS = (1, 2, 3.5, 7, 20, 100)
-_SHARES = (0.01, 0.04, 0.1, 0.22, 0.4, 0.6, 0.85, 1)
+Tokens = Sequence[int] | NDArray[np.integer]
 
 _FREQUENCIES = 10  # classes of scored drafts
 
-# Log odds that a token is accepted after its parent was, as a quadratic form in: one, drafted from
-# the memory, not by the longest match, by the third or a later one, log length, log support,
-# log share, and whether all continuations agree. Fitted to recorded outputs of five kinds (open
-# chat, short programs, mathematics, SQL, edits of files), each of equal weight.
-_WEIGHTS = np.array(
-    [
-        [-1.20, -0.07, -0.35, -0.31, -0.14, 0.87, 1.91, 0.31],
-        [0, -0.07, -0.46, -0.74, 0.22, 0.09, 0.03, -0.76],
-        [0, 0, -0.35, -0.31, -0.05, -0.14, -0.50, -0.81],
-        [0, 0, 0, -0.31, 0.17, -0.07, -0.53, 0.42],
-        [0, 0, 0, 0, 0.11, -0.09, -0.13, 0.98],
-        [0, 0, 0, 0, 0, -0.07, 0.05, 0.28],
-        [0, 0, 0, 0, 0, 0, 0.16, 0],
-        [0, 0, 0, 0, 0, 0, 0, 0.31],
-    ]
-)
+
+class CorpusTree:
+    """A suffix tree of documents, built once.
+
+    Raises:
+        ValueError: no token in any document, or a bad id; from `check`, an id that the target does
+            not have.
+        TypeError: ids that are no integers.
+    """
+
+    def __init__(self, corpus: Iterable[Tokens], max_depth: int) -> None:
+        self.tree = SuffixTree(max_depth)
+        self._largest_id = -1
+        for number, document in enumerate(corpus):
+            ids = _document(document, number)
+            if len(ids):
+                self.tree.extend(self.tree.add_sequence(), ids)
+                self._largest_id = max(self._largest_id, int(ids.max()))
+        if self._largest_id < 0:
+            raise ValueError("corpus: expected at least one token, got none")
+
+    def check(self, target: Target) -> None:
+        if self._largest_id >= target.vocab_size:
+            raise ValueError(
+                f"corpus: expected ids below the vocabulary size {target.vocab_size}, "
+                f"got {self._largest_id}"
+            )
 
 
-def acceptance_rates() -> Float32Array:
-    """float32 [BLEND_CLASSES], how often a token on this evidence is right where its parent was."""
-    source, rank, length, support, share = np.indices(BLEND_SHAPE).reshape(5, -1)
-    evidence = np.stack(
-        [
-            np.ones(len(source)),
-            source,
-            rank > 0,
-            rank > 1,
-            np.log(_LENGTHS)[length],
-            np.log(_SUPPORTS)[support],
-            np.log(_SHARES)[share],
-            share == len(_SHARES) - 1,
-        ]
-    )
-    log_odds = np.einsum("in,ij,jn->n", evidence, _WEIGHTS, evidence)
-    return (1 / (1 + np.exp(-log_odds))).astype(np.float32)
+def _document(token_ids: Tokens, number: int) -> NDArray[np.int32]:
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"corpus: document {number}: expected a list of ids, got {token_ids!r}")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"corpus: document {number}: expected integer ids, got {ids.dtype}")
+    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
+        raise ValueError(f"corpus: document {number}: expected ids from 0 to 2^31 - 1, got {ids}")
+    return ids.astype(np.int32)
 
 
 class SuffixDrafter(Drafter):
@@ -80,6 +80,9 @@ class SuffixDrafter(Drafter):
         learn_prompts: teach the prompts too, each as the beginning of its output.
         by_prompt: keep the outputs of every prompt apart: a text drafts from those of its own
             prompt alone, others that are being written beside it among them.
+        corpus: further texts to draft from, indexed once and only read.
+        mixture: what is known of the worth of contexts at first; None: what was learnt from
+            recorded texts.
     """
 
     name = "suffix"
@@ -89,12 +92,14 @@ class SuffixDrafter(Drafter):
         memory: OutputMemory | None = None,
         max_depth: int = 64,
         alpha: float = math.inf,
-        min_prob: float = 0.02,
+        min_prob: float = 0.002,
         tree: bool = True,
         scored: bool = False,
         learn: bool = True,
         learn_prompts: bool = False,
         by_prompt: bool = False,
+        corpus: Iterable[Tokens] | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         if not 1 <= max_depth <= MAX_DEPTH:
             raise ValueError(f"max_depth: expected 1 to {MAX_DEPTH}, got {max_depth}")
@@ -111,23 +116,27 @@ class SuffixDrafter(Drafter):
         self.learn = learn
         self.learn_prompts = learn_prompts
         self.by_prompt = by_prompt
-        self.rates = acceptance_rates()
-        # Scored drafts know of no other evidence than the frequency of each token.
-        self._priors = (np.arange(_FREQUENCIES) + 0.5) / _FREQUENCIES if scored else self.rates
+        self.corpus = None if corpus is None else CorpusTree(corpus, max_depth)
+        self.mixer = (mixture or Mixture.trained()).mixer()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SuffixSession:
+        if self.corpus is not None:
+            self.corpus.check(target)
         return SuffixSession(self, prompt_ids, target)
 
     def priors(self) -> Float32Array:
-        return self._priors.astype(np.float32)
+        # Scored drafts know of no other evidence than the frequency of each token.
+        return ((np.arange(_FREQUENCIES) + 0.5) / _FREQUENCIES).astype(np.float32)
 
     @property
     def origins(self) -> tuple[str, ...]:
-        return ("text or memory",) if self.scored else ("text", "memory")
+        if self.scored:
+            return ("text or memory",)
+        return ("text", "memory") if self.corpus is None else ("text", "memory", "corpus")
 
     def origins_of(self, classes: Int32Array) -> Int32Array:
-        # The first dimension of the classes; scored drafts' classes fit into its first half.
-        return classes // (len(self.rates) // 2)
+        # Mixed probabilities are no rates of classes, which name the origin alone, as −1 and below.
+        return np.zeros_like(classes) if self.scored else -1 - classes
 
 
 def _frequency_tree(draft: Speculation, vocab_size: int) -> TokenTree:
@@ -160,6 +169,8 @@ class SuffixSession(DraftSession):
         if drafter.by_prompt:
             self._kind = prompt_group(target.fingerprint, prompt_ids)
         self._text = SuffixTree(drafter.max_depth)
+        for expected in target.expected:
+            self._text.extend(self._text.add_sequence(), expected)
         self._sequence = self._text.add_sequence()
         self._text.extend(self._sequence, np.ascontiguousarray(prompt_ids, dtype=np.int32))
         self._context_length = max(drafter.max_depth, drafter.memory.max_depth)
@@ -180,20 +191,24 @@ class SuffixSession(DraftSession):
     def _blended(self, budget: int) -> TokenTree:
         drafter = self._drafter
         with drafter.memory.lock:
-            return TokenTree(
-                *self._text.blend(
-                    self._sequence,
-                    drafter.memory.tree(self._kind),
-                    None if self._output is None else self._output.live_sequence,
-                    self._context,
-                    budget,
-                    drafter.rates,
-                    vocab_size=self._vocab_size,
-                    alpha=drafter.alpha,
-                    min_prob=drafter.min_prob,
-                    path=not drafter.tree,
-                )
+            draft = drafter.mixer.draft(
+                *self._evidence(),
+                budget,
+                vocab_size=self._vocab_size,
+                alpha=drafter.alpha,
+                min_prob=drafter.min_prob,
+                path=not drafter.tree,
             )
+        return TokenTree(*draft)
+
+    def _evidence(self) -> tuple[Any, Any, Any]:
+        """The trees, whose sequences in them end as the text does, and how that is."""
+        drafter = self._drafter
+        outputs = drafter.memory.tree(self._kind)
+        running = None if self._output is None else self._output.live_sequence
+        corpus = None if drafter.corpus is None else drafter.corpus.tree
+        trees = (self._text, outputs, corpus)
+        return trees, (self._sequence, running, None), self._context
 
     def _scored(self, budget: int) -> TokenTree:
         """Algorithm 1, its expansion counting the matched node; the memory first among equals."""
@@ -215,6 +230,10 @@ class SuffixSession(DraftSession):
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         tokens = np.asarray(token_ids, dtype=np.int32)
+        drafter = self._drafter
+        if not drafter.scored:
+            with drafter.memory.lock:
+                drafter.mixer.learn(*self._evidence(), tokens, vocab_size=self._vocab_size)
         self._text.extend(self._sequence, tokens)
         self._context = np.concatenate([self._context, tokens])[-self._context_length :]
         if self._output is not None:

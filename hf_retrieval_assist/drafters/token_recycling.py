@@ -163,7 +163,10 @@ class TokenRecyclingDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         table = self._table_of(target)
-        return _RecyclingSession(table if target.learn else table.copy(), prompt_ids)
+        table = table if target.learn else table.copy()
+        for expected in target.expected:
+            table.learn_text(expected)
+        return _RecyclingSession(table, prompt_ids)
 
     def reset(self) -> None:
         """Forget every row. Sessions under way keep what they started with."""

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .skinny_attention import can_attend, kernel_attention, skinny_attention
-from .skinny_linear import in_route
+from .skinny import can_attend, in_route, kernel_attention, skinny_attention
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
 __all__ = ["AttentionTuning", "attention", "plain_attention"]

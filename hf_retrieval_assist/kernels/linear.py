@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .skinny_linear import MAX_ROWS, kernel_linear, routed_linear, set_chooser, skinny_linear
+from .skinny import MAX_ROWS, kernel_linear, routed_linear, set_chooser, skinny_linear
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
 if TYPE_CHECKING:
-    from .skinny_linear import LinearMethod
+    from .skinny import LinearMethod
 
 __all__ = ["MAX_ROWS", "METHODS", "LinearTuning", "linear", "plain_linear"]
 

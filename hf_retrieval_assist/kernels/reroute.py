@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..locks import Lock
 from .attention import attention, plain_attention
 from .linear import linear, plain_linear
-from .skinny_linear import enter_route, leave_route
+from .skinny import enter_route, leave_route
 
 __all__ = ["reroute", "tune_linears"]
 

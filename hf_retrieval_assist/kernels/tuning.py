@@ -15,7 +15,7 @@ import torch
 from .. import __version__
 from ..files import replacing, user_cache_directory
 from ..locks import Lock
-from .skinny_linear import PATHS
+from .skinny import PATHS
 
 TUNING_REPEATS = 7
 TUNING_SECONDS = 0.1  # for one case, after which repeating stops

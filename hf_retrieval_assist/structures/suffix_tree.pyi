@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_DEPTH: int
-BLEND_SHAPE: tuple[int, int, int, int, int]
-BLEND_CLASSES: int
+CELL_SHAPE: tuple[int, int, int, int, int]
+WEIGHT_SHAPE: tuple[int, int]
 
 class Speculation(NamedTuple):
     token_ids: NDArray[np.int32]
@@ -56,18 +56,34 @@ class SuffixTree:
         tree: bool = True,
         convention: str = "arctic",
     ) -> Speculation: ...
-    def blend(
+    def check_invariants(self) -> None: ...
+
+class Mixer:
+    def __init__(
+        self, cells: NDArray[np.float32], weights: NDArray[np.float32], rate: float = 0.003
+    ) -> None: ...
+    @property
+    def cells(self) -> NDArray[np.float32]: ...
+    @property
+    def weights(self) -> NDArray[np.float32]: ...
+    def draft(
         self,
-        sequence: int | None,
-        other: SuffixTree | None,
-        other_sequence: int | None,
+        trees: tuple[SuffixTree | None, ...],
+        sequences: tuple[int | None, ...],
         context: NDArray[np.int32],
         budget: int,
-        rates: NDArray[np.float32],
         *,
         vocab_size: int,
         alpha: float = ...,
         min_prob: float = 0,
         path: bool = False,
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
-    def check_invariants(self) -> None: ...
+    def learn(
+        self,
+        trees: tuple[SuffixTree | None, ...],
+        sequences: tuple[int | None, ...],
+        context: NDArray[np.int32],
+        token_ids: NDArray[np.int32],
+        *,
+        vocab_size: int,
+    ) -> None: ...

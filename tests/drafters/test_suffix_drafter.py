@@ -1,5 +1,7 @@
 """The suffix drafter: what it drafts, from where, and what it learns."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,10 +9,10 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Target
-from hf_retrieval_assist.drafters.suffix import SuffixDrafter, acceptance_rates
+from hf_retrieval_assist.drafters.mixture import Mixture
+from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from hf_retrieval_assist.structures.draft_tree import path_products
-from hf_retrieval_assist.structures.suffix_tree import BLEND_SHAPE, SuffixTree
+from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from hf_retrieval_assist.token_tree import TokenTree
 
 TARGET = Target(vocab_size=1000, fingerprint="m")
@@ -42,24 +44,32 @@ def test_drafts_are_valid_trees_of_seen_continuations(earlier, prompt, output, b
     assert len(tree) <= budget
     assert branching or tree.is_chain
     assert started.score == pytest.approx(tree.probs.sum())
-    assert np.allclose(tree.probs, path_products(tree.parents, drafter.priors()[tree.classes]))
+    above = np.append(tree.probs, np.float32(1))[tree.parents]
+    for parent in {-1, *tree.parents.tolist()}:
+        siblings = tree.probs[tree.parents == parent].sum()
+        assert siblings <= above[tree.parents == parent][:1].sum() + 1e-5
     text = prompt + output
-    seen = {tuple(t[i : i + n]) for t in [text, *earlier] for n in range(10) for i in range(len(t))}
-    assert {(text[-1], *path)[:9] for path in paths(tree)} <= seen
+    seen = {pair for known in [text, *earlier] for pair in pairwise(known)}
+    above = np.append(tree.token_ids, text[-1])[tree.parents]
+    assert {*zip(above.tolist(), tree.token_ids.tolist(), strict=True)} <= seen
     memory.check_invariants()
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, unique=True), texts)
 def test_a_learnt_output_is_matched_as_its_context_is(earlier, prompt):
     """A running output's own suffixes lead where matching the text from scratch does."""
-    drafts = []
-    for learn in (True, False):
-        memory = OutputMemory(max_depth=8)
-        memory.add(earlier, "m")
-        drafter = SuffixDrafter(memory, max_depth=8, learn=learn)
-        drafts.append(session(drafter, prompt, [6, *earlier[:3]]).propose(16))
-    assert drafts[0].token_ids.tolist() == drafts[1].token_ids.tolist()
-    assert drafts[0].classes.tolist() == drafts[1].classes.tolist()
+    memory = OutputMemory(max_depth=8)
+    memory.add(earlier, "m")
+    started = session(SuffixDrafter(memory, max_depth=8), prompt, [6, *earlier[:3]])
+    trees, sequences, context = started._evidence()
+    assert sequences[1] is not None
+    how = {"vocab_size": 1000, "min_prob": 0.001}
+    mixer = Mixture.trained().mixer()
+    own = mixer.draft(trees, sequences, context, 16, **how)
+    scratch = mixer.draft(trees, (None, None, None), context, 16, **how)
+    # Only what stood before the output, in the prompt, tells them apart, and it was not learnt.
+    for mine, theirs in zip(own, scratch, strict=True):
+        assert mine.tolist() == pytest.approx(theirs.tolist())
 
 
 def test_the_prompt_is_continued():
@@ -82,8 +92,30 @@ def test_both_trees_contribute_to_one_draft():
     session(drafter, [9], [1, 2, 30]).close()
     tree = session(drafter, [1, 2, 40, 7], [1, 2]).propose(8)
     assert {(30,), (40,)} <= paths(tree)
-    sources = np.unravel_index(tree.classes, BLEND_SHAPE)[0]
-    assert set(sources[tree.parents < 0].tolist()) == {0, 1}
+    assert {*tree.classes[tree.parents < 0].tolist()} == {-1, -2}
+    assert drafter.origins_of(np.array([-1, -2, -3], np.int32)).tolist() == [0, 1, 2]
+
+
+def test_a_corpus_contributes_and_is_only_read():
+    corpus = [[1, 2, 30, 31], [1, 2, 30], []]
+    drafter = SuffixDrafter(corpus=corpus, min_prob=0.0001)
+    tree = session(drafter, [1, 2, 40, 7], [1, 2]).propose(8)
+    assert {(30,), (40,), (30, 31)} <= paths(tree)
+    assert drafter.corpus.tree.token_count == 7
+
+
+def test_corpora_that_cannot_be_drafted_from_are_refused():
+    with pytest.raises(ValueError, match="expected at least one token, got none"):
+        SuffixDrafter(corpus=[[], []])
+    with pytest.raises(ValueError, match="document 1: expected ids from 0"):
+        SuffixDrafter(corpus=[[1], [-2]])
+    with pytest.raises(TypeError, match="document 0: expected integer ids, got <U1"):
+        SuffixDrafter(corpus=[["a"]])
+    with pytest.raises(ValueError, match="document 0: expected a list of ids, got 't'"):
+        SuffixDrafter(corpus="text")
+    drafter = SuffixDrafter(corpus=[[5, 1000]])
+    with pytest.raises(ValueError, match="below the vocabulary size 1000, got 1000"):
+        session(drafter, [1])
 
 
 def test_a_text_that_repeats_at_length_is_drafted_beyond_the_depth_of_the_match():
@@ -187,13 +219,6 @@ def test_an_output_cut_by_the_memory_still_drafts():
 def test_alpha_bounds_the_nodes_by_the_match():
     drafter = SuffixDrafter(alpha=1.0)
     assert len(session(drafter, [1, 2, 3, 4, 5, 6, 7, 8], [1, 2]).propose(64)) == 2
-
-
-def test_rates_are_probabilities_that_grow_with_the_evidence():
-    rates = acceptance_rates().reshape(BLEND_SHAPE)
-    assert 0 < rates.min() <= rates.max() < 1
-    assert (np.diff(rates[:, 0, 2:6, 1:4, :7], axis=-1) > 0).all()
-    assert (rates[:, 0, 7] > rates[:, 0, 0])[:, :, -1].all()
 
 
 def test_wrong_arguments_are_refused():

@@ -28,7 +28,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def small_world(alphabet: str) -> tuple[Any, PreTrainedTokenizerFast]:
+def small_world(alphabet: str, **overrides: Any) -> tuple[Any, PreTrainedTokenizerFast]:
     """A model over the alphabet's characters, and its tokenizer."""
     tokenizer = character_tokenizer(alphabet)
     config = tiny_config(
@@ -37,5 +37,6 @@ def small_world(alphabet: str) -> tuple[Any, PreTrainedTokenizerFast]:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        **overrides,
     )
     return tiny_model(LlamaForCausalLM, config), tokenizer

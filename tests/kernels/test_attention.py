@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_retrieval_assist.kernels import attention as module
 from hf_retrieval_assist.kernels.attention import AttentionTuning, plain_attention
 from hf_retrieval_assist.kernels.reroute import reroute
-from hf_retrieval_assist.kernels.skinny_attention import MAX_QUERIES, kernel_attention
+from hf_retrieval_assist.kernels.skinny import MAX_QUERIES, kernel_attention
 from tests.lossless import build
 
 SHARED = SimpleNamespace(num_key_value_groups=2, is_causal=True)

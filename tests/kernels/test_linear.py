@@ -14,7 +14,7 @@ from hf_retrieval_assist.kernels import linear as module
 from hf_retrieval_assist.kernels import tuning as tuning_module
 from hf_retrieval_assist.kernels.linear import MAX_ROWS, METHODS, LinearTuning
 from hf_retrieval_assist.kernels.reroute import reroute, tune_linears
-from hf_retrieval_assist.kernels.skinny_linear import kernel_linear, set_chooser
+from hf_retrieval_assist.kernels.skinny import kernel_linear, set_chooser
 
 PLAIN = F.linear
 W, X = torch.randn(48, 32), torch.randn(5, 32)

@@ -8,7 +8,7 @@ from transformers import Gemma3ForCausalLM, LlamaForCausalLM
 
 from hf_retrieval_assist.kernels import attention, linear
 from hf_retrieval_assist.kernels.attention import AttentionTuning
-from hf_retrieval_assist.kernels.skinny_linear import kernel_linear, set_chooser
+from hf_retrieval_assist.kernels.skinny import kernel_linear, set_chooser
 from tests.drafters.test_eagle_lossless import offloaded, quantised, with_lora
 from tests.lossless import build, equal
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.kernels.skinny_attention import PATHS, skinny_attention
+from hf_retrieval_assist.kernels.skinny import PATHS, skinny_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place, relative, of each dtype, and its smallest number.

@@ -140,12 +140,15 @@ def test_every_class_has_an_origin():
     for drafter in (
         AutomatonDrafter(),
         StaticAutomatonDrafter(corpus),
-        SuffixDrafter(),
         SuffixDrafter(scored=True),
     ):
         origins = drafter.origins_of(np.arange(len(drafter.priors()), dtype=np.int32))
         assert set(origins.tolist()) == set(range(len(drafter.origins)))
     assert RestDrafter.origins == StaticAutomatonDrafter.origins == ("corpus",)
+    assert SuffixDrafter().origins == ("text", "memory")
+    mixed = SuffixDrafter(corpus=corpus)
+    assert mixed.origins_of(np.array([-1, -2, -3], np.int32)).tolist() == [0, 1, 2]
+    assert mixed.origins == ("text", "memory", "corpus")
 
 
 def test_rows_of_a_batch_have_texts_of_their_own(llama):
@@ -321,7 +324,7 @@ def test_assistants_show_their_drafters(recorded):
     page = Page(recorded[2]._repr_html_())
     text = "".join(page.text)
     assert "SamAssistant" in text
-    assert "corpus automaton" in text
+    assert "text, memory, corpus" in text
 
 
 def test_plots_draw_a_bar_for_every_step(recorded):

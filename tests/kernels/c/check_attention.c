@@ -1,8 +1,8 @@
 /* Every instruction set's attention against sums in double, over random shapes. */
 #include "common.h"
-#include "attention_kernels.h"
+#include "paths.h"
 
-static void check(skinny_path path, int dtype) {
+static void check(kernel_path path, int dtype) {
     const int64_t groups = between(1, 3), heads = between(1, 4), queries = between(1, 20);
     const int64_t slots = between(1, 150), depth = between(1, 70), width = 16 * between(1, 9);
     const int64_t all = groups * heads;
@@ -19,7 +19,7 @@ static void check(skinny_path path, int dtype) {
         q, k, v, mask, out, 1, groups, heads, queries, slots, depth, width,
         {0, queries * depth, depth}, {0, slots * depth, depth}, {0, slots * width, width},
         {0, 0, slots}, 0.2f, dtype, MASK_BOOL};
-    path.run(&problem, 1);
+    path.attention(&problem, 1);
     for (int64_t row = 0; row < all * queries; row++) {
         const int64_t head = row / queries, query = row % queries, group = head / heads;
         double total = 0;
@@ -42,8 +42,8 @@ static void check(skinny_path path, int dtype) {
 }
 
 int main(void) {
-    skinny_path paths[4];
-    const int count = skinny_paths(paths);
+    kernel_path paths[MAX_PATHS];
+    const int count = kernel_paths(paths);
     for (int i = 0; i < count; i++)
         for (int turn = 0; turn < 60; turn++) check(paths[i], turn % 3);
     printf("attention, last of %d paths: %s, %d failures\n", count, paths[count - 1].name, failures);

@@ -1,8 +1,8 @@
 /* Every instruction set's linear layer against sums in double, over random shapes. */
 #include "common.h"
-#include "skinny_kernels.h"
+#include "paths.h"
 
-static void check(skinny_path path, int dtype) {
+static void check(kernel_path path, int dtype) {
     const int64_t rows = between(1, 70), depth = between(1, 200), outputs = between(1, 140);
     char *x = malloc(rows * depth * 4), *w = malloc(outputs * depth * 4);
     char *bias = malloc(outputs * 4), *y = malloc(rows * outputs * 4);
@@ -11,8 +11,8 @@ static void check(skinny_path path, int dtype) {
     fill(x, xs, rows * depth, dtype);
     fill(w, ws, outputs * depth, dtype);
     fill(bias, biases, outputs, dtype);
-    skinny_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype};
-    path.run(&problem, 1);
+    linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype};
+    path.linear(&problem, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
             double sum = biases[o], size = fabs(sum);
@@ -26,8 +26,8 @@ static void check(skinny_path path, int dtype) {
 }
 
 int main(void) {
-    skinny_path paths[4];
-    const int count = skinny_paths(paths);
+    kernel_path paths[MAX_PATHS];
+    const int count = kernel_paths(paths);
     for (int i = 0; i < count; i++)
         for (int turn = 0; turn < 60; turn++) check(paths[i], turn % 3);
     printf("linear, last of %d paths: %s, %d failures\n", count, paths[count - 1].name, failures);

@@ -129,5 +129,5 @@ SKINNY_CONVERT_LANES(bf16)
 SKINNY_CONVERT_LANES(f16)
 #undef SKINNY_CONVERT_LANES
 
-#include KERNEL_TEMPLATE
-#include "skinny_undef.h"
+#include "templates.h"
+#include "undef_vectors.h"

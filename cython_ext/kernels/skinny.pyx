@@ -1,7 +1,10 @@
-# What the kernels for dense CPU tensors share: instruction sets, OpenMP, and looks at arguments.
+"""Linear layers and attention for a few rows of dense CPU tensors: weights, keys and values are read
+from memory once for all rows.
+"""
 
 import torch
 
+from libc.math cimport sqrt
 from libc.stdint cimport int64_t, uintptr_t
 
 from hf_retrieval_assist.kernels.openmp import find_openmp
@@ -9,11 +12,57 @@ from hf_retrieval_assist.kernels.openmp import find_openmp
 cdef extern from "openmp_runtime.h" nogil:
     void openmp_use(const uintptr_t *addresses, int count)
 
-cdef extern from "simd.h" nogil:
+cdef extern from "route_depth.h" nogil:
+    int route_depth
+
+cdef extern from "paths.h" nogil:
     enum:
         SKINNY_FLOAT32
         SKINNY_BFLOAT16
         SKINNY_FLOAT16
+        MASK_NONE
+        MASK_BOOL
+        MASK_ADDED
+        WIDTH_MULTIPLE
+        PASS_ROWS
+        MAX_PATHS
+
+    ctypedef struct linear_problem:
+        char *x
+        char *weight
+        char *bias
+        char *y
+        int64_t rows, depth, outputs
+        int64_t x_stride, weight_stride, y_stride
+        int dtype
+
+    ctypedef struct attention_problem:
+        const char *query
+        const char *key
+        const char *value
+        const char *mask
+        char *out
+        int64_t batch, groups, heads, queries, slots, depth, width
+        int64_t query_strides[3]
+        int64_t key_strides[3]
+        int64_t value_strides[3]
+        int64_t mask_strides[3]
+        float scale
+        int dtype
+        int mask_kind
+
+    ctypedef struct kernel_path:
+        const char *name
+        int (*linear)(const linear_problem *, int) noexcept nogil
+        int (*attention)(const attention_problem *, int) noexcept nogil
+
+    int kernel_paths(kernel_path *paths)
+
+
+cdef kernel_path _paths[MAX_PATHS]
+cdef int _path_count = kernel_paths(_paths)
+
+PATHS = tuple(_paths[i].name.decode() for i in range(_path_count))
 
 cdef dict _dtypes = {
     torch.float32: SKINNY_FLOAT32,
@@ -89,3 +138,9 @@ cdef bint _is_plain(object tensor, object dtype):
 cdef bint _is_transformed():
     """Whether autocast or a function transform changes what operators do."""
     return _is_autocast_enabled("cpu") or _function_transform() is not None
+
+
+OPENMP = _share_openmp()
+
+include "linear.pxi"
+include "attention.pxi"

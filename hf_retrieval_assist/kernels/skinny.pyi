@@ -5,6 +5,7 @@ from torch import Tensor
 LinearMethod = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 MAX_ROWS: int
+MAX_QUERIES: int
 PATHS: tuple[str, ...]
 OPENMP: str | None
 
@@ -23,3 +24,17 @@ def set_chooser(choose: Callable[[Tensor], LinearMethod]) -> None: ...
 def enter_route() -> None: ...
 def in_route() -> bool: ...
 def leave_route() -> None: ...
+def skinny_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    *,
+    path: str | None = None,
+    threads: int | None = None,
+) -> Tensor: ...
+def kernel_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor: ...
+def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool: ...

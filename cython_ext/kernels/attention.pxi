@@ -1,52 +1,11 @@
-"""Attention of a few queries over a cache of keys and values, which are read from memory once.
+# Attention of a few queries over a cache of keys and values. PyTorch's masked attention on a CPU wants
+# a key and value head for each query head, so that shared heads are copied first, and its time grows
+# with the queries long before arithmetic bounds it.
 
-PyTorch's masked attention on a CPU wants a key and value head for each query head, so that shared
-heads are copied first, and its time grows with the queries long before arithmetic bounds it.
-"""
-
-from libc.math cimport sqrt
-
-include "dense_tensors.pxi"
-
-cdef extern from "attention_kernels.h" nogil:
-    enum:
-        MASK_NONE
-        MASK_BOOL
-        MASK_ADDED
-        WIDTH_MULTIPLE
-
-    ctypedef struct attention_problem:
-        const char *query
-        const char *key
-        const char *value
-        const char *mask
-        char *out
-        int64_t batch, groups, heads, queries, slots, depth, width
-        int64_t query_strides[3]
-        int64_t key_strides[3]
-        int64_t value_strides[3]
-        int64_t mask_strides[3]
-        float scale
-        int dtype
-        int mask_kind
-
-    ctypedef int (*skinny_entry)(const attention_problem *, int) noexcept
-
-    ctypedef struct skinny_path:
-        const char *name
-        skinny_entry run
-
-    int skinny_paths(skinny_path *paths)
-
-
-cdef skinny_path _paths[4]
-cdef int _path_count = skinny_paths(_paths)
 cdef object _bool = torch.bool
 
 # Tuned for few queries; above, keys and values are worth reading more than once.
 MAX_QUERIES = 64
-PATHS = tuple(_paths[i].name.decode() for i in range(_path_count))
-OPENMP = _share_openmp()
 
 
 cdef object _describe(object tensor, int64_t *strides, const char **data):
@@ -84,7 +43,7 @@ cdef object _attend(
         p.mask_kind = MASK_BOOL if mask.dtype is _bool else MASK_ADDED
     p.out = <char *><uintptr_t>out.data_ptr()
     with nogil:
-        failed = _paths[path].run(&p, threads)
+        failed = _paths[path].attention(&p, threads)
     if failed:
         raise MemoryError(f"no memory for {p.heads * p.queries} rows of {p.slots} scores")
     return out
@@ -111,7 +70,7 @@ cdef bint _mask_fits(object mask, object query, object key):
     )
 
 
-cdef int _check(object query, object key, object value, object mask) except -1:
+cdef int _check_attention(object query, object key, object value, object mask) except -1:
     dtype = getattr(query, "dtype", None)
     if dtype not in _dtypes:
         raise TypeError(f"query: expected float32, bfloat16 or float16, got {dtype}")
@@ -162,7 +121,7 @@ def skinny_attention(query, key, value, mask=None, scale=None, *, path=None, thr
         ValueError: shapes do not fit, a tensor is not dense on the CPU or requires grad, no such
             path, or `threads` is not positive.
     """
-    _check(query, key, value, mask)
+    _check_attention(query, key, value, mask)
     return _attend(
         query, key, value, mask, scale, _path_index(path, PATHS), _thread_count(threads)
     )

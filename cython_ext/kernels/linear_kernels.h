@@ -3,10 +3,10 @@
  * Every element of y is one sum over k, taken in an order that depends on k and on the instruction
  * set alone: one accumulator of LANES partial sums runs along k, and its lanes are added in a fixed
  * tree. How rows and threads are split never enters, so a row of x gives the same bits alone as in
- * company. The algorithm stands in skinny_template.h.
+ * company. The algorithm stands in linear_template.h.
  */
-#ifndef SKINNY_KERNELS_H
-#define SKINNY_KERNELS_H
+#ifndef LINEAR_KERNELS_H
+#define LINEAR_KERNELS_H
 
 #include "simd.h"
 
@@ -14,9 +14,11 @@
 #define CHUNK_ROWS 64
 #define PASS_ROWS 64
 
-/* Rows of weights are fetched ahead by TILE_ROWS of them, as long as two such blocks stay in a
- * first-level cache. Longer rows are streams that the hardware follows by itself. */
-#define AHEAD_BYTES 32768
+/* Rows of weights are fetched so many bytes ahead: memory is far, and a core that asks for lines in
+ * time gets more of them. Register tiles of longer rows than this are streams that the hardware follows
+ * by itself. */
+#define AHEAD_BYTES 65536
+#define STREAM_BYTES 32768
 
 /* Waking one more thread costs as much as reading about so many bytes of weights. */
 #define THREAD_BYTES 65536
@@ -30,26 +32,29 @@ typedef struct {
     int64_t rows, depth, outputs;
     int64_t x_stride, weight_stride, y_stride;
     int dtype;
-} skinny_problem;
+} linear_problem;
 
 /* One pass over the weights, shared by its threads. */
 typedef struct {
-    const skinny_problem *problem;
+    const linear_problem *problem;
     char *panels;         /* the rows of x, packed */
     int64_t packed_bytes; /* of one packed row */
     int64_t panel_count;
     float *sums;          /* [threads, rows, CHUNK_ROWS] */
     int64_t next_chunk;   /* taken atomically, like the next */
     int64_t next_thread;
-} skinny_pass;
+} linear_pass;
 
 /* Panels of equal height, give or take one row: panel i holds the rows from here to i + 1's start. */
-static inline int64_t skinny_panel_start(const skinny_pass *pass, int64_t i) {
+static inline int64_t linear_panel_start(const linear_pass *pass, int64_t i) {
     return pass->problem->rows * i / pass->panel_count;
 }
 
-#define KERNEL_TEMPLATE "skinny_template.h"
-#define KERNEL_PROBLEM skinny_problem
-#include "simd_paths.h"
+/* Where fetching ahead has come to when the `rows` weight rows from `first` are multiplied. */
+static inline const char *linear_ahead(const linear_problem *p, int64_t first, int64_t rows) {
+    const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->dtype);
+    const int64_t distance = AHEAD_BYTES / row_bytes / rows * rows;
+    return p->weight + (first + (distance > rows ? distance : rows)) * row_bytes;
+}
 
 #endif

@@ -38,5 +38,5 @@ static ALWAYS_INLINE float32x4_t skinny_power2_neon(float32x4_t t) {
     return vreinterpretq_f32_u32(vshlq_n_u32(exponent, 23));
 }
 
-#include KERNEL_TEMPLATE
-#include "skinny_undef.h"
+#include "templates.h"
+#include "undef_vectors.h"

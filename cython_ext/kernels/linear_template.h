@@ -1,13 +1,19 @@
-/* The linear layer for one instruction set; see tile_template.h. It gives `skinny_run_<ISA>`, and
- * forgets the macros that name it, its target and its multiplication. */
-#include "tile_template.h"
+/* The linear layer for one instruction set; see linear_kernels.h and tile_template.h. A header that
+ * multiplies by other means than register tiles defines OWN_TILES, and pack_panels and tile_row itself.
+ */
+#ifndef OWN_TILES
+#define BLOCK_ROWS TILE_ROWS
+#define PANEL_COUNT(rows) (((rows) + PANEL_ROWS - 1) / PANEL_ROWS)
+#define PACKED_ROWS(rows) (rows)
+#define BEGIN_THREAD() ((void)0)
+#define END_THREAD() ((void)0)
 
 /* Panels of x one after another, each as [steps][its rows][STEP]: a tile reads them forward. */
-TARGET static void NAMED(pack_panels)(char *panels, const skinny_pass *pass) {
-    const skinny_problem *p = pass->problem;
+TARGET static void NAMED(pack_panels)(char *panels, const linear_pass *pass) {
+    const linear_problem *p = pass->problem;
     const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
     for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = skinny_panel_start(pass, i), end = skinny_panel_start(pass, i + 1);
+        const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
         char *panel = panels + start * pass->packed_bytes;
         for (int64_t row = start; row < end; row++)
             NAMED(pack_row)(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
@@ -15,33 +21,34 @@ TARGET static void NAMED(pack_panels)(char *panels, const skinny_pass *pass) {
     }
 }
 
-/* All panels times the weight rows from `first`; the rows after them are fetched meanwhile, spread
+/* All panels times the weight rows from `first`; rows further ahead are fetched meanwhile, spread
  * over the panels so that memory stays busy while the arithmetic runs from the caches. A tile past
  * the last weight row repeats it: nobody reads those sums. */
-TARGET static void NAMED(tile_row)(const skinny_pass *pass, int64_t first, float *sums) {
-    const skinny_problem *p = pass->problem;
+TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, float *sums) {
+    const linear_problem *p = pass->problem;
     const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->dtype);
     const int64_t steps = pass->packed_bytes / STEP_BYTES;
     const int64_t block_bytes = TILE_ROWS * row_bytes;
-    const int64_t block_lines = block_bytes < AHEAD_BYTES ? block_bytes / CACHE_LINE + 1 : 0;
+    const int64_t block_lines = block_bytes < STREAM_BYTES ? block_bytes / CACHE_LINE + 1 : 0;
     const int64_t lines = block_lines / (pass->panel_count * steps) + 1;
-    const char *next = p->weight + first * row_bytes + block_bytes;
+    const char *ahead = linear_ahead(p, first, TILE_ROWS);
     skinny_tile tile = {.depth = p->depth, .sums_stride = CHUNK_ROWS};
     for (int o = 0; o < TILE_ROWS; o++)
         tile.weight[o] = p->weight + skinny_min(first + o, p->outputs - 1) * row_bytes;
     for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = skinny_panel_start(pass, i), end = skinny_panel_start(pass, i + 1);
+        const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
         const int64_t fetched = i * steps * lines;
         tile.panel = pass->panels + start * pass->packed_bytes;
-        tile.ahead = next + fetched * CACHE_LINE;
+        tile.ahead = ahead + fetched * CACHE_LINE;
         tile.ahead_lines = fetched < block_lines ? lines : 0;
         tile.sums = sums + start * CHUNK_ROWS;
         NAMED(tile_of)(end - start, p->dtype, tile);
     }
 }
+#endif
 
 /* Sums plus bias for outputs [o, o + count), count <= LANES, rounded once to the output's dtype. */
-TARGET static void NAMED(write_outputs)(const skinny_problem *p, int64_t o, int64_t count,
+TARGET static void NAMED(write_outputs)(const linear_problem *p, int64_t o, int64_t count,
                                         const float *sums) {
     const int64_t bytes = skinny_item_bytes(p->dtype);
     char part[LANES * 4] = {0};
@@ -61,25 +68,27 @@ TARGET static void NAMED(write_outputs)(const skinny_problem *p, int64_t o, int6
 
 /* What one thread does: chunks of outputs until none is left. */
 TARGET static void NAMED(work)(void *shared) {
-    skinny_pass *pass = shared;
-    const skinny_problem *p = pass->problem;
+    linear_pass *pass = shared;
+    const linear_problem *p = pass->problem;
     float *sums = pass->sums + FETCH_ADD(&pass->next_thread) * p->rows * CHUNK_ROWS;
     int64_t first;
+    BEGIN_THREAD();
     while ((first = FETCH_ADD(&pass->next_chunk) * CHUNK_ROWS) < p->outputs) {
         const int64_t count = skinny_min(CHUNK_ROWS, p->outputs - first);
-        for (int64_t o = 0; o < count; o += TILE_ROWS)
+        for (int64_t o = 0; o < count; o += BLOCK_ROWS)
             NAMED(tile_row)(pass, first + o, sums + o);
         for (int64_t o = 0; o < count; o += LANES)
             NAMED(write_outputs)(p, first + o, skinny_min(LANES, count - o), sums + o);
     }
+    END_THREAD();
 }
 
 /* At most PASS_ROWS rows. Returns 0, or -1 when memory ran out. */
-TARGET static int NAMED(run_pass)(const skinny_problem *p, int threads) {
-    skinny_pass pass = {.problem = p};
+TARGET static int NAMED(run_pass)(const linear_problem *p, int threads) {
+    linear_pass pass = {.problem = p};
     pass.packed_bytes = (p->depth + STEP - 1) / STEP * STEP_BYTES;
-    pass.panel_count = (p->rows + PANEL_ROWS - 1) / PANEL_ROWS;
-    const int64_t panel_bytes = p->rows * pass.packed_bytes;
+    pass.panel_count = PANEL_COUNT(p->rows);
+    const int64_t panel_bytes = PACKED_ROWS(p->rows) * pass.packed_bytes;
     const int64_t sums_bytes = threads * p->rows * CHUNK_ROWS * 4;
     char *memory = malloc(sums_bytes + panel_bytes + CACHE_LINE);
     if (!memory) return -1;
@@ -93,8 +102,8 @@ TARGET static int NAMED(run_pass)(const skinny_problem *p, int threads) {
     return 0;
 }
 
-TARGET static int NAMED(run)(const skinny_problem *problem, int threads) {
-    skinny_problem part = *problem;
+TARGET static int NAMED(linear)(const linear_problem *problem, int threads) {
+    linear_problem part = *problem;
     const int64_t bytes = skinny_item_bytes(part.dtype);
     const int64_t weight_bytes = part.outputs * part.depth * bytes;
     const int64_t chunks = (part.outputs + CHUNK_ROWS - 1) / CHUNK_ROWS;
@@ -108,5 +117,3 @@ TARGET static int NAMED(run)(const skinny_problem *problem, int threads) {
     }
     return failed;
 }
-
-#include "tile_undef.h"

@@ -1,42 +1,7 @@
-"""Linear layers for a few input rows, which read their weights from memory once.
-
-PyTorch's `linear` is made for one row or for hundreds; between them its time grows with the rows
-although the memory traffic, which bounds it, does not.
-"""
-
-include "dense_tensors.pxi"
-
-cdef extern from "route_depth.h" nogil:
-    int route_depth
-
-cdef extern from "skinny_kernels.h" nogil:
-    enum:
-        PASS_ROWS
-
-    ctypedef struct skinny_problem:
-        char *x
-        char *weight
-        char *bias
-        char *y
-        int64_t rows, depth, outputs
-        int64_t x_stride, weight_stride, y_stride
-        int dtype
-
-    ctypedef int (*skinny_entry)(const skinny_problem *, int) noexcept
-
-    ctypedef struct skinny_path:
-        const char *name
-        skinny_entry run
-
-    int skinny_paths(skinny_path *paths)
-
-
-cdef skinny_path _paths[4]
-cdef int _path_count = skinny_paths(_paths)
+# Linear layers of a few input rows. PyTorch's `linear` is made for one row or for hundreds; between
+# them its time grows with the rows although the memory traffic, which bounds it, does not.
 
 MAX_ROWS = PASS_ROWS
-PATHS = tuple(_paths[i].name.decode() for i in range(_path_count))
-OPENMP = _share_openmp()
 
 
 cdef object _output_shape(object x, int64_t outputs):
@@ -49,7 +14,7 @@ cdef int _check_shape(str name, object tensor, object shape) except -1:
     return 0
 
 
-cdef int _check(object x, object weight, object bias, object out) except -1:
+cdef int _check_linear(object x, object weight, object bias, object out) except -1:
     dtype = getattr(weight, "dtype", None)
     if dtype not in _dtypes:
         raise TypeError(f"weight: expected float32, bfloat16 or float16, got {dtype}")
@@ -73,7 +38,7 @@ cdef int _check(object x, object weight, object bias, object out) except -1:
     return 0
 
 
-cdef object _as_rows(object x, int64_t depth, skinny_problem *problem):
+cdef object _as_rows(object x, int64_t depth, linear_problem *problem):
     """Describe x as rows of adjacent elements; returns the tensor that owns them."""
     if not x.is_contiguous():
         x = x.reshape(-1, depth)
@@ -89,7 +54,7 @@ cdef object _as_rows(object x, int64_t depth, skinny_problem *problem):
 
 cdef object _multiply(object x, object weight, object bias, object out, int path, int threads):
     """`skinny_linear` on arguments known to be valid."""
-    cdef skinny_problem problem
+    cdef linear_problem problem
     cdef int failed
     problem.outputs, problem.depth = weight.shape
     problem.dtype = _dtypes[weight.dtype]
@@ -105,7 +70,7 @@ cdef object _multiply(object x, object weight, object bias, object out, int path
     problem.y = <char *><uintptr_t>out.data_ptr()
     problem.y_stride = problem.outputs
     with nogil:
-        failed = _paths[path].run(&problem, threads)
+        failed = _paths[path].linear(&problem, threads)
     if failed:
         raise MemoryError(f"no memory to pack {problem.rows} rows of {problem.depth}")
     return out
@@ -131,7 +96,7 @@ def skinny_linear(x, weight, bias=None, out=None, *, path=None, threads=None):
         ValueError: shapes do not fit, a tensor is not dense on the CPU or requires grad, no such
             path, or `threads` is not positive.
     """
-    _check(x, weight, bias, out)
+    _check_linear(x, weight, bias, out)
     return _multiply(x, weight, bias, out, _path_index(path, PATHS), _thread_count(threads))
 
 

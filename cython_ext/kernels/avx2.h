@@ -65,5 +65,5 @@ TARGET static ALWAYS_INLINE void skinny_sum_lanes_avx2(__m256 a, __m256 b, __m25
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
-#include KERNEL_TEMPLATE
-#include "skinny_undef.h"
+#include "templates.h"
+#include "undef_vectors.h"

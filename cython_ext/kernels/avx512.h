@@ -63,7 +63,7 @@ TARGET static ALWAYS_INLINE void skinny_sum_lanes_avx512(__m512 a, __m512 b, __m
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
-#include KERNEL_TEMPLATE
+#include "templates.h"
 
 static int skinny_cpu_has_avx512bf16(void) {
     return __builtin_cpu_supports("avx512bf16") && skinny_cpu_has_avx512();
@@ -73,11 +73,19 @@ static int skinny_cpu_has_avx512bf16(void) {
 #define TARGET __attribute__((target("avx512bf16,avx512f,avx2,fma,f16c")))
 #define PACKED_DTYPE SKINNY_BFLOAT16
 #define MULTIPLY_ADD(w, x, sum) _mm512_dpbf16_ps((sum), (__m512bh)(w), (__m512bh)(x))
-#include KERNEL_TEMPLATE
-#include "skinny_undef.h"
+#include "templates.h"
+#if HAS_AMX
+#include "amx.h"
+#endif
+#include "undef_vectors.h"
 
-/* What the extension does not know goes the common way. */
-static int skinny_run_with_avx512bf16(const KERNEL_PROBLEM *problem, int threads) {
-    return problem->dtype == SKINNY_BFLOAT16 ? skinny_run_avx512bf16(problem, threads)
-                                             : skinny_run_avx512(problem, threads);
+/* What an extension does not know goes the common way. */
+static int skinny_linear_with_bf16(const linear_problem *problem, int threads) {
+    return problem->dtype == SKINNY_BFLOAT16 ? skinny_linear_avx512bf16(problem, threads)
+                                             : skinny_linear_avx512(problem, threads);
+}
+
+static int skinny_attention_with_bf16(const attention_problem *problem, int threads) {
+    return problem->dtype == SKINNY_BFLOAT16 ? skinny_attention_avx512bf16(problem, threads)
+                                             : skinny_attention_avx512(problem, threads);
 }

@@ -1,0 +1,82 @@
+"""Train the initial weights of mixing on recorded requests.
+
+    python -m benchmarks.mixture TRACES OUT [--without NAME]
+
+The drafter replays the requests of every trace in turn, a few of each, and keeps what it learns.
+Each trace is replayed with its corpus in the memory and, apart from that, as a corpus. `--without`
+leaves a trace out, for weights that are tried on that trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hf_retrieval_assist import Assistant, OutputMemory
+from hf_retrieval_assist.drafters.mixture import Mixture
+from hf_retrieval_assist.drafters.suffix import SuffixDrafter
+from hf_retrieval_assist.simulation import simulate
+
+from .traces import Trace, read_traces
+from .variants import warmed
+
+ROUNDS = 20
+TOKENS = 500  # of outputs, per trace and round
+BUDGET = 32
+FIRST_RATE, LAST_RATE = 0.02, 0.003
+
+
+def train(traces: Sequence[Trace], rounds: int = ROUNDS) -> Mixture:
+    """What drafting learns from `traces`, each having the same say."""
+    mixture = Mixture.untrained()
+    drafters = [drafter for trace in traces for drafter in _drafters(trace)]
+    served = [portions(trace) for trace in traces for _ in _sources(trace)]
+    vocab_sizes = [trace.vocab_size for trace in traces for _ in _sources(trace)]
+    for number in range(rounds):
+        rate = max(LAST_RATE, FIRST_RATE / (1 + number) ** 0.5)
+        for drafter, portion, vocab_size in zip(drafters, served, vocab_sizes, strict=True):
+            drafter.mixer = replace(mixture, rate=rate).mixer()
+            requests = next(portion, [])
+            simulate(Assistant([drafter], budget=BUDGET), requests, vocab_size=vocab_size)
+            mixture = Mixture(drafter.mixer.cells, drafter.mixer.weights)
+    return mixture
+
+
+def _sources(trace: Trace) -> list[str]:
+    return ["memory", "corpus"] if trace.corpus else ["memory"]
+
+
+def _drafters(trace: Trace) -> Iterator[SuffixDrafter]:
+    for source in _sources(trace):
+        if source == "memory":
+            yield SuffixDrafter(warmed(trace.corpus), mixture=Mixture.untrained())
+        else:
+            yield SuffixDrafter(OutputMemory(), corpus=trace.corpus, mixture=Mixture.untrained())
+
+
+def portions(trace: Trace) -> Iterator[list[tuple[object, object]]]:
+    """The requests in order, about `TOKENS` of their outputs at a time."""
+    portion: list[tuple[object, object]] = []
+    tokens = 0
+    for request in trace.requests:
+        portion.append(request)
+        tokens += len(request[1])
+        if tokens >= TOKENS:
+            yield portion
+            portion, tokens = [], 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("traces", type=Path, help="folder of recorded requests")
+    parser.add_argument("out", type=Path, help=".npz to write")
+    parser.add_argument("--without", help="a trace to leave out")
+    arguments = parser.parse_args()
+    traces = [t for t in read_traces(arguments.traces) if t.name != arguments.without]
+    train(traces).save(arguments.out)
+
+
+if __name__ == "__main__":
+    main()
