@@ -12,6 +12,7 @@ from .assistants import Assistant, union
 from .corpus.datastore import Datastore
 from .drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter, Tokens
 from .drafters.base import Drafter, DraftSession
+from .drafters.dflash import DFlashDrafter, is_dflash
 from .drafters.draft_model import DraftModelDrafter
 from .drafters.eagle import EagleDrafter
 from .drafters.mtp import MtpDrafter
@@ -62,7 +63,7 @@ def _fallback_drafter(fallback: Any) -> Drafter:
     if isinstance(fallback, EagleHead):
         return EagleDrafter(fallback)
     if isinstance(fallback, PreTrainedModel):
-        return DraftModelDrafter(fallback)
+        return DFlashDrafter(fallback) if is_dflash(fallback) else DraftModelDrafter(fallback)
     raise TypeError(
         f"fallback: expected {names}, a draft model, an EagleHead, a drafter, a list of these or "
         f"None, got {type(fallback).__name__}"
@@ -87,7 +88,8 @@ class SamAssistant(Assistant):
     Args:
         corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
         fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers; a draft
-            model; an `EagleHead`; a drafter; a list of these, whose drafts become one tree; None.
+            model, of any tokenizer; a DFlash model; an `EagleHead`; a drafter; None. Or a list of
+            these, whose drafts become one tree.
         min_match: shortest match that drafts under "paper", in tokens.
         corpus_bias: tokens by which a corpus match must be longer than one in the text.
         max_draft: longest draft from a match under "paper".

@@ -231,7 +231,7 @@ def test_a_budget_bounds_every_step(llama):
 )
 def test_refuses_draft_models_of_another_vocabulary(llama, preset):
     other = build(LlamaForCausalLM, vocab_size=VOCAB + 1)
-    with pytest.raises(ValueError, match=f"draft model .* {VOCAB} ids, got .* {VOCAB + 1}"):
+    with pytest.raises(ValueError, match=r"assistant_tokenizer: .* not the target's, got none"):
         run(llama, assistant=preset(other))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from ..locks import Lock
 from ..planning.cost_model import CostModel
@@ -18,6 +19,7 @@ from ..target.ranks import require_whole
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Proposal, Target
 from .draft_stream import DraftStream, mask_rules
+from .other_vocabulary import Tokenizers, TranslatedSession
 from .residual import draw_children
 from .sequoia import ShapeChooser, TreeShape
 
@@ -36,7 +38,7 @@ _LEVEL_LIKE = 16
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts with a small transformers model of the target's vocabulary.
+    """Drafts with a small transformers model.
 
     The tree's shape is solved for the measured acceptance by rank, the model's own time and the
     target's t(n). Every level takes one forward of the draft model, with one cache per text.
@@ -49,9 +51,13 @@ class DraftModelDrafter(Drafter):
         temperature: None drafts the most probable tokens, which suits the plain walk under any
             sampling. A number draws them without replacement from the model's distribution at that
             temperature, and records what residual verification needs.
+        assistant_tokenizer, target_tokenizer: the models', where these do not share one; those not
+            given are looked for in the models' folders when the vocabularies differ in size. Drafts
+            then go by way of the text; see :mod:`~hf_retrieval_assist.drafters.other_vocabulary`.
 
     Raises:
-        ValueError: an argument is out of range, or the model cannot be fed token trees.
+        ValueError: an argument is out of range, or the model cannot be fed token trees; from
+            `start`, a tokenizer is needed and not found.
     """
 
     name = "draft model"
@@ -65,6 +71,8 @@ class DraftModelDrafter(Drafter):
         max_levels: int = 8,
         width: int = 8,
         temperature: float | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+        target_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         for label, value in (
             ("max_nodes", max_nodes),
@@ -79,6 +87,7 @@ class DraftModelDrafter(Drafter):
         self.model = model
         self.max_nodes, self.max_levels, self.width = max_nodes, max_levels, width
         self.temperature = temperature
+        self._tokenizers = Tokenizers(model, assistant_tokenizer, target_tokenizer)
         self._choosers: dict[str, ShapeChooser] = {}
         self._lock = Lock()
 
@@ -86,14 +95,21 @@ class DraftModelDrafter(Drafter):
     def vocab_size(self) -> int:
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
-        if self.vocab_size != target.vocab_size:
-            raise ValueError(
-                f"expected a draft model with the target's vocabulary of {target.vocab_size} ids, "
-                f"got {type(self.model).__name__} with {self.vocab_size}"
-            )
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         require_whole(self.model, "draft model")
-        return DraftModelSession(self, prompt_ids, self.chooser(target.fingerprint))
+        chooser = self.chooser(target.fingerprint)
+        if self.vocab_size == target.vocab_size and not self._tokenizers.given:
+            return DraftModelSession(self, prompt_ids, chooser)
+        if self.temperature is not None:
+            raise ValueError(
+                f"draft_model: expected the target's vocabulary of {target.vocab_size} ids where "
+                f"children are drawn, got {type(self.model).__name__} with {self.vocab_size}"
+            )
+        return TranslatedSession(
+            self._tokenizers.translation(target),
+            prompt_ids,
+            lambda prompt: DraftModelSession(self, prompt, chooser),
+        )
 
     def chooser(self, fingerprint: str) -> ShapeChooser:
         """What is measured of this draft model against one target."""
@@ -252,6 +268,16 @@ class DraftModelSession(DraftSession):
             self._stream.keep(fed[fed >= 0])
             self._tree, self._proposals = TokenTree.empty(), []
         self._stream.text += tokens.tolist()
+
+    @property
+    def text(self) -> list[int]:
+        """Ids of the whole text."""
+        return self._stream.text
+
+    def rewrite(self, token_ids: Sequence[int]) -> None:
+        """Put another text in the text's place; what both begin with stays cached."""
+        self._tree, self._proposals = TokenTree.empty(), []
+        self._stream.rewrite(token_ids)
 
     def _measure(self, path: Int32Array, length: int) -> None:
         """Count by rank what the text accepted, at every node that it reached."""

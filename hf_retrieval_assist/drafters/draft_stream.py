@@ -89,6 +89,15 @@ class DraftStream:
         """
         self._cache.keep([[int(node) for node in path]])
 
+    def rewrite(self, token_ids: Sequence[int]) -> None:
+        """Put another text in the text's place; what both begin with stays cached."""
+        pairs = zip(self.text, token_ids, strict=False)
+        same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(self.text))
+        self.keep([])
+        self._cache.slots.set_lengths([min(self.cached, same, len(token_ids))])
+        self.keep([])
+        self.text = [int(token) for token in token_ids]
+
     @torch.no_grad()
     def _forward(
         self,

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ..target.first_layers import first_layers
 from ..token_tree import Float32Array
-from .base import Drafter, Target
-from .draft_model import PRIORS, DraftModelDrafter, DraftModelSession
+from .base import Drafter, DraftSession, Target
+from .draft_model import PRIORS, DraftModelDrafter
 
 
 class EarlyExit(Drafter):
@@ -43,7 +43,7 @@ class EarlyExit(Drafter):
         )
         self._lock = threading.Lock()
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         if target.model is None:
             raise ValueError("EarlyExit: expected the target model, got none (a simulation)")
         return self._drafter_of(target.model).start(prompt_ids, target)

@@ -13,7 +13,7 @@ from ..target.kv_cache import SlotCache
 from ..target.mtp_layers import MtpLayers, mtp_layers
 from ..target.ranks import require_whole
 from ..target.tree_attention import FedTrees, TreeAttention
-from ..target.verifiers import _state_of
+from ..target.verifiers import state_of
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, FeedbackNeeds, Target
 from .feature_session import FeatureSession
@@ -35,6 +35,7 @@ class MtpDrafter(Drafter):
         depth: levels below the first; None: one for each further layer, and three more.
         total: nodes of the tree with its root, so at most `total - 1` are proposed.
         min_prob: nodes held less likely than this to be reached are not expanded.
+        layers: None: the target's own, from its checkpoint.
 
     Raises:
         ValueError: a size is out of range; from `start`, the target has no such layers.
@@ -50,15 +51,20 @@ class MtpDrafter(Drafter):
         depth: int | None = None,
         total: int = 60,
         min_prob: float = 0.01,
+        layers: MtpLayers | None = None,
     ) -> None:
         self.limits = GrowthLimits(top_k, top_k, 0 if depth is None else depth, total, min_prob)
         self.depth = depth
+        self.layers = layers
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
-        if target.model is None:
-            raise ValueError("fallback 'mtp': expected the target model, got none (a simulation)")
-        require_whole(target.model, "fallback 'mtp'")
-        stream = MtpStream(mtp_layers(target.model), self._limits_for(mtp_layers(target.model)))
+        layers = self.layers
+        if layers is None:
+            if target.model is None:
+                raise ValueError("fallback 'mtp': expected the target model, got a simulation")
+            require_whole(target.model, "fallback 'mtp'")
+            layers = mtp_layers(target.model)
+        stream = MtpStream(layers, self._limits_for(layers))
         return FeatureSession(stream, prompt_ids, self.limits.total - 1)
 
     def _limits_for(self, layers: MtpLayers) -> GrowthLimits:
@@ -192,7 +198,7 @@ class MtpStream:
     @torch.inference_mode()
     def draft(self, keep: int) -> TokenTree:
         """The best-first tree below the last token of the text."""
-        states = [[_state_of(layer) for layer in cache.layers] for cache in self._caches]
+        states = [[state_of(layer) for layer in cache.layers] for cache in self._caches]
         self._depths = np.empty(0, np.int64)
         self._nodes_read = [0] * len(self.layers)
         try:

@@ -132,3 +132,13 @@ def onloaded(layer: nn.Module) -> AbstractContextManager[Any]:
     from accelerate.utils import align_module_device
 
     return align_module_device(layer)
+
+
+def mtp_logits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The shared output layer of an `MtpModel`, with the scale and the cut of its model's own."""
+    return module._project_to_logits(hidden)
+
+
+def unloaded_patterns(model: Any) -> tuple[str, ...]:
+    """Patterns of the tensors in a checkpoint that the model's class knows and does not load."""
+    return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from .host import attention_of, mtp_logits, unloaded_patterns
 from .kv_cache import SLOT_LAYERS
 from .tree_attention import LayerMask, layer_masks, single_mask
 
@@ -111,7 +112,7 @@ class MtpLayers:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, ids] of the model's output layer, from outputs [n, hidden_size] of any layer."""
-        return self.module._project_to_logits(hidden)
+        return mtp_logits(self.module, hidden)
 
 
 _loaded: weakref.WeakKeyDictionary[Any, MtpLayers] = weakref.WeakKeyDictionary()
@@ -150,7 +151,7 @@ def _load(model: Any) -> nn.Module:
             f"fallback 'mtp': expected MTP layers that transformers can load with {kind} from "
             f"{model.config.name_or_path!r}, got {type(error).__name__}: {error}"
         ) from error
-    if "flash" in (module.config._attn_implementation or ""):
+    if "flash" in attention_of(module.config):
         # It takes no tree mask.
         module.set_attn_implementation("sdpa")
     return module
@@ -161,8 +162,7 @@ def loadable(model: Any) -> Any:
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "num_mtp_layers", None):
         return model
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    if any("mtp" in pattern for pattern in patterns):
+    if any("mtp" in pattern for pattern in unloaded_patterns(model)):
         return _WithMtpConfig(model)
     return None
 

@@ -349,7 +349,7 @@ class ReplayVerifier(ChainVerifier):
     def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
         # What a finished row is fed, for other processes, is not kept either.
         restored = any(map(len, trees)) or rows[0].finished
-        self._states = [_state_of(layer) for layer in self.cache.layers] if restored else None
+        self._states = [state_of(layer) for layer in self.cache.layers] if restored else None
         return super().forward(rows, trees)
 
     def _advance(self, tokens: int, verified: Verified) -> None:
@@ -385,7 +385,7 @@ def best_chain(tree: TokenTree) -> TokenTree:
     return tree.select(tree.path(int(totals.argmax())))
 
 
-def _state_of(layer: Any) -> dict[str, Any]:
+def state_of(layer: Any) -> dict[str, Any]:
     """What a forward changes in a layer, copied where it changes in place.
 
     Slots forget by themselves. `keys` and `values` of other layers grow by concatenation, which

@@ -1,0 +1,214 @@
+"""Drafts of block drafters: transformers' candidates, and trees of the likeliest paths."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.drafters.base import Feedback, Target
+from hf_retrieval_assist.drafters.dflash import DFlashDrafter, product_tree
+from hf_retrieval_assist.drafters.feature_session import FeatureSession
+from hf_retrieval_assist.target.feature_taps import FeatureTap
+from hf_retrieval_assist.token_tree import TokenTree
+from tests.lossless import build, run
+from tests.tiny_models import VOCAB, randomise
+
+BLOCK = 5
+NEW = 16
+TEXT = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def block_drafter(window: int = 64, **changes: Any) -> Any:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "block_size": BLOCK,
+        "mask_token_id": 2,
+        "target_layer_ids": [0, 1],
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
+    }
+    torch.manual_seed(0)
+    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**(sizes | changes))).eval()
+    randomise(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build(transformers.LlamaForCausalLM)
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Any:
+    return block_drafter()
+
+
+def features_of(model: Any) -> torch.Tensor:
+    with torch.no_grad(), FeatureTap(model, (1, 2)) as tap:
+        model(torch.tensor([TEXT]))
+    return tap.features[0]
+
+
+def seen(features: torch.Tensor) -> Feedback:
+    fed = np.zeros(len(features), np.int32)
+    return Feedback(fed, np.arange(len(features), dtype=np.int32), hidden_states=features)
+
+
+def session_of(drafter: DFlashDrafter, target: Any, known: int) -> FeatureSession:
+    prompt = np.array(TEXT[:known], np.int32)
+    return drafter.start(prompt, Target(VOCAB, model=target))
+
+
+@pytest.mark.parametrize("window", [64, 6])
+def test_the_chain_is_transformers_own(
+    llama: Any, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting = block_drafter(window)
+    candidates: dict[tuple[int, ...], list[int]] = {}
+    drafts: dict[tuple[int, ...], list[int]] = {}
+    theirs, ours = DFlashTokenCandidateGenerator.get_candidates, FeatureSession.propose
+
+    def record_theirs(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = theirs(self, input_ids, *args, **kwargs)
+        candidates[tuple(input_ids[0].tolist())] = result[0][0, input_ids.shape[1] :].tolist()
+        return result
+
+    def record_ours(self: FeatureSession, budget: int) -> TokenTree:
+        tree = ours(self, budget)
+        drafts[tuple(self._tokens)] = tree.token_ids.tolist()
+        return tree
+
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", record_theirs)
+    monkeypatch.setattr(FeatureSession, "propose", record_ours)
+    options = {"max_new_tokens": NEW}
+    expected = run(llama, assistant_model=drafting, speculation_type="dflash", **options)
+    assistant = Assistant([DFlashDrafter(drafting, top_k=1)], budget=BLOCK - 1)
+    assert run(llama, assistant=assistant, **options).tolist() == expected.tolist()
+    compared = 0
+    for text, chain in candidates.items():
+        if chain and text in drafts:
+            assert drafts[text] == chain
+            compared += 1
+    assert compared >= NEW // 2
+
+
+def test_product_trees_hold_the_likeliest_paths() -> None:
+    """Against all paths, enumerated."""
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        probs = np.sort(generator.dirichlet(np.ones(4), 3).astype(np.float32))[:, ::-1][:, :3]
+        ids = np.stack([generator.permutation(20)[:3] for _ in range(3)]).astype(np.int32)
+        tree = product_tree(ids, np.log(probs), 10)
+        tree.check_invariants()
+        everything = {
+            tuple(int(ids[d, r]) for d, r in enumerate(ranks)): float(
+                np.prod([probs[d, r] for d, r in enumerate(ranks)])
+            )
+            for length in (1, 2, 3)
+            for ranks in itertools.product(range(3), repeat=length)
+        }
+        best = sorted(everything, key=everything.__getitem__, reverse=True)[:10]
+        paths = [tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))]
+        assert set(paths) == set(best)
+        for path, prob in zip(paths, tree.probs, strict=True):
+            assert prob == pytest.approx(everything[path], rel=1e-4)
+
+
+def test_a_tree_needs_no_more_than_there_is() -> None:
+    tree = product_tree(np.array([[3], [4]], np.int32), np.log(np.full((2, 1), 0.5)), 30)
+    assert tree.token_ids.tolist() == [3, 4]
+    assert tree.is_chain
+
+
+def test_drafts_do_not_depend_on_the_steps(llama: Any, drafting: Any) -> None:
+    drafter, features = DFlashDrafter(drafting, top_k=3), features_of(llama)
+    whole = session_of(drafter, llama, 29)
+    whole.commit(TEXT[29:30], seen(features[:29]))
+    expected = whole.propose(12)
+    for steps in ([1] * 20, [4, 1, 7, 8], [20]):
+        session, known = session_of(drafter, llama, 9), 9
+        session.commit(TEXT[9:10], seen(features[:9]))
+        for length in steps:
+            if length % 2:
+                session.propose(12)
+            session.commit(TEXT[known + 1 : known + 1 + length], seen(features[known:][:length]))
+            known += length
+        for tree in (session.propose(12), session.propose(12)):
+            assert tree.token_ids.tolist() == expected.token_ids.tolist()
+            np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
+
+
+def test_one_forward_catches_up(llama: Any, drafting: Any, monkeypatch: Any) -> None:
+    forwards: list[int] = []
+    original = type(drafting).forward
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forwards.append(kwargs["context_hidden_states"].shape[1])
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(drafting), "forward", count)
+    features = features_of(llama)
+    session = session_of(DFlashDrafter(drafting), llama, 9)
+    session.commit(TEXT[9:10], seen(features[:9]))
+    for position in range(9, 30):
+        session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
+    session.propose(4)
+    assert forwards == [30]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sampling"),
+    [(1, {}), (3, {}), (1, {"do_sample": True})],
+    ids=["greedy", "batch", "seeded"],
+)
+def test_output_is_plain(llama: Any, drafting: Any, rows: int, sampling: dict[str, Any]) -> None:
+    ids = torch.randint(1, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(2))
+    expected = run(llama, ids, **sampling)
+    for assistant in (
+        Assistant([DFlashDrafter(drafting)], budget=8),
+        SamAssistant(expected.tolist(), fallback=[drafting, "token_recycling"], budget=16),
+    ):
+        assert run(llama, ids, assistant=assistant, **sampling).tolist() == expected.tolist()
+        assert assistant.stats.total.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, "hidden size of 32, got 64"),
+        ({"mask_token_id": 67}, "below the target's 67 ids, got 67"),
+        ({"target_layer_ids": [0, 9]}, "boundaries: expected -1 or 0 to 2"),
+    ],
+)
+def test_one_for_another_target_is_refused(
+    llama: Any, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(llama, assistant=SamAssistant(fallback=block_drafter(**changes)))
+
+
+def test_other_models_are_refused(llama: Any) -> None:
+    with pytest.raises(ValueError, match="expected a DFlash model"):
+        DFlashDrafter(llama)
+    with pytest.raises(ValueError, match="top_k: expected at least 1, got 0"):
+        DFlashDrafter(block_drafter(), top_k=0)
