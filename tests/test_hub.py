@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from transformers import LlamaForCausalLM
+
+import hf_retrieval_assist
 
 from .lossless import NEW_TOKENS, build, run
 
@@ -18,6 +21,9 @@ HUB = Path(__file__).parent.parent / "hub"
 def generate(monkeypatch, tmp_path):
     """A call by way of the repository, whose code is copied to a cache of its own."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    # By itself it would draft where that pays, which no test may hang on.
+    eager = partial(hf_retrieval_assist.SuffixAssistant, budget=8)
+    monkeypatch.setattr(hf_retrieval_assist, "SuffixAssistant", eager)
     # The package is installed in place or only on the path; both will do.
     monkeypatch.setattr(
         "transformers.generation.utils.check_python_requirements", lambda *_, **__: None

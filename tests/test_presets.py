@@ -139,7 +139,7 @@ def test_memory_may_be_filled_beforehand(llama, named):
     assistant = SuffixAssistant(memory, fallback=None, budget=8)
     assert assistant.memory is memory
     run(llama, assistant=assistant)
-    assert assistant.stats.last.steps <= 4
+    assert assistant.stats.last.steps < NEW_TOKENS // 3
 
 
 def test_memories_of_models_are_kept_apart(llama):

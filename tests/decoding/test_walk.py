@@ -41,6 +41,12 @@ def row_of(*generated, index=0):
     return row
 
 
+def walk_one(walk, row, tree, verified, drawn=None):
+    """The path of one row; the others rest."""
+    trees = [tree] * len(walk.rows)
+    return walk([row], trees, verified, drawn and [drawn] * len(trees))[row.index]
+
+
 def walker(rows, processors=(), do_sample=False, criteria=(), streamer=None, **config):
     settings = GenerationConfig(return_dict_in_generate=True, **config)
     return Walk(
@@ -65,7 +71,7 @@ def walker(rows, processors=(), do_sample=False, criteria=(), streamer=None, **c
 )
 def test_follows_the_most_probable_tokens(best, tokens, accepted):
     row = row_of()
-    path = walker([row])(row, TREE, verified(*best))
+    path = walk_one(walker([row]), row, TREE, verified(*best))
     assert path.tokens == tokens
     assert path.accepted == accepted
     assert row.generated == [7, *tokens]
@@ -73,13 +79,13 @@ def test_follows_the_most_probable_tokens(best, tokens, accepted):
 
 def test_without_a_draft():
     row = row_of()
-    path = walker([row])(row, TokenTree.empty(), verified(6))
+    path = walk_one(walker([row]), row, TokenTree.empty(), verified(6))
     assert (path.tokens, path.accepted) == ([6], [0])
 
 
 def test_roots_behind_pending_tokens():
     row = row_of()
-    path = walker([row])(row, TREE, verified(0, 0, 1, 3, 0, 8, 0, 0, roots=[2]))
+    path = walk_one(walker([row]), row, TREE, verified(0, 0, 1, 3, 0, 8, 0, 0, roots=[2]))
     assert path.tokens == [1, 3, 8]
     assert path.accepted == [0, 1, 3]
 
@@ -91,13 +97,15 @@ def test_rows_read_their_own_logits():
     shown = Verified(logits, [0, 1], None)
     chain = TokenTree.chain([5], [0.5])
     walk = walker(rows)
-    assert walk(rows[0], chain, shown).tokens == [4]
-    assert walk(rows[1], chain, shown).tokens == [5, 6]
+    assert walk_one(walk, rows[0], chain, shown).tokens == [4]
+    assert walk_one(walk, rows[1], chain, shown).tokens == [5, 6]
 
 
 def test_stops_at_an_end_in_the_middle_of_the_tree():
     row = row_of()
-    path = walker([row], criteria=[EosTokenCriteria(4)])(row, TREE, verified(1, 4, 0, 0, 5, 9))
+    path = walk_one(
+        walker([row], criteria=[EosTokenCriteria(4)]), row, TREE, verified(1, 4, 0, 0, 5, 9)
+    )
     # The end was drafted and is right, but plain decoding never feeds it.
     assert path.tokens == [1, 4]
     assert path.accepted == [0, 1]
@@ -106,7 +114,9 @@ def test_stops_at_an_end_in_the_middle_of_the_tree():
 
 def test_stops_at_the_longest_text():
     row = row_of()
-    path = walker([row], criteria=[MaxLengthCriteria(5)])(row, TREE, verified(1, 4, 0, 0, 5, 9))
+    path = walk_one(
+        walker([row], criteria=[MaxLengthCriteria(5)]), row, TREE, verified(1, 4, 0, 0, 5, 9)
+    )
     assert path.tokens == [1, 4]
     assert len(row) == 5
 
@@ -129,7 +139,7 @@ def test_processors_see_the_true_prefix_of_every_token():
     logits = torch.zeros(1, 6, VOCAB)
     logits[0, 0, 1], logits[0, 0, 2] = 5, 4
     logits[0, 2, 9] = 3
-    path = walker([row], [processor])(row, TREE, Verified(logits, [0], None))
+    path = walk_one(walker([row], [processor]), row, TREE, Verified(logits, [0], None))
     assert path.tokens == [2, 9]
     assert processor.seen == [[8, 8, 7], [8, 8, 7, 2]]
     # What the model returned is not written to.
@@ -144,7 +154,7 @@ def test_samples_as_the_plain_loop_does():
     torch.manual_seed(3)
     row = row_of()
     tree = TokenTree.chain(drawn[:3], [0.9, 0.8, 0.7])
-    path = walker([row], do_sample=True)(row, tree, Verified(logits.clone(), [0], None))
+    path = walk_one(walker([row], do_sample=True), row, tree, Verified(logits.clone(), [0], None))
     assert path.tokens == drawn
 
 
@@ -160,7 +170,7 @@ def test_residual_sampling_follows_what_was_drawn():
 
     row = row_of()
     walk = walker([row], do_sample=True)
-    path = walk(row, TokenTree.chain([3], [0.9]), Verified(logits, [0], None), drawn)
+    path = walk_one(walk, row, TokenTree.chain([3], [0.9]), Verified(logits, [0], None), drawn)
     assert path.tokens[0] == 3
     assert path.accepted == [0, 1]
     assert asked == [[], [3]]
@@ -171,7 +181,7 @@ def test_streams_and_records_every_token():
     streamer = SimpleNamespace(put=lambda ids: got.append(ids.tolist()))
     row = row_of()
     walk = walker([row], streamer=streamer, output_scores=True, output_logits=True)
-    walk(row, TREE, verified(1, 3, 0, 8, 0, 0))
+    walk_one(walk, row, TREE, verified(1, 3, 0, 8, 0, 0))
     assert got == [[1], [3], [8]]
     scores = walk.recorder.scores(row)
     assert [int(entry.argmax()) for entry in scores] == [1, 3, 8]
