@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from . import (
+    ablation,
     acceptance,
     datastore,
     forwards,
@@ -27,6 +28,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "structures": structures,
     "datastore": datastore,
     "acceptance": acceptance,
+    "ablation": ablation,
     "forwards": forwards,
     "replay": replay,
     "model": model,

@@ -1,0 +1,316 @@
+"""What each part of the planner is worth: the same requests with one part taken out.
+
+Recorded texts, and the demo model's own, under a known t(n). The cost model sees it through noise:
+8% of the time, and one timing in thirty is five times too long. Speeds follow from what was
+verified and from the true t(n), so that nothing depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
+from hf_retrieval_assist.assistants import Consultation
+from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
+from hf_retrieval_assist.planning.acceptance import CalibrationSession, Calibrator
+from hf_retrieval_assist.planning.clipped_mean import ClippedMean
+from hf_retrieval_assist.planning.cost_model import CostModel
+from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
+
+from .acceptance import cpu_time, gpu_time
+from .model import first_of_each, read_prompts
+from .report import Report
+from .traces import Ids, Trace, read_traces
+
+COLUMNS = {"text": "text", "curve": "t(n)", "variant": "variant", "speed": "x plain"}
+CURVES: dict[str, Callable[[int], float]] = {"GPU": gpu_time, "CPU": cpu_time}
+SECOND = 1e-3  # what t(1) takes
+NOISE, OUTLIERS, OUTLIER = 0.08, 0.03, 5.0
+
+
+class Timings:
+    """Noisy timings of a known t(n), and the true time of all that was verified."""
+
+    def __init__(self, curve: Callable[[int], float], seed: int) -> None:
+        self.curve = curve
+        self.spent = 0.0
+        self._random = np.random.default_rng(seed)
+
+    def take(self, tokens: int) -> float:
+        seconds = SECOND * self.curve(tokens)
+        self.spent += seconds
+        noise = float(np.exp(self._random.normal(0, NOISE)))
+        return seconds * noise * (OUTLIER if self._random.random() < OUTLIERS else 1)
+
+
+class Learnt(CostModel):
+    """The package's cost model, fed with these timings instead of the machine's."""
+
+    def __init__(self, timings: Timings) -> None:
+        super().__init__("cpu" if timings.curve is cpu_time else "cuda")
+        self.timings = timings
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        super().observe(tokens, self.timings.take(tokens))
+
+
+class Averaged(Learnt):
+    """A plain running mean for each size. Between two of them t(n) is a line; beyond them it has
+    the shape assumed before anything is measured."""
+
+    def __init__(self, timings: Timings) -> None:
+        super().__init__(timings)
+        self._assumed = np.empty(0)
+        self._means: dict[int, ClippedMean] = {}
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        self._means.setdefault(tokens, ClippedMean(0.1)).observe(self.timings.take(tokens))
+        self._count += 1
+
+    def curve(self, max_tokens: int) -> NDArray[np.float64]:
+        if len(self._assumed) < max_tokens:
+            self._assumed = super().curve(max_tokens).copy()
+        assumed = self._assumed[:max_tokens]
+        sizes = sorted(size for size in self._means if size <= max_tokens)
+        if not sizes:
+            return assumed
+        ratios = [self._means[size].value / assumed[size - 1] for size in sizes]
+        factors = np.interp(np.arange(1, max_tokens + 1), sizes, ratios)
+        return np.maximum.accumulate(assumed * factors)
+
+    def spread(self, max_tokens: int, reference: int) -> NDArray[np.float64]:
+        return np.zeros(max_tokens)
+
+
+class WithoutTrend(CalibrationSession):
+    odds_factor = 1.0  # type: ignore[assignment]
+
+
+class WithoutCounts(CalibrationSession):
+    def _learn(self, *judged: Any) -> None:
+        super()._learn(*judged)
+        self._counts[:] = 0
+
+
+class WithoutText(WithoutTrend, WithoutCounts):
+    """Rates as they are over all texts."""
+
+
+class Fixed(WithoutText):
+    """The drafters' own priors."""
+
+    def _learn(self, *judged: Any) -> None:
+        pass
+
+
+def _calibrated(kind: type[CalibrationSession]) -> Callable[[Assistant], None]:
+    def change(assistant: Assistant) -> None:
+        class Changed(Calibrator):
+            def session(self) -> CalibrationSession:
+                return kind(self)
+
+        assistant.calibrators = tuple(Changed(d.priors()) for d in assistant.drafters)
+
+    return change
+
+
+def _without_trials(assistant: Assistant) -> None:
+    assistant.planner.exploration = 0.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An assistant with a part taken out.
+
+    Attributes:
+        change: takes it out.
+        cost: the cost model.
+    """
+
+    change: Callable[[Assistant], None] = lambda assistant: None
+    cost: type[Learnt] = Learnt
+
+
+VARIANTS = {
+    "whole": Variant(),
+    "plain averages instead of the Kalman filter": Variant(cost=Averaged),
+    "no trials": Variant(_without_trials),
+    "no trend of the text": Variant(_calibrated(WithoutTrend)),
+    "no counts of the text": Variant(_calibrated(WithoutCounts)),
+    "neither": Variant(_calibrated(WithoutText)),
+    "no calibration at all": Variant(_calibrated(Fixed)),
+}
+
+
+def replay(
+    assistant: Assistant, requests: Sequence[tuple[Ids, Ids]], cost: Learnt, vocab_size: int
+) -> int:
+    """The tokens that steps brought."""
+    target = Target(vocab_size, fingerprint="simulation")
+    tokens = 0
+    for prompt, output in requests:
+        session = assistant.start(np.asarray(prompt, np.int32), target)
+        session.begin(output[:1].tolist())
+        done = 1
+        while done < len(output):
+            proposal = session.propose(len(output) - done - 1, cost)
+            (tree,) = assistant.plan([proposal], cost)
+            cost.observe(1 + len(tree), 0.0)
+            new = output[done : done + 1 + len(tree.follow(output[done:]))]
+            session.commit(new.tolist(), None)
+            done += len(new)
+        tokens += max(len(output) - 1, 0)
+        session.close()
+    return tokens
+
+
+# ------------------------------------------------------------------------------ consultation
+
+
+class Seer(Drafter):
+    """A drafter that costs time: it knows the text, and errs in one of five tokens."""
+
+    name = "seer"
+    costly = True
+    length, accuracy, price = 4, 0.8, 0.3  # price: in units of t(1)
+
+    def __init__(self) -> None:
+        self.text: Ids = np.empty(0, np.int32)
+        self.asked = 0
+
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SeerSession:
+        return SeerSession(self)
+
+    def priors(self) -> NDArray[np.float32]:
+        return np.array([self.accuracy], np.float32)
+
+
+class SeerSession(DraftSession):
+    def __init__(self, seer: Seer) -> None:
+        self._seer = seer
+        self._done = 0
+        self._random = np.random.default_rng(len(seer.text))
+
+    def propose(self, budget: int) -> TokenTree:
+        seer, started = self._seer, time.perf_counter()
+        seer.asked += 1
+        tokens = seer.text[self._done : self._done + min(seer.length, budget)].copy()
+        wrong = self._random.random(len(tokens)) > seer.accuracy
+        tokens[wrong] ^= 1
+        rates = seer.accuracy ** np.arange(1, len(tokens) + 1)
+        tree = TokenTree.chain(tokens, rates, np.zeros(len(tokens), np.int32))
+        while time.perf_counter() - started < seer.price * SECOND:
+            pass
+        return tree
+
+    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        self._done += len(token_ids)
+
+
+class AlwaysAsked(Consultation):
+    def worthwhile(self, tree: TokenTree, cost: CostModel) -> bool:
+        return True
+
+
+class NeverAsked(Consultation):
+    def worthwhile(self, tree: TokenTree, cost: CostModel) -> bool:
+        return False
+
+
+CONSULTATIONS = {
+    "asked where it pays": Consultation,
+    "always asked": AlwaysAsked,
+    "never asked": NeverAsked,
+}
+
+
+def consult(trace: Trace, curve: Callable[[int], float], kind: type[Consultation]) -> float:
+    """As `replay`, with a costly drafter, whose time counts."""
+    seer = Seer()
+    assistant = SamAssistant(fallback=seer, memory=OutputMemory())
+    assistant.consultations = tuple(kind() for _ in assistant.drafters)
+    cost, tokens = Learnt(Timings(curve, 0)), 0
+    for request in trace.requests:
+        seer.text = request[1]
+        tokens += replay(assistant, [request], cost, trace.vocab_size)
+    return tokens * SECOND / (cost.timings.spent + seer.asked * seer.price * SECOND)
+
+
+# ------------------------------------------------------------------------------ demo model
+
+
+class OneModel(CostModels):
+    """A store that has one cost model for everything."""
+
+    def __init__(self, cost: CostModel) -> None:
+        super().__init__()
+        self.cost = cost
+
+    def get(self, key: CostKey) -> CostModel:
+        return self.cost
+
+
+def generate(
+    loaded: tuple[Any, Any],
+    variant: Variant,
+    curve: Callable[[int], float],
+    prompts: int,
+    tokens: int,
+) -> float:
+    """Tokens per second over those of plain decoding, for the demo model's greedy outputs."""
+    model, tokenizer = loaded
+    cost = variant.cost(Timings(curve, 0))
+    assistant = SamAssistant(memory=OutputMemory(), costs=OneModel(cost))
+    variant.change(assistant)
+    for prompt in first_of_each(read_prompts(), prompts):
+        inputs = tokenizer(prompt.text, return_tensors="pt")
+        model.generate(**inputs, assistant=assistant, max_new_tokens=tokens, do_sample=False)
+    total = assistant.stats.total
+    return (total.steps + total.accepted) * SECOND / cost.timings.spent
+
+
+# ------------------------------------------------------------------------------ the benchmark
+
+
+def add_arguments(parser: argparse._ArgumentGroup) -> None:
+    parser.add_argument("--ablation-requests", type=int, default=40, help="of each trace")
+    parser.add_argument("--ablation-prompts", type=int, default=1, help="of each category")
+    parser.add_argument("--ablation-tokens", type=int, default=64, help="for each prompt")
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    requests = 2 if arguments.quick else arguments.ablation_requests
+    prompts = 0 if arguments.quick else arguments.ablation_prompts
+    settings = {"requests": requests, "prompts": prompts, "tokens": arguments.ablation_tokens}
+    report = Report("ablation", settings)
+    table = report.table("The planner less a part", COLUMNS)
+    asked = report.table("A costly drafter, asked or not", COLUMNS)
+    for trace in (trace.head(requests) for trace in read_traces(arguments.traces)):
+        for curve_name, curve in CURVES.items():
+            progress(f"{trace.name}, {curve_name}")
+            place = {"text": trace.name, "curve": curve_name}
+            for name, variant in VARIANTS.items():
+                assistant = SamAssistant(memory=OutputMemory())
+                variant.change(assistant)
+                cost = variant.cost(Timings(curve, 0))
+                tokens = replay(assistant, trace.requests, cost, trace.vocab_size)
+                speed = tokens * SECOND / cost.timings.spent
+                table.add(**place, variant=name, speed=speed)
+            for name, kind in CONSULTATIONS.items():
+                asked.add(**place, variant=name, speed=consult(trace, curve, kind))
+    if prompts:
+        model = load_demo_model()
+        for curve_name, curve in CURVES.items():
+            for name, variant in VARIANTS.items():
+                progress(f"demo model, {curve_name}, {name}")
+                speed = generate(model, variant, curve, prompts, arguments.ablation_tokens)
+                table.add(text="demo model", curve=curve_name, variant=name, speed=speed)
+    return report
