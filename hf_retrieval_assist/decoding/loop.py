@@ -246,7 +246,7 @@ class Generation:
         """Walk the running rows; one path per row of the batch."""
         paths = [Path() for _ in self.rows]
         for row in running:
-            drawn = self.sessions[row.index].proposal if self.residual else None
+            drawn = self.sessions[row.index].draw_at if self.residual else None
             paths[row.index] = self.walk(row, trees[row.index], verified, drawn)
         return paths
 
@@ -291,7 +291,7 @@ class Generation:
         # for its logits.
         on_host = self.call.input_ids.device.type == "cpu"
         cost.observe(width, forward if on_host else forward + walk)
-        cost.observe_overhead("walk", walk if on_host else 0.0)
+        cost.observe_overhead(walk if on_host else 0.0)
 
     def rest(self, verifier: Verifier) -> None:
         """A forward after the rows have ended: it feeds what the cache still lacks of them, or

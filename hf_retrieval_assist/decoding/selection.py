@@ -11,7 +11,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from ..drafters.base import Proposal
+from ..drafters.base import ChildDraw
 from ..drafters.residual import verify_node
 from .row_text import RowText
 
@@ -59,7 +59,7 @@ class TokenSelector:
                 scores = processor(ids, scores)
         return scores
 
-    def choose(self, scores: torch.Tensor, drawn: Proposal | None = None) -> int:
+    def choose(self, scores: torch.Tensor, drawn: ChildDraw | None = None) -> int:
         """The token of processed scores [1, vocab_size].
 
         Args:

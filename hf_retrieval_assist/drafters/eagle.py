@@ -145,11 +145,11 @@ def _tree(found: Candidates) -> TokenTree:
     parents = found.parents.cpu().numpy().astype(np.int32)
     tree = TokenTree.build(found.token_ids.cpu().numpy(), parents, found.scores.exp().cpu().numpy())
     probs = found.log_probs.exp().cpu().numpy()
-    classes = evidence_classes(probs, found.ranks.cpu().numpy(), tree.depths)
+    classes = classes_by_depth(probs, found.ranks.cpu().numpy(), tree.depths)
     return TokenTree.build(tree.token_ids, parents, tree.probs, classes)
 
 
-def evidence_classes(
+def classes_by_depth(
     probs: Float32Array, ranks: NDArray[np.int64], depths: Int32Array
 ) -> Int32Array:
     """The class of each node from its probability after its parent, rank (0: the likeliest

@@ -106,7 +106,7 @@ class CostModel:
         self._outliers = [0] * (len(KNOTS) + 1)  # by knot, then anywhere; signed by side
         self._curve: Float64Array = np.empty(0)
         self._stale = True
-        self._overheads: dict[str, ClippedMean] = {}
+        self._overhead = ClippedMean(_OVERHEAD_MEMORY)
         self._lock = Lock()
 
     @classmethod
@@ -220,15 +220,14 @@ class CostModel:
             self._curve[MAX_TOKENS:] += slope * (sizes[MAX_TOKENS:] - MAX_TOKENS)
         self._stale = False
 
-    def observe_overhead(self, kind: str, seconds: float) -> None:
-        """Learn what a step spends outside the forward on `kind` ("draft", "walk", …)."""
+    def observe_overhead(self, seconds: float) -> None:
+        """Learn what a step spends outside the forward, however much of it is verified."""
         with self._lock:
-            self._overheads.setdefault(kind, ClippedMean(_OVERHEAD_MEMORY)).observe(seconds)
+            self._overhead.observe(seconds)
 
-    def overhead(self, *kinds: str) -> float:
-        """Seconds per step spent on these kinds of work, or on all of them when none is named."""
-        known = {kind: mean.value for kind, mean in self._overheads.copy().items()}
-        return sum(known.get(kind, 0.0) for kind in (kinds or known))
+    def overhead(self) -> float:
+        """Seconds per step outside the forward."""
+        return self._overhead.value
 
     def state(self) -> dict[str, Any]:
         """What is known, in JSON's types; see `restore`."""
@@ -240,7 +239,7 @@ class CostModel:
                 "uncertainty": (self._covariance.diagonal() / self._prior_covariance.diagonal())
                 .clip(0, 1)
                 .tolist(),
-                "overheads": {kind: mean.value for kind, mean in self._overheads.items()},
+                "overhead": self._overhead.value,
             }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -251,19 +250,18 @@ class CostModel:
         """
         mean = _finite_numbers(state, "log_seconds", len(KNOTS))
         uncertainty = _finite_numbers(state, "uncertainty", len(KNOTS))
-        noise, count = _finite_numbers(state, "noise"), _finite_numbers(state, "observations")
-        if (uncertainty < 0).any() or (uncertainty > 1).any() or noise[0] <= 0 or count[0] < 0:
-            raise ValueError("expected uncertainty in [0, 1], noise > 0 and observations >= 0")
-        overheads = state.get("overheads")
-        if not isinstance(overheads, dict):
-            raise ValueError(f"expected overheads to be an object, got {overheads!r}")
-        seconds = {str(kind): float(_finite_numbers(overheads, kind)[0]) for kind in overheads}
+        scalars = [_finite_numbers(state, name) for name in ("noise", "observations", "overhead")]
+        noise, count, overhead = (float(value[0]) for value in scalars)
+        if (uncertainty < 0).any() or (uncertainty > 1).any() or noise <= 0:
+            raise ValueError("expected uncertainty in [0, 1] and noise > 0")
+        if count < 0 or overhead < 0:
+            raise ValueError("expected observations >= 0 and overhead >= 0")
         with self._lock:
             self._mean = mean
             std = np.sqrt(uncertainty.clip(_RESTORED_VARIANCE, 1))
             self._covariance = np.outer(std, std) * self._prior_covariance
-            self._noise, self._count = float(noise[0]), int(count[0])
-            self._overheads = {k: ClippedMean(_OVERHEAD_MEMORY, s) for k, s in seconds.items()}
+            self._noise, self._count = noise, int(count)
+            self._overhead = ClippedMean(_OVERHEAD_MEMORY, overhead)
             self._timed = self._count > 0
             self._stale = True
 

@@ -16,7 +16,7 @@ from ..files import replacing, user_cache_directory
 from ..locks import Lock
 from .cost_model import CostModel
 
-_FORMAT = 1
+_FORMAT = 2
 _MAX_FILE_BYTES = 1 << 22
 _SAVE_INTERVAL = 60.0  # seconds
 

@@ -71,25 +71,18 @@ class Planner:
         seconds = cost.curve(1 + self.max_nodes) + cost.overhead()
         return int((np.arange(1, self.max_nodes + 2) / seconds).argmax())
 
-    def plan(
-        self, tree: TokenTree, cost: CostModel, extra_tokens: int = 0, overhead: float | None = None
-    ) -> TokenTree:
+    def plan(self, tree: TokenTree, cost: CostModel, extra_tokens: int = 0) -> TokenTree:
         """The part of `tree` to verify; closed under parents, maybe empty.
 
         Args:
             tree: a draft with calibrated probabilities.
             cost: t(n), n counting every token that is fed.
             extra_tokens: fed besides the root and the nodes, whatever is kept.
-            overhead: seconds per step outside the forward; None: as measured by `cost`.
         """
-        return self.plan_batch([tree], cost, extra_tokens, overhead)[0]
+        return self.plan_batch([tree], cost, extra_tokens)[0]
 
     def plan_batch(
-        self,
-        trees: Sequence[TokenTree],
-        cost: CostModel,
-        extra_tokens: int = 0,
-        overhead: float | None = None,
+        self, trees: Sequence[TokenTree], cost: CostModel, extra_tokens: int = 0
     ) -> list[TokenTree]:
         """The part of each row's tree to verify, when all rows are padded to the widest.
 
@@ -99,18 +92,15 @@ class Planner:
         """
         if self.budget == "paper":
             return list(trees)
-        width = self.budget if isinstance(self.budget, int) else None
-        if width is None:
-            seconds = cost.overhead() if overhead is None else overhead
-            width = self._best_width(trees, cost, extra_tokens, seconds)
+        width = self.budget
+        if width == "auto":
+            width = self._best_width(trees, cost, extra_tokens)
         return [tree.prune(width) for tree in trees]
 
-    def _best_width(
-        self, trees: Sequence[TokenTree], cost: CostModel, extra_tokens: int, overhead: float
-    ) -> int:
+    def _best_width(self, trees: Sequence[TokenTree], cost: CostModel, extra_tokens: int) -> int:
         widest = max(map(len, trees))
         tokens = expected_tokens(trees, widest)
-        seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:] + overhead
+        seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:] + cost.overhead()
         rates = tokens / seconds
         best = int(rates.argmax())
         if not self.exploration or not cost.observations:
@@ -143,15 +133,13 @@ def expected_tokens(trees: Sequence[TokenTree], width: int) -> Float64Array:
     return gains.cumsum()
 
 
-def token_rate(
-    tree: TokenTree, cost: CostModel, extra_tokens: int = 0, overhead: float = 0.0
-) -> float:
+def token_rate(tree: TokenTree, cost: CostModel, draft_seconds: float = 0.0) -> float:
     """Expected tokens per second when the best part of `tree` is verified.
 
     What a dearer drafter is compared by: it is worth asking when its rate, with the seconds that
-    it takes as `overhead`, is above the rate of what is already there.
+    it takes, is above the rate of what is already there.
     """
-    seconds = cost.curve(1 + extra_tokens + len(tree))[extra_tokens:] + overhead
+    seconds = cost.curve(1 + len(tree)) + cost.overhead() + draft_seconds
     return float((expected_tokens([tree], len(tree)) / seconds).max())
 
 

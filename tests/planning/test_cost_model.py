@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hf_retrieval_assist.planning import cost_store
+from hf_retrieval_assist.planning.clipped_mean import ClippedMean
 from hf_retrieval_assist.planning.cost_model import KNOTS, MAX_TOKENS, CostModel
 from hf_retrieval_assist.planning.cost_store import CostKey, CostModels, size_bucket
 
@@ -123,15 +124,22 @@ def test_fixed_learns_nothing():
     assert model.seconds(10) == 6.0
 
 
-def test_overheads_are_means_that_outliers_hardly_move():
+def test_the_overhead_is_a_mean_that_outliers_hardly_move():
     model = CostModel()
+    assert model.overhead() == 0
     for _ in range(50):
-        model.observe_overhead("draft", 1e-4)
-        model.observe_overhead("walk", 3e-4)
-    model.observe_overhead("draft", 1.0)
-    assert model.overhead("draft") == pytest.approx(1.1e-4)
-    assert model.overhead() == pytest.approx(4.1e-4)
-    assert model.overhead("unheard of") == 0
+        model.observe_overhead(1e-4)
+    model.observe_overhead(1.0)
+    assert model.overhead() == pytest.approx(1.1e-4)
+
+
+def test_a_clipped_mean_starts_from_the_first_thing_it_sees():
+    mean = ClippedMean(0.5)
+    seen = []
+    for seconds in (0.0, 4.0, 2.0, 1000.0):
+        mean.observe(seconds)
+        seen.append(mean.value)
+    assert seen == [0.0, 4.0, 3.0, 4.5]
 
 
 def test_size_buckets():
@@ -159,11 +167,11 @@ def test_a_longer_cache_starts_from_the_shorter_one():
 def test_saved_models_start_warm(tmp_path):
     models = CostModels(tmp_path)
     feed(models.get(KEY), CURVES["linear"], 100)
-    models.get(KEY).observe_overhead("draft", 2e-4)
+    models.get(KEY).observe_overhead(2e-4)
     models.save("model")
     again = CostModels(tmp_path).get(KEY)
     assert np.allclose(again.curve(96), models.get(KEY).curve(96))
-    assert again.overhead("draft") == pytest.approx(2e-4)
+    assert again.overhead() == pytest.approx(2e-4)
     check_invariants(again)
     feed(again, CURVES["flat"], 80, seed=1)
     assert worst_error(again, CURVES["flat"]) < 1.4
@@ -190,7 +198,8 @@ def damaged_files():
         "text for numbers": with_state(noise="loud"),
         "negative noise": with_state(noise=-1.0),
         "uncertainty above one": with_state(uncertainty=[2.0] * len(KNOTS)),
-        "overheads": with_state(overheads=[1]),
+        "overhead": with_state(overhead=[1]),
+        "negative overhead": with_state(overhead=-1.0),
         "nested too deep": "[" * 100_000,
     }
 

@@ -1,0 +1,273 @@
+"""Every kind of file that is read, damaged at random: it is refused by one clear error, or harmless."""
+
+import json
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from hf_retrieval_assist import Datastore, EagleHead, OutputMemory
+from hf_retrieval_assist.corpus.readers import Skipped, read_texts
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.rest import RestDrafter
+from hf_retrieval_assist.kernels.tuning import Tuning
+from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
+
+from .eagle_fixtures import load_case
+
+COUNTS = [100, pytest.param(10_000, marks=pytest.mark.slow)]
+VOCAB = 300
+INTERESTING = [
+    b"\0\0\0\0",
+    b"\xff\xff\xff\xff",
+    b"\xff\xff\xff\x7f",
+    b"\0\0\0\x80",
+    b"\1",
+    b"{",
+    b'"',
+]
+VALUES = [
+    *(None, True, 0, -1, 1, 1.5, 2**31, 2**70, 1e400, -1e400, float("nan"), "", "x", "../x"),
+    *([], [0], {}, {"a": 1}, [[1, 2]], ["x"] * 3),
+]
+
+
+def damaged(data, rng):
+    """Some bytes of a file changed, inserted, left out, repeated, exchanged or cut off."""
+    data = bytearray(data)
+    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+        place, length = rng.randrange(len(data) + 1), rng.choice([1, 2, 4, 8, 64])
+        end = min(place + length, len(data))
+        match rng.randrange(7):
+            case 0:
+                data[place:end] = rng.randbytes(end - place)
+            case 1:
+                data[place:end] = rng.choice(INTERESTING)
+            case 2:
+                data[place:place] = rng.randbytes(length)
+            case 3:
+                del data[place:end]
+            case 4:
+                data[place:place] = data[place:end]
+            case 5:
+                other = rng.randrange(len(data) + 1)
+                data[other : other + end - place] = data[place:end]
+            case 6:
+                del data[place:]
+    return bytes(data)
+
+
+def altered(value, rng):
+    """A value of a JSON text changed, left out or given another name."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        changed, key = dict(value), rng.choice(list(value))
+        match rng.randrange(8):
+            case 0:
+                del changed[key]
+            case 1:
+                changed[rng.choice(["x", "", key.upper()])] = changed.pop(key)
+            case _:
+                changed[key] = altered(value[key], rng)
+        return changed
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        changed = list(value)
+        place = rng.randrange(len(value))
+        changed[place] = altered(value[place], rng)
+        return changed
+    return rng.choice(VALUES)
+
+
+def damaged_json(data, rng):
+    if rng.random() < 0.5:
+        return damaged(data, rng)
+    return json.dumps(altered(json.loads(data), rng)).encode()
+
+
+def damage(path, count, damage_of=damaged):
+    """Put `count` damaged contents into a file, one after the other."""
+    good, rng = path.read_bytes(), random.Random(0)
+    for _ in range(count):
+        path.write_bytes(damage_of(good, rng))
+        yield
+    path.write_bytes(good)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def refused_or(use, *errors):
+    """What `use` returns; None where it raises ValueError, which must say something."""
+    try:
+        return use()
+    except (ValueError, *errors) as error:
+        assert str(error)
+        return None
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_logs_of_outputs(tmp_path, count):
+    path, rng = tmp_path / "log", np.random.default_rng(0)
+    written = [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 30, 70, 2)]
+    memory = OutputMemory(path=path, max_depth=8)
+    for output in written:
+        memory.add(output, "model")
+    opened = 0
+    for _ in damage(path, count):
+        memory = refused_or(lambda: OutputMemory(path=path, max_depth=8))
+        if memory is not None:
+            opened += 1
+            memory.check_invariants()
+            tree = memory.tree("model")
+            found = [] if tree is None else [tree.tokens(o.sequence) for o in memory._outputs]
+            assert all(tokens.tolist() in written for tokens in found)
+            memory.add([1, 2, 3], "model")
+    assert 0 < opened < count
+
+
+@pytest.fixture
+def store(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 20, 30).tolist() for _ in range(8)]
+    return Datastore.build(documents, tmp_path / "store", vocab_size=VOCAB, progress=False)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_manifests(store, count):
+    expected = store.manifest
+    for _ in damage(store.path / "manifest.json", count, damaged_json):
+        opened = refused_or(lambda: Datastore.open(store.path))
+        assert opened is None or opened.manifest == expected
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("part", ["tokens", "suffixes", "starts"])
+def test_shards(store, part, count):
+    (path,) = store.path.glob(f"*.{part}")
+    good, used = path.read_bytes(), 0
+    prompt = np.array([3, 1, 4, 1, 5], np.int32)
+
+    def same_size(data, rng):
+        changed = damaged(data, rng)
+        return changed if rng.random() < 0.1 else (changed + good)[: len(good)]
+
+    for _ in damage(path, count, same_size):
+        opened = refused_or(lambda: Datastore.open(store.path))
+        if opened is not None:
+            used += 1
+            session = RestDrafter(opened).start(prompt, Target(VOCAB))
+            for token in (2, 0, 19):
+                tree = session.propose(64)
+                tree.check_invariants()
+                assert all(0 <= token_id < VOCAB for token_id in tree.token_ids.tolist())
+                session.commit([token], None)
+            if path.read_bytes() != good:
+                with pytest.raises(ValueError, match="altered"):
+                    opened.verify()
+    assert used
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_saved_costs(tmp_path, count):
+    key = CostKey("model", "cpu", "float32", "sdpa", 1, 1024)
+    models = CostModels(tmp_path)
+    models.get(key).observe(4, 0.1)
+    models.save("model")
+    (path,) = tmp_path.iterdir()
+    for _ in damage(path, count, damaged_json):
+        curve = CostModels(tmp_path).get(key).curve(64)
+        assert not np.isnan(curve).any()
+        assert (np.diff(curve) >= 0).all()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_tunings(tmp_path, count):
+    path, methods = tmp_path / "tuning.json", {"kernel", "pytorch"}
+    for key in ("a", "b"):
+        Tuning(methods, path).name(key, lambda: "pytorch")
+    for _ in damage(path, count, damaged_json):
+        assert Tuning(methods, path).name("a", lambda: "kernel") in methods
+
+
+def loads_finite(folder, target):
+    """Whether a head loads; one that does must compute numbers."""
+    head = refused_or(lambda: EagleHead.from_pretrained(folder, target))
+    if head is None:
+        return False
+    with torch.inference_mode():
+        states = torch.ones(1, 2, head.config.feature_width)
+        assert head.fuse(states).shape[-1] == head.config.hidden_size
+    return True
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
+def test_settings_of_heads(tmp_path, name, count):
+    case = load_case(name)
+    case.save(tmp_path)
+    target = case.target()
+    path = tmp_path / "config.json"
+    content = {**json.loads(path.read_bytes()), "rope_scaling": YARN}
+    path.write_text(json.dumps(content))
+    loaded = sum(loads_finite(tmp_path, target) for _ in damage(path, count, damaged_json))
+    assert 0 < loaded < count
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 8}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "index"])
+def test_weights_of_heads(tmp_path, kind, count):
+    case = load_case("eagle3_d2t")
+    case.save(tmp_path)
+    path = tmp_path / "model.safetensors"
+    if kind == "bin":
+        path.unlink()
+        path = tmp_path / "pytorch_model.bin"
+        torch.save(case.published(), path)
+    if kind == "index":
+        names = dict.fromkeys(case.published(), path.name)
+        path = tmp_path / "model.safetensors.index.json"
+        path.write_text(json.dumps({"weight_map": names}))
+    target = case.target()
+    header = 2_000  # where names and shapes stand; numbers behind them are any numbers
+
+    def in_header(data, rng):
+        if kind == "index":
+            return damaged_json(data, rng)
+        whole = rng.random() < 0.3
+        return damaged(data, rng) if whole else damaged(data[:header], rng) + data[header:]
+
+    for _ in damage(path, count, in_header):
+        loads_finite(tmp_path, target)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+def test_corpora(tmp_path, kind, count):
+    path, rows = tmp_path / f"rows.{kind}", ["one", "zwei", "trois \u2028", "vier"]
+    if kind == "parquet":
+        pa = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pa.table({"text": rows}), path)
+    elif kind == "jsonl":
+        path.write_text("\n".join(json.dumps({"text": row}) for row in rows))
+    else:
+        path.write_text("\n".join(rows), encoding="utf-8")
+    for _ in damage(path, count):
+        texts = refused_or(lambda: list(read_texts([str(path)])))
+        skipped = Skipped()
+        spared = list(read_texts([str(path)], skip_bad=True, skipped=skipped))
+        if texts is None:
+            assert skipped.bad
+            assert skipped.example.startswith(str(path))
+        else:
+            assert (spared, skipped.bad) == (texts, 0)
+        assert all(text.encode().decode() == text for text in spared)
