@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .attachment import attach, detach
     from .candidate_generator import RetrievalCandidateGenerator
     from .corpus.datastore import Datastore
+    from .drafters.early_exit import EarlyExit
     from .eagle.head import EagleHead
     from .hook import install, uninstall
     from .memory.output_memory import OutputMemory
@@ -35,6 +36,7 @@ __all__ = [
     "Assistant",
     "Datastore",
     "EagleHead",
+    "EarlyExit",
     "OutputMemory",
     "RestAssistant",
     "RetrievalCandidateGenerator",
@@ -55,6 +57,7 @@ _MODULES = {
     "Assistant": "assistants",
     "Datastore": "corpus.datastore",
     "EagleHead": "eagle.head",
+    "EarlyExit": "drafters.early_exit",
     "OutputMemory": "memory.output_memory",
     "RestAssistant": "presets",
     "RetrievalCandidateGenerator": "candidate_generator",

@@ -14,6 +14,7 @@ from .drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter, Tokens
 from .drafters.base import Drafter, DraftSession
 from .drafters.draft_model import DraftModelDrafter
 from .drafters.eagle import EagleDrafter
+from .drafters.mtp import MtpDrafter
 from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
 from .drafters.token_recycling import TokenRecyclingDrafter
@@ -30,8 +31,15 @@ _LEAST_PROB = 0.01
 _PAPER_ALPHA = 4.0
 
 
+_NAMED: dict[str, type[Drafter]] = {
+    "token_recycling": TokenRecyclingDrafter,
+    "mtp": MtpDrafter,
+}
+
+
 def fallback_drafters(fallback: Any) -> list[Drafter]:
-    """The drafter that a preset's `fallback=` names, if any.
+    """The drafters that a preset's `fallback=` names; cheap ones first, so that costly ones are
+    asked for what the others lack.
 
     Raises:
         ValueError: an unknown name.
@@ -39,19 +47,25 @@ def fallback_drafters(fallback: Any) -> list[Drafter]:
     """
     if fallback is None:
         return []
-    if isinstance(fallback, Drafter):
-        return [fallback]
-    if isinstance(fallback, EagleHead):
-        return [EagleDrafter(fallback)]
-    if isinstance(fallback, PreTrainedModel):
-        return [DraftModelDrafter(fallback)]
-    if fallback == "token_recycling":
-        return [TokenRecyclingDrafter()]
+    several = fallback if isinstance(fallback, (list, tuple)) else [fallback]
+    return sorted(map(_fallback_drafter, several), key=lambda drafter: drafter.costly)
+
+
+def _fallback_drafter(fallback: Any) -> Drafter:
+    names = " or ".join(map(repr, _NAMED))
     if isinstance(fallback, str):
-        raise ValueError(f"fallback: expected 'token_recycling', got {fallback!r}")
+        if fallback not in _NAMED:
+            raise ValueError(f"fallback: expected {names}, got {fallback!r}")
+        return _NAMED[fallback]()
+    if isinstance(fallback, Drafter):
+        return fallback
+    if isinstance(fallback, EagleHead):
+        return EagleDrafter(fallback)
+    if isinstance(fallback, PreTrainedModel):
+        return DraftModelDrafter(fallback)
     raise TypeError(
-        "fallback: expected 'token_recycling', a draft model, an EagleHead, a drafter or None, "
-        f"got {type(fallback).__name__}"
+        f"fallback: expected {names}, a draft model, an EagleHead, a drafter, a list of these or "
+        f"None, got {type(fallback).__name__}"
     )
 
 
@@ -71,7 +85,8 @@ class SamAssistant(Assistant):
 
     Args:
         corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
-        fallback: "token_recycling", a draft model, an `EagleHead`, a drafter, or None.
+        fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers; a draft
+            model; an `EagleHead`; a drafter; a list of these, whose drafts become one tree; None.
         min_match: shortest match that drafts under "paper", in tokens.
         corpus_bias: tokens by which a corpus match must be longer than one in the text.
         max_draft: longest draft from a match under "paper".

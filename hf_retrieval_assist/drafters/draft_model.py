@@ -27,6 +27,9 @@ PROB_MIDDLES = np.array(
 )
 RANKS = 4  # the last one stands for all further ranks
 
+PRIORS: Float32Array = np.repeat(PROB_MIDDLES, RANKS)
+"""Of the evidence classes: the model's own probabilities, as if right about them at any rank."""
+
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
 
@@ -101,7 +104,7 @@ class DraftModelDrafter(Drafter):
 
     def priors(self) -> Float32Array:
         """The model's own probabilities, as if it were right about them at any rank."""
-        return np.repeat(PROB_MIDDLES, RANKS)
+        return PRIORS
 
 
 @dataclass(frozen=True, eq=False)

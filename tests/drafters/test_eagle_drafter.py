@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.drafters.base import Feedback, FeedbackNeeds, Target
-from hf_retrieval_assist.drafters.eagle import EagleDrafter, EagleSession
+from hf_retrieval_assist.drafters.eagle import EagleDrafter
+from hf_retrieval_assist.drafters.feature_session import FeatureSession
 from hf_retrieval_assist.eagle import EagleHead
 from hf_retrieval_assist.target.feature_taps import FeatureTap
 from hf_retrieval_assist.token_tree import TokenTree
@@ -54,7 +55,7 @@ def features(target: torch.nn.Module, head: EagleHead, text: list[int]) -> torch
     return tap.features[0]
 
 
-def start(head: EagleHead, prompt: Sequence[int], **sizes: float) -> EagleSession:
+def start(head: EagleHead, prompt: Sequence[int], **sizes: float) -> FeatureSession:
     drafter = EagleDrafter(head, **{"top_k": 4, "depth": 3, "total": 12, **sizes})
     return drafter.start(np.array(prompt, np.int32), Target(vocab_size=VOCAB))
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hf_retrieval_assist.drafters.base import Feedback, Target
-from hf_retrieval_assist.drafters.eagle import EagleDrafter, EagleSession
+from hf_retrieval_assist.drafters.eagle import EagleDrafter
+from hf_retrieval_assist.drafters.feature_session import FeatureSession
 from hf_retrieval_assist.eagle import EagleHead
 from hf_retrieval_assist.eagle.cache import HeadCache
 from hf_retrieval_assist.eagle.head import Eagle1Head, FusingLayer
@@ -32,7 +33,7 @@ def load(case: Case, folder: Path, **overrides: Any) -> EagleHead:
     return EagleHead.from_pretrained(case.save(folder), case.target(), **overrides)
 
 
-def session_of(case: Case, head: EagleHead) -> EagleSession:
+def session_of(case: Case, head: EagleHead) -> FeatureSession:
     """A session that keeps all candidates, so that no node is left unexpanded."""
     top_k, depth = case.tree["top_k"], case.tree["depth"]
     candidates = top_k + depth * top_k**2
