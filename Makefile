@@ -6,8 +6,9 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
-.PHONY: demo test test-all test-arm test-debug test-ecosystem test-matrix \
-	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results quality style build wheel clean
+.PHONY: demo test test-all test-arm test-contract test-debug test-ecosystem test-matrix \
+	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results docs recording quality style \
+	build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
@@ -19,7 +20,7 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
 build: $(VENV)/.installed
 
 demo: build
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m hf_retrieval_assist.cli demo $(DEMO)
 
 test: build
 	$(BIN)/python -m pytest -m "not slow and not demo" -n 2
@@ -44,6 +45,10 @@ test-arm: build
 MATRIX_TESTS := $(addprefix tests/,decoding target drafters/test_draft_model.py \
 	drafters/test_eagle_lossless.py drafters/test_residual.py drafters/test_sequoia.py \
 	test_candidate_generator.py test_hook.py test_presets.py)
+# The same tests with whatever version of transformers is there.
+test-contract: build
+	$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2 $(MATRIX_TESTS)
+
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 
 define layered
@@ -86,6 +91,14 @@ bench-recorded: build
 results: build
 	$(BIN)/python -m benchmarks.tables
 
+# The documentation, into build/site; warnings are errors.
+docs: build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# The README's picture, from a run of now.
+recording: build
+	$(BIN)/python -m hf_retrieval_assist.cli demo --svg docs/assets/demo.svg
+
 quality: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -95,9 +108,12 @@ style: build
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A source distribution, a wheel made from it, and that wheel tried in an empty environment.
 wheel: build
 	$(PIP) install --quiet build
+	rm -rf dist
 	$(BIN)/python -m build
+	bash wheels/check.sh $(BIN)/python build/wheel-environment
 
 clean:
 	rm -rf build dist *.egg-info hf_retrieval_assist/*/*.so

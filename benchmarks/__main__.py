@@ -19,6 +19,7 @@ from . import (
     plots,
     repeated,
     replay,
+    spec_bench,
     step,
     structures,
 )
@@ -32,6 +33,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "forwards": forwards,
     "replay": replay,
     "model": model,
+    "spec_bench": spec_bench,
     "repeated": repeated,
     "kernel": kernel,
     "step": step,

@@ -11,6 +11,8 @@ import functools
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .versions import require_supported_versions
+
 if TYPE_CHECKING:
     from .assistants import Assistant
     from .attachment import attach, detach
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
         SequoiaAssistant,
         SuffixAssistant,
     )
+    from .record.record import Record
+    from .record.suggest import suggest
     from .simulation import SimulationReport, simulate
     from .token_tree import TokenTree
 
@@ -38,6 +42,7 @@ __all__ = [
     "EagleHead",
     "EarlyExit",
     "OutputMemory",
+    "Record",
     "RestAssistant",
     "RetrievalCandidateGenerator",
     "RolloutAssistant",
@@ -50,6 +55,7 @@ __all__ = [
     "detach",
     "install",
     "simulate",
+    "suggest",
     "uninstall",
 ]
 
@@ -59,6 +65,7 @@ _MODULES = {
     "EagleHead": "eagle.head",
     "EarlyExit": "drafters.early_exit",
     "OutputMemory": "memory.output_memory",
+    "Record": "record.record",
     "RestAssistant": "presets",
     "RetrievalCandidateGenerator": "candidate_generator",
     "RolloutAssistant": "presets",
@@ -71,6 +78,7 @@ _MODULES = {
     "detach": "attachment",
     "install": "hook",
     "simulate": "simulation",
+    "suggest": "record.suggest",
     "uninstall": "hook",
 }
 
@@ -91,4 +99,5 @@ def __dir__() -> list[str]:
 @functools.cache
 def _give_generate_its_keyword() -> None:
     """Once, so that it stays away after `uninstall`."""
+    require_supported_versions()
     import_module(".hook", __name__).install()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from . import attachment
-from .decoding.loop import decode
 from .drafters.base import ChildDraw, Drafter, DraftSession, FeedbackNeeds, Target, close_all
 from .drafters.feedback import RowFeedback, prompt_feedback
 from .locks import Lock
@@ -23,6 +21,8 @@ from .planning.clipped_mean import ClippedMean
 from .planning.cost_model import CostModel
 from .planning.cost_store import CostModels
 from .planning.planner import Budget, Planner, token_rate
+from .record import CallRecord, Record, Step
+from .record.html import assistant_html
 from .stats import CallStats, Stats
 from .token_tree import TokenTree
 
@@ -76,6 +76,7 @@ class Assistant:
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
         self.learn = True
         self._lock = Lock()
+        self._records: list[Record] = []
 
     def private(self) -> Assistant:
         """This assistant for texts that must leave no trace in what later texts are drafted from.
@@ -89,6 +90,8 @@ class Assistant:
 
     def attached(self, model: Any) -> AbstractContextManager[Assistant]:
         """A scope in which calls of `model.generate` by others are assisted; see `attach`."""
+        from . import attachment
+
         return attachment.attached(model, self)
 
     def __copy__(self) -> Assistant:
@@ -117,6 +120,9 @@ class Assistant:
         **model_kwargs: Any,
     ) -> Any:
         """Decode; what `generate(custom_generate=assistant)` calls."""
+        # Here, because engines that have a loop of their own draft with assistants too.
+        from .decoding.loop import decode
+
         return decode(
             model,
             self,
@@ -150,10 +156,45 @@ class Assistant:
             return [tree.prune(self.planner.request()) for tree in trees]
         return self.planner.plan_batch(trees, cost, extra_tokens)
 
-    def record(self, call: CallStats) -> None:
-        """Count a finished call."""
+    @contextmanager
+    def record(
+        self, tokenizer: Any = None, on_step: Callable[[Step], None] | None = None
+    ) -> Iterator[Record]:
+        """Record every call that starts inside the block, in whatever thread.
+
+        Args:
+            tokenizer: to show tokens as text.
+            on_step: called with every finished step, while the call goes on.
+        """
+        record = Record(tokenizer, on_step)
+        with self._lock:
+            self._records.append(record)
+        try:
+            yield record
+        finally:
+            with self._lock:
+                self._records.remove(record)
+
+    def observe(self, prompts: Sequence[NDArray[np.int32]], call: CallStats) -> CallRecord | None:
+        """What a call that starts now has to tell its steps to; None where nobody records."""
+        with self._lock:
+            records = list(self._records)
+        if not records:
+            return None
+        listeners = [record.on_step for record in records if record.on_step is not None]
+        observed = CallRecord(prompts, call, self.drafters, listeners)
+        for record in records:
+            record.calls.append(observed)
+        return observed
+
+    def count(self, call: CallStats) -> None:
+        """Add a finished call to the statistics."""
         with self._lock:
             self.stats.record(call)
+
+    def _repr_html_(self) -> str:
+        """Drafters and figures, for notebooks."""
+        return assistant_html(self)
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
@@ -210,6 +251,7 @@ class AssistantSession:
                 self.sessions.append(drafter.start(prompt_ids, target))
             started.pop_all()
         self.calibrations = [calibrator.session() for calibrator in assistant.calibrators]
+        self.drafts: list[TokenTree] = []  # the last proposals, one of each drafter
 
     def begin(
         self,
@@ -233,6 +275,7 @@ class AssistantSession:
             else:
                 draft = self._draft(i, budget)
             drafts.append(draft)
+        self.drafts = drafts
         paper = planner.budget == "paper"
         tree = self.assistant.choose(self.sessions, drafts) if paper else union(drafts)
         return tree if max_depth is None else tree.cut_depth(max_depth)

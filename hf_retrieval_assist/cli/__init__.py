@@ -9,13 +9,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import calibrate, datastore, train_head
+from . import calibrate, datastore, demo, train_head
 
 PROGRAM = "hf-retrieval-assist"
 
 COMMANDS = {
     **datastore.COMMANDS,
     "calibrate": calibrate.COMMAND,
+    "demo": demo.COMMAND,
     "train-head": train_head.COMMAND,
 }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationMode
@@ -18,6 +20,8 @@ from ..target import host
 from ..target.kv_cache import SlotCache, has_slots
 from ..target.service import choose_service
 from ..target.tiers import REPLAYS_ONE_ROW, Service, Tier
+from ..token_tree import Int32Array
+from .row_text import strip_padding
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +74,12 @@ class Call:
     @property
     def batch_size(self) -> int:
         return len(self.input_ids)
+
+    @cached_property
+    def prompts(self) -> list[Int32Array]:
+        """int32 [length] for each row, without padding."""
+        rows = strip_padding(self.input_ids, self.model_kwargs.get("attention_mask"))
+        return [ids.cpu().numpy().astype(np.int32) for ids in rows]
 
     def service(self) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it."""

@@ -26,19 +26,21 @@ from ..target import host
 from ..target.feature_taps import FeatureTaps
 from ..target.fingerprint import fingerprint
 from ..target.kv_cache import SlotCache
+from ..target.ranks import Ranks
 from ..target.tiers import Service, Tier, cache_for
 from ..target.verified import Verified
 from ..target.verifiers import Verifier
 from ..token_tree import TokenTree
 from .call import Call, refused_mode
 from .recorder import OutputRecorder
-from .row_text import RowText, strip_padding
+from .row_text import RowText
 from .selection import TokenSelector
 from .stopping import Stopping
 from .walk import Path, Walk
 
 if TYPE_CHECKING:
     from ..assistants import Assistant, AssistantSession
+    from ..record import CallRecord
 
 # Keyword arguments with one entry per token.
 _PER_TOKEN = (
@@ -90,15 +92,18 @@ def decode(
         raise ValueError(refusal)
     service = call.service()
     counts = CallStats(tier=service.tier.value, calls=1)
+    record = assistant.observe(call.prompts, counts)
     started = time.perf_counter()
     if service.tier is Tier.PLAIN:
         result = call.run_plainly()
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         counts.count_plain(sequences.shape[1] - input_ids.shape[1], len(input_ids))
+        if record is not None:
+            record.plain(sequences[:, input_ids.shape[1] :].tolist())
     else:
-        result = Generation(call, assistant, service, counts).run()
+        result = Generation(call, assistant, service, counts, record).run()
     counts.seconds["total"] = time.perf_counter() - started
-    assistant.record(counts)
+    assistant.count(counts)
     assistant.costs.save_at_times(fingerprint(model))
     return result
 
@@ -113,8 +118,16 @@ class Span:
 class Generation:
     """One call to `generate`: its rows, their draft sessions, the cache and the outputs."""
 
-    def __init__(self, call: Call, assistant: Assistant, service: Service, counts: CallStats):
+    def __init__(
+        self,
+        call: Call,
+        assistant: Assistant,
+        service: Service,
+        counts: CallStats,
+        record: CallRecord | None,
+    ):
         self.call = call
+        self.record = record
         self.model = call.model
         self.assistant = assistant
         self.service = service
@@ -134,16 +147,23 @@ class Generation:
         self.keeps_cache = call.keeps_cache(service)
         self.cache = self._slot_cache(call.input_ids.shape[1] + room)
         self.verifier: Verifier | None = None
-        self.reroute = reroute(assistant.reroute and call.input_ids.device.type == "cpu")
+        self.ranks = Ranks.of(call.model)
+        if self.residual and self.ranks.several:
+            # The other ranks would not know what the first one has drawn from.
+            raise ValueError("residual: expected False with a tensor-parallel model, got True")
+        # Every rank has to compute the same bits, which methods chosen by timings need not give.
+        rerouted = assistant.reroute and not self.ranks.several
+        self.reroute = reroute(rerouted and call.input_ids.device.type == "cpu")
         self.taps = FeatureTaps(self.model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = []
 
     def run(self) -> Any:
         """The whole call; what plain `generate` returns."""
         device, synced = self.call.input_ids.device, self.call.synced_gpus
-        with ExitStack() as opened:
+        with self.ranks, ExitStack() as opened:
             try:
                 self._open_sessions(opened)
+                self.ranks.begin()
                 self.verifier = self.prefill()
                 # The criteria may be met by the first token; other processes may still wait.
                 while host.has_unfinished(self.model, self.finished, synced, device):
@@ -172,6 +192,9 @@ class Generation:
         self._observe(cost, verified.width, forward.seconds, walked.seconds)
         with self._timed("draft"):
             self._learn(running, trees, verified, paths)
+        if self.record is not None:
+            rows = [row.index for row in running]
+            self.record.step(rows, self.sessions, trees, paths)
 
     @property
     def running(self) -> list[RowText]:
@@ -214,6 +237,8 @@ class Generation:
                 logits = outputs.logits[i] if self.assistant.needs_logits else None
                 shown = {name: found[i] for name, found in states.items()}
                 session.begin(path.tokens, logits, shown)
+        if self.record is not None:
+            self.record.begin(paths)
         return verifier
 
     def _kwargs_of_steps(self, outputs: Any) -> dict[str, Any]:
@@ -227,9 +252,13 @@ class Generation:
         self, running: Sequence[RowText], verifier: Verifier, cost: CostModel
     ) -> list[TokenTree]:
         """What to verify of each row; nothing of finished ones, which bring no more tokens."""
+
+        def plan() -> list[TokenTree]:
+            drafts = verifier.limit([self._draft(row, cost) for row in running])
+            return self.assistant.plan(drafts, cost, verifier.backlog(self.rows))
+
         trees = [TokenTree.empty()] * len(self.rows)
-        drafts = verifier.limit([self._draft(row, cost) for row in running])
-        planned = self.assistant.plan(drafts, cost, verifier.backlog(self.rows))
+        planned = self.ranks.agree(plan, len(running))
         for row, tree in zip(running, planned, strict=True):
             trees[row.index] = tree
         return trees
@@ -307,6 +336,8 @@ class Generation:
         """What plain `generate` returns."""
         end = self.stopping.end(self.rows)
         verifier.finish(end)
+        if self.record is not None:
+            self.record.finish(end)
         for row in self.rows:
             # What a row generated while it waited for others.
             row.cut(end)
@@ -351,8 +382,8 @@ class Generation:
             fingerprint=fingerprint(self.model),
             model=self.model,
         )
-        for ids in strip_padding(call.input_ids, call.model_kwargs.get("attention_mask")):
-            session = self.assistant.start(ids.cpu().numpy().astype(np.int32), target)
+        for prompt_ids in call.prompts:
+            session = self.assistant.start(prompt_ids, target)
             opened.callback(session.close)
             self.sessions.append(session)
 

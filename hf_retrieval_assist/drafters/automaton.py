@@ -111,6 +111,7 @@ class AutomatonDrafter(Drafter):
     """
 
     name = "automaton"
+    origins = ("text",)
 
     def __init__(self, max_draft: int = 40, min_match: int = 1, latest: bool = True) -> None:
         _require_positive(max_draft=max_draft, min_match=min_match)
@@ -172,6 +173,7 @@ class StaticAutomatonDrafter(Drafter):
     """
 
     name = "corpus automaton"
+    origins = ("corpus",)
 
     def __init__(
         self,

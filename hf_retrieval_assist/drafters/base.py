@@ -145,3 +145,12 @@ class Drafter(ABC):
         observation. Calibration starts here.
         """
         return np.empty(0, np.float32)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """Where this drafter's nodes come from, as records of calls name it."""
+        return (self.name.replace("_", " "),)
+
+    def origins_of(self, classes: Int32Array) -> Int32Array:
+        """int32 [n]: for nodes of these evidence classes, int32 [n], the index in `origins`."""
+        return np.zeros(len(classes), np.int32)

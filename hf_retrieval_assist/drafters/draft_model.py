@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..locks import Lock
 from ..planning.cost_model import CostModel
 from ..structures import draft_tree
+from ..target.ranks import require_whole
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import ChildDraw, Drafter, DraftSession, Feedback, Target
 from .draft_stream import DraftStream, mask_rules
@@ -91,6 +92,7 @@ class DraftModelDrafter(Drafter):
                 f"expected a draft model with the target's vocabulary of {target.vocab_size} ids, "
                 f"got {type(self.model).__name__} with {self.vocab_size}"
             )
+        require_whole(self.model, "draft model")
         return DraftModelSession(self, prompt_ids, self.chooser(target.fingerprint))
 
     def chooser(self, fingerprint: str) -> ShapeChooser:

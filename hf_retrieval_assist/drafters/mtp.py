@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..target.kv_cache import SlotCache
 from ..target.mtp_layers import MtpLayers, mtp_layers
+from ..target.ranks import require_whole
 from ..target.tree_attention import FedTrees, TreeAttention
 from ..target.verifiers import _state_of
 from ..token_tree import Float32Array, TokenTree
@@ -56,6 +57,7 @@ class MtpDrafter(Drafter):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
         if target.model is None:
             raise ValueError("fallback 'mtp': expected the target model, got none (a simulation)")
+        require_whole(target.model, "fallback 'mtp'")
         stream = MtpStream(mtp_layers(target.model), self._limits_for(mtp_layers(target.model)))
         return FeatureSession(stream, prompt_ids, self.limits.total - 1)
 

@@ -61,6 +61,7 @@ class RestDrafter(Drafter):
     """
 
     name = "rest"
+    origins = ("corpus",)
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..memory.output_memory import OutputMemory, RunningOutput, prompt_group
 from ..structures.suffix_tree import BLEND_SHAPE, MAX_DEPTH, Speculation, SuffixTree
-from ..token_tree import Float32Array, TokenTree
+from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 
 # The middle of each bucket of evidence.
@@ -120,6 +120,14 @@ class SuffixDrafter(Drafter):
 
     def priors(self) -> Float32Array:
         return self._priors.astype(np.float32)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return ("text or memory",) if self.scored else ("text", "memory")
+
+    def origins_of(self, classes: Int32Array) -> Int32Array:
+        # The first dimension of the classes; scored drafts' classes fit into its first half.
+        return classes // (len(self.rates) // 2)
 
 
 def _frequency_tree(draft: Speculation, vocab_size: int) -> TokenTree:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..target.host import compute_device, is_offloaded, onloaded
+from ..target.ranks import require_whole
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class BorrowedLayers:
     the target's memory is shared; of an offloaded embedding matrix a copy is kept on the device
     that the target computes on.
 
+    Raises:
+        ValueError: the matrix is quantised, or spread over processes.
+
     Attributes:
         device: where the target looks up embeddings.
         embedding_weight: [V, Ht].
@@ -42,6 +46,7 @@ class BorrowedLayers:
     """
 
     def __init__(self, target: Any) -> None:
+        require_whole(target, "target")
         embeddings = target.get_input_embeddings()
         self.device = compute_device(embeddings)
         self.embedding_weight = float_weight(embeddings, self.device)

@@ -94,12 +94,28 @@ class Planner:
             return list(trees)
         width = self.budget
         if width == "auto":
-            width = self._best_width(trees, cost, extra_tokens)
+            tokens = expected_tokens(trees, max(map(len, trees)))
+            width = self._best_width(tokens, cost, extra_tokens)
         return [tree.prune(width) for tree in trees]
 
-    def _best_width(self, trees: Sequence[TokenTree], cost: CostModel, extra_tokens: int) -> int:
-        widest = max(map(len, trees))
-        tokens = expected_tokens(trees, widest)
+    def plan_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> list[TokenTree]:
+        """The part of each row's tree to verify, when rows are packed without padding.
+
+        The nodes of all rows compete for the forward; `cost` is t(n) for n tokens in all.
+        """
+        if self.budget != "auto":
+            return self.plan_batch(trees, cost)
+        probs = np.concatenate([tree.probs for tree in trees])
+        order = np.argsort(-probs, kind="stable")
+        tokens = np.concatenate([[len(trees)], probs[order]]).cumsum()
+        chosen = order[: self._best_width(tokens, cost, len(trees) - 1)]
+        ends = np.cumsum([len(tree) for tree in trees])
+        counts = np.bincount(np.searchsorted(ends, chosen, side="right"), minlength=len(trees))
+        return [tree.prune(count) for tree, count in zip(trees, counts.tolist(), strict=True)]
+
+    def _best_width(self, tokens: Float64Array, cost: CostModel, extra_tokens: int) -> int:
+        """The number of nodes at which `tokens`, float64 [nodes + 1], come fastest."""
+        widest = len(tokens) - 1
         seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:] + cost.overhead()
         rates = tokens / seconds
         best = int(rates.argmax())

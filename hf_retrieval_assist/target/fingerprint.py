@@ -21,10 +21,15 @@ def fingerprint(model: Any) -> str:
     dtype.
     """
     if model not in _fingerprints:
-        facts = [model.config.name_or_path, _lasting(model.config.to_diff_dict())]
-        text = json.dumps(facts, sort_keys=True, default=str)
-        _fingerprints[model] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        _fingerprints[model] = config_fingerprint(model.config)
     return _fingerprints[model]
+
+
+def config_fingerprint(config: Any) -> str:
+    """`fingerprint` of the models that have this configuration."""
+    facts = [config.name_or_path, _lasting(config.to_diff_dict())]
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _lasting(settings: Any) -> Any:

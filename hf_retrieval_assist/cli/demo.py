@@ -1,0 +1,46 @@
+"""The command `hf-retrieval-assist demo`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .command import Command
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "--measure", action="store_true", help="medians of several silent runs, as a table"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each kind for --measure")
+    parser.add_argument("--device", default="cpu", help="torch device, e.g. cuda")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="record the first task as an animated picture"
+    )
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Plain and assisted decoding side by side on a real model."""
+    from .. import demo_model
+    from ..demo.comparison import warm_up
+    from ..demo.measure import measure
+    from ..demo.picture import animation
+    from ..demo.show import show
+    from ..planning.cost_store import CostModels
+
+    print("Gemma-3-270M (base), float32; prepared once, then kept.", flush=True)
+    model, tokenizer = demo_model.load_demo_model()
+    model.to(args.device)
+    costs = CostModels()
+    print("Warming up.\n", flush=True)
+    warm_up(model, tokenizer, costs)
+    if args.measure:
+        measure(model, tokenizer, costs, args.repeats)
+        return
+    found = show(model, tokenizer, costs)
+    if args.svg is not None:
+        args.svg.write_text(animation(found[0]), encoding="utf-8")
+
+
+COMMAND = Command("plain and assisted decoding side by side on a real model", _add_arguments, _run)

@@ -1,0 +1,170 @@
+"""A comparison as an animated SVG: both runs from one start, at the times they took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+from ..record.palette import colours
+from ..record.pieces import readable
+from .comparison import Comparison, Run
+from .show import verdict
+
+_COLUMNS = 54  # characters of a line of text
+_LINES = 17
+_ADVANCE, _LEADING = 7.25, 18  # pixels of a character and of a line, at a font size of 12
+_MARGIN = 14
+_PANEL = _COLUMNS * _ADVANCE + 2 * _MARGIN
+_TOP = 64
+_REST = 4.0  # seconds of the finished picture before it starts again
+_TICK = 0.25  # seconds between figures of speed
+_HIDDEN = ' opacity="0"'  # where nothing is animated
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Part of a token within one line."""
+
+    seconds: float
+    line: int
+    column: int
+    text: str
+    colour: str | None
+
+
+def animation(comparison: Comparison) -> str:
+    """The SVG document; where nothing is animated it shows the end."""
+    duration = max(comparison.plain.seconds, comparison.assisted.seconds) + _REST
+    width, height = 2 * _PANEL + _MARGIN, _TOP + _LINES * _LEADING + 78
+    panels = "".join(
+        _panel(run, place * (_PANEL + _MARGIN), duration)
+        for place, run in enumerate((comparison.plain, comparison.assisted))
+    )
+    # The verdict appears when the slower run has ended.
+    end = _appear(duration - _REST, duration)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'font-family="ui-monospace,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="12">'
+        f'<rect width="100%" height="100%" rx="8" fill="#16181d"/>'
+        f'<text x="{_MARGIN}" y="24" fill="#e6e6e6" font-size="14">'
+        f"{escape(comparison.task.title)}, {len(comparison.assisted.tokens)} tokens</text>"
+        f"{panels}{_legend(comparison, height - 40)}"
+        f'<text x="{_MARGIN}" y="{height - 14:.0f}" fill="#7ee787" font-size="14">{end}'
+        f"{escape(verdict(comparison))}: {comparison.assisted.forwards} forwards instead of "
+        f"{comparison.plain.forwards}</text></svg>\n"
+    )
+
+
+def _panel(run: Run, left: float, duration: float) -> str:
+    name = "assistant=SamAssistant()" if run.assisted else "plain generate"
+    height = _LINES * _LEADING + 8
+    clip = "right" if run.assisted else "left"
+    pieces = list(_layout(run))
+    body = "".join(_drawn(piece, duration) for piece in pieces)
+    return (
+        f'<g transform="translate({left:.0f} 0)">'
+        f'<text x="{_MARGIN}" y="{_TOP - 14}" fill="#9aa4b2">{name}</text>'
+        f"{_speeds(run, duration)}"
+        f'<rect x="4" y="{_TOP - 6}" width="{_PANEL - 8:.0f}" height="{height}" rx="5" '
+        f'fill="none" stroke="#3b4252"/>'
+        f'<clipPath id="{clip}"><rect x="4" y="{_TOP - 4}" width="{_PANEL:.0f}" '
+        f'height="{height - 4}"/></clipPath>'
+        f'<g clip-path="url(#{clip})"><g>{_scroll(pieces, duration)}{body}</g></g></g>'
+    )
+
+
+def _layout(run: Run) -> Iterator[_Piece]:
+    """The run's text, broken into lines of the panel's width."""
+    palette = colours(dict.fromkeys(token.origin for token in run.tokens))
+    line = column = 0
+    for token in run.tokens:
+        for part in readable(token.text).expandtabs(4).splitlines(keepends=True):
+            text = part.rstrip("\n")
+            while text:
+                if column == _COLUMNS:
+                    line, column = line + 1, 0
+                shown, text = text[: _COLUMNS - column], text[_COLUMNS - column :]
+                yield _Piece(token.seconds, line, column, shown, palette.get(token.origin))
+                column += len(shown)
+            if part.endswith("\n"):
+                line, column = line + 1, 0
+
+
+def _drawn(piece: _Piece, duration: float) -> str:
+    x, y = _MARGIN + piece.column * _ADVANCE, _TOP + 12 + piece.line * _LEADING
+    width = len(piece.text) * _ADVANCE
+    box = ""
+    if piece.colour is not None:
+        box = (
+            f'<rect x="{x:.1f}" y="{y - 13}" width="{width:.1f}" height="{_LEADING - 1}" '
+            f'fill="{piece.colour}" fill-opacity=".55"/>'
+        )
+    return (
+        f"<g>{_appear(piece.seconds, duration)}{box}"
+        f'<text x="{x:.1f}" y="{y}" fill="#f2f2f2" xml:space="preserve" '
+        f'textLength="{width:.1f}">{escape(piece.text)}</text></g>'
+    )
+
+
+def _appear(seconds: float, duration: float, until: float | None = None) -> str:
+    """Makes what it stands in visible from a time on, in every round."""
+    times, values = [0.0, seconds / duration], ["0", "1"]
+    if until is not None:
+        times, values = [*times, until / duration], [*values, "0"]
+    return _animate("animate", 'attributeName="opacity"', times, values, duration)
+
+
+def _animate(tag: str, what: str, times: list[float], values: list[str], duration: float) -> str:
+    key_times = ";".join(f"{time:.5f}" for time in times)
+    return (
+        f'<{tag} {what} values="{";".join(values)}" keyTimes="{key_times}" '
+        f'calcMode="discrete" dur="{duration:.2f}s" repeatCount="indefinite"/>'
+    )
+
+
+def _scroll(pieces: list[_Piece], duration: float) -> str:
+    """Moves the text up so that the last line is the panel's last."""
+    times, offsets = [0.0], [0]
+    for piece in pieces:
+        offset = -_LEADING * max(0, piece.line - _LINES + 1)
+        if offset < offsets[-1]:
+            times.append(piece.seconds / duration)
+            offsets.append(offset)
+    values = [f"0 {offset}" for offset in offsets]
+    what = 'attributeName="transform" type="translate"'
+    return _animate("animateTransform", what, times, values, duration)
+
+
+def _speeds(run: Run, duration: float) -> str:
+    """Tokens per second so far, shown every tick, and the last to the end."""
+    shown = []
+    for tick in range(int(run.seconds / _TICK) + 1):
+        done = sum(token.seconds <= tick * _TICK for token in run.tokens)
+        if done:
+            shown.append((tick * _TICK, done / (tick * _TICK)))
+    shown.append((run.seconds, run.rate))
+    ends = [start for start, _ in shown[1:]] + [None]
+    return "".join(
+        f'<text x="{_PANEL - _MARGIN:.0f}" y="{_TOP - 14}" fill="#e6e6e6" text-anchor="end"'
+        f"{'' if until is None else _HIDDEN}>{_appear(start, duration, until)}"
+        f"{rate:.1f} tokens/s</text>"
+        for (start, rate), until in zip(shown, ends, strict=True)
+    )
+
+
+def _legend(comparison: Comparison, y: float) -> str:
+    palette = colours(dict.fromkeys(token.origin for token in comparison.assisted.tokens))
+    parts, x = [], float(_MARGIN)
+    for origin, colour in [*palette.items(), ("unmarked: the model itself", None)]:
+        width = (len(origin) + 2) * _ADVANCE
+        if colour is not None:
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y - 13:.0f}" width="{width:.1f}" height="18" rx="3" '
+                f'fill="{colour}" fill-opacity=".55"/>'
+            )
+        parts.append(
+            f'<text x="{x + _ADVANCE:.1f}" y="{y:.0f}" fill="#f2f2f2">{escape(origin)}</text>'
+        )
+        x += width + _ADVANCE
+    return "".join(parts)

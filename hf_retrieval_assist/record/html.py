@@ -1,0 +1,299 @@
+"""Records as HTML that needs no script and no network, in light and dark surroundings.
+
+Colours, trees on hover or click and charts are style sheets and SVG alone, so that notebooks show
+them wherever they show HTML. All text of models and of drafters' names is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..stats import PHASES
+from ..token_tree import TokenTree
+from .palette import colours
+from .pieces import readable
+from .record import MODEL, CallRecord, Record, Step
+
+if TYPE_CHECKING:
+    from ..assistants import Assistant
+
+_MOST_NODES = 48  # of a tree that are shown, besides the accepted ones
+_MOST_TREES = 300  # of a row
+_FAINT = ' opacity=".35"'  # bars of the model's own tokens
+
+_STYLE = """
+.hfra{font:14px/1.5 system-ui,sans-serif;color:inherit;position:relative;max-width:72em}
+.hfra .num{font-variant-numeric:tabular-nums}
+.hfra table{border-collapse:collapse;font-size:13px;margin:.4em 0}
+.hfra th,.hfra td{padding:.1em .8em .1em 0;text-align:right}
+.hfra th:first-child,.hfra td:first-child{text-align:left}
+.hfra .key{border-radius:3px;padding:0 .4em}
+.hfra .row{position:relative;margin:.4em 0 .9em}
+.hfra .text{white-space:pre-wrap;overflow-wrap:anywhere;max-height:26em;overflow-y:auto;
+ font:13px/1.75 ui-monospace,Menlo,Consolas,monospace;border:1px solid #8886;border-radius:4px;
+ padding:.6em .8em}
+.hfra .step{cursor:pointer;border-left:2px solid #888a;border-radius:2px}
+.hfra .step:hover,.hfra .step:focus{outline:2px solid #8888}
+.hfra .tok{unicode-bidi:isolate;border-radius:2px;padding:1px 0}
+.hfra .eol{opacity:.45;font-style:normal}
+.hfra .hint,.hfra .panel{height:210px;box-sizing:border-box;border:1px solid #8886;border-top:0;
+ padding:.5em .8em;overflow:auto;border-radius:0 0 4px 4px}
+.hfra .hint{opacity:.6}
+.hfra .panel{display:none;position:absolute;left:0;right:0;bottom:0;z-index:1;white-space:normal;
+ cursor:auto;font:13px/1.5 system-ui,sans-serif;color:var(--hfra-fg);background:var(--hfra-bg)}
+.hfra .step:focus .panel,.hfra .step:focus-within .panel{display:block}
+.hfra .step:hover .panel{display:block;z-index:2}
+.hfra .sub,.hfra .kids{display:flex;align-items:flex-start}
+.hfra .kids{flex-direction:column;border-left:1px solid #8888;margin-left:2px}
+.hfra .node{white-space:pre;unicode-bidi:isolate;margin:1px 3px;padding:0 4px;border-radius:3px;
+ font:12px/1.6 ui-monospace,Menlo,Consolas,monospace}
+.hfra .node small{opacity:.65;padding-left:.5em}
+.hfra .hit{box-shadow:inset 0 0 0 2px currentColor;font-weight:600}
+.hfra .bar{display:flex;height:1.5em;border-radius:3px;overflow:hidden;font-size:12px}
+.hfra .bar span{overflow:hidden;white-space:nowrap;padding-left:3px;border-right:1px solid #8888}
+.hfra svg{display:block;width:100%;height:5.5em;border-bottom:1px solid #8888}
+.hfra summary{cursor:pointer}
+.hfra{--hfra-bg:var(--jp-layout-color1,var(--vscode-editor-background,
+ var(--colab-primary-surface-color,Canvas)));
+ --hfra-fg:var(--jp-content-font-color1,var(--vscode-editor-foreground,
+ var(--colab-primary-text-color,CanvasText)))}
+"""
+
+
+def page(record: Record) -> str:
+    """A whole document, which follows the reader's choice of light or dark."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="color-scheme" content="light dark"><title>Record of a call</title></head>'
+        f"<body>{fragment(record)}</body></html>"
+    )
+
+
+def fragment(record: Record) -> str:
+    """The record for a notebook's cell."""
+    calls = "".join(_call(record, number, call) for number, call in enumerate(record.calls))
+    return (
+        f'<div class="hfra"><style>{_STYLE}</style><div>{escape(str(record.stats))}</div>'
+        f"{_table_of_origins(record)}{calls}</div>"
+    )
+
+
+def assistant_html(assistant: Assistant) -> str:
+    """An assistant's drafters and what they did so far."""
+    rows = [_cells("th", "drafter", "proposes from", "nodes tried", "accepted", "expected")]
+    for drafter, (name, found) in zip(
+        assistant.drafters, assistant.stats.reliability.items(), strict=True
+    ):
+        figures = (found.trials.sum(), found.observed.sum(), found.predicted.sum())
+        rows.append(_cells("td", name, ", ".join(drafter.origins), *(f"{n:.0f}" for n in figures)))
+    budget = escape(str(assistant.planner.budget))
+    return (
+        f'<div class="hfra"><style>{_STYLE}</style><b>{escape(type(assistant).__name__)}</b>, '
+        f"budget {budget}<table>{''.join(rows)}</table>{assistant.stats._repr_html_()}</div>"
+    )
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
+    """A table of texts, and a sentence under it."""
+    body = "".join([_cells("th", *heading), *(_cells("td", *row) for row in rows)])
+    return (
+        f'<div class="hfra"><style>{_STYLE}</style><table>{body}</table>'
+        f"<div>{escape(below)}</div></div>"
+    )
+
+
+def _cells(tag: str, *cells: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _tint(colour: str | None) -> str:
+    """A background under which text stays readable, in light and dark."""
+    return f' style="background:{colour}55"' if colour else ""
+
+
+def _table_of_origins(record: Record) -> str:
+    palette = colours(record.origins)
+    rows = [_cells("th", "source", "nodes proposed", "verified", "tokens")]
+    for name, (proposed, verified, tokens) in record.by_origin().items():
+        nodes = ("", "") if name == MODEL else (f"{proposed:,}", f"{verified:,}")
+        key = f'<span class="key"{_tint(palette.get(name))}>{escape(name)}</span>'
+        cells = "".join(f'<td class="num">{cell}</td>' for cell in (*nodes, f"{tokens:,}"))
+        rows.append(f"<tr><td>{key}</td>{cells}</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _call(record: Record, number: int, call: CallRecord) -> str:
+    rows = "".join(_row(record, call, row) for row in range(len(call.prompts)))
+    title = f"call {number + 1}: {call.stats}" if len(record.calls) > 1 else "text"
+    opened = " open" if number == len(record.calls) - 1 else ""
+    return (
+        f"<details{opened}><summary>{escape(title)}</summary>{rows}</details>"
+        f"{_tokens_chart(call)}{_time_bar(call)}"
+    )
+
+
+def _row(record: Record, call: CallRecord, row: int) -> str:
+    """A row's text with the tree of each step, which shows in the panel below."""
+    pieces = record.pieces(call.generated(row), call.prompts[row])
+    palette = colours(record.origins)
+    shown = []
+    for number, step in enumerate(call.of_row(row)):
+        mine = pieces[step.position : step.position + len(step.token_ids)]
+        if mine:
+            panel = _panel(record, call, step, palette) if number <= _MOST_TREES else ""
+            tokens = "".join(
+                _token(piece, palette.get(name))
+                for piece, name in zip(mine, step.credits, strict=False)
+            )
+            shown.append(f'<span class="step" tabindex="0">{tokens}{panel}</span>')
+    title = f"<div>row {row}</div>" if len(call.prompts) > 1 else ""
+    hint = "Every mark between tokens is a forward: hover over its tokens, or click, for its tree."
+    if len(shown) > _MOST_TREES + 1:
+        hint += f" The first {_MOST_TREES} have one."
+    return (
+        f'<div class="row">{title}<div class="text">{"".join(shown)}</div>'
+        f'<div class="hint">{hint}</div></div>'
+    )
+
+
+def _token(piece: str, colour: str | None) -> str:
+    text = escape(readable(piece)).replace("\n", '<i class="eol">↵</i>\n')
+    return f'<span class="tok"{_tint(colour)}>{text}</span>'
+
+
+def _panel(record: Record, call: CallRecord, step: Step, palette: dict[str, str]) -> str:
+    proposed = sum(map(len, step.drafts))
+    times = ", ".join(f"{phase} {1e3 * took:.1f} ms" for phase, took in step.seconds.items())
+    title = f"forward {step.forward}" if step.forward else "prefill"
+    facts = (
+        f"{title}: {proposed} nodes proposed, {len(step.tree)} verified, "
+        f"{len(step.accepted)} accepted, {len(step.token_ids)} tokens; {times}"
+    )
+    tree = _tree(record, call, step, palette) if len(step.tree) else ""
+    return f'<span class="panel">{escape(facts)}{tree}</span>'
+
+
+def _tree(record: Record, call: CallRecord, step: Step, palette: dict[str, str]) -> str:
+    """The tree from left to right, nodes without a choice between them joined in one box."""
+    shown = set(_shown_nodes(step.tree, step.accepted))
+    children: dict[int, list[int]] = {}
+    for node in sorted(shown):
+        children.setdefault(int(step.tree.parents[node]), []).append(node)
+    root = _token_before(call, step)
+    boxes = "".join(
+        _subtree(record, step, node, root, children, palette) for node in children.get(-1, [])
+    )
+    hidden = len(step.tree) - len(shown)
+    more = f"<span>and {hidden} less probable nodes</span>" if hidden else ""
+    return f'<span class="kids">{boxes}{more}</span>'
+
+
+def _shown_nodes(tree: TokenTree, accepted: Sequence[int] | np.ndarray) -> list[int]:
+    likely = np.argsort(-tree.probs, kind="stable")[:_MOST_NODES].tolist()
+    return [*likely, *(int(node) for node in accepted)]
+
+
+def _token_before(call: CallRecord, step: Step) -> int:
+    """The tree's root, the last token before the step."""
+    if step.position:
+        return int(call.generated(step.row)[step.position - 1])
+    return int(call.prompts[step.row][-1])
+
+
+def _subtree(
+    record: Record,
+    step: Step,
+    node: int,
+    before: int,
+    children: dict[int, list[int]],
+    palette: dict[str, str],
+) -> str:
+    accepted = {int(accepted) for accepted in step.accepted}
+    run = [node]
+    while (below := children.get(run[-1], [])) and len(below) == 1:
+        if not _alike(step, accepted, run[-1], below[0]):
+            break
+        run.append(below[0])
+    tokens = step.tree.token_ids[run]
+    text = "".join(record.pieces(tokens, np.array([before], np.int32)))
+    text = escape(readable(text).replace("\n", "↵"))
+    prob = f"{step.tree.probs[run[-1]]:.2f}"
+    hit = " hit" if node in accepted else ""
+    inner = "".join(
+        _subtree(record, step, child, int(tokens[-1]), children, palette) for child in below
+    )
+    box = (
+        f'<span class="node{hit}"{_tint(palette.get(step.credit(node)))} '
+        f'title="{escape(_named_by(step, run[-1]))}">{text}<small>{prob}</small></span>'
+    )
+    return (
+        f'<span class="sub">{box}{f"""<span class="kids">{inner}</span>""" if inner else ""}</span>'
+    )
+
+
+def _alike(step: Step, accepted: set[int], node: int, child: int) -> bool:
+    same_fate = (node in accepted) == (child in accepted)
+    return same_fate and step.credit(node) == step.credit(child)
+
+
+def _named_by(step: Step, node: int) -> str:
+    return ", ".join(f"{named.origin} {named.prob:.2f}" for named in step.witnesses[node])
+
+
+def _tokens_chart(call: CallRecord) -> str:
+    """Tokens of every forward, by source from the bottom up."""
+    forwards: dict[int, list[str]] = {}
+    for step in call.steps:
+        forwards.setdefault(step.forward, []).extend(step.credits)
+    counts = [sorted(credits, key=_model_first) for credits in forwards.values()]
+    if not counts:
+        return ""
+    palette = colours(dict.fromkeys(name for credits in counts for name in credits))
+    highest = max(map(len, counts))
+    bars = "".join(
+        f'<rect x="{x}" y="{highest - start - height}" width=".85" height="{height}" '
+        f'fill="{palette.get(name, "currentColor")}"{"" if name in palette else _FAINT}/>'
+        for x, credits in enumerate(counts)
+        for name, start, height in _runs(credits)
+    )
+    return (
+        f"<div>tokens of each forward (at most {highest})</div>"
+        f'<svg viewBox="0 0 {len(counts)} {highest}" preserveAspectRatio="none">{bars}</svg>'
+    )
+
+
+def _model_first(name: str) -> tuple[bool, str]:
+    return name != MODEL, name
+
+
+def _runs(names: Sequence[str]) -> list[tuple[str, int, int]]:
+    """(name, start, length) of each stretch of equal names."""
+    runs: list[tuple[str, int, int]] = []
+    for i, name in enumerate(names):
+        if runs and runs[-1][0] == name:
+            runs[-1] = (name, runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((name, i, 1))
+    return runs
+
+
+def _time_bar(call: CallRecord) -> str:
+    seconds = {name: call.stats.seconds[name] for name in ("prefill", *PHASES)}
+    known = sum(seconds.values())
+    if not known:
+        return ""
+    parts = "".join(
+        f'<span style="flex:{took / known:.4f} 0 0;background:#888888{shade}" '
+        f'title="{name} {1e3 * took:.1f} ms">{_label(name, took / known)}</span>'
+        for (name, took), shade in zip(seconds.items(), ("66", "22", "44", "11", "55"), strict=True)
+    )
+    return f'<div>time ({known:.2f} s)</div><div class="bar">{parts}</div>'
+
+
+def _label(phase: str, share: float) -> str:
+    """Where there is room for one."""
+    return f"{phase} {share:.0%}" if share > 0.1 else ""

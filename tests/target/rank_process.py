@@ -1,0 +1,160 @@
+"""One of two processes that compute one model together; started by the tests, never collected.
+
+Usage: rank_process.py CASE MODEL_FOLDER STORE RANK. Prints "done" where all held.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, set_seed
+
+from hf_retrieval_assist import OutputMemory, SamAssistant, SequoiaAssistant, SuffixAssistant
+
+NEW_TOKENS = 48
+
+
+def prompts(rows: int, vocab_size: int) -> torch.Tensor:
+    """int64 [rows, 36]: texts that repeat themselves, each its own."""
+    generator = torch.Generator().manual_seed(3)
+    once = torch.randint(2, vocab_size, (rows, 12), generator=generator)
+    return once.repeat(1, 3)
+
+
+def run(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    set_seed(5)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def everywhere(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def knowing(text: torch.Tensor, rank: int) -> OutputMemory:
+    """A memory that is another on each rank: the first one knows the output, the second junk."""
+    memory = OutputMemory()
+    memory.add(text.numpy() if rank == 0 else np.arange(60) % 60)
+    return memory
+
+
+def lossless(model: Any, rank: int) -> None:
+    """Greedy, sampled and batched calls, each rank with timings and a memory of its own."""
+    whole = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()
+    for sample, rows in ((False, 1), (True, 1), (False, 3)):
+        ids = prompts(rows, model.config.vocab_size)
+        plain = run(model, ids, do_sample=sample)
+        if not sample:
+            assert torch.equal(plain, run(whole, ids))
+        for preset in (SamAssistant, SuffixAssistant):
+            assistant = preset(memory=knowing(plain[0, ids.shape[1] :], rank))
+            for _ in range(20 if preset is SuffixAssistant and rows == 1 else 3):
+                assert torch.equal(plain, run(model, ids, do_sample=sample, assistant=assistant))
+            counts = everywhere(assistant.stats.total)
+            assert counts[0].steps == counts[1].steps
+            assert counts[0].accepted == counts[1].accepted > 0
+            print(preset.__name__, sample, rows, counts[rank].mean_accepted_tokens, flush=True)
+
+
+class Raises(LogitsProcessor):
+    """Raises on one rank, at the n-th token."""
+
+    def __init__(self, rank: int, tokens: int) -> None:
+        self.left = tokens if dist.get_rank() == rank else 1 << 30
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise ArithmeticError("this rank's own fault")
+        return scores
+
+
+def fails(model: Any, rank: int) -> None:
+    """A rank that raises between two forwards ends the call of the other one by an error."""
+    ids = prompts(1, model.config.vocab_size)
+    plain = run(model, ids)
+    for culprit in (0, 1):
+        for tokens in (0, 7, NEW_TOKENS - 1):
+            processors = LogitsProcessorList([Raises(culprit, tokens)])
+            kind, message = (RuntimeError, "another rank of this tensor-parallel model has failed")
+            if rank == culprit:
+                kind, message = (ArithmeticError, "this rank's own fault")
+            with pytest.raises(kind, match=message):
+                run(model, ids, assistant=SamAssistant(), logits_processor=processors)
+            assert torch.equal(plain, run(model, ids, assistant=SamAssistant()))
+
+
+def refuses(model: Any, rank: int) -> None:
+    """Drafters that would have to run a model of which every rank holds a part."""
+    ids = prompts(1, model.config.vocab_size)
+    whole = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()
+    plain = run(model, ids)
+    assert torch.equal(plain, run(model, ids, assistant=SequoiaAssistant(whole)))
+    for assistant, message in (
+        (SequoiaAssistant(model), "draft model: expected a model that each process holds"),
+        (SequoiaAssistant(whole, temperature=1.0), "residual: expected False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(model, ids, do_sample=True, assistant=assistant)
+
+
+def own_batches(model: Any, rank: int) -> None:
+    """Each rank has a batch of its own, of another length, and an assistant of its own."""
+    for sample, rows in ((False, 2 + rank), (True, 1)):
+        ids = prompts(rows, model.config.vocab_size)[:, rank:]
+        options = {"do_sample": sample, "max_new_tokens": NEW_TOKENS - 20 * rank}
+        plain = run(model, ids, **options)
+        assistant = SuffixAssistant(memory=knowing(plain[0, ids.shape[1] :], 0), budget=8)
+        for _ in range(3):
+            assert torch.equal(plain, run(model, ids, assistant=assistant, **options))
+        assert assistant.stats.total.accepted > 0
+
+
+def data_parallel(model: Any, rank: int) -> None:
+    own_batches(torch.nn.parallel.DistributedDataParallel(model).module, rank)
+
+
+def fsdp2(model: Any, rank: int) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    own_batches(fully_shard(model), rank)
+
+
+def fsdp1(model: Any, rank: int) -> None:
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.summon_full_params(wrapped, recurse=False):
+        own_batches(wrapped.module, rank)
+
+
+CASES = {
+    "tensor_parallel": (lossless, fails, refuses),
+    "own_batches": (data_parallel, fsdp2, fsdp1),
+}
+
+
+def main() -> None:
+    case, folder, store, rank = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{store}", limit, world_size=2, rank=rank)
+    options = {"tp_plan": "auto"} if case == "tensor_parallel" else {}
+    for check in CASES[case]:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        check(model.eval(), rank)
+        print(check.__name__, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

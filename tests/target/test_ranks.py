@@ -1,0 +1,78 @@
+"""Two processes that compute one model together, or each its own batch of it."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from transformers import LlamaForCausalLM
+
+from hf_retrieval_assist import TokenTree
+from hf_retrieval_assist.target.ranks import Ranks, _pack, _unpack
+
+from ..tiny_models import tiny_config, tiny_model
+from .rank_process import CASES
+
+LIMIT = 240  # seconds; what hangs ends by then
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    config = tiny_config(LlamaForCausalLM.config_class, num_key_value_heads=4, vocab_size=128)
+    tiny_model(LlamaForCausalLM, config).save_pretrained(path)
+    return path
+
+
+def run_ranks(case, folder, store):
+    """What the two ranks printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.target.rank_process", case, folder, store, str(rank)],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (output, errors) in zip(processes, printed, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+        assert output.endswith("done\n")
+    return [output for output, _ in printed]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes(case, folder, tmp_path):
+    run_ranks(case, folder, tmp_path / "store")
+
+
+def test_a_plan_survives_the_journey():
+    rng = np.random.default_rng(0)
+    trees = [
+        TokenTree.build([5, 6, 7], [-1, -1, 0], [0.5, 0.25, 0.125], [3, -1, 2]),
+        TokenTree.empty(),
+        TokenTree.chain(rng.integers(0, 2**31 - 1, 40), np.linspace(1, 0.1, 40)),
+    ]
+    packed = _pack(trees)
+    assert len(packed) == 3 + 4 * 43
+    for tree, again in zip(trees, _unpack(packed, 3), strict=True):
+        again.check_invariants()
+        for name in ("token_ids", "parents", "probs", "classes"):
+            assert getattr(tree, name).tolist() == getattr(again, name).tolist()
+
+
+def test_one_process_meets_nobody():
+    ranks, tree = Ranks(), TokenTree.chain([1], [0.5])
+    with ranks:
+        ranks.begin()
+        assert ranks.agree(lambda: [tree], 1) == [tree]
+    assert not ranks.several

@@ -1,0 +1,45 @@
+"""Every block of Python in the documentation and the README runs, page by page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_retrieval_assist import demo_model
+
+from .test_examples import small_model
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks_of(page):
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.name
+)
+def test_code_of_a_page_runs(page, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(demo_model, "load_demo_model", lambda *_: small_model())
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names = {"__name__": page.stem}
+    for number, block in enumerate(blocks_of(page)):
+        exec(compile(block, f"{page.name}, block {number + 1}", "exec"), names)
+
+
+def test_the_pages_of_the_site_have_code():
+    assert sum(bool(blocks_of(page)) for page in PAGES) >= 12
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target

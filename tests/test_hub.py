@@ -1,0 +1,53 @@
+"""The repository for the model hub, loaded by transformers from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaForCausalLM
+
+from .lossless import NEW_TOKENS, build, run
+
+HUB = Path(__file__).parent.parent / "hub"
+
+
+@pytest.fixture
+def generate(monkeypatch, tmp_path):
+    """A call by way of the repository, whose code is copied to a cache of its own."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    # The package is installed in place or only on the path; both will do.
+    monkeypatch.setattr(
+        "transformers.generation.utils.check_python_requirements", lambda *_, **__: None
+    )
+    return lambda model, **options: run(
+        model, custom_generate=str(HUB), trust_remote_code=True, **options
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}])
+def test_tokens_are_plains(generate, options):
+    model = build(LlamaForCausalLM)
+    forwards = []
+    with_hook = model.register_forward_hook(lambda *_: forwards.append(1))
+    assisted = [generate(model, drafts="suffix", **options) for _ in range(3)]
+    with_hook.remove()
+    plain = run(model, **options)
+    assert all(torch.equal(plain, ids) for ids in assisted)
+    # A prefill and a forward for every further token, had nothing been drafted.
+    assert len(forwards) < 3 * NEW_TOKENS
+
+
+def test_unknown_drafts_are_refused(generate):
+    with pytest.raises(ValueError, match="drafts: expected one of"):
+        generate(build(LlamaForCausalLM), drafts="best")
+
+
+def test_the_front_matter_names_the_kind_of_repository():
+    _, front, _ = (HUB / "README.md").read_text(encoding="utf-8").split("---\n", 2)
+    assert "custom_generate" in yaml.safe_load(front)["tags"]
+    assert (HUB / "custom_generate" / "requirements.txt").read_text().split() == [
+        "hf-retrieval-assist"
+    ]

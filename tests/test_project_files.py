@@ -1,0 +1,47 @@
+"""Workflows, the citation and the package's metadata agree with the project."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hf_retrieval_assist
+
+ROOT = Path(__file__).parent.parent
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def steps_of(workflow):
+    for job in yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values():
+        yield from job["steps"]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_make_targets_that_there_are(workflow):
+    targets = [
+        target
+        for step in steps_of(workflow)
+        for line in step.get("run", "").splitlines()
+        if (words := line.split())[:1] == ["make"]
+        for target in words[1:]
+        if "=" not in target
+    ]
+    known = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+    assert targets
+    assert set(targets) <= known
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_every_step_runs_or_uses_something(workflow):
+    assert all(("run" in step) != ("uses" in step) for step in steps_of(workflow))
+
+
+def test_versions_agree():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert citation["version"] == hf_retrieval_assist.__version__
+    assert f'version = "{hf_retrieval_assist.__version__}"' in project

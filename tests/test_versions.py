@@ -1,0 +1,59 @@
+"""Environments that the package cannot work in are told so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from hf_retrieval_assist import versions
+
+PYPROJECT = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def with_versions(monkeypatch, **found):
+    def version(name):
+        if found.get(name) is None:
+            raise metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(versions, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"torch": "2.5.1", "transformers": "5.23.0"}, "torch: .* 2.6 or newer, got 2.5.1"),
+        ({"torch": "2.13.0+cpu", "transformers": "4.57.1"}, "transformers: .* got 4.57.1"),
+        ({"torch": "2.6.0"}, "transformers: .* got none"),
+    ],
+)
+def test_too_old_or_missing(monkeypatch, found, message):
+    with_versions(monkeypatch, **found)
+    with pytest.raises(ImportError, match=message):
+        versions.require_supported_versions()
+
+
+def test_new_enough(monkeypatch):
+    oldest = versions.OLDEST
+    with_versions(monkeypatch, torch=f"{oldest['torch']}.0+cpu", transformers="6.0.0.dev0")
+    versions.require_supported_versions()
+
+
+def test_the_package_asks_for_the_same_versions():
+    for name, oldest in versions.OLDEST.items():
+        assert re.search(rf'"{name}>={re.escape(oldest)}"', PYPROJECT)
+
+
+def test_the_first_name_that_is_used_says_it():
+    code = (
+        "import importlib.metadata as m; old = m.version;"
+        "m.version = lambda name: '4.57.1' if name == 'transformers' else old(name);"
+        "import hf_retrieval_assist; hf_retrieval_assist.SamAssistant"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: transformers: hf_retrieval_assist expected" in done.stderr
