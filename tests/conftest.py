@@ -2,6 +2,7 @@
 
 import os
 
+import hypothesis
 import pytest
 import torch
 import transformers
@@ -9,6 +10,9 @@ import transformers
 transformers.logging.set_verbosity_error()
 # The models are tiny; threads would only wait for each other.
 torch.set_num_threads(1)
+# Nothing depends on how busy the machine is.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure():
