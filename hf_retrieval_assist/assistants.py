@@ -19,8 +19,9 @@ from .locks import Lock
 from .planning.acceptance import Calibrator
 from .planning.clipped_mean import ClippedMean
 from .planning.cost_model import CostModel
-from .planning.cost_store import CostModels
+from .planning.cost_store import CostKey, CostModels
 from .planning.planner import Budget, Planner, token_rate
+from .planning.thrift import Thrift
 from .record import CallRecord, Record, Step
 from .record.html import assistant_html
 from .stats import CallStats, Stats
@@ -66,6 +67,7 @@ class Assistant:
         self.reroute = reroute
         self.residual = residual
         self.costs = CostModels() if costs is None else costs
+        self._thrifts: dict[CostKey, Thrift] = {}
         self.consultations = tuple(Consultation() for _ in self.drafters)
         self.calibrators = tuple(Calibrator(drafter.priors()) for drafter in self.drafters)
         names = _distinct([drafter.name for drafter in self.drafters])
@@ -155,6 +157,15 @@ class Assistant:
         if cost is None:
             return [tree.prune(self.planner.request()) for tree in trees]
         return self.planner.plan_batch(trees, cost, extra_tokens)
+
+    def thrift(self, key: CostKey) -> Thrift | None:
+        """The account of drafting for forwards of one kind; None where drafters are always asked.
+
+        Under "auto" drafters that have not earned their own time lately are not asked.
+        """
+        if self.planner.budget != "auto":
+            return None
+        return self._thrifts.setdefault(key, Thrift())
 
     @contextmanager
     def record(
@@ -250,6 +261,7 @@ class AssistantSession:
             for drafter in assistant.drafters:
                 self.sessions.append(drafter.start(prompt_ids, target))
             started.pop_all()
+        self._deferred: list[int] = []
         self.calibrations = [calibrator.session() for calibrator in assistant.calibrators]
         self.drafts: list[TokenTree] = []  # the last proposals, one of each drafter
 
@@ -266,6 +278,7 @@ class AssistantSession:
 
     def propose(self, max_depth: int | None = None, cost: CostModel | None = None) -> TokenTree:
         """One tree of what the drafters propose, at most `max_depth` deep."""
+        self._learn_deferred()
         planner = self.assistant.planner
         budget = planner.request(cost)
         drafts: list[TokenTree] = []
@@ -301,6 +314,22 @@ class AssistantSession:
 
     def commit(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
         """Append tokens to the text and learn what they and the forward show."""
+        self._learn_deferred()
+        self._append(token_ids, feedback)
+
+    def defer(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that nothing is learnt from before it has to be, and then all at once."""
+        if self.assistant.hidden_layers:
+            raise ValueError("expected feedback for drafters that read hidden states")
+        self._deferred += token_ids
+        self.drafts = []
+
+    def _learn_deferred(self) -> None:
+        if self._deferred:
+            tokens, self._deferred = self._deferred, []
+            self._append(tokens, None)
+
+    def _append(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
         drafters = self.assistant.drafters
         for drafter, session, calibration in zip(
             drafters, self.sessions, self.calibrations, strict=True
@@ -310,4 +339,7 @@ class AssistantSession:
 
     def close(self) -> None:
         """Close the drafters' sessions, the others too where one raises."""
-        close_all(self.sessions)
+        try:
+            self._learn_deferred()
+        finally:
+            close_all(self.sessions)

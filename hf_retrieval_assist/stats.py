@@ -22,6 +22,9 @@ class CallStats:
         tokens: generated tokens, all rows together.
         drafted: verified nodes.
         accepted: nodes that became tokens.
+        keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Rows
+            of a batch that get on at their own pace draw in another order, and residual sampling
+            draws otherwise, from the same distributions.
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
             tokens) and cache (keeping the accepted path); `total` is the whole call, prefill
             included.
@@ -33,6 +36,7 @@ class CallStats:
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    keeps_seed: bool = True
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys((*PHASES, "prefill", "total"), 0.0)
     )
@@ -71,6 +75,8 @@ class CallStats:
             if isinstance(mine, dict):
                 for key, value in theirs.items():
                     mine[key] = mine.get(key, 0) + value
+            elif isinstance(mine, bool):
+                setattr(self, item.name, mine and theirs)
             elif isinstance(mine, int):
                 setattr(self, item.name, mine + theirs)
             else:

@@ -67,11 +67,10 @@ def table_row(name: str, model: Any) -> str:
     """The table's line on a class: how a tiny model of it is served, alone and in batches."""
     masks = [torch.ones(batch_size, 8, dtype=torch.long) for batch_size in (1, 2)]
     single, batch = (choose_service(model, {"attention_mask": mask}) for mask in masks)
-    batch_tier = "plain" if batch.tier is Tier.REPLAY else batch.tier.value
     why = BELOW_KNOWN.get(name, "" if single.tier is Tier.TREE else single.reason)
-    if batch.tier is not single.tier is not Tier.REPLAY:
+    if batch.tier is not single.tier:
         why = f"{why}; in batches {batch.reason}".lstrip("; ")
-    return f"| {name} | {single.tier.value} | {batch_tier} | {why} |"
+    return f"| {name} | {single.tier.value} | {batch.tier.value} | {why} |"
 
 
 def table() -> str:
@@ -81,11 +80,9 @@ def table() -> str:
         f"Found by `python -m tests.architectures` with tiny float32 models of transformers "
         f"{transformers.__version__}: the tier that the self-test chose.",
         "",
-        "Batches on the replay tier are decoded plainly. A recurrent state can be kept after a "
-        "whole forward or restored to what it was before, for all rows at the same token, since "
-        "these models take one mask with an entry per token and so no rows of unequal progress. "
-        "Rows accept different numbers of tokens: hardly a forward would be kept, and all rows "
-        "would carry what they have accepted from forward to forward.",
+        "Batches are padded ones. On the replay tier their rows stay in step: a recurrent state "
+        "can be kept after a whole forward or restored to what it was before, for all rows at the "
+        "same token, so every row accepts as many tokens as the one that accepts fewest.",
         "",
         "| class | one row | batch | why not higher |",
         "|---|---|---|---|",

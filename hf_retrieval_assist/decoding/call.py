@@ -11,22 +11,16 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerationMode
-from transformers.generation.logits_process import (
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
 
 from ..target import host
 from ..target.kv_cache import SlotCache, has_slots
 from ..target.service import choose_service
-from ..target.tiers import REPLAYS_ONE_ROW, Service, Tier
+from ..target.tiers import Service, Tier
 from ..token_tree import Int32Array
 from .row_text import strip_padding
+from .selection import follows_rows
 
 logger = logging.getLogger(__name__)
-
-# Processors whose state follows all rows of a batch from step to step.
-_STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 # What asks for other ways of decoding.
 _MODE_ARGUMENTS = {
@@ -99,16 +93,18 @@ class Call:
             return f"cache_implementation={config.cache_implementation!r}"
         if not _can_serve(self.model_kwargs.get(service.cache_name), service):
             return "past_key_values is a cache whose tokens cannot be dropped one by one"
-        return None if self.batch_size == 1 else self._why_plain_batch(service)
-
-    def _why_plain_batch(self, service: Service) -> str | None:
-        if any(isinstance(processor, _STATEFUL) for processor in self.processors):
-            return "a logits processor keeps a state of the whole batch"
-        if service.tier is Tier.REPLAY:
-            return REPLAYS_ONE_ROW
-        if self.config.output_attentions or self.config.output_hidden_states:
+        if self.batch_size > 1 and (config.output_attentions or config.output_hidden_states):
             return "attentions and hidden states of rows with unequal progress do not fit together"
         return None
+
+    def rows_in_step(self, service: Service) -> bool:
+        """Whether the rows of the batch have to accept equally many tokens in every step: where
+        something may follow all of them from step to step, or their states only go back together.
+        """
+        if self.batch_size == 1:
+            return False
+        followers = (*self.processors, *self.criteria)
+        return service.tier is Tier.REPLAY or any(map(follows_rows, followers))
 
     def keeps_cache(self, service: Service) -> bool:
         """Whether anybody can go on from the cache after the call: it is returned, or was given."""

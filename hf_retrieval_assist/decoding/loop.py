@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from ..target.verified import Verified
 from ..target.verifiers import Verifier
 from ..token_tree import TokenTree
 from .call import Call, refused_mode
+from .in_step import StepWalk, drafts_in_step
 from .recorder import OutputRecorder
 from .row_text import RowText
 from .selection import TokenSelector
@@ -142,6 +143,9 @@ class Generation:
         self.rows = [RowText(i, ids, room, pad_id) for i, ids in enumerate(call.input_ids)]
         select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
         self.walk = Walk(self.rows, select, self.stopping, self.outputs, call.streamer)
+        self.step_walk: StepWalk | None = None
+        if call.rows_in_step(service):
+            self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs)
         self.residual = assistant.residual and select.do_sample
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
@@ -154,6 +158,9 @@ class Generation:
         # Every rank has to compute the same bits, which methods chosen by timings need not give.
         rerouted = assistant.reroute and not self.ranks.several
         self.reroute = reroute(rerouted and call.input_ids.device.type == "cpu")
+        self.cost_key = cost_key(call.model, call.input_ids)
+        # Accounts of time differ between ranks, which have to ask together.
+        self.thrift = None if self.ranks.several else assistant.thrift(self.cost_key)
         self.taps = FeatureTaps(self.model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = []
 
@@ -178,9 +185,12 @@ class Generation:
 
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
-        running, cost = self.running, self._cost()
-        with self._timed("draft"):
-            trees = self._drafts(running, verifier, cost)
+        running, cost, thrift = self.running, self._cost(), self.thrift
+        asked = thrift is None or thrift.affords()
+        with self._timed("draft") as drafting:
+            trees = [TokenTree.empty()] * len(self.rows)
+            if asked:
+                trees = self._drafts(running, verifier, cost)
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = verifier.forward(self.rows, trees)
         with self._timed("walk") as walked:
@@ -190,10 +200,14 @@ class Generation:
         with self._timed("cache"):
             verifier.keep(self.rows, verified, [path.accepted for path in paths])
         self._observe(cost, verified.width, forward.seconds, walked.seconds)
-        with self._timed("draft"):
-            self._learn(running, trees, verified, paths)
+        with self._timed("draft") as learning:
+            self._learn(running, trees, verified, paths, asked)
+        if thrift is not None:
+            brought = sum(len(path.tokens) for path in paths) / len(running) - 1
+            on_drafts = drafting.seconds + learning.seconds
+            thrift.observe(cost, verified.width, brought, on_drafts if asked else None)
         if self.record is not None:
-            rows = [row.index for row in running]
+            rows = [row.index for row in running if paths[row.index].tokens]
             self.record.step(rows, self.sessions, trees, paths)
 
     @property
@@ -254,8 +268,14 @@ class Generation:
         """What to verify of each row; nothing of finished ones, which bring no more tokens."""
 
         def plan() -> list[TokenTree]:
-            drafts = verifier.limit([self._draft(row, cost) for row in running])
-            return self.assistant.plan(drafts, cost, verifier.backlog(self.rows))
+            extra = verifier.backlog(self.rows)
+            growing = [row for row in running if row.padding is None or self.step_walk is None]
+            drafts = verifier.limit([self._draft(row, cost) for row in growing])
+            if self.step_walk is None:
+                return self.assistant.plan(drafts, cost, extra)
+            return drafts_in_step(
+                running, drafts, lambda tree: self.assistant.plan([tree], cost, extra)[0]
+            )
 
         trees = [TokenTree.empty()] * len(self.rows)
         planned = self.ranks.agree(plan, len(running))
@@ -273,11 +293,10 @@ class Generation:
         self, running: Sequence[RowText], trees: Sequence[TokenTree], verified: Verified
     ) -> list[Path]:
         """Walk the running rows; one path per row of the batch."""
-        paths = [Path() for _ in self.rows]
-        for row in running:
-            drawn = self.sessions[row.index].draw_at if self.residual else None
-            paths[row.index] = self.walk(row, trees[row.index], verified, drawn)
-        return paths
+        if self.step_walk is not None:
+            return self.step_walk(trees, verified)
+        drawn = [session.draw_at for session in self.sessions] if self.residual else None
+        return self.walk(running, trees, verified, drawn)
 
     def _learn(
         self,
@@ -285,11 +304,17 @@ class Generation:
         trees: Sequence[TokenTree],
         verified: Verified,
         paths: Sequence[Path],
+        asked: bool,
     ) -> None:
-        """Count the step and tell the drafters what it showed."""
+        """Count the step and tell the drafters what it showed; later, where none was asked."""
         for row in running:
             tree, path = trees[row.index], paths[row.index]
-            self.counts.count_step(len(tree), len(path.accepted) - 1)
+            if not path.tokens:
+                continue
+            self.counts.count_step(len(tree), len(path.tokens) - 1)
+            if not asked and not self.assistant.hidden_layers:
+                self.sessions[row.index].defer(path.tokens)
+                continue
             feedback = None
             if self.assistant.needs_feedback:
                 feedback = self._feedback(row, tree, path, verified)
@@ -299,20 +324,23 @@ class Generation:
         self, row: RowText, tree: TokenTree, path: Path, verified: Verified
     ) -> RowFeedback:
         """What the forward showed about one row."""
-        fed = [verified.roots[row.index] + node for node in path.accepted]
-        root = np.array([row.generated[-len(path.tokens) - 1]], np.int32)
+        accepted = path.accepted[: len(path.tokens)]
+        fed = [verified.roots[row.index] + node for node in accepted]
+        root = np.array([row.generated[path.start - 1]], np.int32)
         states = self.taps.features
         return RowFeedback(
             token_ids=np.concatenate([root, tree.token_ids]),
-            accepted=np.array(path.accepted, np.int32),
+            accepted=np.array(accepted, np.int32),
             logits=verified.of_row(row.index, len(tree)),
             hidden_states={name: found[row.index, fed] for name, found in states.items()},
         )
 
     def _cost(self) -> CostModel:
         """The measured t(n) of forwards like the next one."""
-        length = self.cache.slots.longest
-        return self.assistant.costs.get(cost_key(self.model, self.call.input_ids, length))
+        bucket = size_bucket(self.cache.slots.longest)
+        if bucket != self.cost_key.cache_length:
+            self.cost_key = replace(self.cost_key, cache_length=bucket)
+        return self.assistant.costs.get(self.cost_key)
 
     def _observe(self, cost: CostModel, width: int, forward: float, walk: float) -> None:
         """Learn what the step that was just timed cost."""
@@ -341,7 +369,11 @@ class Generation:
         for row in self.rows:
             # What a row generated while it waited for others.
             row.cut(end)
-        self.counts.tokens = sum(len(row.generated) for row in self.rows)
+        self.counts.tokens = sum(
+            len(row.generated) if row.padding is None else min(row.met or end, end)
+            for row in self.rows
+        )
+        self.counts.keeps_seed = self.walk.plain_draws
         if self.call.streamer is not None:
             self.call.streamer.end()
         new = self.call.input_ids.new_tensor([row.fed(0, end) for row in self.rows])
@@ -388,7 +420,7 @@ class Generation:
             self.sessions.append(session)
 
 
-def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int) -> CostKey:
+def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> CostKey:
     """What t(n) of a call with these inputs depends on, int64 [batch, length]."""
     return CostKey(
         fingerprint=fingerprint(model),

@@ -55,6 +55,11 @@ class RowText:
             self._written = len(self.generated)
         return self._ids[:, :length]
 
+    @property
+    def padding(self) -> int | None:
+        """What plain decoding feeds in its place, now that it has ended; None while it has not."""
+        return None if self.met is None else self.pad_id
+
     def cut(self, tokens: int) -> None:
         """Drop what was generated behind the first `tokens`."""
         del self.generated[tokens:]

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 from ..drafters.base import ChildDraw
 from ..drafters.residual import verify_node
 from .row_text import RowText
+
+# Processors of transformers whose state follows all rows of a batch from step to step.
+_STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+# Processors of transformers that look at nothing but the scores.
+_BLIND = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 # Processors of transformers that look up their own state by the row's number in the batch.
 _ROW_BOUND = (
@@ -37,45 +68,71 @@ class TokenSelector:
         self.processors = processors
         self.do_sample = do_sample
         self.batch_size = batch_size
+        self.blind = all(isinstance(processor, _BLIND) for processor in processors)
 
     @property
     def greedy(self) -> bool:
         """Whether a token is nothing but the maximum of its logits."""
         return not self.do_sample and not len(self.processors)
 
-    def process(self, row: RowText, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores [1, vocab_size] of one row.
+    def process(self, rows: Sequence[RowText], logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores [rows, vocab_size] of rows that may have got unequally far.
 
-        A processor that keeps something for each row of the batch is shown the row at its place,
-        repeated to the batch's size, because rows of one batch reach different lengths here.
+        They are processed together where they stand as plain decoding would show them, or where no
+        processor looks at the text, and one by one otherwise. A processor that keeps something for
+        each row of the batch is then shown the row at its place, repeated to the batch's size.
         """
-        ids, scores = row.ids, logits
+        if self.blind:
+            return self.processors(rows[0].ids.expand(len(rows), -1), logits)
+        if len(rows) == self.batch_size and len({len(row) for row in rows}) == 1:
+            return self.processors(torch.cat([row.ids for row in rows]), logits)
+        return torch.cat(
+            [self._process(row, one) for row, one in zip(rows, logits.split(1), strict=True)]
+        )
+
+    def _process(self, row: RowText, scores: torch.Tensor) -> torch.Tensor:
         for processor in self.processors:
-            if self.batch_size > 1 and _needs_batch(processor):
-                scores = processor(
-                    ids.expand(self.batch_size, -1), scores.repeat(self.batch_size, 1)
-                )[row.index : row.index + 1]
+            if self.batch_size > 1 and isinstance(processor, _ROW_BOUND):
+                texts = row.ids.expand(self.batch_size, -1)
+                repeated = processor(texts, scores.repeat(self.batch_size, 1))
+                scores = repeated[row.index : row.index + 1]
             else:
-                scores = processor(ids, scores)
+                scores = processor(row.ids, scores)
         return scores
 
-    def choose(self, scores: torch.Tensor, drawn: ChildDraw | None = None) -> int:
-        """The token of processed scores [1, vocab_size].
+    def choose(self, scores: torch.Tensor, places: Sequence[int] | None = None) -> list[int]:
+        """The tokens of processed scores [rows, vocab_size], by one draw.
+
+        Args:
+            scores: of some rows of the batch.
+            places: the rows' numbers, to draw for the whole batch as plain decoding does, which
+                takes as many random numbers; None: for these rows alone.
+        """
+        if not self.do_sample:
+            return torch.argmax(scores, dim=-1).tolist()
+        probs = torch.nn.functional.softmax(scores, dim=-1)
+        if places is None or len(places) == self.batch_size:
+            return torch.multinomial(probs, num_samples=1)[:, 0].tolist()
+        everywhere = probs.new_ones((self.batch_size, probs.shape[1]))
+        everywhere[places] = probs
+        return torch.multinomial(everywhere, num_samples=1)[places, 0].tolist()
+
+    @staticmethod
+    def verify(scores: torch.Tensor, drawn: ChildDraw) -> int:
+        """The token of processed scores [vocab_size] by residual sampling.
 
         Args:
             scores: of one row.
-            drawn: children that were drawn below this place, which are then verified by residual
-                sampling.
+            drawn: the children that were drawn below this place.
         """
-        if not self.do_sample:
-            return int(torch.argmax(scores, dim=-1))
-        probs = torch.nn.functional.softmax(scores, dim=-1)
-        if drawn is None:
-            return int(torch.multinomial(probs, num_samples=1))
-        law = probs[0]
+        law = torch.nn.functional.softmax(scores, dim=-1)
         return verify_node(law, drawn.draft.to(law.device), drawn.children.to(law.device))[1]
 
 
-def _needs_batch(processor: LogitsProcessor) -> bool:
-    known = type(processor).__module__.startswith("transformers.")
-    return not known or isinstance(processor, _ROW_BOUND)
+def follows_rows(member: LogitsProcessor | StoppingCriteria) -> bool:
+    """Whether a processor or criterion may keep something of the whole batch from call to call.
+
+    Those of transformers do not, but for two; what others do nobody knows.
+    """
+    known = type(member).__module__.startswith("transformers.")
+    return not known or isinstance(member, _STATEFUL)

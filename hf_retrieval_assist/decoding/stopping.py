@@ -23,6 +23,7 @@ class Stopping:
         self.max_length: int | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.criteria = criteria
         self.others = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
@@ -65,6 +66,21 @@ class Stopping:
         end = self.end(rows)
         for other in rows:
             other.finished = len(other.generated) >= end
+
+    def finish_all(self, rows: Sequence[RowText], ids: torch.Tensor, scores: Any) -> None:
+        """Find out after a token of every row which of them have ended; all go on until all have.
+
+        Args:
+            rows: of the call, in step.
+            ids: int64 [batch, length], their texts.
+            scores: the call's so far, [batch, vocab_size] each, as criteria are shown them.
+        """
+        for row, met in zip(rows, self.criteria(ids, scores).tolist(), strict=True):
+            if row.met is None and met:
+                row.met = len(row.generated)
+        done = all(row.met is not None for row in rows)
+        for row in rows:
+            row.finished = done
 
     @staticmethod
     def end(rows: Sequence[RowText]) -> int:

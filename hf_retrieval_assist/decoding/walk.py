@@ -1,7 +1,7 @@
 """The walk: plain decoding along a token tree whose logits are already there.
 
 Every token is chosen exactly as transformers' own sampling loop chooses it: the logits processors
-see the true prefix and one row of logits, then argmax or one draw of `torch.multinomial` decides.
+see the true prefix and its logits, then argmax or one draw of `torch.multinomial` decides.
 The tree only saves forwards: when the chosen token is a child of the current node, its logits are
 at hand and the walk goes on.
 """
@@ -31,24 +31,32 @@ class Path:
     """What one walk brought.
 
     Attributes:
-        tokens: generated, in order.
+        start: tokens that the row had generated before it.
+        tokens: generated, in order, without the padding behind a row that has ended.
         accepted: indices of the fed tokens that the cache must keep: the root's 0 first, then
             1 + i for each node i on the way; none for a row at rest.
     """
 
+    start: int = 0
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
 
 class Walk:
-    """Generates tokens of one row along a verified tree until it has no logits for the next one.
+    """Generates tokens of rows along verified trees until they have no logits for their next ones.
+
+    All rows that still walk choose their next tokens together, which costs about what one of them
+    costs, and where they have got equally far is what plain decoding does.
 
     Args:
         rows: of the call.
-        select: chooses each token.
+        select: chooses the tokens.
         stopping: says after each token which rows are finished.
         recorder: is told of each token's scores and logits where the call wants them.
         streamer: receives each token; None: nobody does.
+
+    Attributes:
+        plain_draws: whether every random draw so far was one that plain decoding makes.
     """
 
     def __init__(
@@ -64,48 +72,78 @@ class Walk:
         self.stopping = stopping
         self.recorder = recorder
         self.streamer = streamer
+        self.plain_draws = True
 
     def __call__(
-        self, row: RowText, tree: TokenTree, verified: Verified, drawn: Drawn | None = None
-    ) -> Path:
-        """Walk one row.
+        self,
+        running: Sequence[RowText],
+        trees: Sequence[TokenTree],
+        verified: Verified,
+        drawn: Sequence[Drawn] | None = None,
+    ) -> list[Path]:
+        """Walk rows.
 
         Args:
-            row: grows by the generated tokens.
-            tree: the nodes that were verified.
-            verified: the forward that fed the row's last token, the root, and the nodes.
-            drawn: tells what is to be verified by residual sampling; None: nothing is.
+            running: the rows to walk; they grow by the generated tokens.
+            trees: the nodes that were verified, one tree per row of the batch.
+            verified: the forward that fed each row's last token, the root, and its nodes.
+            drawn: per row, tells what is to be verified by residual sampling; None: nothing is.
+
+        Returns:
+            One path per row of the batch.
         """
-        path = Path(accepted=[0])
-        while True:
-            node = path.accepted[-1]
-            token = self._choose(row, node, verified, path.tokens, drawn)
-            row.generated.append(token)
-            path.tokens.append(token)
-            self.stopping.finish(row, self.rows, self.recorder.scores(row))
-            if self.streamer is not None:
-                self.streamer.put(torch.tensor([token]))
-            if row.finished:
-                return path
-            child = tree.child(node - 1, token) if len(tree) else -1
-            if child < 0:
-                return path
-            path.accepted.append(child + 1)
+        paths = [Path(len(row.generated)) for row in self.rows]
+        for row in running:
+            paths[row.index].accepted.append(0)
+        while running:
+            tokens = self._choose(running, paths, verified, drawn)
+            for row, token in zip(running, tokens, strict=True):
+                row.generated.append(token)
+                paths[row.index].tokens.append(token)
+                self.stopping.finish(row, self.rows, self.recorder.scores(row))
+                if self.streamer is not None:
+                    self.streamer.put(torch.tensor([token]))
+            running = [
+                row
+                for row, token in zip(running, tokens, strict=True)
+                if not row.finished and _follow(trees[row.index], paths[row.index], token)
+            ]
+        return paths
 
     def _choose(
         self,
-        row: RowText,
-        node: int,
+        walking: Sequence[RowText],
+        paths: Sequence[Path],
         verified: Verified,
-        tokens: list[int],
-        drawn: Drawn | None,
-    ) -> int:
-        """The token behind fed token `node` of a row, `tokens` lying between the root and it."""
+        drawn: Sequence[Drawn] | None,
+    ) -> list[int]:
+        """The next tokens of rows that have come to the ends of their paths."""
+        places = [row.index for row in walking]
+        nodes = [paths[i].accepted[-1] for i in places]
         if self.select.greedy and not self.recorder.wants_tokens:
-            return verified.best(row.index, node)
+            return verified.best(places, nodes)
         # A copy in float32 on the prompt's device, as plain decoding makes one.
-        logits = verified.logits(row.index, node)[None]
-        raw = logits.to(copy=True, dtype=torch.float32, device=row.ids.device)
-        scores = self.select.process(row, raw)
-        self.recorder.token(row, scores, raw)
-        return self.select.choose(scores, None if drawn is None else drawn(tokens))
+        device = walking[0].ids.device
+        raw = verified.logits(places, nodes).to(copy=True, dtype=torch.float32, device=device)
+        scores = self.select.process(walking, raw)
+        for k, row in enumerate(walking):
+            self.recorder.token(row, scores[k : k + 1], raw[k : k + 1])
+        if drawn is None:
+            unfinished = sum(not row.finished for row in self.rows)
+            even = len(walking) == unfinished and len({len(row) for row in walking}) == 1
+            self.plain_draws &= even
+            return self.select.choose(scores, places if self.plain_draws else None)
+        self.plain_draws = False
+        proposals = [drawn[row.index](paths[row.index].tokens) for row in walking]
+        return [
+            self.select.choose(one)[0] if found is None else self.select.verify(one[0], found)
+            for one, found in zip(scores.split(1), proposals, strict=True)
+        ]
+
+
+def _follow(tree: TokenTree, path: Path, token: int) -> bool:
+    """Whether the tree has the token below the path's end, and so logits for the next one."""
+    child = tree.child(path.accepted[-1] - 1, token) if len(tree) else -1
+    if child >= 0:
+        path.accepted.append(child + 1)
+    return child >= 0

@@ -146,7 +146,8 @@ class _Probe:
     def _plan(self, row: RowText, number: int) -> tuple[TokenTree, list[int]]:
         """A row's draft in a step, and the fed tokens of it that will be accepted."""
         text = self.texts[row.index]
-        tokens = _PROGRESS[row.index % 2][number]
+        in_step = self.service.tier is Tier.REPLAY
+        tokens = _PROGRESS[0 if in_step else row.index % 2][number]
         # Up to here the draft is right; then it goes wrong.
         known = text[len(row.generated) :][: tokens - 1]
         right = known + [text[-1]] * (2 - len(known))

@@ -13,7 +13,7 @@ from ..locks import Lock
 from .host import attention_of, is_stateful, keeps_no_activations, takes_dynamic_cache
 from .kv_cache import SLOT_LAYERS
 from .self_test import fault, forward_parameters, has_padding
-from .tiers import REPLAYS_ONE_ROW, Service, Tier
+from .tiers import Service, Tier
 from .tree_attention import layer_masks, single_mask
 
 logger = logging.getLogger(__name__)
@@ -62,9 +62,6 @@ def _why_plain_in_training(model: Any) -> str | None:
 def _first_right(model: Any, model_kwargs: dict[str, Any]) -> Service:
     reason = ""
     for service in _candidates(model):
-        if service.tier is Tier.REPLAY and has_padding(model_kwargs):
-            reason = REPLAYS_ONE_ROW
-            continue
         if service.tier is Tier.PLAIN:
             return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
         wrong = fault(model, service, model_kwargs)

@@ -20,10 +20,6 @@ from .verifiers import (
     Verifier,
 )
 
-REPLAYS_ONE_ROW = (
-    "rows with recurrent states accept different numbers of tokens, but replay in step"
-)
-
 
 class Tier(str, Enum):
     """How drafts are verified, best first."""

@@ -33,21 +33,28 @@ class Verified:
         """Tokens fed per row."""
         return self._logits.shape[1]
 
-    def logits(self, row: int, node: int) -> torch.Tensor:
-        """[vocab_size] behind one fed token."""
-        return self._logits[row, self.roots[row] + node]
+    def logits(self, rows: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
+        """[rows, vocab_size] behind one fed token of each of these rows."""
+        places = [self.roots[row] + node for row, node in zip(rows, nodes, strict=True)]
+        if len(rows) == len(self._logits) and len(set(places)) == 1:
+            return self._logits[:, places[0]]
+        if len(rows) == 1:
+            return self._logits[rows[0] : rows[0] + 1, places[0]]
+        return self._logits[list(rows), places]
 
     def of_row(self, row: int, nodes: int) -> torch.Tensor:
         """[1 + nodes, vocab_size] behind a row's root and its nodes."""
         first = self.roots[row]
         return self._logits[row, first : first + 1 + nodes]
 
-    def best(self, row: int, node: int) -> int:
-        """The most probable token behind one fed token."""
+    def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        """The most probable token behind one fed token of each of these rows."""
         if self._logits.device.type == "cpu":
-            # A row costs as much as the walk saves by not looking at it.
-            return int(self.logits(row, node).argmax())
+            # A token's logits cost as much as the walk saves by not looking at them.
+            return self.logits(rows, nodes).argmax(dim=-1).tolist()
         if self._best is None:
             # One transfer instead of one per token; a wider dtype would not change an order.
             self._best = self._logits.argmax(dim=-1).tolist()
-        return self._best[row][self.roots[row] + node]
+        return [
+            self._best[row][self.roots[row] + node] for row, node in zip(rows, nodes, strict=True)
+        ]

@@ -329,7 +329,7 @@ class ConvolutionVerifier(ChainVerifier):
 class ReplayVerifier(ChainVerifier):
     """Verifies chains on a model whose state cannot be cropped; see the module's docstring.
 
-    For one row: rows of a batch would have to restore and replay for each other.
+    Rows of a batch go in step, since they restore and replay together.
     """
 
     def __init__(self, *args: Any):
@@ -338,11 +338,13 @@ class ReplayVerifier(ChainVerifier):
         self._states: list[dict[str, Any]] | None = None
 
     def limit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
-        return [TokenTree.empty()] if self._backlog >= _MAX_REPLAY else super().limit(trees)
+        if self._backlog >= _MAX_REPLAY:
+            return [TokenTree.empty()] * len(trees)
+        return super().limit(trees)
 
     def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
         # What a finished row is fed, for other processes, is not kept either.
-        restored = len(trees[0]) or rows[0].finished
+        restored = any(map(len, trees)) or rows[0].finished
         self._states = [_state_of(layer) for layer in self.cache.layers] if restored else None
         return super().forward(rows, trees)
 

@@ -64,9 +64,10 @@ def test_synthid_watermark(llama, seed):
     assert not torch.equal(marked, equal(llama, **options)[0])
 
 
-def test_synthid_watermark_of_a_batch_is_decoded_plainly(llama):
+def test_synthid_watermark_of_a_batch_keeps_its_rows_in_step(llama):
     _, _, assistant = equal(llama, ROWS, watermarking_config=SYNTHID, do_sample=True)
-    assert assistant.stats.tier == "plain"
+    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.keeps_seed
 
 
 def tokenizer():

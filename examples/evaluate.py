@@ -1,0 +1,89 @@
+"""An evaluation by lm-eval, sped up by an assistant: `python examples/evaluate.py`.
+
+The harness calls `model.generate` itself and knows nothing of the assistant, which is attached to
+the model. Its task is written here: name the capital, after three worked examples. Results with and
+without the assistant are the same; the speeds stand side by side. Needs the `ecosystem` and `demo`
+extras.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist.demo_model import load_demo_model
+
+CAPITALS = {
+    "France": "Paris",
+    "Japan": "Tokyo",
+    "Italy": "Rome",
+    "Spain": "Madrid",
+    "Egypt": "Cairo",
+    "Norway": "Oslo",
+    "Greece": "Athens",
+    "Austria": "Vienna",
+}
+WORKED = "".join(
+    f"Question: What is the capital of {country}?\n"
+    f"Thought: The question asks for the capital of {country}. The capital of {country} is "
+    f"{city}.\nAnswer: {city}\n\n"
+    for country, city in (("Germany", "Berlin"), ("Poland", "Warsaw"), ("Portugal", "Lisbon"))
+)
+
+
+def requests(tokens: int) -> list[Instance]:
+    """One request of the harness per country."""
+    return [
+        Instance(
+            request_type="generate_until",
+            doc={"country": country},
+            arguments=(
+                f"{WORKED}Question: What is the capital of {country}?\nThought:",
+                {"until": ["\n\n"], "max_gen_toks": tokens},
+            ),
+            idx=i,
+        )
+        for i, country in enumerate(CAPITALS)
+    ]
+
+
+def evaluate(harness: Any, tokens: int) -> tuple[list[str], float]:
+    """The answers and the seconds that they took."""
+    started = time.perf_counter()
+    answers = harness.generate_until(requests(tokens), disable_tqdm=True)
+    return answers, time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer at most")
+    arguments = parser.parse_args()
+    model, tokenizer = load_demo_model()
+    harness = HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        batch_size=arguments.batch_size,
+        device=str(model.device),
+    )
+    evaluate(harness, 4)  # what only the first calls of a process cost
+    plain, plain_seconds = evaluate(harness, arguments.tokens)
+    with SamAssistant(memory=OutputMemory()).attached(model) as assistant:
+        assisted, seconds = evaluate(harness, arguments.tokens)
+    right = sum(
+        f"Answer: {city}" in text for text, city in zip(assisted, CAPITALS.values(), strict=True)
+    )
+    print(
+        f"{right} of {len(CAPITALS)} right, answers {'the same' if plain == assisted else 'DIFFER'}"
+    )
+    print(f"plain {plain_seconds:.2f} s, assisted {seconds:.2f} s: {plain_seconds / seconds:.2f}x")
+    print(assistant.stats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Reinforcement learning with TRL, its rollouts sped up by an assistant: `python examples/grpo.py`.
+
+TRL's GRPOTrainer teaches the demo model, by LoRA, to end its sentences soon: the reward is the
+share of a completion that lies within its first sentence. The trainer makes its rollouts with
+`model.generate` and knows nothing of the assistant, which is attached to the model: samples of one
+prompt draft from one another, and from those of the epoch before. Needs the `ecosystem` and `demo`
+extras.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import set_seed
+from trl import GRPOConfig, GRPOTrainer
+
+from hf_retrieval_assist import RolloutAssistant
+from hf_retrieval_assist.demo_model import load_demo_model
+
+PROMPTS = (
+    "The days of the week are",
+    "A short recipe for pancakes:",
+    "The capital of France is",
+    "To list the files of a folder in Python, write",
+)
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """The share of each text that is its first sentence."""
+    return [(text.find(".") + 1) / max(len(text), 1) for text in completions]
+
+
+class Timed(GRPOTrainer):
+    """The trainer, counting the tokens and seconds of its rollouts."""
+
+    tokens, seconds = 0, 0.0
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        result = super()._generate_single_turn(*args, **kwargs)
+        self.seconds += time.perf_counter() - started
+        self.tokens += sum(map(len, result[0]))
+        return result
+
+
+def train(arguments: argparse.Namespace, assistant: RolloutAssistant | None) -> float:
+    """Tokens per second of the rollouts of one short training."""
+    set_seed(0)
+    model, tokenizer = load_demo_model()
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    policy = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            max_steps=arguments.steps,
+            per_device_train_batch_size=arguments.samples,
+            num_generations=arguments.samples,
+            max_completion_length=arguments.tokens,
+            temperature=1.0,
+            learning_rate=1e-4,
+            use_vllm=False,
+            use_cpu=not torch.cuda.is_available(),
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=0,
+        )
+        trainer = Timed(
+            model=policy,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": list(PROMPTS)}),
+            processing_class=tokenizer,
+        )
+        attached = assistant.attached(trainer.model) if assistant else contextlib.nullcontext()
+        with attached:
+            trainer.train()
+    return trainer.tokens / trainer.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8, help="of training")
+    parser.add_argument("--samples", type=int, default=8, help="per prompt, in one batch")
+    parser.add_argument("--tokens", type=int, default=64, help="of a completion at most")
+    arguments = parser.parse_args()
+    assistant = RolloutAssistant()
+    plain, assisted = train(arguments, None), train(arguments, assistant)
+    print(f"rollouts: plain {plain:.1f} tokens/s, assisted {assisted:.1f} tokens/s")
+    print(assistant.stats)
+
+
+if __name__ == "__main__":
+    main()

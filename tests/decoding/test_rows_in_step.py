@@ -1,0 +1,218 @@
+"""What follows the rows of a batch from step to step is shown the batches of plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    BambaForCausalLM,
+    BartForCausalLM,
+    Gemma3ForCausalLM,
+    Lfm2ForCausalLM,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    Qwen3NextForCausalLM,
+    StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
+)
+
+from hf_retrieval_assist import SamAssistant
+from tests.oracle_drafter import both, oracle_assistant, sequences_of
+from tests.tiny_models import tiny_config, tiny_model
+
+from .test_batches import late_token, padded
+
+KINDS = {
+    "tree": (LlamaForCausalLM, "tree"),
+    "windows": (Gemma3ForCausalLM, "tree"),
+    "chain": (BartForCausalLM, "chain"),
+    "convolution": (Lfm2ForCausalLM, "chain"),
+}
+
+
+def build(model_class):
+    overrides = {"is_encoder_decoder": False} if model_class is BartForCausalLM else {}
+    return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    model_class, tier = KINDS[request.param]
+    return build(model_class), tier
+
+
+class Witness(LogitsProcessor):
+    """Remembers what it is shown, and lets it decide what comes next: each row favours a token
+    that depends on all rows and on the number of calls."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids.tolist())
+        scores = scores.clone()
+        favourite = (input_ids[:, -3:].sum() + len(self.seen)) % scores.shape[1]
+        scores[:, favourite] += 2.0
+        return scores
+
+
+class Tracker(StoppingCriteria):
+    """Stops the batch once every row has shown a token of a residue class; one flag per row."""
+
+    def __init__(self, rows):
+        self.done = [False] * rows
+        self.seen = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append((input_ids.tolist(), scores is None or len(scores)))
+        for row, done in enumerate(self.done):
+            self.done[row] = done or int(input_ids[row, -1]) % 13 == 3
+        return all(self.done)
+
+
+def compare(model, inputs, make, **options):
+    """Both kinds of decoding, each with followers of its own, the plain ones first."""
+    plain_followers, followers = make(), make()
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **plain_followers, **options)
+    assistant = oracle_assistant(sequences_of(plain), inputs.get("attention_mask"))
+    torch.manual_seed(3)
+    assisted = model.generate(**inputs, **followers, **options, assistant=assistant)
+    assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    for name in plain_followers:
+        for expected, actual in zip(plain_followers[name], followers[name], strict=True):
+            assert actual.seen == expected.seen
+    return plain, assisted, assistant
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_processors_that_couple_rows(kind, rows, sample):
+    model, tier = kind
+    options = {"do_sample": sample, "max_new_tokens": 24}
+    _, _, assistant = compare(
+        model, padded(rows), lambda: {"logits_processor": [Witness()]}, **options
+    )
+    assert assistant.stats.tier == tier
+    assert assistant.stats.last.accepted > 0
+    assert assistant.stats.last.keeps_seed
+
+
+def test_criteria_that_keep_a_flag_per_row(kind):
+    model, tier = kind
+    _, _, assistant = compare(
+        model,
+        padded(3),
+        lambda: {"stopping_criteria": [Tracker(3)]},
+        do_sample=False,
+        max_new_tokens=60,
+    )
+    assert assistant.stats.tier == tier
+    assert assistant.stats.last.accepted > 0
+
+
+def test_rows_that_end_are_padded_and_shown_as_plain_shows_them(kind):
+    model, _ = kind
+    inputs = padded(4)
+    free = model.generate(**inputs, do_sample=False, max_new_tokens=24)[:, 18:]
+    eos = [late_token(free[0], 7), late_token(free[-1], 13), late_token(free[1], 4)]
+    options = {
+        "do_sample": True,
+        "max_new_tokens": 40,
+        "eos_token_id": eos,
+        "pad_token_id": 61,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+    }
+    plain, assisted, assistant = compare(
+        model,
+        inputs,
+        lambda: {"logits_processor": [Witness()], "stopping_criteria": [Tracker(4)]},
+        **options,
+    )
+    assert (sequences_of(plain)[:, 18:] == 61).any()
+    for name in ("scores", "logits"):
+        for expected, actual in zip(plain[name], assisted[name], strict=True):
+            torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
+    ends = torch.isin(sequences_of(plain)[:, 18:], torch.tensor(eos)).int()
+    before = ends.cumsum(dim=1) - ends == 0
+    assert assistant.stats.last.tokens == int(before.sum())
+
+
+def test_the_cache_is_plain_decodings(kind):
+    model, _ = kind
+    inputs = padded(3)
+    free = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, 18:]
+    options = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True}
+    eos = {"eos_token_id": int(free[1, 3]), "pad_token_id": 61}
+    plain, assisted, _ = compare(
+        model, inputs, lambda: {"logits_processor": [Witness()]}, **options, **eos
+    )
+    turns = []
+    for result in (plain, assisted):
+        ids = torch.cat([result.sequences, torch.full((3, 2), 9)], dim=1)
+        mask = torch.cat([inputs["attention_mask"], ids.new_ones(3, ids.shape[1] - 18)], dim=1)
+        cache = {"past_key_values": result.past_key_values}
+        turns.append(model.generate(ids, attention_mask=mask, **cache, **options))
+    assert torch.equal(turns[0].sequences, turns[1].sequences)
+
+
+def test_watermarks_and_guidance_follow_the_batch():
+    model = build(LlamaForCausalLM)
+    watermark = SynthIDTextWatermarkingConfig(
+        ngram_len=3, keys=[5, 9, 33, 21], context_history_size=8
+    )
+    for options in (
+        {"watermarking_config": watermark, "do_sample": True},
+        {"guidance_scale": 1.7, "negative_prompt_ids": torch.tensor([[4, 9], [7, 7], [5, 3]])},
+    ):
+        options = {"do_sample": False, "max_new_tokens": 16} | options
+        _, _, assistant = compare(model, padded(3), dict, **options)
+        assert assistant.stats.tier == "tree"
+        assert assistant.stats.last.accepted > 0
+
+
+def test_one_row_goes_its_own_pace():
+    model = build(LlamaForCausalLM)
+    _, _, assistant = compare(
+        model,
+        padded(1),
+        lambda: {"logits_processor": [Witness()]},
+        do_sample=True,
+        max_new_tokens=16,
+    )
+    assert assistant.stats.last.mean_accepted_tokens > 1.5
+
+
+def test_nothing_that_the_rows_would_not_do_together_is_fed():
+    # The second row's text is unknown, so no draft of the first one can be kept.
+    model = build(LlamaForCausalLM)
+    inputs = padded(2)
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=20)
+    assistant = SamAssistant([plain[0].tolist()], fallback=None)
+    options = {"do_sample": False, "max_new_tokens": 20, "logits_processor": [Witness()]}
+    model.generate(**inputs, **options, assistant=assistant)
+    assert assistant.stats.last.drafted <= 4 * 20
+
+
+HYBRIDS = (BambaForCausalLM, Qwen3NextForCausalLM)
+
+
+@pytest.mark.parametrize("model_class", HYBRIDS)
+@pytest.mark.parametrize("sample", [False, True])
+def test_recurrent_states_go_back_together(model_class, sample):
+    model = build(model_class)
+    ids = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(1))
+    options = {"do_sample": sample, "max_new_tokens": 24}
+    _, _, assistant = compare(model, {"input_ids": ids}, dict, **options)
+    assert assistant.stats.tier == "replay"
+    assert assistant.stats.last.accepted > 0
+    assert assistant.stats.last.keeps_seed
+
+
+def test_other_sampled_batches_say_that_they_draw_in_another_order():
+    model = build(LlamaForCausalLM)
+    for options, keeps in (({"do_sample": True}, False), ({"do_sample": False}, True)):
+        _, _, assistant = both(model, padded(2), max_new_tokens=8, **options)
+        assert assistant.stats.last.keeps_seed is keeps
