@@ -354,6 +354,7 @@ class ReplayVerifier(ChainVerifier):
         super()._advance(tokens if whole else 0, verified)
         if not whole:
             self._restore()
+        self._states = None
 
     def _restore(self) -> None:
         assert self._states is not None
