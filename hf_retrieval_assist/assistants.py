@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .drafters.base import Drafter, DraftSession, FeedbackNeeds, Proposal, Target, close_all
+from .drafters.base import ChildDraw, Drafter, DraftSession, FeedbackNeeds, Target, close_all
 from .drafters.expected import ExpectedTexts, expected_ids
 from .drafters.feedback import RowFeedback, prompt_feedback
 from .locks import Lock
@@ -268,10 +268,8 @@ class Consultation:
 
         Asked again after a while in any case, because what drafts bring changes with the text.
         """
-        overhead = cost.overhead()
         seconds = self._seconds.value
-        rate = token_rate(self._typical, cost, overhead=overhead + seconds)
-        if seconds and rate <= token_rate(tree, cost, overhead=overhead):
+        if seconds and token_rate(self._typical, cost, seconds) <= token_rate(tree, cost):
             self._passed_over += 1
             if self._passed_over < _ASK_AGAIN:
                 return False
@@ -345,10 +343,10 @@ class AssistantSession:
         record.observe(draft, seconds)
         return draft
 
-    def proposal(self, path: Sequence[int]) -> Proposal | None:
+    def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         """What children were drawn from below a path of tokens, for residual verification."""
-        found = (session.proposal(path) for session in self.sessions)
-        return next((proposal for proposal in found if proposal is not None), None)
+        found = (session.draw_at(path) for session in self.sessions)
+        return next((drawn for drawn in found if drawn is not None), None)
 
     def commit(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
         """Append tokens to the text and learn what they and the forward show."""

@@ -125,15 +125,14 @@ class TokenTree:
             self.classes[nodes],
         )
 
-    def prune(self, budget: int, max_depth: int | None = None) -> TokenTree:
-        """The `budget` most probable nodes, none deeper than `max_depth`; closed under parents.
+    def prune(self, budget: int) -> TokenTree:
+        """The `budget` most probable nodes; closed under parents.
 
         Ties go to the earlier node, which cannot be a descendant.
         """
-        tree = self if max_depth is None else self.cut_depth(max_depth)
-        if budget >= len(tree):
-            return tree
-        return TokenTree(*draft_tree.prune(*tree._arrays, max(budget, 0)))
+        if budget >= len(self):
+            return self
+        return TokenTree(*draft_tree.prune(*self._arrays, max(budget, 0)))
 
     def cut_depth(self, max_depth: int) -> TokenTree:
         """The nodes at most `max_depth` deep."""

@@ -107,7 +107,7 @@ cdef inline int32_t bucket(double value, const double[::1] edges) noexcept nogil
     return i
 
 
-def evidence_classes(
+def classes_by_count(
     const int64_t[::1] counts,
     const int64_t[::1] parent_counts,
     const int32_t[::1] contexts,

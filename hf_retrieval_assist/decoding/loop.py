@@ -315,7 +315,7 @@ class Generation:
         """Walk the running rows; one path per row of the batch."""
         if self.step_walk is not None:
             return self.step_walk(trees, verified)
-        drawn = [session.proposal for session in self.sessions] if self.residual else None
+        drawn = [session.draw_at for session in self.sessions] if self.residual else None
         return self.walk(running, trees, verified, drawn)
 
     def _learn(

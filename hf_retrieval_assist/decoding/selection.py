@@ -25,7 +25,7 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from ..drafters.base import Proposal
+from ..drafters.base import ChildDraw
 from ..drafters.residual import verify_node
 from .row_text import RowText
 
@@ -118,7 +118,7 @@ class TokenSelector:
         return torch.multinomial(everywhere, num_samples=1)[places, 0].tolist()
 
     @staticmethod
-    def verify(scores: torch.Tensor, drawn: Proposal) -> int:
+    def verify(scores: torch.Tensor, drawn: ChildDraw) -> int:
         """The token of processed scores [vocab_size] by residual sampling.
 
         Args:

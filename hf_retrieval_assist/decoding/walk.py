@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..drafters.base import Proposal
+from ..drafters.base import ChildDraw
 from ..target.verified import Verified
 from ..token_tree import TokenTree
 from .recorder import OutputRecorder
@@ -23,7 +23,7 @@ from .selection import TokenSelector
 from .stopping import Stopping
 
 # What was drawn below the node that a path of tokens from the root leads to, if anything was.
-Drawn = Callable[[Sequence[int]], Proposal | None]
+Drawn = Callable[[Sequence[int]], ChildDraw | None]
 
 
 @dataclass

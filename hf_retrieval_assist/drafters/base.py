@@ -78,7 +78,7 @@ class Feedback:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class ChildDraw:
     """What residual verification must know of a node.
 
     Attributes:
@@ -111,7 +111,7 @@ class DraftSession(ABC):
     def see_cost(self, cost: CostModel) -> None:  # noqa: B027 - most drafters do not care
         """Learn t(n), before a draft, to size it by."""
 
-    def proposal(self, path: Sequence[int]) -> Proposal | None:
+    def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         """What was drawn below the node that `path` leads to, tokens from the last draft's root.
 
         None where nothing was drawn there, or nothing is ever drawn.

@@ -17,7 +17,7 @@ from ..planning.cost_model import CostModel
 from ..structures import draft_tree
 from ..target.ranks import require_whole
 from ..token_tree import Float32Array, Int32Array, TokenTree
-from .base import Drafter, DraftSession, Feedback, Proposal, Target
+from .base import ChildDraw, Drafter, DraftSession, Feedback, Target
 from .draft_stream import DraftStream, mask_rules
 from .other_vocabulary import Tokenizers, TranslatedSession
 from .residual import draw_children
@@ -198,10 +198,10 @@ class DraftModelSession(DraftSession):
         self._stream = DraftStream(drafter.model, prompt_ids.tolist())
         self._schedule = _Schedule(chooser.shape())
         self._tree = TokenTree.empty()
-        self._proposals: list[Proposal] = []
+        self._draws: list[ChildDraw] = []
 
     def propose(self, budget: int) -> TokenTree:
-        self._tree, self._proposals = TokenTree.empty(), []
+        self._tree, self._draws = TokenTree.empty(), []
         shape = self.chooser.shape(budget)
         if not len(shape):
             return self._tree
@@ -228,7 +228,7 @@ class DraftModelSession(DraftSession):
         given = torch.cat(rates).float().cpu().numpy()
         shape = schedule.shape
         reached = draft_tree.path_products(shape.parents, given)
-        return TokenTree(ids, shape.parents, reached, evidence_classes(given, shape.ranks))
+        return TokenTree(ids, shape.parents, reached, classes_by_rank(given, shape.ranks))
 
     def _logits(self, level: _Level, above: torch.Tensor) -> torch.Tensor:
         fed = above[level.chosen]
@@ -243,8 +243,8 @@ class DraftModelSession(DraftSession):
         draft = torch.softmax(logits.float() / self._temperature, dim=-1)
         children = draw_children(draft, count)
         counts = np.bincount(level.parents, minlength=len(children)).tolist()
-        self._proposals += [
-            Proposal(law, drawn[:number])
+        self._draws += [
+            ChildDraw(law, drawn[:number])
             for law, drawn, number in zip(draft, children, counts, strict=True)
         ]
         return children, draft.gather(-1, children)
@@ -252,12 +252,12 @@ class DraftModelSession(DraftSession):
     def see_cost(self, cost: CostModel) -> None:
         self.chooser.set_seconds(cost.curve(self.chooser.max_nodes) + cost.overhead())
 
-    def proposal(self, path: Sequence[int]) -> Proposal | None:
+    def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         nodes = self._tree.follow(np.array(path, np.int32))
-        if not self._proposals or len(nodes) < len(path):
+        if not self._draws or len(nodes) < len(path):
             return None
         number = 0 if not len(path) else 1 + int(self._schedule.fed_number[nodes[-1]])
-        return self._proposals[number] if number or not len(path) else None
+        return self._draws[number] if number or not len(path) else None
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         tokens = np.array(token_ids, np.int32)
@@ -266,7 +266,7 @@ class DraftModelSession(DraftSession):
             self._measure(path, len(tokens))
             fed = self._schedule.fed_number[path]
             self._stream.keep(fed[fed >= 0])
-            self._tree, self._proposals = TokenTree.empty(), []
+            self._tree, self._draws = TokenTree.empty(), []
         self._stream.text += tokens.tolist()
 
     @property
@@ -300,7 +300,7 @@ def _most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
     return best.indices, (best.values - total).exp()
 
 
-def evidence_classes(rates: Float32Array, ranks: Int32Array) -> Int32Array:
+def classes_by_rank(rates: Float32Array, ranks: Int32Array) -> Int32Array:
     """int32 [n]: class of each node from the model's probability of it and its rank."""
     bins = np.searchsorted(PROB_EDGES, rates)
     return (bins * RANKS + np.minimum(ranks, RANKS - 1)).astype(np.int32)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..locks import Lock
 from ..target.first_layers import first_layers
 from ..token_tree import Float32Array
 from .base import Drafter, DraftSession, Target
@@ -41,7 +41,7 @@ class EarlyExit(Drafter):
         self._drafters: weakref.WeakKeyDictionary[Any, DraftModelDrafter] = (
             weakref.WeakKeyDictionary()
         )
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         if target.model is None:

@@ -41,7 +41,7 @@ def draw_children(
     return keys.topk(count, dim=-1).indices
 
 
-def acceptance_rates(
+def child_acceptance(
     target: torch.Tensor, draft: torch.Tensor, children: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rule of one node: what each child is accepted with, and from what to sample otherwise.
@@ -90,7 +90,7 @@ def verify_node(
     """Choose the token after one node so that its law is the target's.
 
     Args:
-        target: [vocab_size], P; see `acceptance_rates`.
+        target: [vocab_size], P; see `child_acceptance`.
         draft: [vocab_size], Q; not looked at when there are no children.
         children: int64 [k], tokens in the order drawn; all that were drawn, verified or not.
         generator: on the device of `target`. Draws k + 1 numbers, all fresh.
@@ -98,7 +98,7 @@ def verify_node(
     Returns:
         The accepted child's place in `children` (−1: none), and the token.
     """
-    rates, residual = acceptance_rates(target, draft, children)
+    rates, residual = child_acceptance(target, draft, children)
     draws = torch.rand(rates.shape, dtype=rates.dtype, device=rates.device, generator=generator)
     otherwise = torch.multinomial(residual, 1, generator=generator)
     # One transfer: whether each child passes, and the token if none does.

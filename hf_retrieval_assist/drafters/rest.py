@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..corpus.datastore import Datastore
 from ..structures.draft_tree import path_products
-from ..structures.suffix_array import SuffixMatcher, evidence_classes
+from ..structures.suffix_array import SuffixMatcher, classes_by_count
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 
@@ -35,7 +35,7 @@ _LEAST_PRIOR = 0.005
 
 
 def _priors() -> Float32Array:
-    """float32 [contexts x shares x counts], in the order of :func:`evidence_classes`."""
+    """float32 [contexts x shares x counts], in the order of :func:`classes_by_count`."""
     contexts = np.maximum(_TYPICAL_COUNTS, 1 / _TYPICAL_SHARES[:, None])
     hits = _TYPICAL_SHARES[:, None] * contexts - _DISCOUNTS[:, None, None]
     priors = hits / (contexts + _STRENGTHS[:, None, None])
@@ -88,7 +88,7 @@ class RestDrafter(Drafter):
         return RestSession(self, prompt_ids)
 
     def priors(self) -> Float32Array:
-        """See :meth:`Drafter.priors`; classes are those of :func:`evidence_classes`."""
+        """See :meth:`Drafter.priors`; classes are those of :func:`classes_by_count`."""
         return _PRIORS.copy()
 
 
@@ -112,7 +112,7 @@ class RestSession(DraftSession):
         token_ids, parents, counts, parent_counts, contexts = self._matcher.select(
             min(budget, drafter.max_nodes), drafter.continuation, drafter.sources
         )
-        classes = evidence_classes(
+        classes = classes_by_count(
             counts, parent_counts, contexts, _CONTEXT_EDGES, _SHARE_EDGES, _COUNT_EDGES
         )
         return TokenTree(token_ids, parents, path_products(parents, _PRIORS[classes]), classes)

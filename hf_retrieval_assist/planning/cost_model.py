@@ -225,10 +225,9 @@ class CostModel:
         with self._lock:
             self._overheads.setdefault(kind, ClippedMean(_OVERHEAD_MEMORY)).observe(seconds)
 
-    def overhead(self, *kinds: str) -> float:
-        """Seconds per step spent on these kinds of work, or on all of them when none is named."""
-        known = {kind: mean.value for kind, mean in self._overheads.copy().items()}
-        return sum(known.get(kind, 0.0) for kind in (kinds or known))
+    def overhead(self) -> float:
+        """Seconds per step spent on all kinds of work outside the forward."""
+        return sum(mean.value for mean in self._overheads.copy().values())
 
     def state(self) -> dict[str, Any]:
         """What is known, in JSON's types; see `restore`."""

@@ -71,25 +71,18 @@ class Planner:
         seconds = cost.curve(1 + self.max_nodes) + cost.overhead()
         return int((np.arange(1, self.max_nodes + 2) / seconds).argmax())
 
-    def plan(
-        self, tree: TokenTree, cost: CostModel, extra_tokens: int = 0, overhead: float | None = None
-    ) -> TokenTree:
+    def plan(self, tree: TokenTree, cost: CostModel, extra_tokens: int = 0) -> TokenTree:
         """The part of `tree` to verify; closed under parents, maybe empty.
 
         Args:
             tree: a draft with calibrated probabilities.
             cost: t(n), n counting every token that is fed.
             extra_tokens: fed besides the root and the nodes, whatever is kept.
-            overhead: seconds per step outside the forward; None: as measured by `cost`.
         """
-        return self.plan_batch([tree], cost, extra_tokens, overhead)[0]
+        return self.plan_batch([tree], cost, extra_tokens)[0]
 
     def plan_batch(
-        self,
-        trees: Sequence[TokenTree],
-        cost: CostModel,
-        extra_tokens: int = 0,
-        overhead: float | None = None,
+        self, trees: Sequence[TokenTree], cost: CostModel, extra_tokens: int = 0
     ) -> list[TokenTree]:
         """The part of each row's tree to verify, when all rows are padded to the widest.
 
@@ -99,11 +92,10 @@ class Planner:
         """
         if self.budget == "paper":
             return list(trees)
-        width = self.budget if isinstance(self.budget, int) else None
-        if width is None:
-            seconds = cost.overhead() if overhead is None else overhead
+        width = self.budget
+        if width == "auto":
             tokens = expected_tokens(trees, max(map(len, trees)))
-            width = self._best_width(tokens, cost, extra_tokens, seconds)
+            width = self._best_width(tokens, cost, extra_tokens)
         return [tree.prune(width) for tree in trees]
 
     def plan_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> list[TokenTree]:
@@ -116,17 +108,15 @@ class Planner:
         probs = np.concatenate([tree.probs for tree in trees])
         order = np.argsort(-probs, kind="stable")
         tokens = np.concatenate([[len(trees)], probs[order]]).cumsum()
-        chosen = order[: self._best_width(tokens, cost, len(trees) - 1, cost.overhead())]
+        chosen = order[: self._best_width(tokens, cost, len(trees) - 1)]
         ends = np.cumsum([len(tree) for tree in trees])
         counts = np.bincount(np.searchsorted(ends, chosen, side="right"), minlength=len(trees))
         return [tree.prune(count) for tree, count in zip(trees, counts.tolist(), strict=True)]
 
-    def _best_width(
-        self, tokens: Float64Array, cost: CostModel, extra_tokens: int, overhead: float
-    ) -> int:
+    def _best_width(self, tokens: Float64Array, cost: CostModel, extra_tokens: int) -> int:
         """The number of nodes at which `tokens`, float64 [nodes + 1], come fastest."""
         widest = len(tokens) - 1
-        seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:] + overhead
+        seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:] + cost.overhead()
         rates = tokens / seconds
         best = int(rates.argmax())
         if not self.exploration or not cost.observations:
@@ -159,15 +149,13 @@ def expected_tokens(trees: Sequence[TokenTree], width: int) -> Float64Array:
     return gains.cumsum()
 
 
-def token_rate(
-    tree: TokenTree, cost: CostModel, extra_tokens: int = 0, overhead: float = 0.0
-) -> float:
+def token_rate(tree: TokenTree, cost: CostModel, draft_seconds: float = 0.0) -> float:
     """Expected tokens per second when the best part of `tree` is verified.
 
     What a dearer drafter is compared by: it is worth asking when its rate, with the seconds that
-    it takes as `overhead`, is above the rate of what is already there.
+    it takes, is above the rate of what is already there.
     """
-    seconds = cost.curve(1 + extra_tokens + len(tree))[extra_tokens:] + overhead
+    seconds = cost.curve(1 + len(tree)) + cost.overhead() + draft_seconds
     return float((expected_tokens([tree], len(tree)) / seconds).max())
 
 

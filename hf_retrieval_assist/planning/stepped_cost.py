@@ -39,8 +39,8 @@ class SteppedCost(CostModel):
         compared = int(self._filled(np.array([reference]))[0])
         return self._cost.spread(int(filled[-1]), compared)[filled - 1]
 
-    def overhead(self, *kinds: str) -> float:
-        return self._cost.overhead(*kinds)
+    def overhead(self) -> float:
+        return self._cost.overhead()
 
     def _filled(self, tokens: np.ndarray) -> np.ndarray:
         place = np.searchsorted(self._widths, tokens)

@@ -3,7 +3,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-def evidence_classes(
+def classes_by_count(
     counts: NDArray[np.int64],
     parent_counts: NDArray[np.int64],
     contexts: NDArray[np.int32],

@@ -8,7 +8,6 @@ itself) has at the token before it, and predicts the token k + 2 places behind t
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from ..locks import Lock
 from .host import attention_of, mtp_logits, unloaded_patterns
 from .kv_cache import SLOT_LAYERS
 from .tree_attention import LayerMask, layer_masks, single_mask
@@ -116,7 +116,7 @@ class MtpLayers:
 
 
 _loaded: weakref.WeakKeyDictionary[Any, MtpLayers] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def mtp_layers(model: Any) -> MtpLayers:

@@ -18,7 +18,7 @@ from hf_retrieval_assist.decoding.row_text import RowText
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.decoding.stopping import Stopping
 from hf_retrieval_assist.decoding.walk import Walk
-from hf_retrieval_assist.drafters.base import Proposal
+from hf_retrieval_assist.drafters.base import ChildDraw
 from hf_retrieval_assist.target.verified import Verified
 from hf_retrieval_assist.token_tree import TokenTree
 
@@ -166,7 +166,7 @@ def test_residual_sampling_follows_what_was_drawn():
 
     def drawn(tokens):
         asked.append(list(tokens))
-        return Proposal(law, torch.tensor([3])) if not tokens else None
+        return ChildDraw(law, torch.tensor([3])) if not tokens else None
 
     row = row_of()
     walk = walker([row], do_sample=True)

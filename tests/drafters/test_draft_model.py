@@ -12,7 +12,7 @@ from transformers import (
 
 from hf_retrieval_assist.assistants import Assistant
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.drafters.draft_model import DraftModelDrafter, evidence_classes
+from hf_retrieval_assist.drafters.draft_model import DraftModelDrafter, classes_by_rank
 from hf_retrieval_assist.drafters.residual import verify_node
 from hf_retrieval_assist.token_tree import TokenTree
 
@@ -183,7 +183,7 @@ def test_the_shape_follows_the_cost_of_the_target():
 def test_classes_are_within_the_priors():
     priors = DraftModelDrafter(llama()).priors()
     rates = np.linspace(0, 1, 50, dtype=np.float32)
-    classes = evidence_classes(rates, np.arange(50, dtype=np.int32) % 7)
+    classes = classes_by_rank(rates, np.arange(50, dtype=np.int32) % 7)
     assert classes.min() >= 0
     assert classes.max() < len(priors)
     assert np.abs(priors[classes] - rates).max() < 0.09
@@ -222,22 +222,22 @@ def test_proposals_tell_what_was_drawn_below_every_fed_node():
     for node in range(-1, len(tree)):
         path = tree.token_ids[tree.path(node)].tolist()
         children = tree.token_ids[tree.parents == node].tolist()
-        proposal = session.proposal(path)
+        draw = session.draw_at(path)
         if not children:
-            assert proposal is None
+            assert draw is None
             continue
         expected = torch.softmax(next_logits(drafter.model, [3, 1, 4, *path]) / 0.8, dim=-1)
-        assert proposal.children.tolist() == children
-        assert torch.allclose(proposal.draft, expected, atol=1e-4)
-    assert session.proposal([VOCAB]) is None
+        assert draw.children.tolist() == children
+        assert torch.allclose(draw.draft, expected, atol=1e-4)
+    assert session.draw_at([VOCAB]) is None
     session.commit([1], None)
-    assert session.proposal([]) is None
+    assert session.draw_at([]) is None
 
 
 def test_without_a_temperature_nothing_is_drawn():
     session = start(DraftModelDrafter(llama(), max_nodes=4), [3, 1, 4])
     session.propose(4)
-    assert session.proposal([]) is None
+    assert session.draw_at([]) is None
 
 
 def target_law(logits, temperature, top_p):
@@ -255,10 +255,10 @@ def residual_step(session, law_of, text):
     new = []
     while True:
         law = law_of([*text, *new])
-        proposal = session.proposal(new)
-        if proposal is None:
+        draw = session.draw_at(new)
+        if draw is None:
             return [*new, int(torch.multinomial(law, 1))]
-        rank, token = verify_node(law, proposal.draft, proposal.children)
+        rank, token = verify_node(law, draw.draft, draw.children)
         new.append(token)
         if rank < 0:
             return new

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.drafters import residual
-from hf_retrieval_assist.drafters.residual import acceptance_rates, draw_children, verify_node
+from hf_retrieval_assist.drafters.residual import child_acceptance, draw_children, verify_node
 
 FIXTURE = Path(__file__).parents[1] / "fixtures/sequoia_examples.json"
 EXAMPLES = json.loads(FIXTURE.read_text())["verification"]["examples"]
@@ -31,7 +31,7 @@ def draw_probability(draft, order):
     return probability
 
 
-def enumerate_law(target, draft, count, rates_of=acceptance_rates):
+def enumerate_law(target, draft, count, rates_of=child_acceptance):
     """Output distribution and acceptance by rank, over all draws and all decisions."""
     law, accepted = torch.zeros_like(target), np.zeros(count)
     for order in permutations(range(len(target)), count):
@@ -81,7 +81,7 @@ def test_one_child_is_accepted_where_the_laws_overlap(target, draft):
 def test_equal_laws_accept_the_first_child(law, count):
     for order in permutations(range(4), count):
         if draw_probability(law, order):
-            assert acceptance_rates(law, law, torch.tensor(order))[0][0] == 1
+            assert child_acceptance(law, law, torch.tensor(order))[0][0] == 1
 
 
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 4))
@@ -113,7 +113,7 @@ def test_float32_rows_of_a_large_vocabulary():
     torch.manual_seed(0)
     target = torch.softmax(6 * torch.randn(3, 5000), dim=-1)
     draft = torch.softmax(6 * torch.randn(3, 5000), dim=-1)
-    rates, otherwise = acceptance_rates(target, draft, draw_children(draft, 16))
+    rates, otherwise = child_acceptance(target, draft, draw_children(draft, 16))
     assert rates.shape == (3, 16)
     assert ((rates >= 0) & (rates <= 1)).all()
     assert otherwise.sum(-1) == pytest.approx(torch.ones(3, dtype=torch.float64))
@@ -124,9 +124,9 @@ def test_rows_are_independent():
     torch.manual_seed(1)
     target, draft = torch.softmax(torch.randn(2, 3, 6), dim=-1)
     children = draw_children(draft, 3)
-    rates, otherwise = acceptance_rates(target, draft, children)
+    rates, otherwise = child_acceptance(target, draft, children)
     for row in range(3):
-        alone = acceptance_rates(target[row], draft[row], children[row])
+        alone = child_acceptance(target[row], draft[row], children[row])
         assert torch.equal(rates[row], alone[0])
         assert torch.equal(otherwise[row], alone[1])
 

@@ -50,19 +50,25 @@ def test_no_subtree_brings_more_tokens_per_second(tree, name, extra, overhead):
         gain = 1 + sum(float(tree.probs[node]) for node in nodes)
         return gain / (curve(1 + extra + len(nodes)) + overhead)
 
-    kept = Planner().plan(tree, CostModel.fixed(curve), extra, overhead)
+    cost = CostModel.fixed(curve)
+    cost.observe_overhead("walk", overhead)
+    kept = Planner().plan(tree, cost, extra)
     kept.check_invariants()
     best = max(map(rate, subtrees(tree)))
     assert rate(kept.follow([]).tolist()) <= best
     gain = 1 + float(kept.probs.sum())
     assert gain / (curve(1 + extra + len(kept)) + overhead) == pytest.approx(best, rel=1e-5)
-    assert token_rate(tree, CostModel.fixed(curve), extra, overhead) == pytest.approx(best, 1e-5)
+    if not extra:
+        assert token_rate(tree, cost) == pytest.approx(best, 1e-5)
+        slower = CostModel.fixed(lambda n: curve(n) + 0.01)
+        slower.observe_overhead("walk", overhead)
+        assert token_rate(tree, cost, 0.01) == pytest.approx(token_rate(tree, slower))
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.sampled_from(sorted(CURVES)))
 def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
     curve = CURVES[name]
-    kept = Planner().plan_batch(rows, CostModel.fixed(curve), overhead=0.0)
+    kept = Planner().plan_batch(rows, CostModel.fixed(curve))
 
     def rate(width):
         return sum(1 + np.sort(row.probs)[::-1][:width].sum() for row in rows) / curve(1 + width)
@@ -82,16 +88,10 @@ def test_nothing_is_drafted_where_nothing_pays():
 
 def test_overhead_makes_larger_drafts_worth_it():
     cost = CostModel.fixed(CURVES["linear"])
-    alone = Planner().plan(chain(0.8, 32), cost, overhead=0.0)
-    behind = Planner().plan(chain(0.8, 32), cost, overhead=0.05)
+    alone = Planner().plan(chain(0.8, 32), cost)
+    cost.observe_overhead("walk", 0.05)
+    behind = Planner().plan(chain(0.8, 32), cost)
     assert len(alone) < len(behind)
-
-
-def test_overhead_comes_from_the_cost_model():
-    cost = CostModel.fixed(CURVES["linear"])
-    cost.observe_overhead("draft", 0.05)
-    tree = chain(0.8, 32)
-    assert len(Planner().plan(tree, cost)) == len(Planner().plan(tree, cost, overhead=0.05))
 
 
 def test_budgets():
@@ -148,11 +148,11 @@ class Run:
         sizes = []
         for _ in range(count):
             tree = chain(self.random.choice(rates), 96)
-            kept = self.planner.plan(tree, self.cost, overhead=0.0)
+            kept = self.planner.plan(tree, self.cost)
             seconds = curve(1 + len(kept))
             noise = np.exp(self.random.normal(0, 0.05)) * (4 if self.random.random() < 0.02 else 1)
             self.cost.observe(1 + len(kept), seconds * noise)
-            best = token_rate(knowing.plan(tree, known, overhead=0.0), known)
+            best = token_rate(knowing.plan(tree, known), known)
             lost += seconds - (1 + float(kept.probs.sum())) / best
             spent += seconds
             sizes.append(len(kept))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.structures.suffix_array import SuffixArray, SuffixMatcher, evidence_classes
+from hf_retrieval_assist.structures.suffix_array import SuffixArray, SuffixMatcher, classes_by_count
 from hf_retrieval_assist.structures.suffix_sort import align_suffixes, bucket_starts, rank_codes
 
 VOCAB = 5
@@ -225,11 +225,11 @@ def test_bucket_starts_reject_codes_beyond_the_table():
         bucket_starts(np.array([7], np.uint8), 1, 1, np.empty(3, np.uint32))
 
 
-def test_evidence_classes_number_the_buckets_row_by_row():
+def test_classes_number_the_buckets_row_by_row():
     counts, totals = np.array([1, 9, 10]), np.array([10, 10, 10])
     contexts = np.array([1, 2, 3], np.int32)
     edges = np.array([2.0]), np.array([0.5, 1.0]), np.array([10.0, 11.0])
-    classes = evidence_classes(counts, totals, contexts, *edges)
+    classes = classes_by_count(counts, totals, contexts, *edges)
     assert classes.tolist() == [0 * 9 + 0 * 3 + 1, 1 * 9 + 1 * 3 + 1, 1 * 9 + 2 * 3 + 1]
 
 

@@ -169,7 +169,7 @@ def _dataset(
         return ExampleDataset(examples, supervisor)
     folder = open_feature_cache(
         Path(feature_dir),
-        target=_fingerprint(target),
+        target=_weights_digest(target),
         boundaries=head.config.boundaries,
         draft_vocabulary=draft_ids,
         texts=[example.token_ids for example in examples],
@@ -179,7 +179,7 @@ def _dataset(
     return dataset
 
 
-def _fingerprint(target: Any) -> str:
+def _weights_digest(target: Any) -> str:
     """Of the architecture and of the output for one input, which no other weights give."""
     with torch.no_grad():
         logits = target(torch.arange(4, device=target.device)[None]).logits
