@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_retrieval_assist.files import BlankLineError, read_json_lines
+from hf_retrieval_assist.system.files import BlankLineError, read_json_lines
 
 Ids = NDArray[np.int32]
 SHIPPED = Path(__file__).parent / "traces"

@@ -11,7 +11,7 @@ import functools
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .versions import require_supported_versions
+from .system.versions import require_supported_versions
 
 if TYPE_CHECKING:
     from .assistants import Assistant

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from .drafters.base import ChildDraw, Drafter, DraftSession, FeedbackNeeds, Target, close_all
 from .drafters.expected import ExpectedTexts, expected_ids
 from .drafters.feedback import RowFeedback, prompt_feedback
-from .locks import Lock
 from .planning.acceptance import Calibrator
 from .planning.clipped_mean import ClippedMean
 from .planning.cost_model import CostModel
@@ -26,6 +25,7 @@ from .planning.thrift import Thrift
 from .record import CallRecord, Record, Step
 from .record.html import assistant_html
 from .stats import CallStats, Stats
+from .system.locks import Lock
 from .token_tree import Int32Array, TokenTree
 
 # Steps after which a costly drafter that did not seem worth it is asked again: its time then is

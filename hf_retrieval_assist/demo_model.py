@@ -13,7 +13,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .files import user_cache_directory
+from .system.files import user_cache_directory
 
 _CONVERTED = "gemma-3-270m-f32"
 

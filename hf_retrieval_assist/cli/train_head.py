@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import BlankLineError, read_json_lines
+from ..system.files import BlankLineError, read_json_lines
 from .command import Command
 
 if TYPE_CHECKING:

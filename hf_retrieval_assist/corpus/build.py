@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from pydivsufsort import divsufsort
 from tqdm.auto import tqdm
 
-from ..files import locked
 from ..structures.suffix_sort import align_suffixes, bucket_starts, rank_codes
+from ..system.files import locked
 from .format import (
     MAX_BYTES,
     MAX_VOCAB,

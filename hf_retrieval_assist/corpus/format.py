@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import replacing
+from ..system.files import replacing
 
 MAGIC = "hf-retrieval-assist datastore"
 VERSION = 1

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..files import BlankLineError, read_json_lines
+from ..system.files import BlankLineError, read_json_lines
 
 DATASET_PREFIX = "datasets:"
 _PIECE = 1 << 20  # characters of text that are held, and tokenised, at a time

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from ..locks import Lock
 from ..planning.cost_model import CostModel
 from ..structures import draft_tree
+from ..system.locks import Lock
 from ..target.ranks import require_whole
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import ChildDraw, Drafter, DraftSession, Feedback, Target
@@ -276,7 +276,7 @@ class DraftModelSession(DraftSession):
 
     def rewrite(self, token_ids: Sequence[int]) -> None:
         """Put another text in the text's place; what both begin with stays cached."""
-        self._tree, self._proposals = TokenTree.empty(), []
+        self._tree, self._draws = TokenTree.empty(), []
         self._stream.rewrite(token_ids)
 
     def _measure(self, path: Int32Array, length: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..locks import Lock
+from ..system.locks import Lock
 from ..target.first_layers import first_layers
 from ..token_tree import Float32Array
 from .base import Drafter, DraftSession, Target

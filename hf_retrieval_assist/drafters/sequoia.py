@@ -14,8 +14,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..locks import Lock
 from ..planning.clipped_mean import ClippedMean
+from ..system.locks import Lock
 from ..token_tree import Int32Array
 
 Float64Array: TypeAlias = NDArray[np.float64]

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..locks import Lock
 from ..structures import draft_tree
+from ..system.locks import Lock
 from ..target.top_logits import TopLogits
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target

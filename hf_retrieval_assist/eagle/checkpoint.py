@@ -19,7 +19,7 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..files import replacing
+from ..system.files import replacing
 from .config import HeadConfig, default_boundaries, infer_config
 from .head import EagleHead, build_head
 from .target import BorrowedLayers, TargetShape, float_weight

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..locks import Lock
+from ..system.locks import Lock
 from .attention import attention, plain_attention
 from .linear import linear, plain_linear
 from .skinny import enter_route, leave_route

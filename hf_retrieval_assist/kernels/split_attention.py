@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..locks import Lock
+from ..system.locks import Lock
 
 varlen: Any = None
 with suppress(ImportError):  # before torch 2.10

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from .. import __version__
-from ..files import replacing, user_cache_directory
-from ..locks import Lock
+from ..system.files import replacing, user_cache_directory
+from ..system.locks import Lock
 from .skinny import PATHS
 
 TUNING_REPEATS = 7

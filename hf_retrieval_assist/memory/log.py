@@ -24,7 +24,7 @@ from typing import BinaryIO, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..files import locked, replacing
+from ..system.files import locked, replacing
 
 _MAGIC, _VERSION = b"HFRAoutM", 1
 _MARKER = b"\xf5out"  # no byte of it can start a token id below 2^24

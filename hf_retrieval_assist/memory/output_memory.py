@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from ..locks import Lock
 from ..structures.suffix_tree import SuffixTree
+from ..system.locks import Lock
 from .log import OutputLog, Record, SharedOutputs
 from .redis_server import RedisServer
 from .stream import OutputStream

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..locks import Lock
 from ..structures import draft_tree, evidence
+from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
 BoolArray = NDArray[np.bool_]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..locks import Lock
+from ..system.locks import Lock
 from .clipped_mean import ClippedMean
 
 Float64Array = NDArray[np.float64]

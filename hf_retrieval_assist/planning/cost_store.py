@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import replacing, user_cache_directory
-from ..locks import Lock
+from ..system.files import replacing, user_cache_directory
+from ..system.locks import Lock
 from .cost_model import CostModel
 
 _FORMAT = 1

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..locks import Lock
+from ..system.locks import Lock
 from ..token_tree import TokenTree
 from .cost_model import CostModel, Float64Array
 

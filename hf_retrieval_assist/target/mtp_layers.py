@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ..locks import Lock
+from ..system.locks import Lock
 from .host import attention_of, mtp_logits, unloaded_patterns
 from .kv_cache import SLOT_LAYERS
 from .tree_attention import LayerMask, layer_masks, single_mask

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels.split_attention import can_split
-from ..locks import Lock
+from ..system.locks import Lock
 from .fixed_verifier import stays_in_place
 from .host import (
     attention_of,

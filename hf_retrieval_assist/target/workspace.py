@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..locks import Lock
+from ..system.locks import Lock
 from . import replay
 from .arena import Arena
 from .fixed_masks import FixedMasks

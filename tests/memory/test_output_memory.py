@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_retrieval_assist.files import locked
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory, prompt_group
+from hf_retrieval_assist.system.files import locked
 
 
 def count(memory, tokens, fingerprint=""):

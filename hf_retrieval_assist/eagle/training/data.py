@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from ...files import replacing
+from ...system.files import replacing
 from ...target.feature_taps import FeatureTap
 from ..config import HeadConfig
 

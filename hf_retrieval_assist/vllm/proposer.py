@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .assistants import Assistant
-from .corpus.datastore import Datastore
-from .drafters.base import Drafter, Target
-from .drafters.rest import RestDrafter
-from .drafters.suffix import SuffixDrafter
-from .memory.output_memory import OutputMemory
-from .planning.cost_model import CostModel
-from .stats import CallStats
-from .target.fingerprint import config_fingerprint
-from .token_tree import TokenTree
+from ..assistants import Assistant
+from ..corpus.datastore import Datastore
+from ..drafters.base import Drafter, Target
+from ..drafters.rest import RestDrafter
+from ..drafters.suffix import SuffixDrafter
+from ..memory.output_memory import OutputMemory
+from ..planning.cost_model import CostModel
+from ..stats import CallStats
+from ..target.fingerprint import config_fingerprint
+from ..token_tree import TokenTree
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist import locks as locks_module
-from hf_retrieval_assist.locks import Lock
-
-from .tiny_models import tiny_config, tiny_model
+from hf_retrieval_assist.system.locks import Lock
+from tests.tiny_models import tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
 

@@ -11,7 +11,7 @@ import pytest
 from filelock import Timeout
 
 from hf_retrieval_assist import files
-from hf_retrieval_assist.files import (
+from hf_retrieval_assist.system.files import (
     BlankLineError,
     locked,
     read_json_lines,
@@ -22,7 +22,7 @@ from hf_retrieval_assist.files import (
 HOLDER = """
 import sys
 from pathlib import Path
-from hf_retrieval_assist.files import locked
+from hf_retrieval_assist.system.files import locked
 
 with locked(Path(sys.argv[1])):
     print("held", flush=True)

@@ -14,7 +14,7 @@ from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.vllm import Proposer, _most_probable_path
+from hf_retrieval_assist.vllm.proposer import Proposer, _most_probable_path
 
 EOS, VOCAB = 1, 300
 LONGEST = 200

@@ -12,7 +12,7 @@ import pytest
 
 from hf_retrieval_assist import versions
 
-PYPROJECT = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def with_versions(monkeypatch, **found):
