@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .simulation import SimulationReport, simulate
     from .token_tree import TokenTree
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Assistant",
