@@ -86,7 +86,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _give_generate_its_keyword()
+    give_generate_its_keyword()
     value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value
@@ -97,7 +97,7 @@ def __dir__() -> list[str]:
 
 
 @functools.cache
-def _give_generate_its_keyword() -> None:
+def give_generate_its_keyword() -> None:
     """Once, so that it stays away after `uninstall`."""
     require_supported_versions()
     import_module(".hook", __name__).install()

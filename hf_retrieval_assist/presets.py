@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from . import give_generate_its_keyword
 from .assistants import Assistant, union
 from .corpus.datastore import Datastore
 from .drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter, Tokens
@@ -326,3 +327,7 @@ class SequoiaAssistant(Assistant):
             temperature=temperature,
         )
         super().__init__([drafter], residual=temperature is not None, **options)
+
+
+# Whoever imports an assistant from here wants to hand it to `generate`.
+give_generate_its_keyword()

@@ -215,3 +215,15 @@ def test_generate_gets_its_keyword_with_the_first_name_that_is_used():
 def test_an_unknown_name_is_refused():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         hf_retrieval_assist.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("source", ["hf_retrieval_assist", "hf_retrieval_assist.presets"])
+def test_importing_an_assistant_gives_the_keyword(source):
+    program = (
+        f"import inspect; from {source} import SamAssistant\n"
+        "from transformers import GenerationMixin\n"
+        "signature = inspect.signature(GenerationMixin.generate, follow_wrapped=False)\n"
+        "print('assistant' in signature.parameters)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout.strip() == "True", result.stderr
