@@ -7,7 +7,6 @@ generation.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ..planning.cost_model import CostModel
+from ..system.locks import Lock
 from ..token_tree import TokenTree
 from .base import DraftSession, Feedback, Target
 from .translation import DraftTranslation, GrowingTranslation, Tokenizer, tokenizer_of
@@ -45,7 +45,7 @@ class Tokenizers:
         self._translations: weakref.WeakKeyDictionary[Any, DraftTranslation] = (
             weakref.WeakKeyDictionary()
         )
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def translation(self, target: Target) -> DraftTranslation:
         """From the draft model's ids to the target's.

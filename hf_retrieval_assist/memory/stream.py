@@ -63,6 +63,9 @@ class _Queue(deque[Output]):
                 self.popleft()
 
 
+_streams: weakref.WeakSet[OutputStream] = weakref.WeakSet()
+
+
 class OutputStream:
     """Outputs that are exchanged with a server in the background.
 
@@ -92,6 +95,7 @@ class OutputStream:
         self._pause = 0.0  # before the next try; above 0 while the server is away
         self._thread: threading.Thread | None = None
         self._start_thread()
+        _streams.add(self)
         atexit.register(_say_last_words, weakref.ref(self))
 
     @property
@@ -239,3 +243,13 @@ def _say_last_words(reference: weakref.ref[OutputStream]) -> None:
     stream = reference()
     if stream is not None and stream._pending and not stream._pause:
         stream.sync(_LAST_WORDS)
+
+
+def _renew_conditions() -> None:
+    """The thread that may have held them does not live on in a forked child."""
+    for stream in list(_streams):
+        stream._changed, stream._wake = threading.Condition(), threading.Event()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_conditions)

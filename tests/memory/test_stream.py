@@ -1,10 +1,13 @@
 """Outputs shared by a server: exchanged in the background, lost by nobody's death, forgotten."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -445,3 +448,21 @@ def test_replicas_that_are_killed_lose_nothing_that_was_delivered(server, kills)
     assert times.keys() >= set(delivered)
     assert set(times.values()) == {1}
     assert len(delivered) > kills
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_reads_though_another_thread_held_the_view():
+    view = OutputStream(Keeper(), 1 << 20)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(view._changed.acquire).result()
+        child = os.fork()
+        if not child:
+            os._exit(0 if view.read() == (0, []) else 1)
+        # The child would wait for a thread that it does not have.
+        deadline = time.monotonic() + WAIT
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not ended[0]:
+            os.kill(child, signal.SIGKILL)
+        assert ended == (child, 0)
+        pool.submit(view._changed.release).result()
