@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 from filelock import Timeout
 
-from hf_retrieval_assist import files
+from hf_retrieval_assist.system import files
 from hf_retrieval_assist.system.files import (
     BlankLineError,
     locked,

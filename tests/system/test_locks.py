@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import SuffixAssistant
-from hf_retrieval_assist import locks as locks_module
+from hf_retrieval_assist.system import locks as locks_module
 from hf_retrieval_assist.system.locks import Lock
 from tests.tiny_models import tiny_config, tiny_model
 

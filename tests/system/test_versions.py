@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_retrieval_assist import versions
+from hf_retrieval_assist.system import versions
 
 PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
 
