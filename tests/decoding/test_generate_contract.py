@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.masking_utils import flash_attention_mask
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.target.service import Tier, _candidates, choose_service
 from tests.oracle_drafter import both, oracle_assistant, sequences_of
 from tests.tiny_models import tiny_config, tiny_model
@@ -433,3 +434,27 @@ def test_images(model_class):
     assert not torch.equal(
         plain, model.generate(**other, do_sample=False, max_new_tokens=16, **options)
     )
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_model_in_train_mode_decodes_as_without_the_assistant(do_sample):
+    """Dropout draws in every forward, so nothing may be drawn besides, and no forward left out."""
+    model = build(LlamaForCausalLM, attention_dropout=0.3).train()
+    states = []
+    for assistant in (None, SamAssistant(budget=8), SamAssistant(budget=8)):
+        torch.manual_seed(0)
+        ids = model.generate(PROMPT, do_sample=do_sample, max_new_tokens=8, assistant=assistant)
+        states.append((ids.tolist(), torch.get_rng_state().tolist()))
+    assert states[0] == states[1] == states[2]
+    assert model.training
+
+
+def test_the_self_test_runs_in_evaluation_mode():
+    model = build(LlamaForCausalLM).train()
+    modes = []
+    hook = model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    choose_service(model, {})
+    hook.remove()
+    assert modes
+    assert not any(modes)
+    assert all(module.training for module in model.modules())
