@@ -101,6 +101,14 @@ def shards_need_company(model: Any) -> bool:
     return bool(sharded and distributed and torch.distributed.get_world_size() > 1)
 
 
+def tensor_parallel_group(model: Any) -> Any:
+    """The processes that hold a model's parts, as transformers noted them; None: it is whole."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or (getattr(model, "_tp_size", None) or 1) < 2:
+        return None
+    return mesh["tp"].get_group() if "tp" in (mesh.mesh_dim_names or ()) else mesh.get_group()
+
+
 def compute_device(layer: nn.Module, otherwise: torch.device | None = None) -> torch.device:
     """Where a layer computes, also when accelerate keeps its weights elsewhere.
 

@@ -293,7 +293,8 @@ class SlotCache(DynamicCache):
     def forget(self) -> None:
         """Empty the cache, so that whoever continues from it feeds the whole text."""
         self.reset()
-        self.slots.set_lengths([0] * len(self.slots.lengths))
+        # Before 5.23 a reset fills layers with zeros and leaves their lengths.
+        self.truncate(0)
         self.slots.view_from = None
 
     def truncate(self, length: int) -> None:

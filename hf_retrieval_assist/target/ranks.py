@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..token_tree import TokenTree
+from . import host
 
 # What ranks say when they meet; the sum tells whether all said the same.
 _GOES_ON, _ENDS, _FAILED = 1, 1 << 16, 1 << 32
@@ -49,7 +50,8 @@ class Ranks:
                 mesh = parameter.device_mesh
                 if "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1:
                     return cls(mesh.get_group("tp"))
-        return cls()
+        # Before 5.23 parts are plain tensors.
+        return cls(host.tensor_parallel_group(model))
 
     @property
     def several(self) -> bool:
