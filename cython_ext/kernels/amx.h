@@ -77,7 +77,7 @@ TARGET static ALWAYS_INLINE void NAMED(tiles)(const int panels, const linear_pas
     const linear_problem *p = pass->problem;
     const int64_t row_bytes = p->weight_stride * 2, panel_bytes = AMX_ROWS * pass->packed_bytes;
     const char *weight = p->weight + first * row_bytes, *x = pass->panels;
-    const char *ahead = linear_ahead(p, first, BLOCK_ROWS);
+    const char *ahead = linear_ahead(p, first, BLOCK_ROWS, TILES_AHEAD_BYTES);
     const int all_rows = first + BLOCK_ROWS <= p->outputs;
     char part[AMX_ROWS * CACHE_LINE];
     _tile_zero(0);

@@ -31,7 +31,7 @@ TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, float
     const int64_t block_bytes = TILE_ROWS * row_bytes;
     const int64_t block_lines = block_bytes < STREAM_BYTES ? block_bytes / CACHE_LINE + 1 : 0;
     const int64_t lines = block_lines / (pass->panel_count * steps) + 1;
-    const char *ahead = linear_ahead(p, first, TILE_ROWS);
+    const char *ahead = linear_ahead(p, first, TILE_ROWS, AHEAD_BYTES);
     skinny_tile tile = {.depth = p->depth, .sums_stride = CHUNK_ROWS};
     for (int o = 0; o < TILE_ROWS; o++)
         tile.weight[o] = p->weight + skinny_min(first + o, p->outputs - 1) * row_bytes;
