@@ -51,9 +51,10 @@ class DraftModelDrafter(Drafter):
         temperature: None drafts the most probable tokens, which suits the plain walk under any
             sampling. A number draws them without replacement from the model's distribution at that
             temperature, and records what residual verification needs.
-        assistant_tokenizer, target_tokenizer: the models', where these do not share one; those not
-            given are looked for in the models' folders when the vocabularies differ in size. Drafts
-            then go by way of the text; see :mod:`~hf_retrieval_assist.drafters.other_vocabulary`.
+        assistant_tokenizer: the draft model's, where it is not the target's; looked for in the
+            model's folder if not given and the vocabularies differ in size. Drafts then go by way of
+            the text; see :mod:`~hf_retrieval_assist.drafters.other_vocabulary`.
+        target_tokenizer: the target's, likewise.
 
     Raises:
         ValueError: an argument is out of range, or the model cannot be fed token trees; from
