@@ -52,8 +52,8 @@ class DraftModelDrafter(Drafter):
             sampling. A number draws them without replacement from the model's distribution at that
             temperature, and records what residual verification needs.
         assistant_tokenizer: the draft model's, where it is not the target's; looked for in the
-            model's folder if not given and the vocabularies differ in size. Drafts then go by way of
-            the text; see :mod:`~hf_retrieval_assist.drafters.other_vocabulary`.
+            model's folder if not given and the vocabularies differ in size. Drafts then go by
+            way of the text; see :mod:`~hf_retrieval_assist.drafters.other_vocabulary`.
         target_tokenizer: the target's, likewise.
 
     Raises:
