@@ -145,7 +145,7 @@ def test_pipelines(batch_size):
     texts = ["one, two, three, one, two", "so it goes", "one, two, three, so it goes"]
     options = {"max_new_tokens": 12, "do_sample": False, "batch_size": batch_size}
     plain = generate(texts, **options)
-    with SamAssistant().attached(model) as assistant:
+    with SamAssistant(budget=8).attached(model) as assistant:
         assert generate(texts, **options) == plain
     assert calls(assistant) == 3 // batch_size
     assert assistant.stats.total.accepted > 0
