@@ -159,6 +159,14 @@ class Policy:
         )
         return found[:, longest:], time.perf_counter() - started
 
+    def assisted(
+        self, assistant: Assistant | None, prompts: Sequence[list[int]], tokens: int, **options: Any
+    ) -> tuple[int, float]:
+        """How many tokens were sampled, up to each output's end, and in how many seconds."""
+        with assistant.attached(self.model) if assistant else nullcontext():
+            outputs, seconds = self.sample(prompts, tokens, **options)
+        return sum(len(self.without_end(output)) for output in outputs), seconds
+
     def without_end(self, output: torch.Tensor) -> list[int]:
         """The tokens of one output up to its end-of-sequence token, or padding."""
         ids: list[int] = output.tolist()
@@ -229,7 +237,6 @@ def clocked() -> dict[str, Assistant | None]:
         "plain": None,
         "SamAssistant": SamAssistant(),
         "RolloutAssistant": RolloutAssistant(),
-        "RolloutAssistant, recycling": RolloutAssistant(fallback="token_recycling"),
     }
 
 
@@ -268,57 +275,41 @@ def clock(
     rows: Sequence[int],
     progress: Callable[[str], None],
 ) -> None:
-    """Sample the first prompts anew by every method, epoch after epoch."""
+    """Sample the first prompts anew by every method, epoch after epoch; alone, one output each."""
     table = report.table("Tokens per second", CLOCKED)
-    tokens, samples = rollouts.samples.shape[-1], rollouts.samples.shape[2]
-    chosen = rollouts.prompts[:prompts]
+    samples, tokens = rollouts.samples.shape[2:]
     for count in rows:
+        wanted = list(batches(rollouts.prompts[:prompts], 1 if count == 1 else samples, count))
         methods = clocked()
-        for assistant in methods.values():
-            progress(f"{count} rows: warming up")
-            with assistant.attached(policy.model) if assistant else nullcontext():
-                policy.sample([[2, 651, 1234]] * count, 12)
-        spent = {name: [[0, 0.0] for _ in rollouts.weights] for name in methods}
+        extra: dict[str, dict[str, Any]] = {name: {} for name in methods}
+        if count == 1:
+            # transformers' own takes one row at a time.
+            methods["prompt lookup"] = None
+            extra["prompt lookup"] = {"prompt_lookup_num_tokens": 10}
+        produced = {name: np.zeros(len(rollouts.weights)) for name in methods}
+        seconds = {name: np.zeros(len(rollouts.weights)) for name in methods}
+        for name, assistant in methods.items():
+            progress(f"{count} rows: warming up {name}")
+            policy.assisted(assistant, wanted[0], 8, **extra[name])
         for epoch, weights in enumerate(rollouts.weights):
             policy.set_weights(weights)
-            for number, batch in enumerate(batches(chosen, samples, count)):
+            for number, batch in enumerate(wanted):
                 for name, assistant in methods.items():
                     progress(f"{count} rows, epoch {epoch + 1}, batch {number + 1}: {name}")
                     torch.manual_seed(1000 * epoch + number)
-                    with assistant.attached(policy.model) if assistant else nullcontext():
-                        outputs, seconds = policy.sample(batch, tokens)
-                    spent[name][epoch][0] += sum(map(len, map(policy.without_end, outputs)))
-                    spent[name][epoch][1] += seconds
-        rates = {name: [n / s for n, s in figures] for name, figures in spent.items()}
-        totals = {name: np.sum(figures, axis=0) for name, figures in spent.items()}
+                    found = policy.assisted(assistant, batch, tokens, **extra[name])
+                    produced[name][epoch] += found[0]
+                    seconds[name][epoch] += found[1]
+        rates = {name: produced[name].sum() / seconds[name].sum() for name in methods}
         for name, assistant in methods.items():
-            own, plain = (total[0] / total[1] for total in (totals[name], totals["plain"]))
+            epochs = enumerate(produced[name] / seconds[name], 1)
             table.add(
                 rows=count,
                 method=name,
-                **{f"epoch{n}": rate for n, rate in enumerate(rates[name], 1)},
-                ratio=own / plain,
-                accepted=assistant.stats.total.mean_accepted_tokens if assistant else 1.0,
+                **{f"epoch{n}": float(rate) for n, rate in epochs},
+                ratio=float(rates[name] / rates["plain"]),
+                accepted=assistant.stats.total.mean_accepted_tokens if assistant else None,
             )
-    _clock_lookup(table, policy, rollouts, chosen, tokens)
-
-
-def _clock_lookup(
-    table: Any, policy: Policy, rollouts: Rollouts, chosen: Sequence[list[int]], tokens: int
-) -> None:
-    """transformers' prompt lookup takes one row at a time: the first sample of each prompt."""
-    rates = []
-    for epoch, weights in enumerate(rollouts.weights):
-        policy.set_weights(weights)
-        found = []
-        for number, prompt in enumerate(chosen):
-            torch.manual_seed(1000 * epoch + number)
-            outputs, seconds = policy.sample([prompt], tokens, prompt_lookup_num_tokens=10)
-            found.append((len(policy.without_end(outputs[0])), seconds))
-        produced, seconds = np.sum(found, axis=0)
-        rates.append(produced / seconds)
-    named = {f"epoch{n}": rate for n, rate in enumerate(rates, 1)}
-    table.add(rows=1, method="prompt lookup", **named)
 
 
 def measure(
@@ -345,7 +336,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of a sample")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--timed", type=int, default=4, help="prompts that are timed")
-    parser.add_argument("--rows", type=int, nargs="*", default=[8, 32], help="that are timed")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="that are timed")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/out"), help="for JSON")
     arguments = parser.parse_args()
     progress = progress_line(time.perf_counter())

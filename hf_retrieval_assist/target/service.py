@@ -18,6 +18,7 @@ from .fixed_verifier import stays_in_place
 from .host import (
     attention_of,
     input_device,
+    is_compiled,
     is_stateful,
     keeps_no_activations,
     takes_dynamic_cache,
@@ -49,12 +50,12 @@ def choose_service(model: Any, model_kwargs: dict[str, Any]) -> Service:
     """
     if model.training and (why := _why_plain_in_training(model)) is not None:
         return Service(Tier.PLAIN, why)
-    attention = attention_of(model.config)
-    key = (attention, model.dtype, has_padding(model_kwargs), _packs(model, model_kwargs))
+    packs = _packs(model, model_kwargs)
+    key = (attention_of(model.config), model.dtype, has_padding(model_kwargs), packs)
     with _lock:
         known = _services.setdefault(model, {})
         if key not in known:
-            known[key] = _first_right(model, model_kwargs)
+            known[key] = _first_right(model, model_kwargs, packs)
             logger.info(
                 "%s: %s (%s)", type(model).__name__, known[key].tier.value, known[key].reason
             )
@@ -79,9 +80,9 @@ def _why_plain_in_training(model: Any) -> str | None:
     return None
 
 
-def _first_right(model: Any, model_kwargs: dict[str, Any]) -> Service:
+def _first_right(model: Any, model_kwargs: dict[str, Any], packs: bool) -> Service:
     reason = ""
-    for service in _candidates(model, _packs(model, model_kwargs)):
+    for service in _candidates(model, packs):
         if service.tier is Tier.PLAIN:
             return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
         wrong = fault(model, service, model_kwargs)
@@ -129,16 +130,18 @@ def _splits(model: Any) -> bool:
 
 def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the rows of a batch may be fed behind one another: where no memory stays in place,
-    and nothing comes with the rows whose meaning is not known."""
+    no graph was compiled that every step would change, and nothing comes with the rows whose
+    meaning is not known."""
     mask = model_kwargs.get("attention_mask")
+    if mask is None or len(mask) == 1:
+        return False
     foreign = any(
         isinstance(value, torch.Tensor)
         for name, value in model_kwargs.items()
         if name not in _OF_TOKENS
     )
-    known = is_exchangeable(attention_of(model.config))
-    batch = mask is not None and len(mask) > 1
-    return batch and known and not foreign and not stays_in_place(input_device(model))
+    known = is_exchangeable(attention_of(model.config)) and not is_compiled(model)
+    return known and not foreign and not stays_in_place(input_device(model))
 
 
 def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:

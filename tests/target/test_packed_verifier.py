@@ -188,6 +188,17 @@ def test_what_is_packed(model):
     assert not choose_service(model, kwargs | {"row_scales": torch.ones(ROWS)}).packed
 
 
+def test_compiled_models_are_padded():
+    model = build(LlamaForCausalLM)
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert not choose_service(model, {"attention_mask": mask}).packed
+    del model.forward
+    assert choose_service(model, {"attention_mask": mask}).packed
+    model.compile(backend="eager")
+    assert not choose_service(model, {"attention_mask": mask}).packed
+
+
 def test_models_that_compute_attention_themselves_are_padded():
     model = build(LlamaForCausalLM)
     model.set_attn_implementation("eager")
