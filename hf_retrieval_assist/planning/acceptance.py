@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..structures import draft_tree, evidence
+from ..structures import evidence
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
@@ -108,6 +108,7 @@ class _OpenDraft:
 
     tree: TokenTree
     rates: Float64Array
+    named: bool  # whether any node has a class
     tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
 
 
@@ -134,12 +135,11 @@ class CalibrationSession:
 
     def rates(self, classes: Int32Array) -> Float32Array:
         """float32 [n]: the rate of each class in `classes` for the next token of this text."""
-        return self._rates(classes).astype(np.float32)
+        return evidence.rates(classes, *self._posterior).astype(np.float32)
 
-    def _rates(self, classes: Int32Array) -> Float64Array:
-        return evidence.rates(
-            classes, self._shared._counts, self._counts, self.odds_factor, _SHARED_TRIALS
-        )
+    @property
+    def _posterior(self) -> tuple[Float64Array, Float64Array, float, float]:
+        return self._shared._counts, self._counts, self.odds_factor, _SHARED_TRIALS
 
     def calibrate(self, tree: TokenTree) -> TokenTree:
         """The tree with probabilities from the counts, remembered until the text has judged it.
@@ -148,13 +148,11 @@ class CalibrationSession:
         """
         if not len(tree):
             return tree
-        rates = self._rates(tree.classes)
-        if tree.classes.min() < 0:
-            unnamed = tree.classes < 0
-            rates[unnamed] = _given_rates(tree)[unnamed]
-        probs = draft_tree.path_products(tree.parents, rates.astype(np.float32))
+        rates, probs, named = evidence.calibrated(
+            tree.parents, tree.probs, tree.classes, *self._posterior
+        )
         calibrated = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
-        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(calibrated, rates)]
+        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(calibrated, rates, named)]
         return calibrated
 
     def commit(self, token_ids: Sequence[int] | Int32Array) -> None:
@@ -167,19 +165,16 @@ class CalibrationSession:
         known = len(draft.tokens)
         draft.tokens = np.concatenate([draft.tokens, new]) if known else new
         tree = draft.tree
-        nodes, hits = evidence.tried(tree.token_ids, tree.parents, draft.tokens, known)
-        self._learn(tree.classes[nodes], draft.rates[nodes], hits)
-        return int(np.count_nonzero(hits)) == len(new)
+        classes, predicted, hits, inside = evidence.tried(
+            tree.token_ids, tree.parents, tree.classes, draft.rates, draft.tokens, known
+        )
+        self._shared.score(predicted, hits)
+        if draft.named:
+            self._learn(classes, hits)
+        return inside
 
-    def _learn(self, classes: Int32Array, predicted: Float64Array, hits: BoolArray) -> None:
+    def _learn(self, classes: Int32Array, hits: BoolArray) -> None:
         shared, outcome = self._shared, hits.view(np.uint8)
         evidence.follow_trend(classes, outcome, shared._counts, self._trend, _TREND_MEMORY)
-        shared.score(predicted, hits)
         shared.observe(classes, hits)
         evidence.count(classes, outcome, self._counts, self._no_prior, _TEXT_MEMORY)
-
-
-def _given_rates(tree: TokenTree) -> Float64Array:
-    """float64 [n]: each node's probability given its parent, as the drafter estimated it."""
-    above = np.append(tree.probs, np.float32(1))[tree.parents].astype(np.float64)
-    return np.where(above > 0, tree.probs / np.maximum(above, 1e-30), 0.0)
