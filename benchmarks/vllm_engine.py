@@ -3,10 +3,10 @@
     python -m benchmarks.vllm_engine --model FOLDER [--tokens 40] [--parts FOLDER [--only MODE]]
 
 Runs plain decoding, vLLM's own n-gram and suffix proposers, and ours, each in a process of its own,
-over 24 prompts: one by one, one by one again, and as one batch. Exits with 1 where an output of
-ours is not that of plain decoding. `--parts` keeps what each process found, and a mode that is
-there is not run again, so that each can be run by itself, when the machine is quiet. Needs the
-environment that `make test-vllm` makes.
+over the 21 prompts of the other benchmarks: one by one, one by one again, and as one batch. Exits
+with 1 where an output of ours is not that of plain decoding. `--parts` keeps what each process
+found, and a mode that is there is not run again, so that each can be run by itself, when the
+machine is quiet. Needs the environment that `make test-vllm` makes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,10 @@ ENVIRONMENT = {
 
 
 def prompts() -> list[str]:
-    """Those of the benchmark on the demo model, and the demo's."""
-    here = Path(__file__).parent
-    kinds = [json.loads(file.read_text()) for file in sorted((here / "prompts").glob("*.json"))]
-    shown = sorted((here.parent / "examples" / "data").glob("*.txt"))
-    texts = [prompt["text"] for kind in kinds for prompt in kind["prompts"]]
-    return texts + [file.read_text() for file in shown]
+    """Those of the benchmark on the demo model."""
+    files = sorted((Path(__file__).parent / "prompts").glob("*.json"))
+    kinds = [json.loads(file.read_text()) for file in files]
+    return [prompt["text"] for kind in kinds for prompt in kind["prompts"]]
 
 
 def measure(mode: str, model: str, tokens: int) -> dict[str, Any]:
