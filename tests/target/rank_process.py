@@ -162,7 +162,7 @@ def offloaded(folder: str, rank: int) -> None:
     """Layers on two devices, of which one is the disk."""
 
     def check(model: Any, rank: int) -> None:
-        assert {*model.hf_device_map.values()} == {torch.device("cpu"), "disk"}
+        assert {*map(str, model.hf_device_map.values())} == {"cpu", "disk"}
         assert any(parameter.device.type == "meta" for parameter in model.parameters())
         own_batches(model, rank)
 
