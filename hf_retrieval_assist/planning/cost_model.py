@@ -48,6 +48,7 @@ _FORGETTING = 0.01  # variance regained per timing, in units of a timing's own
 _FORGETTING_PERIOD = 8
 _OVERHEAD_MEMORY = 0.1  # share of a new timing in an overhead's mean
 _RESTORED_VARIANCE = 0.02  # at least this share of the prior variance after a restart
+_MOST_LOG_SECONDS = 200.0  # in a file; above it sums of seconds would overflow
 
 _SIZES = np.arange(1, MAX_TOKENS + 1)
 
@@ -249,6 +250,10 @@ class CostModel:
             ValueError: `state` is not one that `state()` could have told.
         """
         mean = _finite_numbers(state, "log_seconds", len(KNOTS))
+        if (np.abs(mean) > _MOST_LOG_SECONDS).any():
+            raise ValueError(
+                f"expected log_seconds within {_MOST_LOG_SECONDS}, got {mean.tolist()}"
+            )
         uncertainty = _finite_numbers(state, "uncertainty", len(KNOTS))
         noise, count = _finite_numbers(state, "noise"), _finite_numbers(state, "observations")
         if (uncertainty < 0).any() or (uncertainty > 1).any() or noise[0] <= 0 or count[0] < 0:
@@ -257,6 +262,8 @@ class CostModel:
         if not isinstance(overheads, dict):
             raise ValueError(f"expected overheads to be an object, got {overheads!r}")
         seconds = {str(kind): float(_finite_numbers(overheads, kind)[0]) for kind in overheads}
+        if min(seconds.values(), default=0) < 0:
+            raise ValueError(f"expected no overhead below 0 seconds, got {overheads}")
         with self._lock:
             self._mean = mean
             std = np.sqrt(uncertainty.clip(_RESTORED_VARIANCE, 1))
