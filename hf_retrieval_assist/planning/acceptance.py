@@ -151,9 +151,10 @@ class CalibrationSession:
         rates, probs, named = evidence.calibrated(
             tree.parents, tree.probs, tree.classes, *self._posterior
         )
-        calibrated = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
-        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(calibrated, rates, named)]
-        return calibrated
+        if named:
+            tree = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
+        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(tree, rates, named)]
+        return tree
 
     def commit(self, token_ids: Sequence[int] | Int32Array) -> None:
         """Learn from the tokens by which the text went on; once per step, after `calibrate`."""

@@ -22,13 +22,16 @@ Float64Array = NDArray[np.float64]
 # Powers of two, the sizes half way, and the first size past each power from 8 on: kernels change
 # and tiles fill up there, so that a step of the curve falls between two knots that stand together.
 KNOTS = np.array(
-    [1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512]
+    (
+        *(1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257),
+        *(384, 512, 768, 1024, 2048),
+    )
 )
 MAX_TOKENS = int(KNOTS[-1])
 
 # t(n)/t(1) assumed before anything is measured: float32 linears on two cores; a GPU.
-_CPU_SIZES = np.array([1, 2, 4, 8, 16, 32, 64, 512])
-_CPU_RATIOS = np.array([1, 1.9, 2.2, 2.3, 2.6, 3.3, 5.0, 33.0])
+_CPU_SIZES = np.array([1, 2, 4, 8, 16, 32, 64, 512, 2048])
+_CPU_RATIOS = np.array([1, 1.9, 2.2, 2.3, 2.6, 3.3, 5.0, 33.0, 129.0])
 _ACCELERATOR_SLOPE = 0.003
 
 _LEVEL_STD = 1.0  # of log t(1), once a first timing has set it
@@ -94,7 +97,12 @@ class CostModel:
 
     Args:
         device_type: "cpu", or an accelerator's type: chooses the prior shape of t(n)/t(1).
+
+    Attributes:
+        company: tokens that other rows bring in the forward that t(n) is the price of.
     """
+
+    company = 0
 
     def __init__(self, device_type: str = "cpu"):
         self.device_type = device_type
@@ -126,7 +134,7 @@ class CostModel:
         return self._timed
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a forward that fed `tokens` tokens per row in `seconds`.
+        """Learn from a forward that fed `tokens` tokens per row, or of all packed rows.
 
         Sizes beyond `MAX_TOKENS` and clocks that stood still teach nothing.
         """
@@ -192,6 +200,10 @@ class CostModel:
     def seconds(self, tokens: int) -> float:
         """Expected seconds of a forward over `tokens` tokens per row."""
         return float(self.curve(tokens)[-1])
+
+    def share(self, tokens: int) -> int:
+        """The n of t(n) for a forward that fed so many tokens."""
+        return tokens
 
     def curve(self, max_tokens: int) -> Float64Array:
         """float64 [max_tokens]: t(1), …, t(max_tokens) in seconds, non-decreasing; read-only."""

@@ -23,6 +23,7 @@ from ..drafters.rest import RestDrafter
 from ..drafters.suffix import SuffixDrafter
 from ..memory.output_memory import OutputMemory
 from ..planning.cost_model import CostModel
+from ..planning.cost_views import PackedCost
 from ..stats import CallStats
 from ..structures.draft_tree import most_probable_path
 from ..target.fingerprint import config_fingerprint
@@ -102,7 +103,8 @@ class Proposer:
         texts = [token_ids_cpu[i, :n] for i, n in enumerate(num_tokens_no_spec[: len(drafts)])]
         places = self._follow(sampled_token_ids, texts, arrived)
         trees = [row.draft(min(self.longest_draft, self._room(row))) for row in places]
-        planned = self.assistant.planner.share_packed(trees, self.cost) if trees else []
+        shared = PackedCost(self.cost, len(trees))
+        planned = self.assistant.planner.share_packed(trees, shared) if trees else []
         for (row, place), tree, count in zip(places.items(), trees, planned, strict=True):
             row.drafted = count
             drafts[place] = tree.token_ids[:count].tolist()
