@@ -177,6 +177,7 @@ class Generation:
                 self._open_sessions(opened)
                 self.ranks.begin()
                 self.verifier = self.prefill()
+                opened.enter_context(host.optimised_for_decode(self.model))
                 # The criteria may be met by the first token; other processes may still wait.
                 while host.has_unfinished(self.model, self.finished, synced, device):
                     if self.running:
@@ -190,7 +191,8 @@ class Generation:
 
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
-        running, cost, thrift = self.running, self._cost(), self.thrift
+        running, cost, thrift = self.running, self._cost(verifier), self.thrift
+        self.cache.require_room(1 + max(self.cache.slots.lengths[row.index] for row in running))
         asked = thrift is None or thrift.affords()
         with self._timed("draft") as drafting:
             trees = [TokenTree.empty()] * len(self.rows)
@@ -273,6 +275,8 @@ class Generation:
             capacity=self.call.input_ids.shape[1] + self.room,
             keeps_cache=self.keeps_cache,
             recorded=self.assistant.graphs and not self.call.synced_gpus and not self.ranks.several,
+            # Compiled code does not show hidden states.
+            compiled=None if self.taps.boundaries else self.call.compiled(self.service),
         )
 
     def _kwargs_of_steps(self, outputs: Any) -> dict[str, Any]:
@@ -356,11 +360,11 @@ class Generation:
             top=verified.top(row.index, len(tree)),
         )
 
-    def _cost(self) -> CostModel:
+    def _cost(self, verifier: Verifier) -> CostModel:
         """The measured t(n) of forwards like the next one."""
-        bucket = size_bucket(self.cache.slots.longest)
-        if bucket != self.cost_key.cache_length:
-            self.cost_key = replace(self.cost_key, cache_length=bucket)
+        key, bucket = self.cost_key, size_bucket(self.cache.slots.longest)
+        if bucket != key.cache_length or verifier.manner != key.manner:
+            self.cost_key = replace(key, cache_length=bucket, manner=verifier.manner)
         return self.assistant.costs.get(self.cost_key)
 
     def rest(self, verifier: Verifier) -> None:
@@ -378,6 +382,7 @@ class Generation:
         """What plain `generate` returns."""
         end = self.stopping.end(self.rows)
         verifier.finish(end)
+        self.cache.hand_back()
         if self.record is not None:
             self.record.finish(end)
         for row in self.rows:
@@ -393,7 +398,7 @@ class Generation:
         new = self.call.input_ids.new_tensor([row.fed(0, end) for row in self.rows])
         return self.outputs.result(
             torch.cat([self.call.input_ids, new], dim=1),
-            self.model_kwargs.get(self.service.cache_name),
+            self._returned_cache(),
             self.model_kwargs.get("encoder_outputs"),
             end,
         )
@@ -402,8 +407,15 @@ class Generation:
         """Leave a cache that somebody else holds as plain decoding can go on from it."""
         if self.verifier is not None:
             self.verifier.abandon()
+            self.cache.hand_back()
         else:
             self.cache.abandon()
+
+    def _returned_cache(self) -> Any:
+        """The cache that the result names: where the call was given one, that one."""
+        if self.cache.lender is not None:
+            return self.cache.lender
+        return self.model_kwargs.get(self.service.cache_name)
 
     def _slot_cache(self, capacity: int) -> SlotCache:
         """Put a slot cache in the place of the one that `generate` prepared."""
@@ -412,6 +424,8 @@ class Generation:
         own = getattr(given, "self_attention_cache", given)
         if host.is_callers(given):
             cache = SlotCache.around(own, config)
+            if cache.lender is not None:
+                self.model_kwargs[name] = cache
             if given is not own:
                 given.self_attention_cache = cache
             return cache

@@ -28,7 +28,10 @@ def size_bucket(size: int) -> int:
 
 @dataclass(frozen=True)
 class CostKey:
-    """What t(n) depends on; cache length and batch size as buckets, see `size_bucket`."""
+    """What t(n) depends on; cache length and batch size as buckets, see `size_bucket`.
+
+    `manner` tells forwards that are recorded or compiled from those that run kernel by kernel.
+    """
 
     fingerprint: str
     device: str
@@ -36,6 +39,7 @@ class CostKey:
     attention: str
     batch_size: int = 1
     cache_length: int = 0
+    manner: str = ""
 
     def name(self) -> str:
         """The key within its fingerprint's file."""
@@ -50,9 +54,9 @@ class CostKey:
         return 4.0 * batch + cache
 
     @property
-    def setting(self) -> tuple[str, str, str, str]:
+    def setting(self) -> tuple[str, str, str, str, str]:
         """What a curve cannot be carried across."""
-        return self.fingerprint, self.device, self.dtype, self.attention
+        return self.fingerprint, self.device, self.dtype, self.attention, self.manner
 
 
 _ALIVE: weakref.WeakSet[CostModels] = weakref.WeakSet()

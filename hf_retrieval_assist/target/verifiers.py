@@ -52,7 +52,10 @@ class Verifier:
         widths: the numbers of tokens per row that forwards are filled up to; what is wider, or any
             number where there are none, is fed as it is.
         feeding: whether a forward has begun whose tokens are neither kept nor dropped yet.
+        manner: how forwards run, where it is not kernel by kernel; the cost of a width is its own.
     """
+
+    manner = ""
 
     def __init__(
         self,
@@ -110,6 +113,7 @@ class Verifier:
     def finish(self, tokens: int) -> None:
         """Forget what rows generated beyond this many tokens; make the cache one of plain use."""
         prompt = self.cache.slots.lengths[0] - self.processed[0]
+        self.cache.require_room(prompt + tokens - 1)
         self.processed = [min(done, tokens - 1) for done in self.processed]
         self.cache.truncate(prompt + tokens - 1)
         self.cache.align()
@@ -135,7 +139,9 @@ class Verifier:
         else:
             inputs = self._steady | {self._ids_name: input_ids[:, -width:]}
         self.feeding = True
-        return self.call(**(inputs | arguments), return_dict=True)
+        # Compiled code is made once more for arguments in another order.
+        given = sorted((inputs | arguments | {"return_dict": True}).items())
+        return self.call(**dict(given))
 
     def _prepared(
         self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]
