@@ -134,9 +134,8 @@ class Verifier:
 
     def _run(self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]) -> Any:
         arguments = self._token_types(width) | arguments
-        if self._steady is None:
-            inputs = self._prepared(input_ids, width, arguments)
-        else:
+        inputs = self._prepared(input_ids, width, arguments) if self._steady is None else {}
+        if self._steady is not None:
             inputs = self._steady | {self._ids_name: input_ids[:, -width:]}
         self.feeding = True
         # Compiled code is made once more for arguments in another order.

@@ -134,7 +134,9 @@ def test_settings_of_the_model_ask_for_it_too(compiler, widths):
 def test_nothing_is_compiled_where_plain_decoding_is_not(options, compiler, widths):
     model = build(LlamaForCausalLM)
     if options.get("compile_config") == "as a caller":
-        options = static(compiler) | options | {"compile_config": static(compiler)["compile_config"]}
+        options = (
+            static(compiler) | options | {"compile_config": static(compiler)["compile_config"]}
+        )
     plain = run(model, **options)
     assert torch.equal(plain, run(model, assistant=knowing(plain), **options))
     assert compiler.graphs == 0
@@ -310,7 +312,9 @@ def test_a_static_cache_that_is_too_small(beyond):
     assert prefix.shape[1] > PROMPT.shape[1]
     more = {"max_new_tokens": 1}
     if prefix.shape[1] <= room:
-        assert torch.equal(run(model, prefix, **more), run(model, prefix, past_key_values=caches[1], **more))
+        assert torch.equal(
+            run(model, prefix, **more), run(model, prefix, past_key_values=caches[1], **more)
+        )
 
 
 def test_windows_shorter_than_the_models_are_decoded_plainly():
