@@ -201,6 +201,7 @@ class Generation:
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = verifier.forward(self.rows, trees)
             verified.wait()
+        self.counts.forwards += 1
         with self._timed("walk") as walked:
             paths = self._walk(running, trees, verified)
             if self.outputs.wants_states:
