@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
+from ..system.lazy import cached_property
 from ..target import host
 from ..target.kv_cache import SlotCache, has_slots, has_static_slots
 from ..target.service import choose_service
