@@ -16,7 +16,7 @@ from ..system.files import replacing, user_cache_directory
 from ..system.locks import Lock
 from .cost_model import CostModel
 
-_FORMAT = 1
+_FORMAT = 2
 _MAX_FILE_BYTES = 1 << 22
 _SAVE_INTERVAL = 60.0  # seconds
 
@@ -30,6 +30,7 @@ def size_bucket(size: int) -> int:
 class CostKey:
     """What t(n) depends on; cache length and batch size as buckets, see `size_bucket`.
 
+    Where rows are packed, n counts the tokens of all of them, otherwise those of each.
     `manner` tells forwards that are recorded or compiled from those that run kernel by kernel.
     """
 
@@ -39,6 +40,7 @@ class CostKey:
     attention: str
     batch_size: int = 1
     cache_length: int = 0
+    packed: bool = False
     manner: str = ""
 
     def name(self) -> str:
@@ -54,9 +56,10 @@ class CostKey:
         return 4.0 * batch + cache
 
     @property
-    def setting(self) -> tuple[str, str, str, str, str]:
+    def setting(self) -> tuple[str, str, str, str, bool, str]:
         """What a curve cannot be carried across."""
-        return self.fingerprint, self.device, self.dtype, self.attention, self.manner
+        of_model = self.fingerprint, self.device, self.dtype, self.attention
+        return *of_model, self.packed, self.manner
 
 
 _ALIVE: weakref.WeakSet[CostModels] = weakref.WeakSet()

@@ -167,7 +167,9 @@ class FixedVerifier(TreeVerifier):
             return list(trees)
         return [tree.prune(self.widths[-1] - 1) for tree in trees]
 
-    def _feed(self, roots: Sequence[int], trees: Sequence[TokenTree]) -> Verified:
+    def _feed(
+        self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
+    ) -> Verified:
         fed = 1 + max(map(len, trees))
         width = next((w for w in self.widths if w >= fed), fed)
         self._reserve(self.cache.slots.longest + width)

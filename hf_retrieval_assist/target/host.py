@@ -86,7 +86,7 @@ def compiled_call(
 def is_compiled(model: nn.Module) -> bool:
     """Whether a caller has compiled the model or a part of it in place."""
     return any(
-        module._compiled_call_impl is not None
+        getattr(module, "_compiled_call_impl", None) is not None
         or isinstance(module, torch._dynamo.OptimizedModule)
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
         for module in model.modules()
