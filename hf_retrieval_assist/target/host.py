@@ -144,12 +144,15 @@ def shards_need_company(model: Any) -> bool:
     return bool(sharded and distributed and torch.distributed.get_world_size() > 1)
 
 
-def tensor_parallel_group(model: Any) -> Any:
-    """The processes that hold a model's parts, as transformers noted them; None: it is whole."""
+def parts_group(model: Any) -> Any:
+    """The processes that compute every forward of a model together, each a part of its layers
+    (pipeline parallelism) or of their weights (tensor parallelism), as transformers noted them;
+    None: this process has it whole."""
     mesh = getattr(model, "_device_mesh", None)
-    if mesh is None or (getattr(model, "_tp_size", None) or 1) < 2:
-        return None
-    return mesh["tp"].get_group() if "tp" in (mesh.mesh_dim_names or ()) else mesh.get_group()
+    if mesh is None or not mesh.mesh_dim_names:
+        return None if mesh is None or mesh.size() < 2 else mesh.get_group()
+    shared = (name for name in ("pp", "tp") if name in mesh.mesh_dim_names)
+    return next((mesh[name].get_group() for name in shared if mesh[name].size() > 1), None)
 
 
 def compute_device(layer: nn.Module, otherwise: torch.device | None = None) -> torch.device:

@@ -368,7 +368,12 @@ def test_cost_of_forwards(small_model):
     assert [row["ratio"] for row in found if row["tokens"] == 1] == [1, 1]
 
 
-def test_repeated_requests_are_drafted_from_earlier_outputs(small_model, tokenizer):
+def test_repeated_requests_are_drafted_from_earlier_outputs(small_model, tokenizer, monkeypatch):
+    # Whether drafts pay on a model this small depends on the machine.
+    assistants = repeated.assistants()
+    for assistant in filter(None, assistants.values()):
+        assistant.planner.budget = 8
+    monkeypatch.setattr(repeated, "assistants", lambda: assistants)
     prompts = ["w1 w2 w3 w4", "w5 w6 w7 w8"]
     report = repeated.measure(small_model, tokenizer, prompts, 24, silent)
     found = {(row["prompts"], row["method"]): row for row in rows(report, "The same requests")}
