@@ -6,6 +6,7 @@ Whatever differs between the supported versions is bridged here too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -60,18 +61,51 @@ def hook_counts(module: nn.Module) -> tuple[int, int]:
     return len(module._forward_hooks), len(module._forward_pre_hooks)
 
 
+def keep_address(tensor: torch.Tensor) -> None:
+    """Promise `torch.compile` that an input of its graphs stays where it is.
+
+    Another call's memory may lie elsewhere, which is no reason to compile again.
+    """
+    torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def compiled_call(
+    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """What plain decoding calls for every token in the model's place, compiled; None: the model.
+
+    Args:
+        model_kwargs: `generate`'s, with the cache that it made or was given.
+    """
+    if not model._valid_auto_compile_criteria(model_kwargs, config):
+        return None
+    call: Callable[..., Any] = model.get_compiled_call(config.compile_config)
+    return None if call == model.__call__ else call
+
+
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a module of the model runs as a graph of `torch.compile`."""
+    """Whether a caller has compiled the model or a part of it in place."""
     return any(
         getattr(module, "_compiled_call_impl", None) is not None
+        or isinstance(module, torch._dynamo.OptimizedModule)
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
         for module in model.modules()
     )
 
 
-def keep_address(tensor: torch.Tensor) -> None:
-    """Promise `torch.compile` that an input of its graphs stays where it is."""
-    torch._dynamo.mark_static_address(tensor)
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Scope of forwards whose shapes nobody will see again, for which nothing is compiled."""
+    if not is_compiled(model):
+        return nullcontext()
+    scope: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return scope
+
+
+def optimised_for_decode(model: Any) -> AbstractContextManager[Any]:
+    """Scope of the forwards after the prefill, for which transformers may compute experts by
+    another method."""
+    scope: AbstractContextManager[Any] = model._optimize_model_for_decode()
+    return scope
 
 
 def why_no_mask(config: Any) -> str | None:
