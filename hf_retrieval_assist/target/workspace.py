@@ -53,7 +53,7 @@ class Shape:
     positions: tuple[int, ...] = ()
     top_k: int = 0
     vocab_size: int = 0
-    taps: tuple[tuple[int, ...], ...] = ()
+    taps: tuple[tuple[int | str, ...], ...] = ()
     compiled: bool = False
 
     def serves(self, other: Shape) -> bool:
