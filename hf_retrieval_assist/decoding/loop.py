@@ -55,6 +55,9 @@ _PER_TOKEN = (
     "mm_token_type_ids",
 )
 
+# Steps without drafts are all alike: one in so many is timed.
+_TIMING_PERIOD = 8
+
 
 def decode(
     model: Any,
@@ -146,6 +149,7 @@ class Generation:
         self.rows = [RowText(i, ids, room, pad_id) for i, ids in enumerate(call.input_ids)]
         select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
         self.walk = Walk(self.rows, select, self.stopping, self.outputs, call.streamer)
+        self.unasked = 0
         self.step_walk: StepWalk | None = None
         if call.rows_in_step(service):
             self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs)
@@ -190,8 +194,9 @@ class Generation:
 
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
-        running, cost, thrift = self.running, self._cost(), self.thrift
-        asked = thrift is None or thrift.affords()
+        running, cost = self.running, self._cost()
+        asked = self.thrift is None or self.thrift.affords()
+        self.unasked = 0 if asked else self.unasked + 1
         with self._timed("draft") as drafting:
             trees = [TokenTree.empty()] * len(self.rows)
             if asked:
@@ -205,16 +210,17 @@ class Generation:
                 self.outputs.step(verified, paths[0].accepted, self.cache)
         with self._timed("cache") as kept:
             verifier.keep(self.rows, verified, [path.accepted for path in paths])
-        if verified.typical:
-            cost.observe(verified.width, forward.seconds)
-        for kind, span in {"walk": walked, "keep": kept}.items():
-            cost.observe_overhead(kind, span.seconds)
         with self._timed("draft") as learning:
             self._learn(running, trees, verified, paths, asked)
-        if thrift is not None:
+        if self.unasked % _TIMING_PERIOD == 0:
+            if verified.typical:
+                cost.observe(verified.width, forward.seconds)
+            for kind, span in {"walk": walked, "keep": kept}.items():
+                cost.observe_overhead(kind, span.seconds)
+        if asked and self.thrift is not None:
             brought = sum(len(path.tokens) for path in paths) / len(running) - 1
-            on_drafts = drafting.seconds + learning.seconds
-            thrift.observe(cost, verified.width, brought, on_drafts if asked else None)
+            spent = drafting.seconds + learning.seconds
+            self.thrift.observe(cost, verified.width, brought, spent)
         if self.record is not None:
             rows = [row.index for row in running if paths[row.index].tokens]
             self.record.step(rows, self.sessions, trees, paths)

@@ -45,6 +45,8 @@ class RowSlots:
 
     Attributes:
         lengths: kept slots per row.
+        longest: the most of them.
+        uniform: whether all rows have as many.
         view_from: first slot shown to layers with a sliding window, while a tree is verified.
         places: rows [batch, 1] and slots [batch, width] that the next tokens are written to, where
             tensors on the device say so: layers then show whole buffers, so that a forward depends
@@ -52,18 +54,10 @@ class RowSlots:
     """
 
     def __init__(self, lengths: Sequence[int]):
-        self.lengths = list(lengths)
         self.view_from: int | None = None
         self.places: tuple[torch.Tensor, torch.Tensor] | None = None
         self._index: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths, default=0)
-
-    @property
-    def uniform(self) -> bool:
-        return min(self.lengths, default=0) == self.longest
+        self.set_lengths(lengths)
 
     def index(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and slot indices, [batch, 1] and [batch, width], of the next `width` tokens."""
@@ -76,6 +70,8 @@ class RowSlots:
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
+        self.longest = max(lengths, default=0)
+        self.uniform = min(lengths, default=0) == self.longest
         self._index.clear()
 
 
@@ -172,7 +168,8 @@ class SlotLayer(DynamicLayer):
 
     def show(self, length: int) -> None:
         """Show the first `length` slots."""
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+        if self.keys.shape[-2] != length:
+            self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
 
 
 class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
