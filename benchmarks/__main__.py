@@ -16,6 +16,7 @@ from . import (
     forwards,
     kernel,
     model,
+    overhead,
     plots,
     repeated,
     replay,
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "repeated": repeated,
     "kernel": kernel,
     "step": step,
+    "overhead": overhead,
 }
 
 
