@@ -149,17 +149,17 @@ class CostModel:
             mean += log_seconds - predicted
             predicted = log_seconds
         error = log_seconds - predicted
+        known = self._count
+        self._count += 1
+        self._timed = True
         if self._is_surprise(left, error):
-            self._count += 1
             return
-        noise = self._noise * (_FIRST_NOISE[self._count] if self._count < len(_FIRST_NOISE) else 1)
+        noise = self._noise * (_FIRST_NOISE[known] if known < len(_FIRST_NOISE) else 1)
         limit = _OUTLIER * math.sqrt(variance + noise)
         believed = min(max(error, -limit), limit)
         gain = row / (variance + noise)
         mean += believed * gain
         covariance -= np.multiply.outer(gain, row)
-        self._count += 1
-        self._timed = True
         self._learn_noise(believed, variance)
         self._age(left, error - believed)
         self._stale = True
@@ -169,7 +169,7 @@ class CostModel:
 
         A size that was never fed would take it for the truth, and not be fed again.
         """
-        slow = self._count >= len(_FIRST_NOISE) and error > _SURPRISE
+        slow = self._count > len(_FIRST_NOISE) and error > _SURPRISE
         self._surprised[left] = slow and not self._surprised[left]
         return self._surprised[left]
 
