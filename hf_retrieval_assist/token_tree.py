@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .structures import draft_tree
+from .system.lazy import cached_property
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]

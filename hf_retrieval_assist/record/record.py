@@ -6,13 +6,13 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..drafters.base import Drafter
 from ..stats import PHASES, CallStats
+from ..system.lazy import cached_property
 from ..token_tree import Int32Array, TokenTree
 from .pieces import text_pieces
 

@@ -45,6 +45,12 @@ def assert_holds(datastore, documents):
     datastore.verify()
 
 
+def shards_of(datastore):
+    """What the files of all shards hold; their names are random."""
+    files = (file for file in datastore.path.iterdir() if file.suffix != ".json")
+    return sorted((file.suffix, file.read_bytes()) for file in files)
+
+
 @pytest.fixture
 def store(tmp_path):
     return build(make_documents(), tmp_path / "store")
@@ -393,8 +399,10 @@ def test_killed_build_leaves_nothing_that_opens(tmp_path):
     assert lock.name == ".store.lock"
     with pytest.raises(ValueError, match="not a datastore"):
         Datastore.open(leftover)
-    assert_holds(build(make_documents(), path), make_documents())
+    rebuilt = build(make_documents(), path)
+    assert_holds(rebuilt, make_documents())
     assert [entry.name for entry in tmp_path.iterdir()] == ["store"]
+    assert shards_of(rebuilt) == shards_of(build(make_documents(), tmp_path / "undisturbed"))
 
 
 def test_only_what_killed_builds_of_the_same_path_left_is_removed(tmp_path):

@@ -15,9 +15,7 @@ from transformers import (
     InklingForCausalLM,
     Lfm2ForCausalLM,
     LlamaForCausalLM,
-    LlavaForConditionalGeneration,
     MarianMTModel,
-    Qwen2VLForConditionalGeneration,
     StoppingCriteria,
     T5ForConditionalGeneration,
     WatermarkingConfig,
@@ -376,64 +374,6 @@ def test_encoder_decoder(model_class):
     assert torch.equal(plain, model.generate(**inputs, **options, assistant=assistant))
     assert assistant.stats.tier == "chain"
     assert assistant.stats.last.accepted > 0
-
-
-def image_inputs(model_class):
-    """A tiny vision-language model, and one image with a prompt around it."""
-    if model_class is Qwen2VLForConditionalGeneration:
-        text = {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [1, 1, 2],
-            }
-        }
-        config = model_class.config_class
-        tiny = tiny_config(config)
-        text_config = tiny.text_config.to_dict() | text
-        vision = tiny.vision_config.to_dict() | {
-            "depth": 1,
-            "embed_dim": 16,
-            "hidden_size": 32,
-            "num_heads": 2,
-            "patch_size": 4,
-        }
-        tiny = config(
-            text_config=text_config,
-            vision_config=vision,
-            image_token_id=64,
-            video_token_id=65,
-            vision_start_token_id=62,
-            vision_end_token_id=63,
-        )
-        model = tiny_model(model_class, tiny)
-        grid = torch.tensor([[1, 4, 6]])
-        pixels = torch.randn(24, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
-        ids = torch.tensor([[5, 9, 62, *[64] * 6, 63, 33, 21, 60]])
-        extra = {"pixel_values": pixels, "image_grid_thw": grid}
-        extra["mm_token_type_ids"] = (ids == 64).int()
-        return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra}
-    config = tiny_config(model_class.config_class, image_token_index=64)
-    model = tiny_model(model_class, config)
-    size, patch = config.vision_config.image_size, config.vision_config.patch_size
-    ids = torch.tensor([[5, 9, *[64] * (size // patch) ** 2, 33, 21, 60]])
-    pixels = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))
-    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
-
-
-@pytest.mark.parametrize(
-    "model_class", [LlavaForConditionalGeneration, Qwen2VLForConditionalGeneration]
-)
-def test_images(model_class):
-    model, inputs = image_inputs(model_class)
-    options = {"suppress_tokens": [62, 63, 64, 65]}
-    plain, _, assistant = equal(model, inputs, **options)
-    assert assistant.stats.tier == "tree"
-    assert assistant.stats.last.accepted > 0
-    other = inputs | {"pixel_values": inputs["pixel_values"] + 1.0}
-    assert not torch.equal(
-        plain, model.generate(**other, do_sample=False, max_new_tokens=16, **options)
-    )
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -30,7 +30,7 @@ def test_generation_is_plain_generation(batch_size, until):
         pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device="cpu", max_length=120
     )
     plain = harness.generate_until(requests(until), disable_tqdm=True)
-    with SamAssistant(memory=OutputMemory()).attached(model) as assistant:
+    with SamAssistant(memory=OutputMemory(), budget=8).attached(model) as assistant:
         for _ in range(2):
             assert harness.generate_until(requests(until), disable_tqdm=True) == plain
     assert assistant.stats.tier == "tree"

@@ -1,17 +1,22 @@
 """Forks while other threads hold locks."""
 
+import faulthandler
 import os
+import re
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+import hf_retrieval_assist
 from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.system import locks as locks_module
+from hf_retrieval_assist.system.lazy import cached_property
 from hf_retrieval_assist.system.locks import Lock
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -24,6 +29,8 @@ def in_child(work, seconds=60):
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
         child = os.fork()
     if not child:
+        # Where it hangs, the report shows at what.
+        faulthandler.dump_traceback_later(seconds * 0.8, file=2)
         try:
             work()
         except BaseException:
@@ -119,7 +126,46 @@ def test_locks_taken_in_any_order_do_not_stop_a_fork():
         thread.join()
 
 
-@pytest.mark.parametrize("forks", [5, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_property_that_another_thread_computes_is_computed_in_the_child():
+    entered, done = threading.Event(), threading.Event()
+
+    class Lazy:
+        def __init__(self, waits):
+            self.waits, self.computed = waits, 0
+
+        @cached_property
+        def value(self):
+            self.computed += 1
+            if self.waits:
+                entered.set()
+                done.wait()
+            return self.computed
+
+    slow, quick = Lazy(True), Lazy(False)
+    thread = threading.Thread(target=lambda: slow.value)
+    thread.start()
+    entered.wait()
+
+    def ask():
+        assert [quick.value, quick.value] == [1, 1]
+
+    try:
+        assert in_child(ask, seconds=10) == 0
+    finally:
+        done.set()
+        thread.join()
+    assert slow.value == 1
+
+
+def test_nothing_but_this_module_makes_locks():
+    # Locks of others are not freed in a child. Conditions are, where they are made.
+    makes = re.compile(r"threading\.(Lock|RLock|Semaphore)\b|functools import .*cached_property")
+    root = Path(hf_retrieval_assist.__file__).parent
+    found = {path.name for path in root.rglob("*.py") if makes.search(path.read_text())}
+    assert found == {"locks.py"}
+
+
+@pytest.mark.parametrize("forks", [5, pytest.param(100, marks=pytest.mark.slow)])
 def test_children_of_a_generating_process_generate(forks):
     model = tiny_model(LlamaForCausalLM, tiny_config(LlamaForCausalLM.config_class))
     assistant = SuffixAssistant()

@@ -1,0 +1,144 @@
+"""Caches of every kind, and compiled models: turns are those of plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    BambaForCausalLM,
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Lfm2ForCausalLM,
+    LlamaForCausalLM,
+    Qwen3NextForCausalLM,
+    StaticCache,
+)
+
+from tests.lossless import build
+from tests.oracle_drafter import both, oracle_assistant
+
+PROMPTS = torch.tensor(
+    [
+        [5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50],
+        [3, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 44],
+    ]
+)
+# Drafts are verified by trees, trees with windows, replays and chains.
+TIERS = {
+    LlamaForCausalLM: "tree",
+    Gemma3ForCausalLM: "tree",
+    BambaForCausalLM: "replay",
+    Qwen3NextForCausalLM: "replay",
+    Lfm2ForCausalLM: "chain",
+}
+
+
+class NoStream:
+    """Stands in for a device's stream where everything is in order anyway."""
+
+    def __init__(self, *arguments):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *arguments):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _streams(monkeypatch):
+    """Offloaded caches ask for streams, which a CPU has none of."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch, "Stream", NoStream)
+        monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+        monkeypatch.setattr(torch.cuda, "stream", NoStream)
+        monkeypatch.setattr(torch.cuda, "default_stream", NoStream)
+
+
+@pytest.fixture(scope="module", params=TIERS, ids=lambda model_class: model_class.__name__)
+def model(request):
+    return build(request.param)
+
+
+# Static ones become dynamic ones, which hold the same; the others stay what the caller wanted.
+@pytest.mark.parametrize(
+    ("kind", "drafts"),
+    [
+        ("dynamic", True),
+        ("static", True),
+        ("offloaded", False),
+        ("offloaded_static", False),
+        ("sliding_window", False),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_caches_that_generate_makes(model, kind, drafts, rows):
+    inputs = {"input_ids": PROMPTS[:rows], "attention_mask": torch.ones_like(PROMPTS[:rows])}
+    options = {"do_sample": False, "max_new_tokens": 10, "cache_implementation": kind}
+    plain, assisted, assistant = both(model, inputs, **options)
+    assert torch.equal(plain, assisted)
+    assert assistant.stats.tier == (TIERS[type(model)] if drafts else "plain")
+    assert (assistant.stats.last.accepted > 0) == drafts
+
+
+CALLERS = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "offloading": lambda config: DynamicCache(config=config, offloading=True),
+    "static": lambda config: StaticCache(config=config, max_cache_len=64),
+    "static_offloading": lambda config: StaticCache(
+        config=config, max_cache_len=64, offloading=True
+    ),
+}
+
+
+def turn(model, ids, cache, assistant=None):
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=8,
+        past_key_values=cache,
+        assistant=assistant,
+    )
+
+
+@pytest.mark.parametrize("kind", CALLERS)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_two_turns_with_a_cache_of_the_caller(model, kind, rows):
+    cache = CALLERS[kind](model.config)
+    first = turn(model, PROMPTS[:rows], cache)
+    question = torch.cat([first, PROMPTS[:rows, :5]], dim=1)
+    second = turn(model, question, cache)
+    for assisted in ((True, True), (True, False), (False, True)):
+        cache = CALLERS[kind](model.config)
+        drafting = [oracle_assistant(known) for known in (first, second)]
+        helped = [a if use else None for a, use in zip(drafting, assisted, strict=True)]
+        assert torch.equal(first, turn(model, PROMPTS[:rows], cache, helped[0]))
+        assert torch.equal(second, turn(model, question, cache, helped[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["compile_method", "compiled_forward", "wrapped"])
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+def test_compiled_models(model_class, how):
+    """What compiles has to do with other widths and masks than plain decoding shows it."""
+    torch.compiler.reset()
+    model = build(model_class, num_hidden_layers=1)
+    # What the backend makes of the graphs is not in question.
+    options = {"backend": "eager", "dynamic": True}
+    if how == "compile_method":
+        model.compile(**options)
+    elif how == "compiled_forward":
+        model.forward = torch.compile(model.forward, **options)
+    else:
+        model = torch.compile(model, **options)
+    for rows in (1, 2):
+        inputs = {"input_ids": PROMPTS[:rows], "attention_mask": torch.ones_like(PROMPTS[:rows])}
+        plain, assisted, assistant = both(model, inputs, do_sample=False, max_new_tokens=10)
+        assert torch.equal(plain, assisted)
+        assert assistant.stats.tier == "tree"
+        assert assistant.stats.last.accepted > 0

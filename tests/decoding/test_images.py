@@ -1,0 +1,188 @@
+"""Prompts with images: turns, batches and samples are those of plain decoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForConditionalGeneration,
+    Idefics3ForConditionalGeneration,
+    InternVLForConditionalGeneration,
+    LlavaForConditionalGeneration,
+    PaliGemmaForConditionalGeneration,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+)
+
+from tests.oracle_drafter import oracle_assistant
+from tests.tiny_models import tiny_config, tiny_model
+
+IMAGE, VIDEO, START, END = 64, 65, 62, 63
+# A text never speaks of images by their tokens.
+OPTIONS = {"max_new_tokens": 14, "suppress_tokens": [IMAGE, VIDEO, START, END]}
+
+QWEN = (
+    Qwen2VLForConditionalGeneration,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+)
+OTHERS = (
+    LlavaForConditionalGeneration,
+    Gemma3ForConditionalGeneration,
+    Idefics3ForConditionalGeneration,
+    InternVLForConditionalGeneration,
+    PaliGemmaForConditionalGeneration,
+)
+TIERS = {
+    Qwen3_5ForConditionalGeneration: "replay",
+    PaliGemmaForConditionalGeneration: "plain",  # it counts positions from 1, but not in forwards
+}
+
+
+def pixels(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class QwenImages:
+    """Models that number positions by an image's rows and columns."""
+
+    grid = (1, 4, 6)
+    tokens = 6  # patches are merged by fours
+
+    def __init__(self, model_class):
+        config = tiny_config(model_class.config_class)
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        sizes = {
+            "embed_dim": 16,
+            "num_heads": 2,
+            "fullatt_block_indexes": [1],
+            "deepstack_visual_indexes": [0, 1],
+            "num_position_embeddings": 64,
+            "window_size": 32,
+        }
+        vision = config.vision_config.to_dict()
+        vision |= {name: value for name, value in sizes.items() if name in vision}
+        self.patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+        text = config.text_config.to_dict() | {"rope_parameters": rope}
+        config = model_class.config_class(
+            text_config=text,
+            vision_config=vision,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=START,
+            vision_end_token_id=END,
+        )
+        self.model = tiny_model(model_class, config)
+
+    def image(self):
+        return [START, *[IMAGE] * self.tokens, END]
+
+    def extras(self, ids, seeds):
+        return {
+            "pixel_values": torch.cat([pixels(24, self.patch, seed=seed) for seed in seeds]),
+            "image_grid_thw": torch.tensor([self.grid] * len(seeds)),
+            **self.of_text(ids),
+        }
+
+    def of_text(self, ids):
+        return {"mm_token_type_ids": (ids == IMAGE).int()}
+
+
+class SquareImages:
+    """Models that put each image's patches in a row."""
+
+    def __init__(self, model_class):
+        config = tiny_config(model_class.config_class)
+        named = config.to_dict()
+        names = ("image_token_index", "image_token_id")
+        ours = {name: IMAGE for name in names if name in named}
+        sizes = {"mm_tokens_per_image": 4, "scale_factor": 2, "downsample_ratio": 0.5}
+        ours |= {name: value for name, value in sizes.items() if name in named}
+        config = tiny_config(model_class.config_class, **ours)
+        if hasattr(config.vision_config, "projection_dim"):
+            config.vision_config.projection_dim = config.text_config.hidden_size
+        self.model = tiny_model(model_class, config)
+        self.nested = model_class is Idefics3ForConditionalGeneration
+        merged = any(name in ours for name in sizes)
+        self.tokens = 4 if merged else 16
+
+    def image(self):
+        return [IMAGE] * self.tokens
+
+    def extras(self, ids, seeds):
+        images = torch.stack([pixels(3, 32, 32, seed=seed) for seed in seeds])
+        if self.nested:
+            images = images.view(len(ids), -1, 3, 32, 32)
+        return {"pixel_values": images, **self.of_text(ids)}
+
+    def of_text(self, ids):
+        typed = (Gemma3ForConditionalGeneration, PaliGemmaForConditionalGeneration)
+        return {"token_type_ids": (ids == IMAGE).int()} if isinstance(self.model, typed) else {}
+
+
+@pytest.fixture(scope="module", params=[*QWEN, *OTHERS], ids=lambda kind: kind.__name__)
+def images(request):
+    return (QwenImages if request.param in QWEN else SquareImages)(request.param)
+
+
+def generate(images, ids, seeds=(), mask=None, seed=0, **options):
+    """One call; images are made from `seeds`."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    extras = images.extras(ids, seeds) if seeds else images.of_text(ids)
+    torch.manual_seed(seed)
+    return images.model.generate(
+        ids,
+        attention_mask=mask,
+        return_dict_in_generate=True,
+        **extras,
+        **({"do_sample": False} | OPTIONS | options),
+    )
+
+
+def equal(images, ids, seeds=(), mask=None, **options):
+    """Both results of a call, which agree; drafts were accepted, where the tier takes any."""
+    plain = generate(images, ids, seeds, mask, **options)
+    assistant = oracle_assistant(plain.sequences, mask)
+    assisted = generate(images, ids, seeds, mask, **options, assistant=assistant)
+    assert torch.equal(plain.sequences, assisted.sequences)
+    tier = TIERS.get(type(images.model), "tree")
+    assert assistant.stats.tier == tier
+    assert (assistant.stats.last.accepted > 0) == (tier != "plain")
+    return plain, assisted
+
+
+def prompt(images):
+    return torch.tensor([[5, 9, *images.image(), 33, 21, 60]])
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_one_prompt(images, do_sample):
+    plain, _ = equal(images, prompt(images), [0], do_sample=do_sample)
+    other = generate(images, prompt(images), [1], do_sample=do_sample)
+    assert not torch.equal(plain.sequences, other.sequences)
+
+
+def test_a_batch_of_unequal_prompts(images):
+    ids = torch.tensor([[5, 9, *images.image(), 33, 21, 60], [0, 0, 7, *images.image(), 12, 18]])
+    mask = (ids != 0).long()
+    equal(images, ids, [0, 1], mask)
+
+
+def test_a_second_image_in_the_next_turn(images):
+    first, _ = equal(images, prompt(images), [0])
+    question = torch.tensor([[7, *images.image(), 44, 12]])
+    equal(images, torch.cat([first.sequences, question], dim=1), [0, 1])
+
+
+@pytest.mark.parametrize("assisted_again", [False, True])
+def test_the_next_turn_continues_from_the_cache(images, assisted_again):
+    question = torch.tensor([[7, 44, 12]])
+    results = equal(images, prompt(images), [0])
+    ids = torch.cat([results[0].sequences, question], dim=1)
+    plain = generate(images, ids, past_key_values=results[0].past_key_values)
+    assistant = oracle_assistant(plain.sequences) if assisted_again else None
+    again = generate(images, ids, past_key_values=results[1].past_key_values, assistant=assistant)
+    assert torch.equal(plain.sequences, again.sequences)

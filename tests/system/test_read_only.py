@@ -1,0 +1,153 @@
+"""Directories that may not be written to: what can go on goes on, the rest is one clear error."""
+
+import os
+import shutil
+import tempfile
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_retrieval_assist import Datastore, OutputMemory, SamAssistant
+from hf_retrieval_assist.kernels.tuning import Tuning
+from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
+from hf_retrieval_assist.system.files import user_cache_directory
+from tests.lossless import build, run
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "seteuid"), reason="modes are POSIX's")
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def folder():
+    # Not pytest's own, which only its user may enter.
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o755)
+    yield path
+    for inner in (path, *path.rglob("*")):
+        inner.chmod(0o755)
+    shutil.rmtree(path)
+
+
+@contextmanager
+def read_only(folder, mode=0o555):
+    """A scope in which this process may read a folder, but not write to it."""
+    directories = [folder, *(inner for inner in folder.rglob("*") if inner.is_dir())]
+    for directory in directories:
+        directory.chmod(mode)
+    root = os.geteuid() == 0
+    if root:  # whom modes do not stop
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        for directory in directories:
+            directory.chmod(0o755)
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@contextmanager
+def warned_once(match):
+    """A scope in which one warning says so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    found = [str(warning.message) for warning in caught if match in str(warning.message)]
+    assert len(found) == 1
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(LlamaForCausalLM)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return run(model)
+
+
+def test_saved_costs(model, plain, folder):
+    run(model, assistant=SamAssistant(costs=CostModels(folder)))
+    saved = contents(folder)
+    assert len(saved) == 1
+    with read_only(folder), warned_once("timings are not kept"):
+        assistant = SamAssistant(costs=CostModels(folder))
+        assert torch.equal(plain, run(model, assistant=assistant))
+        assert torch.equal(plain, run(model, assistant=assistant))
+        assistant.costs.save_rest()
+    assert contents(folder) == saved
+
+
+def test_saved_costs_that_may_not_be_read(folder):
+    key = CostKey("model", "cpu", "float32", "sdpa")
+    models = CostModels(folder)
+    models.get(key).observe(4, 0.1)
+    models.save("model")
+    with read_only(folder, mode=0o000), warned_once("ignoring the saved timings"):
+        assert not CostModels(folder).get(key).timed
+    assert CostModels(folder).get(key).timed
+
+
+def test_tunings(folder):
+    with read_only(folder), warned_once("cannot remember what is fastest"):
+        tuning = Tuning({"kernel", "pytorch"}, folder / "below" / "tuning.json")
+        assert tuning.name("a", lambda: "pytorch") == "pytorch"
+        assert tuning.name("b", lambda: "pytorch") == "pytorch"
+        assert tuning.name("a", lambda: "kernel") == "pytorch"
+    assert not contents(folder)
+
+
+def test_a_cache_directory(folder, monkeypatch):
+    (folder / "hf-retrieval-assist").mkdir()
+    (folder / "hf-retrieval-assist" / "old.json").write_text("{}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    with read_only(folder):
+        found = user_cache_directory()
+    assert not found.exists()
+    assert len(contents(folder)) == 1
+
+
+def test_a_log_of_outputs(folder):
+    with read_only(folder), pytest.raises(OSError, match=str(folder)):
+        OutputMemory(path=folder / "log")
+    assert not contents(folder)
+
+
+def test_a_log_whose_directory_is_closed_later(model, plain, folder):
+    memory = OutputMemory(path=folder / "below" / "log")
+    assistant = SamAssistant(memory=memory)
+    with read_only(folder), warned_once("outputs are not kept on disk for now"):
+        for _ in range(3):
+            assert torch.equal(plain, run(model, assistant=assistant))
+    assert len(memory) == 3
+    assert not (folder / "below" / "log").exists()
+    run(model, assistant=assistant)
+    assert len(OutputMemory(path=folder / "below" / "log")) == 4
+
+
+def test_a_datastore(model, plain, folder):
+    path, documents = folder / "store", [plain[0].tolist()]
+    options = {"vocab_size": model.config.vocab_size, "progress": False}
+    with read_only(folder), pytest.raises(OSError, match="store"):
+        Datastore.build(documents, path, **options)
+    assert not list(folder.iterdir())
+    Datastore.build(documents, path, **options)
+    stored = contents(folder)
+    with read_only(folder):
+        store = Datastore.open(path)
+        assistant = SamAssistant(store, budget=8)
+        assert torch.equal(plain, run(model, assistant=assistant))
+        assert assistant.stats.last.accepted > 0
+        for change in (store.compact, lambda: store.append(documents, progress=False)):
+            with pytest.raises(OSError, match="store"):
+                change()
+    assert contents(folder) == stored
