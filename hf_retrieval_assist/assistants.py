@@ -173,7 +173,11 @@ class Assistant:
         return union(drafts)
 
     def plan(
-        self, trees: Sequence[TokenTree], cost: CostModel | None, extra_tokens: int = 0
+        self,
+        trees: Sequence[TokenTree],
+        cost: CostModel | None,
+        extra_tokens: int = 0,
+        packed: bool = False,
     ) -> list[TokenTree]:
         """The part of each row's draft that is worth verifying.
 
@@ -182,9 +186,12 @@ class Assistant:
             cost: t(n) of this batch; None, in a simulation that counts tokens only, keeps all
                 that the drafters were asked for.
             extra_tokens: that the forward carries besides roots and nodes.
+            packed: whether rows are verified without padding, each as many nodes as it is worth.
         """
         if cost is None:
             return [tree.prune(self.planner.request()) for tree in trees]
+        if packed:
+            return self.planner.plan_packed(trees, cost)
         return self.planner.plan_batch(trees, cost, extra_tokens)
 
     def thrift(self, key: CostKey) -> Thrift | None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from .assistants import Assistant, AssistantSession
 from .drafters.base import Target
 from .planning.cost_model import CostModel
+from .planning.cost_views import PackedCost
 from .token_tree import TokenTree
 
 Tokens = Sequence[int] | NDArray[np.integer]
@@ -81,6 +82,7 @@ def simulate(
     cost: Callable[[int], float] | None = None,
     vocab_size: int = 2**31 - 1,
     batch_size: int = 1,
+    packed: bool = False,
 ) -> SimulationReport:
     """Replay requests in order, as if a model had produced exactly the recorded outputs.
 
@@ -96,6 +98,8 @@ def simulate(
         vocab_size: of the recorded ids.
         batch_size: requests that are replayed side by side as the rows of one batch, every forward
             of which is as wide as its widest row and which ends with its longest output.
+        packed: instead, rows stand behind one another and leave when they have ended, and `cost`
+            counts the tokens of all of them; plain decoding feeds every row until the last ends.
 
     Raises:
         ValueError: an id outside the vocabulary, or a batch without rows.
@@ -114,7 +118,7 @@ def simulate(
             for request in batch:
                 prompt, output = (_checked(tokens, vocab_size) for tokens in request)
                 rows.append(_Row(assistant.start(prompt, target), output))
-            _replay(assistant, rows, model, report)
+            _replay(assistant, rows, model, report, packed)
         finally:
             for row in rows:
                 row.session.close()
@@ -142,7 +146,11 @@ class _Row:
 
 
 def _replay(
-    assistant: Assistant, rows: Sequence[_Row], cost: CostModel | None, report: SimulationReport
+    assistant: Assistant,
+    rows: Sequence[_Row],
+    cost: CostModel | None,
+    report: SimulationReport,
+    packed: bool,
 ) -> None:
     """Replay the rows of one batch in lockstep."""
     for row in rows:
@@ -150,9 +158,10 @@ def _replay(
             row.session.begin(row.output[:1].tolist())
     report.plain_forwards += max(row.left for row in rows)
     while running := [row for row in rows if row.left]:
+        price = PackedCost(cost, len(running)) if cost is not None and packed else cost
         started = time.perf_counter()
-        drafts = [row.session.propose(row.left - 1, cost) for row in running]
-        trees = assistant.plan(drafts, cost)
+        drafts = [row.session.propose(row.left - 1, price) for row in running]
+        trees = assistant.plan(drafts, price, packed=packed)
         report.draft_seconds += time.perf_counter() - started
         steps = [row.follow(tree) for row, tree in zip(running, trees, strict=True)]
         committing = time.perf_counter()
@@ -164,7 +173,8 @@ def _replay(
         report.nodes += sum(map(len, trees))
         report.tokens += sum(map(len, steps))
         if cost is not None and report.cost is not None:
-            report.cost += cost.seconds(1 + max(map(len, trees))) / cost.seconds(1)
+            fed = sum(1 + len(tree) for tree in trees) if packed else 1 + max(map(len, trees))
+            report.cost += cost.seconds(fed) / cost.seconds(len(rows) if packed else 1)
 
 
 def _checked(tokens: Tokens, vocab_size: int) -> NDArray[np.int32]:

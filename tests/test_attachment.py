@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausalLM, pipeline
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant, attach, detach
+from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant, attach, detach
 from hf_retrieval_assist.attachment import _attachments, attached_to
 from hf_retrieval_assist.hook import _why_not
 
@@ -272,6 +272,34 @@ def test_many_short_calls_from_many_threads(model):
         grown = objects_alive() - before
     assert calls(attached_to(model).assistant) == 500
     assert grown < 400
+
+
+@pytest.mark.slow
+def test_many_short_calls_take_no_more_memory(model):
+    """Bytes of the process, of which Python's objects are a part only."""
+    resource = pytest.importorskip("resource")
+    random = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 60, (rows, 9), generator=random) for rows in (1, 3) * 10]
+
+    def call(number):
+        ids = prompts[number % len(prompts)]
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    def most_kilobytes(calls):
+        for number, found in enumerate(threads.map(call, range(calls))):
+            assert torch.equal(found, plain[number % len(prompts)])
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    plain = [call(number) for number in range(len(prompts))]
+    assistant = SamAssistant(memory=OutputMemory(max_bytes=1 << 18))
+    with assistant.attached(model), ThreadPoolExecutor(8) as threads:
+        # The memory fills up, and threads and what they allocate from are made.
+        before = most_kilobytes(250)
+        grown = most_kilobytes(500) - before
+    assert calls(assistant) == 750
+    assert assistant.stats.total.accepted > 0
+    assert grown < 8 << 10
 
 
 def objects_alive():

@@ -220,6 +220,17 @@ def test_rows_of_a_batch_go_in_lockstep():
     assert report.speedup == pytest.approx(9 / report.cost)
 
 
+def test_packed_rows_are_charged_for_what_they_feed():
+    new = (list(range(60, 70)), [80, 81, 82])
+    report = simulate(
+        sam(budget=8), [COPY, new], cost=lambda n: 1 + 0.5 * n, batch_size=2, packed=True
+    )
+    assert counts(report) == (1 + 2, 9 + 2, 8)
+    # 9 tokens and 1, then 1 alone; plain decoding feeds both rows nine times.
+    assert report.cost == pytest.approx((1 + 0.5 * 10) / 2 + (1 + 0.5 * 1) / 2)
+    assert report.speedup == pytest.approx(9 / report.cost)
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 7, 50])
 def test_batches_replay_everything(batch_size):
     rng = np.random.default_rng(0)

@@ -127,6 +127,19 @@ def rates(
     return out
 
 
+def given_rates(const int32_t[::1] parents, const float[::1] probs):
+    """Each node's probability given its parent, float64 [n], from the probabilities of its path."""
+    cdef Py_ssize_t n = parents.shape[0], i
+    cdef float above
+    out = np.zeros(n, dtype=np.float64)
+    cdef double[::1] rate = out
+    for i in range(n):
+        above = 1 if parents[i] < 0 else probs[parents[i]]
+        if above > 0:
+            rate[i] = <double>probs[i] / above
+    return out
+
+
 def follow_trend(
     const int32_t[::1] classes,
     const unsigned char[::1] hits,

@@ -21,7 +21,7 @@ from ..drafters.feedback import RowFeedback
 from ..kernels.reroute import reroute
 from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, size_bucket
-from ..planning.stepped_cost import stepped
+from ..planning.cost_views import PackedCost, stepped
 from ..stats import CallStats
 from ..target import host
 from ..target.feature_taps import FeatureTaps
@@ -194,13 +194,15 @@ class Generation:
 
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
-        running, cost = self.running, self._cost()
+        running = self.running
+        cost = self._cost(verifier.packed)
+        price = self._price(cost, verifier, len(running))
         asked = self.thrift is None or self.thrift.affords()
         self.unasked = 0 if asked else self.unasked + 1
         with self._timed("draft") as drafting:
             trees = [TokenTree.empty()] * len(self.rows)
             if asked:
-                trees = self._drafts(running, verifier, stepped(cost, verifier.widths))
+                trees = self._drafts(running, verifier, price)
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = verifier.forward(self.rows, trees)
             verified.wait()
@@ -220,7 +222,7 @@ class Generation:
         if asked and self.thrift is not None:
             brought = sum(len(path.tokens) for path in paths) / len(running) - 1
             spent = drafting.seconds + learning.seconds
-            self.thrift.observe(cost, verified.width, brought, spent)
+            self.thrift.observe(price, price.share(verified.width), brought, spent)
         if self.record is not None:
             rows = [row.index for row in running if paths[row.index].tokens]
             self.record.step(rows, self.sessions, trees, paths)
@@ -298,7 +300,7 @@ class Generation:
             growing = [row for row in running if row.padding is None or self.step_walk is None]
             drafts = verifier.limit([self._draft(row, cost) for row in growing])
             if self.step_walk is None:
-                return self.assistant.plan(drafts, cost, extra)
+                return self.assistant.plan(drafts, cost, extra, verifier.packed)
             return drafts_in_step(
                 running, drafts, lambda tree: self.assistant.plan([tree], cost, extra)[0]
             )
@@ -358,16 +360,22 @@ class Generation:
             token_ids=np.concatenate([root, tree.token_ids]),
             accepted=np.array(accepted, np.int32),
             logits=verified.of_row(row.index, len(tree)),
-            hidden_states={name: found[row.index, fed] for name, found in states.items()},
+            hidden_states={name: found.flatten(0, 1)[fed] for name, found in states.items()},
             top=verified.top(row.index, len(tree)),
         )
 
-    def _cost(self) -> CostModel:
+    def _cost(self, packed: bool) -> CostModel:
         """The measured t(n) of forwards like the next one."""
         bucket = size_bucket(self.cache.slots.longest)
-        if bucket != self.cost_key.cache_length:
-            self.cost_key = replace(self.cost_key, cache_length=bucket)
+        if (bucket, packed) != (self.cost_key.cache_length, self.cost_key.packed):
+            self.cost_key = replace(self.cost_key, cache_length=bucket, packed=packed)
         return self.assistant.costs.get(self.cost_key)
+
+    def _price(self, cost: CostModel, verifier: Verifier, rows: int) -> CostModel:
+        """The same for what one of the running rows is given."""
+        if not verifier.packed:
+            return stepped(cost, verifier.widths)
+        return PackedCost(cost, rows, alike=self.step_walk is not None)
 
     def rest(self, verifier: Verifier) -> None:
         """A forward after the rows have ended: it feeds what the cache still lacks of them, or

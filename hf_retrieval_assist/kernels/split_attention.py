@@ -6,25 +6,20 @@ both are merged by their log-sum-exps (the online softmax of Milakov and Gimelsh
 over two blocks). Query heads that share a key and value head are folded into more queries of it:
 nothing is copied for each of them.
 
-Within :class:`serving` the running thread's forwards attend like this, whatever attention function
-the model was loaded with; everybody else's go through the function that stands in transformers'
-registry, which is exchanged while any thread is in a scope.
+Within :class:`serving` the running thread's forwards attend like this.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..system.locks import Lock
+from .attention_scope import Attention, attending
 
 varlen: Any = None
 with suppress(ImportError):  # before torch 2.10
@@ -185,7 +180,7 @@ def _biased(
     return out.reshape(batch, heads, width, -1), weight.reshape(batch, heads, width)
 
 
-class serving:  # noqa: N801, a context manager reads as a verb
+class serving(attending):  # noqa: N801, a context manager reads as a verb
     """Scope in which this thread's attention over the buffers of a forward is computed here.
 
     Args:
@@ -195,23 +190,26 @@ class serving:  # noqa: N801, a context manager reads as a verb
     """
 
     def __init__(self, name: str, fed: FedTokens, reaches: list[tuple[torch.Tensor, int]]):
-        self._name = name
+        super().__init__(name, self._routed)
         self._fed = fed
         self._reaches = {mask.data_ptr(): reach for mask, reach in reaches}
 
-    def __enter__(self) -> serving:
-        _registry.enter(self._name)
-        self._outer, _served.scope = _served.scope, self
-        return self
-
-    def __exit__(
+    def _routed(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        _served.scope = self._outer
-        _registry.leave(self._name)
+        plain: Attention,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        special = options.get("dropout") or any(options.get(name) is not None for name in _SPECIAL)
+        if attention_mask is None or special:
+            return plain(module, query, key, value, attention_mask, **options)
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        out = self.attend(query, key, value, attention_mask, scale)
+        return out.transpose(1, 2).contiguous(), None
 
     def attend(
         self,
@@ -227,63 +225,3 @@ class serving:  # noqa: N801, a context manager reads as a verb
         if (reach := self._reaches.get(mask.data_ptr())) is not None:
             return windowed_attention(query, key, value, self._fed, mask, reach, scale)
         return masked_attention(query, key, value, mask, scale)
-
-
-class _Served(threading.local):
-    scope: serving | None = None
-
-
-_served = _Served()
-
-
-class _Registry:
-    """transformers' attention functions, some of them exchanged."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._plain: dict[str, Any] = {}
-        self._scopes: dict[str, int] = {}
-
-    def enter(self, name: str) -> None:
-        with self._lock:
-            self._scopes[name] = self._scopes.get(name, 0) + 1
-            if self._scopes[name] == 1:
-                self._plain[name] = plain = ALL_ATTENTION_FUNCTIONS[name]
-                ALL_ATTENTION_FUNCTIONS[name] = _Routed(plain)
-
-    def leave(self, name: str) -> None:
-        with self._lock:
-            self._scopes[name] -= 1
-            if not self._scopes[name]:
-                plain = self._plain.pop(name)
-                del ALL_ATTENTION_FUNCTIONS[name]
-                if ALL_ATTENTION_FUNCTIONS.get(name) is not plain:
-                    ALL_ATTENTION_FUNCTIONS[name] = plain
-
-
-_registry = _Registry()
-
-
-class _Routed:
-    """An attention function of transformers that asks the thread's scope first."""
-
-    def __init__(self, plain: Any):
-        self._plain = plain
-
-    def __call__(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, Any]:
-        """[batch, queries, heads, width] and no weights."""
-        scope = _served.scope
-        special = options.get("dropout") or any(options.get(name) is not None for name in _SPECIAL)
-        if scope is None or attention_mask is None or special:
-            return self._plain(module, query, key, value, attention_mask, **options)
-        scale = options.get("scaling") or query.shape[-1] ** -0.5
-        out = scope.attend(query, key, value, attention_mask, scale)
-        return out.transpose(1, 2).contiguous(), None

@@ -108,6 +108,7 @@ class _OpenDraft:
 
     tree: TokenTree
     rates: Float64Array
+    named: bool  # whether any node has a class
     tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
 
 
@@ -148,14 +149,14 @@ class CalibrationSession:
         """
         if not len(tree):
             return tree
-        rates = self._rates(tree.classes)
-        if tree.classes.min() < 0:
-            unnamed = tree.classes < 0
-            rates[unnamed] = _given_rates(tree)[unnamed]
-        probs = draft_tree.path_products(tree.parents, rates.astype(np.float32))
-        calibrated = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
-        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(calibrated, rates)]
-        return calibrated
+        rates = evidence.given_rates(tree.parents, tree.probs)
+        named = bool(tree.classes.max() >= 0)
+        if named:
+            rates = np.where(tree.classes < 0, rates, self._rates(tree.classes))
+            probs = draft_tree.path_products(tree.parents, rates.astype(np.float32))
+            tree = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
+        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(tree, rates, named)]
+        return tree
 
     def commit(self, token_ids: Sequence[int] | Int32Array) -> None:
         """Learn from the tokens by which the text went on; once per step, after `calibrate`."""
@@ -168,18 +169,13 @@ class CalibrationSession:
         draft.tokens = np.concatenate([draft.tokens, new]) if known else new
         tree = draft.tree
         nodes, hits = evidence.tried(tree.token_ids, tree.parents, draft.tokens, known)
-        self._learn(tree.classes[nodes], draft.rates[nodes], hits)
+        self._shared.score(draft.rates[nodes], hits)
+        if draft.named:
+            self._learn(tree.classes[nodes], hits)
         return int(np.count_nonzero(hits)) == len(new)
 
-    def _learn(self, classes: Int32Array, predicted: Float64Array, hits: BoolArray) -> None:
+    def _learn(self, classes: Int32Array, hits: BoolArray) -> None:
         shared, outcome = self._shared, hits.view(np.uint8)
         evidence.follow_trend(classes, outcome, shared._counts, self._trend, _TREND_MEMORY)
-        shared.score(predicted, hits)
         shared.observe(classes, hits)
         evidence.count(classes, outcome, self._counts, self._no_prior, _TEXT_MEMORY)
-
-
-def _given_rates(tree: TokenTree) -> Float64Array:
-    """float64 [n]: each node's probability given its parent, as the drafter estimated it."""
-    above = np.append(tree.probs, np.float32(1))[tree.parents].astype(np.float64)
-    return np.where(above > 0, tree.probs / np.maximum(above, 1e-30), 0.0)

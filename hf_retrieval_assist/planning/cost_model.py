@@ -22,13 +22,16 @@ Float64Array = NDArray[np.float64]
 # Powers of two, the sizes half way, and the first size past each power from 8 on: kernels change
 # and tiles fill up there, so that a step of the curve falls between two knots that stand together.
 KNOTS = np.array(
-    [1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512]
+    (
+        *(1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257),
+        *(384, 512, 768, 1024, 2048),
+    )
 )
 MAX_TOKENS = int(KNOTS[-1])
 
 # t(n)/t(1) assumed before anything is measured: float32 linears on two cores; a GPU.
-_CPU_SIZES = np.array([1, 2, 4, 8, 16, 32, 64, 512])
-_CPU_RATIOS = np.array([1, 1.9, 2.2, 2.3, 2.6, 3.3, 5.0, 33.0])
+_CPU_SIZES = np.array([1, 2, 4, 8, 16, 32, 64, 512, 2048])
+_CPU_RATIOS = np.array([1, 1.9, 2.2, 2.3, 2.6, 3.3, 5.0, 33.0, 129.0])
 _ACCELERATOR_SLOPE = 0.003
 
 _LEVEL_STD = 1.0  # of log t(1), once a first timing has set it
@@ -49,6 +52,7 @@ _FORGETTING = 0.01  # variance regained per timing, in units of a timing's own
 _FORGETTING_PERIOD = 8
 _OVERHEAD_MEMORY = 0.1  # share of a new timing in an overhead's mean
 _RESTORED_VARIANCE = 0.02  # at least this share of the prior variance after a restart
+_MOST_LOG_SECONDS = 200.0  # in a file; above it sums of seconds would overflow
 
 _SIZES = np.arange(1, MAX_TOKENS + 1)
 
@@ -94,7 +98,12 @@ class CostModel:
 
     Args:
         device_type: "cpu", or an accelerator's type: chooses the prior shape of t(n)/t(1).
+
+    Attributes:
+        company: tokens that other rows bring in the forward that t(n) is the price of.
     """
+
+    company = 0
 
     def __init__(self, device_type: str = "cpu"):
         self.device_type = device_type
@@ -127,7 +136,7 @@ class CostModel:
         return self._timed
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a forward that fed `tokens` tokens per row in `seconds`.
+        """Learn from a forward that fed `tokens` tokens per row, or of all packed rows.
 
         Sizes beyond `MAX_TOKENS` and clocks that stood still teach nothing.
         """
@@ -206,6 +215,10 @@ class CostModel:
         """Expected seconds of a forward over `tokens` tokens per row."""
         return float(self.curve(tokens)[-1])
 
+    def share(self, tokens: int) -> int:
+        """The n of t(n) for a forward that fed so many tokens."""
+        return tokens
+
     def curve(self, max_tokens: int) -> Float64Array:
         """float64 [max_tokens]: t(1), …, t(max_tokens) in seconds, non-decreasing; read-only."""
         with self._lock:
@@ -263,6 +276,10 @@ class CostModel:
             ValueError: `state` is not one that `state()` could have told.
         """
         mean = _finite_numbers(state, "log_seconds", len(KNOTS))
+        if (np.abs(mean) > _MOST_LOG_SECONDS).any():
+            raise ValueError(
+                f"expected log_seconds within {_MOST_LOG_SECONDS}, got {mean.tolist()}"
+            )
         uncertainty = _finite_numbers(state, "uncertainty", len(KNOTS))
         noise, count = _finite_numbers(state, "noise"), _finite_numbers(state, "observations")
         if (uncertainty < 0).any() or (uncertainty > 1).any() or noise[0] <= 0 or count[0] < 0:
@@ -271,6 +288,8 @@ class CostModel:
         if not isinstance(overheads, dict):
             raise ValueError(f"expected overheads to be an object, got {overheads!r}")
         seconds = {str(kind): float(_finite_numbers(overheads, kind)[0]) for kind in overheads}
+        if min(seconds.values(), default=0) < 0:
+            raise ValueError(f"expected no overhead below 0 seconds, got {overheads}")
         with self._lock:
             self._mean = mean
             std = np.sqrt(uncertainty.clip(_RESTORED_VARIANCE, 1))

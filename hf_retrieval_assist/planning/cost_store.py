@@ -16,7 +16,7 @@ from ..system.files import replacing, user_cache_directory
 from ..system.locks import Lock
 from .cost_model import CostModel
 
-_FORMAT = 1
+_FORMAT = 2
 _MAX_FILE_BYTES = 1 << 22
 _SAVE_INTERVAL = 60.0  # seconds
 
@@ -28,7 +28,10 @@ def size_bucket(size: int) -> int:
 
 @dataclass(frozen=True)
 class CostKey:
-    """What t(n) depends on; cache length and batch size as buckets, see `size_bucket`."""
+    """What t(n) depends on; cache length and batch size as buckets, see `size_bucket`.
+
+    Where rows are packed, n counts the tokens of all of them, otherwise those of each.
+    """
 
     fingerprint: str
     device: str
@@ -36,6 +39,7 @@ class CostKey:
     attention: str
     batch_size: int = 1
     cache_length: int = 0
+    packed: bool = False
 
     def name(self) -> str:
         """The key within its fingerprint's file."""
@@ -50,9 +54,9 @@ class CostKey:
         return 4.0 * batch + cache
 
     @property
-    def setting(self) -> tuple[str, str, str, str]:
+    def setting(self) -> tuple[str, str, str, str, bool]:
         """What a curve cannot be carried across."""
-        return self.fingerprint, self.device, self.dtype, self.attention
+        return self.fingerprint, self.device, self.dtype, self.attention, self.packed
 
 
 _ALIVE: weakref.WeakSet[CostModels] = weakref.WeakSet()

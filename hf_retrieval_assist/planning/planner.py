@@ -15,6 +15,7 @@ from .cost_model import CostModel, Float64Array
 
 _HOPE = 2.0  # standard deviations by which a size may be cheaper than it is thought to be
 _FIRST_SAVINGS = 200  # steps whose share is lent at the start, when least is known
+_LEAST_SHARE = 16  # nodes that each of many rows is asked for
 _UNMEASURED_NODES = 64  # asked for where no t(n) says how many would pay
 _ANY_NODES = 4096  # more than a drafter proposes of its own accord; what they have buffers for
 _TRIAL_PERIOD = 4  # steps from one consideration of a trial to the next
@@ -61,7 +62,8 @@ class Planner:
         """How many nodes to ask of the drafters: more would not pay even if all were accepted.
 
         Args:
-            cost: t(n); None when it is unknown and only tokens are counted.
+            cost: t(n); None when it is unknown and only tokens are counted. Where rows share a
+                forward without padding, so do they share what is asked for.
         """
         if isinstance(self.budget, int):
             return self.budget
@@ -69,8 +71,11 @@ class Planner:
             return _ANY_NODES
         if cost is None:
             return min(_UNMEASURED_NODES, self.max_nodes)
-        seconds = cost.curve(1 + self.max_nodes) + cost.overhead()
-        return int((np.arange(1, self.max_nodes + 2) / seconds).argmax())
+        most = self.max_nodes
+        if cost.company:
+            most = min(most, max(_LEAST_SHARE, 2 * most // (1 + cost.company)))
+        seconds = cost.curve(1 + most) + cost.overhead()
+        return int(((cost.company + np.arange(1, most + 2)) / seconds).argmax())
 
     def plan(self, tree: TokenTree, cost: CostModel, extra_tokens: int = 0) -> TokenTree:
         """The part of `tree` to verify; closed under parents, maybe empty.
@@ -102,14 +107,15 @@ class Planner:
     def plan_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> list[TokenTree]:
         """The part of each row's tree to verify, when rows are packed without padding.
 
-        The nodes of all rows compete for the forward; `cost` is t(n) for n tokens in all.
+        The nodes of all rows compete for the forward; `cost` is that of one row's tokens beside
+        one token of each other row.
         """
         if self.budget != "auto":
             return self.plan_batch(trees, cost)
         probs = np.concatenate([tree.probs for tree in trees])
         order = np.argsort(-probs, kind="stable")
         tokens = np.concatenate([[len(trees)], probs[order]]).cumsum()
-        chosen = order[: self._best_width(tokens, cost, len(trees) - 1)]
+        chosen = order[: self._best_width(tokens, cost, 0)]
         ends = np.cumsum([len(tree) for tree in trees])
         counts = np.bincount(np.searchsorted(ends, chosen, side="right"), minlength=len(trees))
         return [tree.prune(count) for tree, count in zip(trees, counts.tolist(), strict=True)]
@@ -160,7 +166,7 @@ def token_rate(probs: NDArray[np.floating], cost: CostModel, draft_seconds: floa
     """
     tokens = np.concatenate([[1.0], np.sort(probs)[::-1]]).cumsum()
     seconds = cost.curve(len(tokens)) + cost.overhead() + draft_seconds
-    return float((tokens / seconds).max())
+    return float(((cost.company + tokens) / seconds).max())
 
 
 def _is_count(value: object) -> bool:

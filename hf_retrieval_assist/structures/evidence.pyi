@@ -29,6 +29,7 @@ def rates(
     odds_factor: float,
     strength: float,
 ) -> NDArray[np.float64]: ...
+def given_rates(parents: NDArray[np.int32], probs: NDArray[np.float32]) -> NDArray[np.float64]: ...
 def follow_trend(
     classes: NDArray[np.int32],
     hits: NDArray[np.uint8],

@@ -155,7 +155,9 @@ class FixedVerifier(TreeVerifier):
         workspace.masks.start(self.attention.prompt_mask)
         return workspace
 
-    def _feed(self, roots: Sequence[int], trees: Sequence[TokenTree]) -> Verified:
+    def _feed(
+        self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
+    ) -> Verified:
         fed = 1 + max(map(len, trees))
         width = next((w for w in self.widths if w >= fed), fed)
         self._reserve(self.cache.slots.longest + width)

@@ -60,6 +60,15 @@ def hook_counts(module: nn.Module) -> tuple[int, int]:
     return len(module._forward_hooks), len(module._forward_pre_hooks)
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a module of the model runs as a graph of `torch.compile`."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+
+
 def keep_address(tensor: torch.Tensor) -> None:
     """Promise `torch.compile` that an input of its graphs stays where it is."""
     torch._dynamo.mark_static_address(tensor)

@@ -51,11 +51,14 @@ class RowSlots:
         places: rows [batch, 1] and slots [batch, width] that the next tokens are written to, where
             tensors on the device say so: layers then show whole buffers, so that a forward depends
             on no number of the host. None: behind each row's length.
+        extent: slots that layers show besides, where `places` holds the places of packed rows,
+            [1, tokens] each. None: whole buffers.
     """
 
     def __init__(self, lengths: Sequence[int]):
         self.view_from: int | None = None
         self.places: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.extent: int | None = None
         self._index: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
         self.set_lengths(lengths)
 
@@ -137,29 +140,36 @@ class SlotLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[batch, heads, n, head_dim]` behind each row; show all slots in use."""
-        if self.slots.places is not None:
-            rows, slots = self.slots.places
-            for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-                buffer[rows, :, slots] = states.transpose(1, 2)
+        states = key_states, value_states
+        if self.slots.places is not None and self.slots.extent is None:
+            self._write(self.slots.places, states)
             return self._buffers[0], self._buffers[1]
         width = key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
-        uniform = self.slots.uniform
+        uniform = self.slots.uniform and self.slots.places is None
         start = self.get_seq_length() if uniform else self.slots.longest
-        self._reserve(start + width)
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            if uniform:
-                buffer[:, :, start : start + width] = states
-            else:
-                rows, slots = self.slots.index(width, states.device)
-                buffer[rows, :, slots] = states.transpose(1, 2)
-        self.keys, self.values = (buffer[:, :, : start + width] for buffer in self._buffers)
+        extent = self.slots.extent or start + width
+        self._reserve(extent)
+        if uniform:
+            for buffer, new in zip(self._buffers, states, strict=True):
+                buffer[:, :, start:extent] = new
+        else:
+            places = self.slots.places or self.slots.index(width, key_states.device)
+            self._write(places, states)
+        self.keys, self.values = (buffer[:, :, :extent] for buffer in self._buffers)
         first = self.slots.view_from if self.window is not None else None
         if first is None:
             return self.keys, self.values
         return self.keys[:, :, first:], self.values[:, :, first:]
+
+    def _write(
+        self, places: tuple[torch.Tensor, torch.Tensor], states: Sequence[torch.Tensor]
+    ) -> None:
+        rows, slots = places
+        for buffer, new in zip(self._buffers, states, strict=True):
+            buffer[rows, :, slots] = new.transpose(1, 2)
 
     def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy slots within rows; all index tensors broadcast to [batch, moved]."""

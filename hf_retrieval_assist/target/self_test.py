@@ -155,7 +155,9 @@ class _Probe:
         if number == 2:
             return TokenTree.empty(), [0]
         if number == 1:
-            return TokenTree.chain(right, [1.0] * 2), list(range(tokens))
+            # Rows of a batch feed unequally much, unless they go in step.
+            right = right if in_step or row.index % 2 == 0 else right[:1]
+            return TokenTree.chain(right, [1.0] * len(right)), list(range(tokens))
         if self.service.tier is not Tier.TREE:
             return TokenTree.chain([*right, text[-1]], [1.0] * 3), list(range(tokens))
         tree = TokenTree.build([text[-1], text[-2], *right], _TREE_PARENTS, [1.0] * 4)

@@ -7,16 +7,18 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..kernels.attention_scope import is_exchangeable
 from ..kernels.split_attention import can_split
 from ..system.locks import Lock
 from .fixed_verifier import stays_in_place
 from .host import (
     attention_of,
     input_device,
+    is_compiled,
     is_stateful,
     keeps_no_activations,
     takes_dynamic_cache,
@@ -29,6 +31,13 @@ from .tree_attention import layer_masks, single_mask
 
 logger = logging.getLogger(__name__)
 
+# Inputs that a prompt's tokens bring, of which steps know what becomes of them.
+_OF_TOKENS = frozenset(
+    (
+        *("attention_mask", "position_ids", "cache_position", "inputs_embeds", "logits_to_keep"),
+        *("token_type_ids", "mm_token_type_ids"),
+    )
+)
 
 _services: weakref.WeakKeyDictionary[Any, dict[Any, Service]] = weakref.WeakKeyDictionary()
 _lock = Lock()
@@ -41,11 +50,12 @@ def choose_service(model: Any, model_kwargs: dict[str, Any]) -> Service:
     """
     if model.training and (why := _why_plain_in_training(model)) is not None:
         return Service(Tier.PLAIN, why)
-    key = (attention_of(model.config), model.dtype, has_padding(model_kwargs))
+    packs = _packs(model, model_kwargs)
+    key = (attention_of(model.config), model.dtype, has_padding(model_kwargs), packs)
     with _lock:
         known = _services.setdefault(model, {})
         if key not in known:
-            known[key] = _first_right(model, model_kwargs)
+            known[key] = _first_right(model, model_kwargs, packs)
             logger.info(
                 "%s: %s (%s)", type(model).__name__, known[key].tier.value, known[key].reason
             )
@@ -70,9 +80,9 @@ def _why_plain_in_training(model: Any) -> str | None:
     return None
 
 
-def _first_right(model: Any, model_kwargs: dict[str, Any]) -> Service:
+def _first_right(model: Any, model_kwargs: dict[str, Any], packs: bool) -> Service:
     reason = ""
-    for service in _candidates(model):
+    for service in _candidates(model, packs):
         if service.tier is Tier.PLAIN:
             return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
         wrong = fault(model, service, model_kwargs)
@@ -82,7 +92,7 @@ def _first_right(model: Any, model_kwargs: dict[str, Any]) -> Service:
     raise AssertionError("the last candidate is the plain tier")
 
 
-def _candidates(model: Any) -> list[Service]:
+def _candidates(model: Any, packs: bool) -> list[Service]:
     """Tiers that the model's properties allow, best first; the last one is plain."""
     plain = Service(Tier.PLAIN, "")
     parameters = forward_parameters(model)
@@ -106,14 +116,32 @@ def _candidates(model: Any) -> list[Service]:
     parts = [replace(service, split=True) for service in trees] if _splits(model) else []
     if (why := why_no_mask(model.config)) is not None:
         return [*parts, Service(Tier.CHAIN, why), plain]
+    if packs:
+        trees = [*(replace(service, packed=True) for service in trees), *trees]
     return [*parts, *trees, Service(Tier.CHAIN, ""), plain]
 
 
 def _splits(model: Any) -> bool:
     """Whether attention may be computed in parts where a model computes."""
     device = input_device(model)
-    known = attention_of(model.config) in ALL_ATTENTION_FUNCTIONS
+    known = is_exchangeable(attention_of(model.config))
     return stays_in_place(device) and known and can_split(device)
+
+
+def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether the rows of a batch may be fed behind one another: where no memory stays in place,
+    no graph was compiled that every step would change, and nothing comes with the rows whose
+    meaning is not known."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is None or len(mask) == 1:
+        return False
+    foreign = any(
+        isinstance(value, torch.Tensor)
+        for name, value in model_kwargs.items()
+        if name not in _OF_TOKENS
+    )
+    known = is_exchangeable(attention_of(model.config)) and not is_compiled(model)
+    return known and not foreign and not stays_in_place(input_device(model))
 
 
 def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:

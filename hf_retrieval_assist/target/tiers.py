@@ -12,6 +12,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from .fixed_verifier import FixedVerifier, ForwardOptions, can_stay
 from .host import input_device, why_no_mask
 from .kv_cache import SlotCache
+from .packed_verifier import PackedVerifier
 from .tree_attention import LayerMask, TreeAttention
 from .verifiers import (
     ChainVerifier,
@@ -42,6 +43,7 @@ class Service:
         cache_name: the forward's keyword for the cache.
         split: whether the tree tier computes attention in parts, in the place of the function that
             the model was loaded with.
+        packed: whether it feeds the rows of a batch behind one another, without padding.
     """
 
     tier: Tier
@@ -49,6 +51,7 @@ class Service:
     rules: dict[str, LayerMask] | LayerMask = field(default_factory=LayerMask)
     cache_name: str = "past_key_values"
     split: bool = False
+    packed: bool = False
 
     def verifier(
         self,
@@ -73,6 +76,8 @@ class Service:
         arguments = model, cache, model_kwargs, prompt_ids
         if stays:
             return FixedVerifier(*arguments, attention=attention, options=options, split=self.split)
+        if self.packed:
+            return PackedVerifier(*arguments, attention=attention)
         return TreeVerifier(*arguments, attention=attention)
 
 

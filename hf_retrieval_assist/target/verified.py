@@ -18,41 +18,43 @@ class Verified:
 
     Args:
         logits: [batch, width, vocab_size], width being the tokens fed per row, those that fill
-            rows up included.
-        roots: the index of each row's root among the tokens that were fed; pending tokens that
-            the model had not processed before stand in front of it.
+            rows up included; or [1, tokens, vocab_size], the rows' tokens behind one another.
+        roots: the index of each row's root among the tokens that were fed in its place of the
+            batch; pending tokens that the model had not processed before stand in front of it.
+            Of packed rows, among all tokens.
         outputs: all that the model returned.
 
     Attributes:
         typical: whether the forward took the time that others like it will take.
+        width: tokens fed per row, or of all packed rows.
+        roots: the place of each row's root among the tokens of all rows, row by row.
     """
 
     typical = True
 
     def __init__(self, logits: torch.Tensor, roots: Sequence[int], outputs: Any):
         self.outputs = outputs
-        self.roots = roots
-        self._logits = logits
-        self._best: list[list[int]] | None = None
-
-    @property
-    def width(self) -> int:
-        """Tokens fed per row."""
-        return self._logits.shape[1]
+        batch, self.width = logits.shape[:2]
+        own = batch > 1
+        self.roots = [row * self.width * own + root for row, root in enumerate(roots)]
+        self._logits = logits.flatten(0, 1)
+        self._best: list[int] | None = None
 
     def logits(self, rows: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
         """[rows, vocab_size] behind one fed token of each of these rows."""
-        places = [self.roots[row] + node for row, node in zip(rows, nodes, strict=True)]
-        if len(rows) == len(self._logits) and len(set(places)) == 1:
-            return self._logits[:, places[0]]
-        if len(rows) == 1:
-            return self._logits[rows[0] : rows[0] + 1, places[0]]
-        return self._logits[list(rows), places]
+        places = self._places(rows, nodes)
+        step = places[1] - places[0] if len(places) > 1 else 1
+        if step > 0 and places == [*range(places[0], places[-1] + 1, step)]:
+            return self._logits[places[0] : places[-1] + 1 : step]
+        return self._logits[places]
+
+    def _places(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        return [self.roots[row] + node for row, node in zip(rows, nodes, strict=True)]
 
     def of_row(self, row: int, nodes: int) -> torch.Tensor:
         """[1 + nodes, vocab_size] behind a row's root and its nodes."""
         first = self.roots[row]
-        return self._logits[row, first : first + 1 + nodes]
+        return self._logits[first : first + 1 + nodes]
 
     def top(self, row: int, nodes: int) -> TopLogits:
         """The largest logits behind a row's root and its nodes."""
@@ -69,9 +71,9 @@ class Verified:
             # A token's logits cost as much as the walk saves by not looking at them.
             return self.logits(rows, nodes).argmax(dim=-1).tolist()
         best = self._find_best()
-        return [best[row][self.roots[row] + node] for row, node in zip(rows, nodes, strict=True)]
+        return [best[place] for place in self._places(rows, nodes)]
 
-    def _find_best(self) -> list[list[int]]:
+    def _find_best(self) -> list[int]:
         if self._best is None:
             # One transfer instead of one per token; a wider dtype would not change an order.
             self._best = self._logits.argmax(dim=-1).tolist()

@@ -4,6 +4,7 @@ A verifier feeds every row its pending tokens (the ones the model has not proces
 the last of them) followed by a draft, and later keeps what was accepted.
 
 * :class:`TreeVerifier`: token trees under a 4D mask; rows advance independently.
+* :class:`~hf_retrieval_assist.target.packed_verifier.PackedVerifier`: the same without padding.
 * :class:`ChainVerifier`: one chain per row, for models without usable positions or masks. All rows
   advance by what the slowest one accepted; what faster rows know already stays pending.
 * :class:`ConvolutionVerifier`: the same for models that also convolve over the last few tokens.
@@ -52,7 +53,11 @@ class Verifier:
         widths: the numbers of tokens per row that forwards are filled up to; what is wider, or any
             number where there are none, is fed as it is.
         feeding: whether a forward has begun whose tokens are neither kept nor dropped yet.
+        packed: whether a forward costs what all rows feed together, so that rows which have ended
+            cost nothing; otherwise it is as wide as the widest row.
     """
+
+    packed = False
 
     def __init__(
         self,
@@ -164,9 +169,14 @@ class TreeVerifier(Verifier):
         self.attention = attention
 
     def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
-        return self._feed([row.last for row in rows], trees)
+        return self._feed(
+            [row.last for row in rows], trees, [row for row in rows if not row.finished]
+        )
 
-    def _feed(self, roots: Sequence[int], trees: Sequence[TokenTree]) -> Verified:
+    def _feed(
+        self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
+    ) -> Verified:
+        """Feed roots and trees, one of each per row of the batch, for the sake of some rows."""
         fed = lay_out(roots, trees, self.device)
         arguments = {
             "attention_mask": self.attention.masks(fed, self.cache.slots),
@@ -196,7 +206,8 @@ class TreeVerifier(Verifier):
         fed = [row.fed(*span) for row, *span in zip(rows, self.processed, stops, strict=True)]
         roots = [ids[0] if ids else row.last for row, ids in zip(rows, fed, strict=True)]
         trees = [TokenTree.chain(ids[1:], [1.0] * len(ids[1:])) for ids in fed]
-        self.keep(rows, self._feed(roots, trees), [range(len(ids)) for ids in fed])
+        lacking = [row for row, ids in zip(rows, fed, strict=True) if ids]
+        self.keep(rows, self._feed(roots, trees, lacking), [range(len(ids)) for ids in fed])
 
 
 class ChainVerifier(Verifier):

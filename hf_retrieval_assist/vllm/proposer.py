@@ -23,6 +23,7 @@ from ..drafters.rest import RestDrafter
 from ..drafters.suffix import SuffixDrafter
 from ..memory.output_memory import OutputMemory
 from ..planning.cost_model import CostModel
+from ..planning.cost_views import PackedCost
 from ..stats import CallStats
 from ..target.fingerprint import config_fingerprint
 from ..token_tree import TokenTree
@@ -97,7 +98,8 @@ class Proposer:
         texts = [token_ids_cpu[i, :n] for i, n in enumerate(num_tokens_no_spec[: len(drafts)])]
         places = self._follow(sampled_token_ids, texts, arrived)
         trees = [row.draft(min(self.longest_draft, self._room(row))) for row in places]
-        planned = self.assistant.planner.plan_packed(trees, self.cost) if trees else []
+        shared = PackedCost(self.cost, len(trees))
+        planned = self.assistant.planner.plan_packed(trees, shared) if trees else []
         for (row, place), tree in zip(places.items(), planned, strict=True):
             row.drafted = len(tree)
             drafts[place] = tree.token_ids.tolist()

@@ -225,7 +225,7 @@ def test_bfloat16_model_gets_the_tree_tier():
 def test_flash_attention_gets_the_chain_tier():
     model = build(LlamaForCausalLM)
     model.config._attn_implementation_internal = "flash_attention_2"
-    assert [service.tier for service in _candidates(model)] == [Tier.CHAIN, Tier.PLAIN]
+    assert [service.tier for service in _candidates(model, packs=True)] == [Tier.CHAIN, Tier.PLAIN]
 
 
 def causal_kernel(module, query, key, value, attention_mask, scaling, **kwargs):

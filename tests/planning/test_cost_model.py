@@ -196,6 +196,8 @@ def damaged_files():
         "too few knots": with_state(log_seconds=[0.0]),
         "ragged": with_state(log_seconds=[[0.0], [1.0, 2.0]]),
         "not finite": with_state(log_seconds=[float("nan")] * len(KNOTS)),
+        "finite, but not as seconds": with_state(log_seconds=[800.0] * len(KNOTS)),
+        "less than no time": with_state(overheads={"walk": -1.0}),
         "text for numbers": with_state(noise="loud"),
         "negative noise": with_state(noise=-1.0),
         "uncertainty above one": with_state(uncertainty=[2.0] * len(KNOTS)),

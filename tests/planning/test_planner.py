@@ -1,5 +1,6 @@
 import threading
 from contextlib import suppress
+from itertools import product
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.planning.cost_model import CostModel
+from hf_retrieval_assist.planning.cost_views import PackedCost
 from hf_retrieval_assist.planning.planner import Planner, expected_tokens, token_rate
 from hf_retrieval_assist.token_tree import TokenTree
 
@@ -237,3 +239,49 @@ def test_drafts_again_when_the_text_turns_predictable():
     assert np.median(sizes) == 0
     _, sizes = run.steps(CURVES["cpu"], [0.98], 10)
     assert min(sizes) > 8
+
+
+@given(st.lists(trees(max_size=4), min_size=2, max_size=3), st.sampled_from(sorted(CURVES)))
+def test_no_other_share_of_packed_rows_brings_more_tokens_per_second(rows, name):
+    curve = CURVES[name]
+
+    def rate(choice):
+        gain = sum(
+            1 + sum(float(tree.probs[node]) for node in kept)
+            for tree, kept in zip(rows, choice, strict=True)
+        )
+        return gain / curve(sum(1 + len(kept) for kept in choice))
+
+    cost = PackedCost(CostModel.fixed(curve), len(rows))
+    kept = Planner().plan_packed(rows, cost)
+    gain = len(rows) + sum(float(tree.probs.sum()) for tree in kept)
+    best = max(map(rate, product(*map(subtrees, rows))))
+    assert gain / curve(len(rows) + sum(map(len, kept))) == pytest.approx(best, rel=1e-5)
+
+
+def test_the_row_that_is_sure_is_given_the_nodes():
+    sure, doubtful = chain(0.95, 8), chain(0.3, 8)
+    cost = PackedCost(CostModel.fixed(CURVES["linear"]), 2)
+    kept = Planner().plan_packed([doubtful, sure], cost)
+    assert len(kept[0]) < len(kept[1])
+    even = Planner().plan_batch(
+        [doubtful, sure], CostModel.fixed(lambda n: CURVES["linear"](2 * n))
+    )
+    assert len(even[0]) == len(even[1]) < len(kept[1])
+
+
+def test_many_rows_share_what_is_asked_for():
+    flat = CostModel.fixed(CURVES["flat"])
+    asked = [Planner().request(PackedCost(flat, rows)) for rows in (1, 2, 8, 64)]
+    assert asked == [256, 256, 64, 16]
+
+
+def test_what_others_bring_is_no_merit_of_a_tree():
+    """Beside many rows a node must save more to be worth the same seconds."""
+    tree, steep = chain(0.9, 4), CostModel.fixed(lambda n: 1 + 0.2 * n)
+    alone, among = (PackedCost(steep, rows) for rows in (1, 16))
+    gains = [
+        token_rate(tree, cost) / token_rate(TokenTree.empty(), cost) for cost in (alone, among)
+    ]
+    assert gains[0] > 1.5
+    assert 1 <= gains[1] < 1.1

@@ -3,8 +3,8 @@
 import numpy as np
 
 from hf_retrieval_assist.planning.cost_model import CostModel
+from hf_retrieval_assist.planning.cost_views import PackedCost, SteppedCost, stepped
 from hf_retrieval_assist.planning.planner import Planner
-from hf_retrieval_assist.planning.stepped_cost import SteppedCost, stepped
 from hf_retrieval_assist.token_tree import TokenTree
 
 LINEAR = CostModel.fixed(lambda n: 1.0 + 0.1 * n)
@@ -38,3 +38,28 @@ def test_a_width_that_is_paid_for_is_filled():
     planner = Planner(exploration=0)
     assert len(planner.plan(tree, steep)) == 2
     assert len(planner.plan(tree, SteppedCost(steep, (1, 2, 4, 8)))) == 3
+
+
+def test_a_packed_row_is_charged_for_what_it_adds():
+    cost = PackedCost(LINEAR, rows=4)
+    assert np.allclose(cost.curve(3), [1.4, 1.5, 1.6])
+    assert np.isclose(cost.seconds(2), LINEAR.seconds(5))
+    assert cost.company == 3
+    assert cost.share(4) == 1
+    assert cost.share(9) == 6
+
+
+def test_rows_in_step_are_charged_for_all():
+    cost = PackedCost(LINEAR, rows=4, alike=True)
+    assert np.allclose(cost.curve(3), [1.4, 1.8, 2.2])
+    assert cost.company == 0
+    assert cost.share(12) == 3
+
+
+def test_what_is_known_of_packed_rows_is_what_was_measured():
+    measured = CostModel()
+    for _ in range(5):
+        measured.observe(6, 0.02)
+    cost = PackedCost(measured, rows=4)
+    assert cost.observations == 5
+    assert np.allclose(cost.spread(4, 2), measured.spread(7, 5)[3:])

@@ -1,0 +1,218 @@
+"""Rows of a batch behind one another in a forward give what padded rows give, for less."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, GPTNeoXForCausalLM, Llama4ForCausalLM, LlamaForCausalLM
+
+from hf_retrieval_assist.decoding.row_text import RowText
+from hf_retrieval_assist.kernels.packed_attention import PackedSpan, spans_of
+from hf_retrieval_assist.target.fixed_verifier import ForwardOptions
+from hf_retrieval_assist.target.kv_cache import SlotCache
+from hf_retrieval_assist.target.service import choose_service
+from hf_retrieval_assist.target.tiers import Service, Tier
+from hf_retrieval_assist.target.tree_attention import layer_masks, single_mask
+from hf_retrieval_assist.token_tree import TokenTree
+from tests.lossless import build
+from tests.oracle_drafter import oracle_assistant, sequences_of
+
+from .test_tree_attention import random_tree
+
+ROWS, LENGTH = 4, 11
+
+
+def arguments(pads):
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    for row in range(ROWS):
+        mask[row, : (3 * row) % 7] = 0 if pads else 1
+    ids = torch.randint(3, 60, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return ids * mask, {
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "use_cache": True,
+    }
+
+
+def started(model, packed, pads):
+    """A verifier behind a prefill, and rows of one generated token."""
+    config = model.config.get_text_config(decoder=True)
+    ids, kwargs = arguments(pads)
+    kwargs["past_key_values"] = cache = SlotCache(config)
+    model(input_ids=ids, **kwargs)
+    cache.begin(ROWS)
+    rules = layer_masks(config) or single_mask(config)
+    service = Service(Tier.TREE, "", rules, packed=packed)
+    verifier = service.verifier(model, cache, kwargs, ids, ForwardOptions())
+    rows = [RowText(row, ids[row], 32) for row in range(ROWS)]
+    for row in rows:
+        row.generated.append(7 + row.index)
+    return verifier, rows
+
+
+def small(tree):
+    """The tree with tokens of a tiny vocabulary."""
+    return TokenTree.build(tree.token_ids - 90, tree.parents, tree.probs)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize(
+    "model_class", [LlamaForCausalLM, Gemma3ForCausalLM, GPTNeoXForCausalLM, Llama4ForCausalLM]
+)
+@torch.no_grad()
+def test_logits_are_those_of_padded_rows(model_class, pads):
+    """Over some steps of unequal trees and progress, in which rows end one after another."""
+    model = build(model_class)
+    packed, rows = started(model, True, pads)
+    padded, _ = started(model, False, pads)
+    rng = np.random.default_rng(0)
+    for step in range(6):
+        running = [row for row in rows if not row.finished]
+        sizes = [0 if row.finished or step == 3 else int(rng.integers(0, 6)) for row in rows]
+        trees = [small(random_tree(rng, size, min(size, 2))) for size in sizes]
+        found, expected = (v.forward(rows, trees) for v in (packed, padded))
+        assert found.width == sum(1 + sizes[row.index] for row in running)
+        assert expected.width == 1 + max(sizes)
+        for row in running:
+            torch.testing.assert_close(
+                found.of_row(row.index, sizes[row.index]),
+                expected.of_row(row.index, sizes[row.index]),
+                atol=1e-3,
+                rtol=1e-3,
+            )
+        accepted = [[] if row.finished else [0] for row in rows]
+        for row, tree in zip(rows, trees, strict=True):
+            if len(tree) and rng.random() < 0.7:
+                accepted[row.index] += (1 + tree.path(len(tree) - 1)).tolist()
+            row.generated += [int(rng.integers(3, 60)) for _ in accepted[row.index]]
+        for verifier in (packed, padded):
+            verifier.keep(rows, found if verifier is packed else expected, accepted)
+        assert packed.processed == padded.processed
+        assert packed.cache.slots.lengths == padded.cache.slots.lengths
+        if step % 2:
+            rows[step // 2].finished = True
+    assert len({*packed.processed}) > 1
+
+
+def run(model, ids, mask, assistant=None, **options):
+    return model.generate(
+        ids, attention_mask=mask, do_sample=False, pad_token_id=0, assistant=assistant, **options
+    )
+
+
+class Fed:
+    """Scope that notes the shapes of what a model is fed."""
+
+    def __init__(self, model):
+        self.shapes = []
+        self.handle = model.register_forward_pre_hook(self.note, with_kwargs=True)
+
+    def note(self, model, args, kwargs):
+        self.shapes.append(tuple(kwargs["input_ids"].shape))
+
+    def __enter__(self):
+        return self.shapes
+
+    def __exit__(self, *error):
+        self.handle.remove()
+
+
+@pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
+def model(request):
+    return build(request.param)
+
+
+def ending(model):
+    """A batch whose rows end at different tokens, and what ends them."""
+    ids, kwargs = arguments(True)
+    free = run(model, ids, kwargs["attention_mask"], max_new_tokens=30, eos_token_id=None)
+    new = free[:, LENGTH:].tolist()
+    eos = [new[0][3], new[1][8]]
+    return ids, kwargs["attention_mask"], {"max_new_tokens": 30, "eos_token_id": eos}
+
+
+def test_rows_that_have_ended_leave(model):
+    ids, mask, options = ending(model)
+    plain = run(model, ids, mask, **options)
+    assistant = oracle_assistant(plain, mask)
+    run(model, ids, mask, assistant, **options)
+    assistant = oracle_assistant(plain, mask)
+    with Fed(model) as shapes:
+        assisted = run(model, ids, mask, assistant, **options)
+    assert torch.equal(plain, assisted)
+    steps = shapes[1:]
+    assert {rows for rows, _ in steps} == {1}
+    # Every root and every node once, and nothing else.
+    stats = assistant.stats.last
+    assert sum(tokens for _, tokens in steps) == stats.steps + stats.drafted
+    assert stats.steps < ROWS * len(steps)
+    assert stats.accepted > 0
+
+
+def test_the_returned_cache_holds_rows_that_left(model):
+    ids, mask, options = ending(model)
+    options |= {"return_dict_in_generate": True}
+    plain = run(model, ids, mask, **options)
+    assisted = run(model, ids, mask, oracle_assistant(sequences_of(plain), mask), **options)
+    assert torch.equal(plain.sequences, assisted.sequences)
+    lengths = [result.past_key_values.get_seq_length() for result in (plain, assisted)]
+    assert lengths[0] == lengths[1]
+    ids = torch.cat([plain.sequences, torch.tensor([[9], [5], [33], [21]])], dim=1)
+    mask = torch.cat([mask, torch.ones_like(ids[:, LENGTH:])], dim=1)
+    turns = []
+    for result in (plain, assisted):
+        again = options | {"past_key_values": result.past_key_values, "eos_token_id": None}
+        turns.append(run(model, ids, mask, **again | {"max_new_tokens": 12}).sequences)
+    assert torch.equal(*turns)
+
+
+@torch.no_grad()
+def test_a_forward_to_keep_others_company_feeds_something(model):
+    verifier, rows = started(model, True, True)
+    for row in rows:
+        row.finished = True
+    before = list(verifier.cache.slots.lengths)
+    found = verifier.forward(rows, [TokenTree.empty()] * ROWS)
+    assert found.width == 1
+    verifier.keep(rows, found, [[]] * ROWS)
+    assert verifier.cache.slots.lengths == before
+
+
+def test_what_is_packed(model):
+    _, kwargs = arguments(True)
+    kwargs = {"attention_mask": kwargs["attention_mask"]}
+    assert choose_service(model, kwargs).packed
+    # One row has nothing to pack; of other inputs nobody knows what they say of which row.
+    assert not choose_service(model, {"attention_mask": kwargs["attention_mask"][1:2]}).packed
+    assert not choose_service(model, kwargs | {"row_scales": torch.ones(ROWS)}).packed
+
+
+def test_compiled_models_are_padded():
+    model = build(LlamaForCausalLM)
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert not choose_service(model, {"attention_mask": mask}).packed
+    del model.forward
+    assert choose_service(model, {"attention_mask": mask}).packed
+    model.compile(backend="eager")
+    assert not choose_service(model, {"attention_mask": mask}).packed
+
+
+def test_models_that_compute_attention_themselves_are_padded():
+    model = build(LlamaForCausalLM)
+    model.set_attn_implementation("eager")
+    _, kwargs = arguments(True)
+    service = choose_service(model, {"attention_mask": kwargs["attention_mask"]})
+    assert service.tier is Tier.TREE
+    assert not service.packed
+
+
+def test_neighbours_of_one_width_are_one_span():
+    spans = spans_of([0, 1, 2, 4, 5, 7], [1, 1, 3, 3, 3, 3], [9, 12, 13, 11, 10, 8])
+    assert spans == [
+        PackedSpan(0, 2, 0, 1, 12),
+        PackedSpan(2, 1, 2, 3, 13),
+        PackedSpan(4, 2, 5, 3, 11),
+        PackedSpan(7, 1, 11, 3, 8),
+    ]
