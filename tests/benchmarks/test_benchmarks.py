@@ -1,6 +1,7 @@
 """Every benchmark at tiny size: it runs, and what it prints adds up. Timings are not looked at."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from benchmarks import (
 )
 from benchmarks.__main__ import main, parse
 from benchmarks.report import Report
+from hf_retrieval_assist import SamAssistant, SuffixAssistant
 from hf_retrieval_assist.simulation import simulate
 
 WORDS = [f"w{i}" for i in range(60)]
