@@ -6,7 +6,8 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
-.PHONY: demo test test-all test-arm test-contract test-debug test-ecosystem test-matrix test-ray test-vllm \
+.PHONY: demo test test-all test-arm test-contract test-debug test-deepspeed test-ecosystem test-matrix \
+	test-ray test-vllm \
 	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results docs recording quality style \
 	build wheel clean
 
@@ -77,6 +78,16 @@ $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: .venv-%/.installed
 test-ecosystem: .venv-ecosystem/.installed
 	.venv-ecosystem/bin/python -c "import lm_eval, trl"
 	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem
+
+# Two processes that hold a model's weights by DeepSpeed's third stage, for which it compiles an
+# operator. 40 MB, a minute.
+.venv-deepspeed/.installed: $(VENV)/.installed
+	$(call layered,.venv-deepspeed)
+	DS_BUILD_OPS=0 $(PIP) --python .venv-deepspeed/bin/python install --quiet --no-build-isolation deepspeed
+	touch $@
+
+test-deepspeed: .venv-deepspeed/.installed
+	DS_ACCELERATOR=cpu .venv-deepspeed/bin/python -m pytest -q tests/target/test_ranks.py -k deepspeed
 
 # A Ray cluster of two nodes on this machine. 300 MB, some minutes.
 .venv-ray/.installed: $(VENV)/.installed

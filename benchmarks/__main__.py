@@ -11,6 +11,7 @@ from types import ModuleType
 
 from . import (
     ablation,
+    accelerator,
     acceptance,
     datastore,
     forwards,
@@ -33,6 +34,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "ablation": ablation,
     "forwards": forwards,
     "replay": replay,
+    "accelerator": accelerator,
     "model": model,
     "spec_bench": spec_bench,
     "repeated": repeated,

@@ -1,17 +1,16 @@
 """Wall clock at any size of model, without its weights.
 
-A randomly initialised model of a real shape does the arithmetic; a hook then adds a large constant
-to the logit of the recorded next token at every position. Plain decoding, prompt lookup, a draft
-model and our assistants so emit the same recorded text, each at the true cost of its forwards:
-dense arithmetic takes the same time whatever the weights are.
+A randomly initialised model of a real shape does the arithmetic, and gives the recorded next token
+the largest logit at every position (:mod:`benchmarks.forced`). Plain decoding, prompt lookup, a
+draft model and our assistants so emit the same recorded text, each at the true cost of its
+forwards: dense arithmetic takes the same time whatever the weights are.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Pr
 from hf_retrieval_assist import SamAssistant, SequoiaAssistant, SuffixAssistant
 from hf_retrieval_assist.planning.cost_store import CostModels
 
+from .forced import forcing
 from .methods import Method, Run, assisted, baselines, draft_model, run_method
 from .report import Report, Table
 from .timing import alternate
@@ -70,7 +70,6 @@ SHAPES: dict[str, PreTrainedConfig] = {
 # The draft model: of the target's vocabulary, and an eighth of the width.
 DRAFT_SHRINK = 8
 DRAFT_AGREEMENT = 0.7
-FORCE = 1e4
 
 COLUMNS = {
     "batch": "batch",
@@ -109,33 +108,6 @@ def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[: small.num_hidden_layers]
     return small
-
-
-@contextmanager
-def forcing(model: torch.nn.Module, texts: torch.Tensor) -> Iterator[None]:
-    """Make the likeliest token at position p of row b `texts[b, p + 1]` (int64 [b, length]).
-
-    Every forward must say where its tokens stand (`position_ids`), as `generate`'s and ours do;
-    nodes of a tree at equal depth share a position, hence a forced token. What follows a draft off
-    the recorded text is never looked at.
-    """
-    handle = model.register_forward_hook(partial(_force, texts), with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _force(texts: torch.Tensor, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    if kwargs.get("position_ids") is None:
-        raise RuntimeError("expected position_ids in every forward of the replayed model")
-    logits = output.logits
-    # Forwards may return logits of their last tokens only.
-    positions = kwargs["position_ids"][..., -logits.shape[1] :].reshape(-1, logits.shape[1])
-    positions = positions.expand(len(logits), -1)
-    following = texts.gather(1, (positions + 1).clamp(0, texts.shape[1] - 1))
-    logits.scatter_(2, following[..., None], FORCE)
-    return output
 
 
 def dense_ids(trace: Trace, vocab_size: int) -> Trace:
@@ -190,11 +162,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3)
 
 
+def settle_model(arguments: argparse.Namespace) -> None:
+    """Fill in what of the model depends on the device and on `--quick`."""
+    cuda = arguments.device.startswith("cuda")
+    arguments.shape = arguments.shape or ("tiny" if arguments.quick else "8b" if cuda else "270m")
+    arguments.dtype = arguments.dtype or ("bfloat16" if cuda else "float32")
+
+
 def _settle(arguments: argparse.Namespace) -> None:
     """Fill in what depends on the device and on `--quick`."""
     cuda, quick = arguments.device.startswith("cuda"), arguments.quick
-    arguments.shape = arguments.shape or ("tiny" if quick else "8b" if cuda else "270m")
-    arguments.dtype = arguments.dtype or ("bfloat16" if cuda else "float32")
+    settle_model(arguments)
     arguments.batch = arguments.batch or ([1, 2] if quick else [1, 4, 16])
     arguments.new_tokens = arguments.new_tokens or (16 if quick else 256 if cuda else 48)
 
@@ -301,14 +279,14 @@ def copy_bandwidth(device: torch.device, nbytes: int = 1 << 28, repeats: int = 5
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(repeats):
-        _wait(device)
+        wait(device)
         started = time.perf_counter()
         target.copy_(source)
-        _wait(device)
+        wait(device)
         best = min(best, time.perf_counter() - started)
     return 2 * nbytes / best
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

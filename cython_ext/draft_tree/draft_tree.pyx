@@ -170,6 +170,18 @@ cdef int by_probability(const void* a, const void* b) noexcept nogil:
     return -1 if x.node < y.node else 1
 
 
+cdef Ranked* ranking(const float[::1] probs) except NULL:
+    """The nodes by falling probability, for the caller to free."""
+    cdef Py_ssize_t n = probs.shape[0], i
+    cdef Ranked* ranked = <Ranked*>malloc((n + 1) * sizeof(Ranked))
+    if ranked == NULL:
+        raise MemoryError()
+    for i in range(n):
+        ranked[i] = Ranked(probs[i], <int32_t>i)
+    qsort(ranked, n, sizeof(Ranked), by_probability)
+    return ranked
+
+
 def prune(
     const token_t[::1] token_ids,
     const int32_t[::1] parents,
@@ -180,18 +192,14 @@ def prune(
     """The `budget` most probable nodes, in their order, as four arrays. O(n log n)."""
     cdef Py_ssize_t n = token_ids.shape[0], i, kept = 0
     cdef _Nodes out = _Nodes(budget)
-    cdef Ranked* ranked = <Ranked*>malloc((n + 1) * sizeof(Ranked))
+    cdef Ranked* ranked = ranking(probs)
     cdef int32_t* place = <int32_t*>malloc((n + 1) * sizeof(int32_t))
-    if ranked == NULL or place == NULL:
+    if place == NULL:
         free(ranked)
-        free(place)
         raise MemoryError()
     with nogil:
         for i in range(n):
-            ranked[i].prob = probs[i]
-            ranked[i].node = <int32_t>i
             place[i] = -1
-        qsort(ranked, n, sizeof(Ranked), by_probability)
         for i in range(budget):
             place[ranked[i].node] = 0
         for i in range(n):
@@ -208,3 +216,53 @@ def prune(
     free(ranked)
     free(place)
     return out.arrays(kept)
+
+
+def rank(list probs):
+    """The nodes of several trees, the most probable first.
+
+    `probs` are the trees', float32 [nodes] each. Of equal nodes the earlier tree's come first. Returns
+    the tree of each node, int32 [n], and float64 [n + 1]: the tokens that a step over all trees brings
+    when the first 0, 1, ..., n nodes are verified. O(n log n).
+    """
+    cdef Py_ssize_t n = 0, i
+    cdef int32_t tree
+    cdef const float[::1] prob = np.concatenate([np.empty(0, np.float32), *probs])
+    n = prob.shape[0]
+    owners_out, trees_out = np.empty((2, n), dtype=np.int32)
+    tokens_out = np.empty(n + 1, dtype=np.float64)
+    cdef int32_t[::1] owners = owners_out, trees = trees_out
+    cdef double[::1] tokens = tokens_out
+    cdef Ranked* ranked
+    n = 0
+    for tree in range(len(probs)):
+        for i in range(len(probs[tree])):
+            owners[n] = tree
+            n += 1
+    ranked = ranking(prob)
+    tokens[0] = len(probs)
+    for i in range(n):
+        trees[i] = owners[ranked[i].node]
+        tokens[i + 1] = tokens[i] + ranked[i].prob
+    free(ranked)
+    return trees_out, tokens_out
+
+
+def most_probable_path(const int32_t[::1] parents, const float[::1] probs):
+    """Nodes from a child of the root to a leaf, by the most probable child each time, the first of
+    equal ones. Returns int32 [length]. O(n).
+    """
+    cdef Py_ssize_t n = parents.shape[0], i, length = 0
+    cdef int32_t node
+    best_out, path_out = np.full(n + 1, -1, dtype=np.int32), np.empty(n, dtype=np.int32)
+    cdef int32_t[::1] best = best_out, path = path_out  # of the root's children at n
+    for i in range(n):
+        node = parents[i] if parents[i] >= 0 else <int32_t>n
+        if best[node] < 0 or probs[i] > probs[best[node]]:
+            best[node] = <int32_t>i
+    node = best[n]
+    while node >= 0:
+        path[length] = node
+        length += 1
+        node = best[node]
+    return path_out[:length]

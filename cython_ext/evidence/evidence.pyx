@@ -8,21 +8,25 @@ from common.types cimport int32_t, token_t
 def tried(
     const token_t[::1] token_ids,
     const int32_t[::1] parents,
+    const int32_t[::1] classes,
+    const double[::1] rates,
     const token_t[::1] tokens,
     Py_ssize_t known=0,
 ):
-    """The nodes of a tree that a text put to the test: those whose parent lies on its path.
+    """What a text says of the nodes of a tree that it put to the test: those whose parent lies on its
+    path.
 
     `tokens` are the ones that followed the proposal; the nodes judged by the first `known` of them are
-    left out. Returns int32 [m], the nodes in ascending order, and bool [m], which of them are on the
-    path as well. O(n).
+    left out. Returns, in the nodes' order, int32 [m] their classes, float64 [m] their rates and bool
+    [m], which of them are on the path as well; and whether the path goes through the tree to its last
+    token. O(n).
     """
-    cdef Py_ssize_t n = parents.shape[0], i, m = 0
+    cdef Py_ssize_t n = parents.shape[0], i, m = 0, reached = 0
     cdef int32_t position
-    nodes_out = np.empty(n, dtype=np.int32)
-    hits_out = np.empty(n, dtype=np.bool_)
-    after_out = np.empty(n, dtype=np.int32)
-    cdef int32_t[::1] nodes = nodes_out
+    classes_out, rates_out = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.float64)
+    hits_out, after_out = np.empty(n, dtype=np.bool_), np.empty(n, dtype=np.int32)
+    cdef int32_t[::1] tried_classes = classes_out
+    cdef double[::1] tried_rates = rates_out
     cdef unsigned char[::1] hits = hits_out.view(np.uint8)
     # Position in `tokens` of the token that follows a node on the path; −1 off the path.
     cdef int32_t[::1] after = after_out
@@ -34,11 +38,12 @@ def tried(
                 continue
             if token_ids[i] == tokens[position]:
                 after[i] = position + 1
+                reached = max(reached, position + 1)
             if position >= known:
-                nodes[m] = <int32_t>i
+                tried_classes[m], tried_rates[m] = classes[i], rates[i]
                 hits[m] = after[i] >= 0
                 m += 1
-    return nodes_out[:m], hits_out[:m]
+    return classes_out[:m], rates_out[:m], hits_out[:m], reached == tokens.shape[0]
 
 
 def share_classes(
@@ -101,6 +106,19 @@ def count(
             counts[c, 1] = 0.5 * (counts[c, 1] + prior_counts[c, 1])
 
 
+cdef inline double posterior(
+    Py_ssize_t c, const double[:, ::1] shared, const double[:, ::1] own, double odds_factor,
+    double strength,
+) noexcept nogil:
+    """Mean rate of a class from its `own` counts on a prior from the `shared` ones.
+
+    The prior is the shared rate with its odds times `odds_factor`, worth `strength` trials.
+    """
+    cdef double prior = shared[c, 1] / shared[c, 0]
+    prior = prior * odds_factor / (1 + (odds_factor - 1) * prior)
+    return (strength * prior + own[c, 1]) / (strength + own[c, 0])
+
+
 def rates(
     const int32_t[::1] classes,
     const double[:, ::1] shared,
@@ -108,36 +126,47 @@ def rates(
     double odds_factor,
     double strength,
 ):
-    """Posterior mean rates, float64 [n], from `own` counts on a prior from `shared` ones.
-
-    The prior is the shared rate with its odds times `odds_factor`, worth `strength` trials. 0 for a
-    negative class.
-    """
+    """Posterior mean rates, float64 [n]; see `posterior`. 0 for a negative class."""
     cdef Py_ssize_t n = classes.shape[0], i, c
-    cdef double prior
     out = np.zeros(n, dtype=np.float64)
     cdef double[::1] rate = out
     for i in range(n):
         c = checked(classes[i], min(shared.shape[0], own.shape[0]))
-        if c < 0:
-            continue
-        prior = shared[c, 1] / shared[c, 0]
-        prior = prior * odds_factor / (1 + (odds_factor - 1) * prior)
-        rate[i] = (strength * prior + own[c, 1]) / (strength + own[c, 0])
+        if c >= 0:
+            rate[i] = posterior(c, shared, own, odds_factor, strength)
     return out
 
 
-def given_rates(const int32_t[::1] parents, const float[::1] probs):
-    """Each node's probability given its parent, float64 [n], from the probabilities of its path."""
-    cdef Py_ssize_t n = parents.shape[0], i
-    cdef float above
-    out = np.zeros(n, dtype=np.float64)
-    cdef double[::1] rate = out
+def calibrated(
+    const int32_t[::1] parents,
+    const float[::1] probs,
+    const int32_t[::1] classes,
+    const double[:, ::1] shared,
+    const double[:, ::1] own,
+    double odds_factor,
+    double strength,
+):
+    """Rates of a tree's nodes, given their parents, and the probabilities that follow from them.
+
+    A node of a negative class keeps the rate that `probs` give it. Returns float64 [n], float32 [n],
+    and whether any node has a class.
+    """
+    cdef Py_ssize_t n = parents.shape[0], i, c
+    cdef double above
+    cdef bint named = False
+    rates_out, probs_out = np.empty(n, dtype=np.float64), np.empty(n, dtype=np.float32)
+    cdef double[::1] rate = rates_out
+    cdef float[::1] prob = probs_out
     for i in range(n):
-        above = 1 if parents[i] < 0 else probs[parents[i]]
-        if above > 0:
-            rate[i] = <double>probs[i] / above
-    return out
+        c = checked(classes[i], min(shared.shape[0], own.shape[0]))
+        if c >= 0:
+            named = True
+            rate[i] = posterior(c, shared, own, odds_factor, strength)
+        else:
+            above = 1 if parents[i] < 0 else probs[parents[i]]
+            rate[i] = probs[i] / above if above > 0 else 0
+        prob[i] = <float>rate[i] if parents[i] < 0 else <float>rate[i] * prob[parents[i]]
+    return rates_out, probs_out, named
 
 
 def follow_trend(

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from .format import (
 )
 
 _BATCH = 1 << 20  # tokens that are validated and encoded at a time
+_NAME_DIGITS = 16  # of a hash
 _MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
 
 Ids = Sequence[int] | NDArray[np.integer]
@@ -133,6 +134,7 @@ def build_shards(
     directory: Path,
     options: BuildOptions,
     executor: Executor | None = None,
+    number: int = 0,
 ) -> tuple[Shard, ...]:
     """Write documents as indexed shards into a directory.
 
@@ -141,6 +143,7 @@ def build_shards(
         directory: where; must be the same directory wherever the executor runs.
         options: see :class:`BuildOptions`.
         executor: where shards are sorted; None: threads of this process.
+        number: of shards that the datastore has already.
 
     Raises:
         ValueError: a document is not a flat sequence of ids below the vocabulary's size.
@@ -153,7 +156,7 @@ def build_shards(
         ThreadPoolExecutor(options.workers) if executor is None else nullcontext(executor)
     )
     with sorting as pool, _progress_bar(options) as bar:
-        for text in _write_texts(documents, directory, options, bar):
+        for text in _write_texts(documents, directory, options, number, bar):
             if len(running) == options.workers:
                 shards.append(running.popleft().result())
             running.append(pool.submit(_index, text.contents, directory, options.vocab_size))
@@ -176,38 +179,49 @@ class _Contents:
 
 
 class _Text:
-    """The tokens file of a shard that is being filled."""
+    """The tokens file of a shard that is being filled.
 
-    def __init__(self, directory: Path) -> None:
-        self.contents = _Contents(secrets.token_hex(8), 0, 0)
-        self._file: Any = (directory / f"{self.contents.name}.tokens").open("wb")
+    The shard's name comes from what it holds and from its place in the datastore: a datastore that
+    is built again is the same, and equal shards of one are two.
+    """
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self.contents = _Contents("", 0, 0)
+        self._path = directory / f"{number}.filling"
+        self._file: Any = self._path.open("wb")
+        self._hash = hashlib.sha256(b"%d:" % number)
 
     @property
     def codes(self) -> int:
         return self.contents.tokens + self.contents.documents
 
     def write(self, batch: list[NDArray[np.int64]], vocab_size: int) -> None:
-        self._file.write(_encode(batch, vocab_size))
-        name, documents, tokens = astuple(self.contents)
-        self.contents = _Contents(name, documents + len(batch), tokens + sum(map(len, batch)))
+        codes = _encode(batch, vocab_size)
+        self._file.write(codes)
+        self._hash.update(codes.data)
+        documents, tokens = self.contents.documents, self.contents.tokens
+        self.contents = _Contents("", documents + len(batch), tokens + sum(map(len, batch)))
 
     def close(self) -> None:
+        """The shard is full; it gets its name."""
         sync_file(self._file)
         self._file.close()
+        self.contents = replace(self.contents, name=self._hash.hexdigest()[:_NAME_DIGITS])
+        self._path.rename(self._path.with_name(f"{self.contents.name}.tokens"))
 
 
 def _write_texts(
-    documents: Iterable[Ids], directory: Path, options: BuildOptions, bar: tqdm[Any]
+    documents: Iterable[Ids], directory: Path, options: BuildOptions, number: int, bar: tqdm[Any]
 ) -> Iterator[_Text]:
-    """Write tokens files, and yield each when it is full or the last."""
+    """Write tokens files, numbered from `number` on, and yield each when it is full or the last."""
     text: _Text | None = None
     for batch in _batches(documents, options.shard_codes):
         codes = sum(map(len, batch)) + len(batch)
         if text and text.codes + codes > options.shard_codes:
             text.close()
             yield text
-            text = None
-        text = text or _Text(directory)
+            text, number = None, number + 1
+        text = text or _Text(directory, number)
         text.write(batch, options.vocab_size)
         bar.update(codes - len(batch))
     if text:

@@ -310,10 +310,11 @@ def _add(
     executor: Executor | None = None,
 ) -> None:
     """Publish at `path` the shards of `base` and those of the documents."""
-    shards: tuple[Shard, ...] = build_shards(documents, staging, options, executor)
+    known = base.shards
+    shards: tuple[Shard, ...] = build_shards(documents, staging, options, executor, len(known))
     if not shards:
         raise ValueError("documents: expected at least one token, got an empty corpus")
-    publish(staging, path, replace(base, shards=base.shards + shards))
+    publish(staging, path, replace(base, shards=known + shards))
 
 
 def _document_ends(code_bytes: NDArray[np.uint8]) -> Iterator[int]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StaticCache,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerationMode
 
 from ..system.lazy import cached_property
 from ..target import host
-from ..target.kv_cache import SlotCache, has_slots
+from ..target.kv_cache import SlotCache, has_slots, has_static_slots
 from ..target.service import choose_service
 from ..target.tiers import Service, Tier
 from ..token_tree import Int32Array
@@ -91,11 +97,28 @@ class Call:
             return "use_cache=False"
         if config.cache_implementation not in (None, "dynamic", "static"):
             return f"cache_implementation={config.cache_implementation!r}"
-        if not _can_serve(self.model_kwargs.get(service.cache_name), service):
+        cache = self.model_kwargs.get(service.cache_name)
+        if not _can_serve(cache, service, self.model.config):
             return "past_key_values is a cache whose tokens cannot be dropped one by one"
-        if self.batch_size > 1 and (config.output_attentions or config.output_hidden_states):
+        states = config.output_attentions or config.output_hidden_states
+        if self.batch_size > 1 and states:
             return "attentions and hidden states of rows with unequal progress do not fit together"
+        if self.compiled(service) is None:
+            return None
+        if service.tier is not Tier.TREE:
+            return f"its forwards are compiled, and not for the {service.tier.value} tier"
+        if states or host.why_no_mask(self.model.config) is not None:
+            return "its forwards are compiled, and take no masks or return states"
         return None
+
+    def compiled(self, service: Service) -> Callable[..., Any] | None:
+        """What is called in the model's place after the prefill, compiled; None: the model."""
+        if host.is_compiled(self.model):
+            return self.model.__call__
+        if service.split and host.why_no_mask(self.model.config) is not None:
+            # Attention in parts serves such models, and is recorded instead of compiled.
+            return None
+        return host.compiled_call(self.model, self.config, self.model_kwargs)
 
     def rows_in_step(self, service: Service) -> bool:
         """Whether the rows of the batch have to accept equally many tokens in every step: where
@@ -125,10 +148,11 @@ class Call:
         )
 
 
-def _can_serve(cache: Any, service: Service) -> bool:
-    """Whether the call's cache can serve: made by `generate`, a slot cache, or a dynamic one."""
-    callers = host.is_callers(cache)
-    cache = getattr(cache, "self_attention_cache", cache)
-    if service.tier is Tier.PLAIN or not (callers or host.is_callers(cache)):
+def _can_serve(cache: Any, service: Service, config: Any) -> bool:
+    """Whether the call's cache can serve: made by `generate`, or one that has a slot per token."""
+    own = getattr(cache, "self_attention_cache", cache)
+    if service.tier is Tier.PLAIN or not (host.is_callers(cache) or host.is_callers(own)):
         return True
-    return isinstance(cache, SlotCache) or has_slots(cache)
+    if isinstance(own, StaticCache):
+        return own is cache and has_static_slots(own, config)
+    return isinstance(own, SlotCache) or has_slots(own)

@@ -181,6 +181,7 @@ class Generation:
                 self._open_sessions(opened)
                 self.ranks.begin()
                 self.verifier = self.prefill()
+                opened.enter_context(host.optimised_for_decode(self.model))
                 # The criteria may be met by the first token; other processes may still wait.
                 while host.has_unfinished(self.model, self.finished, synced, device):
                     if self.running:
@@ -195,7 +196,8 @@ class Generation:
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
         running = self.running
-        cost = self._cost(verifier.packed)
+        self.cache.require_room(1 + max(self.cache.slots.lengths[row.index] for row in running))
+        cost = self._cost(verifier)
         price = self._price(cost, verifier, len(running))
         asked = self.thrift is None or self.thrift.affords()
         self.unasked = 0 if asked else self.unasked + 1
@@ -206,6 +208,7 @@ class Generation:
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = verifier.forward(self.rows, trees)
             verified.wait()
+        self.counts.forwards += 1
         with self._timed("walk") as walked:
             paths = self._walk(running, trees, verified)
             if self.outputs.wants_states:
@@ -281,6 +284,8 @@ class Generation:
             capacity=self.call.input_ids.shape[1] + self.room,
             keeps_cache=self.keeps_cache,
             recorded=self.assistant.graphs and not self.call.synced_gpus and not self.ranks.several,
+            # Compiled code does not show hidden states.
+            compiled=None if self.taps.boundaries else self.call.compiled(self.service),
         )
 
     def _kwargs_of_steps(self, outputs: Any) -> dict[str, Any]:
@@ -364,11 +369,14 @@ class Generation:
             top=verified.top(row.index, len(tree)),
         )
 
-    def _cost(self, packed: bool) -> CostModel:
+    def _cost(self, verifier: Verifier) -> CostModel:
         """The measured t(n) of forwards like the next one."""
-        bucket = size_bucket(self.cache.slots.longest)
-        if (bucket, packed) != (self.cost_key.cache_length, self.cost_key.packed):
-            self.cost_key = replace(self.cost_key, cache_length=bucket, packed=packed)
+        key, bucket = self.cost_key, size_bucket(self.cache.slots.longest)
+        like = bucket, verifier.packed, verifier.manner
+        if like != (key.cache_length, key.packed, key.manner):
+            self.cost_key = replace(
+                key, cache_length=bucket, packed=verifier.packed, manner=verifier.manner
+            )
         return self.assistant.costs.get(self.cost_key)
 
     def _price(self, cost: CostModel, verifier: Verifier, rows: int) -> CostModel:
@@ -392,6 +400,7 @@ class Generation:
         """What plain `generate` returns."""
         end = self.stopping.end(self.rows)
         verifier.finish(end)
+        self.cache.hand_back()
         if self.record is not None:
             self.record.finish(end)
         for row in self.rows:
@@ -407,7 +416,7 @@ class Generation:
         new = self.call.input_ids.new_tensor([row.fed(0, end) for row in self.rows])
         return self.outputs.result(
             torch.cat([self.call.input_ids, new], dim=1),
-            self.model_kwargs.get(self.service.cache_name),
+            self._returned_cache(),
             self.model_kwargs.get("encoder_outputs"),
             end,
         )
@@ -416,8 +425,15 @@ class Generation:
         """Leave a cache that somebody else holds as plain decoding can go on from it."""
         if self.verifier is not None:
             self.verifier.abandon()
+            self.cache.hand_back()
         else:
             self.cache.abandon()
+
+    def _returned_cache(self) -> Any:
+        """The cache that the result names: where the call was given one, that one."""
+        if self.cache.lender is not None:
+            return self.cache.lender
+        return self.model_kwargs.get(self.service.cache_name)
 
     def _slot_cache(self, capacity: int) -> SlotCache:
         """Put a slot cache in the place of the one that `generate` prepared."""
@@ -426,6 +442,8 @@ class Generation:
         own = getattr(given, "self_attention_cache", given)
         if host.is_callers(given):
             cache = SlotCache.around(own, config)
+            if cache.lender is not None:
+                self.model_kwargs[name] = cache
             if given is not own:
                 given.self_attention_cache = cache
             return cache

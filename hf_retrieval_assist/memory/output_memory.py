@@ -296,20 +296,14 @@ class OutputMemory:
             return
         tree = self._trees[output.fingerprint]
         while len(token_ids):
-            tree.max_bytes = self.max_bytes - (self.nbytes - tree.nbytes)
-            with self._counting(tree):
-                learnt = tree.extend(output.sequence, token_ids)
+            before = tree.nbytes
+            tree.max_bytes = self.max_bytes - (self.nbytes - before)
+            learnt = tree.extend(output.sequence, token_ids)
+            self._tree_bytes += tree.nbytes - before
             token_ids = token_ids[learnt:]
             if len(token_ids) and not self._evict(output):
                 output.full = True
                 return
-
-    @contextmanager
-    def _counting(self, tree: SuffixTree) -> Iterator[None]:
-        """Scope of a change to a tree whose bytes are counted."""
-        before = tree.nbytes
-        yield
-        self._tree_bytes += tree.nbytes - before
 
     def _open(self, output: RunningOutput) -> bool:
         """Give an output a sequence in its model's tree, where there is room for one."""
@@ -342,8 +336,9 @@ class OutputMemory:
         """Take an output out of its tree; it will not be learnt any further."""
         name = output.fingerprint
         tree = self._trees[name]
-        with self._counting(tree):
-            tree.remove(output.sequence)
+        before = tree.nbytes
+        tree.remove(output.sequence)
+        self._tree_bytes += tree.nbytes - before
         if not len(tree):
             del self._trees[name]
             self._tree_bytes -= tree.nbytes
@@ -401,13 +396,11 @@ class RunningOutput:
         Raises:
             ValueError: for a negative id, or one above 2^31 − 1.
         """
-        tokens = np.asarray(token_ids, dtype=np.int64)
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 2**31:
-            raise ValueError(f"token_ids: expected 0 to 2^31 - 1, got {token_ids}")
+        tokens = _checked(token_ids)
         with self._memory.lock:
             if not self.full:
-                self._memory._learn(self, tokens.astype(np.int32))
-            self._tokens.append(tokens.astype(np.int32))
+                self._memory._learn(self, tokens)
+            self._tokens.append(tokens)
 
     def close(self) -> None:
         """The output is finished: write it to the log. Called once."""
@@ -416,3 +409,11 @@ class RunningOutput:
                 self._memory._finish(self, np.concatenate(self._tokens))
             self.finished = True
             self._tokens.clear()
+
+
+def _checked(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
+    """A copy of ids as int32 [n]; ValueError for what is none."""
+    tokens = np.array(token_ids, dtype=getattr(token_ids, "dtype", np.int64))
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 2**31:
+        raise ValueError(f"token_ids: expected 0 to 2^31 - 1, got {token_ids}")
+    return tokens.astype(np.int32, copy=False)

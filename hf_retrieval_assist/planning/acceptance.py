@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..structures import draft_tree, evidence
+from ..structures import evidence
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
@@ -135,12 +135,11 @@ class CalibrationSession:
 
     def rates(self, classes: Int32Array) -> Float32Array:
         """float32 [n]: the rate of each class in `classes` for the next token of this text."""
-        return self._rates(classes).astype(np.float32)
+        return evidence.rates(classes, *self._posterior).astype(np.float32)
 
-    def _rates(self, classes: Int32Array) -> Float64Array:
-        return evidence.rates(
-            classes, self._shared._counts, self._counts, self.odds_factor, _SHARED_TRIALS
-        )
+    @property
+    def _posterior(self) -> tuple[Float64Array, Float64Array, float, float]:
+        return self._shared._counts, self._counts, self.odds_factor, _SHARED_TRIALS
 
     def calibrate(self, tree: TokenTree) -> TokenTree:
         """The tree with probabilities from the counts, remembered until the text has judged it.
@@ -149,11 +148,10 @@ class CalibrationSession:
         """
         if not len(tree):
             return tree
-        rates = evidence.given_rates(tree.parents, tree.probs)
-        named = bool(tree.classes.max() >= 0)
+        rates, probs, named = evidence.calibrated(
+            tree.parents, tree.probs, tree.classes, *self._posterior
+        )
         if named:
-            rates = np.where(tree.classes < 0, rates, self._rates(tree.classes))
-            probs = draft_tree.path_products(tree.parents, rates.astype(np.float32))
             tree = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
         self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(tree, rates, named)]
         return tree
@@ -168,11 +166,13 @@ class CalibrationSession:
         known = len(draft.tokens)
         draft.tokens = np.concatenate([draft.tokens, new]) if known else new
         tree = draft.tree
-        nodes, hits = evidence.tried(tree.token_ids, tree.parents, draft.tokens, known)
-        self._shared.score(draft.rates[nodes], hits)
+        classes, predicted, hits, inside = evidence.tried(
+            tree.token_ids, tree.parents, tree.classes, draft.rates, draft.tokens, known
+        )
+        self._shared.score(predicted, hits)
         if draft.named:
-            self._learn(tree.classes[nodes], hits)
-        return int(np.count_nonzero(hits)) == len(new)
+            self._learn(classes, hits)
+        return inside
 
     def _learn(self, classes: Int32Array, hits: BoolArray) -> None:
         shared, outcome = self._shared, hits.view(np.uint8)

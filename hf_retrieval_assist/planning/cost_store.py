@@ -31,6 +31,7 @@ class CostKey:
     """What t(n) depends on; cache length and batch size as buckets, see `size_bucket`.
 
     Where rows are packed, n counts the tokens of all of them, otherwise those of each.
+    `manner` tells forwards that are recorded or compiled from those that run kernel by kernel.
     """
 
     fingerprint: str
@@ -40,6 +41,7 @@ class CostKey:
     batch_size: int = 1
     cache_length: int = 0
     packed: bool = False
+    manner: str = ""
 
     def name(self) -> str:
         """The key within its fingerprint's file."""
@@ -54,9 +56,10 @@ class CostKey:
         return 4.0 * batch + cache
 
     @property
-    def setting(self) -> tuple[str, str, str, str, bool]:
+    def setting(self) -> tuple[str, str, str, str, bool, str]:
         """What a curve cannot be carried across."""
-        return self.fingerprint, self.device, self.dtype, self.attention, self.packed
+        of_model = self.fingerprint, self.device, self.dtype, self.attention
+        return *of_model, self.packed, self.manner
 
 
 _ALIVE: weakref.WeakSet[CostModels] = weakref.WeakSet()

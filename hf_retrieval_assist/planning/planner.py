@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..structures import draft_tree
 from ..system.locks import Lock
 from ..token_tree import TokenTree
 from .cost_model import CostModel, Float64Array
@@ -110,15 +111,17 @@ class Planner:
         The nodes of all rows compete for the forward; `cost` is that of one row's tokens beside
         one token of each other row.
         """
-        if self.budget != "auto":
-            return self.plan_batch(trees, cost)
-        probs = np.concatenate([tree.probs for tree in trees])
-        order = np.argsort(-probs, kind="stable")
-        tokens = np.concatenate([[len(trees)], probs[order]]).cumsum()
-        chosen = order[: self._best_width(tokens, cost, 0)]
-        ends = np.cumsum([len(tree) for tree in trees])
-        counts = np.bincount(np.searchsorted(ends, chosen, side="right"), minlength=len(trees))
-        return [tree.prune(count) for tree, count in zip(trees, counts.tolist(), strict=True)]
+        counts = self.share_packed(trees, cost)
+        return [tree.prune(count) for tree, count in zip(trees, counts, strict=True)]
+
+    def share_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> list[int]:
+        """How many of each row's most probable nodes `plan_packed` keeps."""
+        if self.budget == "auto":
+            rows, tokens = draft_tree.rank([tree.probs for tree in trees])
+            chosen = rows[: self._best_width(tokens, cost, 0)]
+            return np.bincount(chosen, minlength=len(trees)).tolist()
+        most = _ANY_NODES if self.budget == "paper" else self.budget
+        return [min(most, len(tree)) for tree in trees]
 
     def _best_width(self, tokens: Float64Array, cost: CostModel, extra_tokens: int) -> int:
         """The number of nodes at which `tokens`, float64 [nodes + 1], come fastest."""

@@ -4,9 +4,11 @@ from numpy.typing import NDArray
 def tried(
     token_ids: NDArray[np.int32],
     parents: NDArray[np.int32],
+    classes: NDArray[np.int32],
+    rates: NDArray[np.float64],
     tokens: NDArray[np.int32],
     known: int = 0,
-) -> tuple[NDArray[np.int32], NDArray[np.bool_]]: ...
+) -> tuple[NDArray[np.int32], NDArray[np.float64], NDArray[np.bool_], bool]: ...
 def share_classes(
     parents: NDArray[np.int32],
     shares: NDArray[np.float32],
@@ -29,7 +31,15 @@ def rates(
     odds_factor: float,
     strength: float,
 ) -> NDArray[np.float64]: ...
-def given_rates(parents: NDArray[np.int32], probs: NDArray[np.float32]) -> NDArray[np.float64]: ...
+def calibrated(
+    parents: NDArray[np.int32],
+    probs: NDArray[np.float32],
+    classes: NDArray[np.int32],
+    shared: NDArray[np.float64],
+    own: NDArray[np.float64],
+    odds_factor: float,
+    strength: float,
+) -> tuple[NDArray[np.float64], NDArray[np.float32], bool]: ...
 def follow_trend(
     classes: NDArray[np.int32],
     hits: NDArray[np.uint8],

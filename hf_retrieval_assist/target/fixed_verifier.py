@@ -50,7 +50,8 @@ class ForwardOptions:
         capacity: slots that the call will need, as far as that is known.
         keeps_cache: whether the cache outlives the call.
         recorded: whether forwards may be repeated from a recording.
-        compiled: what is called in the model's place, compiled for every width; None: the model.
+        compiled: what is called in the model's place, compiled for every width (the model itself,
+            where its caller has compiled it); None: the model.
     """
 
     taps: FeatureTaps | None = None
@@ -148,12 +149,23 @@ class FixedVerifier(TreeVerifier):
             top_k=self.options.top_k,
             taps=self.taps.boundaries,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
-            joined=self.options.compiled is None,
+            compiled=self.options.compiled is not None,
         )
         recorded = self.options.recorded and self.options.compiled is None
         workspace = WORKSPACES.lend(self.model, shape, recorded)
         workspace.masks.start(self.attention.prompt_mask)
         return workspace
+
+    @property
+    def manner(self) -> str:  # type: ignore[override]
+        if self.options.compiled is not None:
+            return "compiled"
+        return "recorded" if self._workspace.record is not None else "in place"
+
+    def limit(self, trees: Sequence[TokenTree]) -> list[TokenTree]:
+        if self.options.compiled is None:
+            return list(trees)
+        return [tree.prune(self.widths[-1] - 1) for tree in trees]
 
     def _feed(
         self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]

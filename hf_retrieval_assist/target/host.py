@@ -6,6 +6,7 @@ Whatever differs between the supported versions is bridged here too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -60,18 +61,51 @@ def hook_counts(module: nn.Module) -> tuple[int, int]:
     return len(module._forward_hooks), len(module._forward_pre_hooks)
 
 
+def keep_address(tensor: torch.Tensor) -> None:
+    """Promise `torch.compile` that an input of its graphs stays where it is.
+
+    Another call's memory may lie elsewhere, which is no reason to compile again.
+    """
+    torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def compiled_call(
+    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """What plain decoding calls for every token in the model's place, compiled; None: the model.
+
+    Args:
+        model_kwargs: `generate`'s, with the cache that it made or was given.
+    """
+    if not model._valid_auto_compile_criteria(model_kwargs, config):
+        return None
+    call: Callable[..., Any] = model.get_compiled_call(config.compile_config)
+    return None if call == model.__call__ else call
+
+
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a module of the model runs as a graph of `torch.compile`."""
+    """Whether a caller has compiled the model or a part of it in place."""
     return any(
         getattr(module, "_compiled_call_impl", None) is not None
+        or isinstance(module, torch._dynamo.OptimizedModule)
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
         for module in model.modules()
     )
 
 
-def keep_address(tensor: torch.Tensor) -> None:
-    """Promise `torch.compile` that an input of its graphs stays where it is."""
-    torch._dynamo.mark_static_address(tensor)
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Scope of forwards whose shapes nobody will see again, for which nothing is compiled."""
+    if not is_compiled(model):
+        return nullcontext()
+    scope: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return scope
+
+
+def optimised_for_decode(model: Any) -> AbstractContextManager[Any]:
+    """Scope of the forwards after the prefill, for which transformers may compute experts by
+    another method."""
+    scope: AbstractContextManager[Any] = model._optimize_model_for_decode()
+    return scope
 
 
 def why_no_mask(config: Any) -> str | None:
@@ -110,12 +144,15 @@ def shards_need_company(model: Any) -> bool:
     return bool(sharded and distributed and torch.distributed.get_world_size() > 1)
 
 
-def tensor_parallel_group(model: Any) -> Any:
-    """The processes that hold a model's parts, as transformers noted them; None: it is whole."""
+def parts_group(model: Any) -> Any:
+    """The processes that compute every forward of a model together, each a part of its layers
+    (pipeline parallelism) or of their weights (tensor parallelism), as transformers noted them;
+    None: this process has it whole."""
     mesh = getattr(model, "_device_mesh", None)
-    if mesh is None or (getattr(model, "_tp_size", None) or 1) < 2:
-        return None
-    return mesh["tp"].get_group() if "tp" in (mesh.mesh_dim_names or ()) else mesh.get_group()
+    if mesh is None or not mesh.mesh_dim_names:
+        return None if mesh is None or mesh.size() < 2 else mesh.get_group()
+    shared = (name for name in ("pp", "tp") if name in mesh.mesh_dim_names)
+    return next((mesh[name].get_group() for name in shared if mesh[name].size() > 1), None)
 
 
 def compute_device(layer: nn.Module, otherwise: torch.device | None = None) -> torch.device:

@@ -9,12 +9,13 @@ front of them, which costs O(accepted).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, PreTrainedConfig, cache_utils
+from transformers import DynamicCache, PreTrainedConfig, StaticCache, cache_utils
 from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
@@ -22,6 +23,8 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
 )
 
 # A buffer grows by half its size, so that copying it costs O(1) per token, never in small steps.
@@ -45,8 +48,8 @@ class RowSlots:
 
     Attributes:
         lengths: kept slots per row.
-        longest: the most of them.
-        uniform: whether all rows have as many.
+        longest: the most of any row.
+        uniform: whether all rows have equally many.
         view_from: first slot shown to layers with a sliding window, while a tree is verified.
         places: rows [batch, 1] and slots [batch, width] that the next tokens are written to, where
             tensors on the device say so: layers then show whole buffers, so that a forward depends
@@ -73,8 +76,8 @@ class RowSlots:
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
-        self.longest = max(lengths, default=0)
-        self.uniform = min(lengths, default=0) == self.longest
+        self.longest = max(self.lengths, default=0)
+        self.uniform = min(self.lengths, default=0) == self.longest
         self._index.clear()
 
 
@@ -91,20 +94,32 @@ class SlotLayer(DynamicLayer):
         self.window = window
         self.capacity = capacity
         self._buffers: list[torch.Tensor] = []
+        # The views that this layer made last; whoever crops or reorders it puts others there.
+        self._views: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def adopt(self, layer: DynamicLayer) -> None:
+    def adopt(self, layer: DynamicLayer | StaticLayer) -> None:
         """Take over another layer's content; tokens that a window dropped become empty slots."""
-        length = layer.get_seq_length()
+        length = int(layer.get_seq_length())
         if length:
             self.lazy_initialization(layer.keys, layer.values)
-            dropped = length - layer.keys.shape[-2]
-            self._show(
-                *(F.pad(states, (0, 0, dropped, 0)) for states in (layer.keys, layer.values))
-            )
+            held = min(length, layer.keys.shape[-2])
+            shown = (states[:, :, :held] for states in (layer.keys, layer.values))
+            self._show(*(F.pad(states, (0, 0, length - held, 0)) for states in shown))
+
+    def hand_back(self, layer: StaticLayer, room: int | None) -> None:
+        """Leave this layer's content, as far as there is room, in the one that it came from."""
+        layer.reset()
+        if self.is_initialized and self.get_seq_length():
+            layer.update(self.keys[:, :, :room], self.values[:, :, :room])
 
     def _show(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys, self.values = keys, values
         self._buffers = [keys, values]
+        self._view(keys.shape[-2])
+
+    def _view(self, length: int) -> None:
+        keys, values = self._buffers
+        self._views = keys[:, :, :length], values[:, :, :length]
+        self.keys, self.values = self._views
 
     def move_in(self, buffers: Sequence[torch.Tensor]) -> None:
         """Go on in other buffers `[batch, heads, capacity, head_dim]`, for keys and values."""
@@ -121,10 +136,7 @@ class SlotLayer(DynamicLayer):
     def _reserve(self, total: int) -> None:
         """Make the buffers hold `total` slots, keeping what `keys` and `values` show."""
         shown = (self.keys, self.values)
-        in_place = self._buffers and all(
-            buffer.data_ptr() == view.data_ptr() and buffer.dtype == view.dtype
-            for buffer, view in zip(self._buffers, shown, strict=True)
-        )
+        in_place = self._views is not None and all(map(operator.is_, self._views, shown))
         if in_place and self._buffers[0].shape[-2] >= total:
             return
         length = self.get_seq_length()
@@ -147,7 +159,7 @@ class SlotLayer(DynamicLayer):
         width = key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+            self._show(key_states[..., :0, :], value_states[..., :0, :])
         uniform = self.slots.uniform and self.slots.places is None
         start = self.get_seq_length() if uniform else self.slots.longest
         extent = self.slots.extent or start + width
@@ -158,7 +170,7 @@ class SlotLayer(DynamicLayer):
         else:
             places = self.slots.places or self.slots.index(width, key_states.device)
             self._write(places, states)
-        self.keys, self.values = (buffer[:, :, :extent] for buffer in self._buffers)
+        self._view(extent)
         first = self.slots.view_from if self.window is not None else None
         if first is None:
             return self.keys, self.values
@@ -178,8 +190,7 @@ class SlotLayer(DynamicLayer):
 
     def show(self, length: int) -> None:
         """Show the first `length` slots."""
-        if self.keys.shape[-2] != length:
-            self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+        self._view(length)
 
 
 class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
@@ -232,7 +243,12 @@ class SlotCache(DynamicCache):
 
     Attributes:
         slots: the rows' lengths, shared by the layers.
+        lender: the static cache that this one stands for until `hand_back`.
+        room: tokens per row that the lender has room for; None without limit.
     """
+
+    lender: StaticCache | None = None
+    room: int | None = None
 
     def __init__(self, config: PreTrainedConfig, capacity: int = 0):
         super().__init__(config=config.get_text_config(decoder=True))
@@ -240,8 +256,12 @@ class SlotCache(DynamicCache):
         self.layers: list[Any] = [_slot_layer(layer, self.slots, capacity) for layer in self.layers]
 
     @classmethod
-    def around(cls, cache: DynamicCache, config: PreTrainedConfig) -> SlotCache:
-        """Take over the content of a caller's cache, which shares the layers from then on."""
+    def around(cls, cache: DynamicCache | StaticCache, config: PreTrainedConfig) -> SlotCache:
+        """Take over the content of a caller's cache.
+
+        A dynamic one shares the layers from then on. A static one, whose tensors compiled code
+        knows by their addresses, stays as it is until `hand_back`.
+        """
         if isinstance(cache, SlotCache):
             cache.begin(cache.batch_size)
             return cache
@@ -254,8 +274,11 @@ class SlotCache(DynamicCache):
                 f"past_key_values: expected a cache of {len(wrapper.layers)} layers as the model "
                 f"has, got {len(cache.layers)}"
             )
-        cache.layers = wrapper.layers
-        cache.layer_class_to_replicate = None
+        if isinstance(cache, StaticCache):
+            wrapper.lender, wrapper.room = cache, _room(cache)
+        else:
+            cache.layers = wrapper.layers
+            cache.layer_class_to_replicate = None
         wrapper.begin(wrapper.batch_size)
         return wrapper
 
@@ -274,6 +297,26 @@ class SlotCache(DynamicCache):
     def state_layers(self) -> list[LinearAttentionLayer]:
         """Layers with a convolution or another recurrent state."""
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
+
+    def require_room(self, length: int) -> None:
+        """Refuse rows of so many tokens where a lender has no room for them.
+
+        Raises:
+            IndexError: as plain decoding would at the first such token.
+        """
+        if self.room is not None and length > self.room:
+            raise IndexError(
+                f"past_key_values: expected room for {length} tokens, got a StaticCache of "
+                f"max_cache_len={self.room}"
+            )
+
+    def hand_back(self) -> None:
+        """Leave the lender, if there is one, with what this cache holds."""
+        if self.lender is None:
+            return
+        for layer, own in zip(self.lender.layers, self.layers, strict=True):
+            if isinstance(own, SlotLayer):
+                own.hand_back(layer, self.room)
 
     def begin(self, batch_size: int) -> None:
         """Take over after a prefill, which appended to all rows alike."""
@@ -381,3 +424,25 @@ def has_slots(cache: Any) -> bool:
             type(layer) in SLOT_LAYERS or isinstance(layer, SlotLayer) for layer in cache.layers
         )
     )
+
+
+def has_static_slots(cache: StaticCache, config: PreTrainedConfig) -> bool:
+    """Whether a model's static cache keeps every token as far as its layers see, and nothing else.
+
+    Where only windows are kept, and shorter ones than the model's, tokens would be forgotten early.
+    """
+    known = (StaticLayer, StaticSlidingWindowLayer, *_SHARING)
+    if cache.offloading or any(type(layer) not in known for layer in cache.layers):
+        return False
+    windows = (getattr(layer, "window", None) or 0 for layer in SlotCache(config).layers)
+    return _room(cache) is not None or all(
+        layer.get_max_length() >= window
+        for layer, window in zip(cache.layers, windows, strict=False)
+        if isinstance(layer, StaticLayer)
+    )
+
+
+def _room(cache: StaticCache) -> int | None:
+    """Tokens per row that the layers hold which forget none; None where all have windows."""
+    whole = [layer.get_max_length() for layer in cache.layers if type(layer) is StaticLayer]
+    return min(whole, default=None)

@@ -1,6 +1,6 @@
-"""Processes that compute one model together (tensor parallelism), kept in step.
+"""Processes that compute one model together (tensor or pipeline parallelism), kept in step.
 
-Each holds a part of every weight, so all must feed the same tokens in every forward. How much to
+Each holds a part of the weights, so all must feed the same tokens in every forward. How much to
 verify is decided from timings, and drafted from memories, which differ between processes. So the
 first rank drafts, and all verify what it planned.
 """
@@ -40,9 +40,12 @@ class Ranks:
 
     @classmethod
     def of(cls, model: Any) -> Ranks:
-        """Those that hold a tensor-parallel model's parts."""
+        """Those that hold a model's parts."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return cls()
+        group = host.parts_group(model)
+        if group is not None:
+            return cls(group)
         from torch.distributed.tensor import DTensor
 
         for parameter in model.parameters():
@@ -50,8 +53,7 @@ class Ranks:
                 mesh = parameter.device_mesh
                 if "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1:
                     return cls(mesh.get_group("tp"))
-        # Before 5.23 parts are plain tensors.
-        return cls(host.tensor_parallel_group(model))
+        return cls()
 
     @property
     def several(self) -> bool:
@@ -126,7 +128,7 @@ class Ranks:
         if states != state * torch.distributed.get_world_size(self._group):
             self._parted = True
             what = "has failed" if states >= _FAILED else "has ended its text, or has not"
-            raise RuntimeError(f"another rank of this tensor-parallel model {what}")
+            raise RuntimeError(f"another process that computes this model {what}")
         return int(nodes)
 
 

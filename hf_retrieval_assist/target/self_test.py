@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from ..decoding.row_text import RowText
 from ..token_tree import TokenTree
 from .fixed_verifier import ForwardOptions
-from .host import input_device, kwargs_after
+from .host import input_device, kwargs_after, uncompiled
 from .kv_cache import SlotCache
 from .tiers import Service, Tier, cache_for
 
@@ -42,7 +42,7 @@ def fault(model: Any, service: Service, model_kwargs: dict[str, Any]) -> str | N
     The reference is what plain decoding does: one token per forward from a cache of its own.
     """
     try:
-        with _evaluating(model):
+        with _evaluating(model), uncompiled(model):
             error = _largest_error(model, service, model_kwargs)
     except Exception as exception:  # whatever an unsuitable model raises, the next tier serves it
         return f"{type(exception).__name__}: {exception}".splitlines()[0][:200]

@@ -55,9 +55,11 @@ class Verifier:
         feeding: whether a forward has begun whose tokens are neither kept nor dropped yet.
         packed: whether a forward costs what all rows feed together, so that rows which have ended
             cost nothing; otherwise it is as wide as the widest row.
+        manner: how forwards run, where it is not kernel by kernel; the cost of a width is its own.
     """
 
     packed = False
+    manner = ""
 
     def __init__(
         self,
@@ -115,6 +117,7 @@ class Verifier:
     def finish(self, tokens: int) -> None:
         """Forget what rows generated beyond this many tokens; make the cache one of plain use."""
         prompt = self.cache.slots.lengths[0] - self.processed[0]
+        self.cache.require_room(prompt + tokens - 1)
         self.processed = [min(done, tokens - 1) for done in self.processed]
         self.cache.truncate(prompt + tokens - 1)
         self.cache.align()
@@ -135,12 +138,13 @@ class Verifier:
 
     def _run(self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]) -> Any:
         arguments = self._token_types(width) | arguments
-        if self._steady is None:
-            inputs = self._prepared(input_ids, width, arguments)
-        else:
+        inputs = self._prepared(input_ids, width, arguments) if self._steady is None else {}
+        if self._steady is not None:
             inputs = self._steady | {self._ids_name: input_ids[:, -width:]}
         self.feeding = True
-        return self.call(**(inputs | arguments), return_dict=True)
+        # Compiled code is made once more for arguments in another order.
+        given = sorted((inputs | arguments | {"return_dict": True}).items())
+        return self.call(**dict(given))
 
     def _prepared(
         self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]

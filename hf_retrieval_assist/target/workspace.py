@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Shape:
         top_k: how many of the largest logits are brought to the host.
         vocab_size: of these, ids from here on being left out.
         taps: the boundaries whose hidden states are wanted.
-        joined: see :class:`Arena`.
+        compiled: whether `torch.compile` made the forward, and not a recording.
     """
 
     batch: int
@@ -54,7 +54,17 @@ class Shape:
     top_k: int = 0
     vocab_size: int = 0
     taps: tuple[tuple[int, ...], ...] = ()
-    joined: bool = True
+    compiled: bool = False
+
+    def serves(self, other: Shape) -> bool:
+        """Whether memory of this shape does for a call that asks for the other one.
+
+        A compiled forward is made anew for another capacity, a recorded one costs what its
+        capacity is.
+        """
+        if not self.compiled:
+            return self == other
+        return self.capacity >= other.capacity and self == replace(other, capacity=self.capacity)
 
 
 class Step:
@@ -114,7 +124,7 @@ class Workspace:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.arena = Arena(shape.batch, shape.capacity, shape.joined)
+        self.arena = Arena(shape.batch, shape.capacity, joined=not shape.compiled)
         rules = shape.rules if isinstance(shape.rules, LayerMask) else dict(shape.rules)
         self.masks = FixedMasks(rules, shape.batch, shape.capacity, shape.dtype, shape.device)
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
@@ -145,21 +155,22 @@ class Workspaces:
             recorded: False where the call's forwards cannot be repeated.
         """
         recorded = recorded and model not in self._faults
-        if not recorded:
+        if not (recorded or shape.compiled):
             return Workspace(shape, None)
         with self._lock:
             state, idle = self._idle.pop(model, (None, None))
-        if idle is not None and idle.shape == shape and state == model_state(model):
+        if idle is not None and idle.shape.serves(shape) and state == _state(model, shape):
             return idle
         # Before the new one takes its memory.
         del idle
-        return Workspace(shape, replay.recorder(shape.device))
+        return Workspace(shape, replay.recorder(shape.device) if recorded else None)
 
     def give_back(self, model: Any, workspace: Workspace) -> None:
         """Keep a workspace for the model's next call."""
-        if workspace.record is None or model in self._faults:
+        compiled = workspace.shape.compiled
+        if not compiled and (workspace.record is None or model in self._faults):
             return
-        state = model_state(model)
+        state = _state(model, workspace.shape)
         with self._lock:
             self._idle[model] = (state, workspace)
 
@@ -180,6 +191,11 @@ class Workspaces:
 
 
 WORKSPACES = Workspaces()
+
+
+def _state(model: nn.Module, shape: Shape) -> Hashable:
+    """What has to be as it was; `torch.compile` sees to that by itself."""
+    return None if shape.compiled else model_state(model)
 
 
 def model_state(model: nn.Module) -> Hashable:

@@ -25,10 +25,14 @@ from ..memory.output_memory import OutputMemory
 from ..planning.cost_model import CostModel
 from ..planning.cost_views import PackedCost
 from ..stats import CallStats
+from ..structures.draft_tree import most_probable_path
 from ..target.fingerprint import config_fingerprint
 from ..token_tree import TokenTree
 
 logger = logging.getLogger(__name__)
+
+_WELL_KNOWN = 64  # timings after which only every third step teaches t(n): learning has its price
+_TIMED = 3  # no divisor of the planner's period of trials, so that every kind of step has its turn
 
 
 class Proposer:
@@ -71,6 +75,7 @@ class Proposer:
         self.cost = CostModel(vllm_config.device_config.device_type)
         self._rows: list[Row] = []
         self._left: float | None = None
+        self._timings = 0
         atexit.register(self.close)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -99,10 +104,10 @@ class Proposer:
         places = self._follow(sampled_token_ids, texts, arrived)
         trees = [row.draft(min(self.longest_draft, self._room(row))) for row in places]
         shared = PackedCost(self.cost, len(trees))
-        planned = self.assistant.planner.plan_packed(trees, shared) if trees else []
-        for (row, place), tree in zip(places.items(), planned, strict=True):
-            row.drafted = len(tree)
-            drafts[place] = tree.token_ids.tolist()
+        planned = self.assistant.planner.share_packed(trees, shared) if trees else []
+        for (row, place), tree, count in zip(places.items(), trees, planned, strict=True):
+            row.drafted = count
+            drafts[place] = tree.token_ids[:count].tolist()
         self._left = time.perf_counter()
         self.cost.observe_overhead("draft", self._left - arrived)
         return drafts
@@ -136,14 +141,19 @@ class Proposer:
             if found is not None and len(new):
                 found.extend(new)
                 places[found] = place
-        steady = len(sampled) == sum(row.steps > 0 for row in places)
-        if fed and steady and self._left is not None:
-            # No part of a prompt was fed in this step, nor was there nothing to do before it.
-            self.cost.observe(fed, arrived - self._left)
+        if len(sampled) == sum(row.steps > 0 for row in places):
+            self._time(fed, arrived)
         for rows in known.values():
             for row in rows:
                 row.close()
         return places
+
+    def _time(self, fed: int, arrived: float) -> None:
+        """Learn t(n) from a step that fed no part of a prompt, unless there was none before it."""
+        if fed and self._left is not None:
+            self._timings += 1
+            if self._timings <= _WELL_KNOWN or self._timings % _TIMED == 0:
+                self.cost.observe(fed, arrived - self._left)
 
     def close(self) -> None:
         """All requests have ended. Called at the end of the process; more may follow."""
@@ -178,18 +188,19 @@ class Row:
         self._assistant = assistant
         self._eos_ids = eos_ids
         self._stats = CallStats(tier="vllm", calls=1)
-        self._text = np.concatenate([prompt, np.empty(len(prompt) + 64, np.int32)]).astype(np.int32)
-        self._session = assistant.start(self._text[: self.length], target)
+        self._text = bytearray(prompt)  # compared as a whole, at every step
+        self._session = assistant.start(np.array(prompt), target)
         # Tokens behind the end of the text, which belong to it only if it goes on.
         self._held: list[int] = []
 
     def has(self, text: NDArray[np.int32]) -> bool:
         """Whether this is the request with this text, int32 [length]."""
-        return bool(np.array_equal(self._text[: self.length], text))
+        return self._text == text.data
 
     def extend(self, new: Sequence[int]) -> None:
         """Learn the tokens that a step brought, at least one."""
-        self._append(new)
+        self._text += np.array(new, np.int32).tobytes()
+        self.length += len(new)
         first, tokens = len(self._held), [*self._held, *map(int, new)]
         ends = (i + 1 for i in range(first, len(tokens)) if tokens[i] in self._eos_ids)
         end = next(ends, len(tokens))
@@ -203,18 +214,13 @@ class Row:
         self.steps += 1
         self.ended = tokens[end - 1] in self._eos_ids
 
-    def _append(self, new: Sequence[int]) -> None:
-        end = self.length + len(new)
-        if end > len(self._text):
-            self._text = np.concatenate([self._text, np.empty(end, np.int32)])
-        self._text[self.length : end] = new
-        self.length = end
-
     def draft(self, longest: int) -> TokenTree:
         """A chain of at most `longest` tokens, with calibrated probabilities."""
         if longest < 1 or self.ended:
             return TokenTree.empty()
-        return _most_probable_path(self._session.propose(longest))
+        tree = self._session.propose(longest)
+        path = most_probable_path(tree.parents, tree.probs)
+        return tree if len(path) == len(tree) else tree.select(path)
 
     def close(self) -> None:
         """The request has ended, or is to be started again."""
@@ -256,15 +262,3 @@ def _eos_ids(model: Any) -> frozenset[int]:
     )
     lists = (ids if isinstance(ids, list) else [ids] for ids in given)
     return frozenset(token for ids in lists for token in ids if token is not None)
-
-
-def _most_probable_path(tree: TokenTree) -> TokenTree:
-    """From the root to a leaf, by the most probable child each time."""
-    if tree.is_chain:
-        return tree
-    path: list[int] = []
-    children = np.flatnonzero(tree.parents < 0)
-    while len(children):
-        path.append(int(children[tree.probs[children].argmax()]))
-        children = np.flatnonzero(tree.parents == path[-1])
-    return tree.select(np.array(path, np.int32))

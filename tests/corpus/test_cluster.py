@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +37,8 @@ def cluster():
 
 
 def contents(path):
-    """All bytes of a datastore, without the names that are drawn for its shards."""
-    manifest = Datastore.open(path).manifest
-    shards = [replace(shard, name="") for shard in manifest.shards]
-    files = [(path / name).read_bytes() for shard in manifest.shards for name in shard.files()]
-    return manifest.vocab_size, manifest.tokenizer, shards, files
+    """All bytes of a datastore."""
+    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def documents(tokens):
@@ -91,8 +87,8 @@ def test_a_disturbed_cluster_builds_what_one_machine_builds(cluster, tmp_path, t
     assert executor.shards >= 4
     assert (tmp_path / "died").exists()
     near, far = contents(tmp_path / "near"), contents(tmp_path / "far")
-    assert near[:3] == far[:3]
-    assert near[3] == far[3]
+    assert near.keys() == far.keys()
+    assert all(near[name] == far[name] for name in near)
     assert not list(tmp_path.glob(".*.partial"))
 
 
@@ -109,9 +105,8 @@ def test_texts_are_tokenised_by_the_cluster(cluster, tmp_path):
     assert main(["build", str(tmp_path / "near"), *common]) == 0
     assert main(["build", str(tmp_path / "far"), *common, "--ray", cluster.address]) == 0
     near, far = contents(tmp_path / "near"), contents(tmp_path / "far")
-    assert len(near[2]) > 1
-    assert near[:3] == far[:3]
-    assert near[3] == far[3]
+    assert len(near) > 4  # more than one shard
+    assert near == far
 
 
 @needs_ray

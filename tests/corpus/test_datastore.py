@@ -104,6 +104,18 @@ def test_several_shards_select_what_one_selects(tmp_path):
         assert drafts[0] == drafts[1]
 
 
+def test_what_is_built_again_is_the_same_to_its_names_and_equal_shards_are_two(tmp_path):
+    documents = make_documents()
+    stores = [build(documents, tmp_path / name, memory=SMALL) for name in ("one", "other")]
+    for store in stores:
+        store.append(documents, memory=SMALL, progress=False)
+    one, other = ({f.name: f.read_bytes() for f in s.path.iterdir()} for s in stores)
+    assert one == other
+    assert_holds(Datastore.open(tmp_path / "one"), documents * 2)
+    build(documents[:20], tmp_path / "less", memory=SMALL)
+    assert one.keys() - {f.name for f in (tmp_path / "less").iterdir()}
+
+
 def test_empty_documents_are_skipped_and_long_ones_cut(tmp_path):
     datastore = build([[], list(range(100)), []], tmp_path / "store", memory=SMALL)
     assert [len(d) for d in datastore.documents()] == [63, 37]

@@ -121,24 +121,42 @@ def test_two_turns_with_a_cache_of_the_caller(model, kind, rows):
         assert torch.equal(second, turn(model, question, cache, helped[1]))
 
 
+COMPILED = {
+    "method": lambda model, options: model.compile(**options),
+    "forward": lambda model, options: setattr(
+        model, "forward", torch.compile(model.forward, **options)
+    ),
+}
+# A window and a mask per kind of layer are what compiled code could get wrong.
+WINDOWED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["compile_method", "compiled_forward", "wrapped"])
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
-def test_compiled_models(model_class, how):
+@pytest.mark.parametrize(
+    ("model_class", "changes", "how"),
+    [
+        (LlamaForCausalLM, {"num_hidden_layers": 1}, "method"),
+        (LlamaForCausalLM, {"num_hidden_layers": 1}, "forward"),
+        (Gemma3ForCausalLM, WINDOWED, "forward"),
+    ],
+)
+def test_compiled_models(model_class, changes, how):
     """What compiles has to do with other widths and masks than plain decoding shows it."""
     torch.compiler.reset()
-    model = build(model_class, num_hidden_layers=1)
-    # What the backend makes of the graphs is not in question.
-    options = {"backend": "eager", "dynamic": True}
-    if how == "compile_method":
-        model.compile(**options)
-    elif how == "compiled_forward":
-        model.forward = torch.compile(model.forward, **options)
-    else:
-        model = torch.compile(model, **options)
+    model = build(model_class, **changes)
+    # What a backend makes of the graphs is not in question.
+    COMPILED[how](model, {"backend": "eager", "dynamic": True})
     for rows in (1, 2):
         inputs = {"input_ids": PROMPTS[:rows], "attention_mask": torch.ones_like(PROMPTS[:rows])}
         plain, assisted, assistant = both(model, inputs, do_sample=False, max_new_tokens=10)
         assert torch.equal(plain, assisted)
         assert assistant.stats.tier == "tree"
         assert assistant.stats.last.accepted > 0
+
+
+def test_generate_of_a_compiled_wrapper():
+    model = torch.compile(build(LlamaForCausalLM), backend="eager")
+    inputs = {"input_ids": PROMPTS, "attention_mask": torch.ones_like(PROMPTS)}
+    plain, assisted, assistant = both(model, inputs, do_sample=False, max_new_tokens=10)
+    assert torch.equal(plain, assisted)
+    assert assistant.stats.last.accepted > 0

@@ -46,9 +46,14 @@ def tried_by_definition(tree, tokens, known):
 def test_tried_nodes_are_those_below_the_texts_path(tree, tokens, known):
     tree.check_invariants()
     known = min(known, len(tokens))
-    nodes, hits = evidence.tried(tree.token_ids, tree.parents, np.array(tokens, np.int32), known)
-    expected = tried_by_definition(tree, tokens, known)
-    assert (nodes.tolist(), hits.tolist()) == expected
+    names, rates = np.arange(len(tree), dtype=np.int32), np.arange(len(tree)) / 64
+    classes, predicted, hits, inside = evidence.tried(
+        tree.token_ids, tree.parents, names, rates, np.array(tokens, np.int32), known
+    )
+    nodes, on_path = tried_by_definition(tree, tokens, known)
+    assert (classes.tolist(), hits.tolist()) == (nodes, on_path)
+    assert predicted.tolist() == [node / 64 for node in nodes]
+    assert inside == (len(tree.follow(tokens)) == len(tokens))
 
 
 @given(trees(), st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())

@@ -281,7 +281,7 @@ def test_what_others_bring_is_no_merit_of_a_tree():
     tree, steep = chain(0.9, 4), CostModel.fixed(lambda n: 1 + 0.2 * n)
     alone, among = (PackedCost(steep, rows) for rows in (1, 16))
     gains = [
-        token_rate(tree, cost) / token_rate(TokenTree.empty(), cost) for cost in (alone, among)
+        token_rate(tree.probs, cost) / token_rate(np.empty(0), cost) for cost in (alone, among)
     ]
     assert gains[0] > 1.5
     assert 1 <= gains[1] < 1.1

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_retrieval_assist.structures import draft_tree
 from hf_retrieval_assist.token_tree import TokenTree
 
 
@@ -84,3 +85,21 @@ def test_chain():
     assert tree.is_chain
     assert tree.expected_tokens == np.float32([0.9, 0.5, 0.1]).sum()
     assert not len(TokenTree.empty())
+
+
+@given(trees())
+def test_the_most_probable_path_takes_the_best_child_each_time(tree):
+    node, expected = -1, []
+    while len(children := np.flatnonzero(tree.parents == node)):
+        node = int(children[tree.probs[children].argmax()])
+        expected.append(node)
+    assert draft_tree.most_probable_path(tree.parents, tree.probs).tolist() == expected
+
+
+@given(st.lists(trees(), max_size=4))
+def test_nodes_of_several_trees_are_ranked_together(several):
+    nodes = [(-prob, i) for i, tree in enumerate(several) for prob in tree.probs.tolist()]
+    owners, tokens = draft_tree.rank([tree.probs for tree in several])
+    assert owners.tolist() == [owner for _, owner in sorted(nodes)]
+    expected = np.cumsum([len(several), *(-prob for prob, _ in sorted(nodes))])
+    assert np.allclose(tokens, expected)

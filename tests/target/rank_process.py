@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, set_seed
 
 from hf_retrieval_assist import OutputMemory, SamAssistant, SequoiaAssistant, SuffixAssistant
 
 NEW_TOKENS = 48
+
+Check = Callable[[Any, int], None]  # of a model on a rank
+Case = Callable[[str, int], None]  # of a model's folder on a rank
 
 
 def prompts(rows: int, vocab_size: int) -> torch.Tensor:
@@ -85,7 +90,7 @@ def fails(model: Any, rank: int) -> None:
     for culprit in (0, 1):
         for tokens in (0, 7, NEW_TOKENS - 1):
             processors = LogitsProcessorList([Raises(culprit, tokens)])
-            kind, message = (RuntimeError, "another rank of this tensor-parallel model has failed")
+            kind, message = (RuntimeError, "another process that computes this model has failed")
             if rank == culprit:
                 kind, message = (ArithmeticError, "this rank's own fault")
             with pytest.raises(kind, match=message):
@@ -107,16 +112,25 @@ def refuses(model: Any, rank: int) -> None:
             run(model, ids, do_sample=True, assistant=assistant)
 
 
-def own_batches(model: Any, rank: int) -> None:
+def own_batches(model: Any, rank: int, **options: Any) -> None:
     """Each rank has a batch of its own, of another length, and an assistant of its own."""
     for sample, rows in ((False, 2 + rank), (True, 1)):
         ids = prompts(rows, model.config.vocab_size)[:, rank:]
-        options = {"do_sample": sample, "max_new_tokens": NEW_TOKENS - 20 * rank}
+        options |= {"do_sample": sample, "max_new_tokens": NEW_TOKENS - 20 * rank}
         plain = run(model, ids, **options)
         assistant = SuffixAssistant(memory=knowing(plain[0, ids.shape[1] :], 0), budget=8)
         for _ in range(3):
             assert torch.equal(plain, run(model, ids, assistant=assistant, **options))
         assert assistant.stats.total.accepted > 0
+
+
+def in_company(model: Any, rank: int, **options: Any) -> None:
+    """The same where every forward takes all ranks, so that the one that ends first goes on."""
+    forwards = []
+    count = model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    own_batches(model, rank, **options)
+    count.remove()
+    assert len(set(everywhere(len(forwards)))) == 1
 
 
 def data_parallel(model: Any, rank: int) -> None:
@@ -126,18 +140,85 @@ def data_parallel(model: Any, rank: int) -> None:
 def fsdp2(model: Any, rank: int) -> None:
     for layer in model.model.layers:
         fully_shard(layer)
-    own_batches(fully_shard(model), rank)
+    in_company(fully_shard(model), rank)
 
 
 def fsdp1(model: Any, rank: int) -> None:
-    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    layers = ModuleWrapPolicy({type(model.model.layers[0])})
+    device = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=layers, device_id=device)
+    assert isinstance(model.model.layers[0], FullyShardedDataParallel)
     with FullyShardedDataParallel.summon_full_params(wrapped, recurse=False):
-        own_batches(wrapped.module, rank)
+        in_company(wrapped.module, rank, synced_gpus=True)
 
 
-CASES = {
-    "tensor_parallel": (lossless, fails, refuses),
-    "own_batches": (data_parallel, fsdp2, fsdp1),
+def configured(model: Any, rank: int) -> None:
+    """What `distributed_config=` does by itself."""
+    assert not any(p.device.type == "meta" for p in model.parameters())
+    in_company(model, rank)
+
+
+def offloaded(folder: str, rank: int) -> None:
+    """Layers on two devices, of which one is the disk."""
+
+    def check(model: Any, rank: int) -> None:
+        assert {*map(str, model.hf_device_map.values())} == {"cpu", "disk"}
+        assert any(parameter.device.type == "meta" for parameter in model.parameters())
+        own_batches(model, rank)
+
+    there = dict.fromkeys(("model.layers.1", "lm_head"), "disk")
+    here = ("model.embed_tokens", "model.layers.0", "model.layers.2", "model.norm")
+    places = dict.fromkeys((*here, "model.rotary_emb"), "cpu") | there
+    loaded(check, device_map=places, offload_folder=f"{sys.argv[3]}-{rank}")(folder, rank)
+
+
+def zero3(folder: str, rank: int) -> None:
+    """DeepSpeed's third stage: each rank holds a part of every weight."""
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": stage}
+    loading = HfDeepSpeedConfig(config)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = deepspeed.initialize(model=model, config=config)[0].module.eval()
+    assert all(parameter.numel() == 0 for parameter in model.parameters())
+    in_company(model, rank)
+    del loading
+
+
+def loaded(check: Check, **options: Any) -> Case:
+    """A check of the model that `from_pretrained` makes with these options."""
+
+    def case(folder: str, rank: int) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        check(model.eval(), rank)
+        print(check.__name__, flush=True)
+
+    return case
+
+
+def distributed(check: Check, **sizes: int) -> Case:
+    """The same with `distributed_config=`."""
+
+    def case(folder: str, rank: int) -> None:
+        from transformers.distributed import DistributedConfig
+
+        loaded(check, distributed_config=DistributedConfig(**sizes))(folder, rank)
+
+    return case
+
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "tensor_parallel": tuple(loaded(c, tp_plan="auto") for c in (lossless, fails, refuses)),
+    "own_batches": tuple(map(loaded, (data_parallel, fsdp2, fsdp1))),
+    "offloaded": (offloaded,),
+    "distributed_config": (
+        distributed(lossless, tp_size=2),
+        distributed(configured, fsdp_size=2),
+    ),
+    "pipeline_parallel": tuple(distributed(c, pp_size=2) for c in (lossless, fails, refuses)),
+    "deepspeed": (zero3,),
 }
 
 
@@ -146,11 +227,8 @@ def main() -> None:
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{store}", limit, world_size=2, rank=rank)
-    options = {"tp_plan": "auto"} if case == "tensor_parallel" else {}
     for check in CASES[case]:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-        check(model.eval(), rank)
-        print(check.__name__, flush=True)
+        check(folder, rank)
     dist.barrier()
     dist.destroy_process_group()
     print("done", flush=True)

@@ -13,8 +13,7 @@ import pytest
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.planning.cost_model import CostModel
-from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.vllm.proposer import Proposer, _most_probable_path
+from hf_retrieval_assist.vllm.proposer import Proposer
 
 EOS, VOCAB = 1, 300
 LONGEST = 200
@@ -186,6 +185,15 @@ def test_prompts_in_chunks_start_nothing_and_are_not_timed():
     assert known(proposer) == sorted([output, other[1]])
 
 
+def test_a_price_that_is_known_is_timed_at_every_third_step():
+    proposer = make_proposer()
+    request = Request([3], texts(np.random.default_rng(8), 1, 150)[0])
+    Runner(proposer).run([request])
+    assert request.steps == 150
+    # The step of the first token fed the prompt.
+    assert proposer.cost.observations == 64 + (149 - 64) // 3
+
+
 @pytest.mark.parametrize("end", [EOS, 2])
 def test_what_follows_the_end_of_a_text_is_learnt_only_if_it_goes_on(end):
     rng = np.random.default_rng(4)
@@ -275,14 +283,6 @@ def test_unknown_options_are_refused():
         make_proposer(budgte=3)
     with pytest.raises(ValueError, match="redis://, rediss:// or unix://, got http"):
         make_proposer(memory="http://localhost")
-
-
-def test_the_path_of_a_tree():
-    tree = TokenTree.build([1, 2, 3, 4, 5], [-1, -1, 1, 1, 0], [0.3, 0.6, 0.2, 0.4, 0.3])
-    assert _most_probable_path(tree).token_ids.tolist() == [2, 4]
-    chain = TokenTree.chain([1, 2], [0.5, 0.4])
-    assert _most_probable_path(chain) is chain
-    assert len(_most_probable_path(TokenTree.empty())) == 0
 
 
 IMPORT = """
