@@ -55,6 +55,9 @@ _PER_TOKEN = (
     "mm_token_type_ids",
 )
 
+# Steps without drafts are all alike: one in so many is timed.
+_TIMING_PERIOD = 8
+
 
 def decode(
     model: Any,
@@ -146,6 +149,7 @@ class Generation:
         self.rows = [RowText(i, ids, room, pad_id) for i, ids in enumerate(call.input_ids)]
         select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
         self.walk = Walk(self.rows, select, self.stopping, self.outputs, call.streamer)
+        self.unasked = 0
         self.step_walk: StepWalk | None = None
         if call.rows_in_step(service):
             self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs)
@@ -191,11 +195,12 @@ class Generation:
 
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
-        running, thrift = self.running, self.thrift
+        running = self.running
         self.cache.require_room(1 + max(self.cache.slots.lengths[row.index] for row in running))
         cost = self._cost(verifier)
         price = self._price(cost, verifier, len(running))
-        asked = thrift is None or thrift.affords()
+        asked = self.thrift is None or self.thrift.affords()
+        self.unasked = 0 if asked else self.unasked + 1
         with self._timed("draft") as drafting:
             trees = [TokenTree.empty()] * len(self.rows)
             if asked:
@@ -210,17 +215,17 @@ class Generation:
                 self.outputs.step(verified, paths[0].accepted, self.cache)
         with self._timed("cache") as kept:
             verifier.keep(self.rows, verified, [path.accepted for path in paths])
-        if verified.typical:
-            cost.observe(verified.width, forward.seconds)
-        for kind, span in {"walk": walked, "keep": kept}.items():
-            cost.observe_overhead(kind, span.seconds)
         with self._timed("draft") as learning:
             self._learn(running, trees, verified, paths, asked)
-        if thrift is not None:
+        if self.unasked % _TIMING_PERIOD == 0:
+            if verified.typical:
+                cost.observe(verified.width, forward.seconds)
+            for kind, span in {"walk": walked, "keep": kept}.items():
+                cost.observe_overhead(kind, span.seconds)
+        if asked and self.thrift is not None:
             brought = sum(len(path.tokens) for path in paths) / len(running) - 1
-            on_drafts = drafting.seconds + learning.seconds
-            width = price.share(verified.width)
-            thrift.observe(price, width, brought, on_drafts if asked else None)
+            spent = drafting.seconds + learning.seconds
+            self.thrift.observe(price, price.share(verified.width), brought, spent)
         if self.record is not None:
             rows = [row.index for row in running if paths[row.index].tokens]
             self.record.step(rows, self.sessions, trees, paths)
