@@ -17,6 +17,7 @@ from . import (
     forwards,
     kernel,
     model,
+    overhead,
     plots,
     repeated,
     replay,
@@ -39,6 +40,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "repeated": repeated,
     "kernel": kernel,
     "step": step,
+    "overhead": overhead,
 }
 
 

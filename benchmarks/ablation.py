@@ -11,19 +11,21 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
-from hf_retrieval_assist.assistants import Consultation
 from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
 from hf_retrieval_assist.planning.acceptance import CalibrationSession, Calibrator
 from hf_retrieval_assist.planning.clipped_mean import ClippedMean
+from hf_retrieval_assist.planning.consultation import Consultation
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
+from hf_retrieval_assist.planning.planner import Planner
 
 from .acceptance import cpu_time, gpu_time
 from .model import first_of_each, read_prompts
@@ -31,6 +33,7 @@ from .report import Report
 from .traces import Ids, Trace, read_traces
 
 COLUMNS = {"text": "text", "curve": "t(n)", "variant": "variant", "speed": "x plain"}
+PARTS = COLUMNS | {"share": "of the whole", "least": "least of the seeds", "most": "most"}
 CURVES: dict[str, Callable[[int], float]] = {"GPU": gpu_time, "CPU": cpu_time}
 SECOND = 1e-3  # what t(1) takes
 NOISE, OUTLIERS, OUTLIER = 0.08, 0.03, 5.0
@@ -126,6 +129,13 @@ def _without_trials(assistant: Assistant) -> None:
     assistant.planner.exploration = 0.0
 
 
+def _always(nodes: int) -> Callable[[Assistant], None]:
+    def change(assistant: Assistant) -> None:
+        assistant.planner = Planner(nodes)
+
+    return change
+
+
 @dataclass(frozen=True)
 class Variant:
     """An assistant with a part taken out.
@@ -147,7 +157,26 @@ VARIANTS = {
     "no counts of the text": Variant(_calibrated(WithoutCounts)),
     "neither": Variant(_calibrated(WithoutText)),
     "no calibration at all": Variant(_calibrated(Fixed)),
+    "always 8 nodes": Variant(_always(8)),
+    "always 32 nodes": Variant(_always(32)),
 }
+
+
+def shares(
+    trace: Trace, curve: Callable[[int], float], seeds: Sequence[int]
+) -> dict[str, list[tuple[float, float]]]:
+    """For each variant and seed: tokens per second over plain decoding's, and over the whole's."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in VARIANTS}
+    for seed in seeds:
+        speeds = {}
+        for name, variant in VARIANTS.items():
+            assistant = SamAssistant(memory=OutputMemory())
+            variant.change(assistant)
+            cost = variant.cost(Timings(curve, seed))
+            tokens = replay(assistant, trace.requests, cost, trace.vocab_size)
+            speeds[name] = tokens * SECOND / cost.timings.spent
+            found[name].append((speeds[name], speeds[name] / speeds["whole"]))
+    return found
 
 
 def replay(
@@ -282,6 +311,7 @@ def generate(
 
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--ablation-requests", type=int, default=40, help="of each trace")
+    parser.add_argument("--ablation-seeds", type=int, default=3, help="of the timings' noise")
     parser.add_argument("--ablation-prompts", type=int, default=1, help="of each category")
     parser.add_argument("--ablation-tokens", type=int, default=64, help="for each prompt")
 
@@ -289,21 +319,30 @@ def add_arguments(parser: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     requests = 2 if arguments.quick else arguments.ablation_requests
     prompts = 0 if arguments.quick else arguments.ablation_prompts
-    settings = {"requests": requests, "prompts": prompts, "tokens": arguments.ablation_tokens}
+    seeds = range(1 if arguments.quick else arguments.ablation_seeds)
+    settings = {
+        "requests": requests,
+        "seeds": len(seeds),
+        "prompts": prompts,
+        "tokens": arguments.ablation_tokens,
+    }
     report = Report("ablation", settings)
-    table = report.table("The planner less a part", COLUMNS)
+    table = report.table("The planner less a part", PARTS)
     asked = report.table("A costly drafter, asked or not", COLUMNS)
     for trace in (trace.head(requests) for trace in read_traces(arguments.traces)):
         for curve_name, curve in CURVES.items():
             progress(f"{trace.name}, {curve_name}")
             place = {"text": trace.name, "curve": curve_name}
-            for name, variant in VARIANTS.items():
-                assistant = SamAssistant(memory=OutputMemory())
-                variant.change(assistant)
-                cost = variant.cost(Timings(curve, 0))
-                tokens = replay(assistant, trace.requests, cost, trace.vocab_size)
-                speed = tokens * SECOND / cost.timings.spent
-                table.add(**place, variant=name, speed=speed)
+            for name, found in shares(trace, curve, seeds).items():
+                speeds, parts = zip(*found, strict=True)
+                table.add(
+                    **place,
+                    variant=name,
+                    speed=mean(speeds),
+                    share=mean(parts),
+                    least=min(parts),
+                    most=max(parts),
+                )
             for name, kind in CONSULTATIONS.items():
                 asked.add(**place, variant=name, speed=consult(trace, curve, kind))
     if prompts:

@@ -17,20 +17,16 @@ from .drafters.base import ChildDraw, Drafter, DraftSession, FeedbackNeeds, Targ
 from .drafters.expected import ExpectedTexts, expected_ids
 from .drafters.feedback import RowFeedback, prompt_feedback
 from .planning.acceptance import Calibrator
-from .planning.clipped_mean import ClippedMean
+from .planning.consultation import Consultation
 from .planning.cost_model import CostModel
 from .planning.cost_store import CostKey, CostModels
-from .planning.planner import Budget, Planner, token_rate
+from .planning.planner import Budget, Planner
 from .planning.thrift import Thrift
 from .record import CallRecord, Record, Step
 from .record.html import assistant_html
 from .stats import CallStats, Stats
 from .system.locks import Lock
 from .token_tree import Int32Array, TokenTree
-
-# Steps after which a costly drafter that did not seem worth it is asked again: its time then is
-# a small share of the steps between.
-_ASK_AGAIN = 64
 
 
 class Assistant:
@@ -260,33 +256,6 @@ def union(drafts: Sequence[TokenTree]) -> TokenTree:
     for draft in drafts:
         tree = tree.merge(draft)
     return tree
-
-
-class Consultation:
-    """Whether a drafter that takes noticeable time is worth asking."""
-
-    def __init__(self) -> None:
-        self._typical = TokenTree.empty()
-        self._seconds = ClippedMean(0.2)
-        self._passed_over = 0
-
-    def worthwhile(self, tree: TokenTree, cost: CostModel) -> bool:
-        """Whether a draft like the last one would pay for its time, given what is at hand.
-
-        Asked again after a while in any case, because what drafts bring changes with the text.
-        """
-        seconds = self._seconds.value
-        if seconds and token_rate(self._typical, cost, seconds) <= token_rate(tree, cost):
-            self._passed_over += 1
-            if self._passed_over < _ASK_AGAIN:
-                return False
-        self._passed_over = 0
-        return True
-
-    def observe(self, draft: TokenTree, seconds: float) -> None:
-        """Remember what was drafted, and how long it took."""
-        self._typical = draft
-        self._seconds.observe(seconds)
 
 
 class AssistantSession:

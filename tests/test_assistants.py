@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree, simulate
-from hf_retrieval_assist.assistants import Consultation, union
+from hf_retrieval_assist.assistants import union
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.drafters.feedback import prompt_feedback
@@ -84,49 +84,6 @@ def plain(model):
 
 def chain(length, prob):
     return TokenTree.chain(list(range(length)), [prob**i for i in range(1, length + 1)])
-
-
-def test_a_drafter_is_asked_before_anything_is_known():
-    assert Consultation().worthwhile(TokenTree.empty(), FLAT)
-
-
-def test_a_drafter_that_brings_nothing_is_asked_rarely():
-    record = Consultation()
-    record.observe(TokenTree.empty(), 0.01)
-    asked = 0
-    for _ in range(640):
-        if record.worthwhile(TokenTree.empty(), FLAT):
-            asked += 1
-            record.observe(TokenTree.empty(), 0.01)
-    assert asked == 10
-
-
-def test_a_drafter_that_pays_is_always_asked():
-    record = Consultation()
-    for _ in range(50):
-        assert record.worthwhile(TokenTree.empty(), FLAT)
-        record.observe(chain(6, 0.9), 0.5)
-
-
-def test_what_is_at_hand_makes_a_drafter_superfluous():
-    record = Consultation()
-    record.observe(chain(6, 0.9), 0.1)
-    assert not record.worthwhile(chain(8, 0.95), FLAT)
-    assert record.worthwhile(chain(2, 0.3), FLAT)
-
-
-def test_what_drafting_takes_is_weighed():
-    record = Consultation()
-    record.observe(chain(6, 0.9), 10.0)
-    assert not record.worthwhile(TokenTree.empty(), FLAT)
-
-
-def test_one_slow_call_does_not_silence_a_drafter():
-    record = Consultation()
-    for _ in range(5):
-        record.observe(chain(6, 0.9), 0.01)
-    record.observe(chain(6, 0.9), 100.0)
-    assert record.worthwhile(TokenTree.empty(), FLAT)
 
 
 REQUEST = (list(range(10)), list(range(10, 210)))

@@ -107,6 +107,7 @@ def kernel_linear(x, weight, bias):
 
 cdef object _plain_linear = torch._C._nn.linear
 cdef dict _methods = {}
+cdef int64_t _least_routed = 0
 cdef object _choose = None
 
 
@@ -127,6 +128,8 @@ cdef bint _can_route(object x, object weight, object bias):
     if weight.dim() != 2 or not weight.is_contiguous() or x.dim() < 1:
         return False
     outputs, depth = weight.shape
+    if outputs * depth < _least_routed:
+        return False
     if depth == 0 or x.size(-1) != depth or not 0 < x.numel() <= PASS_ROWS * depth:
         return False
     if bias is not None and (not _is_plain(bias, dtype) or bias.shape != (outputs,)):
@@ -147,12 +150,14 @@ def routed_linear(input, weight, bias=None):
     return method(input, weight, bias)
 
 
-def set_chooser(choose):
+def set_chooser(choose, least_elements=0):
     """Let `choose(weight)` name the function (x, weight, bias) for weights of a new shape, dtype or
-    number of threads; what was chosen before is forgotten.
+    number of threads; what was chosen before is forgotten. Weights of fewer elements than
+    `least_elements` are left to PyTorch.
     """
-    global _choose
+    global _choose, _least_routed
     _choose = choose
+    _least_routed = least_elements
     _methods.clear()
 
 

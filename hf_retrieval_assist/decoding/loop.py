@@ -55,6 +55,9 @@ _PER_TOKEN = (
     "mm_token_type_ids",
 )
 
+# Steps without drafts are all alike: one in so many is timed.
+_TIMING_PERIOD = 8
+
 
 def decode(
     model: Any,
@@ -137,13 +140,8 @@ class Generation:
         self.counts = counts
         self.stopping = Stopping(call.criteria)
         self.outputs = OutputRecorder(call.config, call.batch_size)
-        limit = self.stopping.max_length
-        # The buffer doubles when a call has no limit or a far one.
-        room = 256 if limit is None else min(max(1, limit - call.input_ids.shape[1]), 4096)
-        self.room = room
-        pad = host.pad_token(call.config) if self.stopping.has_eos else None
-        pad_id = None if pad is None else int(pad)
-        self.rows = [RowText(i, ids, room, pad_id) for i, ids in enumerate(call.input_ids)]
+        self.room = self._room()
+        self.rows = self._texts()
         select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
         self.walk = Walk(self.rows, select, self.stopping, self.outputs, call.streamer)
         self.step_walk: StepWalk | None = None
@@ -154,7 +152,7 @@ class Generation:
         self.keeps_cache = call.keeps_cache(service)
         # Where forwards get memory that stays in place, it is made after the prefill.
         views = not stays_in_place(call.input_ids.device)
-        self.cache = self._slot_cache(call.input_ids.shape[1] + room if views else 0)
+        self.cache = self._slot_cache(call.input_ids.shape[1] + self.room if views else 0)
         self.verifier: Verifier | None = None
         self.ranks = Ranks.of(call.model)
         if self.residual and self.ranks.several:
@@ -166,6 +164,7 @@ class Generation:
         self.cost_key = cost_key(call.model, call.input_ids)
         # Accounts of time differ between ranks, which have to ask together.
         self.thrift = None if self.ranks.several else assistant.thrift(self.cost_key)
+        self.unasked = 0  # steps since drafters were asked
         self.taps = FeatureTaps(self.model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = []
 
@@ -191,11 +190,12 @@ class Generation:
 
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
-        running, thrift = self.running, self.thrift
+        running = self.running
         self.cache.require_room(1 + max(self.cache.slots.lengths[row.index] for row in running))
         cost = self._cost(verifier)
         price = self._price(cost, verifier, len(running))
-        asked = thrift is None or thrift.affords()
+        asked = self.thrift is None or self.thrift.affords()
+        self.unasked = 0 if asked else self.unasked + 1
         with self._timed("draft") as drafting:
             trees = [TokenTree.empty()] * len(self.rows)
             if asked:
@@ -210,17 +210,17 @@ class Generation:
                 self.outputs.step(verified, paths[0].accepted, self.cache)
         with self._timed("cache") as kept:
             verifier.keep(self.rows, verified, [path.accepted for path in paths])
-        if verified.typical:
-            cost.observe(verified.width, forward.seconds)
-        for kind, span in {"walk": walked, "keep": kept}.items():
-            cost.observe_overhead(kind, span.seconds)
         with self._timed("draft") as learning:
             self._learn(running, trees, verified, paths, asked)
-        if thrift is not None:
+        if self.unasked % _TIMING_PERIOD == 0:
+            if verified.typical:
+                cost.observe(verified.width, forward.seconds)
+            for kind, span in {"walk": walked, "keep": kept}.items():
+                cost.observe_overhead(kind, span.seconds)
+        if asked and self.thrift is not None:
             brought = sum(len(path.tokens) for path in paths) / len(running) - 1
-            on_drafts = drafting.seconds + learning.seconds
-            width = price.share(verified.width)
-            thrift.observe(price, width, brought, on_drafts if asked else None)
+            spent = drafting.seconds + learning.seconds
+            self.thrift.observe(price, price.share(verified.width), brought, spent)
         if self.record is not None:
             rows = [row.index for row in running if paths[row.index].tokens]
             self.record.step(rows, self.sessions, trees, paths)
@@ -445,6 +445,17 @@ class Generation:
         cache = SlotCache(config, capacity)
         self.model_kwargs[name] = cache_for(self.model, cache)
         return cache
+
+    def _room(self) -> int:
+        """Generated tokens per row that buffers are made for."""
+        limit = self.stopping.max_length
+        # They double when a call has no limit or a far one.
+        return 256 if limit is None else min(max(1, limit - self.call.input_ids.shape[1]), 4096)
+
+    def _texts(self) -> list[RowText]:
+        pad = host.pad_token(self.call.config) if self.stopping.has_eos else None
+        pad_id = None if pad is None else int(pad)
+        return [RowText(i, ids, self.room, pad_id) for i, ids in enumerate(self.call.input_ids)]
 
     def _open_sessions(self, opened: ExitStack) -> None:
         """Start a draft session for every row, all of which are closed, whatever happens."""

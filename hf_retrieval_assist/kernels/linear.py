@@ -7,8 +7,9 @@ Products of 1 to 64 rows are computed by one of
 * `pytorch`: what would have run anyway.
 
 One method serves a weight shape, dtype and number of threads for every number of rows, chosen when
-that shape is first met. Where it is the kernel (bits do not depend on rows there), a token's logits
-do not depend on how many draft tokens are verified beside it; neither is promised of the others.
+that shape is first met; weights of less than `LEAST_ELEMENTS` are left to PyTorch. Where it is the
+kernel (bits do not depend on rows there), a token's logits do not depend on how many draft tokens
+are verified beside it; neither is promised of the others.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ plain_linear = torch._C._nn.linear
 # leave the second-level cache, as it does between two forwards, and not more.
 TUNING_ROWS = (1, 4, 16)
 TUNING_BYTES = 4 << 20
+
+# Smaller weights stay in the second-level cache between two forwards. PyTorch then takes some
+# microseconds, and the choice alone half as much again.
+LEAST_ELEMENTS = 1 << 17
 
 
 def transposed_linear(
@@ -94,7 +99,7 @@ class LinearTuning(Tuning):
 
 
 TUNING = LinearTuning()
-set_chooser(TUNING.choose)
+set_chooser(TUNING.choose, LEAST_ELEMENTS)
 
 
 def linear(

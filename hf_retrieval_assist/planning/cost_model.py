@@ -43,6 +43,7 @@ _NOISE_STD = 0.1  # of one timing's logarithm, until the timings tell
 _MIN_NOISE_STD = 0.02
 _NOISE_MEMORY = 0.05
 _FIRST_NOISE = (256.0, 16.0, 4.0)  # times the variance: the first calls allocate and compile
+_SURPRISE = 0.45  # log of slowness that a second timing of that size has to confirm
 _OUTLIER = 3.0  # standard deviations
 _OUTLIERS_OF_A_CHANGE = 3  # so many in a row on one side are no outliers but a changed machine
 _CHANGE_FORGETTING = 0.5
@@ -112,6 +113,7 @@ class CostModel:
         self._noise = _NOISE_STD**2
         self._count = 0
         self._timed = False
+        self._surprised = [False] * len(KNOTS)
         self._outliers = [0] * (len(KNOTS) + 1)  # by knot, then anywhere; signed by side
         self._curve: Float64Array = np.empty(0)
         self._stale = True
@@ -156,17 +158,29 @@ class CostModel:
             mean += log_seconds - predicted
             predicted = log_seconds
         error = log_seconds - predicted
-        noise = self._noise * (_FIRST_NOISE[self._count] if self._count < len(_FIRST_NOISE) else 1)
+        known = self._count
+        self._count += 1
+        self._timed = True
+        if self._is_surprise(left, error):
+            return
+        noise = self._noise * (_FIRST_NOISE[known] if known < len(_FIRST_NOISE) else 1)
         limit = _OUTLIER * math.sqrt(variance + noise)
         believed = min(max(error, -limit), limit)
         gain = row / (variance + noise)
         mean += believed * gain
         covariance -= np.multiply.outer(gain, row)
-        self._count += 1
-        self._timed = True
         self._learn_noise(believed, variance)
         self._age(left, error - believed)
         self._stale = True
+
+    def _is_surprise(self, left: int, error: float) -> bool:
+        """Whether a timing is so slow that it may well be an outlier, and the first such one here.
+
+        A size that was never fed would take it for the truth, and not be fed again.
+        """
+        slow = self._count > len(_FIRST_NOISE) and error > _SURPRISE
+        self._surprised[left] = slow and not self._surprised[left]
+        return self._surprised[left]
 
     def _learn_noise(self, error: float, variance: float) -> None:
         """Towards the share of the squared error that the curve's uncertainty leaves to noise."""

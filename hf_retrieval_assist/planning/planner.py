@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..structures import draft_tree
 from ..system.locks import Lock
@@ -158,14 +159,17 @@ def expected_tokens(trees: Sequence[TokenTree], width: int) -> Float64Array:
     return gains.cumsum()
 
 
-def token_rate(tree: TokenTree, cost: CostModel, draft_seconds: float = 0.0) -> float:
-    """Expected tokens per second when the best part of `tree` is verified.
+def token_rate(probs: NDArray[np.floating], cost: CostModel, draft_seconds: float = 0.0) -> float:
+    """Expected tokens per second when the best of some nodes are verified.
 
-    What a dearer drafter is compared by: it is worth asking when its rate, with the seconds that
-    it takes, is above the rate of what is already there.
+    Args:
+        probs: [nodes], their probabilities in any order.
+        cost: t(n).
+        draft_seconds: that drafting them takes.
     """
-    seconds = cost.curve(1 + len(tree)) + cost.overhead() + draft_seconds
-    return float(((cost.company + expected_tokens([tree], len(tree))) / seconds).max())
+    tokens = np.concatenate([[1.0], np.sort(probs)[::-1]]).cumsum()
+    seconds = cost.curve(len(tokens)) + cost.overhead() + draft_seconds
+    return float(((cost.company + tokens) / seconds).max())
 
 
 def _is_count(value: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .cost_model import CostModel
 
 _CREDIT = 4.0  # plain steps that drafting may lose before it has brought anything
@@ -23,33 +25,36 @@ class Thrift:
         self._credit: float | None = None
         self._dearest = 0.0  # seconds that a question took lately
         self._fruitless = 0
+        self._pause = 0  # steps until the next question
 
     def affords(self) -> bool:
-        """Whether to ask the drafters in the next step."""
-        return self._credit is None or self._credit >= self._dearest
+        """Whether to ask the drafters in the next step; to be called once for each."""
+        if self._pause == 0:
+            return True
+        self._pause -= 1
+        return False
 
-    def observe(
-        self, cost: CostModel, width: int, brought: float, spent: float | None = None
-    ) -> None:
-        """Count a step.
+    def observe(self, cost: CostModel, width: int, brought: float, spent: float) -> None:
+        """Count a step that asked.
 
         Args:
             cost: t(n), and what a step spends outside the forward.
             width: tokens per row that were verified.
             brought: tokens per row besides the one that a plain step brings.
-            spent: seconds of drafting and learning; None: nobody was asked.
+            spent: seconds of drafting and learning.
         """
         plain = cost.seconds(1) + cost.overhead()
         known = _CREDIT * plain if self._credit is None else self._credit
-        if spent is None:
-            self._credit = known + _SHARES[self._fruitless] * plain
-            return
         spent += cost.seconds(width) - cost.seconds(1)
         saved = brought * plain
         # One slow call says little.
         self._dearest += 0.2 * (min(spent, 4 * self._dearest or spent) - self._dearest)
         self._credit = min(max(known + saved - spent, -_CREDIT * plain), _MOST_CREDIT * plain)
+        lacking = self._dearest - self._credit
         if saved > spent:
             self._fruitless = 0
-        elif not self.affords():
+        elif lacking > 0:
             self._fruitless = min(self._fruitless + 1, len(_SHARES) - 1)
+        if lacking > 0:
+            self._pause = math.ceil(lacking / (_SHARES[self._fruitless] * plain))
+            self._credit = self._dearest

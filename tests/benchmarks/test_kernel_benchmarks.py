@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM
 
-from benchmarks import kernel, step
+from benchmarks import kernel, overhead, step
 from benchmarks.__main__ import parse
 from benchmarks.report import Report
 from hf_retrieval_assist.kernels.reroute import reroute
@@ -90,3 +90,11 @@ def test_a_stopwatch_books_time_once():
     outer = watch.leave()
     assert watch.seconds["inner"] == pytest.approx(inner)
     assert watch.seconds["outer"] + watch.seconds["inner"] == pytest.approx(outer)
+
+
+def test_overhead_compares_both_ways():
+    (table,) = overhead.run(parse(["--quick"]), silent).tables
+    assert len(table.rows) == 5
+    for row in table.rows:
+        assert row["ratio"] > 0
+        assert row["plain"] > 0

@@ -24,7 +24,7 @@ W, X = torch.randn(48, 32), torch.randn(5, 32)
 def _restore():
     yield
     assert F.linear is PLAIN
-    set_chooser(module.TUNING.choose)
+    set_chooser(module.TUNING.choose, module.LEAST_ELEMENTS)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(AttentionTuning, "takes_kernel", lambda *arguments: True)
     set_chooser(lambda weight: kernel_linear)
     yield served
-    set_chooser(linear.TUNING.choose)
+    set_chooser(linear.TUNING.choose, linear.LEAST_ELEMENTS)
 
 
 @pytest.mark.parametrize("wrap", [quantised, offloaded, with_lora])

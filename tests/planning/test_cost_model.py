@@ -102,6 +102,17 @@ def test_spread_shrinks_where_it_was_fed():
     assert after[63] > 2 * after[7]
 
 
+def test_one_slow_timing_of_a_new_size_is_not_believed():
+    model = CostModel()
+    for _ in range(5):
+        model.observe(1, 0.02)
+    before = model.seconds(24)
+    model.observe(24, 5 * before)
+    assert model.seconds(24) == before
+    model.observe(24, 5 * before)
+    assert model.seconds(24) > 2 * before
+
+
 def test_beyond_the_last_knot_it_goes_on_linearly():
     model = CostModel()
     for n in KNOTS:
@@ -149,7 +160,7 @@ def test_a_longer_cache_starts_from_the_shorter_one():
     models = CostModels()
     feed(models.get(KEY), CURVES["linear"], 100)
     longer = models.get(replace(KEY, cache_length=2048))
-    assert worst_error(longer, CURVES["linear"]) < 1.3
+    assert worst_error(longer, CURVES["linear"]) < 1.4
     other = models.get(replace(KEY, dtype="bfloat16"))
     assert other.observations == 0
 

@@ -61,10 +61,10 @@ def test_no_subtree_brings_more_tokens_per_second(tree, name, extra, overhead):
     gain = 1 + float(kept.probs.sum())
     assert gain / (curve(1 + extra + len(kept)) + overhead) == pytest.approx(best, rel=1e-5)
     if not extra:
-        assert token_rate(tree, cost) == pytest.approx(best, 1e-5)
+        assert token_rate(tree.probs, cost) == pytest.approx(best, 1e-5)
         slower = CostModel.fixed(lambda n: curve(n) + 0.01)
         slower.observe_overhead("walk", overhead)
-        assert token_rate(tree, cost, 0.01) == pytest.approx(token_rate(tree, slower))
+        assert token_rate(tree.probs, cost, 0.01) == pytest.approx(token_rate(tree.probs, slower))
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.sampled_from(sorted(CURVES)))
@@ -154,7 +154,7 @@ class Run:
             seconds = curve(1 + len(kept))
             noise = np.exp(self.random.normal(0, 0.05)) * (4 if self.random.random() < 0.02 else 1)
             self.cost.observe(1 + len(kept), seconds * noise)
-            best = token_rate(knowing.plan(tree, known), known)
+            best = token_rate(knowing.plan(tree, known).probs, known)
             lost += seconds - (1 + float(kept.probs.sum())) / best
             spent += seconds
             sizes.append(len(kept))
@@ -175,14 +175,14 @@ def mean_loss(before, after):
 
 @pytest.mark.parametrize("name", ["flat", "linear", "step", "cpu"])
 def test_finds_the_right_sizes(name):
-    assert mean_loss(name, name) < 0.05
+    assert mean_loss(name, name) < 0.03
 
 
 @pytest.mark.parametrize(
     ("before", "after"), [("flat", "linear"), ("linear", "flat"), ("flat", "step"), ("cpu", "flat")]
 )
 def test_readapts_when_the_curve_changes(before, after):
-    assert mean_loss(before, after) < 0.05
+    assert mean_loss(before, after) < 0.025
 
 
 def test_a_step_past_64_is_found():
@@ -281,7 +281,7 @@ def test_what_others_bring_is_no_merit_of_a_tree():
     tree, steep = chain(0.9, 4), CostModel.fixed(lambda n: 1 + 0.2 * n)
     alone, among = (PackedCost(steep, rows) for rows in (1, 16))
     gains = [
-        token_rate(tree, cost) / token_rate(TokenTree.empty(), cost) for cost in (alone, among)
+        token_rate(tree.probs, cost) / token_rate(np.empty(0), cost) for cost in (alone, among)
     ]
     assert gains[0] > 1.5
     assert 1 <= gains[1] < 1.1

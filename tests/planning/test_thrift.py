@@ -19,8 +19,6 @@ def run(thrift, steps, spent, brought=lambda step: 0.0, cost=FLAT, width=1):
         if asked[-1]:
             thrift.observe(cost, width, gain, spent)
             lost += spent + cost.seconds(width) - cost.seconds(1) - gain * cost.seconds(1)
-        else:
-            thrift.observe(cost, 1, 0.0)
     return asked, lost
 
 

@@ -1,0 +1,137 @@
+"""What an assistant costs where drafting cannot pay: cheap forwards, hot sampling, many rows.
+
+Models with random weights continue random prompts, so that hardly a draft is accepted. "Never
+slower" means a ratio of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+from hf_retrieval_assist import SamAssistant
+
+from .report import Report
+from .timing import alternate
+
+PROMPT = 32  # tokens
+WARM_UP = 3  # calls
+SHAPES = {"64 x 2": (64, 2), "256 x 4": (256, 4), "640 x 18": (640, 18)}  # hidden size x layers
+CHEAP = ("64 x 2", "256 x 4")
+COLUMNS = {
+    "shape": "width x layers",
+    "vocab": "vocabulary",
+    "rows": "rows",
+    "temperature": "temperature",
+    "plain": "plain, ms per step",
+    "ratio": "assisted over plain",
+    "accepted": "accepted of 100 drafted",
+    "drafted": "drafted per row and token",
+}
+
+
+def cases(quick: bool) -> Iterator[tuple[str, int, int, float]]:
+    """Shape, vocabulary, rows, temperature."""
+    shapes = CHEAP[:1] if quick else tuple(SHAPES)
+    for shape in shapes:
+        for vocab in (100, 262_144) if shape in CHEAP else (262_144,):
+            rows = (1, 16, 64) if vocab == 100 else (1, 8)
+            for count in rows[:1] if quick else rows:
+                for temperature in (0.0, 0.7, 2.0) if vocab == 100 else (0.0, 1.0):
+                    yield shape, vocab, count, temperature
+
+
+def random_model(shape: str, vocab_size: int) -> Any:
+    """A Llama that never ends its text."""
+    set_seed(0)
+    hidden, layers = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 16,
+        num_key_value_heads=hidden // 32,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def generate(
+    model: Any, rows: int, temperature: float, tokens: int, calls: Iterator[int], assistant: Any
+) -> None:
+    """One call with a prompt of its own."""
+    random = torch.Generator().manual_seed(next(calls))
+    prompts = torch.randint(1, model.config.vocab_size, (rows, PROMPT), generator=random)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
+    model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=tokens,
+        **sampling,
+        **({"assistant": assistant} if assistant is not None else {}),
+    )
+
+
+def compare(
+    model: Any,
+    rows: int,
+    temperature: float,
+    tokens: int,
+    repeats: int,
+    show: Callable[[str], None],
+) -> dict[str, float | None]:
+    """Plain and assisted calls in turn."""
+    assistant = SamAssistant()
+    candidates = {
+        name: partial(generate, model, rows, temperature, tokens, iter(range(10**6)), given)
+        for name, given in {"plain": None, "assisted": assistant}.items()
+    }
+    for call in candidates.values():
+        for _ in range(WARM_UP):
+            call()
+    seconds, _ = alternate(candidates, repeats, show)
+    total = assistant.stats.total
+    return {
+        "plain": 1e3 * seconds["plain"] / tokens,
+        "ratio": seconds["assisted"] / seconds["plain"],
+        "accepted": 100 * total.accepted / total.drafted if total.drafted else None,
+        "drafted": total.drafted / total.tokens,
+    }
+
+
+def add_arguments(parser: argparse._ArgumentGroup) -> None:
+    parser.add_argument("--overhead-tokens", type=int, default=64, help="to generate per call")
+    parser.add_argument("--overhead-repeats", type=int, default=9)
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    tokens, repeats = arguments.overhead_tokens, arguments.overhead_repeats
+    if arguments.quick:
+        tokens, repeats = 8, 1
+    report = Report("overhead", {"tokens": tokens, "repeats": repeats})
+    table = report.table("Where drafting cannot pay", COLUMNS)
+    models: dict[tuple[str, int], Any] = {}
+    for shape, vocab, rows, temperature in cases(arguments.quick):
+        if (shape, vocab) not in models:
+            models = {(shape, vocab): random_model(shape, vocab)}
+        place = {"shape": shape, "vocab": vocab, "rows": rows, "temperature": temperature}
+        show = partial(_show, progress, str(place))
+        # Long steps say the same in fewer of them.
+        cheap = vocab < 1000
+        counts = (tokens, repeats) if cheap else (-(-tokens // 4), -(-repeats // 3))
+        found = compare(models[shape, vocab], rows, temperature, *counts, show)
+        table.add(**place, **found)
+    return report
+
+
+def _show(progress: Callable[[str], None], place: str, text: str) -> None:
+    progress(f"{place}: {text}")
