@@ -1,7 +1,9 @@
 """The keys and values of all layers in tensors of fixed capacity.
 
 Layers whose heads are alike share one tensor `[buffers, batch, capacity, heads, head_dim]`, so that
-an accepted path moves to the front in all of them by one gather and one scatter.
+an accepted path moves to the front in all of them by one gather and one scatter. In memory a head's
+slots lie behind one another, as in caches of transformers, whose models may count on it, or a
+slot's heads do, as attention in parts reads them.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ class Arena:
         batch: rows.
         capacity: slots of each row.
         joined: whether layers share tensors. `torch.compile` wants tensors that share no memory.
+        split: whether attention is computed in parts.
     """
 
-    def __init__(self, batch: int, capacity: int, joined: bool = True):
+    def __init__(self, batch: int, capacity: int, joined: bool = True, split: bool = False):
         self.batch = batch
         self.capacity = capacity
         self.joined = joined
+        self.split = split
         self._groups: list[torch.Tensor] = []
         self._members: dict[_Kind, list[int]] = {}
 
@@ -76,12 +80,16 @@ class Arena:
                 group.zero_()
             return
         self._members = members
-        self._groups = [
-            torch.zeros(
-                (len(numbers), self.batch, self.capacity, heads, depth), dtype=dtype, device=device
-            )
-            for (heads, depth, dtype, device, _), numbers in members.items()
-        ]
+        self._groups = [self._zeros(len(numbers), *kind[:4]) for kind, numbers in members.items()]
+
+    def _zeros(
+        self, buffers: int, heads: int, depth: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        rows, slots = (buffers, self.batch), self.capacity
+        if self.split:
+            return torch.zeros((*rows, slots, heads, depth), dtype=dtype, device=device)
+        by_head = torch.zeros((*rows, heads, slots, depth), dtype=dtype, device=device)
+        return by_head.transpose(2, 3)
 
     def _home(self, buffer: torch.Tensor) -> torch.Tensor:
         """A layer's view [batch, heads, capacity, head_dim] of one buffer."""
