@@ -125,9 +125,10 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
             models = {(shape, vocab): random_model(shape, vocab)}
         place = {"shape": shape, "vocab": vocab, "rows": rows, "temperature": temperature}
         show = partial(_show, progress, str(place))
-        # Forwards of a hundred million parameters say the same in fewer repeats.
-        few = repeats if shape in CHEAP else min(repeats, 3)
-        found = compare(models[shape, vocab], rows, temperature, tokens, few, show)
+        # Long steps say the same in fewer of them.
+        cheap = vocab < 1000
+        counts = (tokens, repeats) if cheap else (-(-tokens // 4), -(-repeats // 3))
+        found = compare(models[shape, vocab], rows, temperature, *counts, show)
         table.add(**place, **found)
     return report
 

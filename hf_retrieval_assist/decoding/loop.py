@@ -140,16 +140,10 @@ class Generation:
         self.counts = counts
         self.stopping = Stopping(call.criteria)
         self.outputs = OutputRecorder(call.config, call.batch_size)
-        limit = self.stopping.max_length
-        # The buffer doubles when a call has no limit or a far one.
-        room = 256 if limit is None else min(max(1, limit - call.input_ids.shape[1]), 4096)
-        self.room = room
-        pad = host.pad_token(call.config) if self.stopping.has_eos else None
-        pad_id = None if pad is None else int(pad)
-        self.rows = [RowText(i, ids, room, pad_id) for i, ids in enumerate(call.input_ids)]
+        self.room = self._room()
+        self.rows = self._texts()
         select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
         self.walk = Walk(self.rows, select, self.stopping, self.outputs, call.streamer)
-        self.unasked = 0
         self.step_walk: StepWalk | None = None
         if call.rows_in_step(service):
             self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs)
@@ -158,7 +152,7 @@ class Generation:
         self.keeps_cache = call.keeps_cache(service)
         # Where forwards get memory that stays in place, it is made after the prefill.
         views = not stays_in_place(call.input_ids.device)
-        self.cache = self._slot_cache(call.input_ids.shape[1] + room if views else 0)
+        self.cache = self._slot_cache(call.input_ids.shape[1] + self.room if views else 0)
         self.verifier: Verifier | None = None
         self.ranks = Ranks.of(call.model)
         if self.residual and self.ranks.several:
@@ -170,6 +164,7 @@ class Generation:
         self.cost_key = cost_key(call.model, call.input_ids)
         # Accounts of time differ between ranks, which have to ask together.
         self.thrift = None if self.ranks.several else assistant.thrift(self.cost_key)
+        self.unasked = 0  # steps since drafters were asked
         self.taps = FeatureTaps(self.model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = []
 
@@ -450,6 +445,17 @@ class Generation:
         cache = SlotCache(config, capacity)
         self.model_kwargs[name] = cache_for(self.model, cache)
         return cache
+
+    def _room(self) -> int:
+        """Generated tokens per row that buffers are made for."""
+        limit = self.stopping.max_length
+        # They double when a call has no limit or a far one.
+        return 256 if limit is None else min(max(1, limit - self.call.input_ids.shape[1]), 4096)
+
+    def _texts(self) -> list[RowText]:
+        pad = host.pad_token(self.call.config) if self.stopping.has_eos else None
+        pad_id = None if pad is None else int(pad)
+        return [RowText(i, ids, self.room, pad_id) for i, ids in enumerate(self.call.input_ids)]
 
     def _open_sessions(self, opened: ExitStack) -> None:
         """Start a draft session for every row, all of which are closed, whatever happens."""
