@@ -7,7 +7,7 @@ slower" means a ratio of one.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,9 @@ COLUMNS = {
 }
 
 
-def cases(quick: bool) -> Iterator[tuple[str, int, int, float]]:
+def cases(shapes: Sequence[str], quick: bool) -> Iterator[tuple[str, int, int, float]]:
     """Shape, vocabulary, rows, temperature."""
-    shapes = CHEAP[:1] if quick else tuple(SHAPES)
-    for shape in shapes:
+    for shape in CHEAP[:1] if quick else shapes:
         for vocab in (100, 262_144) if shape in CHEAP else (262_144,):
             rows = (1, 16, 64) if vocab == 100 else (1, 8)
             for count in rows[:1] if quick else rows:
@@ -109,6 +108,7 @@ def compare(
 
 
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
+    parser.add_argument("--overhead-shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--overhead-tokens", type=int, default=64, help="to generate per call")
     parser.add_argument("--overhead-repeats", type=int, default=9)
 
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     report = Report("overhead", {"tokens": tokens, "repeats": repeats})
     table = report.table("Where drafting cannot pay", COLUMNS)
     models: dict[tuple[str, int], Any] = {}
-    for shape, vocab, rows, temperature in cases(arguments.quick):
+    for shape, vocab, rows, temperature in cases(arguments.overhead_shapes, arguments.quick):
         if (shape, vocab) not in models:
             models = {(shape, vocab): random_model(shape, vocab)}
         place = {"shape": shape, "vocab": vocab, "rows": rows, "temperature": temperature}

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from hf_retrieval_assist.decoding import loop
+from hf_retrieval_assist.target import fixed_verifier, replay
 
 from .accelerator import _NO_KERNEL, _WAITING, aten
 
@@ -46,3 +50,10 @@ def record(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
                     old.copy_(new)
 
     return repeat, shown
+
+
+def serve_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve calls on the CPU as on an accelerator that records."""
+    for module in (fixed_verifier, loop):
+        monkeypatch.setattr(module, "stays_in_place", lambda device: True)
+    monkeypatch.setattr(replay, "recorder", lambda device: record)

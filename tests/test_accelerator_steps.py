@@ -31,20 +31,16 @@ ASSISTANTS = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 8, 16])
-@pytest.mark.parametrize("name", ASSISTANTS)
-def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
-    model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
-    inputs = batch_of(rows)
-    plain = model.generate(**inputs, **OPTIONS)
-    assistant = ASSISTANTS[name](plain, inputs["attention_mask"])
+def counted_steps(model, inputs, assistant, monkeypatch, **options):
+    """Output, kernels of one of the model's forwards, and each step's counts and new tokens."""
     machine, steps, whole = Accelerator(), [], Generation.step
     machine.put(model)
 
     def counted(generation, verifier):
         machine.reset()
+        before = sum(map(len, generation.rows))
         whole(generation, verifier)
-        steps.append(dict(machine.counts))
+        steps.append((dict(machine.counts), sum(map(len, generation.rows)) - before))
 
     with machine, machine.watch(model):
         there = {key: value.to(DEVICE) for key, value in inputs.items()}
@@ -53,16 +49,55 @@ def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
         # The prefill costs what a step does.
         of_model = machine.counts["model", "kernel"] / NEW_TOKENS
         monkeypatch.setattr(Generation, "step", counted)
-        assisted = model.generate(**there, **OPTIONS, assistant=assistant)
+        torch.manual_seed(0)
+        assisted = model.generate(**there, **(OPTIONS | options), assistant=assistant)
     with machine:
-        assert torch.equal(assisted.cpu(), plain)
+        return assisted.cpu(), of_model, steps
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("name", ASSISTANTS)
+def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
+    model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
+    inputs = batch_of(rows)
+    plain = model.generate(**inputs, **OPTIONS)
+    assistant = ASSISTANTS[name](plain, inputs["attention_mask"])
+    assisted, of_model, steps = counted_steps(model, inputs, assistant, monkeypatch)
+    assert torch.equal(assisted, plain)
     assert assistant.stats.tier == "tree"
     if name != "suffix":
         assert assistant.stats.last.accepted > 0
-    for step in steps:
+    for step, _ in steps:
         assert step["loop", "kernel"] <= 12
         assert step["loop", "to device"] == step["loop", "to host"] == 1
         assert step["model", "kernel"] <= of_model + 2 * LAYERS
         waits = {(where, "wait") for where in ("loop", "model")}
         copies = {("model", "to device"), ("model", "to host")}
         assert not (waits | copies) & step.keys()
+
+
+# Kernels of one token: a copy, the processors, the probabilities and the draw.
+WARPERS = {
+    "none": ({"top_k": 0}, 3),
+    "top-k": ({"temperature": 0.8, "top_k": 8}, 7),
+    "top-p": ({"temperature": 0.8, "top_k": 0, "top_p": 0.9}, 12),
+    "min-p": ({"top_k": 0, "min_p": 0.05}, 10),
+}
+
+
+@pytest.mark.parametrize("name", WARPERS)
+def test_a_sampled_token_is_one_copy_back_and_nothing_sent(name, monkeypatch):
+    model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
+    inputs, (warpers, kernels) = batch_of(1), WARPERS[name]
+    torch.manual_seed(0)
+    plain = model.generate(**inputs, **(OPTIONS | {"do_sample": True} | warpers))
+    assistant = oracle_assistant(plain, inputs["attention_mask"])
+    sampled = {"do_sample": True, **warpers}
+    assisted, _, steps = counted_steps(model, inputs, assistant, monkeypatch, **sampled)
+    assert torch.equal(assisted, plain)
+    assert assistant.stats.last.accepted > 0
+    for step, tokens in steps:
+        assert step["loop", "to device"] == 1
+        assert step["loop", "to host"] == 1 + tokens
+        assert step["loop", "kernel"] <= 9 + kernels * tokens
+        assert ("loop", "wait") not in step

@@ -39,6 +39,11 @@ class RowText:
         return self._prompt_length + len(self.generated)
 
     @property
+    def device(self) -> torch.device:
+        """The prompt's, on which processors and criteria are shown the text."""
+        return self._ids.device
+
+    @property
     def last(self) -> int:
         """The last token, which the model has not processed yet."""
         return self.generated[-1]

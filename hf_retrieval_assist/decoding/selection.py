@@ -68,7 +68,7 @@ class TokenSelector:
         self.processors = processors
         self.do_sample = do_sample
         self.batch_size = batch_size
-        self.blind = all(isinstance(processor, _BLIND) for processor in processors)
+        self.blind = all(type(processor) in _BLIND for processor in processors)
 
     @property
     def greedy(self) -> bool:
@@ -83,7 +83,9 @@ class TokenSelector:
         each row of the batch is then shown the row at its place, repeated to the batch's size.
         """
         if self.blind:
-            return self.processors(rows[0].ids.expand(len(rows), -1), logits)
+            # The texts, which each new token would first have to be brought to the device for.
+            unseen = logits.new_empty((len(rows), 0), dtype=torch.long)
+            return self.processors(unseen, logits)
         if len(rows) == self.batch_size and len({len(row) for row in rows}) == 1:
             return self.processors(torch.cat([row.ids for row in rows]), logits)
         return torch.cat(

@@ -123,7 +123,7 @@ class Walk:
         if self.select.greedy and not self.recorder.wants_tokens:
             return verified.best(places, nodes)
         # A copy in float32 on the prompt's device, as plain decoding makes one.
-        device = walking[0].ids.device
+        device = walking[0].device
         raw = verified.logits(places, nodes).to(copy=True, dtype=torch.float32, device=device)
         scores = self.select.process(walking, raw)
         for k, row in enumerate(walking):

@@ -1,7 +1,9 @@
 """The keys and values of all layers in tensors of fixed capacity.
 
 Layers whose heads are alike share one tensor `[buffers, batch, capacity, heads, head_dim]`, so that
-an accepted path moves to the front in all of them by one gather and one scatter.
+an accepted path moves to the front in all of them by one gather and one scatter. In memory a head's
+slots lie behind one another, as in caches of transformers, whose models may count on it, or a
+slot's heads do, as attention in parts reads them.
 """
 
 from __future__ import annotations
@@ -24,8 +26,13 @@ def capacity_bucket(slots: int) -> int:
     return -(-slots // step) * step
 
 
-# Heads, head_dim, dtype, device, and the buffer's number where it stands alone.
-_Kind = tuple[int, int, torch.dtype, torch.device, int | None]
+# Bytes from which on layers share another tensor. Moving a path then takes two launches more, which
+# is nothing beside reading so much, and a cache is moved in without twice its memory.
+MOST_BYTES = 1 << 30
+
+# Heads, head_dim, dtype, device, and the number of the layers' part, or of a buffer that stands
+# alone.
+_Kind = tuple[int, int, torch.dtype, torch.device, int]
 
 
 class Arena:
@@ -35,12 +42,14 @@ class Arena:
         batch: rows.
         capacity: slots of each row.
         joined: whether layers share tensors. `torch.compile` wants tensors that share no memory.
+        split: whether attention is computed in parts.
     """
 
-    def __init__(self, batch: int, capacity: int, joined: bool = True):
+    def __init__(self, batch: int, capacity: int, joined: bool = True, split: bool = False):
         self.batch = batch
         self.capacity = capacity
         self.joined = joined
+        self.split = split
         self._groups: list[torch.Tensor] = []
         self._members: dict[_Kind, list[int]] = {}
 
@@ -51,37 +60,48 @@ class Arena:
     def hold(self, layers: Sequence[SlotLayer]) -> None:
         """Take the content of the layers in and make them write here.
 
-        An arena that held a cache before holds another one of the same model: its tensors are used
-        again, emptied, since what was not finite in a masked slot would show.
+        Layers let go of their own memory as soon as theirs is filled here, so a new arena and a
+        cache take no more than one tensor above the larger of them. An arena that held a cache
+        before holds another one of the same model: its tensors are used again, emptied, since what
+        was not finite in a masked slot would show.
         """
-        shown = [states for layer in layers for states in (layer.keys, layer.values)]
-        members: defaultdict[_Kind, list[int]] = defaultdict(list)
-        for number, states in enumerate(shown):
-            _, heads, _, depth = states.shape
-            alone = None if self.joined else number
-            members[heads, depth, states.dtype, states.device, alone].append(number)
-        self._make_room(dict(members))
-        homes = {
-            number: self._home(buffer)
-            for group, numbers in zip(self._groups, members.values(), strict=True)
-            for buffer, number in zip(group, numbers, strict=True)
-        }
-        for i, layer in enumerate(layers):
-            layer.move_in((homes[2 * i], homes[2 * i + 1]))
+        members = self._kinds(layers)
+        if members != self._members:
+            self._members, self._groups = members, []
+        homes: dict[int, torch.Tensor] = {}
+        for i, (kind, numbers) in enumerate(members.items()):
+            if i < len(self._groups):
+                self._groups[i].zero_()
+            else:
+                self._groups.append(self._zeros(len(numbers), *kind[:4]))
+            homes |= zip(numbers, map(self._home, self._groups[i]), strict=True)
+            for layer in {number // 2 for number in numbers}:
+                if {2 * layer, 2 * layer + 1} <= homes.keys():
+                    layers[layer].move_in((homes.pop(2 * layer), homes.pop(2 * layer + 1)))
 
-    def _make_room(self, members: dict[_Kind, list[int]]) -> None:
-        """Tensors for buffers of the given kinds, without content."""
-        if members == self._members:
-            for group in self._groups:
-                group.zero_()
-            return
-        self._members = members
-        self._groups = [
-            torch.zeros(
-                (len(numbers), self.batch, self.capacity, heads, depth), dtype=dtype, device=device
-            )
-            for (heads, depth, dtype, device, _), numbers in members.items()
-        ]
+    def _kinds(self, layers: Sequence[SlotLayer]) -> dict[_Kind, list[int]]:
+        """Which buffers share a tensor: of layer i, 2i holds the keys and 2i + 1 the values."""
+        members: defaultdict[_Kind, list[int]] = defaultdict(list)
+        taken = 0
+        for i, layer in enumerate(layers):
+            # Of keys and values together, so that the layer can leave its memory.
+            part = taken // MOST_BYTES
+            for number, states in enumerate((layer.keys, layer.values), start=2 * i):
+                _, heads, _, depth = states.shape
+                apart = part if self.joined else number
+                members[heads, depth, states.dtype, states.device, apart].append(number)
+                slots = self.batch * self.capacity
+                taken += slots * heads * depth * states.element_size()
+        return dict(members)
+
+    def _zeros(
+        self, buffers: int, heads: int, depth: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        rows, slots = (buffers, self.batch), self.capacity
+        if self.split:
+            return torch.zeros((*rows, slots, heads, depth), dtype=dtype, device=device)
+        by_head = torch.zeros((*rows, heads, slots, depth), dtype=dtype, device=device)
+        return by_head.transpose(2, 3)
 
     def _home(self, buffer: torch.Tensor) -> torch.Tensor:
         """A layer's view [batch, heads, capacity, head_dim] of one buffer."""

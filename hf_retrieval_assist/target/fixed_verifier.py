@@ -150,6 +150,7 @@ class FixedVerifier(TreeVerifier):
             taps=self.taps.boundaries,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             compiled=self.options.compiled is not None,
+            split=self.split and self.options.compiled is None,
         )
         recorded = self.options.recorded and self.options.compiled is None
         workspace = WORKSPACES.lend(self.model, shape, recorded)
@@ -245,7 +246,7 @@ class FixedVerifier(TreeVerifier):
 
     def _attention(self, inputs: dict[str, torch.Tensor], masks: Any) -> Any:
         """Scope of the attention that a forward runs with."""
-        if not self.split or self.options.compiled is not None:
+        if not self._workspace.shape.split:
             return nullcontext()
         fed, limited = self._workspace.masks.fed_tokens(inputs, masks, self.cache.slots.longest)
         return serving(attention_of(self.model.config), fed, limited)

@@ -43,6 +43,7 @@ class Shape:
         vocab_size: of these, ids from here on being left out.
         taps: the boundaries whose hidden states are wanted.
         compiled: whether `torch.compile` made the forward, and not a recording.
+        split: whether attention is computed in parts.
     """
 
     batch: int
@@ -55,6 +56,7 @@ class Shape:
     vocab_size: int = 0
     taps: tuple[tuple[int | str, ...], ...] = ()
     compiled: bool = False
+    split: bool = False
 
     def serves(self, other: Shape) -> bool:
         """Whether memory of this shape does for a call that asks for the other one.
@@ -124,7 +126,7 @@ class Workspace:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.arena = Arena(shape.batch, shape.capacity, joined=not shape.compiled)
+        self.arena = Arena(shape.batch, shape.capacity, not shape.compiled, shape.split)
         rules = shape.rules if isinstance(shape.rules, LayerMask) else dict(shape.rules)
         self.masks = FixedMasks(rules, shape.batch, shape.capacity, shape.dtype, shape.device)
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]

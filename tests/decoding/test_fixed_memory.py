@@ -15,7 +15,6 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.decoding import loop
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.kernels import split_attention
 from hf_retrieval_assist.target import fixed_verifier, replay, service, tiers
@@ -23,16 +22,13 @@ from hf_retrieval_assist.target.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.target.workspace import WORKSPACES
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.lossless import PROMPT, build, knowing, run
-from tests.op_recorder import record
+from tests.op_recorder import serve_in_place
 from tests.oracle_drafter import OracleDrafter, both
 
 
 @pytest.fixture(autouse=True)
 def in_place(monkeypatch):
-    """Serve calls on the CPU as on an accelerator that records."""
-    for module in (fixed_verifier, loop):
-        monkeypatch.setattr(module, "stays_in_place", lambda device: True)
-    monkeypatch.setattr(replay, "recorder", lambda device: record)
+    serve_in_place(monkeypatch)
 
 
 def idle(model):

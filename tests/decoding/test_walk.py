@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+)
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -131,6 +136,24 @@ class Remembers(LogitsProcessor):
     def __call__(self, input_ids, scores):
         self.seen.append(input_ids[0].tolist())
         return scores.index_fill(1, torch.tensor([self.forbidden]), -torch.inf)
+
+
+class Warms(TemperatureLogitsWarper):
+    """Unlike its parent, it looks at the text."""
+
+    def __init__(self):
+        super().__init__(0.5)
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids[0].tolist())
+        return super().__call__(input_ids, scores)
+
+
+def test_descendants_of_processors_that_see_no_text_see_it():
+    row, processor = row_of(), Warms()
+    walk_one(walker([row], [processor]), row, TREE, verified(1, 4, 0, 0, 5, 9))
+    assert processor.seen == [[8, 8, 7], [8, 8, 7, 1], [8, 8, 7, 1, 4], [8, 8, 7, 1, 4, 5]]
 
 
 def test_processors_see_the_true_prefix_of_every_token():

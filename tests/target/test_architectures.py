@@ -6,6 +6,9 @@ import pytest
 import torch
 import transformers
 
+from hf_retrieval_assist.target.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.target.kv_cache import HybridSlotLayer, IndexedSlotLayer, SlotCache
+from hf_retrieval_assist.target.workspace import WORKSPACES
 from tests.architectures import (
     BELOW_KNOWN,
     SKIPPED,
@@ -15,6 +18,7 @@ from tests.architectures import (
     known_tiers,
     table_row,
 )
+from tests.op_recorder import serve_in_place
 from tests.oracle_drafter import both, sequences_of
 
 # Longer than the windows and chunks of the tiny models.
@@ -28,6 +32,13 @@ with_table = pytest.mark.skipif(not TABLED, reason="the table is of another tran
 
 # XLM puts out NaN once its positions exceed the padding index, with or without an assistant.
 LOOSE = {"XLMWithLMHeadModel"}
+
+# Forwards whose routing of experts asks the device for numbers, or takes them for granted.
+UNRECORDED = {
+    "DbrxForCausalLM": "waits for the device",
+    "JetMoeForCausalLM": "of their spread",
+    "LongcatFlashForCausalLM": "waits for the device",
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,18 +83,53 @@ def test_class_generates_as_without_assistant(name, lines, served):
             assert relative_error(expected, actual) < 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", architectures())
-def test_class_generates_padded_batches_as_without_assistant(name, served):
+def padded_batch():
     prompts = torch.cat([PROMPT, PROMPT.flip(1)])
     mask = torch.ones_like(prompts)
     mask[1, :5] = prompts[1, :5] = 0
-    inputs = {"input_ids": prompts, "attention_mask": mask}
+    return {"input_ids": prompts, "attention_mask": mask}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures())
+def test_class_generates_padded_batches_as_without_assistant(name, served):
+    inputs = padded_batch()
     length = {"max_new_tokens": NEW_TOKENS}
     plain, assisted, assistant = both(build(name), inputs, do_sample=False, **length)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
     if TABLED:
         assert assistant.stats.tier == served[name][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures())
+def test_class_is_served_from_recordings(name, served, monkeypatch):
+    """Padded batches in memory that stays in place, a recorder standing where CUDA graphs are."""
+    if served.get(name, ("", ""))[1] != "tree":
+        pytest.skip("no trees, so nothing is recorded")
+    serve_in_place(monkeypatch)
+    model, verifiers, settle = build(name), [], FixedVerifier.finish
+
+    def noted(verifier, tokens):
+        verifiers.append(verifier)
+        settle(verifier, tokens)
+
+    monkeypatch.setattr(FixedVerifier, "finish", noted)
+    for _ in range(2):
+        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+        plain, assisted, assistant = both(model, padded_batch(), **options)
+        assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    if TABLED:
+        assert assistant.stats.tier == "tree"
+    # Layers that keep more than keys and values stay as they are.
+    more = IndexedSlotLayer, HybridSlotLayer
+    simple = not any(isinstance(layer, more) for layer in SlotCache(model.config).layers)
+    assert bool(verifiers) == simple
+    assert UNRECORDED.get(name, "") in WORKSPACES._faults.get(model, "")
+    if simple and name not in UNRECORDED:
+        steps = WORKSPACES._idle[model][1]._steps.values()
+        assert any(step.replay._trusted for step in steps)
+        assert all(step.replay.fault is None for step in steps)
 
 
 @with_table

@@ -59,13 +59,13 @@ def filled_cache(lengths, heads=2, depth=4):
     return cache
 
 
-@pytest.mark.parametrize("joined", [True, False])
-def test_an_arena_holds_what_layers_had_and_moves_paths(joined):
+@pytest.mark.parametrize(("joined", "split"), [(True, False), (False, False), (True, True)])
+def test_an_arena_holds_what_layers_had_and_moves_paths(joined, split):
     lengths = [7, 5]
     one, other = filled_cache(lengths), None
     torch.manual_seed(0)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in one.slot_layers]
-    arena = Arena(2, 16, joined)
+    arena = Arena(2, 16, joined, split)
     arena.hold(one.slot_layers)
     for layer, (keys, values) in zip(one.slot_layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
@@ -77,6 +77,8 @@ def test_an_arena_holds_what_layers_had_and_moves_paths(joined):
     for i, layer in enumerate(one.slot_layers):
         keys, values = layer.update(new + i, new - i)
         assert keys.shape[2] == values.shape[2] == 16
+        # Models may flatten heads into rows; attention in parts flattens slots into them.
+        assert all((x.transpose(1, 2) if split else x).is_contiguous() for x in (keys, values))
     # Row 0 keeps what it was fed at 0, 2 and 4, row 1 at 0 alone.
     arena.move(rows, fed[:, :3].gather(1, torch.tensor([[0, 2, 2], [0, 1, 2]])), fed[:, :3])
     one.slots.places = None
@@ -94,6 +96,47 @@ def test_an_arena_holds_what_layers_had_and_moves_paths(joined):
     for layer, keys in zip(one.slot_layers, kept, strict=True):
         assert torch.equal(layer.keys, keys)
     assert not other.slot_layers[0]._buffers[0][:, :, 3:].any()
+
+
+def highest(work):
+    """Bytes at once, at most, of what is allocated meanwhile."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    memory = [event for event in events if event.name() == "[memory]"]
+    live = [event.nbytes() for event in sorted(memory, key=lambda event: event.start_ns())]
+    return max(np.cumsum(live))
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_cache_moves_into_an_arena_without_twice_its_memory(joined, monkeypatch):
+    layers, slots = 6, 512
+    cache = SlotCache(tiny_config(LlamaConfig, num_hidden_layers=layers))
+    for i in range(layers):
+        cache.update(torch.randn(2, 2, slots, 16), torch.randn(2, 2, slots, 16), i)
+    cache.begin(2)
+    whole = layers * 2 * (2 * 2 * slots * 16 * 4)
+    # Two layers to a tensor.
+    monkeypatch.setattr("hf_retrieval_assist.target.arena.MOST_BYTES", whole // 3)
+    # Whose memory stays taken, so that nothing is freed that was not counted.
+    before = [(layer.keys, layer.values) for layer in cache.slot_layers]
+    arena = Arena(2, slots, joined)
+
+    def move():
+        for layer in cache.slot_layers:
+            layer.move_out()
+        arena.hold(cache.slot_layers)
+
+    parts = 3 if joined else 2 * layers
+    assert whole <= highest(move) <= whole + whole // 3 + 4096
+    assert len(arena._groups) == parts
+    assert arena.nbytes == whole
+    rows, last = torch.arange(2)[:, None], torch.full((2, 1), slots - 1)
+    arena.move(rows, last, torch.zeros_like(last))
+    for layer, (keys, values) in zip(cache.slot_layers, before, strict=True):
+        for shown, held in ((layer.keys, keys), (layer.values, values)):
+            assert torch.equal(shown[:, :, 1:], held[:, :, 1:])
+            assert torch.equal(shown[:, :, 0], held[:, :, -1])
 
 
 RULES = [
