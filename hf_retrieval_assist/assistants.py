@@ -279,7 +279,7 @@ class AssistantSession:
         self,
         token_ids: Sequence[int],
         logits: torch.Tensor | None = None,
-        hidden_states: dict[tuple[int, ...], torch.Tensor] | None = None,
+        hidden_states: dict[tuple[int | str, ...], torch.Tensor] | None = None,
     ) -> None:
         """Append the first tokens, which follow the prefill; see `prompt_feedback`."""
         self.expected.follow(token_ids)

@@ -18,6 +18,7 @@ from .drafters.draft_model import DraftModelDrafter
 from .drafters.eagle import EagleDrafter
 from .drafters.mtp import MtpDrafter
 from .drafters.rest import RestDrafter
+from .drafters.shared_keys import SharedKeysDrafter, reads_shared_keys
 from .drafters.suffix import SuffixDrafter
 from .drafters.token_recycling import TokenRecyclingDrafter
 from .eagle.head import EagleHead
@@ -64,11 +65,20 @@ def _fallback_drafter(fallback: Any) -> Drafter:
     if isinstance(fallback, EagleHead):
         return EagleDrafter(fallback)
     if isinstance(fallback, PreTrainedModel):
-        return DFlashDrafter(fallback) if is_dflash(fallback) else DraftModelDrafter(fallback)
+        return _drafter_of_model(fallback)
     raise TypeError(
         f"fallback: expected {names}, a draft model, an EagleHead, a drafter, a list of these or "
         f"None, got {type(fallback).__name__}"
     )
+
+
+def _drafter_of_model(model: PreTrainedModel) -> Drafter:
+    """By what the model is configured to be fed."""
+    if is_dflash(model):
+        return DFlashDrafter(model)
+    if reads_shared_keys(model):
+        return SharedKeysDrafter(model)
+    return DraftModelDrafter(model)
 
 
 def _require(kind: type, **arguments: Any) -> None:
@@ -89,8 +99,8 @@ class SamAssistant(Assistant):
     Args:
         corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
         fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers; a draft
-            model, of any tokenizer; a DFlash model; an `EagleHead`; a drafter; None. Or a list of
-            these, whose drafts become one tree.
+            model, of any tokenizer; a DFlash model; a Gemma 4 assistant; an `EagleHead`; a drafter;
+            None. Or a list of these, whose drafts become one tree.
         min_match: shortest match that drafts under "paper", in tokens.
         corpus_bias: tokens by which a corpus match must be longer than one in the text.
         max_draft: longest draft from a match under "paper".

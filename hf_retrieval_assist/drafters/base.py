@@ -47,12 +47,14 @@ class FeedbackNeeds:
         top_k: how many of their largest logits, where those are enough.
         hidden_layers: boundaries of the residual stream, counted as transformers counts
             `hidden_states` (k: before block k; 0: the embeddings); −1 is the last hidden state
-            after the final norm. Their widths are concatenated in this order.
+            after the final norm; a kind of layer, as configurations name it: the input of the
+            block whose keys and values later ones of that kind reuse. Their widths are
+            concatenated in this order.
     """
 
     logits: bool = False
     top_k: int = 0
-    hidden_layers: tuple[int, ...] = ()
+    hidden_layers: tuple[int | str, ...] = ()
 
 
 @dataclass

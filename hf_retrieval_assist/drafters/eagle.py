@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from ..eagle.drafting import HeadStream
 from ..eagle.head import EagleHead
+from ..eagle.target import TargetShape
 from ..token_tree import Float32Array
 from .base import Drafter, FeedbackNeeds, Target
 from .feature_session import FeatureSession
@@ -24,7 +25,7 @@ class EagleDrafter(Drafter):
         min_prob: nodes that the head holds less likely than this to be reached are not expanded.
 
     Raises:
-        ValueError: a size is out of range.
+        ValueError: a size is out of range; from `start`, the head is for another target.
     """
 
     name = "eagle"
@@ -47,6 +48,13 @@ class EagleDrafter(Drafter):
             raise ValueError(
                 f"head: expected at most {target.vocab_size} ids, the target's, got a head of "
                 f"{self.head.config.vocab_size}"
+            )
+        model = target.model
+        width = None if model is None else TargetShape.of(model).hidden_size
+        if width not in (None, self.head.config.target_width):
+            raise ValueError(
+                f"head: expected one for the target's hidden size of {width}, got one for "
+                f"{self.head.config.target_width}"
             )
         stream = HeadStream(self.head, self.limits)
         return FeatureSession(stream, prompt_ids, self.limits.total - 1)

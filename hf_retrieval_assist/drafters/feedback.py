@@ -11,7 +11,7 @@ from ..target.top_logits import ComputedTop, TopLogits
 from ..token_tree import Int32Array
 from .base import Feedback, FeedbackNeeds
 
-Layers = tuple[int, ...]
+Layers = tuple[int | str, ...]
 
 
 @dataclass

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from .config import HeadConfig
+
+class CacheShape(Protocol):
+    """Whose entries are cached; a `HeadConfig` is one."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 class HeadCache:
@@ -15,7 +28,7 @@ class HeadCache:
         length: entries in use. Lowering it (`truncate`) forgets the newest.
     """
 
-    def __init__(self, config: HeadConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: CacheShape, device: torch.device, dtype: torch.dtype) -> None:
         self.length = 0
         shape = (config.num_layers, 2, 1, config.num_kv_heads, 64, config.head_dim)
         self._store = torch.empty(shape, device=device, dtype=dtype)

@@ -1,8 +1,8 @@
 """Reading EAGLE checkpoints as published, and writing heads in the `speculators` layout.
 
-Understood: repositories of SafeAILab (EAGLE-1, -2, -3) and of tools that follow them, and the
-`speculators` format of vLLM. Files are untrusted input: nothing is unpickled beyond tensors, and
-every shape is compared with what the target needs.
+Understood: repositories of SafeAILab (EAGLE-1, -2, -3) and of tools that follow them, EAGLE-3.1
+among them, and the `speculators` format of vLLM. Files are untrusted input: nothing is unpickled
+beyond tensors, and every shape is compared with what the target needs.
 """
 
 from __future__ import annotations

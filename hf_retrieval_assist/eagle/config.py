@@ -33,7 +33,8 @@ class HeadConfig:
         feature_norm: RMS norm of the target features before `fc`: none, one over the
             concatenation, or one for each boundary.
         norm_before_residual: EAGLE-3's first residual is the normed hidden state.
-        norm_output: the next drafting step is fed the normed output.
+        norm_output: the next drafting step is fed the normed output. With one `feature_norm` for
+            each boundary, this is EAGLE-3.1 (arXiv:2605.09992).
         embedding_norm, input_norm: EAGLE-1 variants that norm what the original leaves as it is.
     """
 
@@ -111,6 +112,8 @@ def infer_config(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) ->
     Raises:
         ValueError: a tensor that tells the architecture is missing, or does not fit the target.
     """
+    raw = _flat(raw)
+    _refuse_other_kinds(shapes, raw)
     layer = raw.get("transformer_layer_config", raw)
     hidden = _shape(shapes, "layers.0.self_attn.o_proj.weight")[0]
     activation = layer.get("hidden_act", "silu")
@@ -136,6 +139,29 @@ def infer_config(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) ->
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_output=bool(raw.get("norm_output", not is_eagle3 and "norm.weight" in shapes)),
     )
+
+
+def _flat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with what some publishers keep in an `eagle_config` of its own."""
+    nested = raw.get("eagle_config") or {}
+    if not isinstance(nested, Mapping):
+        raise ValueError(f"eagle_config: expected an object, got {nested!r}")
+    return {**raw, **nested}
+
+
+def _refuse_other_kinds(shapes: Shapes, raw: Mapping[str, Any]) -> None:
+    """ValueError for relatives of EAGLE-3 that draft in another way, or attend in another way."""
+    if "mask_hidden" in shapes or raw.get("parallel_drafting"):
+        raise ValueError(
+            "P-EAGLE head (arXiv:2602.01469): expected an EAGLE head, which drafts a token from "
+            "the one before it, got one that was trained to draft all positions at once "
+            "(mask_hidden or parallel_drafting)"
+        )
+    if "layers.0.self_attn.kv_a_proj_with_mqa.weight" in shapes:
+        raise ValueError(
+            "EAGLE head with multi-head latent attention: expected one with q_proj, k_proj and "
+            "v_proj, got kv_a_proj_with_mqa"
+        )
 
 
 def _shape(shapes: Shapes, name: str) -> tuple[int, ...]:

@@ -26,15 +26,19 @@ class FeatureTap:
     Args:
         model: a decoder-only transformers model, or a wrapper around one.
         boundaries: k in [0, blocks): the input of block k, which transformers calls
-            `hidden_states[k]`; −1: what the decoder returns, after its final norm.
+            `hidden_states[k]`; −1: what the decoder returns, after its final norm; a kind of
+            layer: the input of the block whose keys and values later ones of that kind reuse.
 
     Raises:
         ValueError: a boundary does not exist, or the blocks cannot be found.
     """
 
-    def __init__(self, model: Any, boundaries: Sequence[int]) -> None:
-        self.boundaries = tuple(boundaries)
+    def __init__(self, model: Any, boundaries: Sequence[int | str]) -> None:
         self._decoder, self._blocks = find_blocks(model)
+        self.boundaries = tuple(
+            key_layer(model, boundary) if isinstance(boundary, str) else boundary
+            for boundary in boundaries
+        )
         for boundary in self.boundaries:
             if not -1 <= boundary < len(self._blocks):
                 raise ValueError(
@@ -66,7 +70,9 @@ class FeatureTap:
     def __enter__(self) -> FeatureTap:
         self._captured.clear()
         self._thread = threading.get_ident()
-        self._handles = [self._decoder.register_forward_pre_hook(self._forget)]
+        self._handles = [
+            self._decoder.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+        ]
         for boundary in set(self.boundaries):
             self._handles.append(self._hook(boundary))
         return self
@@ -100,10 +106,15 @@ class FeatureTap:
             raise RuntimeError(f"expected hidden states [batch, n, width], found {found}")
         self._captured[boundary] = hidden.detach()
 
-    def _forget(self, decoder: nn.Module, args: tuple[Any, ...]) -> None:
-        """A forward that fails to reach a hook must not show the one before it."""
-        if threading.get_ident() == self._thread:
-            self._captured.clear()
+    def _begin_forward(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A forward that fails to reach a hook must not show the one before it, and one that may
+        skip positions in its last blocks must not."""
+        if threading.get_ident() != self._thread:
+            return None
+        self._captured.clear()
+        return (args, {**kwargs, "logits_to_keep": 0}) if "logits_to_keep" in kwargs else None
 
 
 def find_blocks(model: Any) -> tuple[nn.Module, nn.ModuleList]:
@@ -141,6 +152,27 @@ def _lists_of(root: nn.Module, count: int | None) -> list[tuple[nn.Module, nn.Mo
     ]
 
 
+def key_layer(model: Any, kind: str) -> int:
+    """The last block of a kind of layer that computes keys and values of its own, where later ones
+    of that kind may reuse them.
+
+    Raises:
+        ValueError: the model shares no keys, or has no such layers.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kinds = list(getattr(config, "layer_types", None) or ())
+    reusing = getattr(config, "num_kv_shared_layers", None)
+    own = [] if reusing is None else kinds[: len(kinds) - reusing]
+    found = [i for i, other in enumerate(own) if other == kind]
+    if not found:
+        raise ValueError(
+            f"hidden states for a drafter that reads the target's keys: expected a target whose "
+            f"layers share keys and values and of which some are {kind!r}, got "
+            f"{type(model).__name__}"
+        )
+    return found[-1]
+
+
 class FeatureTaps:
     """A tap for every set of layers that drafters ask for; entered round each forward.
 
@@ -149,16 +181,16 @@ class FeatureTaps:
         layers: the sets of boundaries; none, and entering does nothing.
     """
 
-    def __init__(self, model: Any, layers: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, model: Any, layers: Sequence[tuple[int | str, ...]]) -> None:
         self._taps = {boundaries: FeatureTap(model, boundaries) for boundaries in layers}
 
     @property
-    def features(self) -> dict[tuple[int, ...], Tensor]:
+    def features(self) -> dict[tuple[int | str, ...], Tensor]:
         """For each set of layers, [batch, n, width] of the last forward."""
         return {boundaries: tap.features for boundaries, tap in self._taps.items()}
 
     @property
-    def boundaries(self) -> tuple[tuple[int, ...], ...]:
+    def boundaries(self) -> tuple[tuple[int | str, ...], ...]:
         return tuple(self._taps)
 
     def shown(self) -> list[dict[int, Tensor]]:

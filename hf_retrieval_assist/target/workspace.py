@@ -54,7 +54,7 @@ class Shape:
     positions: tuple[int, ...] = ()
     top_k: int = 0
     vocab_size: int = 0
-    taps: tuple[tuple[int, ...], ...] = ()
+    taps: tuple[tuple[int | str, ...], ...] = ()
     compiled: bool = False
     split: bool = False
 
