@@ -11,10 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, __version__
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
+
+PIPELINES_SINCE = Version("5.23")
 
 
 def prefill(
@@ -153,6 +156,17 @@ def parts_group(model: Any) -> Any:
         return None if mesh is None or mesh.size() < 2 else mesh.get_group()
     shared = (name for name in ("pp", "tp") if name in mesh.mesh_dim_names)
     return next((mesh[name].get_group() for name in shared if mesh[name].size() > 1), None)
+
+
+def why_plain_in_pipeline(model: Any) -> str | None:
+    """Why a model whose layers are spread over processes is decoded plainly by all of them; None:
+    it need not be."""
+    mesh: Any = getattr(model, "_device_mesh", None)
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if "pp" not in names or mesh["pp"].size() < 2 or Version(__version__) >= PIPELINES_SINCE:
+        return None
+    # There one process can find its part of a tree's forward wrong while others wait for it.
+    return f"pipeline parallelism needs transformers {PIPELINES_SINCE}, got {__version__}"
 
 
 def compute_device(layer: nn.Module, otherwise: torch.device | None = None) -> torch.device:

@@ -23,6 +23,7 @@ from .host import (
     keeps_no_activations,
     takes_dynamic_cache,
     why_no_mask,
+    why_plain_in_pipeline,
 )
 from .kv_cache import SLOT_LAYERS
 from .self_test import fault, forward_parameters, has_padding
@@ -95,6 +96,8 @@ def _first_right(model: Any, model_kwargs: dict[str, Any], packs: bool) -> Servi
 def _candidates(model: Any, packs: bool) -> list[Service]:
     """Tiers that the model's properties allow, best first; the last one is plain."""
     plain = Service(Tier.PLAIN, "")
+    if (why := why_plain_in_pipeline(model)) is not None:
+        return [Service(Tier.PLAIN, why)]
     parameters = forward_parameters(model)
     name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
     if name is None:

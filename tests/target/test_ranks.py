@@ -8,9 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+import transformers
+from packaging.version import Version
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import TokenTree
+from hf_retrieval_assist.target.host import PIPELINES_SINCE
 from hf_retrieval_assist.target.ranks import Ranks, _pack, _unpack
 
 from ..tiny_models import tiny_config, tiny_model
@@ -60,6 +63,8 @@ def lacking(case):
         config = pytest.importorskip("transformers.distributed").DistributedConfig
         if size not in inspect.signature(config).parameters:
             return f"this version of transformers knows no {size}"
+    if case == "pipeline_parallel" and Version(transformers.__version__) < PIPELINES_SINCE:
+        return f"pipelines are served from transformers {PIPELINES_SINCE} on"
     return ""
 
 
