@@ -20,7 +20,8 @@ class CostView(CostModel):
     """
 
     def __init__(self, cost: CostModel):
-        super().__init__(cost.device_type)
+        # Made in every step: what the base class would learn with takes longer than the rest.
+        self.device_type = cost.device_type
         self._cost = cost
 
     @property

@@ -120,10 +120,6 @@ def arrange(
 
 def lay_out(roots: Sequence[int], trees: Sequence[TokenTree], device: torch.device) -> FedTrees:
     """Lay the trees out below their roots."""
-    if not any(map(len, trees)):
-        alone = torch.tensor(roots, device=device)[:, None]
-        seen = torch.ones_like(alone, dtype=torch.bool)[:, :, None]
-        return FedTrees(alone, torch.zeros_like(alone), seen, 0)
     token_ids, depths, attends = arrange(roots, trees)
     return FedTrees(
         torch.from_numpy(token_ids).to(device),
