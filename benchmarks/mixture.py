@@ -3,8 +3,8 @@
     python -m benchmarks.mixture TRACES OUT [--without NAME]
 
 The drafter replays the requests of every trace in turn, a few of each, and keeps what it learns.
-Each trace is replayed with its corpus in the memory and, apart from that, as a corpus. `--without`
-leaves a trace out, for weights that are tried on that trace.
+Each trace is replayed from the text alone, with its corpus in the memory, and with it as a corpus.
+`--without` leaves a trace out, for weights that are tried on that trace.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ def train(traces: Sequence[Trace], rounds: int = ROUNDS) -> Mixture:
             drafter.mixer = replace(mixture, rate=rate).mixer()
             requests = next(portion, [])
             simulate(Assistant([drafter], budget=BUDGET), requests, vocab_size=vocab_size)
-            mixture = Mixture(drafter.mixer.cells, drafter.mixer.weights)
+            mixer = drafter.mixer
+            mixture = Mixture(mixer.cells, mixer.copy_cells, mixer.weights)
     return mixture
 
 
 def _sources(trace: Trace) -> list[str]:
-    return ["memory", "corpus"] if trace.corpus else ["memory"]
+    return ["text", "memory", "corpus"] if trace.corpus else ["text", "memory"]
 
 
 def _drafters(trace: Trace) -> Iterator[SuffixDrafter]:
     for source in _sources(trace):
-        if source == "memory":
-            yield SuffixDrafter(warmed(trace.corpus), mixture=Mixture.untrained())
-        else:
-            yield SuffixDrafter(OutputMemory(), corpus=trace.corpus, mixture=Mixture.untrained())
+        memory = warmed(trace.corpus) if source == "memory" else OutputMemory()
+        corpus = trace.corpus if source == "corpus" else None
+        learn = source != "text"
+        yield SuffixDrafter(memory, learn=learn, corpus=corpus, mixture=Mixture.untrained())
 
 
 def portions(trace: Trace) -> Iterator[list[tuple[object, object]]]:
