@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "EAGLE head of more ids": (
         lambda: head_for(hidden_size=32, vocab_size=VOCAB + 1, num_layers=3),
-        f"expected at most {VOCAB} ids, the target's, got a head of {VOCAB + 1}",
+        f"expected at most {VOCAB} ids, the target's, got one of {VOCAB + 1}",
     ),
     "EAGLE head of another width": (
         lambda: head_for(hidden_size=64, vocab_size=VOCAB, num_layers=3),
@@ -53,7 +53,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "DFlash model of another width": (
         lambda: block_drafter(hidden_size=64),
-        "DFlash model: expected one for the target's hidden size of 32, got 64",
+        "DFlash model: expected one for the target's hidden size of 32, got one for 64",
     ),
     "assistant without shared keys": (key_reader, "whose layers share keys .*LlamaForCausalLM"),
     "draft model of another tokenizer": (
