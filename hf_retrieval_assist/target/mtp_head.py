@@ -16,7 +16,7 @@ from ..system.checkpoints import (
     read_tensors,
     write_checkpoint,
 )
-from .borrowed import float_weight
+from .borrowed import TargetShape, float_weight
 from .host import compute_device
 from .mtp_layers import MtpLayers, fresh_mtp_layer
 from .ranks import require_whole
@@ -98,13 +98,15 @@ class MtpHead(MtpLayers):
             ValueError: the files are damaged, or are no such head, or one for another target.
         """
         folder = local_folder(path_or_hub_id)
-        found = read_json(folder / "config.json").get("architectures")
-        if found != [_ARCHITECTURE]:
-            raise ValueError(f"{folder}: expected architectures {[_ARCHITECTURE]}, got {found}")
+        config, vocab_size = read_json(folder / "config.json"), TargetShape.of(target).vocab_size
+        expected = {"architectures": [_ARCHITECTURE], "vocab_size": vocab_size}
+        for name, value in expected.items():
+            if config.get(name) != value:
+                raise ValueError(f"{name}: expected {value}, got {config.get(name)!r} in {folder}")
         tensors = read_tensors(folder)
         ids = tensors.get("draft_ids")
-        if ids is not None and (ids.is_floating_point() or not ids.diff().gt(0).all()):
-            raise ValueError("draft_ids: expected ascending integers, found others")
+        if ids is not None and (ids.dtype != torch.int64 or not ids.diff().gt(0).all()):
+            raise ValueError(f"draft_ids: expected ascending int64, found {ids}")
         head = cls(target, ids)
         check_fit(head.state_dict(), tensors)
         head.load_state_dict(tensors)

@@ -171,15 +171,15 @@ def _load(model: Any) -> nn.Module:
 def fresh_mtp_layer(model: Any) -> nn.Module:
     """transformers' `MtpModel` of one layer for a model that need not have any, untrained.
 
-    The layer is the model's own decoder layer, of full attention, behind norms of the model's class
-    and a projection; in float32 on the CPU.
+    The layer is the model's own decoder layer, of full attention where it has such layers, behind
+    norms of the model's class and a projection; in float32 on the CPU.
 
     Raises:
         ValueError: such a layer cannot be built, or run, for this model.
     """
     mtp_model = _mtp_model_class()
     try:
-        return _taking_masks(mtp_model(WithMtpConfig(model, 1), 1))
+        return _taking_masks(mtp_model(_WithMtpConfig(model, 1), 1))
     except Exception as error:  # whatever an unsuitable class raises
         raise ValueError(
             "target: expected a model of whose decoder layer transformers can make an MTP layer, "
@@ -208,12 +208,12 @@ def loadable(model: Any) -> Any:
     if getattr(config, "num_mtp_layers", None):
         return model
     if any("mtp" in pattern for pattern in unloaded_patterns(model)):
-        return WithMtpConfig(model, getattr(config, "mtp_num_hidden_layers", 1))
+        return _WithMtpConfig(model, getattr(config, "mtp_num_hidden_layers", 1))
     return None
 
 
-class WithMtpConfig:
-    """A model with a configuration that counts MTP layers, all of full attention.
+class _WithMtpConfig:
+    """A model with a configuration that counts MTP layers, of full attention where it has any.
 
     Qwen3-Next and Qwen3.5 hold one in their checkpoints without counting it: a block between two
     norms, a projection and a final norm, in the layout that transformers' loader knows from Mellum.
@@ -227,8 +227,11 @@ class WithMtpConfig:
         self._model = model
         self.config = copy.deepcopy(model.config)
         config = self.config.get_text_config(decoder=True)
+        self._kinds = getattr(config, "layer_types", None) or ()
+        full = not self._kinds or "full_attention" in self._kinds
+        self._kind = "full_attention" if full else self._kinds[-1]
         config.num_mtp_layers = count
-        config.mtp_layer_types = ["full_attention"] * count
+        config.mtp_layer_types = [self._kind] * count
         if kinds := getattr(config, "mlp_layer_types", None):
             config.mtp_mlp_layer_types = kinds[-1:] * count
 
@@ -236,12 +239,11 @@ class WithMtpConfig:
         return getattr(self._model, name)
 
     def get_decoder(self) -> Any:
-        """Its last layer is one of full attention, whose class and norms the MTP layer shares."""
+        """Its last layer is one whose class and norms the MTP layer shares."""
         decoder = self._model.get_decoder()
         layers = list(decoder.layers)
-        kinds = getattr(self.config.get_text_config(decoder=True), "layer_types", None)
-        full = ["full" in kind for kind in kinds or ()]
+        alike = [kind == self._kind for kind in self._kinds]
         return SimpleNamespace(
-            layers=list(compress(layers, full)) or layers,
+            layers=list(compress(layers, alike)) or layers,
             rotary_emb=getattr(decoder, "rotary_emb", None),
         )

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
-from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist import Assistant, MtpHead, SamAssistant
 from hf_retrieval_assist.drafters.feature_session import FeatureSession
 from hf_retrieval_assist.drafters.mtp import MtpDrafter
 from hf_retrieval_assist.target.mtp_layers import MtpLayers, mtp_layers
@@ -25,7 +25,7 @@ from hf_retrieval_assist.token_tree import TokenTree
 from tests.feature_following import TEXT, features_of, seen, session_of
 from tests.lossless import PHRASE, build, knowing
 from tests.mtp_models import FAMILIES, saved_with_mtp
-from tests.tiny_models import VOCAB
+from tests.tiny_models import VOCAB, randomise
 
 TIERS = {
     "DeepseekV3ForCausalLM": "tree",
@@ -93,7 +93,7 @@ def reference_logits(
             )
         if level < len(layers) - 1:
             hidden = output
-    return module._project_to_logits(output[0, -1]).detach()
+    return layers.logits(output[0, -1]).detach()
 
 
 def draft_at_once(model: Any, text: Sequence[int], **sizes: Any) -> TokenTree:
@@ -178,9 +178,17 @@ def test_every_family_drafts_what_its_layers_say(name: str, models: dict[str, An
             path, above = [*path, token], prob
 
 
-def test_every_node_of_a_tree_has_the_layers_probability(glm: Any) -> None:
-    layers, features = mtp_layers(glm), features_of(glm)
-    tree = draft_at_once(glm, TEXT, top_k=3, depth=4, total=40, min_prob=0.0)
+@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "a head of LlamaForCausalLM"])
+def test_every_node_of_a_tree_has_the_layers_probability(name: str, models: dict[str, Any]) -> None:
+    if name in FAMILIES:
+        model, head = models[name], None
+        layers: MtpLayers = mtp_layers(model)
+    else:
+        model = build(transformers.LlamaForCausalLM)
+        layers = head = MtpHead.for_target(model, torch.arange(1, VOCAB, 2))
+        randomise(head, 0.3)
+    features = features_of(model)
+    tree = draft_at_once(model, TEXT, top_k=3, depth=4, total=40, min_prob=0.0, head=head)
     tree.check_invariants()
     assert tree.depths.max() == 5
     assert not tree.is_chain
@@ -188,7 +196,8 @@ def test_every_node_of_a_tree_has_the_layers_probability(glm: Any) -> None:
         path = tree.path(node)[:-1]
         logits = reference_logits(layers, features, TEXT, tree.token_ids[path].tolist())
         above = tree.probs[path[-1]] if len(path) else 1.0
-        given = float(logits.softmax(-1)[tree.token_ids[node]])
+        ids = layers.to_target_ids(torch.arange(len(logits))).tolist()
+        given = float(logits.softmax(-1)[ids.index(tree.token_ids[node])])
         assert tree.probs[node] / above == pytest.approx(given, rel=2e-3)
 
 
