@@ -262,9 +262,9 @@ class UnrolledHead(nn.Module):
         """Mean over the positions that are learnt (bool [B, n]); hidden [B, n, H], targets
         [B, n, k]."""
         logits = self.head.logits(hidden[learnt]).float()
-        shares, told = soft_probs[learnt].float(), logits.gather(-1, soft_ids[learnt].long())
-        losses = logits.logsumexp(-1) * shares.sum(-1) - (shares * told).sum(-1)
-        return losses.sum() / learnt.sum().clamp(min=1)
+        # The targets of a position sum to one.
+        expected = (soft_probs[learnt] * logits.gather(-1, soft_ids[learnt].long())).sum(-1)
+        return (logits.logsumexp(-1) - expected).sum() / learnt.sum().clamp(min=1)
 
 
 class HeadTrainer(Trainer):

@@ -69,6 +69,21 @@ def test_drafts_do_not_depend_on_the_steps(name: str) -> None:
             np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["EAGLE head", "MTP head"])
+def test_a_long_text_is_followed_in_parts(name: str) -> None:
+    target, fallback = make(name)
+    (drafter,) = fallback_drafters(fallback)
+    features = features_of(target, drafter.needs.hidden_layers)
+    trees = []
+    for chunk in (512, 7):
+        session = session_of(drafter, target, TEXT[:29])
+        session._stream.chunk = chunk
+        session.commit(TEXT[29:30], seen(features[:29]))
+        trees.append(session.propose(12))
+    assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
+    np.testing.assert_allclose(trees[0].probs, trees[1].probs, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("rows", "sampling"),

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
 
 from hf_retrieval_assist import EagleHead, MtpHead, SamAssistant
+from hf_retrieval_assist.drafters.mtp import MtpDrafter
+from tests.feature_following import TEXT, features_of, seen, session_of
 from tests.lossless import build, knowing, run
 from tests.tiny_models import VOCAB, randomise
 
@@ -157,3 +161,21 @@ def test_beside_retrieval(llama: Any, tmp_path: Path) -> None:
     assistant = knowing(expected, fallback=MtpHead.from_pretrained(tmp_path, llama))
     assert run(llama, assistant=assistant).tolist() == expected.tolist()
     assert assistant.stats.last.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_training_runs_the_layer_as_drafting_does(name: str) -> None:
+    target = build(getattr(transformers, name))
+    head = MtpHead.for_target(target, IDS)
+    randomise(head)
+    text = torch.tensor([TEXT])
+    features = features_of(target)[None, :-1]
+    known = torch.ones(39, 39, dtype=torch.bool).tril()
+    with torch.no_grad():
+        hidden = head(features, text[:, 1:], torch.arange(39)[None], known, DynamicCache())
+        likeliest = head.logits(hidden[0, -1]).softmax(-1).topk(5)
+    session = session_of(MtpDrafter(top_k=5, depth=0, min_prob=0.0, head=head), target, TEXT[:-1])
+    session.commit(TEXT[-1:], seen(features[0]))
+    tree = session.propose(5)
+    assert tree.token_ids.tolist() == IDS[likeliest.indices].tolist()
+    np.testing.assert_allclose(tree.probs, likeliest.values.numpy(), rtol=1e-3)
