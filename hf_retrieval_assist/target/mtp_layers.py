@@ -227,7 +227,7 @@ class _WithMtpConfig:
         self._model = model
         self.config = copy.deepcopy(model.config)
         config = self.config.get_text_config(decoder=True)
-        self._kinds = getattr(config, "layer_types", None) or ()
+        self._kinds: list[str] = getattr(config, "layer_types", None) or []
         full = not self._kinds or "full_attention" in self._kinds
         self._kind = "full_attention" if full else self._kinds[-1]
         config.num_mtp_layers = count

@@ -26,9 +26,9 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def mtp_head(target: Any) -> MtpHead:
+def head_of(kind: type[EagleHead | MtpHead], target: Any) -> Any:
     """One that drafts every second id."""
-    head = MtpHead.for_target(target, torch.arange(1, VOCAB, 2))
+    head = kind.for_target(target, draft_ids=torch.arange(1, VOCAB, 2))
     randomise(head)
     return head.requires_grad_(False)
 
@@ -39,10 +39,9 @@ def make(name: str) -> tuple[Any, Any]:
         return sharing_target(name), key_reader(name)
     kind = "Gemma3ForCausalLM" if name == "MTP head of Gemma 3" else "LlamaForCausalLM"
     target = build(getattr(transformers, kind))
-    torch.manual_seed(0)
-    if name == "EAGLE head":
-        return target, EagleHead.for_target(target).requires_grad_(False)
-    return target, mtp_head(target) if name.startswith("MTP") else block_drafter()
+    if name == "DFlash model":
+        return target, block_drafter()
+    return target, head_of(EagleHead if name == "EAGLE head" else MtpHead, target)
 
 
 NAMES = ["DFlash model", "EAGLE head", "MTP head", "MTP head of Gemma 3", *FAMILIES]
