@@ -128,7 +128,7 @@ def _decode_the_faster_way(
 ) -> Any:
     """With drafts, or plainly while those make calls slower; timed from the first token on."""
     if comparison.rests():
-        counts.tier = Tier.PLAIN.value
+        counts.tier = "at rest"
         result = decode_at_rest(call, assistant, counts)
         comparison.observe_plain(counts.seconds["forward"], counts.steps - 1)
         return result

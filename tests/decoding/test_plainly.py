@@ -45,7 +45,7 @@ def test_a_call_at_rest_is_plain_and_counted(model, resting, sample):
     again = run(model, do_sample=sample, temperature=1.3 if sample else None, assistant=assistant)
     assert torch.equal(plain, again)
     total = assistant.stats.total
-    assert (total.tier, total.drafted, total.tokens, total.steps) == ("plain", 0, 48, 24)
+    assert (total.tier, total.drafted, total.tokens, total.steps) == ("at rest", 0, 48, 24)
     assert 0 < total.seconds["forward"] < total.seconds["total"]
 
 
