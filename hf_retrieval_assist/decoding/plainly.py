@@ -46,10 +46,9 @@ def decode_at_rest(call: Call, assistant: Assistant, counts: CallStats) -> Any:
     timed = replace(call, criteria=StoppingCriteriaList([*call.criteria, clock]))
     result = decode_plainly(timed, counts, None)
     counts.seconds["forward"] = time.perf_counter() - clock.started
-    if assistant.learn:
-        for prompt_ids, token_ids in zip(call.prompts, _texts(call, result), strict=True):
-            with closing(assistant.start(prompt_ids, call.target)) as session:
-                session.defer(token_ids)
+    for prompt_ids, token_ids in zip(call.prompts, _texts(call, result), strict=True):
+        with closing(assistant.start(prompt_ids, call.target)) as session:
+            session.defer(token_ids)
     return result
 
 
