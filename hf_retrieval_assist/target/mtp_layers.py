@@ -178,8 +178,13 @@ def fresh_mtp_layer(model: Any) -> nn.Module:
         ValueError: such a layer cannot be built, or run, for this model.
     """
     mtp_model = _mtp_model_class()
+    owner: Any = _WithMtpConfig(model, 1)
+    # A new `MtpModel` initialises all that it holds, so what is the model's comes in afterwards.
+    owner.lm_head, owner.get_input_embeddings = None, lambda: None
     try:
-        return _taking_masks(mtp_model(_WithMtpConfig(model, 1), 1))
+        module = mtp_model(owner, 1)
+        module.tie_with_main_model(model)
+        return _taking_masks(module)
     except Exception as error:  # whatever an unsuitable class raises
         raise ValueError(
             "target: expected a model of whose decoder layer transformers can make an MTP layer, "
@@ -245,5 +250,5 @@ class _WithMtpConfig:
         alike = [kind == self._kind for kind in self._kinds]
         return SimpleNamespace(
             layers=list(compress(layers, alike)) or layers,
-            rotary_emb=getattr(decoder, "rotary_emb", None),
+            rotary_emb=copy.deepcopy(getattr(decoder, "rotary_emb", None)),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,23 @@ def test_nothing_of_the_target_is_moved_or_saved(llama: Any) -> None:
     assert llama.dtype == torch.float32
     assert head.rows.dtype == torch.bfloat16
     assert all(parameter.requires_grad for parameter in llama.parameters())
+
+
+def test_layers_that_a_user_replaced_stay_as_they_are() -> None:
+    """transformers knows of none of these that they are initialised."""
+    target = build(transformers.LlamaForCausalLM)
+    target.set_input_embeddings(torch.nn.Embedding(VOCAB, 32))
+    target.lm_head = torch.nn.Linear(32, VOCAB, bias=False)
+    target.model.rotary_emb = copy.deepcopy(target.model.rotary_emb)
+    target.model.rotary_emb.inv_freq *= 2
+    target.model.rotary_emb._is_hf_initialized = False
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    rates = target.model.rotary_emb.inv_freq.clone()
+    head = MtpHead.for_target(target)
+    assert all(torch.equal(before[name], t) for name, t in target.state_dict().items())
+    assert target.model.rotary_emb.inv_freq.equal(rates)
+    assert head.module.rotary_emb is target.model.rotary_emb
+    assert head.module.embed_tokens is target.get_input_embeddings()
 
 
 def test_the_final_norm_starts_as_the_targets() -> None:
