@@ -17,10 +17,10 @@ from .drafters.base import ChildDraw, Drafter, DraftSession, FeedbackNeeds, Targ
 from .drafters.expected import ExpectedTexts, expected_ids
 from .drafters.feedback import RowFeedback, prompt_feedback
 from .planning.acceptance import Calibrator
-from .planning.comparison import Comparison
 from .planning.consultation import Consultation
 from .planning.cost_model import CostModel
 from .planning.cost_store import CostKey, CostModels
+from .planning.paces import Paces
 from .planning.planner import Budget, Planner
 from .planning.thrift import Thrift
 from .record import CallRecord, Record, Step
@@ -71,7 +71,7 @@ class Assistant:
         self.residual = residual
         self.costs = CostModels() if costs is None else costs
         self._thrifts: dict[CostKey, Thrift] = {}
-        self._comparisons: dict[CostKey, Comparison] = {}
+        self._paces: dict[CostKey, Paces] = {}
         self.consultations = tuple(Consultation() for _ in self.drafters)
         self.calibrators = tuple(Calibrator(drafter.priors()) for drafter in self.drafters)
         names = _distinct([drafter.name for drafter in self.drafters])
@@ -205,7 +205,7 @@ class Assistant:
             return None
         return self._thrifts.setdefault(key, Thrift())
 
-    def comparison(self, key: CostKey) -> Comparison | None:
+    def paces(self, key: CostKey) -> Paces | None:
         """The paces of calls of one kind, drafted and plain; None where all are drafted for.
 
         Under "auto" calls rest from drafting that makes them slower. Drafters that read hidden
@@ -213,7 +213,7 @@ class Assistant:
         """
         if self.planner.budget != "auto" or self.hidden_layers or self.expected:
             return None
-        return self._comparisons.setdefault(key, Comparison())
+        return self._paces.setdefault(key, Paces())
 
     @contextmanager
     def record(

@@ -18,10 +18,10 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from ..drafters.feedback import RowFeedback
 from ..kernels.reroute import reroute
-from ..planning.comparison import Comparison
 from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, size_bucket
 from ..planning.cost_views import PackedCost, stepped
+from ..planning.paces import Paces
 from ..stats import CallStats
 from ..target import host
 from ..target.feature_taps import FeatureTaps
@@ -103,40 +103,40 @@ def decode(
     started = time.perf_counter()
     if service.tier is Tier.PLAIN:
         result = decode_plainly(call, counts, record)
-    elif record is not None or (comparison := _comparison(call, assistant, service)) is None:
+    elif record is not None or (paces := _paces(call, assistant, service)) is None:
         result = Generation(call, assistant, service, counts, record).run()
     else:
-        result = _decode_the_faster_way(call, assistant, service, counts, comparison)
+        result = _decode_the_faster_way(call, assistant, service, counts, paces)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
     assistant.costs.save_at_times(fingerprint(model))
     return result
 
 
-def _comparison(call: Call, assistant: Assistant, service: Service) -> Comparison | None:
+def _paces(call: Call, assistant: Assistant, service: Service) -> Paces | None:
     """What tells whether to draft for the call; None: it is drafted for.
 
     All ranks would have to decide alike, and compiled callers to wait for another graph.
     """
     if Ranks.of(call.model).several or call.synced_gpus or call.compiled(service) is not None:
         return None
-    return assistant.comparison(cost_key(call.model, call.input_ids))
+    return assistant.paces(cost_key(call.model, call.input_ids))
 
 
 def _decode_the_faster_way(
-    call: Call, assistant: Assistant, service: Service, counts: CallStats, comparison: Comparison
+    call: Call, assistant: Assistant, service: Service, counts: CallStats, paces: Paces
 ) -> Any:
     """With drafts, or plainly while those make calls slower; timed from the first token on."""
-    if comparison.rests():
+    if paces.rests():
         counts.tier = "at rest"
         result = decode_at_rest(call, assistant, counts)
-        comparison.observe_plain(counts.seconds["forward"], counts.steps - 1)
+        paces.observe_plain(counts.seconds["forward"], counts.steps - 1)
         return result
     started = time.perf_counter()
     generation = Generation(call, assistant, service, counts, None)
     result = generation.run()
     seconds = time.perf_counter() - started - counts.seconds["prefill"]
-    comparison.observe_drafted(seconds, generation.tokens - 1, generation.plain_step)
+    paces.observe_drafted(seconds, generation.tokens - 1, generation.plain_step)
     return result
 
 

@@ -15,7 +15,7 @@ from transformers import (
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.assistants import AssistantSession
 from hf_retrieval_assist.decoding.loop import cost_key
-from hf_retrieval_assist.planning.comparison import Comparison
+from hf_retrieval_assist.planning.paces import Paces
 from tests.tiny_models import tiny_config, tiny_model
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
@@ -29,7 +29,7 @@ def model():
 
 @pytest.fixture
 def resting(monkeypatch):
-    monkeypatch.setattr(Comparison, "rests", lambda self: True)
+    monkeypatch.setattr(Paces, "rests", lambda self: True)
 
 
 def run(model, prompts=PROMPTS, mask=MASK, **options):
@@ -124,10 +124,10 @@ def test_who_records_sees_drafts(model, resting):
 
 def test_both_paces_are_taken(model):
     assistant = SamAssistant()
-    comparison = assistant.comparison(cost_key(model, PROMPTS))
+    paces = assistant.paces(cost_key(model, PROMPTS))
     for _ in range(5):
         run(model, max_new_tokens=40, assistant=assistant)
-    comparison._rests = 1
+    paces._rests = 1
     run(model, max_new_tokens=40, assistant=assistant)
-    assert comparison._drafted.seconds > 0
-    assert comparison._plain.seconds > 0
+    assert paces._drafted.seconds > 0
+    assert paces._plain.seconds > 0

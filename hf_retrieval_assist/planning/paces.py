@@ -14,7 +14,7 @@ _MOST_RESTS = 32  # calls
 _MOST_PATIENCE = 64  # calls
 
 
-class Comparison:
+class Paces:
     """Two paces of calls of one kind, drafted and plain, in seconds per token of a row.
 
     :class:`~hf_retrieval_assist.planning.thrift.Thrift` sees to it that drafting pays for itself.

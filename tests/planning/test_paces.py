@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_retrieval_assist.planning.comparison import Comparison
+from hf_retrieval_assist.planning.paces import Paces
 
 TOKENS = 64
 
 
-def run(calls, drafted, comparison=None, plain=1.0, tokens=TOKENS):
+def run(calls, drafted, paces=None, plain=1.0, tokens=TOKENS):
     """Calls whose drafted pace is `drafted(call)` against `plain`. Which of them rested."""
-    comparison = comparison or Comparison()
+    paces = paces or Paces()
     rested = []
     for call in range(calls):
-        rested.append(comparison.rests())
+        rested.append(paces.rests())
         if rested[-1]:
-            comparison.observe_plain(plain * tokens, tokens)
+            paces.observe_plain(plain * tokens, tokens)
         else:
-            comparison.observe_drafted(drafted(call) * tokens, tokens, plain)
+            paces.observe_drafted(drafted(call) * tokens, tokens, plain)
     return rested
 
 
@@ -54,9 +54,9 @@ def test_rare_calls_with_large_gains_count():
 
 
 def test_drafts_that_begin_to_pay_are_found():
-    comparison = Comparison()
-    run(300, lambda call: 1.4, comparison)
-    assert not any(run(200, lambda call: 0.4, comparison)[80:])
+    paces = Paces()
+    run(300, lambda call: 1.4, paces)
+    assert not any(run(200, lambda call: 0.4, paces)[80:])
 
 
 def test_the_first_calls_do_not_count():
