@@ -79,7 +79,8 @@ def portions(trace: Trace) -> Iterator[list[tuple[object, object]]]:
 def judge(traces: Sequence[Trace], requests: int | None) -> Report:
     """`SuffixAssistant` on each trace, the corpus in its memory, with weights of the others."""
     report = Report("mixture", {"requests": {t.name: len(t.requests[:requests]) for t in traces}})
-    columns = {"trace": "trace", "nodes": "nodes", "accepted": "tokens/step", "speed": "x plain"}
+    columns = {"trace": "trace", "variant": "variant", "nodes": "nodes"}
+    columns |= {"accepted": "tokens/step", "speed": "x plain"}
     table = report.table("Mixing, weights from the other traces", columns)
     for trace in traces:
         mixture = train([other for other in traces if other.name != trace.name])
@@ -90,8 +91,8 @@ def judge(traces: Sequence[Trace], requests: int | None) -> Report:
             assistant = SuffixAssistant(warmed(trace.corpus), budget=budget)
             assistant.drafters[0].mixer = mixture.mixer()
             found = simulate(assistant, served, cost, trace.vocab_size)
-            accepted = found.mean_accepted_tokens
-            table.add(trace=trace.name, nodes=str(nodes), accepted=accepted, speed=found.speedup)
+            figures = {"accepted": found.mean_accepted_tokens, "speed": found.speedup}
+            table.add(trace=trace.name, variant="now", nodes=str(nodes), **figures)
     return report
 
 
