@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, GPTNeoXForCausalLM, Llama4ForCausalLM, LlamaForCausalLM
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding.row_text import RowText
 from hf_retrieval_assist.kernels.packed_attention import PackedSpan, spans_of
 from hf_retrieval_assist.target.fixed_verifier import ForwardOptions
 from hf_retrieval_assist.target.kv_cache import SlotCache
+from hf_retrieval_assist.target.packed_verifier import PackedVerifier
 from hf_retrieval_assist.target.service import choose_service
 from hf_retrieval_assist.target.tiers import Service, Tier
 from hf_retrieval_assist.target.tree_attention import layer_masks, single_mask
@@ -182,28 +184,49 @@ def test_a_forward_to_keep_others_company_feeds_something(model):
 def test_what_is_packed(model):
     _, kwargs = arguments(True)
     kwargs = {"attention_mask": kwargs["attention_mask"]}
-    assert choose_service(model, kwargs).packed
+    assert choose_service(model, kwargs, ROWS).packed
     # One row has nothing to pack; of other inputs nobody knows what they say of which row.
     assert not choose_service(model, {"attention_mask": kwargs["attention_mask"][1:2]}).packed
-    assert not choose_service(model, kwargs | {"row_scales": torch.ones(ROWS)}).packed
+    assert not choose_service(model, kwargs | {"row_scales": torch.ones(ROWS)}, ROWS).packed
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_batches_are_packed_whether_or_not_they_are_padded(model, pads, monkeypatch):
+    """`generate` may drop a mask that hides nothing, and with it the number of rows."""
+    widths = []
+    feed = PackedVerifier._feed
+
+    def counting(self, roots, trees, rows):
+        verified = feed(self, roots, trees, rows)
+        widths.append((verified.width, sum(1 + len(trees[row.index]) for row in rows)))
+        return verified
+
+    monkeypatch.setattr(PackedVerifier, "_feed", counting)
+    ids, kwargs = arguments(pads)
+    assistant = SamAssistant(budget=4)
+    model.generate(
+        ids, attention_mask=kwargs["attention_mask"], max_new_tokens=6, assistant=assistant
+    )
+    assert widths
+    assert all(width == tokens for width, tokens in widths)
 
 
 def test_compiled_models_are_padded():
     model = build(LlamaForCausalLM)
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     model.forward = torch.compile(model.forward, backend="eager")
-    assert not choose_service(model, {"attention_mask": mask}).packed
+    assert not choose_service(model, {"attention_mask": mask}, ROWS).packed
     del model.forward
-    assert choose_service(model, {"attention_mask": mask}).packed
+    assert choose_service(model, {"attention_mask": mask}, ROWS).packed
     model.compile(backend="eager")
-    assert not choose_service(model, {"attention_mask": mask}).packed
+    assert not choose_service(model, {"attention_mask": mask}, ROWS).packed
 
 
 def test_models_that_compute_attention_themselves_are_padded():
     model = build(LlamaForCausalLM)
     model.set_attn_implementation("eager")
     _, kwargs = arguments(True)
-    service = choose_service(model, {"attention_mask": kwargs["attention_mask"]})
+    service = choose_service(model, {"attention_mask": kwargs["attention_mask"]}, ROWS)
     assert service.tier is Tier.TREE
     assert not service.packed
 
