@@ -33,6 +33,7 @@ from .report import Report
 
 LEARNING_RATE = 5e-4
 ROWS = (1, 2, 4, 8, 32)  # of the batches that are replayed
+TOGETHER = 4  # prompts sampled in one batch
 WARM_UP = 8  # tokens
 
 PROMPTS = (
@@ -85,8 +86,9 @@ class Rollouts:
 
     Attributes:
         prompts: token ids.
-        samples: int32 [epochs, prompts, samples, tokens], -1 behind an output's end.
-        weights: the adapter's, of each epoch; of the next one too once they are learnt.
+        samples: int32 [epochs, prompts, samples, tokens], -1 behind an output's end and where
+            none was sampled yet.
+        weights: the adapter's, of each epoch that was begun.
     """
 
     prompts: list[list[int]]
@@ -112,9 +114,9 @@ class Rollouts:
         )
 
     @classmethod
-    def nothing(cls, prompts: list[list[int]], samples: int, tokens: int) -> Rollouts:
+    def nothing(cls, prompts: list[list[int]], epochs: int, samples: int, tokens: int) -> Rollouts:
         """Before the first epoch."""
-        return cls(prompts, np.empty((0, len(prompts), samples, tokens), np.int32), [])
+        return cls(prompts, np.full((epochs, len(prompts), samples, tokens), -1, np.int32), [])
 
     @classmethod
     def load(cls, folder: Path) -> Rollouts:
@@ -197,49 +199,48 @@ def next_weights(
     policy: Policy, rollouts: Rollouts, progress: Callable[[str], None]
 ) -> dict[str, torch.Tensor]:
     """Those of the next epoch: learnt from the last one, if there was one."""
-    if rollouts.weights:
+    if known := len(rollouts.weights):
         policy.set_weights(rollouts.weights[-1])
         optimizer = torch.optim.AdamW(policy.trained.values(), lr=LEARNING_RATE)
         for number, prompt in enumerate(rollouts.prompts):
             progress(f"learning from prompt {number + 1} of {len(rollouts.prompts)}")
-            group = [output[output >= 0].tolist() for output in rollouts.samples[-1, number]]
+            group = [output[output >= 0].tolist() for output in rollouts.samples[known - 1, number]]
             policy.learn(optimizer, prompt, group)
     return policy.weights()
 
 
-def next_samples(
-    policy: Policy, rollouts: Rollouts, progress: Callable[[str], None]
+def sampled(
+    policy: Policy, prompts: Sequence[list[int]], samples: int, tokens: int
 ) -> NDArray[np.int32]:
-    """Of an epoch whose weights are there, with an assistant, which keeps the distribution."""
-    epoch, prompts, samples, tokens = rollouts.samples.shape
-    policy.set_weights(rollouts.weights[epoch])
-    torch.manual_seed(epoch)
-    outputs: list[list[int]] = []
+    """int32 [prompts, samples, tokens]: with an assistant, which keeps the distribution."""
+    rows = [prompt for prompt in prompts for _ in range(samples)]
+    found = np.full((len(rows), tokens), -1, np.int32)
     with RolloutAssistant().attached(policy.model):
-        for batch in batches(rollouts.prompts, samples, 4 * samples):
-            progress(f"epoch {epoch + 1}: {len(outputs)} of {prompts * samples} outputs")
-            outputs += map(policy.without_end, policy.sample(batch, tokens)[0])
-    found = np.full((prompts * samples, tokens), -1, np.int32)
-    for row, output in enumerate(outputs):
+        outputs, _ = policy.sample(rows, tokens)
+    for row, output in enumerate(map(policy.without_end, outputs)):
         found[row, : len(output)] = output
-    return found.reshape(prompts, samples, tokens)
+    return found.reshape(len(prompts), samples, tokens)
 
 
 def record(
-    policy: Policy,
-    rollouts: Rollouts,
-    epochs: int,
-    folder: Path,
-    progress: Callable[[str], None],
+    policy: Policy, rollouts: Rollouts, folder: Path, progress: Callable[[str], None]
 ) -> None:
-    """Sample so many epochs in all, keeping what is there in a folder."""
-    while len(rollouts.samples) < epochs:
-        if len(rollouts.weights) == len(rollouts.samples):
+    """Sample what is missing, keeping what is there in a folder."""
+    epochs, prompts, samples, tokens = rollouts.samples.shape
+    for epoch in range(epochs):
+        if epoch == len(rollouts.weights):
             rollouts.weights.append(next_weights(policy, rollouts, progress))
             rollouts.save(folder)
-        found = next_samples(policy, rollouts, progress)
-        rollouts.samples = np.concatenate([rollouts.samples, found[None]])
-        rollouts.save(folder)
+        policy.set_weights(rollouts.weights[epoch])
+        for first in range(0, prompts, TOGETHER):
+            some = slice(first, first + TOGETHER)
+            if (rollouts.samples[epoch, some, :, 0] >= 0).all():
+                continue
+            progress(f"epoch {epoch + 1}: prompts from {first + 1} on of {prompts}")
+            torch.manual_seed(epoch * prompts + first)
+            found = sampled(policy, rollouts.prompts[some], samples, tokens)
+            rollouts.samples[epoch, some] = found
+            rollouts.save(folder)
 
 
 def replayed() -> dict[str, Assistant]:
@@ -369,8 +370,9 @@ def main() -> None:
         rollouts = Rollouts.load(folder)
     else:
         prompts = [policy.tokenizer(text).input_ids for text in PROMPTS[: arguments.prompts]]
-        rollouts = Rollouts.nothing(prompts, arguments.samples, arguments.tokens)
-    record(policy, rollouts, arguments.epochs, folder, progress)
+        shape = arguments.epochs, arguments.samples, arguments.tokens
+        rollouts = Rollouts.nothing(prompts, *shape)
+    record(policy, rollouts, folder, progress)
     if arguments.clock:
         report = clock(policy, rollouts, arguments.timed, arguments.clock, progress)
     else:

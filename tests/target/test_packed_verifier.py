@@ -144,10 +144,12 @@ def test_rows_that_have_ended_leave(model):
         assisted = run(model, ids, mask, assistant, **options)
     assert torch.equal(plain, assisted)
     steps = shapes[1:]
-    assert {rows for rows, _ in steps} == {1}
+    # Side by side while all are there and fed equally much.
+    assert {rows for rows, _ in steps} <= {1, ROWS}
+    assert steps[-1][0] == 1
     # Every root and every node once, and nothing else.
     stats = assistant.stats.last
-    assert sum(tokens for _, tokens in steps) == stats.steps + stats.drafted
+    assert sum(rows * tokens for rows, tokens in steps) == stats.steps + stats.drafted
     assert stats.steps < ROWS * len(steps)
     assert stats.accepted > 0
 
@@ -167,6 +169,27 @@ def test_the_returned_cache_holds_rows_that_left(model):
         again = options | {"past_key_values": result.past_key_values, "eos_token_id": None}
         turns.append(run(model, ids, mask, **again | {"max_new_tokens": 12}).sequences)
     assert torch.equal(*turns)
+
+
+@pytest.mark.parametrize("nodes", [0, 3])
+@torch.no_grad()
+def test_rows_that_need_no_filler_stand_side_by_side(model, nodes):
+    rng = np.random.default_rng(nodes)
+    packed, rows = started(model, True, True)
+    padded, _ = started(model, False, True)
+    trees = [small(random_tree(rng, nodes, 2)) for _ in rows]
+    with Fed(model) as shapes:
+        found, expected = (v.forward(rows, trees) for v in (packed, padded))
+    assert shapes == [(ROWS, 1 + nodes)] * 2
+    assert found.width == ROWS * (1 + nodes)
+    for row in range(ROWS):
+        assert torch.equal(found.of_row(row, nodes), expected.of_row(row, nodes))
+    # Once one has left they stand behind one another.
+    packed.keep(rows, found, [[0]] * ROWS)
+    rows[1].finished = True
+    with Fed(model) as shapes:
+        assert packed.forward(rows, [TokenTree.empty()] * ROWS).width == ROWS - 1
+    assert shapes == [(1, ROWS - 1)]
 
 
 @torch.no_grad()
