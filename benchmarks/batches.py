@@ -1,6 +1,6 @@
 """Batches in lockstep: recorded outputs side by side as rows, padded to one width and packed.
 
-Replayed without a model. With `--batch-forwards` also what forwards of the demo model over the rows
+Replayed without a model; or, with `--batch-forwards`, what forwards of the demo model over the rows
 of a batch take, padded and packed.
 """
 
@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from hf_retrieval_assist import SuffixAssistant, simulate
 from hf_retrieval_assist.decoding.row_text import RowText
@@ -88,26 +89,28 @@ def replay(table: Table, trace: Trace, rows: int, machine: str, packed: bool) ->
 
 
 class Batch:
-    """Rows of random text behind a prefill, and drafts of so many tokens."""
+    """Rows of one random text behind its prefill, and drafts of so many tokens."""
 
     @torch.no_grad()
     def __init__(self, model: Any, widths: Sequence[int], packed: bool):
         config = model.config.get_text_config(decoder=True)
         random = torch.Generator().manual_seed(0)
-        ids = torch.randint(1, config.vocab_size, (len(widths), CACHED), generator=random)
-        cache = SlotCache(config)
+        ids = torch.randint(1, config.vocab_size, (1, CACHED), generator=random)
+        cache = DynamicCache(config=config)
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        rows = len(widths)
+        cache.batch_repeat_interleave(rows)
+        ids = ids.expand(rows, -1)
         kwargs = {
             "attention_mask": torch.ones_like(ids),
-            "position_ids": torch.arange(CACHED).expand(len(widths), -1),
-            "past_key_values": cache,
+            "position_ids": torch.arange(CACHED).expand(rows, -1),
+            "past_key_values": (cache := SlotCache.around(cache, config)),
             "use_cache": True,
         }
-        model(input_ids=ids, logits_to_keep=1, **kwargs)
-        cache.begin(len(widths))
         rules = layer_masks(config) or single_mask(config)
         service = Service(Tier.TREE, "", rules, packed=packed)
         self.verifier = service.verifier(model, cache, kwargs, ids, ForwardOptions())
-        self.rows = [RowText(row, ids[row], 1) for row in range(len(widths))]
+        self.rows = [RowText(row, ids[row], 1) for row in range(rows)]
         for row, width in zip(self.rows, widths, strict=True):
             row.generated.append(1)
             row.finished = width == 0
@@ -126,8 +129,7 @@ def time_forwards(
     report: Report, model: Any, repeats: int, progress: Callable[[str], None]
 ) -> None:
     """Forwards over the same tokens, padded and packed in turn."""
-    threads = f"{torch.get_num_threads()} threads, {CACHED} tokens cached per row"
-    table = report.table(f"A forward over the rows of a batch, {model.dtype}, {threads}", TIMED)
+    table = report.table(f"A forward over the rows of a batch, {model.dtype}", TIMED)
     for shape, widths in SHAPES.items():
         batches = {name: Batch(model, widths, name == "packed") for name in ("padded", "packed")}
         calls = {name: batch.forward for name, batch in batches.items()}
@@ -144,11 +146,16 @@ def _show(progress: Callable[[str], None], shape: str, text: str) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-traces", nargs="+", help="names of recordings; all by default")
     parser.add_argument("--batch-requests", type=int, default=96, help="of each recording")
-    parser.add_argument("--batch-forwards", action="store_true", help="time forwards as well")
+    parser.add_argument("--batch-forwards", action="store_true", help="time forwards instead")
     parser.add_argument("--batch-repeats", type=int, default=7)
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    if arguments.batch_forwards:
+        repeats = 1 if arguments.quick else arguments.batch_repeats
+        report = Report("batch-forwards", {"cached": CACHED, "repeats": repeats})
+        time_forwards(report, load_demo_model()[0], repeats, progress)
+        return report
     requests = 4 if arguments.quick else arguments.batch_requests
     report = Report("batches", {"traces": arguments.traces.name, "requests": requests})
     table = report.table("Recorded outputs side by side", REPLAYED)
@@ -159,6 +166,4 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
                 for packed in (False, True) if rows > 1 else (True,):
                     progress(f"{trace.name}: {rows} rows, {machine}")
                     replay(table, trace.head(requests), rows, machine, packed)
-    if arguments.batch_forwards:
-        time_forwards(report, load_demo_model()[0], arguments.batch_repeats, progress)
     return report

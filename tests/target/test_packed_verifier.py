@@ -254,11 +254,17 @@ def test_models_that_compute_attention_themselves_are_padded():
     assert not service.packed
 
 
-def test_neighbours_of_one_width_are_one_span():
-    spans = spans_of([0, 1, 2, 4, 5, 7], [1, 1, 3, 3, 3, 3], [9, 12, 13, 11, 10, 8])
+def test_neighbours_are_one_span_where_that_takes_little_filler():
+    spans = spans_of([0, 1, 2, 4, 5, 7], [1, 1, 9, 3, 1, 3], [9, 12, 13, 11, 10, 8])
     assert spans == [
-        PackedSpan(0, 2, 0, 1, 12),
-        PackedSpan(2, 1, 2, 3, 13),
-        PackedSpan(4, 2, 5, 3, 11),
-        PackedSpan(7, 1, 11, 3, 8),
+        PackedSpan(0, [1, 1], 0, 12),
+        PackedSpan(2, [9], 2, 13),
+        PackedSpan(4, [3, 1], 11, 11),
+        PackedSpan(7, [3], 15, 8),
     ]
+    packed = torch.arange(18.0)[None, None, :, None]
+    assert spans[0].rows(packed).flatten(1).tolist() == [[0], [1]]
+    assert spans[2].rows(packed).flatten(1).tolist() == [[11, 12, 13], [14, 14, 14]]
+    for span in spans:
+        back = span.behind_one_another(span.rows(packed).transpose(1, 2))
+        assert torch.equal(back, packed.transpose(1, 2)[:, span.begin : span.begin + span.tokens])
