@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .drafters.early_exit import EarlyExit
     from .eagle.head import EagleHead
     from .hook import install, uninstall
+    from .kernels.reroute import reroute
     from .memory.output_memory import OutputMemory
     from .presets import (
         RestAssistant,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .record.record import Record
     from .record.suggest import suggest
     from .simulation import SimulationReport, simulate
+    from .target.mtp_head import MtpHead
     from .token_tree import TokenTree
 
 __version__ = "0.2.0"
@@ -41,6 +43,7 @@ __all__ = [
     "Datastore",
     "EagleHead",
     "EarlyExit",
+    "MtpHead",
     "OutputMemory",
     "Record",
     "RestAssistant",
@@ -54,6 +57,7 @@ __all__ = [
     "attach",
     "detach",
     "install",
+    "reroute",
     "simulate",
     "suggest",
     "uninstall",
@@ -64,6 +68,7 @@ _MODULES = {
     "Datastore": "corpus.datastore",
     "EagleHead": "eagle.head",
     "EarlyExit": "drafters.early_exit",
+    "MtpHead": "target.mtp_head",
     "OutputMemory": "memory.output_memory",
     "Record": "record.record",
     "RestAssistant": "presets",
@@ -77,6 +82,7 @@ _MODULES = {
     "attach": "attachment",
     "detach": "attachment",
     "install": "hook",
+    "reroute": "kernels.reroute",
     "simulate": "simulation",
     "suggest": "record.suggest",
     "uninstall": "hook",
