@@ -39,7 +39,8 @@ cdef inline Gap* weaker_home(Store* s, uint32_t tag) noexcept nogil:
     cdef Gap* other = gap_home(s, tag, 1)
     return other if other.total < first.total else first
 
-# 1: done or not to be done, -1: no memory. A table that does not fit under the byte limit stays as it is.
+# 1: done or not to be done, -1: no memory. Where a larger table does not fit under the byte limit,
+# the old one stays.
 cdef int gaps_reserve(Store* s) noexcept nogil:
     cdef int32_t old_count = s.gap_count, i
     cdef int32_t count = max(2 * old_count, <int32_t>GAPS_AT_FIRST)
@@ -52,11 +53,10 @@ cdef int gaps_reserve(Store* s) noexcept nogil:
         return -1
     s.gaps, s.gap_count, s.gaps_used = gap, count, 0
     for i in range(old_count):
-        if old[i].tag:
-            gap = weaker_home(s, old[i].tag)
+        gap = weaker_home(s, old[i].tag)
+        if gap.total < old[i].total:
             s.gaps_used += gap.tag == 0
-            if gap.total < old[i].total:
-                gap[0] = old[i]
+            gap[0] = old[i]
     free(old)
     return 1
 
