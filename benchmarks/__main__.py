@@ -17,6 +17,7 @@ from . import (
     acceptance,
     datastore,
     edits,
+    fallbacks,
     forwards,
     kernel,
     model,
@@ -41,12 +42,14 @@ BENCHMARKS: dict[str, ModuleType] = {
     "accelerator": accelerator,
     "model": model,
     "spec_bench": spec_bench,
+    "fallbacks": fallbacks,
     "repeated": repeated,
     "kernel": kernel,
     "step": step,
     "overhead": overhead,
 }
-# What each takes with its default settings on two cores, in minutes.
+# What each takes with its default settings on two cores, in minutes; of others nobody knows.
+UNKNOWN_MINUTES = 5.0
 MINUTES = {
     "structures": 4.0,
     "datastore": 1.0,
@@ -58,6 +61,7 @@ MINUTES = {
     "accelerator": 10.0,
     "model": 8.0,
     "spec_bench": 3.0,
+    "fallbacks": 4.0,
     "repeated": 5.0,
     "kernel": 3.0,
     "step": 4.0,
@@ -105,7 +109,8 @@ class Progress:
     @property
     def minutes_left(self) -> float:
         spent = (time.perf_counter() - self._begun) / 60
-        current, *waiting = (MINUTES[name] for name in self.names[self._at :])
+        left = self.names[self._at :]
+        current, *waiting = (MINUTES.get(name, UNKNOWN_MINUTES) for name in left)
         return max(current - spent, 0) + sum(waiting)
 
     def __call__(self, text: str) -> None:

@@ -25,9 +25,9 @@ from hf_retrieval_assist.drafters.base import Drafter
 from hf_retrieval_assist.drafters.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.eagle import EagleHead
-from hf_retrieval_assist.eagle.training.data import Example, examples_of_prompts
-from hf_retrieval_assist.eagle.training.trainer import HeadTraining, train_head
 from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist.training.data import Example, examples_of_prompts
+from hf_retrieval_assist.training.trainer import HeadTraining, train_head
 
 from .report import Report
 from .timing import alternate

@@ -17,10 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from hf_retrieval_assist import SamAssistant
 
 from .report import Report
-from .timing import alternate
+from .timing import alternate, steady_mean
 
 PROMPT = 32  # tokens
-WARM_UP = 3  # calls
+WARM_UP = 10  # calls, in which it turns out whether drafts make them faster
 SHAPES = {"64 x 2": (64, 2), "256 x 4": (256, 4), "640 x 18": (640, 18)}  # hidden size x layers
 CHEAP = ("64 x 2", "256 x 4")
 COLUMNS = {
@@ -88,7 +88,7 @@ def compare(
     repeats: int,
     show: Callable[[str], None],
 ) -> dict[str, float | None]:
-    """Plain and assisted calls in turn."""
+    """Plain and assisted calls in turn, and their mean."""
     assistant = SamAssistant()
     candidates = {
         name: partial(generate, model, rows, temperature, tokens, iter(range(10**6)), given)
@@ -97,7 +97,7 @@ def compare(
     for call in candidates.values():
         for _ in range(WARM_UP):
             call()
-    seconds, _ = alternate(candidates, repeats, show)
+    seconds, _ = alternate(candidates, repeats, show, steady_mean)
     total = assistant.stats.total
     return {
         "plain": 1e3 * seconds["plain"] / tokens,
@@ -110,7 +110,7 @@ def compare(
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--overhead-shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--overhead-tokens", type=int, default=64, help="to generate per call")
-    parser.add_argument("--overhead-repeats", type=int, default=9)
+    parser.add_argument("--overhead-repeats", type=int, default=18)
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:

@@ -13,9 +13,12 @@ RUN = 20  # calls
 
 
 def alternate(
-    candidates: Mapping[str, Callable[[], T]], repeats: int, progress: Callable[[str], None]
+    candidates: Mapping[str, Callable[[], T]],
+    repeats: int,
+    progress: Callable[[str], None],
+    typical: Callable[[Sequence[float]], float] = median,
 ) -> tuple[dict[str, float], dict[str, T]]:
-    """Median seconds and last result of each candidate."""
+    """Median (or other `typical`) seconds and last result of each candidate."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     results: dict[str, T] = {}
     for repeat, order in enumerate(orders(list(candidates), repeats)):
@@ -24,7 +27,16 @@ def alternate(
             started = time.perf_counter()
             results[name] = candidates[name]()
             seconds[name].append(time.perf_counter() - started)
-    return {name: median(times) for name, times in seconds.items()}, results
+    return {name: typical(times) for name, times in seconds.items()}, results
+
+
+def steady_mean(seconds: Sequence[float]) -> float:
+    """The mean without the slowest tenth, in which the machine did something else.
+
+    For calls that are not all alike by design, of which a median shows one kind.
+    """
+    kept = sorted(seconds)[: -(-9 * len(seconds) // 10)]
+    return mean(kept)
 
 
 def orders(names: Sequence[str], repeats: int) -> Iterator[list[str]]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .record.record import Record
     from .record.suggest import suggest
     from .simulation import SimulationReport, simulate
+    from .target.mtp_head import MtpHead
     from .token_tree import TokenTree
 
 __version__ = "0.2.0"
@@ -41,6 +42,7 @@ __all__ = [
     "Datastore",
     "EagleHead",
     "EarlyExit",
+    "MtpHead",
     "OutputMemory",
     "Record",
     "RestAssistant",
@@ -64,6 +66,7 @@ _MODULES = {
     "Datastore": "corpus.datastore",
     "EagleHead": "eagle.head",
     "EarlyExit": "drafters.early_exit",
+    "MtpHead": "target.mtp_head",
     "OutputMemory": "memory.output_memory",
     "Record": "record.record",
     "RestAssistant": "presets",

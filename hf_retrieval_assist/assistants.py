@@ -20,6 +20,7 @@ from .planning.acceptance import Calibrator
 from .planning.consultation import Consultation
 from .planning.cost_model import CostModel
 from .planning.cost_store import CostKey, CostModels
+from .planning.paces import Paces
 from .planning.planner import Budget, Planner
 from .planning.thrift import Thrift
 from .record import CallRecord, Record, Step
@@ -70,6 +71,7 @@ class Assistant:
         self.residual = residual
         self.costs = CostModels() if costs is None else costs
         self._thrifts: dict[CostKey, Thrift] = {}
+        self._paces: dict[CostKey, Paces] = {}
         self.consultations = tuple(Consultation() for _ in self.drafters)
         self.calibrators = tuple(Calibrator(drafter.priors()) for drafter in self.drafters)
         names = _distinct([drafter.name for drafter in self.drafters])
@@ -202,6 +204,16 @@ class Assistant:
         if self.planner.budget != "auto":
             return None
         return self._thrifts.setdefault(key, Thrift())
+
+    def paces(self, key: CostKey) -> Paces | None:
+        """The paces of calls of one kind, drafted and plain; None where all are drafted for.
+
+        Under "auto" calls rest from drafting that makes them slower. Drafters that read hidden
+        states could not learn from such calls, and texts that are expected are worth a try.
+        """
+        if self.planner.budget != "auto" or self.hidden_layers or self.expected:
+            return None
+        return self._paces.setdefault(key, Paces())
 
     @contextmanager
     def record(

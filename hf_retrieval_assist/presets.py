@@ -23,6 +23,7 @@ from .drafters.suffix import SuffixDrafter
 from .drafters.token_recycling import TokenRecyclingDrafter
 from .eagle.head import EagleHead
 from .memory.output_memory import OutputMemory
+from .target.mtp_head import MtpHead
 from .token_tree import TokenTree
 
 # The longest draft from a match where the planner says how much of it pays.
@@ -64,11 +65,13 @@ def _fallback_drafter(fallback: Any) -> Drafter:
         return fallback
     if isinstance(fallback, EagleHead):
         return EagleDrafter(fallback)
+    if isinstance(fallback, MtpHead):
+        return MtpDrafter(head=fallback)
     if isinstance(fallback, PreTrainedModel):
         return _drafter_of_model(fallback)
     raise TypeError(
-        f"fallback: expected {names}, a draft model, an EagleHead, a drafter, a list of these or "
-        f"None, got {type(fallback).__name__}"
+        f"fallback: expected {names}, a draft model, an EagleHead, an MtpHead, a drafter, a list "
+        f"of these or None, got {type(fallback).__name__}"
     )
 
 
@@ -99,8 +102,8 @@ class SamAssistant(Assistant):
     Args:
         corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
         fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers; a draft
-            model, of any tokenizer; a DFlash model; a Gemma 4 assistant; an `EagleHead`; a drafter;
-            None. Or a list of these, whose drafts become one tree.
+            model, of any tokenizer; a DFlash model; a Gemma 4 assistant; an `EagleHead`; an
+            `MtpHead`; a drafter; None. Or a list of these, whose drafts become one tree.
         min_match: shortest match that drafts under "paper", in tokens.
         corpus_bias: tokens by which a corpus match must be longer than one in the text.
         max_draft: longest draft from a match under "paper".

@@ -16,7 +16,8 @@ class CallStats:
     """Figures of one call to `generate`, or the sum over several.
 
     Attributes:
-        tier: how drafts were verified: tree, chain, replay or plain.
+        tier: how drafts were verified: tree, chain, replay or plain; "at rest" where a call was
+            decoded plainly because drafts had made calls like it slower.
         calls: calls summed up here.
         steps: forwards after the prefill, per row that was running.
         forwards: the same, rows of one forward counted once.

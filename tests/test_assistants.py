@@ -15,9 +15,9 @@ from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.drafters.feedback import prompt_feedback
 from hf_retrieval_assist.planning.cost_model import CostModel
-from hf_retrieval_assist.planning.cost_store import CostModels
 from hf_retrieval_assist.stats import CallStats
 
+from .fixed_costs import FixedCosts
 from .lossless import NEW_TOKENS, PROMPT, build, run
 from .oracle_drafter import OracleDrafter
 from .tiny_models import LAYERS, VOCAB
@@ -59,17 +59,6 @@ class RecorderSession(DraftSession):
 
     def close(self):
         self.drafter.closed += 1
-
-
-class FixedCosts(CostModels):
-    """One known t(n) for everything."""
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.known = CostModel.fixed(seconds)
-
-    def get(self, key):
-        return self.known
 
 
 @pytest.fixture(scope="module")

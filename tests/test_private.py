@@ -50,7 +50,7 @@ def test_generate_with_a_private_assistant(model, tmp_path):
 
 def test_timings_outlive_the_assistant(model, tmp_path):
     prompt = torch.tensor([[5, 6, 7]])
-    assistant = SuffixAssistant(costs=CostModels(tmp_path))
+    assistant = SuffixAssistant(budget=8, costs=CostModels(tmp_path))
     model.generate(prompt, assistant=assistant, max_new_tokens=24, do_sample=False)
     kept = CostModels(tmp_path).get(cost_key(model, prompt, 16))
     assert kept.observations > 2

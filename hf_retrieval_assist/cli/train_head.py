@@ -10,8 +10,8 @@ from ..system.files import BlankLineError, read_json_lines
 from .command import Command
 
 if TYPE_CHECKING:
-    from ..eagle.training.data import Example
-    from ..eagle.training.trainer import HeadTraining
+    from ..training.data import Example
+    from ..training.trainer import HeadTraining
 
 _DATA_HELP = (
     "a text file (.txt: texts separated by blank lines) or a JSON-lines file of objects with "
@@ -25,6 +25,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="path or hub id of the model that the head is to draft for")
     parser.add_argument("data", type=Path, metavar="DATA", help=_DATA_HELP)
     parser.add_argument("output", type=Path, help="folder for the head and its checkpoints")
+    parser.add_argument(
+        "--kind",
+        choices=("eagle3", "mtp"),
+        default="eagle3",
+        help="an EAGLE-3 head or an MTP layer",
+    )
     parser.add_argument("--draft-vocabulary", type=int, default=8192, metavar="N")
     parser.add_argument("--steps", type=int, default=5, help="unrolled steps (5)")
     parser.add_argument("--max-length", type=int, default=512, help="tokens of a piece of text")
@@ -44,7 +50,7 @@ def _run(args: argparse.Namespace) -> None:
     """Train, save, and print the mean accepted tokens on texts that were held out."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..eagle.training.trainer import train_head
+    from ..training.trainer import train_head
 
     records = read_records(args.data)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -94,7 +100,7 @@ def _record(place: str, record: Any) -> dict[str, str]:
 def _examples(
     records: list[dict[str, str]], target: Any, tokenizer: Any, args: argparse.Namespace
 ) -> list[Example]:
-    from ..eagle.training.data import examples_of_prompts, examples_of_texts
+    from ..training.data import examples_of_prompts, examples_of_texts
 
     texts = [record["text"] for record in records if "text" in record]
     prompts = [record["prompt"] for record in records if "text" not in record]
@@ -106,9 +112,10 @@ def _examples(
 
 
 def _training(args: argparse.Namespace) -> HeadTraining:
-    from ..eagle.training.trainer import HeadTraining
+    from ..training.trainer import HeadTraining
 
     return HeadTraining(
+        kind=args.kind,
         draft_vocab_size=args.draft_vocabulary,
         steps=args.steps,
         max_length=args.max_length,
@@ -122,15 +129,15 @@ def _training(args: argparse.Namespace) -> HeadTraining:
 
 
 def _evaluate(head: Any, target: Any, examples: list[Example]) -> float:
-    from ..drafters.eagle import EagleDrafter
-    from ..eagle.training.evaluation import mean_accepted_tokens
+    from ..presets import fallback_drafters
+    from ..training.evaluation import mean_accepted_tokens
 
     requests = []
     for example in examples:
         split = example.learn_from or len(example.token_ids) // 2
         ids = example.token_ids.tolist()
         requests.append((ids[:split], ids[split:]))
-    return mean_accepted_tokens(EagleDrafter(head), target, requests)
+    return mean_accepted_tokens(fallback_drafters(head)[0], target, requests)
 
 
 def _device() -> str:
@@ -139,4 +146,4 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-COMMAND = Command("train an EAGLE-3 head for a model", _add_arguments, _run)
+COMMAND = Command("train an EAGLE-3 head or an MTP layer for a model", _add_arguments, _run)

@@ -17,8 +17,10 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
+from ..drafters.base import Target
 from ..system.lazy import cached_property
 from ..target import host
+from ..target.fingerprint import fingerprint
 from ..target.kv_cache import SlotCache, has_slots, has_static_slots
 from ..target.service import choose_service
 from ..target.tiers import Service, Tier
@@ -81,6 +83,16 @@ class Call:
         rows = strip_padding(self.input_ids, self.model_kwargs.get("attention_mask"))
         return [ids.cpu().numpy().astype(np.int32) for ids in rows]
 
+    @property
+    def target(self) -> Target:
+        """What is told to drafters of the model."""
+        return Target(
+            vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
+            device=self.input_ids.device,
+            fingerprint=fingerprint(self.model),
+            model=self.model,
+        )
+
     def service(self) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it."""
         service = choose_service(self.model, self.model_kwargs)
@@ -133,19 +145,6 @@ class Call:
         """Whether anybody can go on from the cache after the call: it is returned, or was given."""
         given = host.is_callers(self.model_kwargs.get(service.cache_name))
         return given or bool(self.config.return_dict_in_generate)
-
-    def run_plainly(self) -> Any:
-        """transformers' own loop."""
-        return host.sample(
-            self.model,
-            self.input_ids,
-            logits_processor=self.processors,
-            stopping_criteria=self.criteria,
-            generation_config=self.config,
-            synced_gpus=self.synced_gpus,
-            streamer=self.streamer,
-            **self.model_kwargs,
-        )
 
 
 def _can_serve(cache: Any, service: Service, config: Any) -> bool:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..drafters.base import Target
 from ..drafters.feedback import RowFeedback
 from ..kernels.reroute import reroute
 from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, size_bucket
 from ..planning.cost_views import PackedCost, stepped
+from ..planning.paces import Paces
 from ..stats import CallStats
 from ..target import host
 from ..target.feature_taps import FeatureTaps
@@ -35,6 +35,7 @@ from ..target.verifiers import Verifier
 from ..token_tree import TokenTree
 from .call import Call, refused_mode
 from .in_step import StepWalk, drafts_in_step
+from .plainly import decode_at_rest, decode_plainly
 from .recorder import OutputRecorder
 from .row_text import RowText
 from .selection import TokenSelector
@@ -101,16 +102,41 @@ def decode(
     record = assistant.observe(call.prompts, counts)
     started = time.perf_counter()
     if service.tier is Tier.PLAIN:
-        result = call.run_plainly()
-        sequences = result if isinstance(result, torch.Tensor) else result.sequences
-        counts.count_plain(sequences.shape[1] - input_ids.shape[1], len(input_ids))
-        if record is not None:
-            record.plain(sequences[:, input_ids.shape[1] :].tolist())
-    else:
+        result = decode_plainly(call, counts, record)
+    elif record is not None or (paces := _paces(call, assistant, service)) is None:
         result = Generation(call, assistant, service, counts, record).run()
+    else:
+        result = _decode_the_faster_way(call, assistant, service, counts, paces)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
     assistant.costs.save_at_times(fingerprint(model))
+    return result
+
+
+def _paces(call: Call, assistant: Assistant, service: Service) -> Paces | None:
+    """What tells whether to draft for the call; None: it is drafted for.
+
+    All ranks would have to decide alike, and compiled callers to wait for another graph.
+    """
+    if Ranks.of(call.model).several or call.synced_gpus or call.compiled(service) is not None:
+        return None
+    return assistant.paces(cost_key(call.model, call.input_ids))
+
+
+def _decode_the_faster_way(
+    call: Call, assistant: Assistant, service: Service, counts: CallStats, paces: Paces
+) -> Any:
+    """With drafts, or plainly while those make calls slower; timed from the first token on."""
+    if paces.rests():
+        counts.tier = "at rest"
+        result = decode_at_rest(call, assistant, counts)
+        paces.observe_plain(counts.seconds["forward"], counts.steps - 1)
+        return result
+    started = time.perf_counter()
+    generation = Generation(call, assistant, service, counts, None)
+    result = generation.run()
+    seconds = time.perf_counter() - started - counts.seconds["prefill"]
+    paces.observe_drafted(seconds, generation.tokens - 1, generation.plain_step)
     return result
 
 
@@ -238,6 +264,18 @@ class Generation:
         if self.verifier is None or not self.keeps_cache:
             return False
         return self.verifier.lacking(self.stopping.end(self.rows)) > 0
+
+    @property
+    def tokens(self) -> int:
+        """Of the longest row."""
+        return self.stopping.end(self.rows)
+
+    @property
+    def plain_step(self) -> float:
+        """Seconds that a step without drafts is expected to take."""
+        assert self.verifier is not None
+        price = self._price(self._cost(self.verifier), self.verifier, len(self.rows))
+        return price.seconds(1) + price.overhead()
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[Span]:
@@ -459,13 +497,7 @@ class Generation:
 
     def _open_sessions(self, opened: ExitStack) -> None:
         """Start a draft session for every row, all of which are closed, whatever happens."""
-        call = self.call
-        target = Target(
-            vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
-            device=call.input_ids.device,
-            fingerprint=fingerprint(self.model),
-            model=self.model,
-        )
+        call, target = self.call, self.call.target
         for prompt_ids in call.prompts:
             session = self.assistant.start(prompt_ids, target)
             opened.callback(self._close, session)

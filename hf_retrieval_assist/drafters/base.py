@@ -37,6 +37,35 @@ class Target:
     learn: bool = True
     expected: tuple[Int32Array, ...] = ()
 
+    def require_model(self, drafter: str) -> Any:
+        """The model, for a drafter that cannot do without.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.model is None:
+            raise ValueError(f"{drafter}: expected the target model, got none (a simulation)")
+        return self.model
+
+    def require_ids(self, drafter: str, vocab_size: int) -> None:
+        """ValueError for what was made for more ids than the target has."""
+        if vocab_size > self.vocab_size:
+            raise ValueError(
+                f"{drafter}: expected at most {self.vocab_size} ids, the target's, got one of "
+                f"{vocab_size}"
+            )
+
+    def require_width(self, drafter: str, hidden_size: int) -> None:
+        """ValueError for what was made for another hidden size than the model's."""
+        if self.model is None:
+            return
+        width = self.model.config.get_text_config(decoder=True).hidden_size
+        if width != hidden_size:
+            raise ValueError(
+                f"{drafter}: expected one for the target's hidden size of {width}, got one for "
+                f"{hidden_size}"
+            )
+
 
 @dataclass(frozen=True)
 class FeedbackNeeds:

@@ -63,19 +63,13 @@ class DFlashDrafter(Drafter):
         self.needs = FeedbackNeeds(hidden_layers=layers)
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
-        if target.model is None:
-            raise ValueError("DFlashDrafter: expected the target model, got none (a simulation)")
-        self._check(target.model)
+        model = target.require_model("DFlashDrafter")
+        target.require_width("DFlash model", self.model.config.hidden_size)
+        self._check_mask_token(model)
         stream = DFlashStream(self.model, target, self.top_k)
         return FeatureSession(stream, prompt_ids, self.total - 1)
 
-    def _check(self, target: Any) -> None:
-        width = target.config.get_text_config(decoder=True).hidden_size
-        if width != self.model.config.hidden_size:
-            raise ValueError(
-                f"DFlash model: expected one for the target's hidden size of {width}, got "
-                f"{self.model.config.hidden_size}"
-            )
+    def _check_mask_token(self, target: Any) -> None:
         rows = target.get_input_embeddings().weight.shape[0]
         if not 0 <= self.model.config.mask_token_id < rows:
             raise ValueError(

@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 from ..eagle.drafting import HeadStream
 from ..eagle.head import EagleHead
-from ..eagle.target import TargetShape
 from ..token_tree import Float32Array
 from .base import Drafter, FeedbackNeeds, Target
 from .feature_session import FeatureSession
@@ -44,18 +43,9 @@ class EagleDrafter(Drafter):
         self.needs = FeedbackNeeds(hidden_layers=head.config.boundaries)
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
-        if self.head.config.vocab_size > target.vocab_size:
-            raise ValueError(
-                f"head: expected at most {target.vocab_size} ids, the target's, got a head of "
-                f"{self.head.config.vocab_size}"
-            )
-        model = target.model
-        width = None if model is None else TargetShape.of(model).hidden_size
-        if width not in (None, self.head.config.target_width):
-            raise ValueError(
-                f"head: expected one for the target's hidden size of {width}, got one for "
-                f"{self.head.config.target_width}"
-            )
+        config = self.head.config
+        target.require_ids("EAGLE head", config.vocab_size)
+        target.require_width("EAGLE head", config.target_width)
         stream = HeadStream(self.head, self.limits)
         return FeatureSession(stream, prompt_ids, self.limits.total - 1)
 

@@ -44,9 +44,8 @@ class EarlyExit(Drafter):
         self._lock = Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
-        if target.model is None:
-            raise ValueError("EarlyExit: expected the target model, got none (a simulation)")
-        return self._drafter_of(target.model).start(prompt_ids, target)
+        model = target.require_model("EarlyExit")
+        return self._drafter_of(model).start(prompt_ids, target)
 
     def _drafter_of(self, model: Any) -> DraftModelDrafter:
         with self._lock:

@@ -10,14 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..target.kv_cache import SlotCache
+from ..target.mtp_head import MtpHead
 from ..target.mtp_layers import MtpLayers, mtp_layers
 from ..target.ranks import require_whole
 from ..target.tree_attention import FedTrees, TreeAttention
 from ..target.verifiers import state_of
-from ..token_tree import Float32Array, TokenTree
+from ..token_tree import Float32Array
 from .base import Drafter, FeedbackNeeds, Target
 from .feature_session import FeatureSession
-from .tree_growth import PRIORS, GrowthLimits, grow
+from .growing_stream import GrowingStream
+from .tree_growth import PRIORS, GrowthLimits
 
 # Levels drafted by feeding the last layer its own output, unless a caller says otherwise.
 _RECURSIONS = 3
@@ -35,10 +37,11 @@ class MtpDrafter(Drafter):
         depth: levels below the first; None: one for each further layer, and three more.
         total: nodes of the tree with its root, so at most `total - 1` are proposed.
         min_prob: nodes held less likely than this to be reached are not expanded.
-        layers: None: the target's own, from its checkpoint.
+        head: trained for a target that has none; None: the target's own, from its checkpoint.
 
     Raises:
-        ValueError: a size is out of range; from `start`, the target has no such layers.
+        ValueError: a size is out of range; from `start`, the target has no such layers, or the
+            head is for another target.
     """
 
     name = "mtp"
@@ -51,21 +54,25 @@ class MtpDrafter(Drafter):
         depth: int | None = None,
         total: int = 60,
         min_prob: float = 0.01,
-        layers: MtpLayers | None = None,
+        head: MtpHead | None = None,
     ) -> None:
         self.limits = GrowthLimits(top_k, top_k, 0 if depth is None else depth, total, min_prob)
         self.depth = depth
-        self.layers = layers
+        self.head = head
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
-        layers = self.layers
-        if layers is None:
-            if target.model is None:
-                raise ValueError("fallback 'mtp': expected the target model, got a simulation")
-            require_whole(target.model, "fallback 'mtp'")
-            layers = mtp_layers(target.model)
+        layers = self._layers_for(target)
         stream = MtpStream(layers, self._limits_for(layers))
         return FeatureSession(stream, prompt_ids, self.limits.total - 1)
+
+    def _layers_for(self, target: Target) -> MtpLayers:
+        if self.head is not None:
+            target.require_ids("MTP head", self.head.vocab_size)
+            target.require_width("MTP head", self.head.hidden_size)
+            return self.head
+        model = target.require_model("fallback 'mtp'")
+        require_whole(model, "fallback 'mtp'")
+        return mtp_layers(model)
 
     def _limits_for(self, layers: MtpLayers) -> GrowthLimits:
         depth = len(layers) - 1 + _RECURSIONS if self.depth is None else self.depth
@@ -105,7 +112,7 @@ class _LayerCache(SlotCache):
         return length, offset + self.first
 
 
-class MtpStream:
+class MtpStream(GrowingStream):
     """The layers, a cache for each, and how far they have followed one text.
 
     A layer has read every token of the text whose chain of hidden states begins at a feature: layer
@@ -118,10 +125,8 @@ class MtpStream:
     """
 
     def __init__(self, layers: MtpLayers, limits: GrowthLimits, chunk: int = 512) -> None:
+        super().__init__(layers, layers.hidden_size, limits, chunk)
         self.layers = layers
-        self.limits = limits
-        self.chunk = chunk
-        self.feature_width = layers.hidden_size
         self._caches = [_LayerCache(layers.config) for _ in range(len(layers))]
         self._attention = [
             TreeAttention(layers.mask_rule(k), None, layers.dtype) for k in range(len(layers))
@@ -134,22 +139,15 @@ class MtpStream:
         # Depth of each node run since the draft began, and how many of them each layer has read.
         self._depths = np.empty(0, np.int64)
         self._nodes_read = [0] * len(layers)
+        # Of each cache, what a draft may overwrite and `keep` does not bring back.
+        self._states: list[list[dict[str, Any]]] = []
 
-    @torch.inference_mode()
-    def extend(self, features: Tensor, token_ids: Tensor, first_position: int) -> None:
-        """Follow the text by m tokens; see `FeatureStream`."""
-        features = features.to(self.layers.device, self.layers.dtype)
-        token_ids = token_ids.to(self.layers.device)
-        if first_position + 1 != self._next_position:
+    def _follow(self, features: Tensor, token_ids: Tensor, position: int) -> None:
+        """Run all layers, given the target's hidden states before each token."""
+        hidden, first = features, position + 1
+        if first != self._next_position:
             self._last = [None] * len(self.layers)
-        for start in range(0, len(features), self.chunk):
-            part = slice(start, start + self.chunk)
-            self._follow(features[part], token_ids[part], first_position + 1 + start)
-
-    def _follow(self, hidden: Tensor, token_ids: Tensor, position: int) -> None:
-        """Run all layers over tokens from `position` on, given the target's hidden states before
-        each."""
-        self._next_position = position + len(token_ids)
+        self._next_position = first + len(token_ids)
         for k in range(len(self.layers)):
             if not len(hidden):
                 return
@@ -193,21 +191,19 @@ class MtpStream:
             column_depths=torch.from_numpy(column_depths[None]).to(device),
         )
         mask = self._attention[k].masks(fed, cache.slots)
-        return self.layers.run(k, token_ids, hidden, positions, mask, cache)
+        inputs = (token_ids[None], hidden[None], positions[None])
+        return self.layers.run(k, *inputs, mask, cache)[0]
 
-    @torch.inference_mode()
-    def draft(self, keep: int) -> TokenTree:
-        """The best-first tree below the last token of the text."""
-        states = [[state_of(layer) for layer in cache.layers] for cache in self._caches]
+    def _begin_draft(self) -> None:
+        self._states = [[state_of(layer) for layer in cache.layers] for cache in self._caches]
         self._depths = np.empty(0, np.int64)
         self._nodes_read = [0] * len(self.layers)
-        try:
-            return grow(self, self.limits, keep).tree()
-        finally:
-            for cache, before in zip(self._caches, states, strict=True):
-                cache.keep([[]])
-                for layer, state in zip(cache.layers, before, strict=True):
-                    layer.__dict__.update(state)
+
+    def _forget_draft(self) -> None:
+        for cache, states in zip(self._caches, self._states, strict=True):
+            cache.keep([[]])
+            for layer, state in zip(cache.layers, states, strict=True):
+                layer.__dict__.update(state)
 
     def root_logits(self) -> Tensor:
         assert self._last[0] is not None
@@ -243,6 +239,3 @@ class MtpStream:
         positions = torch.full_like(token_ids, self._next_position + int(depths[0]))
         attends = visible[:, -len(columns) :]
         return self._run(k, token_ids, hidden, positions, depths, columns, attends)
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids

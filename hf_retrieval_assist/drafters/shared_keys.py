@@ -69,22 +69,14 @@ class SharedKeysDrafter(Drafter):
         self.limits = GrowthLimits(top_k, top_k, depth, total, min_prob)
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
-        if target.model is None:
-            raise ValueError(
-                "SharedKeysDrafter: expected the target model, got none (a simulation)"
-            )
-        require_whole(target.model, "assistant that reads the target's keys")
-        self._check(target.model)
+        model = target.require_model("SharedKeysDrafter")
+        require_whole(model, "assistant that reads the target's keys")
+        target.require_width(type(self.model).__name__, self.model.config.backbone_hidden_size)
+        self._check_keys(model)
         stream = SharedKeysStream(self.model, target, self.limits)
         return FeatureSession(stream, prompt_ids, self.limits.total - 1)
 
-    def _check(self, target: Any) -> None:
-        width = target.config.get_text_config(decoder=True).hidden_size
-        if width != self.model.config.backbone_hidden_size:
-            raise ValueError(
-                f"{type(self.model).__name__}: expected one for the target's hidden size of "
-                f"{width}, got backbone_hidden_size {self.model.config.backbone_hidden_size}"
-            )
+    def _check_keys(self, target: Any) -> None:
         for kind, wanted in _shapes(self.model).items():
             layer = KeyLayer(target, kind)
             found = _KeyShape(layer.num_kv_heads, layer.head_dim)

@@ -1,30 +1,31 @@
 """Reading EAGLE checkpoints as published, and writing heads in the `speculators` layout.
 
 Understood: repositories of SafeAILab (EAGLE-1, -2, -3) and of tools that follow them, EAGLE-3.1
-among them, and the `speculators` format of vLLM. Files are untrusted input: nothing is unpickled
-beyond tensors, and every shape is compared with what the target needs.
+among them, and the `speculators` format of vLLM. Files are untrusted input: every shape is compared
+with what the target needs.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..system.files import replacing
+from ..system.checkpoints import (
+    Tensors,
+    check_fit,
+    local_folder,
+    read_json,
+    read_tensors,
+    write_checkpoint,
+)
+from ..target.borrowed import BorrowedLayers, TargetShape, float_weight
 from .config import HeadConfig, default_boundaries, infer_config
 from .head import EagleHead, build_head
-from .target import BorrowedLayers, TargetShape, float_weight
-
-Tensors = dict[str, Tensor]
 
 # Other names of the tensors that `EagleHead.state_dict` names as `speculators` does.
 RENAMED = (
@@ -36,7 +37,6 @@ RENAMED = (
 )
 # Constants, and copies of the target's layers that were kept for training.
 IGNORED = re.compile(r"(rotary_emb\.inv_freq|^verifier_(norm|lm_head)\.weight)$")
-DOWNLOADED = ["config.json", "*.safetensors", "*.bin", "*.index.json"]
 
 
 def load_head(
@@ -65,14 +65,16 @@ def load_head(
             first tensor that disagrees, with the expected and the found shape.
         TypeError: an override is not a field of :class:`HeadConfig`.
     """
-    folder = _local_folder(path_or_hub_id)
-    raw, tensors = _read_config(folder), _canonical_names(_read_tensors(folder))
+    folder = local_folder(path_or_hub_id)
+    raw, tensors = _read_config(folder), _canonical_names(read_tensors(folder))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     config = infer_config(shapes, raw, TargetShape.of(target)).override(**overrides)
     if config.draft_vocab_size == config.vocab_size:
         tensors = {k: v for k, v in tensors.items() if k not in ("d2t", "t2d")}
     head = _build_on_meta(config, BorrowedLayers(target))
-    _check_fit(head, tensors)
+    check_fit(head.state_dict(), tensors)
+    if "d2t" in tensors:
+        _check_draft_vocabulary(tensors["d2t"], tensors["t2d"])
     head.load_state_dict(tensors, assign=True)
     head.to(device or head.borrowed.device, dtype or target.dtype)
     return head.requires_grad_(False).eval()
@@ -109,7 +111,7 @@ def new_head(
 
 
 def save_head(head: EagleHead, folder: str | PathLike[str]) -> None:
-    """Write `config.json` and `model.safetensors`, each replaced in one step.
+    """Write a head; see `write_checkpoint`.
 
     The layout is that of `speculators` 'eagle3' models, which vLLM loads too; embeddings shared
     with the target are not written.
@@ -123,79 +125,15 @@ def save_head(head: EagleHead, folder: str | PathLike[str]) -> None:
     """
     if head.config.generation != 3:
         raise ValueError("head: expected an EAGLE-3 head, got one of EAGLE-1/2")
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().contiguous().cpu() for name, t in head.state_dict().items()}
-    config = json.dumps(_speculators_config(head), indent=2)
-    with replacing(path / "config.json") as config_file:
-        config_file.write_text(config, encoding="utf-8")
-        with replacing(path / "model.safetensors") as tensor_file:
-            save_file(tensors, tensor_file, metadata={"format": "pt"})
-
-
-def _local_folder(path_or_hub_id: str | PathLike[str]) -> Path:
-    path = Path(path_or_hub_id)
-    if path.is_dir():
-        return path
-    return Path(snapshot_download(str(path_or_hub_id), allow_patterns=DOWNLOADED))
+    write_checkpoint(folder, _speculators_config(head), head.state_dict())
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     layer = config.get("transformer_layer_config", config)
     if not isinstance(layer, dict):
         raise ValueError(f"{folder / 'config.json'}: expected an object, found {layer!r}")
     return config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected a readable JSON file ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
-
-
-def _read_tensors(folder: Path) -> Tensors:
-    """All weights; safetensors are preferred, and an index before a single file."""
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index = folder / f"{stem}.{suffix}.index.json"
-        if index.is_file():
-            return _read_shards(index)
-        if (folder / f"{stem}.{suffix}").is_file():
-            return _read_file(folder / f"{stem}.{suffix}")
-    raise ValueError(
-        f"{folder}: expected model.safetensors or pytorch_model.bin, or their index, found neither"
-    )
-
-
-def _read_shards(index: Path) -> Tensors:
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) and Path(name).name == name for name in weight_map.values()
-    ):
-        raise ValueError(f"{index}: expected weight_map to name files of the same folder")
-    tensors: Tensors = {}
-    for name in sorted(set(weight_map.values())):
-        tensors |= _read_file(index.parent / name)
-    return tensors
-
-
-def _read_file(path: Path) -> Tensors:
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    # A damaged pickle ends the unpickler's machine wherever it happens to be.
-    except Exception as error:
-        raise ValueError(f"{path}: expected a file of tensors ({error})") from error
-    if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
-    ):
-        raise ValueError(f"{path}: expected a dictionary of tensors")
-    return tensors
 
 
 def _canonical_names(tensors: Tensors) -> Tensors:
@@ -219,21 +157,6 @@ def _build_on_meta(config: HeadConfig, borrowed: BorrowedLayers) -> EagleHead:
             f"rope_parameters: expected finite frequencies, got {dict(config.rope_parameters)}"
         )
     return head
-
-
-def _check_fit(head: EagleHead, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for the first tensor that is missing, misshapen, unknown or senseless."""
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    for name in [*expected, *(name for name in tensors if name not in expected)]:
-        wanted = expected.get(name, "no such tensor")
-        found = tuple(tensors[name].shape) if name in tensors else "no such tensor"
-        if wanted != found:
-            raise ValueError(f"{name}: expected {wanted}, found {found}")
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(f"{name}: expected finite values, found NaN or infinity")
-    if "d2t" in expected:
-        _check_draft_vocabulary(tensors["d2t"], tensors["t2d"])
 
 
 def _check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from transformers.activations import ACT2FN
 
+from ..target.borrowed import TargetShape
 from .settings import checked_rope, count, number, rope_parameters
-from .target import TargetShape
 
 Shapes = Mapping[str, tuple[int, ...]]
 

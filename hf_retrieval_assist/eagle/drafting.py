@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..drafters.tree_growth import GrowthLimits, grow
-from ..token_tree import TokenTree
+from ..drafters.growing_stream import GrowingStream
+from ..drafters.tree_growth import GrowthLimits
 from .cache import HeadCache
 from .head import EagleHead
 
 
-class HeadStream:
+class HeadStream(GrowingStream):
     """A head, its cache, and how far they have followed one text.
 
-    The cache holds what was computed from the target's own features; a draft writes behind that
-    and is forgotten when it is done.
+    The cache holds what was computed from the target's own features.
 
     Args:
         head: shared with other streams.
@@ -24,23 +23,13 @@ class HeadStream:
     """
 
     def __init__(self, head: EagleHead, limits: GrowthLimits, chunk: int = 512) -> None:
+        super().__init__(head, head.config.feature_width, limits, chunk)
         self.head = head
-        self.limits = limits
-        self.chunk = chunk
-        self.feature_width = head.config.feature_width
         self.cache = HeadCache(head.config, head.device, head.dtype)
         self._last_hidden: Tensor | None = None
         self._above = torch.empty(0)
         self._next_position = 0
-
-    @torch.inference_mode()
-    def extend(self, features: Tensor, token_ids: Tensor, first_position: int) -> None:
-        """Follow the text by m tokens; see `FeatureStream`."""
-        features = features.to(self.head.device, self.head.dtype)
-        token_ids = token_ids.to(self.head.device)
-        for start in range(0, len(features), self.chunk):
-            part = slice(start, start + self.chunk)
-            self._follow(features[part], token_ids[part], first_position + start)
+        self._known = 0
 
     def _follow(self, features: Tensor, token_ids: Tensor, position: int) -> None:
         count, known = len(features), self.cache.length
@@ -52,20 +41,13 @@ class HeadStream:
         self._last_hidden = output[:, -1:]
         self._next_position = position + count
 
-    @torch.inference_mode()
-    def draft(self, keep: int) -> TokenTree:
-        """The tree of EAGLE-2 below the last token of the text.
-
-        Raises:
-            RuntimeError: the stream has not followed any text yet.
-        """
+    def _begin_draft(self) -> None:
         if self._last_hidden is None:
             raise RuntimeError("draft: expected `extend` to have been called before")
-        known = self.cache.length
-        try:
-            return grow(self, self.limits, keep).tree()
-        finally:
-            self.cache.truncate(known)
+        self._known = self.cache.length
+
+    def _forget_draft(self) -> None:
+        self.cache.truncate(self._known)
 
     def root_logits(self) -> Tensor:
         assert self._last_hidden is not None
@@ -85,6 +67,3 @@ class HeadStream:
         )
         self.cache.advance(len(parent_rows))
         return self.head.logits(self._above)[0]
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        return self.head.to_target_ids(draft_ids.to(self.head.device))

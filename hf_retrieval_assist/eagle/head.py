@@ -23,8 +23,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from ..target.borrowed import BorrowedLayers
 from .config import HeadConfig
-from .target import BorrowedLayers
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -153,6 +153,11 @@ class EagleHead(nn.Module):
         save_head(self, folder)
 
     @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Of the target's residual stream, as :class:`FeedbackNeeds` counts them."""
+        return self.config.boundaries
+
+    @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
@@ -213,6 +218,7 @@ class EagleHead(nn.Module):
         """Ids of the target's vocabulary for ids of the draft vocabulary; any shape."""
         if self.config.draft_vocab_size == self.config.vocab_size:
             return draft_ids
+        draft_ids = draft_ids.to(self.device)
         return draft_ids + self.d2t[draft_ids]
 
 

@@ -161,7 +161,7 @@ class CostModel:
         known = self._count
         self._count += 1
         self._timed = True
-        if self._is_surprise(left, error):
+        if self._set_aside(left, error):
             return
         noise = self._noise * (_FIRST_NOISE[known] if known < len(_FIRST_NOISE) else 1)
         limit = _OUTLIER * math.sqrt(variance + noise)
@@ -173,7 +173,7 @@ class CostModel:
         self._age(left, error - believed)
         self._stale = True
 
-    def _is_surprise(self, left: int, error: float) -> bool:
+    def _set_aside(self, left: int, error: float) -> bool:
         """Whether a timing is so slow that it may well be an outlier, and the first such one here.
 
         A size that was never fed would take it for the truth, and not be fed again.

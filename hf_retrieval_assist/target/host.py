@@ -169,23 +169,30 @@ def shards_need_company(model: Any) -> bool:
     return bool(sharded and distributed and torch.distributed.get_world_size() > 1)
 
 
+def _several(model: Any, dimension: str) -> Any:
+    """The model's mesh along a named dimension, as transformers noted it, where that spans more
+    than one process; otherwise None."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
+        return None
+    return mesh[dimension] if mesh[dimension].size() > 1 else None
+
+
 def parts_group(model: Any) -> Any:
     """The processes that compute every forward of a model together, each a part of its layers
     (pipeline parallelism) or of their weights (tensor parallelism), as transformers noted them;
     None: this process has it whole."""
     mesh = getattr(model, "_device_mesh", None)
-    if mesh is None or not mesh.mesh_dim_names:
-        return None if mesh is None or mesh.size() < 2 else mesh.get_group()
-    shared = (name for name in ("pp", "tp") if name in mesh.mesh_dim_names)
-    return next((mesh[name].get_group() for name in shared if mesh[name].size() > 1), None)
+    if mesh is not None and not mesh.mesh_dim_names:
+        return mesh.get_group() if mesh.size() > 1 else None
+    part = _several(model, "pp") or _several(model, "tp")
+    return None if part is None else part.get_group()
 
 
 def why_plain_in_pipeline(model: Any) -> str | None:
     """Why a model whose layers are spread over processes is decoded plainly by all of them; None:
     it need not be."""
-    mesh: Any = getattr(model, "_device_mesh", None)
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    if "pp" not in names or mesh["pp"].size() < 2 or Version(__version__) >= PIPELINES_SINCE:
+    if _several(model, "pp") is None or Version(__version__) >= PIPELINES_SINCE:
         return None
     # There one process can find its part of a tree's forward wrong while others wait for it.
     return f"pipeline parallelism needs transformers {PIPELINES_SINCE}, got {__version__}"

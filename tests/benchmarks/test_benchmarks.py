@@ -25,7 +25,7 @@ from benchmarks import (
     timing,
     traces,
 )
-from benchmarks.__main__ import BENCHMARKS, MINUTES, Progress, chosen, main, parse
+from benchmarks.__main__ import BENCHMARKS, MINUTES, UNKNOWN_MINUTES, Progress, chosen, main, parse
 from benchmarks.report import Report
 from hf_retrieval_assist.simulation import simulate
 
@@ -515,8 +515,9 @@ def test_progress_says_where_a_run_is(monkeypatch, capsys):
 
 
 def test_all_of_them_take_less_than_an_hour():
-    assert MINUTES.keys() == BENCHMARKS.keys()
+    assert MINUTES.keys() <= BENCHMARKS.keys()
     names = chosen([])
     assert ("accelerator" in names) == torch.cuda.is_available()
-    assert sum(MINUTES[name] for name in BENCHMARKS if name != "accelerator") < 60
+    on_cpu = [name for name in BENCHMARKS if name != "accelerator"]
+    assert sum(MINUTES.get(name, UNKNOWN_MINUTES) for name in on_cpu) < 60
     assert chosen(["step"]) == ["step"]

@@ -16,6 +16,7 @@ from hf_retrieval_assist.demo.comparison import Comparison, Run, Task, Written, 
 from hf_retrieval_assist.demo.picture import animation
 from hf_retrieval_assist.planning.cost_store import CostModels
 
+from ..fixed_costs import FixedCosts
 from ..test_examples import small_model
 
 SHORT = tuple(Task(task.title, task.file, 24, task.sampling) for task in comparison.TASKS)
@@ -59,7 +60,7 @@ def test_panels_on_a_terminal(monkeypatch):
 
     monkeypatch.setattr(rich_console, "Console", Terminal)
     model, tokenizer = small_model()
-    found = show.show(model, tokenizer, CostModels())
+    found = show.show(model, tokenizer, FixedCosts(lambda n: 1.0))
     shown = screen.getvalue()
     assert "plain generate" in shown
     assert shown.count("as fast, identical text") == len(found) == 3

@@ -13,17 +13,15 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.drafters.dflash import DFlashDrafter, product_tree
 from hf_retrieval_assist.drafters.feature_session import FeatureSession
-from hf_retrieval_assist.target.feature_taps import FeatureTap
 from hf_retrieval_assist.token_tree import TokenTree
+from tests.feature_following import TEXT, features_of, seen, session_of
 from tests.lossless import build, run
-from tests.tiny_models import VOCAB, randomise
+from tests.tiny_models import randomise
 
 BLOCK = 5
 NEW = 16
-TEXT = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 @pytest.fixture(autouse=True)
@@ -61,22 +59,6 @@ def llama() -> Any:
 @pytest.fixture(scope="module")
 def drafting() -> Any:
     return block_drafter()
-
-
-def features_of(model: Any) -> torch.Tensor:
-    with torch.no_grad(), FeatureTap(model, (1, 2)) as tap:
-        model(torch.tensor([TEXT]))
-    return tap.features[0]
-
-
-def seen(features: torch.Tensor) -> Feedback:
-    fed = np.zeros(len(features), np.int32)
-    return Feedback(fed, np.arange(len(features), dtype=np.int32), hidden_states=features)
-
-
-def session_of(drafter: DFlashDrafter, target: Any, known: int) -> FeatureSession:
-    prompt = np.array(TEXT[:known], np.int32)
-    return drafter.start(prompt, Target(VOCAB, model=target))
 
 
 @pytest.mark.parametrize("window", [64, 6])
@@ -140,24 +122,6 @@ def test_a_tree_needs_no_more_than_there_is() -> None:
     assert tree.is_chain
 
 
-def test_drafts_do_not_depend_on_the_steps(llama: Any, drafting: Any) -> None:
-    drafter, features = DFlashDrafter(drafting, top_k=3), features_of(llama)
-    whole = session_of(drafter, llama, 29)
-    whole.commit(TEXT[29:30], seen(features[:29]))
-    expected = whole.propose(12)
-    for steps in ([1] * 20, [4, 1, 7, 8], [20]):
-        session, known = session_of(drafter, llama, 9), 9
-        session.commit(TEXT[9:10], seen(features[:9]))
-        for length in steps:
-            if length % 2:
-                session.propose(12)
-            session.commit(TEXT[known + 1 : known + 1 + length], seen(features[known:][:length]))
-            known += length
-        for tree in (session.propose(12), session.propose(12)):
-            assert tree.token_ids.tolist() == expected.token_ids.tolist()
-            np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
-
-
 def test_one_forward_catches_up(llama: Any, drafting: Any, monkeypatch: Any) -> None:
     forwards: list[int] = []
     original = type(drafting).forward
@@ -167,8 +131,8 @@ def test_one_forward_catches_up(llama: Any, drafting: Any, monkeypatch: Any) -> 
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(type(drafting), "forward", count)
-    features = features_of(llama)
-    session = session_of(DFlashDrafter(drafting), llama, 9)
+    features = features_of(llama, (1, 2))
+    session = session_of(DFlashDrafter(drafting), llama, TEXT[:9])
     session.commit(TEXT[9:10], seen(features[:9]))
     for position in range(9, 30):
         session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
@@ -177,25 +141,9 @@ def test_one_forward_catches_up(llama: Any, drafting: Any, monkeypatch: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("rows", "sampling"),
-    [(1, {}), (3, {}), (1, {"do_sample": True})],
-    ids=["greedy", "batch", "seeded"],
-)
-def test_output_is_plain(llama: Any, drafting: Any, rows: int, sampling: dict[str, Any]) -> None:
-    ids = torch.randint(1, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(2))
-    expected = run(llama, ids, **sampling)
-    for assistant in (
-        Assistant([DFlashDrafter(drafting)], budget=8),
-        SamAssistant(expected.tolist(), fallback=[drafting, "token_recycling"], budget=16),
-    ):
-        assert run(llama, ids, assistant=assistant, **sampling).tolist() == expected.tolist()
-        assert assistant.stats.total.drafted > 0
-
-
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 64}, "hidden size of 32, got 64"),
+        ({"hidden_size": 64}, "hidden size of 32, got one for 64"),
         ({"mask_token_id": 67}, "below the target's 67 ids, got 67"),
         ({"target_layer_ids": [0, 9]}, "boundaries: expected -1 or 0 to 2"),
     ],

@@ -16,17 +16,16 @@ from safetensors.torch import load_file
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
-from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.drafters.base import Feedback, Target
+from hf_retrieval_assist import Assistant, MtpHead, SamAssistant
 from hf_retrieval_assist.drafters.feature_session import FeatureSession
 from hf_retrieval_assist.drafters.mtp import MtpDrafter
-from hf_retrieval_assist.target.feature_taps import FeatureTap
 from hf_retrieval_assist.target.mtp_layers import MtpLayers, mtp_layers
 from hf_retrieval_assist.target.service import choose_service
 from hf_retrieval_assist.token_tree import TokenTree
+from tests.feature_following import TEXT, features_of, seen, session_of
 from tests.lossless import PHRASE, build, knowing
 from tests.mtp_models import FAMILIES, saved_with_mtp
-from tests.tiny_models import VOCAB
+from tests.tiny_models import VOCAB, randomise
 
 TIERS = {
     "DeepseekV3ForCausalLM": "tree",
@@ -40,7 +39,6 @@ TIERS = {
     "BailingHybridForCausalLM": "replay",
 }
 IDS = torch.tensor([[*PHRASE, 5, 9]])
-TEXT = torch.randint(1, VOCAB, (30,), generator=torch.Generator().manual_seed(1)).tolist()
 NEW = 16
 
 
@@ -66,13 +64,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def glm(models: dict[str, Any]) -> Any:
     """A model with three MTP layers, on the tree tier."""
     return models["Glm4MoeForCausalLM"]
-
-
-def features_of(model: Any, text: Sequence[int]) -> torch.Tensor:
-    """[text, hidden_size], the model's last hidden states."""
-    with torch.no_grad(), FeatureTap(model, (-1,)) as tap:
-        model(torch.tensor([list(text)]))
-    return tap.features[0]
 
 
 def reference_logits(
@@ -102,22 +93,12 @@ def reference_logits(
             )
         if level < len(layers) - 1:
             hidden = output
-    return module._project_to_logits(output[0, -1])
-
-
-def session_of(model: Any, prompt: Sequence[int], **sizes: Any) -> FeatureSession:
-    target = Target(vocab_size=VOCAB, model=model)
-    return MtpDrafter(**sizes).start(np.array(prompt, np.int32), target)
-
-
-def seen(features: torch.Tensor) -> Feedback:
-    fed = np.zeros(len(features), np.int32)
-    return Feedback(fed, np.arange(len(features), dtype=np.int32), hidden_states=features)
+    return layers.logits(output[0, -1]).detach()
 
 
 def draft_at_once(model: Any, text: Sequence[int], **sizes: Any) -> TokenTree:
-    session = session_of(model, text[:-1], **sizes)
-    session.commit(text[-1:], seen(features_of(model, text)[: len(text) - 1]))
+    session = session_of(MtpDrafter(**sizes), model, text[:-1])
+    session.commit(text[-1:], seen(features_of(model, text=text)[: len(text) - 1]))
     return session.propose(100)
 
 
@@ -182,7 +163,7 @@ def test_every_family_drafts_what_its_layers_say(name: str, models: dict[str, An
     """Also the families that transformers refuses to assist, against its layers run afresh."""
     model = models[name]
     assert choose_service(model, {}).tier.value == TIERS[name]
-    layers, features = mtp_layers(model), features_of(model, TEXT)
+    layers, features = mtp_layers(model), features_of(model)
     depth = len(layers) + 1
     for length in (2, 9, 30):
         text, path = TEXT[:length], []
@@ -197,9 +178,17 @@ def test_every_family_drafts_what_its_layers_say(name: str, models: dict[str, An
             path, above = [*path, token], prob
 
 
-def test_every_node_of_a_tree_has_the_layers_probability(glm: Any) -> None:
-    layers, features = mtp_layers(glm), features_of(glm, TEXT)
-    tree = draft_at_once(glm, TEXT, top_k=3, depth=4, total=40, min_prob=0.0)
+@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "a head of LlamaForCausalLM"])
+def test_every_node_of_a_tree_has_the_layers_probability(name: str, models: dict[str, Any]) -> None:
+    if name in FAMILIES:
+        model, head = models[name], None
+        layers: MtpLayers = mtp_layers(model)
+    else:
+        model = build(transformers.LlamaForCausalLM)
+        layers = head = MtpHead.for_target(model, torch.arange(1, VOCAB, 2))
+        randomise(head, 0.3)
+    features = features_of(model)
+    tree = draft_at_once(model, TEXT, top_k=3, depth=4, total=40, min_prob=0.0, head=head)
     tree.check_invariants()
     assert tree.depths.max() == 5
     assert not tree.is_chain
@@ -207,7 +196,8 @@ def test_every_node_of_a_tree_has_the_layers_probability(glm: Any) -> None:
         path = tree.path(node)[:-1]
         logits = reference_logits(layers, features, TEXT, tree.token_ids[path].tolist())
         above = tree.probs[path[-1]] if len(path) else 1.0
-        given = float(logits.softmax(-1)[tree.token_ids[node]])
+        ids = layers.to_target_ids(torch.arange(len(logits))).tolist()
+        given = float(logits.softmax(-1)[ids.index(tree.token_ids[node])])
         assert tree.probs[node] / above == pytest.approx(given, rel=2e-3)
 
 
@@ -219,8 +209,8 @@ def test_drafts_do_not_depend_on_the_steps(
 ) -> None:
     """Steps of any length, with or without a draft in between: the text alone decides."""
     model, known = models[name], 3
-    features, sizes = features_of(model, TEXT), {"top_k": 3, "total": 20}
-    session = session_of(model, TEXT[:2], **sizes)
+    features, sizes = features_of(model), {"top_k": 3, "total": 20}
+    session = session_of(MtpDrafter(**sizes), model, TEXT[:2])
     session.commit(TEXT[2:3], seen(features[:2]))
     for length, ask in steps:
         if ask:
@@ -234,14 +224,14 @@ def test_drafts_do_not_depend_on_the_steps(
 
 
 def test_one_pass_catches_up_on_what_was_missed(glm: Any, monkeypatch: Any) -> None:
-    session, features = session_of(glm, TEXT[:8], depth=0), features_of(glm, TEXT)
+    session, features = session_of(MtpDrafter(depth=0), glm, TEXT[:8]), features_of(glm)
     session.commit(TEXT[8:9], seen(features[:8]))
     for position in range(8, 20):
         session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
     passes: list[int] = []
     original = MtpLayers.run
     monkeypatch.setattr(
-        MtpLayers, "run", lambda *args: passes.append(len(args[2])) or original(*args)
+        MtpLayers, "run", lambda *args: passes.append(args[2].shape[1]) or original(*args)
     )
     session.propose(5)
     # Each layer starts one token later than the one before.
@@ -422,7 +412,7 @@ class PlainQwenMtp:
 def test_qwen_layers_are_as_written_out(name: str, models: dict[str, Any]) -> None:
     model = models[name]
     plain = PlainQwenMtp(model.config.name_or_path, model.config.get_text_config())
-    features = features_of(model, TEXT)
+    features = features_of(model)
     for length in range(2, len(TEXT)):
         text = TEXT[:length]
         tree = draft_at_once(model, text, top_k=3, depth=0, min_prob=0.0)

@@ -14,18 +14,15 @@ from transformers.generation.candidate_generator import (
 )
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.drafters.base import Feedback, Target
-from hf_retrieval_assist.drafters.feature_session import FeatureSession
+from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.shared_keys import SharedKeysDrafter
 from hf_retrieval_assist.target import host
-from hf_retrieval_assist.target.feature_taps import FeatureTap
+from tests.feature_following import TEXT, features_of, seen, session_of
 from tests.lossless import build, run
 from tests.shared_key_models import FAMILIES, key_reader, layers_that_all_reuse, sharing_target
 from tests.tiny_models import VOCAB, WINDOW
 
 STEPS = 4
-# Well beyond the window.
-TEXT = torch.randint(1, VOCAB, (30,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 @pytest.fixture(autouse=True)
@@ -44,21 +41,6 @@ def gemma() -> Any:
 def reader() -> Any:
     with layers_that_all_reuse():
         return key_reader()
-
-
-def features_of(model: Any) -> torch.Tensor:
-    with torch.no_grad(), FeatureTap(model, SharedKeysDrafter.needs.hidden_layers) as tap:
-        model(torch.tensor([TEXT]), logits_to_keep=1)
-    return tap.features[0]
-
-
-def seen(features: torch.Tensor) -> Feedback:
-    rows = np.arange(len(features), dtype=np.int32)
-    return Feedback(np.zeros(len(features), np.int32), rows, hidden_states=features)
-
-
-def session_of(drafter: SharedKeysDrafter, target: Any, known: int) -> FeatureSession:
-    return drafter.start(np.array(TEXT[:known], np.int32), Target(VOCAB, model=target))
 
 
 def candidates(target: Any, reader: Any, length: int) -> list[int]:
@@ -102,8 +84,8 @@ def test_the_chain_is_transformers_own(
     target = sharing_target(family, **target_changes)
     reader = key_reader(family, **reader_changes)
     drafter = SharedKeysDrafter(reader, top_k=1, depth=STEPS - 1, min_prob=0.0)
-    features = features_of(target)
-    session, known = session_of(drafter, target, 3), 3
+    features = features_of(target, drafter.needs.hidden_layers)
+    session, known = session_of(drafter, target, TEXT[:3]), 3
     session.commit(TEXT[3:4], seen(features[:3]))
     for length in range(4, len(TEXT)):
         assert session.propose(STEPS).token_ids.tolist() == candidates(target, reader, length)
@@ -114,8 +96,9 @@ def test_the_chain_is_transformers_own(
 
 def test_every_node_of_a_tree_continues_its_path(gemma: Any, reader: Any) -> None:
     """Against the model run along each path alone."""
-    features = features_of(gemma)
-    session = session_of(SharedKeysDrafter(reader, top_k=3, depth=2, min_prob=0.0), gemma, 20)
+    drafter = SharedKeysDrafter(reader, top_k=3, depth=2, min_prob=0.0)
+    features = features_of(gemma, drafter.needs.hidden_layers)
+    session = session_of(drafter, gemma, TEXT[:20])
     session.commit(TEXT[20:21], seen(features[:20]))
     tree = session.propose(24)
     tree.check_invariants()
@@ -135,42 +118,6 @@ def test_every_node_of_a_tree_continues_its_path(gemma: Any, reader: Any) -> Non
             token, hidden = int(tree.token_ids[above]), output.last_hidden_state
             prob *= float(output.logits[0, 0].softmax(-1)[token])
         assert tree.probs[node] == pytest.approx(prob, rel=1e-3)
-
-
-def test_drafts_do_not_depend_on_the_steps(gemma: Any, reader: Any) -> None:
-    drafter, features = SharedKeysDrafter(reader, top_k=3), features_of(gemma)
-    whole = session_of(drafter, gemma, 29)
-    whole.commit(TEXT[29:30], seen(features[:29]))
-    expected = whole.propose(12)
-    for steps in ([1] * 20, [4, 1, 7, 8], [20]):
-        session, known = session_of(drafter, gemma, 9), 9
-        session.commit(TEXT[9:10], seen(features[:9]))
-        for length in steps:
-            if length % 2:
-                session.propose(12)
-            session.commit(TEXT[known + 1 : known + 1 + length], seen(features[known:][:length]))
-            known += length
-        for tree in (session.propose(12), session.propose(12)):
-            assert tree.token_ids.tolist() == expected.token_ids.tolist()
-            np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("rows", "sampling"),
-    [(1, {}), (3, {}), (1, {"do_sample": True})],
-    ids=["greedy", "batch", "seeded"],
-)
-def test_output_is_plain(family: str, rows: int, sampling: dict[str, Any]) -> None:
-    target, reader = sharing_target(family), key_reader(family)
-    ids = torch.randint(1, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(2))
-    expected = run(target, ids, **sampling)
-    for assistant in (
-        Assistant([SharedKeysDrafter(reader)], budget=8),
-        SamAssistant(expected.tolist(), fallback=[reader, "token_recycling"], budget=16),
-    ):
-        assert run(target, ids, assistant=assistant, **sampling).tolist() == expected.tolist()
-        assert assistant.stats.total.drafted > 0
 
 
 def test_padded_rows(gemma: Any, reader: Any) -> None:
@@ -201,7 +148,7 @@ def test_several_turns(gemma: Any, reader: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backbone": 64}, "target's hidden size of 32, got backbone_hidden_size 64"),
+        ({"backbone": 64}, "target's hidden size of 32, got one for 64"),
         ({"global_head_dim": 16}, "full_attention keys of 2 heads of 8, got one for 2 heads of 16"),
         (
             {"num_key_value_heads": 4},

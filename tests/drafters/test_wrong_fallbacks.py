@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import EagleHead, EarlyExit, SamAssistant
+from hf_retrieval_assist import EagleHead, EarlyExit, MtpHead, SamAssistant
 from hf_retrieval_assist.target import host
 from tests.drafters.test_dflash import block_drafter
 from tests.eagle_fixtures import tiny_target
@@ -31,10 +31,10 @@ def llama() -> Any:
     return build(transformers.LlamaForCausalLM)
 
 
-def head_for(**shape: Any) -> EagleHead:
+def head_for(kind: type[EagleHead | MtpHead] = EagleHead, **shape: Any) -> EagleHead | MtpHead:
     """A head made for another target than the tests' own."""
     torch.manual_seed(0)
-    return EagleHead.for_target(tiny_target(**shape))
+    return kind.for_target(tiny_target(**shape))
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
@@ -45,15 +45,23 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "EAGLE head of more ids": (
         lambda: head_for(hidden_size=32, vocab_size=VOCAB + 1, num_layers=3),
-        f"expected at most {VOCAB} ids, the target's, got a head of {VOCAB + 1}",
+        f"expected at most {VOCAB} ids, the target's, got one of {VOCAB + 1}",
     ),
     "EAGLE head of another width": (
         lambda: head_for(hidden_size=64, vocab_size=VOCAB, num_layers=3),
-        "head: expected one for the target's hidden size of 32, got one for 64",
+        "EAGLE head: expected one for the target's hidden size of 32, got one for 64",
+    ),
+    "MTP head of more ids": (
+        lambda: head_for(MtpHead, hidden_size=32, vocab_size=VOCAB + 1),
+        f"MTP head: expected at most {VOCAB} ids, the target's, got one of {VOCAB + 1}",
+    ),
+    "MTP head of another width": (
+        lambda: head_for(MtpHead, hidden_size=64, vocab_size=VOCAB),
+        "MTP head: expected one for the target's hidden size of 32, got one for 64",
     ),
     "DFlash model of another width": (
         lambda: block_drafter(hidden_size=64),
-        "DFlash model: expected one for the target's hidden size of 32, got 64",
+        "DFlash model: expected one for the target's hidden size of 32, got one for 64",
     ),
     "assistant without shared keys": (key_reader, "whose layers share keys .*LlamaForCausalLM"),
     "draft model of another tokenizer": (

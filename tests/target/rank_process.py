@@ -6,6 +6,8 @@ Usage: rank_process.py CASE MODEL_FOLDER STORE RANK. Prints "done" where all hel
 from __future__ import annotations
 
 import datetime
+import faulthandler
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +70,15 @@ def lossless(model: Any, rank: int) -> None:
             assert counts[0].steps == counts[1].steps
             assert counts[0].accepted == counts[1].accepted > 0
             print(preset.__name__, sample, rows, counts[rank].mean_accepted_tokens, flush=True)
+
+
+def undrafted(model: Any, rank: int) -> None:
+    """Calls that every rank decodes plainly."""
+    ids = prompts(2, model.config.vocab_size)
+    assistant = SamAssistant(budget=8)
+    assert torch.equal(run(model, ids), run(model, ids, assistant=assistant))
+    assert assistant.stats.total.tier == "plain"
+    assert assistant.stats.total.drafted == 0
 
 
 class Raises(LogitsProcessor):
@@ -218,12 +229,14 @@ CASES: dict[str, tuple[Case, ...]] = {
         distributed(configured, fsdp_size=2),
     ),
     "pipeline_parallel": tuple(distributed(c, pp_size=2) for c in (lossless, fails, refuses)),
+    "plain_pipeline": (distributed(undrafted, pp_size=2),),
     "deepspeed": (zero3,),
 }
 
 
 def main() -> None:
     case, folder, store, rank = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+    faulthandler.enable()
     torch.set_num_threads(1)
     limit = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{store}", limit, world_size=2, rank=rank)
@@ -232,6 +245,9 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     print("done", flush=True)
+    # The threads of gloo may let go of tensors after the interpreter has ended, and asking for its
+    # lock then aborts the process. What was to be shown has been.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,12 @@ from ..tiny_models import tiny_config, tiny_model
 from .rank_process import CASES
 
 LIMIT = 240  # seconds; what hangs ends by then
+# What a case asks of `distributed_config=`.
+SIZES = {
+    "distributed_config": "fsdp_size",
+    "pipeline_parallel": "pp_size",
+    "plain_pipeline": "pp_size",
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def run_ranks(case, folder, store):
         for process in processes:
             process.kill()
     for process, (output, errors) in zip(processes, printed, strict=True):
-        assert process.returncode == 0, errors[-3000:]
+        assert process.returncode == 0, output + errors[-3000:]
         assert output.endswith("done\n")
     return [output for output, _ in printed]
 
@@ -59,12 +65,13 @@ def lacking(case):
     """What a case needs and is not there, or nothing."""
     if case == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return "needs deepspeed: make test-deepspeed"
-    if size := {"distributed_config": "fsdp_size", "pipeline_parallel": "pp_size"}.get(case):
+    if size := SIZES.get(case):
         config = pytest.importorskip("transformers.distributed").DistributedConfig
         if size not in inspect.signature(config).parameters:
             return f"this version of transformers knows no {size}"
-    if case == "pipeline_parallel" and Version(transformers.__version__) < PIPELINES_SINCE:
-        return f"pipelines are served from transformers {PIPELINES_SINCE} on"
+    drafted = Version(transformers.__version__) >= PIPELINES_SINCE
+    if case == ("plain_pipeline" if drafted else "pipeline_parallel"):
+        return f"pipelines are drafted for from transformers {PIPELINES_SINCE} on"
     return ""
 
 

@@ -1,8 +1,9 @@
-"""Training an EAGLE-3 head for a target that has none (Li et al. 2025, arXiv:2503.01840).
+"""Training an EAGLE-3 head or an MTP layer for a target that has none.
 
-Section 3.1's training-time test: from the target's features the head is unrolled over its own
-outputs for several steps, as it will be when it drafts; the loss is the cross-entropy against the
-target's distribution over the draft vocabulary, and features are never regressed.
+The training-time test of EAGLE-3 (Li et al. 2025, arXiv:2503.01840, section 3.1): from the target's
+features the head is unrolled over its own outputs for several steps, as it will be when it drafts;
+the loss is the cross-entropy against the target's distribution over the draft vocabulary, and
+features are never regressed.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from ..checkpoint import new_head, save_head
-from ..head import EagleHead
-from ..target import TargetShape
+from ..eagle.head import EagleHead
+from ..target.borrowed import TargetShape
+from ..target.mtp_head import MtpHead
 from .data import (
     Example,
     ExampleDataset,
@@ -38,20 +39,27 @@ from .data import (
 
 STAGING = ".saving-"
 
+Head = EagleHead | MtpHead
+
+KINDS: dict[str, type[Head]] = {"eagle3": EagleHead, "mtp": MtpHead}
+"""What can be trained, by name."""
+
 
 @dataclass(frozen=True)
 class HeadTraining:
     """How a head is trained.
 
     Attributes:
+        kind: of the head, one of `KINDS`.
         draft_vocab_size: most ids that the head may draft, chosen by frequency in the data.
         steps: unrolled steps; the paper's 7 serve drafts of that depth.
         step_decay: weight of each step's loss relative to the one before it.
         max_length: texts are cut into pieces of so many tokens.
-        head: fields of :class:`HeadConfig` for the new head.
+        head: fields of :class:`HeadConfig` for a new EAGLE-3 head.
         arguments: of transformers' `TrainingArguments`, over the defaults below.
     """
 
+    kind: str = "eagle3"
     draft_vocab_size: int = 8192
     steps: int = 5
     step_decay: float = 0.8
@@ -60,6 +68,8 @@ class HeadTraining:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {[*KINDS]}, got {self.kind!r}")
         for name, least in (("draft_vocab_size", 1), ("steps", 1), ("max_length", 3)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
@@ -99,11 +109,11 @@ def train_head(
     tokenizer: Any = None,
     feature_dir: str | PathLike[str] | None = None,
     resume: bool = True,
-) -> EagleHead:
+) -> Head:
     """Train a head for `target` and save it in `output_dir`.
 
     Checkpoints appear there complete or not at all, and a run that was interrupted goes on from
-    the last one. Each of them, and the result, is a head that `EagleHead.from_pretrained` loads.
+    the last one. Each of them, and the result, is a head that its class's `from_pretrained` loads.
 
     Args:
         target: a transformers causal language model; it is only read.
@@ -129,7 +139,7 @@ def train_head(
     torch.manual_seed(arguments.seed)
     vocab_size = TargetShape.of(target).vocab_size
     draft_ids = choose_draft_ids(examples, training.draft_vocab_size, vocab_size)
-    head = new_head(target, draft_ids=draft_ids, **training.head)
+    head = KINDS[training.kind].for_target(target, draft_ids=draft_ids, **training.head)
     dataset = _dataset(target, head, examples, draft_ids, feature_dir)
     trainer = HeadTrainer(
         model=UnrolledHead(head, training.steps, training.step_decay),
@@ -138,7 +148,7 @@ def train_head(
         data_collator=collate,
     )
     trainer.train(resume_from_checkpoint=_last_checkpoint(output) if resume else None)
-    save_head(head, output)
+    head.save_pretrained(output)
     return head.requires_grad_(False).eval()
 
 
@@ -159,18 +169,18 @@ def _examples(
 
 def _dataset(
     target: Any,
-    head: EagleHead,
+    head: Head,
     examples: list[Example],
     draft_ids: Tensor,
     feature_dir: str | PathLike[str] | None,
 ) -> ExampleDataset:
-    supervisor = Supervisor(target, head.config, draft_ids)
+    supervisor = Supervisor(target, head.boundaries, draft_ids)
     if feature_dir is None:
         return ExampleDataset(examples, supervisor)
     folder = open_feature_cache(
         Path(feature_dir),
         target=_weights_digest(target),
-        boundaries=head.config.boundaries,
+        boundaries=head.boundaries,
         draft_vocabulary=draft_ids,
         texts=[example.token_ids for example in examples],
     )
@@ -205,7 +215,7 @@ class UnrolledHead(nn.Module):
         decay: weight of a step's loss relative to the one before it.
     """
 
-    def __init__(self, head: EagleHead, steps: int, decay: float) -> None:
+    def __init__(self, head: Head, steps: int, decay: float) -> None:
         super().__init__()
         self.head = head
         self.steps = steps
@@ -247,12 +257,14 @@ class UnrolledHead(nn.Module):
         return {"loss": loss}
 
     def _cross_entropy(
-        self, hidden: Tensor, soft_ids: Tensor, soft_probs: Tensor, weights: Tensor
+        self, hidden: Tensor, soft_ids: Tensor, soft_probs: Tensor, learnt: Tensor
     ) -> Tensor:
-        """Mean over the positions of weight 1; hidden [B, n, H], targets [B, n, k]."""
-        log_probs = self.head.logits(hidden).float().log_softmax(-1).gather(-1, soft_ids.long())
-        losses = -(soft_probs * log_probs).sum(-1)
-        return (losses * weights).sum() / weights.sum().clamp(min=1)
+        """Mean over the positions that are learnt (bool [B, n]); hidden [B, n, H], targets
+        [B, n, k]."""
+        logits = self.head.logits(hidden[learnt]).float()
+        # The targets of a position sum to one.
+        expected = (soft_probs[learnt] * logits.gather(-1, soft_ids[learnt].long())).sum(-1)
+        return (logits.logsumexp(-1) - expected).sum() / learnt.sum().clamp(min=1)
 
 
 class HeadTrainer(Trainer):
@@ -275,7 +287,7 @@ class HeadTrainer(Trainer):
         rotate_checkpoints(str(final), save_total_limit=self.args.save_total_limit, use_mtime=True)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        save_head(self._head, output_dir or self.args.output_dir)
+        self._head.save_pretrained(output_dir or self.args.output_dir)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -284,5 +296,5 @@ class HeadTrainer(Trainer):
         self._head.load_state_dict(tensors)
 
     @property
-    def _head(self) -> EagleHead:
+    def _head(self) -> Head:
         return self.accelerator.unwrap_model(self.model).head

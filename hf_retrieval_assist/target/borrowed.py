@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..target.host import compute_device, is_offloaded, onloaded
-from ..target.ranks import require_whole
+from .host import compute_device, is_offloaded, onloaded
+from .ranks import require_whole
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...drafters.base import Drafter, DraftSession, Feedback, Target
-from ...target.feature_taps import FeatureTap
+from ..drafters.base import Drafter, DraftSession, Feedback, Target
+from ..target.feature_taps import FeatureTap
 
 
 def mean_accepted_tokens(
@@ -24,7 +24,7 @@ def mean_accepted_tokens(
     depend on what follows; then the text is replayed with a verifier that knows it.
 
     Args:
-        drafter: an `EagleDrafter`.
+        drafter: of a head.
         target: the transformers model that it drafts for.
         requests: (prompt ids, output ids) pairs; the prefill gives the first output token.
         budget: nodes of a draft.

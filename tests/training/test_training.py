@@ -14,16 +14,17 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast, TrainerCallback, set_seed
+from transformers import DynamicCache, PreTrainedTokenizerFast, TrainerCallback, set_seed
 
-from hf_retrieval_assist import Assistant
+from hf_retrieval_assist import Assistant, MtpHead
 from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.cli.train_head import read_records
+from hf_retrieval_assist.drafters.base import Drafter, Target
 from hf_retrieval_assist.drafters.eagle import EagleDrafter
-from hf_retrieval_assist.eagle import EagleHead
+from hf_retrieval_assist.drafters.mtp import MtpDrafter
 from hf_retrieval_assist.eagle.checkpoint import new_head
-from hf_retrieval_assist.eagle.training import trainer
-from hf_retrieval_assist.eagle.training.data import (
+from hf_retrieval_assist.training import trainer
+from hf_retrieval_assist.training.data import (
     Example,
     ExampleDataset,
     Supervisor,
@@ -33,9 +34,10 @@ from hf_retrieval_assist.eagle.training.data import (
     examples_of_texts,
     open_feature_cache,
 )
-from hf_retrieval_assist.eagle.training.evaluation import mean_accepted_tokens
-from hf_retrieval_assist.eagle.training.trainer import HeadTraining, UnrolledHead, train_head
+from hf_retrieval_assist.training.evaluation import mean_accepted_tokens
+from hf_retrieval_assist.training.trainer import KINDS, HeadTraining, UnrolledHead, train_head
 from tests.eagle_fixtures import tiny_target
+from tests.feature_following import features_of, seen
 
 VOCAB = 64
 SHORT = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 1000}
@@ -65,32 +67,79 @@ def texts(target: torch.nn.Module) -> list[list[int]]:
     return target.generate(prompts, max_new_tokens=36, **sampling).tolist()
 
 
-def plan(steps: int = 3, **arguments: Any) -> HeadTraining:
-    return HeadTraining(steps=3, arguments={**SHORT, "max_steps": steps, **arguments})
+def plan(steps: int = 3, kind: str = "eagle3", **arguments: Any) -> HeadTraining:
+    arguments = {**SHORT, "max_steps": steps, **arguments}
+    return HeadTraining(kind, steps=3, arguments=arguments)
 
 
-def accepted(head: EagleHead, target: torch.nn.Module, texts: Sequence[Sequence[int]]) -> float:
-    drafter = EagleDrafter(head, top_k=4, depth=3, total=12, min_prob=0.0)
-    return mean_accepted_tokens(drafter, target, [(text[:8], text[8:]) for text in texts])
+def drafter_of(head: Any) -> Drafter:
+    sizes: dict[str, Any] = {"top_k": 4, "depth": 3, "total": 12, "min_prob": 0.0}
+    if isinstance(head, MtpHead):
+        return MtpDrafter(head=head, **sizes)
+    return EagleDrafter(head, **sizes)
+
+
+def requests(texts: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], Sequence[int]]]:
+    return [(text[:8], text[8:]) for text in texts]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def trained(
-    target: torch.nn.Module, texts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> EagleHead:
+def returned(
+    kind: str,
+    target: torch.nn.Module,
+    texts: list[list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Any, Path]:
+    """A trained head, and the folder where it was saved."""
     folder = tmp_path_factory.mktemp("trained")
     arguments = {"learning_rate": 3e-3, "save_strategy": "no"}
-    train_head(target, texts[:64], folder, plan(120, **arguments))
-    return EagleHead.from_pretrained(folder, target)
+    return train_head(target, texts[:64], folder, plan(120, kind, **arguments)), folder
+
+
+@pytest.fixture(scope="module")
+def trained(kind: str, returned: tuple[Any, Path], target: torch.nn.Module) -> Any:
+    """The head, loaded again."""
+    return KINDS[kind].from_pretrained(returned[1], target)
 
 
 def test_a_trained_head_accepts_clearly_more(
-    trained: EagleHead, target: torch.nn.Module, texts: list[list[int]]
+    kind: str, trained: Any, target: torch.nn.Module, texts: list[list[int]]
 ) -> None:
-    before = accepted(new_head(target), target, texts[64:])
-    after = accepted(trained, target, texts[64:])
+    fresh = KINDS[kind].for_target(target)
+    before = mean_accepted_tokens(drafter_of(fresh), target, requests(texts[64:]))
+    after = mean_accepted_tokens(drafter_of(trained), target, requests(texts[64:]))
     print(f"mean accepted tokens: {before:.2f} untrained, {after:.2f} trained")
     assert after > before + 0.5
+
+
+def test_a_saved_head_drafts_the_same(
+    returned: tuple[Any, Path], trained: Any, target: Any, texts: list[list[int]]
+) -> None:
+    trees = []
+    for head in (returned[0], trained):
+        drafter = drafter_of(head)
+        features = features_of(target, drafter.needs.hidden_layers, texts[70][:19])
+        session = drafter.start(np.array(texts[70][:19], np.int32), Target(VOCAB, model=target))
+        session.commit(texts[70][19:20], seen(features))
+        trees.append(session.propose(11))
+    assert len(trees[0]) == 11
+    assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
+    np.testing.assert_allclose(trees[0].probs, trees[1].probs, rtol=1e-5)
+
+
+def test_the_target_learns_nothing(kind: str, texts: list[list[int]], tmp_path: Path) -> None:
+    """Not even where its own weights are trainable."""
+    model = tiny_target(32, num_layers=3, vocab_size=VOCAB).requires_grad_(True)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    head = train_head(model, texts[:4], tmp_path, plan(1, kind))
+    assert all(torch.equal(before[name], found) for name, found in model.state_dict().items())
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert not any(p.requires_grad for p in head.parameters())
 
 
 # Rows of a sampled batch reach a random stream in another order than plain decoding does.
@@ -107,10 +156,9 @@ def test_a_trained_head_accepts_clearly_more(
     ids=["greedy", "greedy-batch", "seeded", "processor", "chunks", "chunks-batch"],
 )
 def test_a_head_that_is_often_right_changes_no_output(
-    trained: EagleHead, target: Any, texts: list[list[int]], rows: int, arguments: dict[str, Any]
+    trained: Any, target: Any, texts: list[list[int]], rows: int, arguments: dict[str, Any]
 ) -> None:
-    drafter = EagleDrafter(trained, top_k=4, depth=3, total=12, min_prob=0.0)
-    assistant = Assistant([drafter], budget=8)
+    assistant = Assistant([drafter_of(trained)], budget=8)
     ids = torch.tensor([text[:9] for text in texts[64 : 64 + rows]])
     options = {"max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None, **arguments}
     set_seed(11)
@@ -122,12 +170,13 @@ def test_a_head_that_is_often_right_changes_no_output(
 
 
 def test_the_unrolled_loss_is_that_of_drafting(
-    target: torch.nn.Module, texts: list[list[int]]
+    kind: str, target: torch.nn.Module, texts: list[list[int]]
 ) -> None:
     """Against a plain loop that runs the head as a drafter does, one position at a time."""
     torch.manual_seed(0)
-    head = new_head(target, draft_ids=torch.arange(0, VOCAB, 2)).requires_grad_(False)
-    supervisor = Supervisor(target, head.config, torch.arange(0, VOCAB, 2))
+    ids = torch.arange(0, VOCAB, 2)
+    head = KINDS[kind].for_target(target, draft_ids=ids).requires_grad_(False)
+    supervisor = Supervisor(target, head.boundaries, ids)
     text = torch.tensor(texts[0][:9])
     item = {"token_ids": text, "learnt": torch.arange(9) >= 3, **supervisor(text)}
     loss = UnrolledHead(head, steps=3, decay=0.5)(**collate([item]))["loss"]
@@ -135,18 +184,15 @@ def test_the_unrolled_loss_is_that_of_drafting(
 
 
 def loss_of_drafting(
-    head: EagleHead, item: dict[str, torch.Tensor], steps: int, decay: float
+    head: Any, item: dict[str, torch.Tensor], steps: int, decay: float
 ) -> torch.Tensor:
-    from hf_retrieval_assist.eagle import HeadCache
-
     losses: list[list[torch.Tensor]] = [[] for _ in range(steps)]
     text, length = item["token_ids"], len(item["token_ids"])
     for last in range(length - 1):
-        cache = HeadCache(head.config, head.device, head.dtype)
+        cache = DynamicCache()
         mask = torch.ones(last + 1, last + 1, dtype=torch.bool).tril()
         hidden = head.fuse(item["features"][None, : last + 1])
         hidden = head(hidden, text[None, 1 : last + 2], torch.arange(last + 1)[None], mask, cache)
-        cache.advance(last + 1)
         for step in range(steps):
             position = last + 1 + step  # of the token that the head was fed last
             if position >= length - 1:
@@ -155,18 +201,19 @@ def loss_of_drafting(
                 log_probs = head.logits(hidden[0, -1]).log_softmax(-1)
                 shares = item["soft_probs"][position]
                 losses[step].append(-(shares * log_probs[item["soft_ids"][position]]).sum())
-            everything = torch.ones(1, cache.length + 1, dtype=torch.bool)
+            everything = torch.ones(1, last + 2 + step, dtype=torch.bool)
             place = torch.tensor([[last + 1 + step]])
             hidden = head(
                 hidden[:, -1:], text[None, position + 1 : position + 2], place, everything, cache
             )
-            cache.advance(1)
     return sum(decay**i * torch.stack(found).mean() for i, found in enumerate(losses) if found)
 
 
-def test_padding_changes_nothing(target: torch.nn.Module, texts: list[list[int]]) -> None:
-    head = new_head(target).requires_grad_(False)
-    supervisor = Supervisor(target, head.config, torch.arange(VOCAB))
+def test_padding_changes_nothing(
+    kind: str, target: torch.nn.Module, texts: list[list[int]]
+) -> None:
+    head = KINDS[kind].for_target(target).requires_grad_(False)
+    supervisor = Supervisor(target, head.boundaries, torch.arange(VOCAB))
     unrolled = UnrolledHead(head, steps=1, decay=1.0)
     items = []
     for length in (12, 20):
@@ -189,9 +236,14 @@ class Interrupted(TrainerCallback):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_head(
-    target: torch.nn.Module, texts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    target: torch.nn.Module,
+    texts: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = train_head(target, texts[:16], tmp_path / "whole", plan(6, save_steps=2))
+    training = plan(6, kind, save_steps=2)
+    whole = train_head(target, texts[:16], tmp_path / "whole", training)
     output = tmp_path / "parts"
     with monkeypatch.context() as patch:
         original = trainer.HeadTrainer.train
@@ -201,10 +253,10 @@ def test_an_interrupted_run_goes_on_to_the_same_head(
             lambda self, **kwargs: (self.add_callback(Interrupted(5)), original(self, **kwargs)),
         )
         with pytest.raises(KeyboardInterrupt):
-            train_head(target, texts[:16], output, plan(6, save_steps=2))
+            train_head(target, texts[:16], output, training)
     assert sorted(path.name for path in output.iterdir()) == ["checkpoint-2", "checkpoint-4"]
     (output / f"{trainer.STAGING}left-over").mkdir()
-    resumed = train_head(target, texts[:16], output, plan(6, save_steps=2))
+    resumed = train_head(target, texts[:16], output, training)
     for name, tensor in whole.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], tensor, msg=name)
     assert sorted(path.name for path in output.iterdir()) == [
@@ -213,7 +265,7 @@ def test_an_interrupted_run_goes_on_to_the_same_head(
         "config.json",
         "model.safetensors",
     ]
-    assert isinstance(EagleHead.from_pretrained(output / "checkpoint-4", target), EagleHead)
+    assert KINDS[kind].from_pretrained(output / "checkpoint-4", target)
 
 
 def test_a_checkpoint_that_could_not_be_finished_does_not_appear(
@@ -236,7 +288,8 @@ def test_features_are_kept_on_disk(
     assert len(list(folder.glob("*.safetensors"))) == 8
     examples = [Example(torch.tensor(text)) for text in texts[:8]]
     draft_ids = choose_draft_ids(examples, VOCAB, VOCAB)
-    fresh = Supervisor(target, new_head(target, draft_ids=draft_ids).config, draft_ids)
+    boundaries = new_head(target, draft_ids=draft_ids).boundaries
+    fresh = Supervisor(target, boundaries, draft_ids)
     kept = ExampleDataset(examples, fresh, folder)
     for index, example in enumerate(examples):
         item = kept[index]
@@ -337,7 +390,14 @@ def test_unusable_texts(
 
 
 @pytest.mark.parametrize(
-    "setting", [{"draft_vocab_size": 0}, {"steps": 0}, {"max_length": 2}, {"step_decay": 0.0}]
+    "setting",
+    [
+        {"kind": "eagle1"},
+        {"draft_vocab_size": 0},
+        {"steps": 0},
+        {"max_length": 2},
+        {"step_decay": 0.0},
+    ],
 )
 def test_settings_out_of_range(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(setting))}: expected"):
@@ -352,19 +412,23 @@ def save_with_tokenizer(target: Any, folder: Path) -> None:
     target.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("kind", ["text", "prompt"])
+@pytest.mark.parametrize("data_kind", ["text", "prompt"])
 def test_the_command(
-    kind: str, target: torch.nn.Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    data_kind: str,
+    target: torch.nn.Module,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     save_with_tokenizer(target, tmp_path / "model")
     texts = [" ".join(f"w{(7 * i + j) % VOCAB}" for j in range(12)) for i in range(6)]
     data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(json.dumps({kind: text}) for text in texts))
+    data.write_text("\n".join(json.dumps({data_kind: text}) for text in texts))
     options = ["--response-length", "6", "--held-out", "2", "--epochs", "1"]
     paths = [str(tmp_path / "model"), str(data), str(tmp_path / "head")]
-    assert main(["train-head", *paths, *options]) == 0
+    assert main(["train-head", "--kind", kind, *paths, *options]) == 0
     assert "Mean accepted tokens on held-out texts: 1." in capsys.readouterr().out
-    assert EagleHead.from_pretrained(tmp_path / "head", target).config.generation == 3
+    assert isinstance(KINDS[kind].from_pretrained(tmp_path / "head", target), KINDS[kind])
 
 
 def test_records_of_a_text_file(tmp_path: Path) -> None:

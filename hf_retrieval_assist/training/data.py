@@ -16,9 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from ...system.files import replacing
-from ...target.feature_taps import FeatureTap
-from ..config import HeadConfig
+from ..system.files import replacing
+from ..target.feature_taps import FeatureTap
 
 # Probability mass beyond the likeliest so many tokens of the draft vocabulary is dropped.
 SOFT_TARGETS = 64
@@ -126,16 +125,14 @@ class Supervisor:
 
     Args:
         target: the transformers model.
-        config: of the head.
+        boundaries: of the residual stream that the head reads.
         draft_ids: int64 [Vd], the draft vocabulary, ascending.
     """
 
-    def __init__(self, target: Any, config: HeadConfig, draft_ids: Tensor) -> None:
+    def __init__(self, target: Any, boundaries: Sequence[int], draft_ids: Tensor) -> None:
         self._target = target
-        self._tap = FeatureTap(target, config.boundaries)
+        self._tap = FeatureTap(target, boundaries)
         self._draft_ids = draft_ids
-        self._is_drafted = torch.zeros(config.vocab_size, dtype=torch.bool)
-        self._is_drafted[draft_ids] = True
 
     @torch.no_grad()
     def __call__(self, token_ids: Tensor) -> dict[str, Tensor]:
@@ -152,12 +149,11 @@ class Supervisor:
         draft_ids = self._draft_ids.to(logits.device)
         probs = logits[:, draft_ids].float().softmax(-1)
         soft_probs, soft_ids = probs.topk(min(SOFT_TARGETS, len(draft_ids)), dim=-1)
-        chosen = logits.argmax(-1).cpu()
         return {
             "features": tap.features[0],
             "soft_ids": soft_ids,
             "soft_probs": soft_probs / soft_probs.sum(-1, keepdim=True),
-            "covered": self._is_drafted[chosen],
+            "covered": torch.isin(logits.argmax(-1), draft_ids),
         }
 
 

@@ -1,0 +1,123 @@
+"""Folders of a config.json and tensors, which are untrusted input.
+
+Nothing is unpickled beyond tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .files import replacing
+
+Tensors = dict[str, Tensor]
+
+_DOWNLOADED = ["config.json", "*.safetensors", "*.bin", "*.index.json"]
+
+
+def local_folder(path_or_hub_id: str | PathLike[str]) -> Path:
+    """The folder itself, or a copy of the hub repository."""
+    path = Path(path_or_hub_id)
+    if path.is_dir():
+        return path
+    return Path(snapshot_download(str(path_or_hub_id), allow_patterns=_DOWNLOADED))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError if the file holds none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected a readable JSON file ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """All weights; safetensors are preferred, and an index before a single file.
+
+    Raises:
+        ValueError: there are none, or a file is damaged.
+    """
+    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
+        index = folder / f"{stem}.{suffix}.index.json"
+        if index.is_file():
+            return _read_shards(index)
+        if (folder / f"{stem}.{suffix}").is_file():
+            return _read_file(folder / f"{stem}.{suffix}")
+    raise ValueError(
+        f"{folder}: expected model.safetensors or pytorch_model.bin, or their index, found neither"
+    )
+
+
+def _read_shards(index: Path) -> Tensors:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+    ):
+        raise ValueError(f"{index}: expected weight_map to name files of the same folder")
+    tensors: Tensors = {}
+    for name in sorted(set(weight_map.values())):
+        tensors |= _read_file(index.parent / name)
+    return tensors
+
+
+def _read_file(path: Path) -> Tensors:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    # A damaged pickle ends the unpickler's machine wherever it happens to be.
+    except Exception as error:
+        raise ValueError(f"{path}: expected a file of tensors ({error})") from error
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
+        raise ValueError(f"{path}: expected a dictionary of tensors")
+    return tensors
+
+
+def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Compare a checkpoint with the tensors that a module has.
+
+    Raises:
+        ValueError: a tensor is missing, misshapen, unknown or not finite; the message names the
+            first one.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    for name in [*shapes, *(name for name in tensors if name not in shapes)]:
+        wanted = shapes.get(name, "no such tensor")
+        found = tuple(tensors[name].shape) if name in tensors else "no such tensor"
+        if wanted != found:
+            raise ValueError(f"{name}: expected {wanted}, found {found}")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{name}: expected finite values, found NaN or infinity")
+
+
+def write_checkpoint(
+    folder: str | PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
+    """Write `config.json` and `model.safetensors`, each replaced in one step.
+
+    Args:
+        folder: made if missing.
+        config: what JSON can hold.
+        tensors: on any device.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    on_cpu = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    with replacing(path / "config.json") as config_file:
+        config_file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+        with replacing(path / "model.safetensors") as tensor_file:
+            save_file(on_cpu, tensor_file, metadata={"format": "pt"})

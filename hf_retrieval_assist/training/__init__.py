@@ -1,0 +1,1 @@
+"""Training draft heads: EAGLE-3 heads and MTP layers."""

@@ -1,0 +1,133 @@
+"""Calls that rest from drafting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    StoppingCriteria,
+    TextStreamer,
+    set_seed,
+)
+
+from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist.assistants import AssistantSession
+from hf_retrieval_assist.decoding.loop import cost_key
+from hf_retrieval_assist.planning.paces import Paces
+from tests.tiny_models import tiny_config, tiny_model
+
+PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
+MASK = (PROMPTS > 0).long()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(LlamaForCausalLM, tiny_config(LlamaForCausalLM.config_class))
+
+
+@pytest.fixture
+def resting(monkeypatch):
+    monkeypatch.setattr(Paces, "rests", lambda self: True)
+
+
+def run(model, prompts=PROMPTS, mask=MASK, **options):
+    set_seed(3)
+    options = {"max_new_tokens": 24, "do_sample": False} | options
+    return model.generate(prompts, attention_mask=mask, **options)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_call_at_rest_is_plain_and_counted(model, resting, sample):
+    assistant = SamAssistant()
+    plain = run(model, do_sample=sample, temperature=1.3 if sample else None)
+    again = run(model, do_sample=sample, temperature=1.3 if sample else None, assistant=assistant)
+    assert torch.equal(plain, again)
+    total = assistant.stats.total
+    assert (total.tier, total.drafted, total.tokens, total.steps) == ("at rest", 0, 48, 24)
+    assert 0 < total.seconds["forward"] < total.seconds["total"]
+
+
+def test_its_texts_are_learnt_up_to_their_ends(model, resting, monkeypatch):
+    free = run(model)[:, PROMPTS.shape[1] :].tolist()
+    end = free[0][5]
+    config = GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=24)
+    told = []
+    monkeypatch.setattr(AssistantSession, "defer", lambda self, ids: told.append(ids))
+    run(model, generation_config=config, assistant=SamAssistant())
+    assert told == [row[: row.index(end) + 1] if end in row else row for row in free]
+    assert len(told[0]) < 24
+
+
+def test_padding_behind_what_another_criterion_ended_is_not_learnt(model, resting, monkeypatch):
+    class FirstRowEnds(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
+
+    told = []
+    monkeypatch.setattr(AssistantSession, "defer", lambda self, ids: told.append(len(ids)))
+    config = GenerationConfig(eos_token_id=66, pad_token_id=0, max_new_tokens=24)
+    run(
+        model,
+        generation_config=config,
+        stopping_criteria=[FirstRowEnds()],
+        assistant=SamAssistant(),
+    )
+    assert told == [4, 24]
+
+
+def test_a_memory_learns_them(model, resting):
+    memory = OutputMemory()
+    run(model, assistant=SamAssistant(memory=memory))
+    assert len(memory) == 2
+
+
+def test_private_calls_teach_nothing(model, resting):
+    memory = OutputMemory()
+    run(model, assistant=SamAssistant(memory=memory).private())
+    assert len(memory) == 0
+
+
+def test_a_streamer_is_told_every_token(model, resting):
+    class Tokens(TextStreamer):
+        def __init__(self):
+            self.ids = []
+
+        def put(self, value):
+            self.ids += value.flatten().tolist()
+
+        def end(self):
+            self.ids.append(None)
+
+    streamer = Tokens()
+    out = run(model, PROMPTS[1:], MASK[1:], assistant=SamAssistant(), streamer=streamer)
+    assert streamer.ids == [*out[0].tolist(), None]
+
+
+@pytest.mark.parametrize(
+    "assistant",
+    [SamAssistant(budget=8), SamAssistant(budget="paper"), SamAssistant().expecting([3, 4, 5])],
+    ids=["fixed", "paper", "expecting"],
+)
+def test_who_asked_for_drafts_gets_them(model, resting, assistant):
+    run(model, assistant=assistant)
+    assert assistant.stats.total.tier == "tree"
+
+
+def test_who_records_sees_drafts(model, resting):
+    assistant = SamAssistant()
+    with assistant.record() as record:
+        run(model, assistant=assistant)
+    assert record.calls[0].stats.tier == "tree"
+
+
+def test_both_paces_are_taken(model):
+    assistant = SamAssistant()
+    paces = assistant.paces(cost_key(model, PROMPTS))
+    for _ in range(5):
+        run(model, max_new_tokens=40, assistant=assistant)
+    paces._rests = 1
+    run(model, max_new_tokens=40, assistant=assistant)
+    assert paces._drafted.seconds > 0
+    assert paces._plain.seconds > 0

@@ -1,0 +1,37 @@
+"""Drafters that follow the target's hidden states, fed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_retrieval_assist.drafters.base import Drafter, Feedback, Target
+from hf_retrieval_assist.target.feature_taps import FeatureTap
+
+from .tiny_models import VOCAB
+
+# Well beyond the tiny models' windows.
+TEXT = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def features_of(
+    model: Any, layers: Sequence[int | str] = (-1,), text: Sequence[int] = TEXT
+) -> torch.Tensor:
+    """[text, widths of the layers], the model's hidden states."""
+    with torch.no_grad(), FeatureTap(model, layers) as tap:
+        model(torch.tensor([list(text)]), logits_to_keep=1)
+    return tap.features[0]
+
+
+def seen(features: torch.Tensor) -> Feedback:
+    """What a forward over accepted tokens tells."""
+    rows = np.arange(len(features), dtype=np.int32)
+    return Feedback(np.zeros(len(features), np.int32), rows, hidden_states=features)
+
+
+def session_of(drafter: Drafter, target: Any, text: Sequence[int]) -> Any:
+    """A session that knows a prompt and nothing of the target."""
+    return drafter.start(np.array(text, np.int32), Target(VOCAB, model=target))
