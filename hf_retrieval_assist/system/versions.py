@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-OLDEST = {"torch": "2.6", "transformers": "5.5"}
+OLDEST = {"torch": "2.6", "transformers": "5.17"}
 
 
 def require_supported_versions() -> None:
