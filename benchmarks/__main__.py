@@ -53,7 +53,7 @@ UNKNOWN_MINUTES = 5.0
 MINUTES = {
     "structures": 4.0,
     "datastore": 1.0,
-    "acceptance": 4.0,
+    "acceptance": 1.0,
     "ablation": 6.0,
     "edits": 1.5,
     "forwards": 3.0,
