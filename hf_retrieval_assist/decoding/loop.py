@@ -288,7 +288,7 @@ class Generation:
         """transformers' own prefill, and the first token of every row."""
         call = self.call
         with self._timed("prefill"):
-            with self.taps:
+            with self.taps, self.reroute:
                 outputs = host.prefill(self.model, call.input_ids, call.config, self.model_kwargs)
             self.cache.begin(call.batch_size)
             self.model_kwargs = self._kwargs_of_steps(outputs)
