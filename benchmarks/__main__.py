@@ -15,6 +15,7 @@ from . import (
     ablation,
     accelerator,
     acceptance,
+    batches,
     datastore,
     edits,
     fallbacks,
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "acceptance": acceptance,
     "ablation": ablation,
     "edits": edits,
+    "batches": batches,
     "forwards": forwards,
     "replay": replay,
     "accelerator": accelerator,
@@ -48,7 +50,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "step": step,
     "overhead": overhead,
 }
-# What each takes with its default settings on two cores, in minutes; of others nobody knows.
+# Estimates of what each takes with its default settings on two cores, in minutes.
 UNKNOWN_MINUTES = 5.0
 MINUTES = {
     "structures": 4.0,
@@ -56,6 +58,7 @@ MINUTES = {
     "acceptance": 1.0,
     "ablation": 6.0,
     "edits": 1.5,
+    "batches": 2.0,
     "forwards": 3.0,
     "replay": 6.0,
     "accelerator": 10.0,
