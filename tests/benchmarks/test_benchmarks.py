@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from benchmarks import (
     accelerator,
     acceptance,
+    batches,
     datastore,
     forced,
     forwards,
@@ -28,6 +34,7 @@ from benchmarks import (
 from benchmarks.__main__ import main, parse
 from benchmarks.report import Report
 from hf_retrieval_assist.simulation import simulate
+from tests.lossless import build
 
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -98,6 +105,26 @@ def test_structures(structures_report, tmp_path):
     assert content["environment"]["versions"]["torch"] == torch.__version__
     assert content["settings"]["seed"] == 0
     assert len(content["tables"][0]["rows"]) == len(found)
+
+
+def test_batches(trace_folder):
+    report = batches.run(arguments("batches", "--traces", trace_folder), silent)
+    (table,) = report.tables
+    assert len(table.rows) == 4
+    for padded, packed in zip(table.rows[::2], table.rows[1::2], strict=True):
+        assert (padded["layout"], packed["layout"]) == ("padded", "packed")
+        assert padded["plain_forwards"] == packed["plain_forwards"] == 71
+        assert packed["forwards"] < 71
+
+
+def test_forwards_over_rows_are_timed_both_ways(monkeypatch):
+    shapes = {"alike": [2, 2], "unlike": [3, 1], "left": [1, 0]}
+    monkeypatch.setattr(batches, "SHAPES", shapes)
+    report = Report("batches", {})
+    batches.time_forwards(report, build(LlamaForCausalLM), 1, silent)
+    (table,) = report.tables
+    assert [row["shape"] for row in table.rows] == list(shapes)
+    assert all(row["padded"] > 0 and row["packed"] > 0 for row in table.rows)
 
 
 def test_datastore(trace_folder):
