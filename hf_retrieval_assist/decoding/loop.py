@@ -376,11 +376,10 @@ class Generation:
         """Count the step and tell the drafters what it showed; later, where none was asked."""
         grown = [row for row in running if paths[row.index].tokens]
         for row in grown:
-            path = paths[row.index]
-            self.counts.count_step(len(trees[row.index]), len(path.tokens) - 1)
-            if not asked and not self.assistant.hidden_layers:
-                self.sessions[row.index].defer(path.tokens)
+            self.counts.count_step(len(trees[row.index]), len(paths[row.index].tokens) - 1)
         if not asked and not self.assistant.hidden_layers:
+            for row in grown:
+                self.sessions[row.index].defer(paths[row.index].tokens)
             return
         feedbacks: list[RowFeedback | None] = [None] * len(grown)
         if self.assistant.needs_feedback:

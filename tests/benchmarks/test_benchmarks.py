@@ -31,7 +31,7 @@ from benchmarks import (
     timing,
     traces,
 )
-from benchmarks.__main__ import main, parse
+from benchmarks.__main__ import BENCHMARKS, MINUTES, UNKNOWN_MINUTES, Progress, chosen, main, parse
 from benchmarks.report import Report
 from hf_retrieval_assist.simulation import simulate
 from tests.lossless import build
@@ -522,3 +522,29 @@ def test_figures(tmp_path, structures_report, acceptance_report, replay_report):
         drawn = plots.draw(report, tmp_path)
         assert names <= {path.stem for path in drawn}
         assert all(path.stat().st_size > 5_000 for path in drawn)
+
+
+def test_progress_says_where_a_run_is(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    progress = Progress(["model", "step"])
+    assert progress.next() == "model"
+    clock[0] = 60.0
+    assert progress.minutes_left == MINUTES["model"] + MINUTES["step"] - 1
+    progress("plain, 1 of 3")
+    left = f"{progress.minutes_left:.0f}"
+    line = f"[1 of 2: model, 1.0 min, about {left} to go] plain, 1 of 3\n"
+    assert capsys.readouterr().err == line
+    clock[0] = 3600.0
+    assert progress.minutes_left == MINUTES["step"]
+    assert progress.next() == "step"
+    assert progress.minutes_left == MINUTES["step"]
+
+
+def test_all_of_them_take_less_than_an_hour():
+    assert MINUTES.keys() <= BENCHMARKS.keys()
+    names = chosen([])
+    assert ("accelerator" in names) == torch.cuda.is_available()
+    on_cpu = [name for name in BENCHMARKS if name != "accelerator"]
+    assert sum(MINUTES.get(name, UNKNOWN_MINUTES) for name in on_cpu) < 60
+    assert chosen(["step"]) == ["step"]
