@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+
+import torch
 
 from . import (
     ablation,
     accelerator,
     acceptance,
+    batches,
     datastore,
+    edits,
     fallbacks,
     forwards,
     kernel,
@@ -33,6 +37,8 @@ BENCHMARKS: dict[str, ModuleType] = {
     "datastore": datastore,
     "acceptance": acceptance,
     "ablation": ablation,
+    "edits": edits,
+    "batches": batches,
     "forwards": forwards,
     "replay": replay,
     "accelerator": accelerator,
@@ -44,12 +50,34 @@ BENCHMARKS: dict[str, ModuleType] = {
     "step": step,
     "overhead": overhead,
 }
+# Estimates of what each takes with its default settings on two cores, in minutes.
+UNKNOWN_MINUTES = 5.0
+MINUTES = {
+    "structures": 4.0,
+    "datastore": 1.0,
+    "acceptance": 1.0,
+    "ablation": 6.0,
+    "edits": 1.5,
+    "batches": 2.0,
+    "forwards": 3.0,
+    "replay": 6.0,
+    "accelerator": 10.0,
+    "model": 8.0,
+    "spec_bench": 3.0,
+    "fallbacks": 4.0,
+    "repeated": 5.0,
+    "kernel": 3.0,
+    "step": 4.0,
+    "overhead": 4.0,
+}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "benchmark", nargs="*", help=f"any of {', '.join(BENCHMARKS)} (default: all)"
+        "benchmark",
+        nargs="*",
+        help=f"any of {', '.join(BENCHMARKS)} (default: all; accelerator on a GPU only)",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--seed", type=int, default=0)
@@ -64,16 +92,47 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def progress_line(started: float) -> Callable[[str], None]:
-    """Prints what is going on: over the same line on a terminal, else a line each."""
-    terminal = sys.stderr.isatty()
+class Progress:
+    """Says which of the chosen benchmarks is at what, and how long all of them may still take.
 
-    def show(text: str) -> None:
-        line = f"[{time.perf_counter() - started:6.1f} s] {text}"
+    Over the same line on a terminal, else a line each.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._at = -1
+        self._started = self._begun = time.perf_counter()
+
+    def next(self) -> str:
+        """Go on to the next benchmark; returns its name."""
+        self._at += 1
+        self._begun = time.perf_counter()
+        return self.names[self._at]
+
+    @property
+    def minutes_left(self) -> float:
+        spent = (time.perf_counter() - self._begun) / 60
+        left = self.names[self._at :]
+        current, *waiting = (MINUTES.get(name, UNKNOWN_MINUTES) for name in left)
+        return max(current - spent, 0) + sum(waiting)
+
+    def __call__(self, text: str) -> None:
+        minutes = (time.perf_counter() - self._started) / 60
+        line = (
+            f"[{self._at + 1} of {len(self.names)}: {self.names[self._at]}, {minutes:.1f} min, "
+            f"about {self.minutes_left:.0f} to go] {text}"
+        )
+        terminal = sys.stderr.isatty()
         sys.stderr.write(f"\r\033[K{line[:118]}" if terminal else f"{line}\n")
         sys.stderr.flush()
 
-    return show
+
+def chosen(names: Sequence[str]) -> Sequence[str]:
+    """The named benchmarks, or all that this machine is for."""
+    if names:
+        return names
+    gpu = torch.cuda.is_available()
+    return [name for name in BENCHMARKS if gpu or name != "accelerator"]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -82,8 +141,9 @@ def main(argv: list[str] | None = None) -> None:
         plots.require_matplotlib()
     machine = environment()
     print(f"{machine['cpu']}, {machine['cores']} cores, GPU: {machine['gpu'] or 'none'}")
-    for name in arguments.benchmark or BENCHMARKS:
-        report = BENCHMARKS[name].run(arguments, progress_line(time.perf_counter()))
+    progress = Progress(chosen(arguments.benchmark))
+    for _ in progress.names:
+        report = BENCHMARKS[progress.next()].run(arguments, progress)
         sys.stderr.write("\n")
         path = report.save(arguments.output)
         print(f"{report}\n\nwritten to {path}\n")

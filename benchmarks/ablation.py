@@ -98,9 +98,9 @@ class WithoutTrend(CalibrationSession):
 
 
 class WithoutCounts(CalibrationSession):
-    def _learn(self, *judged: Any) -> None:
-        super()._learn(*judged)
-        self._counts[:] = 0
+    def commit(self, token_ids: Any) -> None:
+        super().commit(token_ids)
+        self._own.counts[:] = 0
 
 
 class WithoutText(WithoutTrend, WithoutCounts):
@@ -110,7 +110,7 @@ class WithoutText(WithoutTrend, WithoutCounts):
 class Fixed(WithoutText):
     """The drafters' own priors."""
 
-    def _learn(self, *judged: Any) -> None:
+    def commit(self, token_ids: Any) -> None:
         pass
 
 

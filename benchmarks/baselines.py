@@ -17,20 +17,27 @@ LOOKUP_NGRAM = 2
 
 
 class PromptLookupDrafter(Drafter):
-    """transformers' own candidate generator with its default settings, so that it meets the same
-    verifier and the same counting as ours."""
+    """transformers' own candidate generator with its default n-grams, so that it meets the same
+    verifier and the same counting as ours.
+
+    Args:
+        tokens: the longest draft.
+    """
 
     name = "prompt lookup"
 
+    def __init__(self, tokens: int = LOOKUP_TOKENS) -> None:
+        self._tokens = tokens
+
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
-        return _LookupSession(prompt_ids)
+        return _LookupSession(prompt_ids, self._tokens)
 
 
 class _LookupSession(DraftSession):
-    def __init__(self, prompt_ids: NDArray[np.int32]) -> None:
+    def __init__(self, prompt_ids: NDArray[np.int32], tokens: int) -> None:
         self._ids = prompt_ids.astype(np.int64)
         self._generator = PromptLookupCandidateGenerator(
-            num_output_tokens=LOOKUP_TOKENS,
+            num_output_tokens=tokens,
             max_matching_ngram_size=LOOKUP_NGRAM,
             max_length=2**31,
         )
@@ -44,6 +51,6 @@ class _LookupSession(DraftSession):
         self._ids = np.concatenate([self._ids, np.asarray(token_ids, dtype=np.int64)])
 
 
-def prompt_lookup() -> Assistant:
+def prompt_lookup(tokens: int = LOOKUP_TOKENS) -> Assistant:
     """An assistant that verifies whatever prompt lookup drafts, as transformers does."""
-    return Assistant([PromptLookupDrafter()], budget="paper", max_nodes=LOOKUP_TOKENS)
+    return Assistant([PromptLookupDrafter(tokens)], budget="paper", max_nodes=tokens)

@@ -48,6 +48,7 @@ BATCH_COLUMNS = {
 COPYING = ("answer from a passage", "multi-turn", "summarise")
 """Categories whose outputs repeat much of the prompt."""
 
+SETTINGS = ("new_tokens", "repeats", "seed", "greedy_prompts", "sampled_prompts", "batch_rows")
 DECODING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.7},
@@ -221,8 +222,7 @@ def measure(
     progress: Callable[[str], None],
 ) -> Report:
     """Every prompt through every method, for each kind of decoding."""
-    names = ("new_tokens", "repeats", "seed", "greedy_prompts", "sampled_prompts", "batch_rows")
-    report = Report("model", {name: getattr(arguments, name) for name in names})
+    report = Report("model", {name: getattr(arguments, name) for name in SETTINGS})
     report.settings["dtype"] = str(model.dtype)
     report.settings["model"] = model.config.get_text_config().to_dict()
     candidates = methods()
@@ -231,35 +231,23 @@ def measure(
         compare(model, tokenizer, prompts[0], [method], arguments, DECODING["greedy"], _silent)
     counts = {"greedy": arguments.greedy_prompts, "sampled": arguments.sampled_prompts}
     for kind in (kind for kind, count in counts.items() if count):
-        table = report.table(f"Real model, {kind}", COLUMNS)
         done = []
         for prompt in first_of_each(prompts, counts[kind]):
-            title = f"{kind}: {prompt.category}, {prompt.name}"
+            show = _titled(f"{kind}: {prompt.category}, {prompt.name}", progress)
             done.append(
-                compare(
-                    model,
-                    tokenizer,
-                    prompt,
-                    candidates,
-                    arguments,
-                    DECODING[kind],
-                    lambda text, title=title: progress(f"{title}: {text}"),
-                )
+                compare(model, tokenizer, prompt, candidates, arguments, DECODING[kind], show)
             )
-        summarise(table, done)
+        summarise(report.table(f"Real model, {kind}", COLUMNS), done)
     copying = [prompt for prompt in prompts if prompt.category in COPYING][: arguments.batch_rows]
     if copying:
         table = report.table("Real model, a batch of prompts to copy from", BATCH_COLUMNS)
-        compare_batch(
-            table,
-            model,
-            tokenizer,
-            copying,
-            candidates,
-            arguments,
-            lambda text: progress(f"batch: {text}"),
-        )
+        show = _titled("batch", progress)
+        compare_batch(table, model, tokenizer, copying, candidates, arguments, show)
     return report
+
+
+def _titled(title: str, progress: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda text: progress(f"{title}: {text}")
 
 
 def _silent(text: str) -> None:

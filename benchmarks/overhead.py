@@ -20,7 +20,7 @@ from .report import Report
 from .timing import alternate, steady_mean
 
 PROMPT = 32  # tokens
-WARM_UP = 10  # calls, in which it turns out whether drafts make them faster
+WARM_UP = 10  # short calls, in which it turns out whether drafts make them faster
 SHAPES = {"64 x 2": (64, 2), "256 x 4": (256, 4), "640 x 18": (640, 18)}  # hidden size x layers
 CHEAP = ("64 x 2", "256 x 4")
 COLUMNS = {
@@ -95,7 +95,7 @@ def compare(
         for name, given in {"plain": None, "assisted": assistant}.items()
     }
     for call in candidates.values():
-        for _ in range(WARM_UP):
+        for _ in range(min(WARM_UP, repeats)):
             call()
     seconds, _ = alternate(candidates, repeats, show, steady_mean)
     total = assistant.stats.total

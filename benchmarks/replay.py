@@ -156,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
-    parser.add_argument("--batch", type=int, nargs="+", help="batch sizes (default: 1 4 16)")
+    parser.add_argument("--batch", type=int, nargs="+", help="batch sizes (default: 1 4)")
     parser.add_argument("--new-tokens", type=int, help="tokens to generate per row")
     parser.add_argument("--replay-traces", type=Path, default=SHIPPED, help="recordings to replay")
     parser.add_argument("--repeats", type=int, default=3)
@@ -173,7 +173,7 @@ def _settle(arguments: argparse.Namespace) -> None:
     """Fill in what depends on the device and on `--quick`."""
     cuda, quick = arguments.device.startswith("cuda"), arguments.quick
     settle_model(arguments)
-    arguments.batch = arguments.batch or ([1, 2] if quick else [1, 4, 16])
+    arguments.batch = arguments.batch or ([1, 2] if quick else [1, 4])
     arguments.new_tokens = arguments.new_tokens or (16 if quick else 256 if cuda else 48)
 
 

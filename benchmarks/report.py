@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("hf-retrieval-assist", "torch", "transformers", "numpy", "tokenizers")
+import hf_retrieval_assist
+
+PACKAGES = ("torch", "transformers", "numpy", "tokenizers")
 
 
 @dataclass
@@ -108,7 +110,9 @@ def environment() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        # The sources in use, whatever version an editable installation was made of.
+        "versions": {"hf-retrieval-assist": hf_retrieval_assist.__version__}
+        | {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
     }
 

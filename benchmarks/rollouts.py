@@ -2,18 +2,20 @@
 
 Gemma-3-270M with LoRA samples groups of outputs at temperature 1. After an epoch it takes one
 policy-gradient step per prompt, rewarded for sentences that end soon, so that every epoch samples
-from other weights. What was sampled is replayed by `simulate`; the clock is read on some of the
-prompts, which are sampled anew by every method under each epoch's weights. Needs the `ecosystem`
-and `demo` extras: `python -m benchmarks.rollouts`. What was sampled is kept beside the report.
+from other weights. `python -m benchmarks.rollouts` replays by `simulate` what was sampled, which is
+kept beside the report, epoch by epoch. With `--clock ROWS` some of the prompts are sampled anew by
+every method under each epoch's weights, against the clock. Needs the `ecosystem` and `demo` extras.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,9 @@ from .baselines import PromptLookupDrafter
 from .report import Report
 
 LEARNING_RATE = 5e-4
+ROWS = (1, 2, 4, 8, 32)  # of the batches that are replayed
+TOGETHER = 4  # prompts sampled in one batch
+WARM_UP = 8  # tokens
 
 PROMPTS = (
     "The days of the week are",
@@ -81,8 +86,9 @@ class Rollouts:
 
     Attributes:
         prompts: token ids.
-        samples: int32 [epochs, prompts, samples, tokens], -1 behind an output's end.
-        weights: the adapter's, of each epoch.
+        samples: int32 [epochs, prompts, samples, tokens], -1 behind an output's end and where
+            none was sampled yet.
+        weights: the adapter's, of each epoch that was begun.
     """
 
     prompts: list[list[int]]
@@ -108,12 +114,17 @@ class Rollouts:
         )
 
     @classmethod
+    def nothing(cls, prompts: list[list[int]], epochs: int, samples: int, tokens: int) -> Rollouts:
+        """Before the first epoch."""
+        return cls(prompts, np.full((epochs, len(prompts), samples, tokens), -1, np.int32), [])
+
+    @classmethod
     def load(cls, folder: Path) -> Rollouts:
         with np.load(folder / "samples.npz", allow_pickle=False) as arrays:
             samples = arrays["samples"]
             ends = np.cumsum(arrays["lengths"])[:-1]
             prompts = [part.tolist() for part in np.split(arrays["prompts"], ends)]
-        paths = [folder / f"weights-{epoch}.safetensors" for epoch in range(len(samples))]
+        paths = sorted(folder.glob("weights-*.safetensors"))
         return cls(prompts, samples, [load_file(path) for path in paths])
 
 
@@ -159,14 +170,6 @@ class Policy:
         )
         return found[:, longest:], time.perf_counter() - started
 
-    def assisted(
-        self, assistant: Assistant | None, prompts: Sequence[list[int]], tokens: int, **options: Any
-    ) -> tuple[int, float]:
-        """How many tokens were sampled, up to each output's end, and in how many seconds."""
-        with assistant.attached(self.model) if assistant else nullcontext():
-            outputs, seconds = self.sample(prompts, tokens, **options)
-        return sum(len(self.without_end(output)) for output in outputs), seconds
-
     def without_end(self, output: torch.Tensor) -> list[int]:
         """The tokens of one output up to its end-of-sequence token, or padding."""
         ids: list[int] = output.tolist()
@@ -192,35 +195,52 @@ class Policy:
         optimizer.step()
 
 
+def next_weights(
+    policy: Policy, rollouts: Rollouts, progress: Callable[[str], None]
+) -> dict[str, torch.Tensor]:
+    """Those of the next epoch: learnt from the last one, if there was one."""
+    if known := len(rollouts.weights):
+        policy.set_weights(rollouts.weights[-1])
+        optimizer = torch.optim.AdamW(policy.trained.values(), lr=LEARNING_RATE)
+        for number, prompt in enumerate(rollouts.prompts):
+            progress(f"learning from prompt {number + 1} of {len(rollouts.prompts)}")
+            group = [output[output >= 0].tolist() for output in rollouts.samples[known - 1, number]]
+            policy.learn(optimizer, prompt, group)
+    return policy.weights()
+
+
+def sampled(
+    policy: Policy, prompts: Sequence[list[int]], samples: int, tokens: int
+) -> NDArray[np.int32]:
+    """int32 [prompts, samples, tokens]: with an assistant, which keeps the distribution."""
+    rows = [prompt for prompt in prompts for _ in range(samples)]
+    found = np.full((len(rows), tokens), -1, np.int32)
+    with RolloutAssistant().attached(policy.model):
+        outputs, _ = policy.sample(rows, tokens)
+    for row, output in enumerate(map(policy.without_end, outputs)):
+        found[row, : len(output)] = output
+    return found.reshape(len(prompts), samples, tokens)
+
+
 def record(
-    policy: Policy,
-    prompts: Sequence[list[int]],
-    samples: int,
-    tokens: int,
-    epochs: int,
-    progress: Callable[[str], None],
-) -> Rollouts:
-    """Sample every epoch, assisted, which draws from the same distribution; learn between two."""
-    assistant = RolloutAssistant()
-    optimizer = torch.optim.AdamW(policy.trained.values(), lr=LEARNING_RATE)
-    found = np.full((epochs, len(prompts), samples, tokens), -1, np.int32)
-    weights = []
+    policy: Policy, rollouts: Rollouts, folder: Path, progress: Callable[[str], None]
+) -> None:
+    """Sample what is missing, keeping what is there in a folder."""
+    epochs, prompts, samples, tokens = rollouts.samples.shape
     for epoch in range(epochs):
-        weights.append(policy.weights())
-        torch.manual_seed(epoch)
-        for number, batch in enumerate(batches(prompts, samples, 4 * samples)):
-            progress(f"epoch {epoch + 1}: prompts from {4 * number + 1} on of {len(prompts)}")
-            with assistant.attached(policy.model):
-                outputs, _ = policy.sample(batch, tokens)
-            for row, output in enumerate(map(policy.without_end, outputs)):
-                prompt, sample = divmod(4 * samples * number + row, samples)
-                found[epoch, prompt, sample, : len(output)] = output
-        if epoch + 1 < epochs:
-            for number, ids in enumerate(prompts):
-                progress(f"learning from prompt {number + 1} of {len(prompts)}")
-                group = [output[output >= 0].tolist() for output in found[epoch, number]]
-                policy.learn(optimizer, ids, group)
-    return Rollouts(list(prompts), found, weights)
+        if epoch == len(rollouts.weights):
+            rollouts.weights.append(next_weights(policy, rollouts, progress))
+            rollouts.save(folder)
+        policy.set_weights(rollouts.weights[epoch])
+        for first in range(0, prompts, TOGETHER):
+            some = slice(first, first + TOGETHER)
+            if (rollouts.samples[epoch, some, :, 0] >= 0).all():
+                continue
+            progress(f"epoch {epoch + 1}: prompts from {first + 1} on of {prompts}")
+            torch.manual_seed(epoch * prompts + first)
+            found = sampled(policy, rollouts.prompts[some], samples, tokens)
+            rollouts.samples[epoch, some] = found
+            rollouts.save(folder)
 
 
 def replayed() -> dict[str, Assistant]:
@@ -232,18 +252,12 @@ def replayed() -> dict[str, Assistant]:
     }
 
 
-def clocked() -> dict[str, Assistant | None]:
-    return {
-        "plain": None,
-        "SamAssistant": SamAssistant(),
-        "RolloutAssistant": RolloutAssistant(),
-    }
-
-
-def replay(report: Report, rollouts: Rollouts, cost: Callable[[int], float]) -> None:
+def replay(rollouts: Rollouts, cost: Callable[[int], float]) -> Report:
     """How the recorded outputs are drafted; epoch after epoch."""
+    axes = ("epochs", "prompts", "samples", "tokens")
+    report = Report("rollouts", dict(zip(axes, rollouts.samples.shape, strict=True)))
     table = report.table("Recorded rollouts, replayed", REPLAYED)
-    for rows in (1, 8, 32):
+    for rows in ROWS:
         for name, assistant in replayed().items():
             epochs = [
                 simulate(assistant, rollouts.requests(epoch), cost, batch_size=rows, packed=True)
@@ -258,6 +272,7 @@ def replay(report: Report, rollouts: Rollouts, cost: Callable[[int], float]) -> 
                 forwards=sum(epoch.forwards for epoch in epochs),
                 plain_forwards=sum(epoch.plain_forwards for epoch in epochs),
             )
+    return report
 
 
 def batches(prompts: Sequence[list[int]], samples: int, rows: int) -> Iterator[list[list[int]]]:
@@ -267,65 +282,74 @@ def batches(prompts: Sequence[list[int]], samples: int, rows: int) -> Iterator[l
         yield wanted[first : first + rows]
 
 
+@dataclass
+class Method:
+    """A way to sample, and what it took.
+
+    Attributes:
+        assistant: None where transformers samples alone.
+        options: of `generate`.
+        tokens, seconds: by epoch.
+    """
+
+    assistant: Assistant | None
+    options: dict[str, Any] = field(default_factory=dict)
+    tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+    def sample(
+        self, policy: Policy, prompts: Sequence[list[int]], tokens: int
+    ) -> tuple[int, float]:
+        """How many tokens were sampled, up to each output's end, and in how many seconds."""
+        with self.assistant.attached(policy.model) if self.assistant else nullcontext():
+            outputs, seconds = policy.sample(prompts, tokens, **self.options)
+        return sum(len(policy.without_end(output)) for output in outputs), seconds
+
+    @property
+    def rate(self) -> float:
+        return sum(self.tokens.values()) / sum(self.seconds.values())
+
+
+def clocked(rows: int) -> dict[str, Method]:
+    """Every method, its memory empty."""
+    methods = {
+        "plain": Method(None),
+        "SamAssistant": Method(SamAssistant()),
+        "RolloutAssistant": Method(RolloutAssistant()),
+    }
+    if rows == 1:
+        # transformers' own takes one row at a time.
+        methods["prompt lookup"] = Method(None, {"prompt_lookup_num_tokens": 10})
+    return methods
+
+
 def clock(
-    report: Report,
-    policy: Policy,
-    rollouts: Rollouts,
-    prompts: int,
-    rows: Sequence[int],
-    progress: Callable[[str], None],
-) -> None:
-    """Sample the first prompts anew by every method, epoch after epoch; alone, one output each."""
-    table = report.table("Tokens per second", CLOCKED)
-    samples, tokens = rollouts.samples.shape[2:]
-    for count in rows:
-        wanted = list(batches(rollouts.prompts[:prompts], 1 if count == 1 else samples, count))
-        methods = clocked()
-        extra: dict[str, dict[str, Any]] = {name: {} for name in methods}
-        if count == 1:
-            # transformers' own takes one row at a time.
-            methods["prompt lookup"] = None
-            extra["prompt lookup"] = {"prompt_lookup_num_tokens": 10}
-        produced = {name: np.zeros(len(rollouts.weights)) for name in methods}
-        seconds = {name: np.zeros(len(rollouts.weights)) for name in methods}
-        for name, assistant in methods.items():
-            progress(f"{count} rows: warming up {name}")
-            policy.assisted(assistant, wanted[0], 8, **extra[name])
-        for epoch, weights in enumerate(rollouts.weights):
-            policy.set_weights(weights)
-            for number, batch in enumerate(wanted):
-                for name, assistant in methods.items():
-                    progress(f"{count} rows, epoch {epoch + 1}, batch {number + 1}: {name}")
-                    torch.manual_seed(1000 * epoch + number)
-                    found = policy.assisted(assistant, batch, tokens, **extra[name])
-                    produced[name][epoch] += found[0]
-                    seconds[name][epoch] += found[1]
-        rates = {name: produced[name].sum() / seconds[name].sum() for name in methods}
-        for name, assistant in methods.items():
-            epochs = enumerate(produced[name] / seconds[name], 1)
-            table.add(
-                rows=count,
-                method=name,
-                **{f"epoch{n}": float(rate) for n, rate in epochs},
-                ratio=float(rates[name] / rates["plain"]),
-                accepted=assistant.stats.total.mean_accepted_tokens if assistant else None,
-            )
-
-
-def measure(
-    policy: Policy,
-    rollouts: Rollouts,
-    prompts: int,
-    rows: Sequence[int],
-    progress: Callable[[str], None],
+    policy: Policy, rollouts: Rollouts, prompts: int, rows: int, progress: Callable[[str], None]
 ) -> Report:
-    """Replay what was sampled, and time some of it."""
-    axes = ("epochs", "prompts", "samples", "tokens")
-    settings = dict(zip(axes, rollouts.samples.shape, strict=True))
-    report = Report("rollouts", settings | {"prompts_timed": prompts})
-    replay(report, rollouts, lambda n: 1.0 + 0.06 * (n - 1))
-    if rows:
-        clock(report, policy, rollouts, prompts, rows, progress)
+    """Sample the first prompts anew by every method, epoch after epoch; alone, one output each."""
+    epochs, _, samples, tokens = rollouts.samples.shape
+    wanted = list(batches(rollouts.prompts[:prompts], 1 if rows == 1 else samples, rows))
+    methods = clocked(rows)
+    for name, method in methods.items():
+        progress(f"{rows} rows: warming up {name}")
+        method.sample(policy, wanted[0], WARM_UP)
+    for epoch, number in product(range(epochs), range(len(wanted))):
+        policy.set_weights(rollouts.weights[epoch])
+        for name, method in methods.items():
+            progress(f"{rows} rows, epoch {epoch + 1}, batch {number + 1}: {name}")
+            torch.manual_seed(1000 * epoch + number)
+            count, seconds = method.sample(policy, wanted[number], tokens)
+            method.tokens[epoch] += count
+            method.seconds[epoch] += seconds
+    settings = {"rows": rows, "prompts": prompts, "epochs": epochs, "tokens": tokens}
+    report = Report(f"rollouts-{rows}", settings)
+    table = report.table("Tokens per second", CLOCKED)
+    for name, method in methods.items():
+        rates = {f"epoch{n + 1}": method.tokens[n] / method.seconds[n] for n in range(epochs)}
+        assistant = method.assistant
+        accepted = assistant.stats.total.mean_accepted_tokens if assistant else None
+        ratio = method.rate / methods["plain"].rate
+        table.add(rows=rows, method=name, **rates, ratio=ratio, accepted=accepted)
     return report
 
 
@@ -335,8 +359,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="of each prompt")
     parser.add_argument("--tokens", type=int, default=48, help="of a sample")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--clock", type=int, metavar="ROWS", help="time batches of so many rows")
     parser.add_argument("--timed", type=int, default=4, help="prompts that are timed")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32], help="that are timed")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/out"), help="for JSON")
     arguments = parser.parse_args()
     progress = progress_line(time.perf_counter())
@@ -346,10 +370,13 @@ def main() -> None:
         rollouts = Rollouts.load(folder)
     else:
         prompts = [policy.tokenizer(text).input_ids for text in PROMPTS[: arguments.prompts]]
-        sizes = arguments.samples, arguments.tokens, arguments.epochs
-        rollouts = record(policy, prompts, *sizes, progress)
-        rollouts.save(folder)
-    report = measure(policy, rollouts, arguments.timed, arguments.rows, progress)
+        shape = arguments.epochs, arguments.samples, arguments.tokens
+        rollouts = Rollouts.nothing(prompts, *shape)
+    record(policy, rollouts, folder, progress)
+    if arguments.clock:
+        report = clock(policy, rollouts, arguments.timed, arguments.clock, progress)
+    else:
+        report = replay(rollouts, lambda n: 1.0 + 0.06 * (n - 1))
     print(f"{report}\n\nwritten to {report.save(arguments.output)}")
 
 

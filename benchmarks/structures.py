@@ -288,14 +288,14 @@ def available(report: Report) -> dict[str, type[Index]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-tokens", type=int, help="largest text (default: 10M, quick: 100k)")
+    parser.add_argument("--max-tokens", type=int, help="largest text (default: 1M, quick: 100k)")
     parser.add_argument(
         "--text", type=Path, default=SHIPPED, help="folder of recordings, for text that is real"
     )
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    largest = arguments.max_tokens or (100_000 if arguments.quick else 10_000_000)
+    largest = arguments.max_tokens or (100_000 if arguments.quick else 1_000_000)
     sizes = [10**e for e in range(3, 9) if 10**e <= largest]
     report = Report("structures", {"sizes": sizes, "draft": DRAFT, "seed": arguments.seed})
     queries = QUERIES // 10 if arguments.quick else QUERIES

@@ -5,10 +5,11 @@ What stands between a marker and `<!-- end -->` is written anew from the JSON th
     <!-- table file=acceptance title=Presets columns=variant,accepted where=trace:sql -->
     <!-- table file=acceptance title=Presets rows=variant across=trace value=accepted -->
     <!-- machine file=acceptance -->
+    <!-- machine file=acceptance brief=yes -->
 
 `file` is below `--results`, without its suffix; `title` is the beginning of the table's. `where`
 keeps the rows with these values (`key:value,key:value`). `rows`, `across` and `value` name columns
-whose values become lines, columns and cells.
+whose values become lines, columns and cells. `brief` leaves all but machine and version out.
 """
 
 from __future__ import annotations
@@ -85,9 +86,13 @@ def markdown(headings: list[str], lines: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [headings, rule, *lines])
 
 
-def _machine(report: dict[str, Any]) -> str:
+def _machine(report: dict[str, Any], brief: str = "") -> str:
     """Where and from what a report comes, and with which settings."""
     machine = report["environment"]
+    if brief:
+        version = machine["versions"].get("hf-retrieval-assist")
+        by = f"version {version}, commit" if version else "commit"
+        return f"Measured on {machine['cpu']}, {machine['cores']} cores, {by} {machine['commit']}."
     versions = [f"{name} {v}" for name, v in machine["versions"].items() if v is not None]
     memory = machine["memory_bytes"]
     facts = [

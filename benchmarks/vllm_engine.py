@@ -54,12 +54,34 @@ def prompts() -> list[str]:
 
 def measure(mode: str, model: str, tokens: int) -> dict[str, Any]:
     """Outputs, engine steps and seconds of each round."""
-    from vllm import LLM, SamplingParams
+    llm = _engine(mode, model)
+    steps = _counted_steps(llm.llm_engine)
+    calls = _timed_calls() if mode == "ours" else []
+    _texts(llm, ["Hello"], 4)
+    rounds = {}
+    for name in ROUNDS:
+        batches = [prompts()] if name == "batch" else [[prompt] for prompt in prompts()]
+        steps.clear()
+        calls.clear()
+        cpu, wall = time.process_time(), time.perf_counter()
+        outputs = [text for batch in batches for text in _texts(llm, batch, tokens)]
+        rounds[name] = {
+            "outputs": outputs,
+            "steps": len(steps),
+            "cpu": time.process_time() - cpu,
+            "wall": time.perf_counter() - wall,
+            "calls": list(calls),
+        }
+    return {"versions": _versions(), "rounds": rounds}
+
+
+def _engine(mode: str, model: str) -> Any:
+    from vllm import LLM
 
     speculation = SPECULATION[mode]
     if speculation is not None:
         speculation = speculation | {"num_speculative_tokens": LONGEST_DRAFT}
-    llm = LLM(
+    return LLM(
         model,
         dtype="float32",
         max_model_len=2048,
@@ -69,36 +91,28 @@ def measure(mode: str, model: str, tokens: int) -> dict[str, Any]:
         enable_prefix_caching=False,
         disable_log_stats=False,
     )
+
+
+def _texts(llm: Any, batch: list[str], tokens: int) -> list[list[int]]:
+    """Greedy outputs as ids."""
+    from vllm import SamplingParams
+
     greedy = SamplingParams(temperature=0, max_tokens=tokens)
-    engine, steps = llm.llm_engine, 0
+    answers = llm.generate(batch, greedy, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+def _counted_steps(engine: Any) -> list[None]:
+    """Grows by one with every step of the engine."""
+    steps: list[None] = []
     step = engine.step
 
     def counted_step() -> Any:
-        nonlocal steps
-        steps += 1
+        steps.append(None)
         return step()
 
     engine.step = counted_step
-    calls = _timed_calls() if mode == "ours" else []
-    llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
-    rounds = {}
-    for name in ROUNDS:
-        batches = [prompts()] if name == "batch" else [[prompt] for prompt in prompts()]
-        calls.clear()
-        steps, cpu, wall = 0, time.process_time(), time.perf_counter()
-        outputs = [
-            list(answer.outputs[0].token_ids)
-            for batch in batches
-            for answer in llm.generate(batch, greedy, use_tqdm=False)
-        ]
-        rounds[name] = {
-            "outputs": outputs,
-            "steps": steps,
-            "cpu": time.process_time() - cpu,
-            "wall": time.perf_counter() - wall,
-            "calls": list(calls),
-        }
-    return {"versions": _versions(), "rounds": rounds}
+    return steps
 
 
 def _versions() -> dict[str, str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .drafters.early_exit import EarlyExit
     from .eagle.head import EagleHead
     from .hook import install, uninstall
+    from .kernels.reroute import reroute
     from .memory.output_memory import OutputMemory
     from .presets import (
         RestAssistant,
@@ -56,6 +57,7 @@ __all__ = [
     "attach",
     "detach",
     "install",
+    "reroute",
     "simulate",
     "suggest",
     "uninstall",
@@ -80,6 +82,7 @@ _MODULES = {
     "attach": "attachment",
     "detach": "attachment",
     "install": "hook",
+    "reroute": "kernels.reroute",
     "simulate": "simulation",
     "suggest": "record.suggest",
     "uninstall": "hook",

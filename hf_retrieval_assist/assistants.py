@@ -78,8 +78,8 @@ class Assistant:
         self.stats = Stats(dict(zip(names, self.calibrators, strict=True)))
         self.needs_feedback = any(drafter.needs != FeedbackNeeds() for drafter in self.drafters)
         self.top_k = max((drafter.needs.top_k for drafter in self.drafters), default=0)
-        needs_logits = any(drafter.needs.logits for drafter in self.drafters)
-        self.needs_logits = needs_logits or self.top_k > 0
+        self.needs_all_logits = any(drafter.needs.logits for drafter in self.drafters)
+        self.needs_logits = self.needs_all_logits or self.top_k > 0
         layers = (drafter.needs.hidden_layers for drafter in self.drafters)
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
         self.learn = True
@@ -196,6 +196,35 @@ class Assistant:
             return self.planner.plan_packed(trees, cost)
         return self.planner.plan_batch(trees, cost, extra_tokens)
 
+    def commit(
+        self,
+        sessions: Sequence[AssistantSession],
+        tokens: Sequence[Sequence[int]],
+        feedbacks: Sequence[RowFeedback | None],
+    ) -> None:
+        """Append to texts the tokens of a step, and learn what they and the forward show."""
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            session.expected.follow(token_ids)
+            session.learn_deferred()
+        self.learn_rows(sessions, tokens, feedbacks)
+
+    def learn_rows(
+        self,
+        sessions: Sequence[AssistantSession],
+        tokens: Sequence[Sequence[int]],
+        feedbacks: Sequence[RowFeedback | None],
+    ) -> None:
+        """Tell the drafters what came, all texts at once."""
+        ids = [np.array(token_ids, np.int32) for token_ids in tokens]
+        for number, drafter in enumerate(self.drafters):
+            for session, token_ids in zip(sessions, ids, strict=True):
+                session.calibrations[number].commit(token_ids)
+            drafter.commit_rows(
+                [session.sessions[number] for session in sessions],
+                tokens,
+                [None if shown is None else shown.share(drafter.needs) for shown in feedbacks],
+            )
+
     def thrift(self, key: CostKey) -> Thrift | None:
         """The account of drafting for forwards of one kind; None where drafters are always asked.
 
@@ -299,11 +328,23 @@ class AssistantSession:
             feedback = prompt_feedback(self.prompt_ids, drafter.needs, logits, hidden_states or {})
             session.commit(token_ids, feedback)
 
-    def propose(self, max_depth: int | None = None, cost: CostModel | None = None) -> TokenTree:
-        """One tree of what the drafters propose, at most `max_depth` deep."""
-        self._learn_deferred()
+    def propose(
+        self,
+        max_depth: int | None = None,
+        cost: CostModel | None = None,
+        budget: int | None = None,
+    ) -> TokenTree:
+        """One tree of what the drafters propose, at most `max_depth` deep.
+
+        Args:
+            max_depth: None for any.
+            cost: t(n); None where only tokens are counted.
+            budget: nodes that every drafter is asked for; None: what the planner asks for.
+        """
+        self.learn_deferred()
         planner = self.assistant.planner
-        budget = planner.request(cost)
+        if budget is None:
+            budget = planner.request(cost)
         drafts: list[TokenTree] = []
         for i, drafter in enumerate(self.assistant.drafters):
             if drafter.costly and cost is not None and planner.budget == "auto":
@@ -338,9 +379,7 @@ class AssistantSession:
 
     def commit(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
         """Append tokens to the text and learn what they and the forward show."""
-        self.expected.follow(token_ids)
-        self._learn_deferred()
-        self._append(token_ids, feedback)
+        self.assistant.commit([self], [token_ids], [feedback])
 
     def defer(self, token_ids: Sequence[int]) -> None:
         """Append tokens that nothing is learnt from before it has to be, and then all at once."""
@@ -350,22 +389,15 @@ class AssistantSession:
         self._deferred += token_ids
         self.drafts = []
 
-    def _learn_deferred(self) -> None:
+    def learn_deferred(self) -> None:
+        """Learn from what was put off."""
         if self._deferred:
             tokens, self._deferred = self._deferred, []
-            self._append(tokens, None)
-
-    def _append(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
-        drafters = self.assistant.drafters
-        for drafter, session, calibration in zip(
-            drafters, self.sessions, self.calibrations, strict=True
-        ):
-            calibration.commit(token_ids)
-            session.commit(token_ids, None if feedback is None else feedback.share(drafter.needs))
+            self.assistant.learn_rows([self], [tokens], [None])
 
     def close(self) -> None:
         """Close the drafters' sessions, the others too where one raises."""
         try:
-            self._learn_deferred()
+            self.learn_deferred()
         finally:
             close_all(self.sessions)

@@ -65,8 +65,10 @@ def build(name: str) -> Any:
 
 def table_row(name: str, model: Any) -> str:
     """The table's line on a class: how a tiny model of it is served, alone and in batches."""
-    masks = [torch.ones(batch_size, 8, dtype=torch.long) for batch_size in (1, 2)]
-    single, batch = (choose_service(model, {"attention_mask": mask}) for mask in masks)
+    single, batch = (
+        choose_service(model, {"attention_mask": torch.ones(rows, 8, dtype=torch.long)}, rows)
+        for rows in (1, 2)
+    )
     why = BELOW_KNOWN.get(name, "" if single.tier is Tier.TREE else single.reason)
     if batch.tier is not single.tier:
         why = f"{why}; in batches {batch.reason}".lstrip("; ")

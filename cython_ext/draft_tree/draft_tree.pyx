@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc, qsort
 
 from common.types cimport int32_t, token_t
@@ -32,6 +33,45 @@ def ancestor_mask(const int32_t[::1] parents):
                     mask[i, j] = mask[p, j]
             mask[i, i] = 1
     return out
+
+
+def arrange(
+    const int64_t[::1] roots,
+    const int64_t[::1] counts,
+    const token_t[::1] token_ids,
+    const int32_t[::1] parents,
+    Py_ssize_t width,
+):
+    """Trees side by side, each behind its root and filled up to one width.
+
+    `counts` [b] are the nodes of each tree, `token_ids` and `parents` those of all trees, tree after
+    tree. Filler repeats the root's token and sees the root alone, and nobody sees it.
+
+    Returns int64 [b, width] token ids, int64 [b, width] depths, the root's being 0, and bool [b,
+    width, width], who sees whom: a node itself, its ancestors and the root. O(b width²).
+    """
+    cdef Py_ssize_t b = roots.shape[0], first = 0, row, i, j, above
+    ids_out, depths_out = np.empty((b, width), np.int64), np.zeros((b, width), np.int64)
+    sees_out = np.zeros((b, width, width), np.bool_)
+    cdef int64_t[:, ::1] ids = ids_out, depth = depths_out
+    cdef unsigned char[:, :, ::1] sees = sees_out.view(np.uint8)
+    for row in range(b):
+        if not 0 <= counts[row] < width or first + counts[row] > parents.shape[0]:
+            raise ValueError(f"counts: expected 0 to {width - 1} nodes each, got {counts[row]}")
+        for i in range(width):
+            ids[row, i] = roots[row]
+            sees[row, i, 0] = 1
+        for i in range(1, counts[row] + 1):
+            above = parents[first + i - 1] + 1
+            if not 0 <= above < i:
+                raise ValueError(f"parents: expected one before node {i - 1}, got {above - 1}")
+            ids[row, i] = token_ids[first + i - 1]
+            depth[row, i] = depth[row, above] + 1
+            for j in range(1, above + 1):
+                sees[row, i, j] = sees[row, above, j]
+            sees[row, i, i] = 1
+        first += counts[row]
+    return ids_out, depths_out, sees_out
 
 
 def path_products(const int32_t[::1] parents, const float[::1] rates):

@@ -2,48 +2,9 @@
 
 import numpy as np
 
+from libc.stdlib cimport free, malloc
+
 from common.types cimport int32_t, token_t
-
-
-def tried(
-    const token_t[::1] token_ids,
-    const int32_t[::1] parents,
-    const int32_t[::1] classes,
-    const double[::1] rates,
-    const token_t[::1] tokens,
-    Py_ssize_t known=0,
-):
-    """What a text says of the nodes of a tree that it put to the test: those whose parent lies on its
-    path.
-
-    `tokens` are the ones that followed the proposal; the nodes judged by the first `known` of them are
-    left out. Returns, in the nodes' order, int32 [m] their classes, float64 [m] their rates and bool
-    [m], which of them are on the path as well; and whether the path goes through the tree to its last
-    token. O(n).
-    """
-    cdef Py_ssize_t n = parents.shape[0], i, m = 0, reached = 0
-    cdef int32_t position
-    classes_out, rates_out = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.float64)
-    hits_out, after_out = np.empty(n, dtype=np.bool_), np.empty(n, dtype=np.int32)
-    cdef int32_t[::1] tried_classes = classes_out
-    cdef double[::1] tried_rates = rates_out
-    cdef unsigned char[::1] hits = hits_out.view(np.uint8)
-    # Position in `tokens` of the token that follows a node on the path; −1 off the path.
-    cdef int32_t[::1] after = after_out
-    with nogil:
-        for i in range(n):
-            position = 0 if parents[i] < 0 else after[parents[i]]
-            after[i] = -1
-            if position < 0 or position >= tokens.shape[0]:
-                continue
-            if token_ids[i] == tokens[position]:
-                after[i] = position + 1
-                reached = max(reached, position + 1)
-            if position >= known:
-                tried_classes[m], tried_rates[m] = classes[i], rates[i]
-                hits[m] = after[i] >= 0
-                m += 1
-    return classes_out[:m], rates_out[:m], hits_out[:m], reached == tokens.shape[0]
 
 
 def share_classes(
@@ -81,29 +42,6 @@ cdef inline Py_ssize_t checked(int32_t evidence_class, Py_ssize_t classes) excep
     if evidence_class >= classes:
         raise ValueError(f"expected evidence classes below {classes}, got {evidence_class}")
     return evidence_class if evidence_class >= 0 else -1
-
-
-def count(
-    const int32_t[::1] classes,
-    const unsigned char[::1] hits,
-    double[:, ::1] counts,
-    const double[:, ::1] prior_counts,
-    double memory,
-):
-    """Add trials and hits by class to `counts` [classes, 2]; negative classes are passed over.
-
-    A class with more than `memory` trials forgets half of what was counted beyond `prior_counts`.
-    """
-    cdef Py_ssize_t i, c
-    for i in range(classes.shape[0]):
-        c = checked(classes[i], counts.shape[0])
-        if c < 0:
-            continue
-        counts[c, 0] += 1
-        counts[c, 1] += hits[i]
-        if counts[c, 0] > memory:
-            counts[c, 0] = 0.5 * (counts[c, 0] + prior_counts[c, 0])
-            counts[c, 1] = 0.5 * (counts[c, 1] + prior_counts[c, 1])
 
 
 cdef inline double posterior(
@@ -169,26 +107,73 @@ def calibrated(
     return rates_out, probs_out, named
 
 
-def follow_trend(
+cdef struct Trial:
+    int32_t kind
+    double rate
+    unsigned char hit
+
+
+cdef Trial* put_to_test(
+    const token_t[::1] token_ids,
+    const int32_t[::1] parents,
     const int32_t[::1] classes,
-    const unsigned char[::1] hits,
-    const double[:, ::1] shared,
-    double[::1] sums,
-    double memory,
-):
+    const double[::1] rates,
+    const token_t[::1] tokens,
+    Py_ssize_t known,
+    Py_ssize_t* trials,
+    bint* inside,
+) except NULL:
+    """The nodes whose parent lies on the text's path, in their order, for the caller to free; how many
+    they are, and whether the path goes through the tree to its last token. See `judge`."""
+    cdef Py_ssize_t n = parents.shape[0], i, m = 0, reached = 0
+    cdef int32_t position
+    cdef Trial* found = <Trial*>malloc((n + 1) * (sizeof(Trial) + sizeof(int32_t)))
+    if found == NULL:
+        raise MemoryError()
+    # Position in `tokens` of the token that follows a node on the path; −1 off the path.
+    cdef int32_t* after = <int32_t*>(found + n + 1)
+    for i in range(n):
+        position = 0 if parents[i] < 0 else after[parents[i]]
+        after[i] = -1
+        if position < 0 or position >= tokens.shape[0]:
+            continue
+        if token_ids[i] == tokens[position]:
+            after[i] = position + 1
+            reached = max(reached, position + 1)
+        if position >= known:
+            found[m] = Trial(classes[i], rates[i], after[i] >= 0)
+            m += 1
+    trials[0], inside[0] = m, reached == tokens.shape[0]
+    return found
+
+
+cdef inline void count(double* cell, double hit, const double* prior, double memory) noexcept nogil:
+    """Add a trial to the trials and hits of a class.
+
+    A class with more than `memory` trials forgets half of what was counted beyond `prior`.
+    """
+    cell[0] += 1
+    cell[1] += hit
+    if cell[0] > memory:
+        cell[0] = 0.5 * (cell[0] + prior[0])
+        cell[1] = 0.5 * (cell[1] + prior[1])
+
+
+cdef void follow_trend(
+    const Trial* trials, Py_ssize_t n, const double[:, ::1] shared, double[::1] sums, double memory
+) noexcept nogil:
     """Add to `sums` [4] the hits and misses seen, and those due by the rates of the `shared` counts.
 
     All are halved once more than `memory` trials are in them.
     """
-    cdef Py_ssize_t i, c
+    cdef Py_ssize_t i
     cdef double rate
-    for i in range(classes.shape[0]):
-        c = checked(classes[i], shared.shape[0])
-        if c < 0:
+    for i in range(n):
+        if trials[i].kind < 0:
             continue
-        rate = shared[c, 1] / shared[c, 0]
-        sums[0] += hits[i]
-        sums[1] += 1 - hits[i]
+        rate = shared[trials[i].kind, 1] / shared[trials[i].kind, 0]
+        sums[0] += trials[i].hit
+        sums[1] += 1 - trials[i].hit
         sums[2] += rate
         sums[3] += 1 - rate
     if sums[0] + sums[1] > memory:
@@ -196,11 +181,54 @@ def follow_trend(
             sums[i] *= 0.5
 
 
-def score(const double[::1] predicted, const unsigned char[::1] hits, double[:, ::1] bins):
-    """Add trials, predicted and observed hits to `bins` [k, 3] by predicted rate, in k equal steps."""
-    cdef Py_ssize_t k = bins.shape[0], i, b
-    for i in range(predicted.shape[0]):
-        b = min(<Py_ssize_t>(predicted[i] * k), k - 1)
+def judge(
+    const token_t[::1] token_ids,
+    const int32_t[::1] parents,
+    const int32_t[::1] classes,
+    const double[::1] rates,
+    const token_t[::1] tokens,
+    Py_ssize_t known,
+    double[:, ::1] bins,
+    double[:, ::1] shared,
+    const double[:, ::1] priors,
+    double shared_memory,
+    double[:, ::1] own,
+    double own_memory,
+    double[::1] trend,
+    double trend_memory,
+):
+    """Count what a text says of the nodes of a tree that it put to the test: those whose parent lies on
+    its path, which are hit where they are on the path as well.
+
+    `tokens` are the ones that followed the proposal; the nodes judged by the first `known` of them are
+    left out. Their predicted `rates` [n] and hits are added to `bins` [k, 3] (trials, predicted and
+    observed hits) by predicted rate, in k equal steps. Those with a class are counted in the `shared`
+    trials and hits, on top of the `priors`, and in the text's `own`, [classes, 2] each, where a class
+    with more trials than the memory forgets half of them, and in the text's `trend` [4]: hits and
+    misses, and those that were due.
+
+    Returns whether the path goes through the tree to its last token. O(n).
+    """
+    cdef Py_ssize_t m, i, k = bins.shape[0], b
+    cdef bint inside
+    cdef double[2] nothing
+    cdef Trial* trials
+    nothing[0] = nothing[1] = 0
+    if min(shared.shape[0], own.shape[0]) > priors.shape[0]:
+        raise ValueError(f"priors: expected {shared.shape[0]} classes, got {priors.shape[0]}")
+    for i in range(classes.shape[0]):
+        checked(classes[i], min(shared.shape[0], own.shape[0]))
+    trials = put_to_test(token_ids, parents, classes, rates, tokens, known, &m, &inside)
+    for i in range(m):
+        b = min(<Py_ssize_t>(trials[i].rate * k), k - 1)
         bins[b, 0] += 1
-        bins[b, 1] += predicted[i]
-        bins[b, 2] += hits[i]
+        bins[b, 1] += trials[i].rate
+        bins[b, 2] += trials[i].hit
+    follow_trend(trials, m, shared, trend, trend_memory)
+    for i in range(m):
+        if trials[i].kind >= 0:
+            b = trials[i].kind
+            count(&shared[b, 0], trials[i].hit, &priors[b, 0], shared_memory)
+            count(&own[b, 0], trials[i].hit, nothing, own_memory)
+    free(trials)
+    return inside

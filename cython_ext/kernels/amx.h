@@ -19,8 +19,7 @@ static int skinny_cpu_has_amx(void) {
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx2,fma,f16c")))
 #define PACKED_DTYPE SKINNY_BFLOAT16
 #define OWN_TILES
-#define BLOCK_ROWS 16
-#define AMX_ROWS 16 /* of x in one tile, and lines of any tile */
+#define AMX_ROWS 16 /* of x or of the weights in one tile */
 #define PANEL_COUNT(rows) (((rows) + AMX_ROWS - 1) / AMX_ROWS)
 #define PACKED_ROWS(rows) (PANEL_COUNT(rows) * AMX_ROWS)
 #define BEGIN_THREAD() skinny_begin_amx()
@@ -71,21 +70,27 @@ TARGET static void NAMED(part_tile)(const linear_problem *p, int64_t first, int6
         _tile_dpbf16ps(i, 4, tile);                                                         \
     }
 
-/* BLOCK_ROWS weight rows from `first` times 16 to 64 input rows. */
+/* Rows of weights are fetched about 64 kB ahead: tiles take them so fast. */
+static int64_t NAMED(rows_ahead)(int64_t row_bytes) {
+    const int64_t rows = 65536 / row_bytes / AMX_ROWS * AMX_ROWS;
+    return rows > AMX_ROWS ? rows : AMX_ROWS;
+}
+
+/* AMX_ROWS weight rows from `first` times 16 to 64 input rows. */
 TARGET static ALWAYS_INLINE void NAMED(tiles)(const int panels, const linear_pass *pass,
                                               int64_t first, float *sums) {
     const linear_problem *p = pass->problem;
     const int64_t row_bytes = p->weight_stride * 2, panel_bytes = AMX_ROWS * pass->packed_bytes;
     const char *weight = p->weight + first * row_bytes, *x = pass->panels;
-    const char *ahead = linear_ahead(p, first, BLOCK_ROWS, TILES_AHEAD_BYTES);
-    const int all_rows = first + BLOCK_ROWS <= p->outputs;
+    const char *ahead = weight + NAMED(rows_ahead)(row_bytes) * row_bytes;
+    const int all_rows = first + AMX_ROWS <= p->outputs;
     char part[AMX_ROWS * CACHE_LINE];
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < p->depth; k += STEP, x += AMX_ROWS * CACHE_LINE) {
-        for (int line = 0; line < BLOCK_ROWS; line++, ahead += CACHE_LINE) PREFETCH(ahead);
+        for (int line = 0; line < AMX_ROWS; line++, ahead += CACHE_LINE) PREFETCH(ahead);
         if (all_rows && k + STEP <= p->depth) {
             _tile_loadd(4, weight + k * 2, row_bytes);
         } else {
@@ -103,12 +108,12 @@ TARGET static ALWAYS_INLINE void NAMED(tiles)(const int panels, const linear_pas
     if (panels > 3) _tile_stored(3, sums + 768, CACHE_LINE);
 }
 
-/* The same into rows of CHUNK_ROWS sums: tiles hold them as [panels][BLOCK_ROWS][AMX_ROWS]. */
+/* The same into rows of CHUNK_ROWS sums: tiles hold them as [panels][AMX_ROWS][AMX_ROWS]. */
 TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, float *sums) {
     const __m512i lines = _mm512_mullo_epi32(
         _mm512_set1_epi32(AMX_ROWS),
         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-    float tiles[PASS_ROWS * BLOCK_ROWS];
+    float tiles[PASS_ROWS * AMX_ROWS];
     switch (pass->panel_count) {
         case 1: NAMED(tiles)(1, pass, first, tiles); break;
         case 2: NAMED(tiles)(2, pass, first, tiles); break;
@@ -116,9 +121,13 @@ TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, float
         default: NAMED(tiles)(4, pass, first, tiles);
     }
     for (int64_t row = 0; row < pass->problem->rows; row++) {
-        const float *from = tiles + row / AMX_ROWS * BLOCK_ROWS * AMX_ROWS + row % AMX_ROWS;
+        const float *from = tiles + row / AMX_ROWS * AMX_ROWS * AMX_ROWS + row % AMX_ROWS;
         STORE(sums + row * CHUNK_ROWS, _mm512_i32gather_ps(lines, from, 4));
     }
+}
+
+TARGET static void NAMED(chunk)(const linear_pass *pass, int64_t first, int64_t count, float *sums) {
+    for (int64_t o = 0; o < count; o += AMX_ROWS) NAMED(tile_row)(pass, first + o, sums + o);
 }
 
 #undef AMX_PANEL

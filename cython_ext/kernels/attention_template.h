@@ -22,7 +22,7 @@ TARGET static void NAMED(score_slots)(const attention_pass *pass, int64_t unit, 
     const attention_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype);
     const char *keys = p->key + attention_head(p, p->key_strides, pass->first + unit) * bytes;
-    skinny_tile tile = {.depth = p->depth, .sums_stride = pass->padded};
+    skinny_tile tile = {.depth = p->depth, .sums_stride = pass->padded, .sums_step = 1};
     for (int o = 0; o < TILE_ROWS; o++)
         tile.weight[o] = keys + skinny_min(slot + o, p->slots - 1) * p->key_strides[2] * bytes;
     for (int64_t i = 0; i < pass->panel_count; i++) {

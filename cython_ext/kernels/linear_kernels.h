@@ -14,13 +14,6 @@
 #define CHUNK_ROWS 64
 #define PASS_ROWS 64
 
-/* Rows of weights are fetched so many bytes ahead: memory is far, and a core that asks for lines in
- * time gets more of them. Register tiles of longer rows than this are streams that the hardware follows
- * by itself. */
-#define AHEAD_BYTES 10240
-#define TILES_AHEAD_BYTES 65536 /* tiles take their rows so much faster */
-#define STREAM_BYTES 32768
-
 /* Waking one more thread costs as much as reading about so many bytes of weights. */
 #define THREAD_BYTES 65536
 
@@ -49,14 +42,6 @@ typedef struct {
 /* Panels of equal height, give or take one row: panel i holds the rows from here to i + 1's start. */
 static inline int64_t linear_panel_start(const linear_pass *pass, int64_t i) {
     return pass->problem->rows * i / pass->panel_count;
-}
-
-/* Where fetching `bytes` ahead has come to when the `rows` weight rows from `first` are multiplied. */
-static inline const char *linear_ahead(const linear_problem *p, int64_t first, int64_t rows,
-                                       int64_t bytes) {
-    const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->dtype);
-    const int64_t distance = bytes / row_bytes / rows * rows;
-    return p->weight + (first + (distance > rows ? distance : rows)) * row_bytes;
 }
 
 #endif

@@ -1,8 +1,7 @@
 /* The linear layer for one instruction set; see linear_kernels.h and tile_template.h. A header that
- * multiplies by other means than register tiles defines OWN_TILES, and pack_panels and tile_row itself.
+ * multiplies by other means than register tiles defines OWN_TILES, and pack_panels and chunk itself.
  */
 #ifndef OWN_TILES
-#define BLOCK_ROWS TILE_ROWS
 #define PANEL_COUNT(rows) (((rows) + PANEL_ROWS - 1) / PANEL_ROWS)
 #define PACKED_ROWS(rows) (rows)
 #define BEGIN_THREAD() ((void)0)
@@ -21,29 +20,30 @@ TARGET static void NAMED(pack_panels)(char *panels, const linear_pass *pass) {
     }
 }
 
-/* All panels times the weight rows from `first`; rows further ahead are fetched meanwhile, spread
- * over the panels so that memory stays busy while the arithmetic runs from the caches. A tile past
- * the last weight row repeats it: nobody reads those sums. */
-TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, float *sums) {
+/* All panels times TILE_ROWS weight rows of a chunk, `apart` rows from one another. The rows behind them
+ * are fetched meanwhile, shared out among the panels so that memory stays busy while the arithmetic
+ * runs from the caches. A tile past the last weight row repeats it: nobody reads those sums. */
+TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, int64_t apart, float *sums) {
     const linear_problem *p = pass->problem;
     const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->dtype);
-    const int64_t steps = pass->packed_bytes / STEP_BYTES;
-    const int64_t block_bytes = TILE_ROWS * row_bytes;
-    const int64_t block_lines = block_bytes < STREAM_BYTES ? block_bytes / CACHE_LINE + 1 : 0;
-    const int64_t lines = block_lines / (pass->panel_count * steps) + 1;
-    const char *ahead = linear_ahead(p, first, TILE_ROWS, AHEAD_BYTES);
-    skinny_tile tile = {.depth = p->depth, .sums_stride = CHUNK_ROWS};
-    for (int o = 0; o < TILE_ROWS; o++)
-        tile.weight[o] = p->weight + skinny_min(first + o, p->outputs - 1) * row_bytes;
+    const int64_t share = (TILE_ROWS + pass->panel_count - 1) / pass->panel_count;
+    skinny_tile tile = {.depth = p->depth, .ahead = row_bytes, .sums_stride = CHUNK_ROWS, .sums_step = apart};
+    for (int64_t o = 0; o < TILE_ROWS; o++)
+        tile.weight[o] = p->weight + skinny_min(first + o * apart, p->outputs - 1) * row_bytes;
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
-        const int64_t fetched = i * steps * lines;
         tile.panel = pass->panels + start * pass->packed_bytes;
-        tile.ahead = ahead + fetched * CACHE_LINE;
-        tile.ahead_lines = fetched < block_lines ? lines : 0;
+        tile.fetch_first = skinny_min(i * share, TILE_ROWS);
+        tile.fetch_end = skinny_min(tile.fetch_first + share, TILE_ROWS);
         tile.sums = sums + start * CHUNK_ROWS;
         NAMED(tile_of)(end - start, p->dtype, tile);
     }
+}
+
+/* A chunk is read in TILE_ROWS places at once: as many streams, each of which the hardware follows. */
+TARGET static void NAMED(chunk)(const linear_pass *pass, int64_t first, int64_t count, float *sums) {
+    const int64_t apart = (count + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t o = 0; o < apart; o++) NAMED(tile_row)(pass, first + o, apart, sums + o);
 }
 #endif
 
@@ -75,8 +75,7 @@ TARGET static void NAMED(work)(void *shared) {
     BEGIN_THREAD();
     while ((first = FETCH_ADD(&pass->next_chunk) * CHUNK_ROWS) < p->outputs) {
         const int64_t count = skinny_min(CHUNK_ROWS, p->outputs - first);
-        for (int64_t o = 0; o < count; o += BLOCK_ROWS)
-            NAMED(tile_row)(pass, first + o, sums + o);
+        NAMED(chunk)(pass, first, count, sums);
         for (int64_t o = 0; o < count; o += LANES)
             NAMED(write_outputs)(p, first + o, skinny_min(LANES, count - o), sums + o);
     }

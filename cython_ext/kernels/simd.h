@@ -16,16 +16,16 @@ enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16 };
 #define TILE_ROWS 4
 #define CACHE_LINE 64
 
-/* TILE_ROWS rows of a streamed matrix times one panel, and what to fetch meanwhile: `ahead_lines`
- * cache lines with every step. sums[panel row * sums_stride + streamed row]. */
+/* TILE_ROWS rows of a streamed matrix times one panel. Of the streamed rows `fetch_first` to `fetch_end`,
+ * what stands `ahead` bytes further on is fetched meanwhile.
+ * sums[panel row * sums_stride + streamed row * sums_step]. */
 typedef struct {
     const char *weight[TILE_ROWS];
     const char *panel;
     int64_t depth;
-    const char *ahead;
-    int64_t ahead_lines;
+    int64_t ahead, fetch_first, fetch_end;
     float *sums;
-    int64_t sums_stride;
+    int64_t sums_stride, sums_step;
 } skinny_tile;
 
 static inline int64_t skinny_min(int64_t a, int64_t b) { return a < b ? a : b; }

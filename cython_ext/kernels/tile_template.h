@@ -79,13 +79,17 @@ TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, sk
         for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ZERO();
     int64_t k = 0;
     for (; k + STEP <= t.depth; k += STEP, t.panel += rows * STEP_BYTES) {
-        for (int64_t line = 0; line < t.ahead_lines; line++, t.ahead += CACHE_LINE)
-            PREFETCH(t.ahead);
+        for (int64_t o = t.fetch_first; o < t.fetch_end; o++)
+            PREFETCH(t.weight[o] + t.ahead + k * skinny_item_bytes(dtype));
         NAMED(step)(rows, dtype, &t, k, STEP, acc);
     }
     if (k < t.depth) NAMED(step)(rows, dtype, &t, k, t.depth - k, acc);
-    for (int r = 0; r < rows; r++)
-        SUM_LANES(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t.sums + r * t.sums_stride);
+    for (int r = 0; r < rows; r++) {
+        float sums[TILE_ROWS];
+        SUM_LANES(acc[r][0], acc[r][1], acc[r][2], acc[r][3], sums);
+        for (int o = 0; o < TILE_ROWS; o++)
+            t.sums[r * t.sums_stride + o * t.sums_step] = sums[o];
+    }
 }
 
 /* The same with row count and dtype known to the compiler, so that the sums live in registers. */

@@ -8,7 +8,6 @@
 #undef PACKED_DTYPE
 #undef MULTIPLY_ADD
 #undef OWN_TILES
-#undef BLOCK_ROWS
 #undef AMX_ROWS
 #undef PANEL_COUNT
 #undef PACKED_ROWS

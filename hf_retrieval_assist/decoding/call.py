@@ -95,7 +95,7 @@ class Call:
 
     def service(self) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it."""
-        service = choose_service(self.model, self.model_kwargs)
+        service = choose_service(self.model, self.model_kwargs, self.batch_size)
         why = self._why_plain(service)
         if why is None:
             return service

@@ -288,7 +288,7 @@ class Generation:
         """transformers' own prefill, and the first token of every row."""
         call = self.call
         with self._timed("prefill"):
-            with self.taps:
+            with self.taps, self.reroute:
                 outputs = host.prefill(self.model, call.input_ids, call.config, self.model_kwargs)
             self.cache.begin(call.batch_size)
             self.model_kwargs = self._kwargs_of_steps(outputs)
@@ -336,7 +336,8 @@ class Generation:
         def plan() -> list[TokenTree]:
             extra = verifier.backlog(self.rows)
             growing = [row for row in running if row.padding is None or self.step_walk is None]
-            drafts = verifier.limit([self._draft(row, cost) for row in growing])
+            budget = self.assistant.planner.request(cost)
+            drafts = verifier.limit([self._draft(row, cost, budget) for row in growing])
             if self.step_walk is None:
                 return self.assistant.plan(drafts, cost, extra, verifier.packed)
             return drafts_in_step(
@@ -349,11 +350,11 @@ class Generation:
             trees[row.index] = tree
         return trees
 
-    def _draft(self, row: RowText, cost: CostModel) -> TokenTree:
+    def _draft(self, row: RowText, cost: CostModel, budget: int) -> TokenTree:
         remaining = self.stopping.remaining(row)
         # The last token that may be generated needs no node: the walk draws it at its parent.
         depth = None if remaining is None else max(0, remaining - 1)
-        return self.sessions[row.index].propose(depth, cost)
+        return self.sessions[row.index].propose(depth, cost, budget)
 
     def _walk(
         self, running: Sequence[RowText], trees: Sequence[TokenTree], verified: Verified
@@ -373,18 +374,23 @@ class Generation:
         asked: bool,
     ) -> None:
         """Count the step and tell the drafters what it showed; later, where none was asked."""
-        for row in running:
-            tree, path = trees[row.index], paths[row.index]
-            if not path.tokens:
-                continue
-            self.counts.count_step(len(tree), len(path.tokens) - 1)
-            if not asked and not self.assistant.hidden_layers:
-                self.sessions[row.index].defer(path.tokens)
-                continue
-            feedback = None
-            if self.assistant.needs_feedback:
-                feedback = self._feedback(row, tree, path, verified)
-            self.sessions[row.index].commit(path.tokens, feedback)
+        grown = [row for row in running if paths[row.index].tokens]
+        for row in grown:
+            self.counts.count_step(len(trees[row.index]), len(paths[row.index].tokens) - 1)
+        if not asked and not self.assistant.hidden_layers:
+            for row in grown:
+                self.sessions[row.index].defer(paths[row.index].tokens)
+            return
+        feedbacks: list[RowFeedback | None] = [None] * len(grown)
+        if self.assistant.needs_feedback:
+            feedbacks = [
+                self._feedback(row, trees[row.index], paths[row.index], verified) for row in grown
+            ]
+        self.assistant.commit(
+            [self.sessions[row.index] for row in grown],
+            [paths[row.index].tokens for row in grown],
+            feedbacks,
+        )
 
     def _feedback(
         self, row: RowText, tree: TokenTree, path: Path, verified: Verified
@@ -394,10 +400,11 @@ class Generation:
         fed = [verified.roots[row.index] + node for node in accepted]
         root = np.array([row.generated[path.start - 1]], np.int32)
         states = self.taps.features
+        needs_all = self.assistant.needs_all_logits
         return RowFeedback(
             token_ids=np.concatenate([root, tree.token_ids]),
             accepted=np.array(accepted, np.int32),
-            logits=verified.of_row(row.index, len(tree)),
+            logits=verified.of_row(row.index, len(tree)) if needs_all else None,
             hidden_states={name: found.flatten(0, 1)[fed] for name, found in states.items()},
             top=verified.top(row.index, len(tree)),
         )

@@ -21,14 +21,14 @@ class RowFeedback:
     Attributes:
         token_ids: int32 [m], the root and the verified nodes.
         accepted: int32 [a], indices into `token_ids`, the root's 0 first.
-        logits: [m, vocab_size].
+        logits: [m, vocab_size]; None where no drafter needs all of them.
         hidden_states: for each set of layers that a drafter asked for, [a, width].
         top: the largest logits of the same m tokens.
     """
 
     token_ids: Int32Array
     accepted: Int32Array
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     hidden_states: dict[Layers, torch.Tensor]
     top: TopLogits
 

@@ -156,7 +156,8 @@ class SuffixSession(DraftSession):
     """A text and its suffix tree.
 
     Attributes:
-        score: number of tokens of the last draft that its evidence promises (the paper's SCORE).
+        score: number of tokens of the last scored draft that its evidence promises (the paper's
+            SCORE).
     """
 
     def __init__(
@@ -184,7 +185,9 @@ class SuffixSession(DraftSession):
             drafter.memory.refresh()
 
     def propose(self, budget: int) -> TokenTree:
-        tree = self._scored(budget) if self._drafter.scored else self._blended(budget)
+        if not self._drafter.scored:
+            return self._blended(budget)
+        tree = self._scored(budget)
         self.score = tree.expected_tokens
         return tree
 

@@ -8,14 +8,13 @@ over the table to draft.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..structures import draft_tree
+from ..structures import successors
 from ..system.locks import Lock
-from ..target.top_logits import TopLogits
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 
@@ -55,6 +54,7 @@ _PRIORS = np.array(
     ],
     dtype=np.float32,
 )
+_RATES = _PRIORS.ravel()
 _KINDS = _PRIORS.shape[1]
 _FIRST_TEXT_KIND = len(_SHARE_EDGES) + 1
 _UNKNOWN = -1
@@ -70,8 +70,6 @@ class Template:
     Attributes:
         parents: int32 [n], −1 for children of the root; levels stand together, in order.
         ranks: int32 [n].
-        levels: for each level, the place of every node's parent within the level above (int64) and
-            its rank (int64).
     """
 
     def __init__(self, child_counts: Sequence[int], top_k: int) -> None:
@@ -89,18 +87,6 @@ class Template:
         place = {old: new for new, old in enumerate(keep)} | {-1: -1}
         self.parents = np.array([place[nodes[i][0]] for i in keep], dtype=np.int32)
         self.ranks = np.array([nodes[i][1] for i in keep], dtype=np.int32)
-        self.levels = list(self._split_levels())
-
-    def _split_levels(self) -> Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        depths = draft_tree.depths(self.parents)
-        start_above = -1
-        for depth in range(1, int(depths.max(initial=0)) + 1):
-            level = np.flatnonzero(depths == depth)
-            yield (
-                self.parents[level].astype(np.int64) - start_above,
-                self.ranks[level].astype(np.int64),
-            )
-            start_above = int(level[0])
 
 
 def _expand_counts(child_counts: Sequence[int]) -> list[tuple[int, int]]:
@@ -168,13 +154,30 @@ class TokenRecyclingDrafter(Drafter):
             table.learn_text(expected)
         return _RecyclingSession(table, prompt_ids)
 
+    def commit_rows(
+        self,
+        sessions: Sequence[_RecyclingSession],
+        tokens: Sequence[Sequence[int]],
+        feedbacks: Sequence[Feedback | None],
+    ) -> None:
+        """Texts with one table teach it together what the forward showed."""
+        told: dict[SuccessorTable, list[Feedback]] = {}
+        for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
+            if feedback is None or feedback.top is None:
+                session.commit(token_ids, None)
+            else:
+                told.setdefault(session.table, []).append(feedback)
+                session.follow(token_ids)
+        for table, found in told.items():
+            table.learn_logits(found)
+
     def reset(self) -> None:
         """Forget every row. Sessions under way keep what they started with."""
         with self._lock:
             self._tables.clear()
 
     def priors(self) -> Float32Array:
-        return _PRIORS.ravel()
+        return _RATES
 
     def _table_of(self, target: Target) -> SuccessorTable:
         key = (target.fingerprint, target.vocab_size)
@@ -196,21 +199,25 @@ def _child_counts(template: str | Sequence[int]) -> Sequence[int]:
 
 class _RecyclingSession(DraftSession):
     def __init__(self, table: SuccessorTable, prompt_ids: NDArray[np.int32]) -> None:
-        self._table = table
+        self.table = table
         self._last = prompt_ids[-1:]
         table.learn_text(prompt_ids)
 
     def propose(self, budget: int) -> TokenTree:
         root = int(self._last[0]) if len(self._last) else _UNKNOWN
-        return self._table.draft(root).prune(budget)
+        return self.table.draft(root).prune(budget)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        tokens = np.asarray(token_ids, dtype=np.int32)
         if feedback is None or feedback.top is None:
-            self._table.learn_text(np.concatenate([self._last, tokens]))
+            new = np.asarray(token_ids, dtype=np.int32)
+            self.table.learn_text(np.concatenate([self._last, new]))
         else:
-            self._table.learn_logits(feedback, feedback.top)
-        self._last = tokens[-1:]
+            self.table.learn_logits([feedback])
+        self.follow(token_ids)
+
+    def follow(self, token_ids: Sequence[int]) -> None:
+        """The text went on with these tokens, of which the table learns from elsewhere."""
+        self._last = np.array(token_ids[-1:], dtype=np.int32)
 
 
 class SuccessorTable:
@@ -247,43 +254,47 @@ class SuccessorTable:
             known = len(self._successors) - 1
             if ids <= known:
                 return
-            successors, classes = self._rows(min(self._vocab_size, max(ids, 2 * known)))
-            successors[:known] = self._successors[:known]
+            table, classes = self._rows(min(self._vocab_size, max(ids, 2 * known)))
+            table[:known] = self._successors[:known]
             classes[:known] = self._classes[:known]
-            self._successors, self._classes = successors, classes
+            self._successors, self._classes = table, classes
 
     def draft(self, root: int) -> TokenTree:
         """The template over the table below the token `root`, without unknown nodes."""
-        tokens, classes = self._gather(root)
-        parents = self._template.parents
-        probs = draft_tree.path_products(parents, _PRIORS.ravel()[classes])
-        tree = TokenTree(tokens, parents, probs, classes)
-        known = np.flatnonzero(tokens >= 0).astype(np.int32)
-        return tree if len(known) == len(tree) else tree.select(known)
-
-    def _gather(self, root: int) -> tuple[Int32Array, Int32Array]:
-        """Tokens and classes of all template nodes, level by level."""
-        tokens, classes = [], []
         with self._lock:
-            above = np.array([root if root < len(self._successors) else _UNKNOWN])
-            for parents, ranks in self._template.levels:
-                rows = above[parents]
-                above = self._successors[rows, ranks]
-                tokens.append(above)
-                classes.append(self._classes[rows, ranks])
-        return np.concatenate(tokens), np.concatenate(classes).astype(np.int32)
+            return TokenTree(
+                *successors.draft(
+                    self._successors,
+                    self._classes,
+                    root,
+                    self._template.parents,
+                    self._template.ranks,
+                    _RATES,
+                )
+            )
 
-    def learn_logits(self, feedback: Feedback, top: TopLogits) -> None:
-        """Overwrite the rows of the tokens that were fed by the top k of their logits.
+    def learn_logits(self, feedbacks: Sequence[Feedback]) -> None:
+        """Overwrite the rows of the tokens that one forward fed by the top k of their logits.
 
         A token fed at several nodes takes the row of the last accepted one, else of the last
         rejected one.
+
+        Args:
+            feedbacks: of some rows of the forward, in their order, each with `top`.
         """
-        nodes = rows_to_learn(feedback, self._vocab_size, None if top.free else _MOST_REJECTED)
-        tokens = feedback.token_ids[nodes]
-        successors, logits = top.of(nodes, self._top_k, self._vocab_size)
-        self._reserve(max(int(ids.max(initial=-1)) for ids in (tokens, successors)) + 1)
-        self._write(tokens.astype(np.int64), successors, shares(logits))
+        starts = np.cumsum([0, *(len(feedback.token_ids) for feedback in feedbacks)])[:-1]
+        fed = np.concatenate([feedback.token_ids for feedback in feedbacks])
+        accepted = np.concatenate(
+            [feedback.accepted + first for feedback, first in zip(feedbacks, starts, strict=True)]
+        )
+        first_top, *other_tops = (feedback.top for feedback in feedbacks if feedback.top)
+        top = first_top.joined(other_tops)
+        limit = None if top.free else _MOST_REJECTED
+        nodes = rows_to_learn(fed, accepted, self._vocab_size, limit, starts)
+        tokens = fed[nodes]
+        found, logits = top.of(nodes, self._top_k, self._vocab_size)
+        self._reserve(max(int(ids.max(initial=-1)) for ids in (tokens, found)) + 1)
+        self._write(tokens.astype(np.int64), found, shares(logits))
 
     def learn_text(self, tokens: Int32Array) -> None:
         """Move each token's successor in the text to the front of its row."""
@@ -297,14 +308,12 @@ class SuccessorTable:
         rows = [_move_to_front(new, row) for new, row in zip(recent.values(), old, strict=True)]
         self._write(index, np.array(rows, dtype=np.int32), self._text_kinds)
 
-    def _write(
-        self, tokens: NDArray[np.int64], successors: Int32Array, kinds: NDArray[np.int64]
-    ) -> None:
+    def _write(self, tokens: NDArray[np.int64], new: Int32Array, kinds: NDArray[np.int64]) -> None:
         """Replace the rows of distinct tokens [n] by successors [n, k], whose evidence is given."""
         with self._lock:
             old_stability = self._classes[tokens] // _KINDS
-            stability = _stability(successors, self._successors[tokens], old_stability)
-            self._successors[tokens] = successors
+            stability = _stability(new, self._successors[tokens], old_stability)
+            self._successors[tokens] = new
             self._classes[tokens] = self._class_of[stability, kinds]
 
 
@@ -324,22 +333,35 @@ def _stability(
 
 
 def rows_to_learn(
-    feedback: Feedback, vocab_size: int, max_rejected: int | None = None
+    tokens: Int32Array,
+    accepted: NDArray[np.integer],
+    vocab_size: int,
+    max_rejected: int | None = None,
+    starts: NDArray[np.integer] | None = None,
 ) -> NDArray[np.int64]:
     """Which fed nodes to learn from, ascending: one per distinct token.
 
     Of nodes with the same token the last accepted one counts, else the last rejected one. Of the
-    rejected ones only the first `max_rejected` are kept: the nearest to the root.
+    rejected ones only the first `max_rejected` of each text are kept: the nearest to the root.
+
+    Args:
+        tokens: int32 [n], that were fed.
+        accepted: which of them the texts went on with.
+        starts: the first node of each text; None: they are all one text's.
     """
-    tokens = feedback.token_ids
-    accepted = np.zeros(len(tokens), dtype=np.bool_)
-    accepted[feedback.accepted] = True
+    right = np.zeros(len(tokens), dtype=np.bool_)
+    right[accepted] = True
     # Ascending by preference, so that a later entry replaces an earlier one of the same token.
-    order = np.argsort(accepted, kind="stable")
+    order = np.argsort(right, kind="stable")
     chosen = dict(zip(tokens[order].tolist(), order.tolist(), strict=True))
     nodes = np.sort([node for token, node in chosen.items() if token < vocab_size]).astype(np.int64)
-    rejected = nodes[~accepted[nodes]][:max_rejected]
-    return np.sort(np.concatenate([nodes[accepted[nodes]], rejected]))
+    rejected = nodes[~right[nodes]]
+    if max_rejected is not None:
+        first = np.searchsorted(rejected, [0] if starts is None else starts)
+        number = np.arange(len(rejected))
+        text = np.searchsorted(first, number, side="right") - 1
+        rejected = rejected[number - first[text] < max_rejected]
+    return np.sort(np.concatenate([nodes[right[nodes]], rejected]))
 
 
 def shares(logits: Float32Array) -> NDArray[np.int64]:

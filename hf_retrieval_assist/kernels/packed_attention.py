@@ -6,28 +6,70 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..system.lazy import cached_property
 from .attention_scope import Attention
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackedSpan:
-    """Where some neighbouring rows that are fed equally much lie in a packed forward.
+    """Where some neighbouring rows lie in a packed forward.
 
     Attributes:
         row: the first of them in the cache.
-        rows: how many they are.
+        widths: tokens of each.
         begin: the first of their tokens among all that are fed.
-        width: tokens of each.
         slots: that the longest of them has in use, these tokens included.
     """
 
     row: int
-    rows: int
+    widths: list[int]
     begin: int
-    width: int
     slots: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.widths)
+
+    def takes(self, row: int, width: int) -> bool:
+        """Whether a next row fits in, so that there is no more filler than tokens.
+
+        A row's keys are read once for any number of its tokens, and every call takes time too.
+        """
+        rows = len(self.widths) + 1
+        filled = rows * max(width, *self.widths)
+        return row == self.row + rows - 1 and filled <= 2 * (self.tokens + width)
+
+    @cached_property
+    def filled(self) -> torch.Tensor | None:
+        """int64 [rows * width]: the tokens of every row, the last one again where it has fewer than
+        the widest; None: no row has."""
+        widths = np.array(self.widths)
+        if widths.min() == widths.max():
+            return None
+        ends = np.cumsum(widths)[:, None]
+        places = np.minimum((ends - widths[:, None]) + np.arange(widths.max()), ends - 1)
+        return torch.from_numpy(places.ravel())
+
+    @cached_property
+    def real(self) -> torch.Tensor:
+        """int64 [tokens]: where they stand among those of `filled`."""
+        widths = np.array(self.widths)
+        return torch.from_numpy(np.flatnonzero(np.arange(widths.max()) < widths[:, None]))
+
+    def rows(self, packed: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, width, ...] of these rows' tokens in [1, heads, tokens, ...]."""
+        own = packed[0, :, self.begin : self.begin + self.tokens]
+        if self.filled is not None:
+            own = own[:, self.filled.to(own.device)]
+        return own.unflatten(1, (len(self.widths), -1)).transpose(0, 1)
+
+    def behind_one_another(self, out: torch.Tensor) -> torch.Tensor:
+        """[1, tokens, ...] of [rows, width, ...]."""
+        flat = out.flatten(0, 1)
+        return (flat if self.filled is None else flat[self.real.to(flat.device)])[None]
 
 
 def spans_of(rows: Sequence[int], widths: Sequence[int], slots: Sequence[int]) -> list[PackedSpan]:
@@ -36,12 +78,11 @@ def spans_of(rows: Sequence[int], widths: Sequence[int], slots: Sequence[int]) -
     spans: list[PackedSpan] = []
     begin = 0
     for row, width, used in zip(rows, widths, slots, strict=True):
-        last = spans[-1] if spans else None
-        if last and last.width == width and last.row + last.rows == row:
-            longest = max(last.slots, used)
-            spans[-1] = PackedSpan(last.row, last.rows + 1, last.begin, width, longest)
+        if spans and spans[-1].takes(row, width):
+            spans[-1].widths.append(width)
+            spans[-1].slots = max(spans[-1].slots, used)
         else:
-            spans.append(PackedSpan(row, 1, begin, width, used))
+            spans.append(PackedSpan(row, [width], begin, used))
         begin += width
     return spans
 
@@ -75,17 +116,10 @@ class PackedAttention:
         parts = []
         for span in self.spans:
             slots = span.slots - first
-            own = slice(span.row, span.row + span.rows), slice(None), slice(slots)
+            own = slice(span.row, span.row + len(span.widths)), slice(None), slice(slots)
             mask = attention_mask
             if mask is not None:
-                mask = _rows(mask[..., :slots], span)
-            fed = _rows(query, span)
-            out, _ = plain(module, fed, key[own], value[own], mask, **options)
-            parts.append(out.flatten(0, 1)[None])
+                mask = span.rows(mask[..., :slots])
+            out, _ = plain(module, span.rows(query), key[own], value[own], mask, **options)
+            parts.append(span.behind_one_another(out))
         return torch.cat(parts, dim=1), None
-
-
-def _rows(packed: torch.Tensor, span: PackedSpan) -> torch.Tensor:
-    """[rows, heads, width, ...] of a span's tokens in [1, heads, tokens, ...]."""
-    own = packed[0, :, span.begin : span.begin + span.rows * span.width]
-    return own.unflatten(1, (span.rows, span.width)).transpose(0, 1)

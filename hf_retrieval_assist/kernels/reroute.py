@@ -2,7 +2,7 @@
 
 Within :class:`reroute` the running thread's linear layers (`torch.nn.functional.linear`) and
 transformers' `sdpa` attention function are computed by the method that is fastest for few rows; see
-:mod:`linear_reroute` and :mod:`attention_reroute`.
+:mod:`linear` and :mod:`attention`.
 
 The functions are exchanged where modules look them up while any thread is in a scope, and put back
 after the last one. Code outside of scopes, other threads among it, then reaches the plain functions
@@ -70,6 +70,10 @@ def _is_observed() -> bool:
 class reroute:  # noqa: N801, a context manager reads as a verb
     """Scope in which this thread's linears of 1 to 64 rows, and attention of as many queries, run
     by the fastest method.
+
+    An assistant's forwards run in such a scope already. Plain decoding inside of one rounds as they
+    do: where the kernels serve, logits do not depend on how many tokens a forward processes, so
+    that plain and assisted outputs agree in bfloat16 and float16 as well.
 
     Only operators on dense CPU tensors that are exactly `torch.Tensor` or `Parameter`, in float32,
     bfloat16 or float16, outside of autograd, autocast and function transforms are touched; all

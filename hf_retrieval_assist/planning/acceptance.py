@@ -18,7 +18,6 @@ from ..structures import evidence
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
-BoolArray = NDArray[np.bool_]
 Float64Array = NDArray[np.float64]
 
 _PRIOR_TRIALS = 4.0  # what a drafter's prior is worth against the assistant's counts
@@ -80,17 +79,27 @@ class Calibrator:
         counts = self._counts[classes]
         return (counts[:, 1] / counts[:, 0]).astype(np.float32)
 
-    def observe(self, classes: Int32Array, hits: BoolArray) -> None:
-        """Count tried nodes: int32 [n] their classes and bool [n] whether they were hit."""
+    def judge(self, draft: _OpenDraft, known: int, own: _TextCounts) -> bool:
+        """Count what a text tells of a proposal, behind its first `known` tokens, here and in the
+        text's own counts; whether the text is still inside the proposal."""
+        tree = draft.tree
         with self._lock:
-            evidence.count(
-                classes, hits.view(np.uint8), self._counts, self._prior_counts, _SHARED_MEMORY
+            return evidence.judge(
+                tree.token_ids,
+                tree.parents,
+                tree.classes,
+                draft.rates,
+                draft.tokens,
+                known,
+                self._bins,
+                self._counts,
+                self._prior_counts,
+                _SHARED_MEMORY,
+                own.counts,
+                _TEXT_MEMORY,
+                own.trend,
+                _TREND_MEMORY,
             )
-
-    def score(self, predicted: Float64Array, hits: BoolArray) -> None:
-        """Keep for `reliability` what was predicted, float64 [n], and what came of it."""
-        with self._lock:
-            evidence.score(predicted, hits.view(np.uint8), self._bins)
 
     def reliability(self) -> Reliability:
         """How the rates that sessions predicted have held so far."""
@@ -108,8 +117,21 @@ class _OpenDraft:
 
     tree: TokenTree
     rates: Float64Array
-    named: bool  # whether any node has a class
     tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+
+
+@dataclass(frozen=True)
+class _TextCounts:
+    """What one text has shown.
+
+    Attributes:
+        counts: float64 [classes, 2], trials and hits.
+        trend: float64 [4], hits and misses that were seen, then those that the assistant's rates
+            made due.
+    """
+
+    counts: Float64Array
+    trend: Float64Array
 
 
 class CalibrationSession:
@@ -121,16 +143,13 @@ class CalibrationSession:
 
     def __init__(self, shared: Calibrator):
         self._shared = shared
-        self._counts = np.zeros_like(shared._counts)
-        self._no_prior = np.zeros_like(shared._counts)
-        # Hits and misses that were seen, then those that the assistant's rates made due.
-        self._trend = np.zeros(4)
+        self._own = _TextCounts(np.zeros_like(shared._counts), np.zeros(4))
         self._open: list[_OpenDraft] = []
 
     @property
     def odds_factor(self) -> float:
         """How much better the odds of a hit are in this text than elsewhere, lately."""
-        hits, misses, due_hits, due_misses = (self._trend + _TREND_TRIALS).tolist()
+        hits, misses, due_hits, due_misses = (self._own.trend + _TREND_TRIALS).tolist()
         return (hits / due_hits) * (due_misses / misses)
 
     def rates(self, classes: Int32Array) -> Float32Array:
@@ -139,7 +158,7 @@ class CalibrationSession:
 
     @property
     def _posterior(self) -> tuple[Float64Array, Float64Array, float, float]:
-        return self._shared._counts, self._counts, self.odds_factor, _SHARED_TRIALS
+        return self._shared._counts, self._own.counts, self.odds_factor, _SHARED_TRIALS
 
     def calibrate(self, tree: TokenTree) -> TokenTree:
         """The tree with probabilities from the counts, remembered until the text has judged it.
@@ -153,29 +172,17 @@ class CalibrationSession:
         )
         if named:
             tree = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
-        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(tree, rates, named)]
+        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(tree, rates)]
         return tree
 
     def commit(self, token_ids: Sequence[int] | Int32Array) -> None:
         """Learn from the tokens by which the text went on; once per step, after `calibrate`."""
-        tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
-        self._open = [draft for draft in self._open if self._judge(draft, tokens)]
+        if self._open:
+            tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
+            self._open = [draft for draft in self._open if self._judge(draft, tokens)]
 
     def _judge(self, draft: _OpenDraft, new: Int32Array) -> bool:
         """Learn what `new` tells of a proposal; whether the text is still inside it."""
         known = len(draft.tokens)
         draft.tokens = np.concatenate([draft.tokens, new]) if known else new
-        tree = draft.tree
-        classes, predicted, hits, inside = evidence.tried(
-            tree.token_ids, tree.parents, tree.classes, draft.rates, draft.tokens, known
-        )
-        self._shared.score(predicted, hits)
-        if draft.named:
-            self._learn(classes, hits)
-        return inside
-
-    def _learn(self, classes: Int32Array, hits: BoolArray) -> None:
-        shared, outcome = self._shared, hits.view(np.uint8)
-        evidence.follow_trend(classes, outcome, shared._counts, self._trend, _TREND_MEMORY)
-        shared.observe(classes, hits)
-        evidence.count(classes, outcome, self._counts, self._no_prior, _TEXT_MEMORY)
+        return self._shared.judge(draft, known, self._own)

@@ -3,6 +3,13 @@ from numpy.typing import NDArray
 
 def depths(parents: NDArray[np.int32]) -> NDArray[np.int32]: ...
 def ancestor_mask(parents: NDArray[np.int32]) -> NDArray[np.bool_]: ...
+def arrange(
+    roots: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    token_ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    width: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]: ...
 def path_products(
     parents: NDArray[np.int32], rates: NDArray[np.float32]
 ) -> NDArray[np.float32]: ...

@@ -36,14 +36,17 @@ _TREE_PARENTS = [-1, 0, -1, 2]
 _PROGRESS = ((3, 3, 1), (1, 2, 1))
 
 
-def fault(model: Any, service: Service, model_kwargs: dict[str, Any]) -> str | None:
+def fault(
+    model: Any, service: Service, model_kwargs: dict[str, Any], several: bool = False
+) -> str | None:
     """What goes wrong when the tier verifies drafts on random tokens; None when nothing does.
 
     The reference is what plain decoding does: one token per forward from a cache of its own.
+    `several`: calls have several rows, or padding.
     """
     try:
         with _evaluating(model), uncompiled(model):
-            error = _largest_error(model, service, model_kwargs)
+            error = _largest_error(model, service, model_kwargs, several)
     except Exception as exception:  # whatever an unsuitable model raises, the next tier serves it
         return f"{type(exception).__name__}: {exception}".splitlines()[0][:200]
     limit = _tolerance(model.dtype)
@@ -51,9 +54,11 @@ def fault(model: Any, service: Service, model_kwargs: dict[str, Any]) -> str | N
 
 
 @torch.no_grad()
-def _largest_error(model: Any, service: Service, model_kwargs: dict[str, Any]) -> float:
+def _largest_error(
+    model: Any, service: Service, model_kwargs: dict[str, Any], several: bool
+) -> float:
     """Over three steps: a draft that is rejected in part, one that is accepted, and none."""
-    probe = _Probe(model, service, model_kwargs)
+    probe = _Probe(model, service, model_kwargs, several)
     actual = [probe.step(number) for number in range(3)]
     expected = probe.reference()
     error = 0.0
@@ -71,7 +76,7 @@ class _Probe:
     Calls with padding or several rows are probed with two rows, one of them padded.
     """
 
-    def __init__(self, model: Any, service: Service, model_kwargs: dict[str, Any]):
+    def __init__(self, model: Any, service: Service, model_kwargs: dict[str, Any], several: bool):
         self.model, self.service = model, service
         self.config = model.config.get_text_config(decoder=True)
         self.extra: dict[str, Any] = {}
@@ -80,7 +85,7 @@ class _Probe:
             names = ("encoder_outputs", "attention_mask")
             self.extra = {n: model_kwargs[n] for n in names if model_kwargs.get(n) is not None}
             rows = len(self.extra["encoder_outputs"][0])
-        elif has_padding(model_kwargs):
+        elif several:
             rows = 2
         generator = torch.Generator().manual_seed(0)
         length = _prompt_length(self.config)
@@ -193,6 +198,6 @@ def forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def has_padding(model_kwargs: dict[str, Any]) -> bool:
-    """Whether rows may be padded: a batch, or a mask that hides something."""
+    """Whether a mask hides something."""
     mask = model_kwargs.get("attention_mask")
-    return mask is not None and (len(mask) > 1 or not bool(mask.all()))
+    return mask is not None and not bool(mask.all())

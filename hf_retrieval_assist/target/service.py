@@ -44,19 +44,25 @@ _services: weakref.WeakKeyDictionary[Any, dict[Any, Service]] = weakref.WeakKeyD
 _lock = Lock()
 
 
-def choose_service(model: Any, model_kwargs: dict[str, Any]) -> Service:
+def choose_service(model: Any, model_kwargs: dict[str, Any], batch_size: int = 1) -> Service:
     """The best tier the model is right at.
 
-    Found once per model, attention implementation and dtype, and once more for padded batches.
+    Found once per model, attention implementation and dtype, and once more for batches and padding.
+
+    Args:
+        model: a transformers model.
+        model_kwargs: inputs of its forward, as `generate` prepared them.
+        batch_size: rows, of which no mask tells where nothing is padded.
     """
     if model.training and (why := _why_plain_in_training(model)) is not None:
         return Service(Tier.PLAIN, why)
-    packs = _packs(model, model_kwargs)
-    key = (attention_of(model.config), model.dtype, has_padding(model_kwargs), packs)
+    packs = batch_size > 1 and _packs(model, model_kwargs)
+    several = batch_size > 1 or has_padding(model_kwargs)
+    key = (attention_of(model.config), model.dtype, several, packs)
     with _lock:
         known = _services.setdefault(model, {})
         if key not in known:
-            known[key] = _first_right(model, model_kwargs, packs)
+            known[key] = _first_right(model, model_kwargs, several, packs)
             logger.info(
                 "%s: %s (%s)", type(model).__name__, known[key].tier.value, known[key].reason
             )
@@ -81,12 +87,12 @@ def _why_plain_in_training(model: Any) -> str | None:
     return None
 
 
-def _first_right(model: Any, model_kwargs: dict[str, Any], packs: bool) -> Service:
+def _first_right(model: Any, model_kwargs: dict[str, Any], several: bool, packs: bool) -> Service:
     reason = ""
     for service in _candidates(model, packs):
         if service.tier is Tier.PLAIN:
             return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
-        wrong = fault(model, service, model_kwargs)
+        wrong = fault(model, service, model_kwargs, several)
         if wrong is None:
             return replace(service, reason=reason or service.reason)
         reason = f"{service.tier.value} failed its test: {wrong}"
@@ -135,9 +141,6 @@ def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the rows of a batch may be fed behind one another: where no memory stays in place,
     no graph was compiled that every step would change, and nothing comes with the rows whose
     meaning is not known."""
-    mask = model_kwargs.get("attention_mask")
-    if mask is None or len(mask) == 1:
-        return False
     foreign = any(
         isinstance(value, torch.Tensor)
         for name, value in model_kwargs.items()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,10 @@ class TopLogits(ABC):
         """Fed tokens."""
 
     @abstractmethod
+    def joined(self, others: Sequence[Any]) -> TopLogits:
+        """The fed tokens of this and of others of its kind, behind one another."""
+
+    @abstractmethod
     def of(
         self, nodes: NDArray[np.int64], k: int, vocab_size: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -49,6 +55,13 @@ class FoundTop(TopLogits):
     def __len__(self) -> int:
         return len(self._ids)
 
+    def joined(self, others: Sequence[FoundTop]) -> FoundTop:
+        found = self, *others
+        return FoundTop(
+            np.concatenate([one._ids for one in found]),
+            np.concatenate([one._logits for one in found]),
+        )
+
     def of(
         self, nodes: NDArray[np.int64], k: int, vocab_size: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -56,14 +69,26 @@ class FoundTop(TopLogits):
 
 
 class ComputedTop(TopLogits):
-    """Found when asked for, in logits [m, vocab_size] on any device."""
+    """Found when asked for, in logits [m, vocab_size] on any device.
 
-    def __init__(self, logits: torch.Tensor):
+    Args:
+        logits: of all tokens of a forward.
+        places: int64 [n], ascending, which of them; None: all.
+    """
+
+    def __init__(self, logits: torch.Tensor, places: NDArray[np.int64] | None = None):
         self.logits = logits
+        self._places = np.arange(len(logits)) if places is None else places
         self.free = logits.device.type != "cpu"
 
     def __len__(self) -> int:
-        return len(self.logits)
+        return len(self._places)
+
+    def joined(self, others: Sequence[ComputedTop]) -> ComputedTop:
+        if any(other.logits is not self.logits for other in others):
+            raise ValueError("expected tokens of one forward")
+        places = [self._places, *(other._places for other in others)]
+        return ComputedTop(self.logits, np.concatenate(places))
 
     def of(
         self, nodes: NDArray[np.int64], k: int, vocab_size: int
@@ -72,7 +97,7 @@ class ComputedTop(TopLogits):
         logits = self.logits[:, :vocab_size]
         chunk = max(1, _CHUNK_CELLS // logits.shape[1])
         for start in range(0, len(nodes), chunk):
-            part = nodes[start : start + chunk]
+            part = self._places[nodes[start : start + chunk]]
             # Rows of one stretch, so that what lies between the nodes is not copied.
             near = torch.from_numpy(part - part[0]).to(logits.device)
             best, found = top_k(logits[part[0] : part[-1] + 1], near, k)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
+from ..structures import draft_tree
 from ..token_tree import TokenTree
 from .kv_cache import RowSlots
 
@@ -103,19 +104,14 @@ def arrange(
 
     Filler repeats the root's token, seen by nobody. `width`: None is the widest row's.
     """
-    width = width or 1 + max(len(tree) for tree in trees)
-    batch = len(trees)
-    token_ids = np.repeat(np.asarray(roots, dtype=np.int64)[:, None], width, axis=1)
-    depths = np.zeros((batch, width), np.int64)
-    attends = np.zeros((batch, width, width), np.bool_)
-    attends[:, :, 0] = True
-    for row, tree in enumerate(trees):
-        n = len(tree)
-        if n:
-            token_ids[row, 1 : n + 1] = tree.token_ids
-            depths[row, 1 : n + 1] = tree.depths
-            attends[row, 1 : n + 1, 1 : n + 1] = tree.ancestor_mask
-    return token_ids, depths, attends
+    counts = np.array([len(tree) for tree in trees], np.int64)
+    return draft_tree.arrange(
+        np.array(roots, np.int64),
+        counts,
+        np.concatenate([tree.token_ids for tree in trees]),
+        np.concatenate([tree.parents for tree in trees]),
+        width or 1 + int(counts.max()),
+    )
 
 
 def lay_out(roots: Sequence[int], trees: Sequence[TokenTree], device: torch.device) -> FedTrees:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .top_logits import ComputedTop, TopLogits
@@ -58,7 +59,8 @@ class Verified:
 
     def top(self, row: int, nodes: int) -> TopLogits:
         """The largest logits behind a row's root and its nodes."""
-        return ComputedTop(self.of_row(row, nodes))
+        first = self.roots[row]
+        return ComputedTop(self._logits, np.arange(first, first + 1 + nodes))
 
     def wait(self) -> None:
         """Wait until the forward has ended, where it has only been queued."""

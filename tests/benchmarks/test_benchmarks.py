@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from benchmarks import (
     accelerator,
     acceptance,
+    batches,
     datastore,
     forced,
     forwards,
@@ -25,9 +31,10 @@ from benchmarks import (
     timing,
     traces,
 )
-from benchmarks.__main__ import main, parse
+from benchmarks.__main__ import BENCHMARKS, MINUTES, UNKNOWN_MINUTES, Progress, chosen, main, parse
 from benchmarks.report import Report
 from hf_retrieval_assist.simulation import simulate
+from tests.lossless import build
 
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -98,6 +105,26 @@ def test_structures(structures_report, tmp_path):
     assert content["environment"]["versions"]["torch"] == torch.__version__
     assert content["settings"]["seed"] == 0
     assert len(content["tables"][0]["rows"]) == len(found)
+
+
+def test_batches(trace_folder):
+    report = batches.run(arguments("batches", "--traces", trace_folder), silent)
+    (table,) = report.tables
+    assert len(table.rows) == 4
+    for padded, packed in zip(table.rows[::2], table.rows[1::2], strict=True):
+        assert (padded["layout"], packed["layout"]) == ("padded", "packed")
+        assert padded["plain_forwards"] == packed["plain_forwards"] == 71
+        assert packed["forwards"] < 71
+
+
+def test_forwards_over_rows_are_timed_both_ways(monkeypatch):
+    shapes = {"alike": [2, 2], "unlike": [3, 1], "left": [1, 0]}
+    monkeypatch.setattr(batches, "SHAPES", shapes)
+    report = Report("batches", {})
+    batches.time_forwards(report, build(LlamaForCausalLM), 1, silent)
+    (table,) = report.tables
+    assert [row["shape"] for row in table.rows] == list(shapes)
+    assert all(row["padded"] > 0 and row["packed"] > 0 for row in table.rows)
 
 
 def test_datastore(trace_folder):
@@ -495,3 +522,29 @@ def test_figures(tmp_path, structures_report, acceptance_report, replay_report):
         drawn = plots.draw(report, tmp_path)
         assert names <= {path.stem for path in drawn}
         assert all(path.stat().st_size > 5_000 for path in drawn)
+
+
+def test_progress_says_where_a_run_is(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    progress = Progress(["model", "step"])
+    assert progress.next() == "model"
+    clock[0] = 60.0
+    assert progress.minutes_left == MINUTES["model"] + MINUTES["step"] - 1
+    progress("plain, 1 of 3")
+    left = f"{progress.minutes_left:.0f}"
+    line = f"[1 of 2: model, 1.0 min, about {left} to go] plain, 1 of 3\n"
+    assert capsys.readouterr().err == line
+    clock[0] = 3600.0
+    assert progress.minutes_left == MINUTES["step"]
+    assert progress.next() == "step"
+    assert progress.minutes_left == MINUTES["step"]
+
+
+def test_all_of_them_take_less_than_an_hour():
+    assert MINUTES.keys() <= BENCHMARKS.keys()
+    names = chosen([])
+    assert ("accelerator" in names) == torch.cuda.is_available()
+    on_cpu = [name for name in BENCHMARKS if name != "accelerator"]
+    assert sum(MINUTES.get(name, UNKNOWN_MINUTES) for name in on_cpu) < 60
+    assert chosen(["step"]) == ["step"]

@@ -1,5 +1,6 @@
 """Token Recycling against its definition, on tables small enough to write down."""
 
+import dataclasses
 import itertools
 import threading
 
@@ -20,6 +21,7 @@ from hf_retrieval_assist.drafters.token_recycling import (
     recent_successors,
     rows_to_learn,
 )
+from hf_retrieval_assist.structures import draft_tree
 from hf_retrieval_assist.target import top_logits
 from hf_retrieval_assist.target.top_logits import ComputedTop, FoundTop
 
@@ -58,7 +60,7 @@ def drafted_paths(tree):
 )
 def test_templates_have_the_published_shape(name, per_level):
     template = Template(TEMPLATES[name], 8)
-    assert [len(ranks) for _, ranks in template.levels] == per_level
+    assert np.bincount(draft_tree.depths(template.parents))[1:].tolist() == per_level
     assert len(template.parents) == sum(per_level)
     paths = [rank_path(template, node) for node in range(len(template.parents))]
     assert len(set(paths)) == len(paths)
@@ -156,7 +158,7 @@ def test_of_equal_tokens_an_accepted_node_wins_then_the_last(accepted, winner):
 )
 def test_rows_to_learn_follow_the_rule(tokens, data, max_rejected):
     accepted = sorted(data.draw(st.sets(st.integers(0, len(tokens) - 1))))
-    nodes = rows_to_learn(Feedback(ids(*tokens), ids(*accepted)), 6, max_rejected).tolist()
+    nodes = rows_to_learn(ids(*tokens), ids(*accepted), 6, max_rejected).tolist()
     best = {}
     for node, token in enumerate(tokens):
         if token < 6 and (node in accepted or best.get(token) not in accepted):
@@ -284,6 +286,53 @@ def test_text_around_an_id_beyond_the_logits_is_not_joined():
     drafter.start(ids(1, 99, 2), target()).commit([1], None)
     assert len(drafter.start(ids(1), target()).propose(8)) == 0
     assert drafted_paths(drafter.start(ids(2), target()).propose(8)) == {(1,)}
+
+
+def test_rows_of_a_batch_teach_as_they_do_one_by_one(monkeypatch):
+    """Each row feeds tokens of its own, and `_MOST_REJECTED` bounds every row by itself."""
+    monkeypatch.setattr(token_recycling, "_MOST_REJECTED", 2)
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.standard_normal((15, 60), dtype=np.float32))
+    fed = rng.permutation(60)[:15].astype(np.int32)
+    parts = [np.arange(0, 6), np.arange(6, 8), np.arange(8, 15)]
+    accepted = [ids(0, 3), ids(0), ids(0, 1)]
+    tables = []
+    for together in (True, False):
+        drafter = TokenRecyclingDrafter(top_k=4)
+        sessions = [drafter.start(ids(row), target(60)) for row in range(3)]
+        tops = [
+            ComputedTop(logits, part) if together else ComputedTop(logits[part]) for part in parts
+        ]
+        feedbacks = [
+            Feedback(fed[part], right, top=top)
+            for part, right, top in zip(parts, accepted, tops, strict=True)
+        ]
+        tokens = [[int(fed[part[0]])] for part in parts]
+        if together:
+            drafter.commit_rows(sessions, tokens, feedbacks)
+        else:
+            for arguments in zip(sessions, tokens, feedbacks, strict=True):
+                arguments[0].commit(*arguments[1:])
+        tables.append(sessions[0].table)
+        drafts = [session.propose(80) for session in sessions]
+        assert all(len(draft) for draft in drafts)
+    assert np.array_equal(tables[0]._successors, tables[1]._successors)
+    assert np.array_equal(tables[0]._classes, tables[1]._classes)
+    # The accepted five, two rejected ones of the first and third row, the second's only one.
+    assert (tables[0]._successors[:, 0] >= 0).sum() == 5 + 2 + 1 + 2
+
+
+def test_texts_with_tables_of_their_own_teach_those():
+    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
+    shared = drafter.start(ids(0), target())
+    private = drafter.start(ids(0), dataclasses.replace(target(), learn=False))
+    logits = logits_preferring(10, (3,), (4,))
+    feedbacks = [
+        Feedback(ids(5), ids(0), top=ComputedTop(logits, np.array([row]))) for row in range(2)
+    ]
+    drafter.commit_rows([shared, private], [[5], [5]], feedbacks)
+    assert drafted_paths(shared.propose(8)) == {(3,)}
+    assert drafted_paths(private.propose(8)) == {(4,)}
 
 
 def test_threads_share_one_table():

@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM
 
+from hf_retrieval_assist import reroute
 from hf_retrieval_assist.kernels import attention, linear
 from hf_retrieval_assist.kernels.attention import AttentionTuning
 from hf_retrieval_assist.kernels.skinny import kernel_linear, set_chooser
 from tests.drafters.test_eagle_lossless import offloaded, quantised, with_lora
-from tests.lossless import build, equal
+from tests.lossless import build, equal, knowing, run
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +48,24 @@ def test_plain_models(do_sample, kernels):
 def test_eager_attention_is_left_alone(kernels):
     equal(build(LlamaForCausalLM, attn_implementation="eager"))
     assert not kernels
+
+
+@pytest.mark.parametrize("length", [14, 70])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+def test_bfloat16_logits_are_those_of_plain_decoding_in_a_scope(model_class, do_sample, length):
+    """Not the tokens alone: every bit, of prompts that fit into one pass of the kernels or not."""
+    model = build(model_class, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)
+    options = {
+        "ids": torch.arange(length)[None] % 7 + 5,
+        "do_sample": do_sample,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    with reroute():
+        plain = run(model, **options)
+    assistant = knowing(plain)
+    assisted = run(model, **options, assistant=assistant)
+    assert assistant.stats.last.steps < assistant.stats.last.tokens - 1
+    assert torch.equal(plain.sequences, assisted.sequences)
+    assert torch.equal(torch.stack(plain.logits), torch.stack(assisted.logits))

@@ -10,8 +10,11 @@ from hf_retrieval_assist.structures import evidence
 from hf_retrieval_assist.token_tree import TokenTree
 
 
-def arrays(classes, hits):
-    return np.array(classes, np.int32), np.array(hits, np.bool_)
+def observe(calibrator, evidence_class, hit):
+    """A text of one token, proposed on this evidence."""
+    session = calibrator.session()
+    session.calibrate(TokenTree.chain([1], [0.5], [evidence_class]))
+    session.commit([1 if hit else 2])
 
 
 @st.composite
@@ -46,14 +49,33 @@ def tried_by_definition(tree, tokens, known):
 def test_tried_nodes_are_those_below_the_texts_path(tree, tokens, known):
     tree.check_invariants()
     known = min(known, len(tokens))
+    # A class for each node tells which were tried and hit.
     names, rates = np.arange(len(tree), dtype=np.int32), np.arange(len(tree)) / 64
-    classes, predicted, hits, inside = evidence.tried(
-        tree.token_ids, tree.parents, names, rates, np.array(tokens, np.int32), known
+    shared, own, bins = np.ones((12, 2)), np.zeros((12, 2)), np.zeros((10, 3))
+    trend = np.zeros(4)
+    inside = evidence.judge(
+        *(tree.token_ids, tree.parents, names, rates, np.array(tokens, np.int32), known),
+        *(bins, shared, np.ones((12, 2)), 100.0, own, 100.0, trend, 100.0),
     )
     nodes, on_path = tried_by_definition(tree, tokens, known)
-    assert (classes.tolist(), hits.tolist()) == (nodes, on_path)
-    assert predicted.tolist() == [node / 64 for node in nodes]
+    assert np.flatnonzero(own[:, 0]).tolist() == nodes
+    assert own[nodes, 1].tolist() == on_path
+    assert np.array_equal(shared, own + 1)
+    assert bins.sum(0) == pytest.approx([len(nodes), sum(nodes) / 64, sum(on_path)])
+    assert trend.tolist() == [sum(on_path), len(nodes) - sum(on_path), len(nodes), 0]
     assert inside == (len(tree.follow(tokens)) == len(tokens))
+
+
+def test_counts_beyond_the_memory_are_halved_down_to_the_prior():
+    tree = TokenTree.chain([1], [0.5], [0])
+    shared, own, trend = np.array([[8.0, 6.0]]), np.array([[4.0, 2.0]]), np.zeros(4)
+    evidence.judge(
+        *(tree.token_ids, tree.parents, tree.classes, np.array([0.5]), np.array([1], np.int32), 0),
+        *(np.zeros((10, 3)), shared, np.array([[3.0, 1.0]]), 8.5, own, 4.5, trend, 0.5),
+    )
+    assert shared.tolist() == [[6.0, 4.0]]
+    assert own.tolist() == [[2.5, 1.5]]
+    assert trend.tolist() == [0.5, 0.0, 0.375, 0.125]
 
 
 @given(trees(), st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())
@@ -77,23 +99,25 @@ def test_priors_come_first_and_counts_take_over():
     assert calibrator.rates(classes) == pytest.approx([0.2, 0.9, 0.9])
     rng = np.random.default_rng(0)
     for _ in range(1000):
-        calibrator.observe(*arrays([0, 1], rng.random(2) < [0.7, 0.1]))
+        observe(calibrator, 0, rng.random() < 0.7)
+        observe(calibrator, 1, rng.random() < 0.1)
     assert calibrator.rates(classes) == pytest.approx([0.7, 0.1, 0.1], abs=0.05)
 
 
 def test_old_counts_are_forgotten():
     calibrator = Calibrator(np.array([0.5]))
     for _ in range(4000):
-        calibrator.observe(*arrays([0], [True]))
+        observe(calibrator, 0, True)
     for _ in range(4000):
-        calibrator.observe(*arrays([0], [False]))
+        observe(calibrator, 0, False)
     assert calibrator.rates(np.zeros(1, np.int32))[0] < 0.2
 
 
 def test_a_text_is_learnt_faster_than_the_assistant_but_stays_its_own():
     calibrator = Calibrator(np.array([0.5]))
     for _ in range(500):
-        calibrator.observe(*arrays([0, 0], [True, False]))
+        observe(calibrator, 0, True)
+        observe(calibrator, 0, False)
     session = calibrator.session()
     for _ in range(60):
         session.calibrate(TokenTree.chain([1], [0.5], [0]))

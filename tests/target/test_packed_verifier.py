@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, GPTNeoXForCausalLM, Llama4ForCausalLM, LlamaForCausalLM
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding.row_text import RowText
 from hf_retrieval_assist.kernels.packed_attention import PackedSpan, spans_of
 from hf_retrieval_assist.target.fixed_verifier import ForwardOptions
 from hf_retrieval_assist.target.kv_cache import SlotCache
+from hf_retrieval_assist.target.packed_verifier import PackedVerifier
 from hf_retrieval_assist.target.service import choose_service
 from hf_retrieval_assist.target.tiers import Service, Tier
 from hf_retrieval_assist.target.tree_attention import layer_masks, single_mask
@@ -142,10 +144,12 @@ def test_rows_that_have_ended_leave(model):
         assisted = run(model, ids, mask, assistant, **options)
     assert torch.equal(plain, assisted)
     steps = shapes[1:]
-    assert {rows for rows, _ in steps} == {1}
+    # Side by side while all are there and fed equally much.
+    assert {rows for rows, _ in steps} <= {1, ROWS}
+    assert steps[-1][0] == 1
     # Every root and every node once, and nothing else.
     stats = assistant.stats.last
-    assert sum(tokens for _, tokens in steps) == stats.steps + stats.drafted
+    assert sum(rows * tokens for rows, tokens in steps) == stats.steps + stats.drafted
     assert stats.steps < ROWS * len(steps)
     assert stats.accepted > 0
 
@@ -167,6 +171,27 @@ def test_the_returned_cache_holds_rows_that_left(model):
     assert torch.equal(*turns)
 
 
+@pytest.mark.parametrize("nodes", [0, 3])
+@torch.no_grad()
+def test_rows_that_need_no_filler_stand_side_by_side(model, nodes):
+    rng = np.random.default_rng(nodes)
+    packed, rows = started(model, True, True)
+    padded, _ = started(model, False, True)
+    trees = [small(random_tree(rng, nodes, 2)) for _ in rows]
+    with Fed(model) as shapes:
+        found, expected = (v.forward(rows, trees) for v in (packed, padded))
+    assert shapes == [(ROWS, 1 + nodes)] * 2
+    assert found.width == ROWS * (1 + nodes)
+    for row in range(ROWS):
+        assert torch.equal(found.of_row(row, nodes), expected.of_row(row, nodes))
+    # Once one has left they stand behind one another.
+    packed.keep(rows, found, [[0]] * ROWS)
+    rows[1].finished = True
+    with Fed(model) as shapes:
+        assert packed.forward(rows, [TokenTree.empty()] * ROWS).width == ROWS - 1
+    assert shapes == [(1, ROWS - 1)]
+
+
 @torch.no_grad()
 def test_a_forward_to_keep_others_company_feeds_something(model):
     verifier, rows = started(model, True, True)
@@ -182,37 +207,64 @@ def test_a_forward_to_keep_others_company_feeds_something(model):
 def test_what_is_packed(model):
     _, kwargs = arguments(True)
     kwargs = {"attention_mask": kwargs["attention_mask"]}
-    assert choose_service(model, kwargs).packed
+    assert choose_service(model, kwargs, ROWS).packed
     # One row has nothing to pack; of other inputs nobody knows what they say of which row.
     assert not choose_service(model, {"attention_mask": kwargs["attention_mask"][1:2]}).packed
-    assert not choose_service(model, kwargs | {"row_scales": torch.ones(ROWS)}).packed
+    assert not choose_service(model, kwargs | {"row_scales": torch.ones(ROWS)}, ROWS).packed
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_batches_are_packed_whether_or_not_they_are_padded(model, pads, monkeypatch):
+    """`generate` may drop a mask that hides nothing, and with it the number of rows."""
+    widths = []
+    feed = PackedVerifier._feed
+
+    def counting(self, roots, trees, rows):
+        verified = feed(self, roots, trees, rows)
+        widths.append((verified.width, sum(1 + len(trees[row.index]) for row in rows)))
+        return verified
+
+    monkeypatch.setattr(PackedVerifier, "_feed", counting)
+    ids, kwargs = arguments(pads)
+    assistant = SamAssistant(budget=4)
+    model.generate(
+        ids, attention_mask=kwargs["attention_mask"], max_new_tokens=6, assistant=assistant
+    )
+    assert widths
+    assert all(width == tokens for width, tokens in widths)
 
 
 def test_compiled_models_are_padded():
     model = build(LlamaForCausalLM)
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     model.forward = torch.compile(model.forward, backend="eager")
-    assert not choose_service(model, {"attention_mask": mask}).packed
+    assert not choose_service(model, {"attention_mask": mask}, ROWS).packed
     del model.forward
-    assert choose_service(model, {"attention_mask": mask}).packed
+    assert choose_service(model, {"attention_mask": mask}, ROWS).packed
     model.compile(backend="eager")
-    assert not choose_service(model, {"attention_mask": mask}).packed
+    assert not choose_service(model, {"attention_mask": mask}, ROWS).packed
 
 
 def test_models_that_compute_attention_themselves_are_padded():
     model = build(LlamaForCausalLM)
     model.set_attn_implementation("eager")
     _, kwargs = arguments(True)
-    service = choose_service(model, {"attention_mask": kwargs["attention_mask"]})
+    service = choose_service(model, {"attention_mask": kwargs["attention_mask"]}, ROWS)
     assert service.tier is Tier.TREE
     assert not service.packed
 
 
-def test_neighbours_of_one_width_are_one_span():
-    spans = spans_of([0, 1, 2, 4, 5, 7], [1, 1, 3, 3, 3, 3], [9, 12, 13, 11, 10, 8])
+def test_neighbours_are_one_span_where_that_takes_little_filler():
+    spans = spans_of([0, 1, 2, 4, 5, 7], [1, 1, 9, 3, 1, 3], [9, 12, 13, 11, 10, 8])
     assert spans == [
-        PackedSpan(0, 2, 0, 1, 12),
-        PackedSpan(2, 1, 2, 3, 13),
-        PackedSpan(4, 2, 5, 3, 11),
-        PackedSpan(7, 1, 11, 3, 8),
+        PackedSpan(0, [1, 1], 0, 12),
+        PackedSpan(2, [9], 2, 13),
+        PackedSpan(4, [3, 1], 11, 11),
+        PackedSpan(7, [3], 15, 8),
     ]
+    packed = torch.arange(18.0)[None, None, :, None]
+    assert spans[0].rows(packed).flatten(1).tolist() == [[0], [1]]
+    assert spans[2].rows(packed).flatten(1).tolist() == [[11, 12, 13], [14, 14, 14]]
+    for span in spans:
+        back = span.behind_one_another(span.rows(packed).transpose(1, 2))
+        assert torch.equal(back, packed.transpose(1, 2)[:, span.begin : span.begin + span.tokens])

@@ -1,6 +1,7 @@
 """The largest logits, against torch.topk."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +38,23 @@ def test_both_ways_leave_out_what_fills_the_vocabulary_up(monkeypatch):
     assert len(found) == len(ComputedTop(logits)) == 5
     for one, other in zip(found.of(nodes, 3, 9), (ids, values), strict=True):
         assert (one == other).all()
+
+
+def test_tokens_of_several_rows_are_looked_at_as_one():
+    logits = torch.randn(9, 30)
+    parts = [np.arange(1, 3), np.arange(4, 5), np.arange(5, 9)]
+    first, *others = (ComputedTop(logits, part) for part in parts)
+    best = logits.topk(4)
+    found = [FoundTop(best.indices.numpy()[part], best.values.numpy()[part]) for part in parts]
+    nodes = np.array([0, 2, 3, 6])
+    expected = logits[np.array([1, 4, 5, 8])].topk(3)
+    for top in (first.joined(others), found[0].joined(found[1:])):
+        assert len(top) == 7
+        ids, values = top.of(nodes, 3, 30)
+        assert (ids == expected.indices.numpy()).all()
+        assert (values == expected.values.numpy()).all()
+    with pytest.raises(ValueError, match="one forward"):
+        first.joined([ComputedTop(logits.clone())])
 
 
 def test_nothing_is_found_behind_nothing():

@@ -1,0 +1,61 @@
+"""Drafts from a table of successors: for every token those that are likely to follow it, best first."""
+
+import numpy as np
+
+from common.types cimport int32_t, token_t, uint8_t
+
+
+def draft(
+    const token_t[:, ::1] successors,
+    const uint8_t[:, ::1] kinds,
+    token_t root,
+    const int32_t[::1] parents,
+    const int32_t[::1] ranks,
+    const float[::1] rates,
+):
+    """A template laid over the table below the token `root`, without what is unknown.
+
+    Template node "rank r below p" stands for the r-th successor of p's token; `parents` come first. A
+    negative successor is unknown, and so is all below it, and below a root beyond the table's rows.
+
+    Args:
+        successors, kinds: int32 and uint8 [tokens, k], the table and the evidence of each entry.
+        parents, ranks: int32 [n], the template; ranks below k.
+        rates: float32 [kinds], probability that a successor is right, given that its parent is.
+
+    Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes]. O(n).
+    """
+    cdef Py_ssize_t n = parents.shape[0], rows = successors.shape[0], i, known = 0
+    cdef token_t above, token
+    cdef int32_t parent
+    cdef uint8_t kind
+    cdef float prob
+    tokens_out, parents_out = np.empty(n, np.int32), np.empty(n, np.int32)
+    probs_out, kinds_out = np.empty(n, np.float32), np.empty(n, np.int32)
+    place_out = np.empty(n, np.int32)  # of each template node in the draft; −1: unknown
+    cdef token_t[::1] tokens = tokens_out
+    cdef int32_t[::1] places = place_out, above_out = parents_out, evidence = kinds_out
+    cdef float[::1] probs = probs_out
+    if root < 0 or root >= rows:
+        n = 0
+    for i in range(n):
+        places[i] = -1
+        parent = -1
+        above, prob = root, 1
+        if parents[i] >= 0:
+            parent = places[parents[i]]
+            if parent < 0:
+                continue
+            above, prob = tokens[parent], probs[parent]
+        if not (0 <= ranks[i] < successors.shape[1]) or above >= rows:
+            continue
+        token, kind = successors[above, ranks[i]], kinds[above, ranks[i]]
+        if token < 0:
+            continue
+        if kind >= rates.shape[0]:
+            raise ValueError(f"kinds: expected below {rates.shape[0]}, got {kind}")
+        tokens[known], above_out[known] = token, parent
+        probs[known], evidence[known] = prob * rates[kind], kind
+        places[i] = <int32_t>known
+        known += 1
+    return tokens_out[:known], parents_out[:known], probs_out[:known], kinds_out[:known]

@@ -1,0 +1,11 @@
+import numpy as np
+from numpy.typing import NDArray
+
+def draft(
+    successors: NDArray[np.int32],
+    kinds: NDArray[np.uint8],
+    root: int,
+    parents: NDArray[np.int32],
+    ranks: NDArray[np.int32],
+    rates: NDArray[np.float32],
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
