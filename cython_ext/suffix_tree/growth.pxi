@@ -20,6 +20,8 @@ cdef inline int reserve_for_token(Store* s) noexcept nogil:
         room = pool_reserve(s, &s.pages, 1, 2147483647 >> PAGE_BITS)
     if room > 0:
         room = table_reserve(s, 2 * moves)
+    if room > 0:
+        room = gaps_reserve(s)
     return room
 
 cdef int32_t add_position(Store* s, int32_t sequence, token_t token) noexcept nogil:
@@ -137,6 +139,7 @@ cdef void append_token(
 
     `following` is the token that is likely to be appended next; its lookups are prepared.
     """
+    note_gap(s, sequence, token)
     cdef Sequence* q = sequence_at(s, sequence)
     cdef int32_t last = add_position(s, sequence, token)
     cdef int32_t start = q.pending, suffix, node, item
@@ -242,6 +245,7 @@ cdef inline void reread_labels(Store* s, int32_t stale) noexcept nogil:
 cdef void remove_sequence(Store* s, int32_t sequence) noexcept nogil:
     cdef Sequence* q = sequence_at(s, sequence)
     cdef int32_t stale = ROOT, page = q.first_page, following, i, size
+    forget_gaps(s, sequence)
     while page != NIL:
         size = min(q.length - page_at(s, page).index * PAGE_TOKENS, PAGE_TOKENS)
         for i in range(size):

@@ -2,7 +2,7 @@
 from common.heap cimport Entry, pop as heap_pop, push as heap_push
 from common.types cimport int32_t, token_t
 from suffix_tree.mixing cimport (
-    CANDIDATES, Contexts, Expansion, Guess, MixedDraft, Mixture, SOURCES, Sources,
+    CANDIDATES, Contexts, Copy, Expansion, Guess, MixedDraft, Mixture, SOURCES, Sources, Trend,
 )
 
 
@@ -26,16 +26,21 @@ cdef void draft_guess(MixedDraft* d, Sources* sources, const Guess* guess) noexc
     d.probs[d.size] = guess.prob
     d.classes[d.size] = -1 - guess.source
     d.size += 1
+    d.copies[d.size] = d.copies[guess.parent + 1]
+    step_text(sources, &d.copies[d.size], guess.token)
     for source in range(SOURCES):
         here[source].count = 0
         if sources.stores[source] != NULL:
             step_contexts(sources.stores[source], &above[source], guess.token, &here[source])
 
-cdef void draft_mixed(MixedDraft* d, Mixture* m, Sources* sources, Expansion* e) noexcept nogil:
-    """Draft from the contexts of the root."""
+cdef void draft_mixed(
+    MixedDraft* d, Mixture* m, Sources* sources, const Trend* trend, Expansion* e
+) noexcept nogil:
+    """Draft from the contexts and the copy of the root."""
     cdef Guess guess
     d.size = d.queued = d.guessed = 0
-    expand(m, sources, d.contexts, e)
+    expand(m, sources, d.contexts, d.copies, e)
+    apply_trend(trend, e)
     queue_candidates(d, e, -1, 1.0)
     while d.queued and d.size < d.budget:
         guess = d.guesses[heap_pop(d.heap, &d.queued).index]
@@ -44,5 +49,6 @@ cdef void draft_mixed(MixedDraft* d, Mixture* m, Sources* sources, Expansion* e)
             break
         if d.path:
             d.queued = d.guessed = 0
-        expand(m, sources, d.contexts + d.size * SOURCES, e)
+        expand(m, sources, d.contexts + d.size * SOURCES, d.copies + d.size, e)
+        apply_trend(trend, e)
         queue_candidates(d, e, d.size - 1, guess.prob)

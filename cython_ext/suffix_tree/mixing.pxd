@@ -5,15 +5,22 @@ from common.types cimport int32_t, token_t
 
 cdef enum:
     SOURCES = 3        # the text, the memory, a corpus
-    ORDERS = 10        # lengths of context that are witnesses, in each source
-    WITNESSES = 30     # SOURCES * ORDERS
-    BOTH = 30          # input of a candidate that the text and another source name
-    BIAS = 31
-    INPUTS = 32
+    ORDERS = 10        # lengths of context
+    KINDS = 11         # contexts of each source: of each length, and a pair before a gap
+    CONTEXTS = 33      # SOURCES * KINDS
+    COPIES = 2         # ways in which a copy may go on
+    WITNESSES = 35     # CONTEXTS + COPIES
+    BOTH = 35          # input of a candidate that the text and another source name
+    BIAS = 36
+    INPUTS = 37
     SUPPORTS = 7       # buckets
     SHARES = 10
     OFFSETS = 20       # SHARES * 2: whether the latest occurrence went on so
-    CELLS = 4200       # WITNESSES * SUPPORTS * OFFSETS
+    COPY_KINDS = 32    # of each way in which a copy may go on
+    COPY_CELL = 4620   # the first one of copies: CONTEXTS * SUPPORTS * OFFSETS
+    CELLS = 4748       # COPY_CELL + COPIES * COPY_KINDS * 2
+    COPY_STATES = 3    # as `copy_state` tells them
+    GROUPS = 45        # of weights: 1 + (ORDERS + 1) + (ORDERS + 1) * COPY_STATES
     CANDIDATES = 24
     NAMES = 9          # continuations that a context names: the most frequent, and the latest
     LONGEST = 24       # tokens of the longest context looked at
@@ -28,6 +35,21 @@ cdef struct Context:
 cdef struct Contexts:  # of one source, the longest first
     Context at[ORDERS]
     int32_t count
+
+cdef struct Copy:  # where a text copies from
+    int32_t next      # position of the token that comes next; NIL: the two have parted
+    int32_t length    # tokens copied in a row
+    int32_t left      # position of the token that did not come when they parted; NIL: they never did
+    int32_t since     # tokens since then
+    int32_t breaks    # lately
+    token_t last[3]   # of the text, the last one first; −1: there are fewer
+
+cdef struct CopyNames:  # how it may go on
+    token_t tokens[COPIES]  # −1: none
+    int32_t kinds[COPIES]
+
+cdef struct Trend:  # of a text: how often its likeliest candidates came, and how often they were due
+    float hits, misses, due_hits, due_misses
 
 cdef struct Names:  # how one context goes on
     token_t tokens[NAMES]
@@ -51,14 +73,14 @@ cdef struct Expansion:  # the candidates for one place, and what speaks for each
     float inputs[INPUTS][CANDIDATES]
     int32_t rows[WITNESSES]                  # first cell of the witness; −1: it is absent
     int32_t heard[WITNESSES]                 # which of `offsets` the witness reads
-    int32_t offsets[WITNESSES][CANDIDATES]   # by context, in all sources
+    int32_t offsets[WITNESSES][CANDIDATES]   # by what is heard, in all sources
     int32_t others[WITNESSES]                # offset of a candidate that the context does not name
-    int32_t size, memory_order, text_order
+    int32_t size, memory_group, text_group
 
 cdef struct Mixture:
     Cell* cells
     float* logits     # of the cells
-    float* weights    # [1 + 2 * (ORDERS + 1), INPUTS]: common, by longest order of memory, of text
+    float* weights    # [GROUPS, INPUTS]: common, by longest order of memory, by text's and copy
     float rate
 
 cdef struct Sources:
@@ -75,6 +97,7 @@ cdef struct MixedDraft:
     float min_prob
     bint path            # without branches
     Contexts* contexts   # [budget + 1, SOURCES], of the root and the drafted nodes
+    Copy* copies         # [budget + 1]
     Guess* guesses       # [(budget + 1) * CANDIDATES]
     Entry* heap          # of the guesses
     int32_t guessed, queued

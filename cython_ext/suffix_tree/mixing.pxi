@@ -8,8 +8,9 @@
 from libc.math cimport expf, logf
 from libc.string cimport memset
 from suffix_tree.mixing cimport (
-    BIAS, BOTH, CANDIDATES, CELLS, Cell, Context, Contexts, Expansion, INPUTS, LONGEST, Mixture,
-    NAMES, Names, OFFSETS, ORDERS, Reading, SHARES, SOURCES, SUPPORTS, Sources, WITNESSES,
+    BIAS, BOTH, CANDIDATES, CELLS, CONTEXTS, COPIES, COPY_CELL, COPY_KINDS, COPY_STATES, Cell, Context,
+    Contexts, Copy, CopyNames, Expansion, INPUTS, KINDS, LONGEST, Mixture, NAMES, Names, OFFSETS, ORDERS,
+    Reading, SHARES, SOURCES, SUPPORTS, Sources, Trend, WITNESSES,
 )
 from suffix_tree.store cimport (
     NIL, NO_ITEM, Node, Place, PAGE_BITS, PAGE_TOKENS, ROOT, Sequence, Store, backward, forward, item_count, item_depth,
@@ -25,6 +26,8 @@ cdef int32_t[LONGEST + 1] ORDER_OF = [
 
 cdef float LEAST_PROB = 0.0005
 cdef float MOST_TRIALS = 400
+cdef float TREND_TRIALS = 5  # what "this text is like others" is worth, in hits and in misses
+cdef float TREND_MEMORY = 100
 
 
 # Evidence
@@ -243,21 +246,45 @@ cdef inline int32_t candidate(
     e.size += 1
     return e.size - 1
 
-cdef void hear(Expansion* e, const Reading* r, int32_t heard, token_t vocab_size, int32_t* named_by) noexcept nogil:
+cdef void hear_names(
+    Expansion* e, const Names* names, int32_t source, int32_t heard, token_t vocab_size, int32_t* named_by
+) noexcept nogil:
     """Add what a context names to the candidates, with its evidence for each of them."""
-    cdef int32_t i, k, order, bucket = support_bucket(r.names.support)
+    cdef int32_t i, k
     cdef int32_t* offsets = e.offsets[heard]
     for k in range(CANDIDATES):
         offsets[k] = -1
-    for i in range(r.names.size):
-        k = candidate(e, r.names.tokens[i], vocab_size, r.source)
+    for i in range(names.size):
+        k = candidate(e, names.tokens[i], vocab_size, source)
         if k >= 0:
-            offsets[k] = 2 * share_bucket(<float>r.names.counts[i] / r.names.support) + (i == r.names.latest)
-            named_by[k] |= 1 << r.source
-    e.others[heard] = 2 * (SHARES - 1) if r.names.alone else 0
-    for order in range(ORDER_OF[r.shortest - 1], ORDER_OF[r.longest]):
-        e.rows[r.source * ORDERS + order] = ((r.source * ORDERS + order) * SUPPORTS + bucket) * OFFSETS
-        e.heard[r.source * ORDERS + order] = heard
+            offsets[k] = 2 * share_bucket(<float>names.counts[i] / names.support) + (i == names.latest)
+            named_by[k] |= 1 << source
+    e.others[heard] = 2 * (SHARES - 1) if names.alone else 0
+
+cdef void hear_gap(
+    Expansion* e, Store* s, const token_t* last, int32_t source, token_t vocab_size, int32_t* named_by
+) noexcept nogil:
+    """Add what followed the pair before the last token."""
+    cdef int32_t witness = source * KINDS + ORDERS, heard = SOURCES * ORDERS + source
+    cdef Names names
+    if read_gap(s, last[1], last[2], &names):
+        hear_names(e, &names, source, heard, vocab_size, named_by)
+        e.rows[witness] = (witness * SUPPORTS + support_bucket(names.support)) * OFFSETS
+        e.heard[witness] = heard
+
+cdef void hear(
+    Expansion* e, const Reading* r, int32_t heard, token_t vocab_size, int32_t* named_by
+) noexcept nogil:
+    """Add a context of the trie, for each order that it is as long as.
+
+    In the text itself for the longest one alone: where a text copies, all lengths say the same.
+    """
+    cdef int32_t last = ORDER_OF[r.longest], order, witness
+    hear_names(e, &r.names, r.source, heard, vocab_size, named_by)
+    for order in range(ORDER_OF[r.shortest - 1] if r.source else last - 1, last):
+        witness = r.source * KINDS + order
+        e.rows[witness] = (witness * SUPPORTS + support_bucket(r.names.support)) * OFFSETS
+        e.heard[witness] = heard
 
 cdef void look_up(Expansion* e, const Reading* r, int32_t* offsets, int32_t* named_by) noexcept nogil:
     """Complete the evidence of a context that goes on in more ways than were read."""
@@ -274,7 +301,31 @@ cdef void look_up(Expansion* e, const Reading* r, int32_t* offsets, int32_t* nam
             offsets[k] = 2 * share_bucket(<float>item_count(s, item) / r.names.support)
             named_by[k] |= 1 << r.source
 
-cdef void gather(Sources* sources, const Contexts* contexts, Expansion* e) noexcept nogil:
+cdef inline int32_t longest_order(const Contexts* contexts) noexcept nogil:
+    return ORDER_OF[contexts.at[0].longest] if contexts.count else 0
+
+cdef void hear_copy(
+    Expansion* e, Store* text, const Copy* copy, token_t vocab_size, int32_t* named_by
+) noexcept nogil:
+    """Add how a copy may go on."""
+    cdef CopyNames names
+    cdef int32_t i, k, witness
+    name_copies(text, copy, &names)
+    for i in range(COPIES):
+        if names.tokens[i] < 0:
+            continue
+        witness = CONTEXTS + i
+        for k in range(CANDIDATES):
+            e.offsets[witness][k] = -1
+        k = candidate(e, names.tokens[i], vocab_size, 0)
+        if k >= 0:
+            e.offsets[witness][k] = 1
+            named_by[k] |= 1
+        e.others[witness] = 0
+        e.rows[witness] = COPY_CELL + (i * COPY_KINDS + names.kinds[i]) * 2
+        e.heard[witness] = witness
+
+cdef void gather(Sources* sources, const Contexts* contexts, const Copy* copy, Expansion* e) noexcept nogil:
     """The candidates, those of the longest contexts first, and their evidence."""
     cdef int32_t named_by[CANDIDATES]
     cdef Reading readings[WITNESSES]
@@ -283,19 +334,23 @@ cdef void gather(Sources* sources, const Contexts* contexts, Expansion* e) noexc
     memset(e.rows, -1, sizeof(e.rows))
     e.size = 0
     read_names(readings, count)
+    if sources.stores[0] != NULL:
+        hear_copy(e, sources.stores[0], copy, sources.vocab_size, named_by)
     for i in range(count):
         hear(e, &readings[i], i, sources.vocab_size, named_by)
+    for source in range(SOURCES):
+        if sources.stores[source] != NULL:
+            hear_gap(e, sources.stores[source], copy.last, source, sources.vocab_size, named_by)
     for i in range(count):
         if readings[i].item != NO_ITEM:
             look_up(e, &readings[i], e.offsets[i], named_by)
     for i in range(e.size):
         e.inputs[BOTH][i] = (named_by[i] & 1) != 0 and named_by[i] > 1
         e.inputs[BIAS][i] = 1
-    e.text_order = ORDER_OF[contexts[0].at[0].longest] if contexts[0].count else 0
-    e.memory_order = 0
+    e.memory_group = 1
     for source in range(1, SOURCES):
-        if contexts[source].count:
-            e.memory_order = max(e.memory_order, ORDER_OF[contexts[source].at[0].longest])
+        e.memory_group = max(e.memory_group, 1 + longest_order(&contexts[source]))
+    e.text_group = 2 + ORDERS + COPY_STATES * longest_order(&contexts[0]) + copy_state(copy)
 
 
 # Scores
@@ -306,8 +361,8 @@ cdef inline float* weights_of(Mixture* m, int32_t group) noexcept nogil:
 cdef void score(Mixture* m, Expansion* e) noexcept nogil:
     """Probabilities of the candidates: the softmax of their scores and of 0, that of none of them."""
     cdef float* common = weights_of(m, 0)
-    cdef float* memory = weights_of(m, 1 + e.memory_order)
-    cdef float* text = weights_of(m, 2 + ORDERS + e.text_order)
+    cdef float* memory = weights_of(m, e.memory_group)
+    cdef float* text = weights_of(m, e.text_group)
     cdef int32_t j, k, offset, row
     cdef float weight, highest = 0, total
     for k in range(e.size):
@@ -332,9 +387,65 @@ cdef void score(Mixture* m, Expansion* e) noexcept nogil:
     for k in range(e.size):
         e.probs[k] /= total
 
-cdef void expand(Mixture* m, Sources* sources, const Contexts* contexts, Expansion* e) noexcept nogil:
-    gather(sources, contexts, e)
+cdef void expand(
+    Mixture* m, Sources* sources, const Contexts* contexts, const Copy* copy, Expansion* e
+) noexcept nogil:
+    gather(sources, contexts, copy, e)
     score(m, e)
+
+
+# Trend: whether a text is more predictable than others, or less
+
+cdef inline int32_t likeliest(const Expansion* e) noexcept nogil:
+    """The candidate that is more probable than all else together; −1: there is none."""
+    cdef int32_t k
+    for k in range(e.size):
+        if e.probs[k] > 0.5:
+            return k
+    return -1
+
+cdef void apply_trend(const Trend* t, Expansion* e) noexcept nogil:
+    """Shift the odds of the likeliest candidate as they have proved lately; the others follow."""
+    cdef int32_t k, top = likeliest(e)
+    cdef float odds, others, prob
+    if top < 0:
+        return
+    prob = e.probs[top]
+    odds = (t.hits / t.due_hits) * (t.due_misses / t.misses)
+    e.probs[top] = prob * odds / (1 + (odds - 1) * prob)
+    others = (1 - e.probs[top]) / max(1 - prob, <float>1e-6)
+    for k in range(e.size):
+        if k != top:
+            e.probs[k] *= others
+
+cdef inline float faded(float trials) noexcept nogil:
+    return 0.5 * (trials + TREND_TRIALS)
+
+cdef void follow_trend(Trend* t, const Expansion* e, token_t token) noexcept nogil:
+    """Count what came of the likeliest candidate, before any trend was applied to it."""
+    cdef int32_t top = likeliest(e)
+    if top < 0:
+        return
+    t.hits += e.tokens[top] == token
+    t.misses += e.tokens[top] != token
+    t.due_hits += e.probs[top]
+    t.due_misses += 1 - e.probs[top]
+    if t.hits + t.misses > TREND_MEMORY:
+        t.hits, t.misses = faded(t.hits), faded(t.misses)
+        t.due_hits, t.due_misses = faded(t.due_hits), faded(t.due_misses)
+
+
+# A text that goes on
+
+cdef inline void find_copy(Sources* sources, const Contexts* contexts, Copy* copy) noexcept nogil:
+    if sources.stores[0] != NULL and contexts[0].count:
+        adopt_copy(sources.stores[0], copy, &contexts[0].at[0])
+
+cdef inline void step_text(Sources* sources, Copy* copy, token_t token) noexcept nogil:
+    """The copy and the last tokens one token on."""
+    if sources.stores[0] != NULL:
+        step_copy(sources.stores[0], copy, token)
+    copy.last[2], copy.last[1], copy.last[0] = copy.last[1], copy.last[0], token
 
 
 # Learning
@@ -366,8 +477,8 @@ cdef void learn_cells(Mixture* m, const Expansion* e, int32_t right) noexcept no
 
 cdef void learn_weights(Mixture* m, const Expansion* e, int32_t right) noexcept nogil:
     cdef float* common = weights_of(m, 0)
-    cdef float* memory = weights_of(m, 1 + e.memory_order)
-    cdef float* text = weights_of(m, 2 + ORDERS + e.text_order)
+    cdef float* memory = weights_of(m, e.memory_group)
+    cdef float* text = weights_of(m, e.text_group)
     cdef int32_t j, k
     cdef float slope
     for j in range(INPUTS):
@@ -391,15 +502,19 @@ cdef void learn(Mixture* m, const Expansion* e, token_t token) noexcept nogil:
     learn_cells(m, e, right)
 
 cdef void learn_tokens(
-    Mixture* m, Sources* sources, Contexts* contexts, const token_t[::1] token_ids, Expansion* e
+    Mixture* m, Sources* sources, Contexts* contexts, Copy* copy, Trend* trend,
+    const token_t[::1] token_ids, Expansion* e,
 ) noexcept nogil:
     """Learn from the tokens that followed `contexts`, which move along with them."""
     cdef Contexts next
     cdef Py_ssize_t i
     cdef int32_t source
     for i in range(token_ids.shape[0]):
-        expand(m, sources, contexts, e)
+        find_copy(sources, contexts, copy)
+        expand(m, sources, contexts, copy, e)
+        follow_trend(trend, e, token_ids[i])
         learn(m, e, token_ids[i])
+        step_text(sources, copy, token_ids[i])
         for source in range(SOURCES):
             if sources.stores[source] != NULL:
                 step_contexts(sources.stores[source], &contexts[source], token_ids[i], &next)

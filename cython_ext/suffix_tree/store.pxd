@@ -4,7 +4,7 @@
 # Text lies in pages; a *position* (page and offset in it) names a token and the suffix that starts
 # there. An *item* is what a node has below it: the index of an inner node, or ~position of a leaf,
 # a suffix that shares no further token with another and grows with its sequence at no cost.
-from common.types cimport int32_t, int64_t, token_t, uint32_t
+from common.types cimport int32_t, int64_t, token_t, uint16_t, uint32_t
 
 cdef enum:
     ROOT = 0
@@ -12,6 +12,7 @@ cdef enum:
     NO_ITEM = -2147483648  # no ~position and no node
     PAGE_BITS = 5
     PAGE_TOKENS = 32
+    GAP_NAMES = 4
 
 cdef struct Pool:  # items of equal size; the first int32 of a free item links to the next free one
     char* data
@@ -55,10 +56,19 @@ cdef struct Slot:
     uint32_t tag
     int32_t item  # NO_ITEM in an empty slot
 
+cdef struct Gap:  # how texts went on two tokens after a pair
+    uint32_t tag             # 0: an empty entry
+    uint16_t total
+    uint16_t latest          # index of the token that came last; GAP_NAMES: it is not among them
+    token_t tokens[GAP_NAMES]  # by descending count
+    uint16_t counts[GAP_NAMES]
+
 cdef struct Store:
     Pool nodes, groups, pages, sequences
     Slot* slots
     int64_t slot_count, slots_used
+    Gap* gaps
+    int32_t gap_count, gaps_used
     int64_t max_bytes  # 0: no limit
     int32_t max_depth
 
@@ -73,7 +83,8 @@ cdef inline int64_t pool_bytes(Pool* pool) noexcept nogil:
 
 cdef inline int64_t store_bytes(Store* s) noexcept nogil:
     return (pool_bytes(&s.nodes) + pool_bytes(&s.groups) + pool_bytes(&s.pages)
-            + pool_bytes(&s.sequences) + s.slot_count * <int64_t>sizeof(Slot))
+            + pool_bytes(&s.sequences) + s.slot_count * <int64_t>sizeof(Slot)
+            + s.gap_count * <int64_t>sizeof(Gap))
 
 cdef inline int32_t pool_size(Pool* pool) noexcept nogil:
     return pool.used - pool.free_count

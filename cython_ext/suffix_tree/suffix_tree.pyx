@@ -15,11 +15,11 @@ from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc, realloc
 from suffix_tree.drafting cimport Candidate, CandidateHeap, Draft
 from suffix_tree.mixing cimport (
-    CANDIDATES, CELLS, Cell, Contexts, Expansion, Guess, INPUTS, MixedDraft, Mixture, ORDERS, SHARES,
-    SOURCES, SUPPORTS, Sources,
+    CANDIDATES, CELLS, COPIES, COPY_CELL, COPY_KINDS, Cell, Contexts, Copy, Expansion, GROUPS, Guess,
+    INPUTS, KINDS, MixedDraft, Mixture, Names, ORDERS, SHARES, SOURCES, SUPPORTS, Sources, Trend,
 )
 from suffix_tree.store cimport (
-    Group, NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, Page, Place, ROOT, Sequence, Store,
+    GAP_NAMES, Gap, Group, NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, Page, Place, ROOT, Sequence, Store,
     forward, group_at, item_count, item_depth, item_parent, label_token, link_at, node_at,
     page_at, pool_size, sequence_at, start_of, store_bytes,
 )
@@ -30,18 +30,23 @@ include "pools.pxi"
 include "child_table.pxi"
 include "children.pxi"
 include "matching.pxi"
+include "gaps.pxi"
 include "growth.pxi"
 include "scored_draft.pxi"
+include "copying.pxi"
 include "mixing.pxi"
 include "mixed_draft.pxi"
 
 
 MAX_DEPTH = 1 << 16
 
-# Shapes of what a `Mixer` learns. Cells: by source, order, support, share, whether the latest
-# occurrence went on so; weights: common ones, then by longest order of the other sources, of the text.
-CELL_SHAPE = (SOURCES, ORDERS, SUPPORTS, SHARES, 2)
-WEIGHT_SHAPE = (1 + 2 * (ORDERS + 1), INPUTS)
+# Shapes of what a `Mixer` learns. Cells: by source, kind of context (a length, or a pair before a
+# gap), support, share, whether the latest occurrence went on so. Cells of copies: by how they may go
+# on, what they are like, whether the candidate is the one. Weights: common ones, then by longest order
+# of the other sources, then by that of the text and its copy.
+CELL_SHAPE = (SOURCES, KINDS, SUPPORTS, SHARES, 2)
+COPY_SHAPE = (COPIES, COPY_KINDS, 2)
+WEIGHT_SHAPE = (GROUPS, INPUTS)
 
 
 class Speculation(NamedTuple):
@@ -75,6 +80,8 @@ cdef class SuffixTree:
         pool_init(&s.pages, sizeof(Page))
         pool_init(&s.sequences, sizeof(Sequence))
         s.slots = NULL
+        s.gaps = NULL
+        s.gap_count = s.gaps_used = 0
         s.slot_count = s.slots_used = s.max_bytes = 0
         s.max_depth = max_depth
         self.matches = <Place*>malloc((max_depth + 1) * sizeof(Place))
@@ -96,6 +103,7 @@ cdef class SuffixTree:
         free(self.store.pages.data)
         free(self.store.sequences.data)
         free(self.store.slots)
+        free(self.store.gaps)
         free(self.matches)
 
     @property
@@ -110,6 +118,11 @@ cdef class SuffixTree:
     def nbytes(self):
         """Bytes allocated, spare capacity included."""
         return store_bytes(&self.store) + self._match_bytes()
+
+    @property
+    def gap_bytes(self):
+        """Part of `nbytes`: the table of pairs before a gap."""
+        return self.store.gap_count * <int64_t>sizeof(Gap)
 
     @property
     def max_bytes(self):
@@ -223,6 +236,15 @@ cdef class SuffixTree:
             item = next_item(&self.store, item)
         return found
 
+    def after_gap(self, token_t first, token_t second):
+        """(token, count) of what followed two tokens and any third, by descending count.
+
+        The most frequent four, of as many pairs as the table has room for.
+        """
+        cdef Names names
+        read_gap(&self.store, second, first, &names)
+        return [(names.tokens[i], names.counts[i]) for i in range(names.size)]
+
     def speculate(
         self, const token_t[::1] context, int max_nodes, *, double factor=1.0, double offset=0.0,
         double min_prob=0.1, bint tree=True, str convention="arctic",
@@ -320,6 +342,21 @@ cdef class SuffixTree:
         assert 2 * pool_size(&s.groups) <= nodes, "groups of fewer than two"
         assert nodes <= 2 * s.groups.capacity, "no room for the groups that removals may make"
         self._check_sequences()
+        self._check_gaps()
+
+    cdef object _check_gaps(self):
+        cdef Store* s = &self.store
+        cdef Gap* gap
+        cdef int32_t i, used = 0
+        for i in range(s.gap_count):
+            gap = &s.gaps[i]
+            used += gap.tag != 0
+            counts = [gap.counts[k] for k in range(GAP_NAMES)]
+            named = [gap.tokens[k] for k in range(GAP_NAMES) if counts[k]]
+            assert counts == sorted(counts, reverse=True), "continuations out of order"
+            assert sum(counts) <= gap.total, "more continuations than were counted"
+            assert len(set(named)) == len(named), "a continuation counted twice"
+        assert used == s.gaps_used, "entries are counted wrong"
 
     cdef list _items(self, int32_t node):
         cdef int32_t item = first_item(&self.store, node)
@@ -397,35 +434,57 @@ cdef class SuffixTree:
         assert pages == pool_size(&s.pages), "pages that are not in the tree"
 
 
+cdef class TextState:
+    """What a `Mixer` keeps of one text: where it copies from, and how predictable it is."""
+
+    cdef Copy copy
+    cdef Trend trend
+
+    def __cinit__(self):
+        self.copy = Copy(
+            next=NIL, length=0, left=NIL, since=0, breaks=0, last=[-1, -1, -1]
+        )
+        self.trend = Trend(TREND_TRIALS, TREND_TRIALS, TREND_TRIALS, TREND_TRIALS)
+
+    cdef void look_back(self, const token_t[::1] context) noexcept:
+        cdef Py_ssize_t i, n = context.shape[0]
+        for i in range(3):
+            self.copy.last[i] = context[n - 1 - i] if i < n else -1
+
+
 cdef class Mixer:
     """Drafts what follows a text from several suffix trees, and learns how much each context is worth.
 
     Args:
         cells: float32 [*CELL_SHAPE, 2], probability that a candidate with this evidence is right, and
             the number of trials that this rests on.
+        copy_cells: float32 [*COPY_SHAPE, 2], the same for what the text's copy names.
         weights: float32 WEIGHT_SHAPE.
         rate: step of the gradient descent.
 
-    Both are copied. Not safe for concurrent use without the interpreter's lock.
+    All are copied. Not safe for concurrent use without the interpreter's lock.
     """
 
-    cdef readonly object cells, weights
+    cdef readonly object cells, copy_cells, weights
     cdef object _logits
     cdef Mixture mixture
     cdef Expansion expansion
     cdef MixedDraft room
     cdef int32_t capacity
 
-    def __cinit__(self, cells, weights, float rate=0.003):
-        if cells.shape != (*CELL_SHAPE, 2) or weights.shape != WEIGHT_SHAPE:
+    def __cinit__(self, cells, copy_cells, weights, float rate=0.003):
+        found = (cells.shape, copy_cells.shape, weights.shape)
+        expected = ((*CELL_SHAPE, 2), (*COPY_SHAPE, 2), WEIGHT_SHAPE)
+        if found != expected:
             raise ValueError(
-                f"cells and weights: expected shapes {(*CELL_SHAPE, 2)} and {WEIGHT_SHAPE}, "
-                f"got {cells.shape} and {weights.shape}"
+                f"cells, copy_cells and weights: expected shapes {expected}, got {found}"
             )
-        self.cells = np.array(cells, dtype=np.float32, order="C")
+        state = np.concatenate([cells.reshape(-1, 2), copy_cells.reshape(-1, 2)]).astype(np.float32)
+        self.cells = state[:COPY_CELL].reshape(cells.shape)
+        self.copy_cells = state[COPY_CELL:].reshape(copy_cells.shape)
         self.weights = np.array(weights, dtype=np.float32, order="C")
         self._logits = np.empty(CELLS, dtype=np.float32)
-        cdef float[:, ::1] cell_view = self.cells.reshape(CELLS, 2)
+        cdef float[:, ::1] cell_view = state
         cdef float[:, ::1] weight_view = self.weights
         cdef float[::1] logit_view = self._logits
         cdef int32_t i
@@ -436,6 +495,7 @@ cdef class Mixer:
 
     def __dealloc__(self):
         free(self.room.contexts)
+        free(self.room.copies)
         free(self.room.guesses)
         free(self.room.heap)
 
@@ -445,6 +505,7 @@ cdef class Mixer:
         if nodes <= self.capacity:
             return 0
         self.room.contexts = <Contexts*>grown(self.room.contexts, places * SOURCES * sizeof(Contexts))
+        self.room.copies = <Copy*>grown(self.room.copies, places * sizeof(Copy))
         self.room.guesses = <Guess*>grown(self.room.guesses, places * CANDIDATES * sizeof(Guess))
         self.room.heap = <Entry*>grown(self.room.heap, places * CANDIDATES * sizeof(Entry))
         self.capacity = nodes
@@ -473,8 +534,8 @@ cdef class Mixer:
         return longest
 
     def draft(
-        self, tuple trees, tuple sequences, const token_t[::1] context, int budget, *,
-        token_t vocab_size, double alpha=INFINITY, float min_prob=0, bint path=False,
+        self, tuple trees, tuple sequences, const token_t[::1] context, TextState state,
+        int budget, *, token_t vocab_size, double alpha=INFINITY, float min_prob=0, bint path=False,
     ):
         """Draft what may follow `context`, best first.
 
@@ -482,6 +543,7 @@ cdef class Mixer:
             trees: of the text, the memory and a corpus, each None where there is none.
             sequences: whose tokens end as `context` does, in each tree; None where there is no such.
             context: int32 [n], the last tokens of the text.
+            state: of the text.
             budget: number of nodes at most.
             vocab_size: bound of the ids that may be drafted.
             alpha: nodes for each token of the longest context, at most.
@@ -504,13 +566,16 @@ cdef class Mixer:
         d.tokens, d.parents, d.probs = &token_view[0], &parent_view[0], &prob_view[0]
         d.classes = &class_view[0]
         d.min_prob, d.path = min_prob, path
-        d.budget = <int32_t>min(<double>nodes, alpha * longest) if longest else 0
-        draft_mixed(d, &self.mixture, &sources, &self.expansion)
+        d.budget = <int32_t>min(<double>nodes, alpha * max(longest, 1))
+        state.look_back(context)
+        d.copies[0] = state.copy
+        find_copy(&sources, d.contexts, d.copies)
+        draft_mixed(d, &self.mixture, &sources, &state.trend, &self.expansion)
         return tokens[:d.size], parents[:d.size], probs[:d.size], classes[:d.size]
 
     def learn(
-        self, tuple trees, tuple sequences, const token_t[::1] context, const token_t[::1] token_ids,
-        *, token_t vocab_size,
+        self, tuple trees, tuple sequences, const token_t[::1] context, TextState state,
+        const token_t[::1] token_ids, *, token_t vocab_size,
     ):
         """Learn from the tokens that follow `context`, before the trees take them in.
 
@@ -518,7 +583,11 @@ cdef class Mixer:
         """
         cdef Sources sources
         self._find(trees, sequences, context, vocab_size, &sources)
-        learn_tokens(&self.mixture, &sources, self.room.contexts, token_ids, &self.expansion)
+        state.look_back(context)
+        learn_tokens(
+            &self.mixture, &sources, self.room.contexts, &state.copy, &state.trend, token_ids,
+            &self.expansion,
+        )
 
 
 cdef void* grown(void* block, size_t size) except NULL:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..memory.output_memory import OutputMemory, RunningOutput, prompt_group
-from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree
+from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree, TextState
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 from .mixture import Mixture
@@ -176,6 +176,7 @@ class SuffixSession(DraftSession):
         self._text.extend(self._sequence, np.ascontiguousarray(prompt_ids, dtype=np.int32))
         self._context_length = max(drafter.max_depth, drafter.memory.max_depth)
         self._context = np.array(prompt_ids[-self._context_length :], dtype=np.int32)
+        self._state = TextState()
         self._output: RunningOutput | None = None
         if drafter.learn and target.learn:
             self._output = drafter.memory.start(self._kind)
@@ -204,14 +205,14 @@ class SuffixSession(DraftSession):
             )
         return TokenTree(*draft)
 
-    def _evidence(self) -> tuple[Any, Any, Any]:
-        """The trees, whose sequences in them end as the text does, and how that is."""
+    def _evidence(self) -> tuple[Any, Any, Any, Any]:
+        """The trees, whose sequences in them end as the text does, how that is, and its state."""
         drafter = self._drafter
         outputs = drafter.memory.tree(self._kind)
         running = None if self._output is None else self._output.live_sequence
         corpus = None if drafter.corpus is None else drafter.corpus.tree
         trees = (self._text, outputs, corpus)
-        return trees, (self._sequence, running, None), self._context
+        return trees, (self._sequence, running, None), self._context, self._state
 
     def _scored(self, budget: int) -> TokenTree:
         """Algorithm 1, its expansion counting the matched node; the memory first among equals."""

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 MAX_DEPTH: int
 CELL_SHAPE: tuple[int, int, int, int, int]
+COPY_SHAPE: tuple[int, int, int]
 WEIGHT_SHAPE: tuple[int, int]
 
 class Speculation(NamedTuple):
@@ -21,6 +22,8 @@ class SuffixTree:
     @property
     def nbytes(self) -> int: ...
     @property
+    def gap_bytes(self) -> int: ...
+    @property
     def max_bytes(self) -> int | None: ...
     @max_bytes.setter
     def max_bytes(self, limit: int | None) -> None: ...
@@ -34,6 +37,7 @@ class SuffixTree:
     def tokens(self, sequence: int | None) -> NDArray[np.int32]: ...
     def count(self, token_ids: NDArray[np.int32]) -> int: ...
     def children(self, token_ids: NDArray[np.int32]) -> list[tuple[int, int]]: ...
+    def after_gap(self, first: int, second: int) -> list[tuple[int, int]]: ...
     def speculate(
         self,
         context: NDArray[np.int32],
@@ -58,12 +62,20 @@ class SuffixTree:
     ) -> Speculation: ...
     def check_invariants(self) -> None: ...
 
+class TextState: ...
+
 class Mixer:
     def __init__(
-        self, cells: NDArray[np.float32], weights: NDArray[np.float32], rate: float = 0.003
+        self,
+        cells: NDArray[np.float32],
+        copy_cells: NDArray[np.float32],
+        weights: NDArray[np.float32],
+        rate: float = 0.003,
     ) -> None: ...
     @property
     def cells(self) -> NDArray[np.float32]: ...
+    @property
+    def copy_cells(self) -> NDArray[np.float32]: ...
     @property
     def weights(self) -> NDArray[np.float32]: ...
     def draft(
@@ -71,6 +83,7 @@ class Mixer:
         trees: tuple[SuffixTree | None, ...],
         sequences: tuple[int | None, ...],
         context: NDArray[np.int32],
+        state: TextState,
         budget: int,
         *,
         vocab_size: int,
@@ -83,6 +96,7 @@ class Mixer:
         trees: tuple[SuffixTree | None, ...],
         sequences: tuple[int | None, ...],
         context: NDArray[np.int32],
+        state: TextState,
         token_ids: NDArray[np.int32],
         *,
         vocab_size: int,

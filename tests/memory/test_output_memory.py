@@ -17,6 +17,7 @@ import pytest
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory, prompt_group
+from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from hf_retrieval_assist.system.files import locked
 
 
@@ -327,8 +328,9 @@ def test_outputs_that_make_room_while_others_change_hands_are_gone():
 
 def test_the_bound_holds_near_the_smallest_memory():
     rng = np.random.default_rng(4)
+    smallest = 2 * SuffixTree(64).nbytes
     for _ in range(150):
-        memory = OutputMemory(max_bytes=int(rng.integers(12_680, 60_000)))
+        memory = OutputMemory(max_bytes=int(rng.integers(smallest, smallest + 48_000)))
         for _ in range(int(rng.integers(2, 20))):
             name = ("", "", "a", "b")[rng.integers(4)]
             memory.add(random_output(rng, int(rng.integers(1, 400)), 67), name)

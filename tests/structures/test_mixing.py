@@ -10,14 +10,19 @@ from hypothesis import strategies as st
 from hf_retrieval_assist.drafters.mixture import Mixture
 from hf_retrieval_assist.structures.suffix_tree import (
     CELL_SHAPE,
+    COPY_SHAPE,
     WEIGHT_SHAPE,
     Mixer,
     SuffixTree,
+    TextState,
 )
+from hf_retrieval_assist.token_tree import TokenTree
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24)
 ORDERS = len(LENGTHS)
-BOTH, BIAS = 30, 31
+GAP = ORDERS  # the kind of context that follows the lengths
+KINDS, COPY_STATES = ORDERS + 1, 3
+COPY, BOTH, BIAS = 3 * KINDS, 3 * KINDS + 2, 3 * KINDS + 3
 VOCABULARY = 1000
 
 
@@ -38,32 +43,47 @@ def mixture(seed=0):
     cells = np.zeros((*CELL_SHAPE, 2), np.float32)
     cells[..., 0] = rng.uniform(0.01, 0.99, CELL_SHAPE)
     cells[..., 1] = rng.integers(0, 300, CELL_SHAPE)
-    return cells, rng.normal(0, 0.2, WEIGHT_SHAPE).astype(np.float32)
+    copy_cells = np.zeros((*COPY_SHAPE, 2), np.float32)
+    copy_cells[..., 0] = rng.uniform(0.01, 0.99, COPY_SHAPE)
+    return cells, copy_cells, rng.normal(0, 0.2, WEIGHT_SHAPE).astype(np.float32)
 
 
 class Plain:
-    """One step of mixing over whole texts, for texts so short that no context is left out."""
+    """One step of mixing over whole texts, for texts so short that nothing is left out."""
 
-    def __init__(self, cells, weights, rate=0.003):
-        self.cells, self.weights, self.rate = cells.astype(float), weights.astype(float), rate
+    def __init__(self, cells, copy_cells, weights, rate=0.003):
+        self.cells, self.copy_cells = cells.astype(float), copy_cells.astype(float)
+        self.weights, self.rate = weights.astype(float), rate
 
     def witnesses(self, sources, context):
-        """(source, order) -> continuations in order of time, for each that has any."""
+        """(source, kind) -> continuations in order of time, for each that has any."""
         found = {}
         for source, texts in enumerate(sources):
-            for order, length in enumerate(LENGTHS):
-                if length > len(context):
-                    break
-                wanted = context[-length:]
+            for kind in range(KINDS):
+                wanted, gap = (context[-3:-1], 1) if kind == GAP else (context[-LENGTHS[kind] :], 0)
+                if len(context) < (3 if gap else LENGTHS[kind]):
+                    continue
+                length = len(wanted)
                 following = [
-                    text[i + length]
+                    text[i + length + gap]
                     for text in texts
-                    for i in range(len(text) - length)
+                    for i in range(len(text) - length - gap)
                     if text[i : i + length] == wanted
                 ]
                 if following:
-                    found[source, order] = following
+                    found[source, kind] = following
+        # In the text itself, of lengths that occur alike the longest alone.
+        for kind in range(ORDERS - 1):
+            if len(found.get((0, kind), ())) == len(found.get((0, kind + 1), [None] * 99)):
+                del found[0, kind]
         return found
+
+    def copied(self, witnesses):
+        """The tokens copied and the one that comes next, where the text copies from itself."""
+        order = max((k for source, k in witnesses if source == 0 and k != GAP), default=-1)
+        if order < 0 or LENGTHS[order] < 3:
+            return 0, None
+        return LENGTHS[order], witnesses[0, order][-1]
 
     def cell(self, witness, following, token):
         support = len(following)
@@ -74,22 +94,29 @@ class Plain:
         kind = 1 + sum(share > e for e in edges) + (share >= 0.5) + (share > 0.7) + (share > 0.999)
         if not count:
             kind = 9 if len(set(following)) == 1 else 0
-        return (*witness, bucket, kind, int(following[-1] == token))
+        return self.cells[(*witness, bucket, kind, int(following[-1] == token))]
+
+    def copy_cell(self, length, follows):
+        bucket = sum(length > edge for edge in (2, 4, 8, 16, 32, 80, 250))
+        return self.copy_cells[0, bucket * 4, int(follows)]
 
     def inputs(self, witnesses, token):
         x = np.zeros(WEIGHT_SHAPE[1])
         for witness, following in witnesses.items():
-            p = self.cells[self.cell(witness, following, token)][0]
-            p = min(max(p, 0.0005), 0.9995)
-            x[witness[0] * ORDERS + witness[1]] = math.log(p / (1 - p))
+            x[witness[0] * KINDS + witness[1]] = logit(self.cell(witness, following, token)[0])
+        length, copied = self.copied(witnesses)
+        if length:
+            x[COPY] = logit(self.copy_cell(length, token == copied)[0])
         named = {source for (source, _), following in witnesses.items() if token in following}
         x[BOTH], x[BIAS] = 0 in named and len(named) > 1, 1
         return x
 
     def groups(self, witnesses):
-        text = max((order + 1 for source, order in witnesses if source == 0), default=0)
-        other = max((order + 1 for source, order in witnesses if source > 0), default=0)
-        return [0, 1 + other, 2 + ORDERS + text]
+        orders = {(source, kind) for source, kind in witnesses if kind != GAP}
+        text = max((order + 1 for source, order in orders if source == 0), default=0)
+        other = max((order + 1 for source, order in orders if source > 0), default=0)
+        state = 2 if self.copied(witnesses)[0] else 0
+        return [0, 1 + other, 2 + ORDERS + COPY_STATES * text + state]
 
     def probabilities(self, witnesses, tokens):
         weights = self.weights[self.groups(witnesses)].sum(0)
@@ -106,30 +133,41 @@ class Plain:
         for witness, following in witnesses.items():
             # Candidates that the witness names come first; the others share a cell.
             for token in sorted(tokens, key=lambda token: token not in following):
-                cell = self.cells[self.cell(witness, following, token)]
-                cell[1] = min(cell[1] + 1, 400)
-                cell[0] += ((token == right) - cell[0]) / (cell[1] + 1.5)
+                self.count(self.cell(witness, following, token), token == right)
+        length, copied = self.copied(witnesses)
+        for token in tokens if length else []:
+            self.count(self.copy_cell(length, token == copied), token == right)
+
+    def count(self, cell, hit):
+        cell[1] = min(cell[1] + 1, 400)
+        cell[0] += (hit - cell[0]) / (cell[1] + 1.5)
 
 
-few = st.lists(st.integers(0, 4), min_size=2, max_size=30)
+def logit(p):
+    p = min(max(p, 0.0005), 0.9995)
+    return math.log(p / (1 - p))
+
+
+few = st.lists(st.integers(0, 3), min_size=2, max_size=30)
 
 
 def started(memory, text, corpus):
-    """Trees, sequences and context of a text, and what a plain reader sees."""
+    """Trees, sequences, context and state of a text, and what a plain reader sees."""
     own = SuffixTree()
     sequence = own.add_sequence()
     own.extend(sequence, array(text))
     trees = (own, grown(memory) if memory else None, grown(corpus) if corpus else None)
-    return trees, (sequence, None, None), array(text), [[text], memory, corpus]
+    evidence = trees, (sequence, None, None), array(text), TextState()
+    return evidence, [[text], memory, corpus]
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(few, max_size=3), few, st.lists(few, max_size=2))
 def test_probabilities_are_those_of_the_definition(memory, text, corpus):
-    trees, sequences, context, sources = started(memory, text, corpus)
-    cells, weights = mixture()
-    draft = Mixer(cells, weights).draft(trees, sequences, context, 5, vocab_size=VOCABULARY)
-    plain = Plain(cells, weights)
+    evidence, sources = started(memory, text, corpus)
+    learnt = mixture()
+    draft = Mixer(*learnt).draft(*evidence, 5, vocab_size=VOCABULARY)
+    plain = Plain(*learnt)
     witnesses = plain.witnesses(sources, text)
     tokens = sorted({token for following in witnesses.values() for token in following})
     expected = dict(zip(tokens, plain.probabilities(witnesses, tokens), strict=True))
@@ -145,28 +183,29 @@ def test_probabilities_are_those_of_the_definition(memory, text, corpus):
 @settings(max_examples=60, deadline=None)
 @given(st.lists(few, max_size=2), few, st.integers(0, 5))
 def test_learning_is_gradient_descent_on_the_coding_cost(memory, text, right):
-    trees, sequences, context, sources = started(memory, text, [])
-    cells, weights = mixture()
-    mixer, plain = Mixer(cells, weights, 0.1), Plain(cells, weights, 0.1)
-    mixer.learn(trees, sequences, context, array([right]), vocab_size=VOCABULARY)
+    evidence, sources = started(memory, text, [])
+    learnt = mixture()
+    mixer, plain = Mixer(*learnt, 0.1), Plain(*learnt, 0.1)
+    mixer.learn(*evidence, array([right]), vocab_size=VOCABULARY)
     witnesses = plain.witnesses(sources, text)
     tokens = list({token: None for following in witnesses.values() for token in following})
     if tokens:
         plain.learn(witnesses, tokens, right)
     assert np.allclose(mixer.weights, plain.weights, atol=1e-4)
-    assert np.allclose(mixer.cells[..., 1], plain.cells[..., 1])
+    for mixed, defined in ((mixer.cells, plain.cells), (mixer.copy_cells, plain.copy_cells)):
+        assert np.allclose(mixed[..., 1], defined[..., 1])
     # Trials that share a cell are counted together, where one after another would differ a little.
     assert np.abs(mixer.cells[..., 0] - plain.cells[..., 0]).max() < 0.03
 
 
 def test_learning_follows_the_text_it_is_given():
     """After 1 comes 2 or 3 in turn; the text goes on with 3 only."""
-    trees, sequences, context, _ = started([], [1, 2, 1, 3, 1, 2, 1, 3, 1], [])
+    evidence, _ = started([], [1, 2, 1, 3, 1, 2, 1, 3, 1], [])
     mixer = Mixture.untrained().mixer()
-    before = dict(zip(*_root(mixer.draft(trees, sequences, context, 8, vocab_size=9)), strict=True))
+    before = dict(zip(*_root(mixer.draft(*evidence, 8, vocab_size=9)), strict=True))
     for _ in range(200):
-        mixer.learn(trees, sequences, context, array([3]), vocab_size=9)
-    after = dict(zip(*_root(mixer.draft(trees, sequences, context, 8, vocab_size=9)), strict=True))
+        mixer.learn(*evidence, array([3]), vocab_size=9)
+    after = dict(zip(*_root(mixer.draft(*evidence, 8, vocab_size=9)), strict=True))
     assert after[3] > before[3] + 0.2
     assert after.get(2, 0) < before[2]
 
@@ -180,11 +219,11 @@ def test_the_latest_continuation_is_evidence():
     cells, weights = np.zeros((*CELL_SHAPE, 2), np.float32), np.zeros(WEIGHT_SHAPE, np.float32)
     cells[..., 0] = 0.5
     cells[..., 1, 0] = 0.9
-    weights[0, :BOTH] = 1
-    mixer = Mixer(cells, weights)
+    weights[0, :COPY] = 1
+    mixer = Mixer(cells, np.zeros((*COPY_SHAPE, 2), np.float32), weights)
     for text, latest in (([1, 2, 1, 3, 1], 3), ([1, 3, 1, 2, 1], 2)):
-        trees, sequences, context, _ = started([], text, [])
-        tokens, probs = _root(mixer.draft(trees, sequences, context, 8, vocab_size=9))
+        evidence, _ = started([], text, [])
+        tokens, probs = _root(mixer.draft(*evidence, 8, vocab_size=9))
         assert tokens[int(np.argmax(probs))] == latest
 
 
@@ -195,22 +234,22 @@ def test_the_latest_continuation_survives_a_removal():
     draft = (
         Mixture.untrained()
         .mixer()
-        .draft((tree, None, None), (None, None, None), array([1]), 8, vocab_size=9)
+        .draft((tree, None, None), (None, None, None), array([1]), TextState(), 8, vocab_size=9)
     )
     assert set(draft[0].tolist()) == {2, 3}
 
 
 def test_ids_outside_the_vocabulary_are_no_candidates():
-    trees, sequences, context, _ = started([], [1, 7, 1, 2, 1], [])
-    draft = Mixture.untrained().mixer().draft(trees, sequences, context, 8, vocab_size=7)
+    evidence, _ = started([], [1, 7, 1, 2, 1], [])
+    draft = Mixture.untrained().mixer().draft(*evidence, 8, vocab_size=7)
     assert 7 not in draft[0]
     assert 2 in draft[0]
 
 
 def test_a_shape_of_another_version_is_refused():
-    cells, weights = mixture()
-    with pytest.raises(ValueError, match="cells and weights: expected shapes"):
-        Mixer(cells[:1], weights)
+    cells, *rest = mixture()
+    with pytest.raises(ValueError, match="cells, copy_cells and weights: expected shapes"):
+        Mixer(cells[:1], *rest)
 
 
 def test_a_mixture_is_written_and_read(tmp_path):
@@ -218,14 +257,110 @@ def test_a_mixture_is_written_and_read(tmp_path):
     saved.save(tmp_path / "mixture.npz")
     loaded = Mixture.load(tmp_path / "mixture.npz")
     assert (loaded.cells == saved.cells).all()
+    assert (loaded.copy_cells == saved.copy_cells).all()
     assert (loaded.weights == saved.weights).all()
 
 
 def test_what_is_shipped_is_small_and_knows_which_evidence_is_good():
     shipped = Mixture.trained()
-    assert shipped.cells.nbytes + shipped.weights.nbytes <= 128 << 10
+    learnt = (shipped.cells, shipped.copy_cells, shipped.weights)
+    assert sum(array.nbytes for array in learnt) <= 128 << 10
     text = list(range(100, 140))
-    trees, sequences, context, _ = started([], [*text, *text[:30]], [])
-    draft = shipped.mixer().draft(trees, sequences, context, 8, vocab_size=VOCABULARY)
+    evidence, _ = started([], [*text, *text[:30]], [])
+    draft = shipped.mixer().draft(*evidence, 8, vocab_size=VOCABULARY)
     assert draft[0].tolist()[:4] == text[30:34]
-    assert draft[2][0] > 0.9
+    assert draft[2][0] > 0.85
+
+
+def followed(text, prompt_length):
+    """The shipped mixer, the evidence and the trees after a text that was learnt token by token."""
+    mixer, own, state = Mixture.trained().mixer(), SuffixTree(), TextState()
+    sequence = own.add_sequence()
+    own.extend(sequence, array(text[:prompt_length]))
+    trees, sequences = (own, None, None), (sequence, None, None)
+    for end in range(prompt_length, len(text)):
+        evidence = trees, sequences, array(text[:end]), state
+        mixer.learn(*evidence, array(text[end : end + 1]), vocab_size=VOCABULARY)
+        own.append(sequence, text[end])
+    return mixer, (trees, sequences, array(text), state)
+
+
+FILE = list(range(100, 160))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [*FILE[:20], 500, *FILE[21:23]],
+        [*FILE[:20], 500, 501, 502, *FILE[20:22]],
+        [*FILE[:20], *FILE[24:26]],
+    ],
+    ids=["replaced", "put in", "left out"],
+)
+def test_a_copy_is_joined_again_after_a_change(changed):
+    """The two tokens after the change stand elsewhere as well, and there last."""
+    elsewhere = [*changed[-2:], 700, 701]
+    mixer, evidence = followed([*FILE, *elsewhere, *changed], len(FILE) + len(elsewhere))
+    draft = mixer.draft(*evidence, 12, vocab_size=VOCABULARY)
+    here = FILE.index(changed[-1])
+    assert draft[0][0] == FILE[here + 1]
+    assert len(TokenTree(*draft).follow(FILE[here + 1 :])) > 3
+
+
+def test_an_unknown_token_may_have_been_put_in():
+    mixer, evidence = followed([*FILE, *FILE[:20], 500], len(FILE))
+    tokens, _ = _root(mixer.draft(*evidence, 8, vocab_size=VOCABULARY))
+    assert FILE[20] in tokens
+
+
+def test_a_text_that_breaks_its_copies_is_trusted_less():
+    """Two texts whose last tokens are alike: one copied up to there, the other changed much."""
+    kept, broken = [*FILE, *FILE[:40]], [*FILE]
+    for start in range(0, 40, 4):
+        broken += [*FILE[start : start + 3], 500 + start]
+    broken += FILE[40:44]
+    mixer, evidence = followed(kept, len(FILE))
+    steady = mixer.draft(*evidence, 1, vocab_size=VOCABULARY)
+    mixer, evidence = followed(broken, len(FILE))
+    shaken = mixer.draft(*evidence, 1, vocab_size=VOCABULARY)
+    assert steady[2][0] > 0.95
+    assert shaken[2][0] < steady[2][0] - 0.05
+
+
+def test_what_follows_a_pair_and_a_gap_is_named():
+    """1 2 and some other token are always followed by 9, and no whole context says so."""
+    memory = grown([[1, 2, gap, 9, 4] for gap in range(20, 40)])
+    evidence = (SuffixTree(), memory, None), (None, None, None), array([1, 2, 50]), TextState()
+    draft = Mixture.trained().mixer().draft(*evidence, 4, vocab_size=VOCABULARY)
+    assert draft[0].tolist() == [9, 4]
+    assert draft[1].tolist() == [-1, 0]
+
+
+def test_what_was_removed_is_named_no_more():
+    memory = grown([[1, 2, gap, 9, 4] for gap in range(20, 40)])
+    memory.extend(memory.add_sequence(), array([1, 2, 60, 8]))
+    for sequence in range(20):
+        memory.remove(sequence)
+    evidence = (SuffixTree(), memory, None), (None, None, None), array([1, 2, 50]), TextState()
+    assert Mixture.trained().mixer().draft(*evidence, 4, vocab_size=VOCABULARY)[0].tolist() == [8]
+
+
+def test_pairs_before_a_gap_take_bounded_memory():
+    tree = SuffixTree(max_depth=1)
+    rng = np.random.default_rng(0)
+    tree.extend(tree.add_sequence(), rng.integers(0, 1000, 100_000).astype(np.int32))
+    tree.check_invariants()
+    assert tree.gap_bytes == 16384 * 32
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(few, min_size=2, max_size=6), st.integers(0, 5))
+def test_removal_takes_back_what_was_counted(texts, removed):
+    removed %= len(texts)
+    tree = grown(texts)
+    tree.remove(removed)
+    tree.check_invariants()
+    rest = grown([text for number, text in enumerate(texts) if number != removed])
+    pairs = {(text[i], text[i + 1]) for text in texts for i in range(len(text) - 3)}
+    for pair in pairs:
+        assert sorted(tree.after_gap(*pair)) == sorted(rest.after_gap(*pair))
