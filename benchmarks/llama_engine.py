@@ -4,7 +4,7 @@
 
 Greedy, the first prompt of every kind, all in one process in alternating order: plain decoding of
 both; the prompt lookup of llama.cpp's Python bindings and of transformers, both with n-grams of two
-and ten tokens; our assistants. Needs `llama_cpp` (llama-cpp-python) and the demo model as GGUF in
+and ten tokens; `SamAssistant`. Needs `llama_cpp` (llama-cpp-python) and the demo model as GGUF in
 the same precision.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,12 @@ class LlamaCpp:
 
 def measure(
     engine: LlamaCpp, model: Any, tokenizer: Any, arguments: argparse.Namespace
-) -> list[Comparison]:
+) -> Iterator[Comparison]:
     """Every prompt through every method of both."""
     settings = model.generation_config
     ends = set(np.atleast_1d(settings.eos_token_id).tolist())
     options = {"do_sample": False, "max_new_tokens": arguments.tokens}
-    ours = methods()
+    ours = [method for method in methods() if method.name != "SuffixAssistant"]
 
     def calls_on(text: str) -> dict[str, Any]:
         inputs = dict(tokenizer(text, return_tensors="pt"))
@@ -126,10 +127,8 @@ def measure(
     prompts = first_of_each(read_prompts(), 1)
     for call in calls_on(prompts[0].text).values():
         call()
-    return [
-        Comparison(prompt, *alternate(calls_on(prompt.text), arguments.repeats, print))
-        for prompt in prompts
-    ]
+    for prompt in prompts:
+        yield Comparison(prompt, *alternate(calls_on(prompt.text), arguments.repeats, print))
 
 
 def main() -> None:
@@ -144,11 +143,13 @@ def main() -> None:
     model, tokenizer = load_demo_model(getattr(torch, arguments.dtype))
     engine = LlamaCpp(arguments.gguf, arguments.dtype, torch.get_num_threads())
     names = ("dtype", "tokens", "repeats")
-    report = Report("llama", {name: getattr(arguments, name) for name in names})
-    summarise(
-        report.table("Beside llama.cpp", COLUMNS), measure(engine, model, tokenizer, arguments)
-    )
-    print(f"{report}\n\nwritten to {report.save(arguments.output)}")
+    done: list[Comparison] = []
+    # Written after every prompt, so that a run which is cut off leaves those before.
+    for comparison in measure(engine, model, tokenizer, arguments):
+        done.append(comparison)
+        report = Report("llama", {name: getattr(arguments, name) for name in names})
+        summarise(report.table("Beside llama.cpp", COLUMNS), done)
+        print(f"{report}\n\nwritten to {report.save(arguments.output)}")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ slower" means a ratio of one.
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,6 +25,17 @@ PROMPT = 32  # tokens
 WARM_UP = 10  # short calls, in which it turns out whether drafts make them faster
 SHAPES = {"64 x 2": (64, 2), "256 x 4": (256, 4), "640 x 18": (640, 18)}  # hidden size x layers
 CHEAP = ("64 x 2", "256 x 4")
+HOST_ROWS = (1, 8, 32)
+HOST_NODES = 4  # verified of each row
+HOST_WARM_UP = 3  # calls
+HOST_TEMPERATURE = 0.7
+HOST_COLUMNS = {
+    "rows": "rows",
+    "method": "drafted from",
+    "inside": "in the model, us",
+    "outside": "outside it, us",
+    "beyond": "beyond plain's, us per row",
+}
 COLUMNS = {
     "shape": "width x layers",
     "vocab": "vocabulary",
@@ -107,16 +120,80 @@ def compare(
     }
 
 
+class InModel:
+    """Processor time that the calling thread spends in a model's forwards.
+
+    Attributes:
+        seconds, forwards: since it was made.
+    """
+
+    def __init__(self, model: Any):
+        self.seconds, self.forwards, self._began = 0.0, 0, 0.0
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end),
+        ]
+
+    def _begin(self, *_: Any) -> None:
+        self._began = time.thread_time()
+
+    def _end(self, *_: Any) -> None:
+        self.seconds += time.thread_time() - self._began
+        self.forwards += 1
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def host_time(call: Callable[[], None], model: Any) -> tuple[float, float]:
+    """Microseconds per step of one call of `generate`: in the model, and outside."""
+    inside, began = InModel(model), time.thread_time()
+    call()
+    outside = time.thread_time() - began - inside.seconds
+    inside.close()
+    return 1e6 * inside.seconds / inside.forwards, 1e6 * outside / inside.forwards
+
+
+def host_times(tokens: int, repeats: int, progress: Callable[[str], None]) -> Report:
+    """What a step costs outside the model, where every row verifies some nodes in every step."""
+    report = Report("host", {"tokens": tokens, "repeats": repeats, "nodes": HOST_NODES})
+    table = report.table("Processor time of a step", HOST_COLUMNS)
+    model = random_model(CHEAP[0], 100)
+    for rows in HOST_ROWS:
+        seeds = iter(range(10**6))
+        methods: dict[str, Any] = {
+            "plain": None,
+            "suffix trees": SamAssistant(budget=HOST_NODES, fallback=None),
+            "and Token Recycling": SamAssistant(budget=HOST_NODES),
+        }
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
+        for repeat in range(HOST_WARM_UP + repeats):
+            for name, assistant in methods.items():
+                progress(f"{rows} rows: {name}, {repeat + 1}")
+                call = partial(generate, model, rows, HOST_TEMPERATURE, tokens, seeds, assistant)
+                found[name].append(host_time(call, model))
+        plain = median(outside for _, outside in found["plain"][HOST_WARM_UP:])
+        for name, times in found.items():
+            inside, outside = map(median, zip(*times[HOST_WARM_UP:], strict=True))
+            beyond = None if name == "plain" else (outside - plain) / rows
+            table.add(rows=rows, method=name, inside=inside, outside=outside, beyond=beyond)
+    return report
+
+
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--overhead-shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--overhead-tokens", type=int, default=64, help="to generate per call")
     parser.add_argument("--overhead-repeats", type=int, default=18)
+    parser.add_argument("--overhead-host", action="store_true", help="host time alone, by rows")
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     tokens, repeats = arguments.overhead_tokens, arguments.overhead_repeats
     if arguments.quick:
         tokens, repeats = 8, 1
+    if arguments.overhead_host:
+        return host_times(tokens, repeats, progress)
     report = Report("overhead", {"tokens": tokens, "repeats": repeats})
     table = report.table("Where drafting cannot pay", COLUMNS)
     models: dict[tuple[str, int], Any] = {}

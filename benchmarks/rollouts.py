@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from hf_retrieval_assist import Assistant, RolloutAssistant, SamAssistant, simulate
 from hf_retrieval_assist.demo_model import load_demo_model
 
-from .__main__ import progress_line
+from .__main__ import Progress
 from .baselines import PromptLookupDrafter
 from .report import Report
 
@@ -363,7 +363,8 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=4, help="prompts that are timed")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/out"), help="for JSON")
     arguments = parser.parse_args()
-    progress = progress_line(time.perf_counter())
+    progress = Progress(["rollouts"])
+    progress.next()
     policy = Policy(seed=0)
     folder = arguments.output / "rollouts"
     if (folder / "samples.npz").exists():

@@ -5,7 +5,7 @@
 cdef object _bool = torch.bool
 
 # Tuned for few queries; above, keys and values are worth reading more than once.
-MAX_QUERIES = 64
+MAX_QUERIES = ROUTED_ROWS
 
 
 cdef object _describe(object tensor, int64_t *strides, const char **data):

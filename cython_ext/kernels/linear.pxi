@@ -1,7 +1,7 @@
 # Linear layers of a few input rows. PyTorch's `linear` is made for one row or for hundreds; between
 # them its time grows with the rows although the memory traffic, which bounds it, does not.
 
-MAX_ROWS = PASS_ROWS
+MAX_ROWS = ROUTED_ROWS
 
 
 cdef object _output_shape(object x, int64_t outputs):
@@ -130,7 +130,7 @@ cdef bint _can_route(object x, object weight, object bias):
     outputs, depth = weight.shape
     if outputs * depth < _least_routed:
         return False
-    if depth == 0 or x.size(-1) != depth or not 0 < x.numel() <= PASS_ROWS * depth:
+    if depth == 0 or x.size(-1) != depth or not 0 < x.numel() <= ROUTED_ROWS * depth:
         return False
     if bias is not None and (not _is_plain(bias, dtype) or bias.shape != (outputs,)):
         return False

@@ -14,6 +14,9 @@
 #define CHUNK_ROWS 64
 #define PASS_ROWS 64
 
+/* Rows of a forward over a root and 64 draft tokens, the most that a scope computes here. */
+#define ROUTED_ROWS 65
+
 /* Waking one more thread costs as much as reading about so many bytes of weights. */
 #define THREAD_BYTES 65536
 

@@ -24,7 +24,7 @@ cdef extern from "paths.h" nogil:
         MASK_BOOL
         MASK_ADDED
         WIDTH_MULTIPLE
-        PASS_ROWS
+        ROUTED_ROWS
         MAX_PATHS
 
     ctypedef struct linear_problem:

@@ -1,6 +1,6 @@
 """Linear layers of few rows on a CPU, computed by whichever method is fastest on this machine.
 
-Products of 1 to 64 rows are computed by one of
+Products of 1 to 65 rows, a token and 64 drafts, are computed by one of
 
 * `kernel`: :func:`skinny_linear`, which reads the weights once for all rows,
 * `transposed`: `(W @ x.T).T`, for which BLAS libraries often have the better code,
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,12 @@ __all__ = ["MAX_ROWS", "METHODS", "LinearTuning", "linear", "plain_linear"]
 
 plain_linear = torch._C._nn.linear
 
-# Numbers of rows that a choice is made for, and what is timed for each: enough of the weight to
-# leave the second-level cache, as it does between two forwards, and not more.
+# Numbers of rows that a choice is made for, and what is timed for each: so much of the weight, or
+# so many copies of a smaller one in turn, that each has left the second-level caches when it is
+# read again, as it has between two forwards.
 TUNING_ROWS = (1, 4, 16)
-TUNING_BYTES = 4 << 20
+TUNING_BYTES = 32 << 20
+MAX_COPIES = 64
 
 # Smaller weights stay in the second-level cache between two forwards. PyTorch then takes some
 # microseconds, and the choice alone half as much again.
@@ -66,13 +69,26 @@ def _serial_kernel(
     return skinny_linear(x, weight, bias, threads=1)
 
 
+def _copies(weight: torch.Tensor) -> torch.Tensor:
+    """[copies, rows, in_features]: TUNING_BYTES of the weight, repeated where it has less."""
+    row_bytes = weight.shape[1] * weight.element_size()
+    part = weight.detach()[: max(1, TUNING_BYTES // row_bytes)]
+    count = TUNING_BYTES // (part.shape[0] * row_bytes)
+    return part.repeat(min(max(1, count), MAX_COPIES), 1, 1)
+
+
+def _on_next(
+    method: LinearMethod, x: torch.Tensor, weights: Iterator[torch.Tensor]
+) -> torch.Tensor:
+    return method(x, next(weights), None)
+
+
 def _cases(weight: torch.Tensor) -> Iterator[Candidates]:
-    rows = max(1, TUNING_BYTES // (weight.shape[1] * weight.element_size()))
-    part = weight.detach()[:rows]
+    weights = cycle(_copies(weight))
     for n in TUNING_ROWS:
         x = torch.ones(n, weight.shape[1], dtype=weight.dtype)
         candidates = METHODS | {"serial": _serial_kernel}
-        yield {name: partial(method, x, part, None) for name, method in candidates.items()}
+        yield {name: partial(_on_next, method, x, weights) for name, method in candidates.items()}
 
 
 def fastest_method(weight: torch.Tensor) -> str | None:

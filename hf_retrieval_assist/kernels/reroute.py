@@ -68,7 +68,7 @@ def _is_observed() -> bool:
 
 
 class reroute:  # noqa: N801, a context manager reads as a verb
-    """Scope in which this thread's linears of 1 to 64 rows, and attention of as many queries, run
+    """Scope in which this thread's linears of 1 to 65 rows, and attention of as many queries, run
     by the fastest method.
 
     An assistant's forwards run in such a scope already. Plain decoding inside of one rounds as they

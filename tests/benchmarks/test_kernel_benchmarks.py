@@ -98,3 +98,13 @@ def test_overhead_compares_both_ways():
     for row in table.rows:
         assert row["ratio"] > 0
         assert row["plain"] > 0
+
+
+def test_host_time_is_what_a_step_takes_outside_the_model():
+    (table,) = overhead.run(parse(["--quick", "--overhead-host"]), silent).tables
+    assert [row["rows"] for row in table.rows] == [n for n in overhead.HOST_ROWS for _ in range(3)]
+    plain = {row["rows"]: row["outside"] for row in table.rows if row["method"] == "plain"}
+    for row in table.rows:
+        assert row["inside"] > 0
+        if row["beyond"] is not None:
+            assert row["outside"] == pytest.approx(plain[row["rows"]] + row["rows"] * row["beyond"])

@@ -231,8 +231,9 @@ def seconds_as(monkeypatch, serial=9, **seconds):
     """Let each method take so many seconds for 1, 4 and 16 rows."""
 
     def measured(call):
-        names = [name for name in METHODS if METHODS[name] is call.func]
-        return seconds[names[0]][(1, 4, 16).index(len(call.args[0]))] if names else serial
+        method, x, _ = call.args
+        names = [name for name in METHODS if METHODS[name] is method]
+        return seconds[names[0]][(1, 4, 16).index(len(x))] if names else serial
 
     monkeypatch.setattr(tuning_module, "_seconds", measured)
 
@@ -242,6 +243,23 @@ def test_the_fastest_method_over_all_row_counts_is_chosen(monkeypatch):
     assert module.fastest_method(W) == "pytorch"
     seconds_as(monkeypatch, kernel=(1, 1, 3), transposed=(9, 9, 1), pytorch=(2, 2, 1))
     assert module.fastest_method(W) == "kernel"
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (5000, 700), (20000, 700)])
+def test_weights_have_left_the_caches_when_they_are_read_again(monkeypatch, shape):
+    read: list[int] = []
+
+    def recorded(call):
+        _, _, weights = call.args
+        weight = next(weights)
+        assert weight.shape[1] == shape[1]
+        read.append(weight.data_ptr())
+        return 1.0
+
+    monkeypatch.setattr(tuning_module, "_seconds", recorded)
+    module.fastest_method(torch.ones(shape))
+    distinct, nbytes = len(set(read)), 4 * shape[0] * shape[1]
+    assert distinct == min(len(read), module.MAX_COPIES, max(1, module.TUNING_BYTES // nbytes))
 
 
 def test_nothing_is_remembered_of_a_busy_machine(tuning, monkeypatch):

@@ -50,6 +50,17 @@ def test_eager_attention_is_left_alone(kernels):
     assert not kernels
 
 
+@pytest.mark.parametrize("rows", [1, 64, 65])
+def test_rows_of_one_step_round_alike(rows, kernels):
+    """Up to a root and the 64 draft tokens of the largest default budget."""
+    model = build(Gemma3ForCausalLM, head_dim=16, max_position_embeddings=128).to(torch.bfloat16)
+    ids = torch.arange(65)[None] % 60
+    with torch.no_grad(), reroute():
+        whole = model(ids).logits[:, :rows]
+        parts = model(ids[:, :rows]).logits
+    assert torch.equal(whole, parts)
+
+
 @pytest.mark.parametrize("length", [14, 70])
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
