@@ -305,6 +305,9 @@ def test_a_copy_is_joined_again_after_a_change(changed):
     here = FILE.index(changed[-1])
     assert draft[0][0] == FILE[here + 1]
     assert len(TokenTree(*draft).follow(FILE[here + 1 :])) > 3
+    trees, sequences, context, _ = evidence
+    fresh = mixer.draft(trees, sequences, context, TextState(), 12, vocab_size=VOCABULARY)
+    assert draft[2][0] > dict(zip(*_root(fresh), strict=True)).get(FILE[here + 1], 0) + 0.02
 
 
 def test_an_unknown_token_may_have_been_put_in():
