@@ -152,7 +152,7 @@ class Assistant:
     ) -> Any:
         """Decode; what `generate(custom_generate=assistant)` calls."""
         # Here, because engines that have a loop of their own draft with assistants too.
-        from .decoding.loop import decode
+        from .decoding.decode import decode
 
         return decode(
             model,

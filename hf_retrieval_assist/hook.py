@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from .assistants import Assistant
 from .attachment import attached_to
 from .decoding.call import refused_mode
-from .decoding.loop import decode
+from .decoding.decode import decode
 from .target.host import mark_callers, shards_need_company
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,6 @@
 """The decoding loop: propose, plan, verify in one forward, walk, keep, learn.
 
-:meth:`Generation.step` is the loop's body; `decode` is what transformers calls in place of its own
-sampling loop (`custom_generate`).
+:meth:`Generation.step` is the loop's body.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..drafters.feedback import RowFeedback
 from ..kernels.reroute import reroute
 from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, size_bucket
 from ..planning.cost_views import PackedCost, stepped
-from ..planning.paces import Paces
 from ..stats import CallStats
 from ..target import host
 from ..target.feature_taps import FeatureTaps
@@ -29,13 +26,12 @@ from ..target.fingerprint import fingerprint
 from ..target.fixed_verifier import ForwardOptions, stays_in_place
 from ..target.kv_cache import SlotCache
 from ..target.ranks import Ranks
-from ..target.tiers import Service, Tier, cache_for
+from ..target.tiers import Service, cache_for
 from ..target.verified import Verified
 from ..target.verifiers import Verifier
 from ..token_tree import TokenTree
-from .call import Call, refused_mode
+from .call import Call
 from .in_step import StepWalk, drafts_in_step
-from .plainly import decode_at_rest, decode_plainly
 from .recorder import OutputRecorder
 from .row_text import RowText
 from .selection import TokenSelector
@@ -58,86 +54,6 @@ _PER_TOKEN = (
 
 # Steps without drafts are all alike: one in so many is timed.
 _TIMING_PERIOD = 8
-
-
-def decode(
-    model: Any,
-    assistant: Assistant,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    **model_kwargs: Any,
-) -> Any:
-    """Generate as transformers' sampling loop does, in fewer forwards.
-
-    Args:
-        model: a transformers model with a language modelling head.
-        assistant: where drafts come from.
-        input_ids: int64 [batch, length], left-padded.
-        logits_processor, stopping_criteria, generation_config: as `generate` prepared them.
-        synced_gpus: go on with empty forwards until the other processes have finished.
-        streamer: receives every token, batch size 1 only.
-        model_kwargs: further inputs of the forward, as `generate` prepared them.
-
-    Returns:
-        What `generate` returns: int64 [batch, length], or an output object.
-    """
-    call = Call(
-        model,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        model_kwargs,
-        bool(synced_gpus),
-        streamer,
-    )
-    if (refusal := refused_mode(generation_config)) is not None:
-        raise ValueError(refusal)
-    service = call.service()
-    counts = CallStats(tier=service.tier.value, calls=1)
-    record = assistant.observe(call.prompts, counts)
-    started = time.perf_counter()
-    if service.tier is Tier.PLAIN:
-        result = decode_plainly(call, counts, record)
-    elif record is not None or (paces := _paces(call, assistant, service)) is None:
-        result = Generation(call, assistant, service, counts, record).run()
-    else:
-        result = _decode_the_faster_way(call, assistant, service, counts, paces)
-    counts.seconds["total"] = time.perf_counter() - started
-    assistant.count(counts)
-    assistant.costs.save_at_times(fingerprint(model))
-    return result
-
-
-def _paces(call: Call, assistant: Assistant, service: Service) -> Paces | None:
-    """What tells whether to draft for the call; None: it is drafted for.
-
-    All ranks would have to decide alike, and compiled callers to wait for another graph.
-    """
-    if Ranks.of(call.model).several or call.synced_gpus or call.compiled(service) is not None:
-        return None
-    return assistant.paces(cost_key(call.model, call.input_ids))
-
-
-def _decode_the_faster_way(
-    call: Call, assistant: Assistant, service: Service, counts: CallStats, paces: Paces
-) -> Any:
-    """With drafts, or plainly while those make calls slower; timed from the first token on."""
-    if paces.rests():
-        counts.tier = "at rest"
-        result = decode_at_rest(call, assistant, counts)
-        paces.observe_plain(counts.seconds["forward"], counts.steps - 1)
-        return result
-    started = time.perf_counter()
-    generation = Generation(call, assistant, service, counts, None)
-    result = generation.run()
-    seconds = time.perf_counter() - started - counts.seconds["prefill"]
-    paces.observe_drafted(seconds, generation.tokens - 1, generation.plain_step)
-    return result
 
 
 @dataclass
