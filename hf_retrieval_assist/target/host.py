@@ -189,10 +189,15 @@ def parts_group(model: Any) -> Any:
     return None if part is None else part.get_group()
 
 
+def is_pipeline(model: Any) -> bool:
+    """Whether the model's layers are spread over processes."""
+    return _several(model, "pp") is not None
+
+
 def why_plain_in_pipeline(model: Any) -> str | None:
     """Why a model whose layers are spread over processes is decoded plainly by all of them; None:
     it need not be."""
-    if _several(model, "pp") is None or Version(__version__) >= PIPELINES_SINCE:
+    if not is_pipeline(model) or Version(__version__) >= PIPELINES_SINCE:
         return None
     # There one process can find its part of a tree's forward wrong while others wait for it.
     return f"pipeline parallelism needs transformers {PIPELINES_SINCE}, got {__version__}"

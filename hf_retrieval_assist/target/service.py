@@ -19,6 +19,7 @@ from .host import (
     attention_of,
     input_device,
     is_compiled,
+    is_pipeline,
     is_stateful,
     keeps_no_activations,
     takes_dynamic_cache,
@@ -139,15 +140,16 @@ def _splits(model: Any) -> bool:
 
 def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the rows of a batch may be fed behind one another: where no memory stays in place,
-    no graph was compiled that every step would change, and nothing comes with the rows whose
-    meaning is not known."""
+    no graph was compiled that every step would change, nothing comes with the rows whose meaning is
+    not known, and the layers are not spread over processes, which might disagree about it."""
     foreign = any(
         isinstance(value, torch.Tensor)
         for name, value in model_kwargs.items()
         if name not in _OF_TOKENS
     )
     known = is_exchangeable(attention_of(model.config)) and not is_compiled(model)
-    return known and not foreign and not stays_in_place(input_device(model))
+    alone = not stays_in_place(input_device(model)) and not is_pipeline(model)
+    return known and not foreign and alone
 
 
 def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:

@@ -230,11 +230,11 @@ def test_only_the_first_process_of_a_group_drafts_and_learns():
 
 
 def test_the_drafts_of_all_requests_share_what_a_step_affords():
-    """At a price of 0.4 of a plain step for each token, only what is rather sure is verified."""
+    """At a price of 0.2 of a plain step for each token, only what is rather sure is verified."""
     rng = np.random.default_rng(5)
     (output,) = texts(rng, 1)
     proposer = make_proposer(longest_draft=8, budget="auto")
-    proposer.cost = CostModel.fixed(lambda n: 1.0 + 0.4 * (n - 1))
+    proposer.cost = CostModel.fixed(lambda n: 1.0 + 0.2 * (n - 1))
     runner = Runner(proposer)
     memory = proposer.assistant.drafters[0].memory
     for i in range(8):
