@@ -57,8 +57,11 @@ def choose_service(model: Any, model_kwargs: dict[str, Any], batch_size: int = 1
     """
     if model.training and (why := _why_plain_in_training(model)) is not None:
         return Service(Tier.PLAIN, why)
+    padded, piped = has_padding(model_kwargs), is_pipeline(model)
+    if padded and piped:
+        return Service(Tier.PLAIN, "later stages of a pipeline see no padding")
     packs = batch_size > 1 and _packs(model, model_kwargs)
-    several = batch_size > 1 or has_padding(model_kwargs)
+    several = padded or (batch_size > 1 and not piped)
     key = (attention_of(model.config), model.dtype, several, packs)
     with _lock:
         known = _services.setdefault(model, {})
@@ -141,7 +144,7 @@ def _splits(model: Any) -> bool:
 def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the rows of a batch may be fed behind one another: where no memory stays in place,
     no graph was compiled that every step would change, nothing comes with the rows whose meaning is
-    not known, and the layers are not spread over processes, which might disagree about it."""
+    not known, and every layer is here."""
     foreign = any(
         isinstance(value, torch.Tensor)
         for name, value in model_kwargs.items()

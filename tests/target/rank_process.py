@@ -81,6 +81,18 @@ def undrafted(model: Any, rank: int) -> None:
     assert assistant.stats.total.drafted == 0
 
 
+def padded(model: Any, rank: int) -> None:
+    """Rows of unequal length, which later stages of a pipeline do not know of."""
+    ids = prompts(2, model.config.vocab_size)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    outputs = [
+        model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
+        for options in ({}, {"assistant": SamAssistant(budget=8)})
+    ]
+    assert torch.equal(*outputs)
+
+
 class Raises(LogitsProcessor):
     """Raises on one rank, at the n-th token."""
 
@@ -221,14 +233,16 @@ def distributed(check: Check, **sizes: int) -> Case:
 
 
 CASES: dict[str, tuple[Case, ...]] = {
-    "tensor_parallel": tuple(loaded(c, tp_plan="auto") for c in (lossless, fails, refuses)),
+    "tensor_parallel": tuple(loaded(c, tp_plan="auto") for c in (lossless, padded, fails, refuses)),
     "own_batches": tuple(map(loaded, (data_parallel, fsdp2, fsdp1))),
     "offloaded": (offloaded,),
     "distributed_config": (
         distributed(lossless, tp_size=2),
         distributed(configured, fsdp_size=2),
     ),
-    "pipeline_parallel": tuple(distributed(c, pp_size=2) for c in (lossless, fails, refuses)),
+    "pipeline_parallel": tuple(
+        distributed(c, pp_size=2) for c in (lossless, padded, fails, refuses)
+    ),
     "plain_pipeline": (distributed(undrafted, pp_size=2),),
     "deepspeed": (zero3,),
 }
