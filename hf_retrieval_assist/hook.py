@@ -20,7 +20,7 @@ from .assistants import Assistant
 from .attachment import attached_to
 from .decoding.call import refused_mode
 from .decoding.decode import decode
-from .target.host import mark_callers, shards_need_company
+from .target.host import shards_need_company
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,6 @@ def _wrap(original: Any) -> Any:
         if assistant is None and attached is None:
             if isinstance(kwargs.get("custom_generate"), Assistant):
                 _check_cache(self, kwargs)
-                mark_callers(kwargs)
             return original(self, *args, **kwargs)
         kwargs.update(zip(names, args, strict=False))
         if attached is None:
@@ -89,7 +88,6 @@ def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any])
     if (why := _left_to_transformers(model, kwargs)) is not None:
         logger.warning("%s: decoding without the assistant", why)
         return original(model, **kwargs)
-    mark_callers(kwargs)
     tokenizer = kwargs.pop("tokenizer", None)
     _heal_tokens(model, tokenizer, kwargs)
     _stop_at_strings(tokenizer, kwargs)

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import PreTrainedConfig
 
 VOCAB = 67
 LAYERS = 3
 WINDOW = 6
-
-# Until then transformers itself does not go on rightly from some states, which are decoded plainly,
-# none of them says that it can be cropped, and images with positions of their own get no trees.
-since_5_17 = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.17"),
-    reason="served at a lower tier before transformers 5.17",
-)
 
 # Sizes under the names that configurations use for them.
 _SMALL: dict[str, Any] = {

@@ -123,9 +123,14 @@ class Call:
             return "its forwards are compiled, and take no masks or return states"
         return None
 
+    @cached_property
+    def compiled_in_place(self) -> bool:
+        """Whether the caller has compiled the model; found once, since it asks every module."""
+        return host.is_compiled(self.model)
+
     def compiled(self, service: Service) -> Callable[..., Any] | None:
         """What is called in the model's place after the prefill, compiled; None: the model."""
-        if host.is_compiled(self.model):
+        if self.compiled_in_place:
             return self.model.__call__
         if service.split and host.why_no_mask(self.model.config) is not None:
             # Attention in parts serves such models, and is recorded instead of compiled.

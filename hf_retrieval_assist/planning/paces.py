@@ -22,7 +22,7 @@ class Paces:
     drafts bring nothing, transformers' loop may be faster. Where calls get on no faster than
     plain steps should, one call is decoded plainly and timed. If that was faster, more of them
     follow, 1, 4, 16, … until another with drafts, which tells whether they bring something by now.
-    So drafting loses its excess once in so many calls, and wins on the mean of all calls or rests.
+    So drafts that bring nothing cost their excess in one call of so many.
     """
 
     def __init__(self) -> None:

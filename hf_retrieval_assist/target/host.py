@@ -13,26 +13,11 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import nn
-from transformers import GenerationConfig, __version__, cache_utils
+from transformers import GenerationConfig, __version__
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 PIPELINES_SINCE = Version("5.23")
-
-
-def cache_layer(name: str) -> Any:
-    """A class of cache layers; where the version has none, one that no layer of a cache is of."""
-    return getattr(cache_utils, name, None) or type(name, (cache_utils.DynamicLayer,), {})
-
-
-def number_of_states(layer: Any) -> tuple[int, ...]:
-    """What a layer with recurrent states is made with: their number, where there can be several."""
-    return (layer.number_of_states,) if hasattr(layer, "number_of_states") else ()
-
-
-def is_croppable(layer: Any) -> bool:
-    """Whether a layer with a state can forget its last tokens; before 5.17 none says so."""
-    return bool(getattr(layer, "is_croppable", False))
 
 
 def prefill(
@@ -62,13 +47,6 @@ def has_unfinished(model: Any, finished: bool, synced_gpus: bool, device: torch.
 def pad_token(config: GenerationConfig) -> torch.Tensor | None:
     """The id that fills rows which have ended, as a tensor; None where there is none."""
     return config._pad_token_tensor
-
-
-def mark_callers(arguments: dict[str, Any]) -> None:
-    """Note whose the cache among `generate`'s arguments is, as it does by itself since 5.17."""
-    for name in ("past_key_values", "cache_params"):
-        if arguments.get(name) is not None:
-            arguments[name]._is_user_defined = True
 
 
 def is_callers(cache: Any) -> bool:

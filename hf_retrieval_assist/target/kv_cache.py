@@ -15,33 +15,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, PreTrainedConfig, StaticCache
+from transformers import DynamicCache, PreTrainedConfig, StaticCache, cache_utils
 from transformers.cache_utils import (
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
-from .host import cache_layer, number_of_states
-
-# Not every supported version has it.
-DynamicIndexedLayer = cache_layer("DynamicIndexedLayer")
-
 # A buffer grows by half its size, so that copying it costs O(1) per token, never in small steps.
 _MIN_GROWTH = 256
 
-# Layers that share another one's entries.
-_SHARING = cache_layer("DummyLayer")
+# Layers that share another one's entries have a class of their own in later versions only.
+_SHARING = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
-SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, _SHARING)
+SLOT_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_SHARING)
 """Layers whose content is one entry per token, so that any path of a tree can be kept."""
 
 HYBRID_LAYERS = (
     LinearAttentionAndFullAttentionLayer,
-    cache_layer("LinearAttentionAndSlidingWindowAttentionLayer"),
+    LinearAttentionAndSlidingWindowAttentionLayer,
 )
 """Layers with one entry per token and a convolution or another recurrent state besides."""
 
@@ -196,7 +193,7 @@ class SlotLayer(DynamicLayer):
         self._view(length)
 
 
-class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):  # type: ignore[misc, valid-type]
+class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
     """A slot layer of a sparse-attention model, whose indexer keys follow the same slots."""
 
     def __init__(self, slots: RowSlots, window: int | None = None, capacity: int = 0):
@@ -232,9 +229,9 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):  # type: ignore[misc, va
 class HybridSlotLayer(SlotLayer, LinearAttentionAndFullAttentionLayer):
     """A slot layer of a block that also has a convolution or another recurrent state."""
 
-    def __init__(self, slots: RowSlots, window: int | None, capacity: int, *states: int):
+    def __init__(self, slots: RowSlots, window: int | None, capacity: int, number_of_states: int):
         super().__init__(slots, window, capacity)
-        LinearAttentionLayer.__init__(self, *states)
+        LinearAttentionLayer.__init__(self, number_of_states)
 
 
 class SlotCache(DynamicCache):
@@ -403,7 +400,7 @@ def _slot_layer(layer: Any, slots: RowSlots, capacity: int) -> Any:
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         return SlotLayer(slots, window, capacity)
     if type(layer) in HYBRID_LAYERS:
-        return HybridSlotLayer(slots, window, capacity, *number_of_states(layer))
+        return HybridSlotLayer(slots, window, capacity, layer.number_of_states)
     return layer
 
 
@@ -434,7 +431,7 @@ def has_static_slots(cache: StaticCache, config: PreTrainedConfig) -> bool:
 
     Where only windows are kept, and shorter ones than the model's, tokens would be forgotten early.
     """
-    known = (StaticLayer, StaticSlidingWindowLayer, _SHARING)
+    known = (StaticLayer, StaticSlidingWindowLayer, *_SHARING)
     if cache.offloading or any(type(layer) not in known for layer in cache.layers):
         return False
     windows = (getattr(layer, "window", None) or 0 for layer in SlotCache(config).layers)

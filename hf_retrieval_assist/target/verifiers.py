@@ -26,7 +26,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ..decoding.row_text import RowText
 from ..token_tree import TokenTree
-from .host import input_device, is_croppable
+from .host import input_device
 from .kv_cache import HybridSlotLayer, SlotCache, SlotLayer
 from .tree_attention import TreeAttention, lay_out
 from .verified import Verified
@@ -307,7 +307,7 @@ class ConvolutionVerifier(ChainVerifier):
         super().__init__(*args)
         self._excess = 0
         for layer in self.cache.state_layers:
-            if not is_croppable(layer):
+            if not layer.is_croppable:
                 raise ValueError("its recurrent state cannot be cropped")
             layer.activate_past_recording()
 

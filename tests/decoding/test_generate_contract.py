@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     BambaForCausalLM,
     BloomForCausalLM,
     DynamicCache,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
+    InklingForCausalLM,
+    Lfm2ForCausalLM,
     LlamaForCausalLM,
     MarianMTModel,
     StoppingCriteria,
@@ -24,7 +26,7 @@ from transformers.masking_utils import flash_attention_mask
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.target.service import Tier, _candidates, choose_service
 from tests.oracle_drafter import both, oracle_assistant, sequences_of
-from tests.tiny_models import since_5_17, tiny_config, tiny_model
+from tests.tiny_models import tiny_config, tiny_model
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
@@ -87,19 +89,18 @@ def test_next_turn_continues_from_the_cache(model, next_is_assisted):
     assert_next_turn_continues(model, next_is_assisted, "tree")
 
 
-@since_5_17
 @pytest.mark.parametrize("next_is_assisted", [False, True])
 @pytest.mark.parametrize(
-    ("name", "tier"),
+    ("model_class", "tier"),
     [
-        ("Lfm2ForCausalLM", "chain"),
-        ("InklingForCausalLM", "chain"),
-        ("BambaForCausalLM", "replay"),
-        ("FalconH1ForCausalLM", "replay"),
+        (Lfm2ForCausalLM, "chain"),
+        (InklingForCausalLM, "chain"),
+        (BambaForCausalLM, "replay"),
+        (FalconH1ForCausalLM, "replay"),
     ],
 )
-def test_next_turn_of_a_model_with_states(name, tier, next_is_assisted):
-    assert_next_turn_continues(build(getattr(transformers, name)), next_is_assisted, tier)
+def test_next_turn_of_a_model_with_states(model_class, tier, next_is_assisted):
+    assert_next_turn_continues(build(model_class), next_is_assisted, tier)
 
 
 @pytest.mark.parametrize("with_config", [False, True])
@@ -165,10 +166,7 @@ def test_synced_processes(model):
     equal(model, synced_gpus=True)
 
 
-@pytest.mark.parametrize(
-    "model_class",
-    [LlamaForCausalLM, BloomForCausalLM, pytest.param(BambaForCausalLM, marks=since_5_17)],
-)
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, BloomForCausalLM, BambaForCausalLM])
 def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch):
     model = build(model_class)
     answers, forwards = [True, True, False], []

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from tests.oracle_drafter import both, oracle_assistant, sequences_of
-from tests.tiny_models import since_5_17, tiny_config, tiny_model
+from tests.tiny_models import tiny_config, tiny_model
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
@@ -183,7 +183,6 @@ def gemma3_inputs():
     }
 
 
-@since_5_17
 def test_gemma3_with_an_image():
     model = build(
         Gemma3ForConditionalGeneration,

@@ -55,18 +55,6 @@ def served(lines):
     return {name: (cell[2].strip(), cell[3].strip()) for name, cell in cells.items()}
 
 
-def build_if_plain_runs(name):
-    """A tiny model; skipped where an older transformers fails on the class without an assistant."""
-    if TABLED:
-        return build(name)
-    try:
-        model = build(name)
-        model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=NEW_TOKENS)
-    except Exception as error:
-        pytest.skip(f"transformers {transformers.__version__} fails without an assistant: {error}")
-    return model
-
-
 def relative_error(expected, actual):
     finite = expected.isfinite()
     assert torch.equal(finite, actual.isfinite())
@@ -75,7 +63,7 @@ def relative_error(expected, actual):
 
 @pytest.mark.parametrize("name", architectures())
 def test_class_generates_as_without_assistant(name, lines, served):
-    model = build_if_plain_runs(name)
+    model = build(name)
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     length = {"max_new_tokens": NEW_TOKENS}
 

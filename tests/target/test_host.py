@@ -5,9 +5,6 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import torch
-from transformers import DynamicCache, cache_utils
-
 import hf_retrieval_assist
 from hf_retrieval_assist.target import host
 
@@ -67,34 +64,3 @@ def test_attributes_that_begin_with_an_underscore_are_our_own():
         *(f"_scaled_dot_product_{kind}_attention{place}" for kind, place in ATEN),
     }
     assert {name for _, name in read} == torch_only, read
-
-
-def test_layers_that_a_version_lacks_are_of_no_cache():
-    assert host.cache_layer("DynamicLayer") is cache_utils.DynamicLayer
-    absent = host.cache_layer("LayerOfALaterVersion")
-    cache = DynamicCache()
-    cache.update(*(torch.zeros(1, 1, 2, 4) for _ in range(2)), 0)
-    assert not any(isinstance(layer, absent) for layer in cache.layers)
-    # A layer of ours may still be derived from it beside the ones that are there.
-    assert issubclass(absent, cache_utils.DynamicLayer)
-
-
-def test_layers_with_states_are_made_and_cropped_as_their_version_can():
-    class Old:
-        pass
-
-    class New:
-        number_of_states = 3
-        is_croppable = True
-
-    assert host.number_of_states(Old()) == ()
-    assert host.number_of_states(New()) == (3,)
-    assert not host.is_croppable(Old())
-    assert host.is_croppable(New())
-
-
-def test_the_callers_cache_is_known_as_such():
-    given, made = DynamicCache(), DynamicCache()
-    host.mark_callers({"past_key_values": given, "cache_params": None, "max_new_tokens": 3})
-    assert host.is_callers(given)
-    assert not host.is_callers(made)
