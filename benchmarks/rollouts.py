@@ -212,11 +212,10 @@ def next_weights(
 def sampled(
     policy: Policy, prompts: Sequence[list[int]], samples: int, tokens: int
 ) -> NDArray[np.int32]:
-    """int32 [prompts, samples, tokens]: with an assistant, which keeps the distribution."""
+    """int32 [prompts, samples, tokens], of plain decoding."""
     rows = [prompt for prompt in prompts for _ in range(samples)]
     found = np.full((len(rows), tokens), -1, np.int32)
-    with RolloutAssistant().attached(policy.model):
-        outputs, _ = policy.sample(rows, tokens)
+    outputs, _ = policy.sample(rows, tokens)
     for row, output in enumerate(map(policy.without_end, outputs)):
         found[row, : len(output)] = output
     return found.reshape(len(prompts), samples, tokens)
