@@ -313,6 +313,7 @@ def clocked(rows: int) -> dict[str, Method]:
     """Every method, its memory empty."""
     methods = {
         "plain": Method(None),
+        "our kernels, no drafts": Method(SamAssistant(budget=0, fallback=None)),
         "SamAssistant": Method(SamAssistant()),
         "RolloutAssistant": Method(RolloutAssistant()),
     }
@@ -323,10 +324,15 @@ def clocked(rows: int) -> dict[str, Method]:
 
 
 def clock(
-    policy: Policy, rollouts: Rollouts, prompts: int, rows: int, progress: Callable[[str], None]
+    policy: Policy,
+    rollouts: Rollouts,
+    prompts: int,
+    tokens: int,
+    rows: int,
+    progress: Callable[[str], None],
 ) -> Report:
     """Sample the first prompts anew by every method, epoch after epoch; alone, one output each."""
-    epochs, _, samples, tokens = rollouts.samples.shape
+    epochs, _, samples, _ = rollouts.samples.shape
     wanted = list(batches(rollouts.prompts[:prompts], 1 if rows == 1 else samples, rows))
     methods = clocked(rows)
     for name, method in methods.items():
@@ -361,6 +367,7 @@ def main() -> None:
     parser.add_argument("--clock", type=int, metavar="ROWS", help="time batches of so many rows")
     parser.add_argument("--timed", type=int, default=4, help="prompts that are timed")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/out"), help="for JSON")
+    parser.add_argument("--timed-tokens", type=int, default=24, help="of an output that is timed")
     arguments = parser.parse_args()
     progress = Progress(["rollouts"])
     progress.next()
@@ -374,7 +381,14 @@ def main() -> None:
         rollouts = Rollouts.nothing(prompts, *shape)
     record(policy, rollouts, folder, progress)
     if arguments.clock:
-        report = clock(policy, rollouts, arguments.timed, arguments.clock, progress)
+        report = clock(
+            policy,
+            rollouts,
+            arguments.timed,
+            arguments.timed_tokens,
+            arguments.clock,
+            progress,
+        )
     else:
         report = replay(rollouts, lambda n: 1.0 + 0.06 * (n - 1))
     print(f"{report}\n\nwritten to {report.save(arguments.output)}")
