@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -305,8 +306,9 @@ class Method:
         return sum(len(policy.without_end(output)) for output in outputs), seconds
 
     @property
-    def rate(self) -> float:
-        return sum(self.tokens.values()) / sum(self.seconds.values())
+    def rates(self) -> list[float]:
+        """Tokens per second, epoch by epoch."""
+        return [self.tokens[epoch] / self.seconds[epoch] for epoch in sorted(self.tokens)]
 
 
 def clocked(rows: int) -> dict[str, Method]:
@@ -350,10 +352,11 @@ def clock(
     report = Report(f"rollouts-{rows}", settings)
     table = report.table("Tokens per second", CLOCKED)
     for name, method in methods.items():
-        rates = {f"epoch{n + 1}": method.tokens[n] / method.seconds[n] for n in range(epochs)}
+        rates = {f"epoch{n}": rate for n, rate in enumerate(method.rates, 1)}
         assistant = method.assistant
         accepted = assistant.stats.total.mean_accepted_tokens if assistant else None
-        ratio = method.rate / methods["plain"].rate
+        # An epoch in which the machine was busy with something else says nothing.
+        ratio = median(method.rates) / median(methods["plain"].rates)
         table.add(rows=rows, method=name, **rates, ratio=ratio, accepted=accepted)
     return report
 
