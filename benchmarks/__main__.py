@@ -26,6 +26,7 @@ from . import (
     plots,
     repeated,
     replay,
+    roofline,
     spec_bench,
     step,
     structures,
@@ -47,6 +48,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "fallbacks": fallbacks,
     "repeated": repeated,
     "kernel": kernel,
+    "roofline": roofline,
     "step": step,
     "overhead": overhead,
 }
@@ -67,6 +69,7 @@ MINUTES = {
     "fallbacks": 4.0,
     "repeated": 5.0,
     "kernel": 3.0,
+    "roofline": 1.0,
     "step": 4.0,
     "overhead": 4.0,
 }

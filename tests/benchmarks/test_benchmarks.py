@@ -395,6 +395,15 @@ def test_cost_of_forwards(small_model):
     assert [row["ratio"] for row in found if row["tokens"] == 1] == [1, 1]
 
 
+@torch.no_grad()
+def test_whole_forwards_without_a_context(small_model):
+    report = Report("forwards", {})
+    forwards.compare_whole(report, {"float32": small_model}, {}, True, silent)
+    found = rows(report, "Whole forwards")
+    assert [row["variant"] for row in found] == ["float32, PyTorch", "float32, ours"]
+    assert all(row["1"] > 0 and row["4"] > 0 for row in found)
+
+
 def test_repeated_requests_are_drafted_from_earlier_outputs(small_model, tokenizer, monkeypatch):
     # Whether drafts pay on a model this small depends on the machine.
     assistants = repeated.assistants()
