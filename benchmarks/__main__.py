@@ -30,6 +30,7 @@ from . import (
     spec_bench,
     step,
     structures,
+    whole,
 )
 from .report import environment
 
@@ -49,6 +50,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "repeated": repeated,
     "kernel": kernel,
     "roofline": roofline,
+    "whole": whole,
     "step": step,
     "overhead": overhead,
 }
@@ -70,6 +72,7 @@ MINUTES = {
     "repeated": 5.0,
     "kernel": 3.0,
     "roofline": 1.0,
+    "whole": 1.5,
     "step": 4.0,
     "overhead": 4.0,
 }

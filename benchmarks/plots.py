@@ -120,7 +120,7 @@ def _model(plt: Any, report: Report) -> dict[str, Any]:
 
 def _forwards(plt: Any, report: Report) -> dict[str, Any]:
     """t(n) of each variant."""
-    table = report.tables[0]
+    (table,) = report.tables
     figure, axis = plt.subplots(figsize=(6, 4))
     for name, rows in _by(table, "variant").items():
         points = [(row["tokens"], row["ms"]) for row in rows]

@@ -30,6 +30,7 @@ from benchmarks import (
     texts,
     timing,
     traces,
+    whole,
 )
 from benchmarks.__main__ import BENCHMARKS, MINUTES, UNKNOWN_MINUTES, Progress, chosen, main, parse
 from benchmarks.report import Report
@@ -397,9 +398,8 @@ def test_cost_of_forwards(small_model):
 
 @torch.no_grad()
 def test_whole_forwards_without_a_context(small_model):
-    report = Report("forwards", {})
-    forwards.compare_whole(report, {"float32": small_model}, {}, True, silent)
-    found = rows(report, "Whole forwards")
+    report = whole.measure({"float32": small_model}, {}, True, silent)
+    found = rows(report, "Milliseconds")
     assert [row["variant"] for row in found] == ["float32, PyTorch", "float32, ours"]
     assert all(row["1"] > 0 and row["4"] > 0 for row in found)
 
