@@ -238,10 +238,10 @@ class _RecyclingSession(DraftSession):
         table.learn_text(prompt_ids)
 
     def propose(self, budget: int) -> TokenTree:
-        tree = self.table.draft(self._last)
-        if self._last_logits:
-            tree = tree.merge(self.table.draft_last_logits(self._before, self._last))
-        return tree.prune(budget)
+        tree = self.table.draft(self._last, budget)
+        if not self._last_logits:
+            return tree
+        return tree.merge(self.table.draft_last_logits(self._before, self._last)).prune(budget)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         if feedback is None or feedback.top is None:
@@ -295,10 +295,11 @@ class SuccessorTable:
             classes[:known] = self._classes[:known]
             self._successors, self._classes = table, classes
 
-    def draft(self, root: int) -> TokenTree:
-        """The template over the table below the token `root`, without unknown nodes."""
+    def draft(self, root: int, budget: int) -> TokenTree:
+        """The template over the table below the token `root`: of its known nodes the most
+        probable."""
         with self._lock:
-            return self._lay(self._template, root)
+            return self._lay(self._template, root, budget)
 
     def draft_last_logits(self, before: int, root: int) -> TokenTree:
         """What the last logits behind `before` put behind `root`, which was chosen from them.
@@ -309,12 +310,18 @@ class SuccessorTable:
             known = len(self._successors) - 1
             if not 0 <= before < known or self._classes[before, 0] % _KINDS >= _FIRST_TEXT_KIND:
                 return TokenTree.empty()
+            template = self._last_logits_template
             row_known = 0 <= root < known and self._successors[root, 0] != _UNKNOWN
             first_kind = _FIRST_LAST_LOGITS + _LAST_LOGITS_RANKS * row_known
-            return self._lay(self._last_logits_template, before, first_kind, left_out=root)
+            return self._lay(template, before, len(template.ranks), first_kind, left_out=root)
 
     def _lay(
-        self, template: Template, root: int, first_kind: int = -1, left_out: int = _UNKNOWN
+        self,
+        template: Template,
+        root: int,
+        budget: int,
+        first_kind: int = -1,
+        left_out: int = _UNKNOWN,
     ) -> TokenTree:
         return TokenTree(
             *successors.draft(
@@ -324,6 +331,7 @@ class SuccessorTable:
                 template.parents,
                 template.ranks,
                 _RATES,
+                max(budget, 0),
                 first_kind,
                 left_out,
             )
