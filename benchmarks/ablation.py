@@ -310,7 +310,7 @@ def generate(
 
 
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
-    parser.add_argument("--ablation-requests", type=int, default=40, help="of each trace")
+    parser.add_argument("--ablation-requests", type=int, default=20, help="of each trace")
     parser.add_argument("--ablation-seeds", type=int, default=3, help="of the timings' noise")
     parser.add_argument("--ablation-prompts", type=int, default=1, help="of each category")
     parser.add_argument("--ablation-tokens", type=int, default=64, help="for each prompt")

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from .drafters.base import ChildDraw, Drafter, DraftSession, FeedbackNeeds, Target, close_all
-from .drafters.expected import ExpectedTexts, expected_ids
+from .drafters.expected import Expected, ExpectedTexts, Text
 from .drafters.feedback import RowFeedback, prompt_feedback
 from .planning.acceptance import Calibrator
 from .planning.consultation import Consultation
@@ -27,7 +27,7 @@ from .record import CallRecord, Record, Step
 from .record.html import assistant_html
 from .stats import CallStats, Stats
 from .system.locks import Lock
-from .token_tree import Int32Array, TokenTree
+from .token_tree import TokenTree
 
 
 class Assistant:
@@ -83,7 +83,7 @@ class Assistant:
         layers = (drafter.needs.hidden_layers for drafter in self.drafters)
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
         self.learn = True
-        self.expected: tuple[Int32Array, ...] = ()
+        self.expected = Expected()
         self._lock = Lock()
         self._records: list[Record] = []
 
@@ -98,25 +98,27 @@ class Assistant:
         return assistant
 
     def expecting(
-        self, *texts: str | Sequence[int] | NDArray[np.integer], tokenizer: Any = None
+        self, *texts: Text, rows: Sequence[Sequence[Text]] = (), tokenizer: Any = None
     ) -> Assistant:
         """This assistant for outputs that are expected to resemble `texts`.
 
         Such as the file that is to be edited, a template, or last week's report, none of which
-        has to be in the prompt. Retrieval drafts from them as from the prompt, in every row of a
-        batch, and joins them again after each change. `stats` tells how many of their
-        tokens came out.
+        has to be in the prompt. Retrieval drafts from them as from the prompt and joins them
+        again after each change. `stats` tells how many of their tokens came out.
 
         Args:
-            texts: strings or token ids.
+            texts: strings or token ids, for every row of a batch.
+            rows: the texts of each row of a batch alone. Where `generate` returns several
+                sequences of each prompt, one entry a prompt.
             tokenizer: of the model; for strings.
 
         Raises:
             TypeError: a string without a tokenizer, or ids that are no integers.
-            ValueError: an id that no vocabulary has.
+            ValueError: an id that no vocabulary has. `generate` raises it for a batch whose size is
+                no multiple of `rows`.
         """
         assistant = copy.copy(self)
-        assistant.expected = tuple(expected_ids(text, tokenizer) for text in texts)
+        assistant.expected = Expected.of(texts, rows, tokenizer)
         return assistant
 
     def attached(self, model: Any) -> AbstractContextManager[Assistant]:
@@ -164,10 +166,13 @@ class Assistant:
             **model_kwargs,
         )
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> AssistantSession:
-        """A session for one prompt (int32 [length], without padding)."""
+    def start(
+        self, prompt_ids: NDArray[np.int32], target: Target, row: int = 0, batch_size: int = 1
+    ) -> AssistantSession:
+        """A session for one prompt (int32 [length], without padding), a row of a batch."""
+        expected = self.expected.of_row(row, batch_size)
         return AssistantSession(
-            self, prompt_ids, replace(target, learn=self.learn, expected=self.expected)
+            self, prompt_ids, replace(target, learn=self.learn, expected=expected)
         )
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:

@@ -7,6 +7,8 @@ import pytest
 import torch
 import transformers
 
+from tests.lossless import build
+
 transformers.logging.set_verbosity_error()
 # The models are tiny; threads would only wait for each other.
 torch.set_num_threads(1)
@@ -26,3 +28,9 @@ def pytest_configure():
 
 def pytest_report_header():
     return f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A tiny decoder of the commonest kind."""
+    return build(transformers.LlamaForCausalLM)

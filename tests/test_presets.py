@@ -33,11 +33,6 @@ def model(request):
     return build(request.param)
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return build(LlamaForCausalLM)
-
-
 def draft_of(model):
     """A draft model that is right most of the time: the model with a disturbed output layer."""
     draft = copy.deepcopy(model)

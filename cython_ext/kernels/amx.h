@@ -1,4 +1,4 @@
-/* AMX: 16 weight rows times up to 64 input rows, 32 bfloat16 at a time, in eight tile registers. A tile
+/* AMX: 32 weight rows times up to 16 input rows, or 16 times up to 64, 32 bfloat16 at a time. A tile
  * of weights is read as it lies in memory; the input rows are packed so that a tile holds 16 of them,
  * two neighbours of the depth side by side. Its sums run along the depth two by two, one accumulator
  * each, and take subnormal numbers for zero. */
@@ -64,72 +64,79 @@ TARGET static void NAMED(part_tile)(const linear_problem *p, int64_t first, int6
         memcpy(part + r * CACHE_LINE, p->weight + ((first + r) * p->weight_stride + k) * 2, bytes);
 }
 
+/* Tile registers: sums in 0 to 3, weights in 4 and 5, x in 6 and 7. */
+#define AMX_WEIGHTS(group, tile)                                                            \
+    if (groups > group) {                                                                   \
+        if (whole && k + STEP <= p->depth) {                                                \
+            _tile_loadd(tile, weight + group * AMX_ROWS * row_bytes + k * 2, row_bytes);    \
+        } else {                                                                            \
+            NAMED(part_tile)(p, first + group * AMX_ROWS, k, part);                         \
+            _tile_loadd(tile, part, CACHE_LINE);                                            \
+        }                                                                                   \
+    }
 #define AMX_PANEL(i, tile)                                                                  \
     if (panels > i) {                                                                       \
         _tile_loadd(tile, x + i * panel_bytes, CACHE_LINE);                                 \
         _tile_dpbf16ps(i, 4, tile);                                                         \
     }
 
-/* Rows of weights are fetched about 64 kB ahead: tiles take them so fast. */
-static int64_t NAMED(rows_ahead)(int64_t row_bytes) {
-    const int64_t rows = 65536 / row_bytes / AMX_ROWS * AMX_ROWS;
-    return rows > AMX_ROWS ? rows : AMX_ROWS;
-}
-
-/* AMX_ROWS weight rows from `first` times 16 to 64 input rows. */
-TARGET static ALWAYS_INLINE void NAMED(tiles)(const int panels, const linear_pass *pass,
-                                              int64_t first, float *sums) {
+/* `groups` times AMX_ROWS weight rows from `first`, times 16 to 64 input rows; one of the two is one. The
+ * hardware follows so many streams by itself: fetching in software what lies ahead made it slower. */
+TARGET static ALWAYS_INLINE void NAMED(tiles)(const int panels, const int groups,
+                                              const linear_pass *pass, int64_t first,
+                                              float *sums) {
     const linear_problem *p = pass->problem;
     const int64_t row_bytes = p->weight_stride * 2, panel_bytes = AMX_ROWS * pass->packed_bytes;
     const char *weight = p->weight + first * row_bytes, *x = pass->panels;
-    const char *ahead = weight + NAMED(rows_ahead)(row_bytes) * row_bytes;
-    const int all_rows = first + AMX_ROWS <= p->outputs;
+    const int whole = first + groups * AMX_ROWS <= p->outputs;
     char part[AMX_ROWS * CACHE_LINE];
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < p->depth; k += STEP, x += AMX_ROWS * CACHE_LINE) {
-        for (int line = 0; line < AMX_ROWS; line++, ahead += CACHE_LINE) PREFETCH(ahead);
-        if (all_rows && k + STEP <= p->depth) {
-            _tile_loadd(4, weight + k * 2, row_bytes);
-        } else {
-            NAMED(part_tile)(p, first, k, part);
-            _tile_loadd(4, part, CACHE_LINE);
-        }
-        AMX_PANEL(0, 5)
-        AMX_PANEL(1, 6)
-        AMX_PANEL(2, 7)
-        AMX_PANEL(3, 5)
+        AMX_WEIGHTS(0, 4)
+        AMX_WEIGHTS(1, 5)
+        AMX_PANEL(0, 6)
+        if (groups > 1) _tile_dpbf16ps(1, 5, 6);
+        AMX_PANEL(1, 7)
+        AMX_PANEL(2, 6)
+        AMX_PANEL(3, 7)
     }
     _tile_stored(0, sums, CACHE_LINE);
-    if (panels > 1) _tile_stored(1, sums + 256, CACHE_LINE);
+    if (panels + groups > 2) _tile_stored(1, sums + 256, CACHE_LINE);
     if (panels > 2) _tile_stored(2, sums + 512, CACHE_LINE);
     if (panels > 3) _tile_stored(3, sums + 768, CACHE_LINE);
 }
 
-/* The same into rows of CHUNK_ROWS sums: tiles hold them as [panels][AMX_ROWS][AMX_ROWS]. */
-TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, float *sums) {
+/* The same into rows of CHUNK_ROWS sums: tiles hold them as [panels or groups][AMX_ROWS][AMX_ROWS].
+ * Returns how many weight rows that were. */
+TARGET static int64_t NAMED(tile_row)(const linear_pass *pass, int64_t first, float *sums) {
     const __m512i lines = _mm512_mullo_epi32(
         _mm512_set1_epi32(AMX_ROWS),
         _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    const int64_t groups = pass->panel_count == 1 ? 2 : 1;
     float tiles[PASS_ROWS * AMX_ROWS];
     switch (pass->panel_count) {
-        case 1: NAMED(tiles)(1, pass, first, tiles); break;
-        case 2: NAMED(tiles)(2, pass, first, tiles); break;
-        case 3: NAMED(tiles)(3, pass, first, tiles); break;
-        default: NAMED(tiles)(4, pass, first, tiles);
+        case 1: NAMED(tiles)(1, 2, pass, first, tiles); break;
+        case 2: NAMED(tiles)(2, 1, pass, first, tiles); break;
+        case 3: NAMED(tiles)(3, 1, pass, first, tiles); break;
+        default: NAMED(tiles)(4, 1, pass, first, tiles);
     }
-    for (int64_t row = 0; row < pass->problem->rows; row++) {
-        const float *from = tiles + row / AMX_ROWS * AMX_ROWS * AMX_ROWS + row % AMX_ROWS;
-        STORE(sums + row * CHUNK_ROWS, _mm512_i32gather_ps(lines, from, 4));
-    }
+    for (int64_t group = 0; group < groups; group++)
+        for (int64_t row = 0; row < pass->problem->rows; row++) {
+            const int64_t tile = row / AMX_ROWS + group;
+            const float *from = tiles + tile * AMX_ROWS * AMX_ROWS + row % AMX_ROWS;
+            STORE(sums + row * CHUNK_ROWS + group * AMX_ROWS, _mm512_i32gather_ps(lines, from, 4));
+        }
+    return groups * AMX_ROWS;
 }
 
 TARGET static void NAMED(chunk)(const linear_pass *pass, int64_t first, int64_t count, float *sums) {
-    for (int64_t o = 0; o < count; o += AMX_ROWS) NAMED(tile_row)(pass, first + o, sums + o);
+    for (int64_t o = 0; o < count;) o += NAMED(tile_row)(pass, first + o, sums + o);
 }
 
+#undef AMX_WEIGHTS
 #undef AMX_PANEL
 #include "linear_template.h"
 #include "undef_templates.h"

@@ -421,8 +421,8 @@ class Generation:
     def _open_sessions(self, opened: ExitStack) -> None:
         """Start a draft session for every row, all of which are closed, whatever happens."""
         call, target = self.call, self.call.target
-        for prompt_ids in call.prompts:
-            session = self.assistant.start(prompt_ids, target)
+        for row, prompt_ids in enumerate(call.prompts):
+            session = self.assistant.start(prompt_ids, target, row, call.batch_size)
             opened.callback(self._close, session)
             self.sessions.append(session)
 

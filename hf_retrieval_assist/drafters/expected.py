@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +12,13 @@ from numpy.typing import NDArray
 from ..structures.suffix_automaton import SuffixAutomaton
 from ..token_tree import Int32Array
 
+Text: TypeAlias = "str | Sequence[int] | NDArray[np.integer]"
+
 # Tokens in a row that an output must share with a text to be within it.
 _JOINED = 3
 
 
-def expected_ids(text: str | Sequence[int] | NDArray[np.integer], tokenizer: Any) -> Int32Array:
+def expected_ids(text: Text, tokenizer: Any) -> Int32Array:
     """An expected text as int32 [n].
 
     Raises:
@@ -32,6 +35,46 @@ def expected_ids(text: str | Sequence[int] | NDArray[np.integer], tokenizer: Any
     if ids.ndim != 1 or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
         raise ValueError(f"expected text: expected ids from 0 to 2^31 - 1, got {ids}")
     return ids.astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The texts that a caller expects.
+
+    Attributes:
+        texts: int32 [n] each, in every row of a batch.
+        rows: those of each row alone; of as many neighbours where a batch has several times as
+            many rows.
+    """
+
+    texts: tuple[Int32Array, ...] = ()
+    rows: tuple[tuple[Int32Array, ...], ...] = ()
+
+    @classmethod
+    def of(cls, texts: Sequence[Text], rows: Sequence[Sequence[Text]], tokenizer: Any) -> Expected:
+        """From strings or ids; raises as `expected_ids`."""
+
+        def all_ids(given: Sequence[Text]) -> tuple[Int32Array, ...]:
+            return tuple(expected_ids(text, tokenizer) for text in given)
+
+        return cls(all_ids(texts), tuple(map(all_ids, rows)))
+
+    def __bool__(self) -> bool:
+        return bool(self.texts or self.rows)
+
+    def of_row(self, row: int, batch_size: int) -> tuple[Int32Array, ...]:
+        """What one row expects.
+
+        Raises:
+            ValueError: a batch in which not every entry of `rows` stands for as many rows.
+        """
+        if not self.rows:
+            return self.texts
+        if batch_size % len(self.rows):
+            raise ValueError(
+                f"expecting: expected a multiple of {len(self.rows)} rows, got {batch_size}"
+            )
+        return self.texts + self.rows[row * len(self.rows) // batch_size]
 
 
 class ExpectedTexts:

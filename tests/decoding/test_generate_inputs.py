@@ -28,11 +28,6 @@ def build(model_class, **overrides):
     return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return build(LlamaForCausalLM)
-
-
 def equal(model, inputs=INPUTS, **kwargs):
     kwargs = {"do_sample": False, "max_new_tokens": 16} | kwargs
     plain, assisted, assistant = both(model, inputs, **kwargs)

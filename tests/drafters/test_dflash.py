@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
@@ -17,16 +16,11 @@ from hf_retrieval_assist.drafters.dflash import DFlashDrafter, product_tree
 from hf_retrieval_assist.drafters.feature_session import FeatureSession
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.feature_following import TEXT, features_of, seen, session_of
-from tests.lossless import build, run
+from tests.lossless import run
 from tests.tiny_models import randomise
 
 BLOCK = 5
 NEW = 16
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def block_drafter(window: int = 64, **changes: Any) -> Any:
@@ -49,11 +43,6 @@ def block_drafter(window: int = 64, **changes: Any) -> Any:
     model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**(sizes | changes))).eval()
     randomise(model)
     return model
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return build(transformers.LlamaForCausalLM)
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,6 @@ VOCAB = 128
 DRAFT_IDS = torch.arange(1, VOCAB, 2)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def target() -> torch.nn.Module:
     return tiny_target(32)

@@ -16,11 +16,6 @@ from hf_retrieval_assist.eagle import EagleHead
 from tests.eagle_fixtures import load_case, tiny_target
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def assistant_of(head: EagleHead, *more: Any) -> Assistant:
     """A fixed budget: what pays on this machine must not decide what is tested."""
     return Assistant(

@@ -19,16 +19,6 @@ from tests.tiny_models import VOCAB
 FAMILIES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return build(transformers.LlamaForCausalLM)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layer", [1, 2])
 def test_logits_are_those_of_the_first_layers(name: str, layer: int) -> None:

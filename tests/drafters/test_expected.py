@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, simulate
-from hf_retrieval_assist.drafters.expected import ExpectedTexts
+from hf_retrieval_assist.drafters.expected import Expected, ExpectedTexts
 
 from ..tiny_models import tiny_config, tiny_model
 
@@ -60,7 +60,33 @@ def test_generate_with_an_expected_text(preset):
     assert last.expected_accepted >= len(first)
     assert last.expected_accepted + last.expected_rejected == 2 * len(first)
     assert f"{last.expected_accepted} of {2 * len(first)} expected tokens came" in str(last)
-    assert assistant.expected == ()
+    assert not assistant.expected
+
+
+def test_every_row_of_a_batch_may_expect_texts_of_its_own():
+    model = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
+    prompts = torch.tensor([[5, 6, 7], [9, 8, 4]])
+    options = {"max_new_tokens": 24, "do_sample": False}
+    plain = model.generate(prompts, **options)
+    first, second = plain[:, 3:].tolist()
+    assistant = SamAssistant(budget=8, reroute=False)
+
+    def expected_tokens(inputs, *rows):
+        expecting = assistant.expecting([65, 66], rows=rows)
+        assert torch.equal(model.generate(inputs, assistant=expecting, **options)[:2], plain)
+        return assistant.stats.last.expected_accepted
+
+    assert expected_tokens(prompts, [first], [second]) == 48
+    assert expected_tokens(prompts, [first], []) == 24
+    assert expected_tokens(prompts, [second], [first]) < 24
+    with pytest.raises(ValueError, match="expected a multiple of 3 rows, got 2"):
+        model.generate(prompts, assistant=assistant.expecting(rows=[[first]] * 3), **options)
+
+
+def test_rows_of_one_prompt_expect_the_same():
+    expected = Expected.of([[1]], [[[2]], [[3], [4]]], None)
+    found = [[text.tolist() for text in expected.of_row(row, 4)] for row in range(4)]
+    assert found == [[[1], [2]]] * 2 + [[[1], [3], [4]]] * 2
 
 
 def test_ids_outside_the_vocabulary_are_not_drafted():
@@ -75,7 +101,7 @@ def test_text_needs_a_tokenizer():
             return type("Encoding", (), {"input_ids": [ord(c) for c in text]})
 
     assistant = SuffixAssistant().expecting("ab", tokenizer=Tokenizer())
-    assert assistant.expected[0].tolist() == [97, 98]
+    assert assistant.expected.texts[0].tolist() == [97, 98]
     with pytest.raises(TypeError, match="expected a tokenizer with it, got None"):
         SuffixAssistant().expecting("ab")
     with pytest.raises(TypeError, match="expected a string or integer ids, got float64"):

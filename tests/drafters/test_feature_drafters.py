@@ -20,8 +20,7 @@ from tests.tiny_models import VOCAB, randomise
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    torch.set_num_threads(1)
+def _layers_that_all_reuse() -> Iterator[None]:
     with layers_that_all_reuse():
         yield
 

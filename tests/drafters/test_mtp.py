@@ -42,11 +42,6 @@ IDS = torch.tensor([[*PHRASE, 5, 9]])
 NEW = 16
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()

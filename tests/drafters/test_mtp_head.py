@@ -30,16 +30,6 @@ FAMILIES = (
 IDS = torch.arange(1, VOCAB, 3)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return build(transformers.LlamaForCausalLM)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layer_of_the_targets_own_class_drafts_for_it(name: str) -> None:
     target = build(getattr(transformers, name))

@@ -65,11 +65,6 @@ def sentence_pieces(byte_fallback: bool) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def byte_tokens() -> PreTrainedTokenizerFast:
     return byte_level()

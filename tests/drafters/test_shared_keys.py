@@ -26,8 +26,7 @@ STEPS = 4
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    torch.set_num_threads(1)
+def _layers_that_all_reuse() -> Iterator[None]:
     with layers_that_all_reuse():
         yield
 

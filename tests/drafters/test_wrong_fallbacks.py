@@ -20,15 +20,9 @@ from tests.tiny_models import VOCAB
 
 @pytest.fixture(autouse=True)
 def _nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    torch.set_num_threads(1)
     monkeypatch.setattr(host, "prefill", lambda *_, **__: pytest.fail("generation began"))
     with layers_that_all_reuse():
         yield
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return build(transformers.LlamaForCausalLM)
 
 
 def head_for(kind: type[EagleHead | MtpHead] = EagleHead, **shape: Any) -> EagleHead | MtpHead:

@@ -41,11 +41,6 @@ TEXT = torch.randint(3, 128, (14,), generator=torch.Generator().manual_seed(1)).
 STEPS = 4
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def target() -> Any:
     return tiny_target()

@@ -24,11 +24,6 @@ EAGLE3 = [name for name in CASES if name.startswith("eagle3")]
 EAGLE1 = [name for name in CASES if name.startswith("eagle1")]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def load(case: Case, folder: Path, **overrides: Any) -> EagleHead:
     return EagleHead.from_pretrained(case.save(folder), case.target(), **overrides)
 

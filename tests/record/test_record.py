@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, OpenAIGPTLMHeadModel
+from transformers import GPT2LMHeadModel, OpenAIGPTLMHeadModel
 
 from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, TokenTree
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
@@ -23,11 +23,6 @@ from hf_retrieval_assist.record.record import MODEL, same_paths
 from ..lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
 from ..oracle_drafter import OracleDrafter
 from ..test_examples import small_model
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return build(LlamaForCausalLM)
 
 
 @pytest.fixture(scope="module")

@@ -37,11 +37,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def token_ids() -> torch.Tensor:
     return torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(1))

@@ -55,9 +55,10 @@ def run_ranks(case, folder, store):
     finally:
         for process in processes:
             process.kill()
-    for process, (output, errors) in zip(processes, printed, strict=True):
-        assert process.returncode == 0, output + errors[-3000:]
-        assert output.endswith("done\n")
+    codes = [process.returncode for process in processes]
+    ends = [f"rank {rank}: {out}{errors[-3000:]}" for rank, (out, errors) in enumerate(printed)]
+    assert codes == [0, 0], "\n".join(ends)
+    assert all(output.endswith("done\n") for output, _ in printed)
     return [output for output, _ in printed]
 
 

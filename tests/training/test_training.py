@@ -43,11 +43,6 @@ VOCAB = 64
 SHORT = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 1000}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def target() -> torch.nn.Module:
     """A target with habits: what follows a token hangs mostly, not only, on that token."""

@@ -1,0 +1,15 @@
+"""What several modules use."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.corpus.documents import (
+    build,
+    make_documents,
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return build(make_documents(), tmp_path / "store")

@@ -1,0 +1,40 @@
+"""Made-up documents, datastores of them, and what these must hold."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_retrieval_assist.corpus.datastore import Datastore
+
+VOCAB = 262_144
+SMALL = 64 * 22  # bytes of memory for the smallest shard: 64 codes of three bytes
+
+
+def make_documents(seed=0, documents=40, tokens=30, ids=12):
+    rng = np.random.default_rng(seed)
+    choices = np.append(rng.integers(0, VOCAB, ids - 2), [0, VOCAB - 1])
+    return [rng.choice(choices, rng.integers(1, tokens)) for _ in range(documents)]
+
+
+def build(documents, path, **options):
+    return Datastore.build(documents, path, **{"vocab_size": VOCAB, "progress": False, **options})
+
+
+def brute_count(documents, query):
+    n = len(query)
+    windows = (d[i : i + n] for d in map(list, documents) for i in range(len(d) - n + 1))
+    return sum(window == list(query) for window in windows)
+
+
+def assert_holds(datastore, documents):
+    found = list(datastore.documents())
+    assert [d.tolist() for d in found] == [list(d) for d in documents]
+    assert datastore.token_count == sum(map(len, documents))
+    assert datastore.document_count == len(documents)
+    datastore.verify()
+
+
+def shards_of(datastore):
+    """What the files of all shards hold; their names are random."""
+    files = (file for file in datastore.path.iterdir() if file.suffix != ".json")
+    return sorted((file.suffix, file.read_bytes()) for file in files)

@@ -1,0 +1,231 @@
+"""Documents and files that lie, and disks that are full."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_retrieval_assist.corpus import format as datastore_format
+from hf_retrieval_assist.corpus.build import BuildOptions
+from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
+from tests.corpus.documents import (
+    SMALL,
+    VOCAB,
+    assert_holds,
+    build,
+    make_documents,
+)
+
+
+@pytest.mark.parametrize(
+    ("documents", "error", "message"),
+    [
+        ([], ValueError, "empty corpus"),
+        ([[]], ValueError, "empty corpus"),
+        ([[1], [VOCAB]], ValueError, "got 262144"),
+        ([[1, -1]], ValueError, "got -1"),
+        ([np.array([2**64 - 1], np.uint64)], ValueError, "got -1"),
+        ([[1.5]], TypeError, "integer ids"),
+        (["text"], ValueError, "flat"),
+        ([[[1]]], ValueError, "flat"),
+    ],
+)
+def test_bad_documents_leave_nothing(tmp_path, documents, error, message):
+    with pytest.raises(error, match=message):
+        build(documents, tmp_path / "store")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_build_leaves_the_old_store(tmp_path):
+    documents = make_documents()
+    datastore = build(documents, tmp_path / "store")
+    with pytest.raises(ValueError, match="got 262144"):
+        datastore.append([[1, 2], [VOCAB]], progress=False, memory=SMALL)
+    assert_holds(Datastore.open(tmp_path / "store"), documents)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("vocab_size", 0), ("vocab_size", (1 << 26) + 1), ("workers", 0), ("memory", SMALL - 1)],
+)
+def test_options_out_of_range(setting, value):
+    with pytest.raises(ValueError, match=setting):
+        BuildOptions(**{"vocab_size": VOCAB, setting: value})
+
+
+@pytest.mark.skipif(os.name == "nt", reason="file size limits are POSIX")
+def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path):
+    script = (
+        "import resource, sys; from hf_retrieval_assist.corpus.datastore import Datastore\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "Datastore.build([range(i, i + 100) for i in range(300)], sys.argv[1], vocab_size=999,"
+        " progress=False)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "store")], capture_output=True, text=True
+    )
+    assert "OSError" in run.stderr.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_opening_what_is_no_datastore(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no datastore at"):
+        Datastore.open(tmp_path / "missing")
+    with pytest.raises(ValueError, match="is not a datastore"):
+        Datastore.open(tmp_path)
+
+
+@pytest.mark.parametrize("part", datastore_format.PARTS)
+def test_truncated_and_missing_files_do_not_open(store, part):
+    (file,) = store.path.glob(f"*.{part}")
+    data = file.read_bytes()
+    for altered in (data[:-1], data + b"\0", b""):
+        file.write_bytes(altered)
+        with pytest.raises(ValueError, match=f"expected {len(data)} bytes"):
+            Datastore.open(store.path)
+    file.unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        Datastore.open(store.path)
+
+
+@pytest.mark.parametrize("part", datastore_format.PARTS)
+def test_verify_names_the_altered_file(store, part):
+    (file,) = store.path.glob(f"*.{part}")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=f"{file.name} is altered"):
+        store.verify()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"version": 1', '"version": 2', "version 1"),
+        ("hf-retrieval-assist", "somebody-elses", "format"),
+        ('"vocab_size": 262144', '"vocab_size": 262143', "unaltered"),
+        ('"documents": 40', '"documents": "40"', "documents of type"),
+        ('"documents"', '"papers"', "the fields of"),
+        ("{", "[" * 100_000, "manifest.json"),
+        ("{", "", "manifest.json"),
+    ],
+)
+def test_altered_manifests_do_not_open(store, old, new, message):
+    manifest = store.path / datastore_format.MANIFEST
+    manifest.write_text(manifest.read_text().replace(old, new, 1))
+    with pytest.raises(ValueError, match=message):
+        Datastore.open(store.path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "../../etc/passwd"),
+        ("documents", 0),
+        ("documents", 10**9),
+        ("tokens", -1),
+        ("tokens", 10**30),
+        ("bucket_shift", 31),
+        ("checksums", ("0" * 64,)),
+        ("checksums", ("x" * 64,) * 3),
+    ],
+)
+def test_manifests_with_impossible_shards_do_not_open(store, field, value):
+    (shard,) = store.manifest.shards
+    altered = datastore_format.Shard(**{**vars(shard), field: value})
+    contents = {**vars(store.manifest), "shards": (altered,)}
+    datastore_format.write_manifest(store.path, datastore_format.Manifest(**contents))
+    with pytest.raises(ValueError, match="expected"):
+        Datastore.open(store.path)
+
+
+def mutate(data, rng):
+    """Other bytes: cut short, a bit flipped, a stretch overwritten or lengthened."""
+    data = bytearray(data)
+    start = int(rng.integers(len(data)))
+    kind = rng.integers(4)
+    if kind == 0:
+        return data[:start]
+    if kind == 1:
+        data[start] ^= 1 << rng.integers(8)
+        return data
+    length = int(rng.integers(1, 64))
+    filling = [rng.bytes(length), b"\0" * length, b"\xff" * length][rng.integers(3)]
+    data[start : start + (length if kind == 2 else 0)] = filling
+    return data[: max(len(data), start)]
+
+
+def resized_shard(shard, path, rng):
+    """A manifest's shard made to fit its files again, where a number of tokens allows it."""
+    sizes = {
+        part: (path / f"{shard.name}.{part}").stat().st_size for part in ("tokens", "suffixes")
+    }
+    tokens = sizes["suffixes"] // 4
+    documents = sizes["tokens"] // 3 - tokens
+    checksums = tuple(datastore_format.checksum(path / name) for name in shard.files())
+    shift = int(rng.choice([shard.bucket_shift, shard.bucket_shift, rng.integers(31)]))
+    return replace(
+        shard, documents=documents, tokens=tokens, bucket_shift=shift, checksums=checksums
+    )
+
+
+def mutated_store(original, path, rng):
+    """Files of a store with some altered; half of the manifests are made to agree with them."""
+    files = dict(original)
+    for name in rng.choice(sorted(files), rng.integers(1, 4), replace=False):
+        files[name] = mutate(files[name], rng)
+    for name, data in files.items():
+        (path / name).write_bytes(data)
+    if rng.random() < 0.5:
+        (path / datastore_format.MANIFEST).write_bytes(original[datastore_format.MANIFEST])
+        manifest = datastore_format.read_manifest(path)
+        shards = tuple(resized_shard(shard, path, rng) for shard in manifest.shards)
+        datastore_format.write_manifest(path, replace(manifest, shards=shards))
+
+
+def check_mutations(store, path, cases, seed):
+    """Contents are not read on opening, so whatever opens must also be safe to search."""
+    rng = np.random.default_rng(seed)
+    original = {file.name: file.read_bytes() for file in store.path.iterdir()}
+    path.mkdir()
+    opened = verified = 0
+    for _ in range(cases):
+        mutated_store(original, path, rng)
+        try:
+            datastore = Datastore.open(path)
+            opened += 1
+            search_everywhere(datastore)
+            datastore.verify()
+            verified += 1
+            datastore.compact(progress=False)
+        except ValueError:
+            pass
+        for file in path.iterdir():
+            file.unlink()
+    assert cases > opened > verified > cases // 20
+
+
+def search_everywhere(datastore):
+    matcher = SuffixMatcher(datastore.index, 8, 16)
+    for token in make_documents(seed=5, documents=1)[0].tolist():
+        matcher.extend([token])
+        tokens, parents, counts, _, _ = matcher.select(16, 4, 3)
+        assert ((tokens >= 0) & (tokens < VOCAB)).all()
+        assert (parents < np.arange(len(parents))).all()
+        assert (counts > 0).all()
+
+
+def test_mutated_files_open_or_raise_one_error(store, tmp_path):
+    check_mutations(store, tmp_path / "mutated", 200, seed=0)
+
+
+@pytest.mark.slow
+def test_ten_thousand_mutated_stores(store, tmp_path):
+    check_mutations(store, tmp_path / "mutated", 10_000, seed=1)
