@@ -26,9 +26,11 @@ from . import (
     plots,
     repeated,
     replay,
+    roofline,
     spec_bench,
     step,
     structures,
+    whole,
 )
 from .report import environment
 
@@ -47,6 +49,8 @@ BENCHMARKS: dict[str, ModuleType] = {
     "fallbacks": fallbacks,
     "repeated": repeated,
     "kernel": kernel,
+    "roofline": roofline,
+    "whole": whole,
     "step": step,
     "overhead": overhead,
 }
@@ -67,6 +71,8 @@ MINUTES = {
     "fallbacks": 4.0,
     "repeated": 5.0,
     "kernel": 3.0,
+    "roofline": 1.0,
+    "whole": 1.5,
     "step": 4.0,
     "overhead": 4.0,
 }

@@ -51,7 +51,7 @@ def methods(nodes: int, head: MtpHead | None) -> list[Method]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mtp-head", type=Path, help="folder of one trained for the demo model")
-    parser.add_argument("--fallback-prompts", type=int, default=2, help="of each category")
+    parser.add_argument("--fallback-prompts", type=int, default=1, help="of each category")
     parser.add_argument("--fallback-nodes", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--fallback-tokens", type=int, default=48, help="to generate per prompt")
 

@@ -57,9 +57,8 @@ class LlamaCpp:
         self._width = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
         self._batch = library.llama_batch_init(SLOTS, 0, 1)
 
-    def forward(self, ids: list[int], past: int, answers: int) -> list[int]:
-        """The likeliest tokens after each of the last `answers` of the ids, which stand behind
-        `past` others."""
+    def decode(self, ids: list[int], past: int, answers: int) -> None:
+        """Process ids that stand behind `past` others, for the logits of the last `answers`."""
         batch = self._batch
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):
@@ -68,6 +67,16 @@ class LlamaCpp:
             batch.logits[i] = i >= len(ids) - answers
         if self.library.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode: expected room for {past + len(ids)} tokens")
+        self.library.llama_synchronize(self._context)
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.library.llama_memory_clear(self._memory, True)
+
+    def forward(self, ids: list[int], past: int, answers: int) -> list[int]:
+        """The likeliest tokens after each of the last `answers` of the ids, which stand behind
+        `past` others."""
+        self.decode(ids, past, answers)
         rows = [
             np.ctypeslib.as_array(
                 self.library.llama_get_logits_ith(self._context, i), (self._width,)
@@ -79,7 +88,7 @@ class LlamaCpp:
     def generate(self, prompt: list[int], new_tokens: int, ends: set[int], drafts: bool) -> Run:
         """As `model.generate` under greedy decoding; with drafts by the bindings' prompt lookup."""
         started = time.perf_counter()
-        self.library.llama_memory_clear(self._memory, True)
+        self.clear()
         ids = [*prompt, *self.forward(prompt, 0, 1)]
         forwards = 1
         while len(ids) - len(prompt) < new_tokens and ids[-1] not in ends:

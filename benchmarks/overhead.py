@@ -184,7 +184,7 @@ def host_times(tokens: int, repeats: int, progress: Callable[[str], None]) -> Re
 def add_arguments(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument("--overhead-shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--overhead-tokens", type=int, default=64, help="to generate per call")
-    parser.add_argument("--overhead-repeats", type=int, default=18)
+    parser.add_argument("--overhead-repeats", type=int, default=12)
     parser.add_argument("--overhead-host", action="store_true", help="host time alone, by rows")
 
 

@@ -135,6 +135,29 @@ def _forwards(plt: Any, report: Report) -> dict[str, Any]:
     return {"forwards": figure}
 
 
+def _roofline(plt: Any, report: Report) -> dict[str, Any]:
+    """GFLOP/s by rows under what memory and arithmetic allow, a panel per dtype."""
+    bounds, table = report.tables
+    figure, axes = plt.subplots(1, len(bounds.rows), figsize=(4.5 * len(bounds.rows), 4))
+    for axis, bound in zip(axes, bounds.rows, strict=True):
+        found = [row for row in table.rows if row["dtype"] == bound["dtype"]]
+        sizes = sorted({row["rows"] for row in found})
+        item_bytes = 4 if bound["dtype"] == "float32" else 2
+        roof = [min(2 * n * bound["gbytes"] / item_bytes, bound["gflops"]) for n in sizes]
+        axis.plot(sizes, roof, "k--", linewidth=1, label="plain read, large product")
+        for method in dict.fromkeys(row["method"] for row in found):
+            points = [(row["rows"], row["gflops"]) for row in found if row["method"] == method]
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=method)
+        axis.set(xscale="log", yscale="log", xlabel="rows", ylabel="GFLOP/s", xticks=sizes)
+        axis.set_xticklabels(sizes)
+        axis.minorticks_off()
+        axis.set_title(bound["dtype"], fontsize=10)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    return {"roofline": figure}
+
+
 def _repeated(plt: Any, report: Report) -> dict[str, Any]:
     """Speed relative to plain decoding by pass."""
     (table,) = report.tables
@@ -241,5 +264,6 @@ _FIGURES: dict[str, Callable[[Any, Report], dict[str, Any]]] = {
     "replay": _replay,
     "model": _model,
     "forwards": _forwards,
+    "roofline": _roofline,
     "repeated": _repeated,
 }

@@ -9,6 +9,7 @@ extras.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from typing import Any
 
@@ -52,10 +53,10 @@ def requests(tokens: int) -> list[Instance]:
     ]
 
 
-def evaluate(harness: Any, tokens: int) -> tuple[list[str], float]:
+def answer(harness: Any, asked: list[Instance]) -> tuple[list[str], float]:
     """The answers and the seconds that they took."""
     started = time.perf_counter()
-    answers = harness.generate_until(requests(tokens), disable_tqdm=True)
+    answers = harness.generate_until(asked, disable_tqdm=True)
     return answers, time.perf_counter() - started
 
 
@@ -65,23 +66,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of an answer at most")
     arguments = parser.parse_args()
     model, tokenizer = load_demo_model()
+    batch_size = arguments.batch_size
     harness = HFLM(
-        pretrained=model,
-        tokenizer=tokenizer,
-        batch_size=arguments.batch_size,
-        device=str(model.device),
+        pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device=str(model.device)
     )
-    evaluate(harness, 4)  # what only the first calls of a process cost
-    plain, plain_seconds = evaluate(harness, arguments.tokens)
-    with SamAssistant(memory=OutputMemory()).attached(model) as assistant:
-        assisted, seconds = evaluate(harness, arguments.tokens)
+    assistant = SamAssistant(memory=OutputMemory())
+    answer(harness, requests(4)[:batch_size])  # what only the first call of a process costs
+    everything = requests(arguments.tokens)
+    plain, assisted = [], []
+    seconds = [0.0, 0.0]
+    for first in range(0, len(everything), batch_size):
+        asked = everything[first : first + batch_size]
+        for number, answers in enumerate((plain, assisted)):
+            with assistant.attached(model) if answers is assisted else contextlib.nullcontext():
+                found, took = answer(harness, asked)
+            answers += found
+            seconds[number] += took
     right = sum(
         f"Answer: {city}" in text for text, city in zip(assisted, CAPITALS.values(), strict=True)
     )
-    print(
-        f"{right} of {len(CAPITALS)} right, answers {'the same' if plain == assisted else 'DIFFER'}"
-    )
-    print(f"plain {plain_seconds:.2f} s, assisted {seconds:.2f} s: {plain_seconds / seconds:.2f}x")
+    same = "the same" if plain == assisted else "DIFFER"
+    print(f"{right} of {len(CAPITALS)} right, answers {same}")
+    print(f"plain {seconds[0]:.2f} s, assisted {seconds[1]:.2f} s: {seconds[0] / seconds[1]:.2f}x")
     print(assistant.stats)
 
 

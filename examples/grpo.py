@@ -3,14 +3,13 @@
 TRL's GRPOTrainer teaches the demo model, by LoRA, to end its sentences soon: the reward is the
 share of a completion that lies within its first sentence. The trainer makes its rollouts with
 `model.generate` and knows nothing of the assistant, which is attached to the model: samples of one
-prompt draft from one another, and from those of the epoch before. Needs the `ecosystem` and `demo`
-extras.
+prompt draft from one another, and from those of the epoch before. To compare speeds, every rollout
+is made twice. Needs the `ecosystem` and `demo` extras.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import tempfile
 import time
 from typing import Any
@@ -38,20 +37,37 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 class Timed(GRPOTrainer):
-    """The trainer, counting the tokens and seconds of its rollouts."""
+    """The trainer, making every rollout twice: plainly, then with an assistant attached.
 
-    tokens, seconds = 0, 0.0
+    It learns from the second one. Both begin with the same random state and the same weights.
+
+    Attributes:
+        assistant: set before training.
+        tokens, seconds: of the rollouts, plain and assisted.
+    """
+
+    assistant: RolloutAssistant
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.tokens, self.seconds = [0, 0], [0.0, 0.0]
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng():
+            self._timed(0, *args, **kwargs)
+        with self.assistant.attached(self.model):
+            return self._timed(1, *args, **kwargs)
+
+    def _timed(self, number: int, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         result = super()._generate_single_turn(*args, **kwargs)
-        self.seconds += time.perf_counter() - started
-        self.tokens += sum(map(len, result[0]))
+        self.seconds[number] += time.perf_counter() - started
+        self.tokens[number] += sum(map(len, result[0]))
         return result
 
 
-def train(arguments: argparse.Namespace, assistant: RolloutAssistant | None) -> float:
-    """Tokens per second of the rollouts of one short training."""
+def train(arguments: argparse.Namespace, assistant: RolloutAssistant) -> Timed:
+    """A short training; the trainer, with its accounts."""
     set_seed(0)
     model, tokenizer = load_demo_model()
     tokenizer.padding_side = "left"
@@ -81,10 +97,9 @@ def train(arguments: argparse.Namespace, assistant: RolloutAssistant | None) -> 
             train_dataset=Dataset.from_dict({"prompt": list(PROMPTS)}),
             processing_class=tokenizer,
         )
-        attached = assistant.attached(trainer.model) if assistant else contextlib.nullcontext()
-        with attached:
-            trainer.train()
-    return trainer.tokens / trainer.seconds
+        trainer.assistant = assistant
+        trainer.train()
+    return trainer
 
 
 def main() -> None:
@@ -94,8 +109,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of a completion at most")
     arguments = parser.parse_args()
     assistant = RolloutAssistant()
-    plain, assisted = train(arguments, None), train(arguments, assistant)
-    print(f"rollouts: plain {plain:.1f} tokens/s, assisted {assisted:.1f} tokens/s")
+    trainer = train(arguments, assistant)
+    rates = [n / seconds for n, seconds in zip(trainer.tokens, trainer.seconds, strict=True)]
+    for name, tokens, rate in zip(("plain", "assisted"), trainer.tokens, rates, strict=True):
+        print(f"rollouts, {name}: {tokens} tokens at {rate:.1f} tokens/s")
+    print(f"assisted over plain: {rates[1] / rates[0]:.2f}x")
     print(assistant.stats)
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 
 from libc.stdint cimport int64_t
-from libc.stdlib cimport free, malloc, qsort
+from libc.stdlib cimport free, malloc
 
+from common.ranking cimport Ranked, ranking
 from common.types cimport int32_t, token_t
 
 
@@ -194,32 +195,6 @@ def merge(
             place[i] = node
     free(links)
     return out.arrays(total)
-
-
-cdef struct Ranked:
-    float prob
-    int32_t node
-
-
-cdef int by_probability(const void* a, const void* b) noexcept nogil:
-    """Higher probability first; of equal ones the earlier node, which is no descendant."""
-    cdef const Ranked* x = <const Ranked*>a
-    cdef const Ranked* y = <const Ranked*>b
-    if x.prob != y.prob:
-        return -1 if x.prob > y.prob else 1
-    return -1 if x.node < y.node else 1
-
-
-cdef Ranked* ranking(const float[::1] probs) except NULL:
-    """The nodes by falling probability, for the caller to free."""
-    cdef Py_ssize_t n = probs.shape[0], i
-    cdef Ranked* ranked = <Ranked*>malloc((n + 1) * sizeof(Ranked))
-    if ranked == NULL:
-        raise MemoryError()
-    for i in range(n):
-        ranked[i] = Ranked(probs[i], <int32_t>i)
-    qsort(ranked, n, sizeof(Ranked), by_probability)
-    return ranked
 
 
 def prune(

@@ -2,6 +2,9 @@
 
 import numpy as np
 
+from libc.stdlib cimport free
+
+from common.ranking cimport Ranked, ranking
 from common.types cimport int32_t, token_t, uint8_t
 
 
@@ -12,6 +15,7 @@ def draft(
     const int32_t[::1] parents,
     const int32_t[::1] ranks,
     const float[::1] rates,
+    Py_ssize_t budget,
 ):
     """A template laid over the table below the token `root`, without what is unknown.
 
@@ -22,10 +26,12 @@ def draft(
         successors, kinds: int32 and uint8 [tokens, k], the table and the evidence of each entry.
         parents, ranks: int32 [n], the template; ranks below k.
         rates: float32 [kinds], probability that a successor is right, given that its parent is.
+        budget: nodes at most, the most probable ones; of equal ones the first.
 
-    Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes]. O(n).
+    Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes]. O(n log n).
     """
-    cdef Py_ssize_t n = parents.shape[0], rows = successors.shape[0], i, known = 0
+    cdef Py_ssize_t n = parents.shape[0], rows = successors.shape[0], i, known = 0, kept = 0
+    cdef Ranked* ranked
     cdef token_t above, token
     cdef int32_t parent
     cdef uint8_t kind
@@ -58,4 +64,18 @@ def draft(
         probs[known], evidence[known] = prob * rates[kind], kind
         places[i] = <int32_t>known
         known += 1
+    if budget < known:
+        ranked = ranking(probs[:known])
+        for i in range(known):
+            places[ranked[i].node] = 0 if i < budget else -1
+        free(ranked)
+        for i in range(known):
+            if places[i] < 0:
+                continue
+            parent = above_out[i]
+            tokens[kept], probs[kept], evidence[kept] = tokens[i], probs[i], evidence[i]
+            above_out[kept] = places[parent] if parent >= 0 else -1
+            places[i] = <int32_t>kept
+            kept += 1
+        known = kept
     return tokens_out[:known], parents_out[:known], probs_out[:known], kinds_out[:known]

@@ -83,9 +83,7 @@ class StepWalk:
             copy=True, dtype=torch.float32, device=ids.device
         )
         scores = self.select.processors(ids, raw)
-        for row in self.rows:
-            one = slice(row.index, row.index + 1)
-            self.recorder.token(row, scores[one], raw[one])
+        self.recorder.tokens(self.rows, scores, raw)
         if self.recorder.wants_scores:
             self._scores.append(scores)
         return scores

@@ -46,12 +46,15 @@ class OutputRecorder:
         """The scores so far, as stopping criteria are shown them."""
         return tuple(self._scores[row.index]) if self.wants_scores else None
 
-    def token(self, row: RowText, scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Record the processed scores and the logits, [1, vocab_size], of the token to come."""
-        if self.wants_scores:
-            self._scores[row.index].append(scores)
-        if self.wants_logits:
-            self._logits[row.index].append(logits)
+    def tokens(self, rows: Sequence[RowText], scores: torch.Tensor, logits: torch.Tensor) -> None:
+        """Record the processed scores and the logits, [rows, vocab_size], of tokens to come."""
+        for wanted, kept, found in (
+            (self.wants_scores, self._scores, scores),
+            (self.wants_logits, self._logits, logits),
+        ):
+            if wanted:
+                for row, entry in zip(rows, found.split(1), strict=True):
+                    kept[row.index].append(entry)
 
     def prefill(self, outputs: Any) -> None:
         """Record the states of the prompt, which belong to the first token."""

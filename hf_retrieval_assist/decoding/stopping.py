@@ -55,10 +55,12 @@ class Stopping:
         Without an end-of-sequence criterion plain decoding pads nothing: rows go on until the last
         one has met its criteria.
         """
-        if row.met is None and self.is_met(row, scores):
+        if row.met is None:
+            if not self.is_met(row, scores):
+                return
             row.met = len(row.generated)
         if self.has_eos:
-            row.finished = row.met is not None
+            row.finished = True
             return
         if any(other.met is None for other in rows):
             row.finished = self.remaining(row) == 0

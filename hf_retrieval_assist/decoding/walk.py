@@ -126,12 +126,9 @@ class Walk:
         device = walking[0].device
         raw = verified.logits(places, nodes).to(copy=True, dtype=torch.float32, device=device)
         scores = self.select.process(walking, raw)
-        for k, row in enumerate(walking):
-            self.recorder.token(row, scores[k : k + 1], raw[k : k + 1])
+        self.recorder.tokens(walking, scores, raw)
         if drawn is None:
-            unfinished = sum(not row.finished for row in self.rows)
-            even = len(walking) == unfinished and len({len(row) for row in walking}) == 1
-            self.plain_draws &= even
+            self.plain_draws = self.plain_draws and self._is_even(walking)
             return self.select.choose(scores, places if self.plain_draws else None)
         self.plain_draws = False
         proposals = [drawn[row.index](paths[row.index].tokens) for row in walking]
@@ -139,6 +136,11 @@ class Walk:
             self.select.choose(one)[0] if found is None else self.select.verify(one[0], found)
             for one, found in zip(scores.split(1), proposals, strict=True)
         ]
+
+    def _is_even(self, walking: Sequence[RowText]) -> bool:
+        """Whether all rows that have not ended walk, and have got equally far."""
+        unfinished = sum(not row.finished for row in self.rows)
+        return len(walking) == unfinished and len({len(row) for row in walking}) == 1
 
 
 def _follow(tree: TokenTree, path: Path, token: int) -> bool:

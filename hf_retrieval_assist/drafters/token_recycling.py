@@ -205,7 +205,7 @@ class _RecyclingSession(DraftSession):
 
     def propose(self, budget: int) -> TokenTree:
         root = int(self._last[0]) if len(self._last) else _UNKNOWN
-        return self.table.draft(root).prune(budget)
+        return self.table.draft(root, budget)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         if feedback is None or feedback.top is None:
@@ -259,8 +259,9 @@ class SuccessorTable:
             classes[:known] = self._classes[:known]
             self._successors, self._classes = table, classes
 
-    def draft(self, root: int) -> TokenTree:
-        """The template over the table below the token `root`, without unknown nodes."""
+    def draft(self, root: int, budget: int) -> TokenTree:
+        """The template over the table below the token `root`: of its known nodes the most
+        probable."""
         with self._lock:
             return TokenTree(
                 *successors.draft(
@@ -270,6 +271,7 @@ class SuccessorTable:
                     self._template.parents,
                     self._template.ranks,
                     _RATES,
+                    max(budget, 0),
                 )
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from ..system.lazy import cached_property
 from .attention_scope import Attention
 
 
-@dataclass
+@dataclass(frozen=True)
 class PackedSpan:
     """Where some neighbouring rows lie in a packed forward.
 
@@ -25,22 +26,13 @@ class PackedSpan:
     """
 
     row: int
-    widths: list[int]
+    widths: Sequence[int]
     begin: int
     slots: int
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return sum(self.widths)
-
-    def takes(self, row: int, width: int) -> bool:
-        """Whether a next row fits in, so that there is no more filler than tokens.
-
-        A row's keys are read once for any number of its tokens, and every call takes time too.
-        """
-        rows = len(self.widths) + 1
-        filled = rows * max(width, *self.widths)
-        return row == self.row + rows - 1 and filled <= 2 * (self.tokens + width)
 
     @cached_property
     def filled(self) -> torch.Tensor | None:
@@ -74,17 +66,23 @@ class PackedSpan:
 
 def spans_of(rows: Sequence[int], widths: Sequence[int], slots: Sequence[int]) -> list[PackedSpan]:
     """The spans of rows of the cache, ascending, that are fed so many tokens and then have so many
-    slots in use."""
-    spans: list[PackedSpan] = []
-    begin = 0
-    for row, width, used in zip(rows, widths, slots, strict=True):
-        if spans and spans[-1].takes(row, width):
-            spans[-1].widths.append(width)
-            spans[-1].slots = max(spans[-1].slots, used)
-        else:
-            spans.append(PackedSpan(row, [width], begin, used))
-        begin += width
-    return spans
+    slots in use.
+
+    A row joins the span of its neighbour where there is no more filler than tokens then: its keys
+    are read once for any number of its tokens, and every call takes time too.
+    """
+    starts, tokens, widest = [0], widths[0], widths[0]
+    for i in range(1, len(rows)):
+        tokens, widest = tokens + widths[i], max(widest, widths[i])
+        neighbours = rows[i] == rows[i - 1] + 1
+        if not neighbours or (i + 1 - starts[-1]) * widest > 2 * tokens:
+            starts.append(i)
+            tokens = widest = widths[i]
+    begins = [0, *accumulate(widths)]
+    return [
+        PackedSpan(rows[first], widths[first:stop], begins[first], max(slots[first:stop]))
+        for first, stop in pairwise([*starts, len(rows)])
+    ]
 
 
 class PackedAttention:

@@ -25,6 +25,8 @@ _LOG_SHARE = 12
 # What an output costs besides its tokens: its object and its place among the others.
 _OUTPUT_BYTES = 256
 
+# Ids below this number are checked one by one, since a call of numpy takes longer.
+_FEW = 64
 
 # Between a model's fingerprint and a prompt's name, which no fingerprint contains.
 _GROUP_MARK = "/"
@@ -417,6 +419,7 @@ class RunningOutput:
 def _checked(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
     """A copy of ids as int32 [n]; ValueError for what is none."""
     tokens = np.array(token_ids, dtype=getattr(token_ids, "dtype", np.int64))
-    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 2**31:
+    ids = tokens.tolist() if len(tokens) < _FEW else [tokens.min(), tokens.max()]
+    if len(ids) and not 0 <= min(ids) <= max(ids) < 2**31:
         raise ValueError(f"token_ids: expected 0 to 2^31 - 1, got {token_ids}")
     return tokens.astype(np.int32, copy=False)

@@ -8,4 +8,5 @@ def draft(
     parents: NDArray[np.int32],
     ranks: NDArray[np.int32],
     rates: NDArray[np.float32],
+    budget: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...

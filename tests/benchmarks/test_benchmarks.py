@@ -28,6 +28,7 @@ from benchmarks import (
     structures,
     texts,
     traces,
+    whole,
 )
 from benchmarks.__main__ import main, parse
 from benchmarks.report import Report
@@ -391,6 +392,14 @@ def test_cost_of_forwards(small_model):
     assert {row["variant"] for row in found} == {"float32, PyTorch's", "float32, ours"}
     assert all(row["ms"] > 0 for row in found)
     assert [row["ratio"] for row in found if row["tokens"] == 1] == [1, 1]
+
+
+@torch.no_grad()
+def test_whole_forwards_without_a_context(small_model):
+    report = whole.measure({"float32": small_model}, {}, True, silent)
+    found = rows(report, "Milliseconds")
+    assert [row["variant"] for row in found] == ["float32, PyTorch", "float32, ours"]
+    assert all(row["1"] > 0 and row["4"] > 0 for row in found)
 
 
 def test_repeated_requests_are_drafted_from_earlier_outputs(small_model, tokenizer, monkeypatch):

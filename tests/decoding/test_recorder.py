@@ -24,9 +24,10 @@ def recorder(rows=1, **wanted):
 
 def test_scores_by_step_with_zeros_behind_a_finished_row():
     outputs = recorder(2, output_scores=True)
-    for row, values in enumerate(([1.0, 2.0, 3.0], [4.0])):
-        for value in values:
-            outputs.token(row_of(row), torch.full((1, 3), value), torch.zeros(1, 3))
+    rows = [row_of(0), row_of(1)]
+    for values in ([1.0, 4.0], [2.0], [3.0]):
+        scores = torch.tensor(values)[:, None].expand(-1, 3)
+        outputs.tokens(rows[: len(values)], scores, torch.zeros_like(scores))
     result = outputs.result(torch.zeros(2, 4), None, None, 3)
     assert [entry[:, 0].tolist() for entry in result.scores] == [[1.0, 4.0], [2.0, 0.0], [3.0, 0.0]]
     assert result.logits is None

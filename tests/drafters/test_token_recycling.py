@@ -122,6 +122,9 @@ def test_budget_keeps_the_most_probable_nodes():
         assert len(tree) == min(budget, len(whole))
         assert drafted_paths(tree) <= drafted_paths(whole)
         assert np.isclose(tree.expected_tokens, np.sort(whole.probs)[::-1][:budget].sum())
+        pruned = whole.prune(budget)
+        for name in ("token_ids", "parents", "probs", "classes"):
+            np.testing.assert_array_equal(getattr(tree, name), getattr(pruned, name))
 
 
 def test_nothing_known_drafts_nothing():

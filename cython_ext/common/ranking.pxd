@@ -1,0 +1,30 @@
+# The nodes of a tree by their probability.
+from libc.stdlib cimport malloc, qsort
+
+from common.types cimport int32_t
+
+
+cdef struct Ranked:
+    float prob
+    int32_t node
+
+
+cdef inline int by_probability(const void* a, const void* b) noexcept nogil:
+    """Higher probability first; of equal ones the earlier node, which is no descendant."""
+    cdef const Ranked* x = <const Ranked*>a
+    cdef const Ranked* y = <const Ranked*>b
+    if x.prob != y.prob:
+        return -1 if x.prob > y.prob else 1
+    return -1 if x.node < y.node else 1
+
+
+cdef inline Ranked* ranking(const float[::1] probs) except NULL:
+    """The nodes by falling probability, for the caller to free."""
+    cdef Py_ssize_t n = probs.shape[0], i
+    cdef Ranked* ranked = <Ranked*>malloc((n + 1) * sizeof(Ranked))
+    if ranked == NULL:
+        raise MemoryError()
+    for i in range(n):
+        ranked[i] = Ranked(probs[i], <int32_t>i)
+    qsort(ranked, n, sizeof(Ranked), by_probability)
+    return ranked
