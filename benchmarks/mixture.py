@@ -64,7 +64,7 @@ def train(traces: Sequence[Trace], rounds: int = ROUNDS) -> Mixture:
             simulate(Assistant([drafter], budget=BUDGET), requests, vocab_size=vocab_size)
             mixer = drafter.mixer
             mixture = Mixture(mixer.cells, mixer.copy_cells, mixer.weights)
-    return mixture
+    return mixture.doubted()
 
 
 def _sources(trace: Trace) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,15 +35,19 @@ _LEAST_PROB = 0.01
 _PAPER_ALPHA = 4.0
 
 
-_NAMED: dict[str, type[Drafter]] = {
-    "token_recycling": TokenRecyclingDrafter,
-    "mtp": MtpDrafter,
+_NAMED: dict[str, Callable[[bool], Drafter]] = {
+    "token_recycling": lambda paper: TokenRecyclingDrafter(last_logits=not paper),
+    "mtp": lambda paper: MtpDrafter(),
 }
 
 
-def fallback_drafters(fallback: Any) -> list[Drafter]:
+def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
     """The drafters that a preset's `fallback=` names; cheap ones first, so that costly ones are
     asked for what the others lack.
+
+    Args:
+        fallback: see :class:`SamAssistant`.
+        paper: whether named ones draft as their papers do.
 
     Raises:
         ValueError: an unknown name.
@@ -52,15 +56,20 @@ def fallback_drafters(fallback: Any) -> list[Drafter]:
     if fallback is None:
         return []
     several = fallback if isinstance(fallback, (list, tuple)) else [fallback]
-    return sorted(map(_fallback_drafter, several), key=lambda drafter: drafter.costly)
+    drafters = [_fallback_drafter(one, paper) for one in several]
+    return sorted(drafters, key=lambda drafter: drafter.costly)
 
 
-def _fallback_drafter(fallback: Any) -> Drafter:
+def _fallbacks(fallback: Any, options: dict[str, Any]) -> list[Drafter]:
+    return fallback_drafters(fallback, options.get("budget") == "paper")
+
+
+def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
     names = " or ".join(map(repr, _NAMED))
     if isinstance(fallback, str):
         if fallback not in _NAMED:
             raise ValueError(f"fallback: expected {names}, got {fallback!r}")
-        return _NAMED[fallback]()
+        return _NAMED[fallback](paper)
     if isinstance(fallback, Drafter):
         return fallback
     if isinstance(fallback, EagleHead):
@@ -145,7 +154,7 @@ class SamAssistant(Assistant):
         self._matchers = len(matchers)
         if memory is not None and options.get("budget") == "paper":
             matchers.append(SuffixDrafter(memory))
-        super().__init__([*matchers, *fallback_drafters(fallback)], **options)
+        super().__init__([*matchers, *_fallbacks(fallback, options)], **options)
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         biases = [0, *[self.corpus_bias] * (self._matchers - 1)]
@@ -229,7 +238,7 @@ class SuffixAssistant(Assistant):
         drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree, scored=paper)
         self.threshold = threshold
         self.memory = drafter.memory
-        super().__init__([drafter, *fallback_drafters(fallback)], **options)
+        super().__init__([drafter, *_fallbacks(fallback, options)], **options)
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         suffix: Any = sessions[0]
@@ -277,7 +286,7 @@ class RolloutAssistant(Assistant):
         _require(OutputMemory, memory=memory)
         self.memory = memory
         drafter = SuffixDrafter(memory, max_depth, min_prob=min_prob, by_prompt=True)
-        super().__init__([drafter, *fallback_drafters(fallback)], **options)
+        super().__init__([drafter, *_fallbacks(fallback, options)], **options)
 
 
 class RestAssistant(Assistant):

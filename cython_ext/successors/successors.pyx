@@ -16,6 +16,8 @@ def draft(
     const int32_t[::1] ranks,
     const float[::1] rates,
     Py_ssize_t budget,
+    int32_t first_kind=-1,
+    token_t left_out=-1,
 ):
     """A template laid over the table below the token `root`, without what is unknown.
 
@@ -27,14 +29,16 @@ def draft(
         parents, ranks: int32 [n], the template; ranks below k.
         rates: float32 [kinds], probability that a successor is right, given that its parent is.
         budget: nodes at most, the most probable ones; of equal ones the first.
+        first_kind: evidence of the root's first child, the r-th child having that and r; −1: the
+            table's.
+        left_out: a token that is no child of the root; −1: there is none.
 
     Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes]. O(n log n).
     """
     cdef Py_ssize_t n = parents.shape[0], rows = successors.shape[0], i, known = 0, kept = 0
     cdef Ranked* ranked
     cdef token_t above, token
-    cdef int32_t parent
-    cdef uint8_t kind
+    cdef int32_t parent, kind
     cdef float prob
     tokens_out, parents_out = np.empty(n, np.int32), np.empty(n, np.int32)
     probs_out, kinds_out = np.empty(n, np.float32), np.empty(n, np.int32)
@@ -56,8 +60,10 @@ def draft(
         if not (0 <= ranks[i] < successors.shape[1]) or above >= rows:
             continue
         token, kind = successors[above, ranks[i]], kinds[above, ranks[i]]
-        if token < 0:
+        if token < 0 or (parent < 0 and token == left_out):
             continue
+        if parent < 0 and first_kind >= 0:
+            kind = first_kind + ranks[i]
         if kind >= rates.shape[0]:
             raise ValueError(f"kinds: expected below {rates.shape[0]}, got {kind}")
         tokens[known], above_out[known] = token, parent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -19,6 +19,9 @@ _SHARES = (0.005, 0.01, 0.04, 0.1, 0.22, 0.4, 0.6, 0.85, 0.95, 0.005)
 
 # That a copy goes on, by how long it has been going on.
 _COPIED = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+
+
+_TRIALS_KEPT = 20  # of each cell, from training to another text
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,13 @@ class Mixture:
         np.savez_compressed(
             path, cells=self.cells, copy_cells=self.copy_cells, weights=self.weights
         )
+
+    def doubted(self) -> Mixture:
+        """The same, tried so little that another kind of text soon moves it."""
+        cells, copies = self.cells.copy(), self.copy_cells.copy()
+        for found in (cells, copies):
+            found[..., 1] = np.minimum(found[..., 1], _TRIALS_KEPT)
+        return replace(self, cells=cells, copy_cells=copies)
 
     def mixer(self) -> Mixer:
         """A mixer that starts from here."""

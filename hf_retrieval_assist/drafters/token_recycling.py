@@ -4,6 +4,10 @@ Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Langua
 Recycling" (2024), sections 3.1 to 3.3. A table [vocab_size, k] holds, for every token, the k tokens
 that the target found most likely after it the last time it was fed. A static tree of ranks is laid
 over the table to draft.
+
+What the target nearly said instead of the last token often is what it says next (LogitSpec, Liu et
+al. 2025, https://arxiv.org/abs/2507.01449), so that those tokens may be drafted below it too. They
+stand in the table, as successors of the token before.
 """
 
 from __future__ import annotations
@@ -54,7 +58,20 @@ _PRIORS = np.array(
     ],
     dtype=np.float32,
 )
-_RATES = _PRIORS.ravel()
+# The same of what the last logits ranked behind the last token, by rank: where the row of the last
+# token is unknown, and where it is known.
+_LAST_LOGITS_RANKS = 8
+_LAST_LOGITS_PRIORS = np.array(
+    [
+        [0.05, 0.035, 0.03, 0.03, 0.025, 0.015, 0.012, 0.012],
+        [0.03, 0.028, 0.014, 0.014, 0.01, 0.007, 0.007, 0.004],
+    ],
+    dtype=np.float32,
+)
+_FIRST_LAST_LOGITS = _PRIORS.size
+_RATES = np.concatenate([_PRIORS.ravel(), _LAST_LOGITS_PRIORS.ravel()])
+# All of them, the first ones with the two likeliest tokens after each.
+_LAST_LOGITS_TREE = (*(8,), *(1, 1, 1, 1, 1, 0, 0, 0), *(1, 1, 1, 1, 1), *(0, 0, 0, 0, 0))
 _KINDS = _PRIORS.shape[1]
 _FIRST_TEXT_KIND = len(_SHARE_EDGES) + 1
 _UNKNOWN = -1
@@ -128,12 +145,18 @@ class TokenRecyclingDrafter(Drafter):
 
     name = "token_recycling"
 
-    def __init__(self, top_k: int = 8, template: str | Sequence[int] = "2.2.2") -> None:
+    def __init__(
+        self,
+        top_k: int = 8,
+        template: str | Sequence[int] = "2.2.2",
+        last_logits: bool = False,
+    ) -> None:
         """
         Args:
             top_k: successors kept per token; the whole vocabulary where it is smaller.
             template: "2.2.2" (80 nodes, the authors'), "sam" (60 nodes, SAM-Decoding's), or the
                 child counts of a tree, breadth first from the root.
+            last_logits: draft below the last token also what its own logits put behind it.
 
         Raises:
             ValueError: `top_k` is not positive or `template` is not a tree.
@@ -142,6 +165,7 @@ class TokenRecyclingDrafter(Drafter):
             raise ValueError(f"top_k: expected a positive number, got {top_k}")
         self.top_k = top_k
         self.needs = FeedbackNeeds(top_k=top_k)
+        self.last_logits = last_logits
         self._child_counts = _child_counts(template)
         Template(self._child_counts, top_k)  # refuses counts that are no tree
         self._tables: dict[tuple[str, int], SuccessorTable] = {}
@@ -152,7 +176,7 @@ class TokenRecyclingDrafter(Drafter):
         table = table if target.learn else table.copy()
         for expected in target.expected:
             table.learn_text(expected)
-        return _RecyclingSession(table, prompt_ids)
+        return _RecyclingSession(table, prompt_ids, self.last_logits)
 
     def commit_rows(
         self,
@@ -179,6 +203,13 @@ class TokenRecyclingDrafter(Drafter):
     def priors(self) -> Float32Array:
         return _RATES
 
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return ("token recycling", "last logits")
+
+    def origins_of(self, classes: Int32Array) -> Int32Array:
+        return (classes >= _FIRST_LAST_LOGITS).astype(np.int32)
+
     def _table_of(self, target: Target) -> SuccessorTable:
         key = (target.fingerprint, target.vocab_size)
         with self._lock:
@@ -198,26 +229,30 @@ def _child_counts(template: str | Sequence[int]) -> Sequence[int]:
 
 
 class _RecyclingSession(DraftSession):
-    def __init__(self, table: SuccessorTable, prompt_ids: NDArray[np.int32]) -> None:
+    def __init__(
+        self, table: SuccessorTable, prompt_ids: NDArray[np.int32], last_logits: bool
+    ) -> None:
         self.table = table
-        self._last = prompt_ids[-1:]
+        self._last_logits = last_logits
+        self._before, self._last = [_UNKNOWN, _UNKNOWN, *prompt_ids[-2:].tolist()][-2:]
         table.learn_text(prompt_ids)
 
     def propose(self, budget: int) -> TokenTree:
-        root = int(self._last[0]) if len(self._last) else _UNKNOWN
-        return self.table.draft(root, budget)
+        tree = self.table.draft(self._last, budget)
+        if not self._last_logits:
+            return tree
+        return tree.merge(self.table.draft_last_logits(self._before, self._last)).prune(budget)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         if feedback is None or feedback.top is None:
-            new = np.asarray(token_ids, dtype=np.int32)
-            self.table.learn_text(np.concatenate([self._last, new]))
+            self.table.learn_text(np.array([self._last, *token_ids], dtype=np.int32))
         else:
             self.table.learn_logits([feedback])
         self.follow(token_ids)
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """The text went on with these tokens, of which the table learns from elsewhere."""
-        self._last = np.array(token_ids[-1:], dtype=np.int32)
+        self._before, self._last = [self._last, *token_ids][-2:]
 
 
 class SuccessorTable:
@@ -231,6 +266,7 @@ class SuccessorTable:
         self._vocab_size = vocab_size
         self._top_k = top_k
         self._template = template
+        self._last_logits_template = Template(_LAST_LOGITS_TREE, top_k)
         self._lock = Lock()
         self._successors, self._classes = self._rows(min(vocab_size, _FIRST_ROWS))
         self._class_of = np.arange(_PRIORS.size, dtype=np.uint8).reshape(_PRIORS.shape)
@@ -263,17 +299,43 @@ class SuccessorTable:
         """The template over the table below the token `root`: of its known nodes the most
         probable."""
         with self._lock:
-            return TokenTree(
-                *successors.draft(
-                    self._successors,
-                    self._classes,
-                    root,
-                    self._template.parents,
-                    self._template.ranks,
-                    _RATES,
-                    max(budget, 0),
-                )
+            return self._lay(self._template, root, budget)
+
+    def draft_last_logits(self, before: int, root: int) -> TokenTree:
+        """What the last logits behind `before` put behind `root`, which was chosen from them.
+
+        Each with what is likeliest to follow; nothing where text alone has taught the row.
+        """
+        with self._lock:
+            known = len(self._successors) - 1
+            if not 0 <= before < known or self._classes[before, 0] % _KINDS >= _FIRST_TEXT_KIND:
+                return TokenTree.empty()
+            template = self._last_logits_template
+            row_known = 0 <= root < known and self._successors[root, 0] != _UNKNOWN
+            first_kind = _FIRST_LAST_LOGITS + _LAST_LOGITS_RANKS * row_known
+            return self._lay(template, before, len(template.ranks), first_kind, left_out=root)
+
+    def _lay(
+        self,
+        template: Template,
+        root: int,
+        budget: int,
+        first_kind: int = -1,
+        left_out: int = _UNKNOWN,
+    ) -> TokenTree:
+        return TokenTree(
+            *successors.draft(
+                self._successors,
+                self._classes,
+                root,
+                template.parents,
+                template.ranks,
+                _RATES,
+                max(budget, 0),
+                first_kind,
+                left_out,
             )
+        )
 
     def learn_logits(self, feedbacks: Sequence[Feedback]) -> None:
         """Overwrite the rows of the tokens that one forward fed by the top k of their logits.

@@ -9,4 +9,6 @@ def draft(
     ranks: NDArray[np.int32],
     rates: NDArray[np.float32],
     budget: int,
+    first_kind: int = ...,
+    left_out: int = ...,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...

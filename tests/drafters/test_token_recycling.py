@@ -384,6 +384,63 @@ def test_what_a_device_found_teaches_what_is_found_when_asked_for():
     assert drafted > 500
 
 
+def last_logits_session(top_k=8):
+    """The text 4 9, whose logits behind 4 ranked 9 3 1 2; known are the rows 3 -> 5 6, 5 -> 7."""
+    drafter = TokenRecyclingDrafter(top_k, (1, 0), last_logits=True)
+    session = drafter.start(ids(8, 4), target())
+    rows = logits_preferring(10, (5, 6), (7,), (9, 3, 1, 2))
+    feed(session, (3, 5, 4), (2,), rows, [9])
+    return drafter, session
+
+
+def test_what_the_last_logits_put_behind_the_last_token_is_drafted_below_it():
+    _, session = last_logits_session(top_k=4)
+    paths = drafted_paths(session.propose(64))
+    assert paths == {(3,), (1,), (2,), (3, 5), (3, 5, 7)}
+    plain = TokenRecyclingDrafter(4, (1, 0)).start(ids(8, 4), target())
+    feed(plain, (4,), (0,), logits_preferring(10, (9, 3, 1, 2)), [9])
+    assert drafted_paths(plain.propose(64)) == set()
+
+
+def test_last_logits_are_classed_by_rank_and_by_what_is_known():
+    drafter, session = last_logits_session(top_k=4)
+
+    def classes(tree):
+        return {
+            int(tree.token_ids[i]): int(tree.classes[i]) for i in np.flatnonzero(tree.parents < 0)
+        }
+
+    first = drafter.priors().size - 16
+    unknown = session.propose(64)
+    assert classes(unknown) == {3: first + 1, 1: first + 2, 2: first + 3}
+    assert drafter.origins_of(unknown.classes).tolist() == [1, 1, 1, 0, 0]
+    feed(session, (9, 4), (0, 1), logits_preferring(10, (4, 0), (9, 3, 1, 2)), [4, 9])
+    drafted = classes(session.propose(64))
+    assert {token: drafted[token] - first for token in (3, 1, 2)} == {3: 9, 1: 10, 2: 11}
+    assert drafted[4] < first
+
+
+def test_the_last_logits_move_along_with_the_text():
+    _, session = last_logits_session(top_k=2)
+    feed(session, (9, 3), (0, 1), logits_preferring(10, (3, 6), (2, 8)), [3, 2])
+    assert (8,) in drafted_paths(session.propose(64))
+    assert (6,) not in drafted_paths(session.propose(64))
+
+
+def test_what_text_alone_has_taught_is_not_taken_for_logits():
+    drafter = TokenRecyclingDrafter(4, (1, 0), last_logits=True)
+    session = drafter.start(ids(1, 2, 1, 3), target())
+    assert len(session.propose(64)) == 0
+    session.commit([1, 9], None)
+    assert len(session.propose(64)) == 0
+
+
+@pytest.mark.parametrize("prompt", [[], [4]])
+def test_a_text_without_a_token_before_the_last_has_no_last_logits(prompt):
+    session = TokenRecyclingDrafter(last_logits=True).start(ids(*prompt), target())
+    assert len(session.propose(64)) == 0
+
+
 @pytest.fixture(scope="module")
 def small_llama():
     torch.manual_seed(3)
@@ -422,3 +479,33 @@ def test_generation_is_lossless_and_warms_up(small_llama, options):
     again = Assistant([drafter], budget=24)
     assert torch.equal(generate(assistant=again, **options), expected)
     assert again.stats.last.steps == steps[0]
+
+
+def test_last_logits_are_lossless_over_turns_and_rows(small_llama):
+    """Two turns of two rows, the second on the cache of the first; some last logits come true."""
+    model = small_llama
+    rows = torch.tensor([[5, 6, 7], [9, 8, 5]])
+    assistant = Assistant([TokenRecyclingDrafter(last_logits=True)], budget=24)
+
+    def turns(**assisted):
+        ids, cache = rows, None
+        for _ in range(2):
+            out = model.generate(
+                ids,
+                past_key_values=cache,
+                max_new_tokens=24,
+                do_sample=False,
+                eos_token_id=None,
+                return_dict_in_generate=True,
+                **assisted,
+            )
+            ids = torch.cat([out.sequences, torch.tensor([[11, 12], [13, 14]])], dim=1)
+            cache = out.past_key_values
+        return out.sequences
+
+    expected = turns()
+    with assistant.record() as record:
+        assert torch.equal(turns(assistant=assistant), expected)
+    proposed, _, came = record.by_origin()["last logits"]
+    assert proposed > 0
+    assert came > 0

@@ -261,6 +261,16 @@ def test_a_mixture_is_written_and_read(tmp_path):
     assert (loaded.weights == saved.weights).all()
 
 
+def test_what_is_doubted_says_the_same_and_is_moved_sooner():
+    cells, copies, weights = mixture()
+    sure = Mixture(cells, copies, weights)
+    doubted = sure.doubted()
+    assert np.array_equal(doubted.cells[..., 0], cells[..., 0])
+    assert np.array_equal(doubted.cells[..., 1], np.minimum(cells[..., 1], 20))
+    assert np.array_equal(sure.cells, cells)
+    assert Mixture.trained().cells[..., 1].max() == 20
+
+
 def test_what_is_shipped_is_small_and_knows_which_evidence_is_good():
     shipped = Mixture.trained()
     learnt = (shipped.cells, shipped.copy_cells, shipped.weights)
