@@ -42,17 +42,18 @@ cdef void adopt_copy(Store* s, Copy* c, const Context* longest) noexcept nogil:
 
 cdef void come_back(Store* s, Copy* c, token_t token) noexcept nogil:
     """Go on after the last two tokens if they stand near where the copy would be by now."""
-    cdef int32_t steps = max(-BEHIND, -start_of(s, c.left)), by_now = c.since - 1
-    cdef int32_t position = shifted(s, c.left, steps), least = REACH, away
+    cdef int32_t start = start_of(s, c.left), by_now = c.since - 1, least = REACH, steps, away
+    cdef int32_t first = max(-BEHIND, -start), position = shifted(s, c.left, first)
+    cdef int32_t beyond = min(by_now + REACH, sequence_at(s, page_of(s, c.left).owner).length - start)
     cdef token_t before = -1, here
-    while position != NIL and steps < by_now + REACH:
+    for steps in range(first, beyond):
         here = token_at(s, position)
-        away = steps - by_now if steps > by_now else by_now - steps
-        position = shifted(s, position, 1)
-        if here == token and before == c.last[0] and away < least:
-            least, c.next, c.length = away, position, 2
+        if here == token and before == c.last[0]:
+            away = steps - by_now if steps > by_now else by_now - steps
+            if away < least:
+                least, c.next, c.length = away, shifted(s, position, 1), 2
         before = here
-        steps += 1
+        position = forward(s, position, 1)
 
 cdef void leave_copy(Copy* c) noexcept nogil:
     """The text goes on otherwise. A place that it had hardly come back to is not where it left."""

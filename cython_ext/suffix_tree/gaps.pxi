@@ -3,11 +3,11 @@
 # such pair. Where pairs contend for a place, the one that was seen more often keeps it.
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
-from suffix_tree.mixing cimport Names
 from suffix_tree.store cimport (
     GAP_NAMES, Gap, PAGE_BITS, PAGE_TOKENS, Sequence, Store, backward, fits, forward, sequence_at,
     token_at,
 )
+from common.prefetch cimport prefetch
 from common.types cimport int32_t, int64_t, token_t, uint16_t, uint32_t, uint64_t
 
 cdef enum:
@@ -150,17 +150,11 @@ cdef void forget_gaps(Store* s, int32_t sequence) noexcept nogil:
         if i + 1 < q.length:
             position = forward(s, position, 1)
 
-cdef bint read_gap(Store* s, token_t second, token_t third, Names* out) noexcept nogil:
-    """How a pair went on; whether it ever did."""
-    cdef Gap* gap = gap_find(s, gap_tag(second, third)) if s.gap_count and third >= 0 else NULL
-    cdef int32_t k
-    out.size = 0
-    if gap == NULL:
-        return False
-    for k in range(names_of(gap)):
-        out.tokens[k], out.counts[k] = gap.tokens[k], gap.counts[k]
-        out.size += 1
-    out.support = gap.total
-    out.latest = gap.latest if gap.latest < out.size else -1
-    out.alone = out.size == 1
-    return out.size > 0
+cdef inline const Gap* gap_after(Store* s, token_t second, token_t third) noexcept nogil:
+    """The entry of a pair; NULL where there is none, or fewer than three tokens."""
+    return gap_find(s, gap_tag(second, third)) if s.gap_count and third >= 0 else NULL
+
+cdef inline void fetch_gap(Store* s, token_t second, token_t third) noexcept nogil:
+    """Ask for the entry of a pair."""
+    if s.gap_count:
+        prefetch(gap_home(s, gap_tag(second, third), 0))

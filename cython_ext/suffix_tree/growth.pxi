@@ -2,7 +2,7 @@
 from suffix_tree.store cimport (
     NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, ROOT, Sequence, Store, backward, forward,
     item_count, item_depth, label_end, label_token, link_at, node_at, page_at, page_of,
-    pool_size, sequence_at, start_of,
+    pool_size, sequence_at, start_of, touch,
 )
 from common.prefetch cimport prefetch
 from common.types cimport int32_t, token_t
@@ -51,6 +51,7 @@ cdef int32_t split(Store* s, int32_t node, token_t token, int32_t item) noexcept
     m.end = label_end(s, item, depth)
     m.ends = 0
     m.children = 1
+    touch(s, middle)
     m.first_child = m.first_leaf = m.first_end = m.stale = NIL
     if branches(s, node):
         table_replace(s, node, token, item, middle)
@@ -154,6 +155,7 @@ cdef void append_token(
         item = child_of(s, node, token)
         if node != ROOT:
             node_at(s, node).end = before
+        touch(s, node)
         if item == NO_ITEM:
             if node != ROOT:
                 remove_end(s, node, suffix)
@@ -217,6 +219,7 @@ cdef int32_t remove_suffix(Store* s, int32_t suffix, int32_t sequence, int32_t s
     else:
         node = ~node
         remove_end(s, node, suffix)
+    touch(s, node)
     above = node
     while above != ROOT:
         lower_count(s, above)
@@ -225,6 +228,7 @@ cdef int32_t remove_suffix(Store* s, int32_t suffix, int32_t sequence, int32_t s
             v.stale = stale
             stale = above
         above = v.parent
+        touch(s, above)
     node_at(s, ROOT).count -= 1
     if node != ROOT and holds_one_item(s, node):
         contract(s, node)
@@ -241,6 +245,7 @@ cdef inline void reread_labels(Store* s, int32_t stale) noexcept nogil:
         v.stale = NIL
         if v.count > 0:
             v.end = forward(s, some_suffix(s, node), v.depth - 1)
+            touch(s, node)
 
 cdef void remove_sequence(Store* s, int32_t sequence) noexcept nogil:
     cdef Sequence* q = sequence_at(s, sequence)

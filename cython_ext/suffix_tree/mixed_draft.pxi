@@ -1,10 +1,34 @@
 # The most probable tokens, and those below them, drafted best first from mixed contexts.
-from common.heap cimport Entry, pop as heap_pop, push as heap_push
+from libc.string cimport memmove
 from common.types cimport int32_t, token_t
 from suffix_tree.mixing cimport (
-    CANDIDATES, Contexts, Copy, Expansion, Guess, MixedDraft, Mixture, SOURCES, Sources, Trend,
+    Contexts, Copy, Expansion, Guess, MixedDraft, Mixture, SOURCES, Sources, Trend,
 )
 
+# A token that is not the likely one where it stands seldom has a child that is nearly as probable as
+# itself: it is looked at only once nothing is left that is more probable than this share of it.
+cdef float HOPE = 0.7
+
+
+cdef inline bint is_likely(const Guess* guess) noexcept nogil:
+    return guess.share > 0.5
+
+cdef inline float next_prob(const MixedDraft* d) noexcept nogil:
+    return d.guesses[d.size].prob if d.queued else 0
+
+cdef void queue_guess(MixedDraft* d, Guess guess) noexcept nogil:
+    """Put a guess behind those that are as probable; the last one gives way where there is no room."""
+    cdef int32_t end = d.size + d.queued, place = end
+    while place > d.size and d.guesses[place - 1].prob < guess.prob:
+        place -= 1
+    if place == d.budget:
+        return
+    if end < d.budget:
+        d.queued += 1
+    else:
+        end -= 1
+    memmove(&d.guesses[place + 1], &d.guesses[place], (end - place) * sizeof(Guess))
+    d.guesses[place] = guess
 
 cdef void queue_candidates(MixedDraft* d, const Expansion* e, int32_t parent, float above) noexcept nogil:
     cdef int32_t k
@@ -12,43 +36,48 @@ cdef void queue_candidates(MixedDraft* d, const Expansion* e, int32_t parent, fl
     for k in range(e.size):
         prob = above * e.probs[k]
         if prob >= d.min_prob:
-            d.guesses[d.guessed] = Guess(e.tokens[k], parent, e.sources[k], prob)
-            heap_push(d.heap, &d.queued, Entry(prob, d.guessed, d.guessed))
-            d.guessed += 1
+            queue_guess(d, Guess(e.tokens[k], parent, e.sources[k], prob, e.probs[k]))
 
-cdef void draft_guess(MixedDraft* d, Sources* sources, const Guess* guess) noexcept nogil:
-    """Make a guess a node; its contexts are its parent's one token on."""
-    cdef Contexts* above = d.contexts + (guess.parent + 1) * SOURCES
-    cdef Contexts* here = d.contexts + (d.size + 1) * SOURCES
-    cdef int32_t source
-    d.tokens[d.size] = guess.token
-    d.parents[d.size] = guess.parent
-    d.probs[d.size] = guess.prob
-    d.classes[d.size] = -1 - guess.source
-    d.size += 1
-    d.copies[d.size] = d.copies[guess.parent + 1]
-    step_text(sources, &d.copies[d.size], guess.token)
-    for source in range(SOURCES):
-        here[source].count = 0
-        if sources.stores[source] != NULL:
-            step_contexts(sources.stores[source], &above[source], guess.token, &here[source])
+cdef void expand_root(
+    MixedDraft* d, Mixture* m, Sources* sources, const Trend* trend, Expansion* e
+) noexcept nogil:
+    expand(m, sources, d.contexts, d.copies, e)
+    apply_trend(trend, e)
+    queue_candidates(d, e, -1, 1)
+
+cdef void expand_node(
+    MixedDraft* d, int32_t node, Mixture* m, Sources* sources, const Trend* trend, Expansion* e
+) noexcept nogil:
+    """Queue a node's children; its contexts are its parent's one token on."""
+    cdef const Guess* guess = &d.guesses[node]
+    cdef const Contexts* above = d.contexts + (guess.parent + 1) * SOURCES
+    cdef Contexts* here = d.contexts + (node + 1) * SOURCES
+    cdef Copy* copy = d.copies + node + 1
+    copy[0] = d.copies[guess.parent + 1]
+    step_all(m, sources, above, copy, guess.token, here)
+    expand(m, sources, here, copy, e)
+    apply_trend(trend, e)
+    queue_candidates(d, e, node, guess.prob)
 
 cdef void draft_mixed(
     MixedDraft* d, Mixture* m, Sources* sources, const Trend* trend, Expansion* e
 ) noexcept nogil:
     """Draft from the contexts and the copy of the root."""
-    cdef Guess guess
-    d.size = d.queued = d.guessed = 0
-    expand(m, sources, d.contexts, d.copies, e)
-    apply_trend(trend, e)
-    queue_candidates(d, e, -1, 1.0)
-    while d.queued and d.size < d.budget:
-        guess = d.guesses[heap_pop(d.heap, &d.queued).index]
-        draft_guess(d, sources, &guess)
-        if d.size == d.budget:
-            break
-        if d.path:
-            d.queued = d.guessed = 0
-        expand(m, sources, d.contexts + d.size * SOURCES, d.copies + d.size, e)
-        apply_trend(trend, e)
-        queue_candidates(d, e, d.size - 1, guess.prob)
+    cdef int32_t waiting = 0  # the first node whose children may still have to be looked at
+    cdef const Guess* guess
+    d.size = d.queued = 0
+    expand_root(d, m, sources, trend, e)
+    while d.size < d.budget:
+        while waiting < d.size:
+            guess = &d.guesses[waiting]
+            if not is_likely(guess):
+                if HOPE * guess.prob < next_prob(d):
+                    break
+                expand_node(d, waiting, m, sources, trend, e)
+            waiting += 1
+        if not d.queued:
+            return
+        d.size += 1
+        d.queued = 0 if d.path else d.queued - 1
+        if d.size < d.budget and is_likely(&d.guesses[d.size - 1]):
+            expand_node(d, d.size - 1, m, sources, trend, e)

@@ -1,7 +1,6 @@
 # What mixing keeps: the state it learns, and the contexts and candidates of one place in a text.
 from suffix_tree.store cimport Place, Store
-from common.heap cimport Entry
-from common.types cimport int32_t, token_t
+from common.types cimport int8_t, int32_t, token_t, uint8_t, uint32_t
 
 cdef enum:
     SOURCES = 3        # the text, the memory, a corpus
@@ -23,6 +22,8 @@ cdef enum:
     GROUPS = 45        # of weights: 1 + (ORDERS + 1) + (ORDERS + 1) * COPY_STATES
     CANDIDATES = 24
     NAMES = 9          # continuations that a context names: the most frequent, and the latest
+    TABLE = 64         # room for the candidates
+    KNOWN = 2048       # nodes whose continuations are kept
     LONGEST = 24       # tokens of the longest context looked at
 
 cdef struct Cell:  # how often candidates with this evidence were right
@@ -53,34 +54,53 @@ cdef struct Trend:  # of a text: how often its likeliest candidates came, and ho
 
 cdef struct Names:  # how one context goes on
     token_t tokens[NAMES]
-    int32_t counts[NAMES]
-    int32_t size, support, latest  # latest: index of the token that came last, −1 for none
-    bint alone                     # whether there is but one continuation
+    uint8_t offsets[NAMES]  # of the cells that speak for each: 2 * bucket of its share + whether it came last
+    uint8_t size
+    uint8_t more            # whether there are others
+    int32_t support
+
+cdef struct KnownNames:  # of a node of the tree with this serial, while its stamp is this one
+    int32_t store, node
+    uint32_t stamp
+    Names names
 
 cdef struct Reading:  # of one context
     Store* store
     Place place
     int32_t source, shortest, longest
-    int32_t item    # the next continuation
-    int32_t latest  # position that the latest continuation follows
-    bint inside     # an edge: there is but one continuation
+    int32_t item              # the next continuation
+    int32_t read              # continuations so far,
+    int32_t positions[NAMES]  # of their tokens
+    int32_t counts[NAMES]
     Names names
+
+cdef struct Named:  # a candidate, and the offset of the cell that speaks for it
+    uint8_t candidate, offset
+
+cdef struct Heard:  # what a context says
+    Named names[CANDIDATES]
+    int32_t size, source
+    int32_t others  # offset of a candidate that it does not name
+
+cdef struct Witness:
+    int32_t input, row  # and its first cell
+    int32_t heard
 
 cdef struct Expansion:  # the candidates for one place, and what speaks for each
     token_t tokens[CANDIDATES]
-    int32_t sources[CANDIDATES]              # whose longest context named it first
+    int32_t sources[CANDIDATES]   # whose longest context named it first
+    int32_t named_by[CANDIDATES]  # bits of sources
     float probs[CANDIDATES]
-    float inputs[INPUTS][CANDIDATES]
-    int32_t rows[WITNESSES]                  # first cell of the witness; −1: it is absent
-    int32_t heard[WITNESSES]                 # which of `offsets` the witness reads
-    int32_t offsets[WITNESSES][CANDIDATES]   # by what is heard, in all sources
-    int32_t others[WITNESSES]                # offset of a candidate that the context does not name
-    int32_t size, memory_group, text_group
+    int8_t table[TABLE]           # candidates by token, −1: none
+    Heard heard[WITNESSES]
+    Witness witnesses[WITNESSES]
+    int32_t size, heard_count, witness_count, memory_group, text_group
 
 cdef struct Mixture:
     Cell* cells
     float* logits     # of the cells
     float* weights    # [GROUPS, INPUTS]: common, by longest order of memory, by text's and copy
+    KnownNames* known # [KNOWN]
     float rate
 
 cdef struct Sources:
@@ -90,19 +110,14 @@ cdef struct Sources:
 cdef struct Guess:
     token_t token
     int32_t parent, source
-    float prob
+    float prob, share  # share: given its parent
 
 cdef struct MixedDraft:
     int32_t budget
     float min_prob
     bint path            # without branches
-    Contexts* contexts   # [budget + 1, SOURCES], of the root and the drafted nodes
+    Contexts* contexts   # [budget + 1, SOURCES], of the root and the nodes
     Copy* copies         # [budget + 1]
-    Guess* guesses       # [(budget + 1) * CANDIDATES]
-    Entry* heap          # of the guesses
-    int32_t guessed, queued
-    int32_t size
-    token_t* tokens
-    int32_t* parents
-    int32_t* classes
-    float* probs
+    Guess* guesses       # [budget], the most probable first
+    int32_t size         # of them are nodes,
+    int32_t queued       # and so many follow

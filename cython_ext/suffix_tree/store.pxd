@@ -32,6 +32,7 @@ cdef struct Node:
     int32_t next, prev   # siblings; the first one's prev is the last one
     int32_t group        # the siblings of equal count; NIL: there are none
     int32_t stale        # the next node whose label must be read elsewhere; NIL: its own need not
+    uint32_t stamp       # changes whenever what follows the node does
 
 cdef struct Group:
     int32_t first, last
@@ -71,6 +72,8 @@ cdef struct Store:
     int32_t gap_count, gaps_used
     int64_t max_bytes  # 0: no limit
     int32_t max_depth
+    int32_t serial  # of this store among all, from 1
+    uint32_t clock  # the next stamp
 
 cdef struct Place:  # a point of the trie: `depth` tokens down the label of an item; the root is ROOT, 0
     int32_t item, depth
@@ -103,6 +106,11 @@ cdef inline Page* page_at(Store* s, int32_t index) noexcept nogil:
 
 cdef inline Sequence* sequence_at(Store* s, int32_t index) noexcept nogil:
     return (<Sequence*>s.sequences.data) + index
+
+cdef inline void touch(Store* s, int32_t node) noexcept nogil:
+    """What follows a node has changed, or its index is a new node's."""
+    node_at(s, node).stamp = s.clock
+    s.clock += 1
 
 
 # Text

@@ -125,6 +125,8 @@ class SuffixDrafter(Drafter):
         return SuffixSession(self, prompt_ids, target)
 
     def priors(self) -> Float32Array:
+        if not self.scored:
+            return np.empty(0, np.float32)  # mixed probabilities are no rates of classes
         # Scored drafts know of no other evidence than the frequency of each token.
         return ((np.arange(_FREQUENCIES) + 0.5) / _FREQUENCIES).astype(np.float32)
 
@@ -135,7 +137,7 @@ class SuffixDrafter(Drafter):
         return ("text", "memory") if self.corpus is None else ("text", "memory", "corpus")
 
     def origins_of(self, classes: Int32Array) -> Int32Array:
-        # Mixed probabilities are no rates of classes, which name the origin alone, as −1 and below.
+        # The classes of mixed probabilities name the origin alone, as −1 and below.
         return np.zeros_like(classes) if self.scored else -1 - classes
 
 
@@ -233,7 +235,7 @@ class SuffixSession(DraftSession):
         return _frequency_tree(best, self._vocab_size)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        tokens = np.asarray(token_ids, dtype=np.int32)
+        tokens = np.array(token_ids, dtype=np.int32)
         drafter = self._drafter
         if not drafter.scored:
             with drafter.memory.lock:
@@ -241,7 +243,7 @@ class SuffixSession(DraftSession):
         self._text.extend(self._sequence, tokens)
         self._context = np.concatenate([self._context, tokens])[-self._context_length :]
         if self._output is not None:
-            self._output.extend(tokens)
+            self._output.append(tokens)
 
     def close(self) -> None:
         if self._output is not None:

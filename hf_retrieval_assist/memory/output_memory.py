@@ -398,11 +398,14 @@ class RunningOutput:
         Raises:
             ValueError: for a negative id, or one above 2^31 − 1.
         """
-        tokens = _checked(token_ids)
+        self.append(_checked(token_ids))
+
+    def append(self, token_ids: NDArray[np.int32]) -> None:
+        """Append what is known to be token ids, int32 [n], and to stay as it is."""
         with self._memory.lock:
             if not self.full:
-                self._memory._learn(self, tokens)
-            self._tokens.append(tokens)
+                self._memory._learn(self, token_ids)
+            self._tokens.append(token_ids)
 
     def close(self) -> None:
         """The output is finished: write it to the log. Called once."""

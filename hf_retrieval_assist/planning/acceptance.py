@@ -158,7 +158,9 @@ class CalibrationSession:
 
     @property
     def _posterior(self) -> tuple[Float64Array, Float64Array, float, float]:
-        return self._shared._counts, self._own.counts, self.odds_factor, _SHARED_TRIALS
+        # Nothing is read of the trend where there are no classes that it could shift.
+        factor = self.odds_factor if len(self._shared) else 1.0
+        return self._shared._counts, self._own.counts, factor, _SHARED_TRIALS
 
     def calibrate(self, tree: TokenTree) -> TokenTree:
         """The tree with probabilities from the counts, remembered until the text has judged it.

@@ -377,3 +377,58 @@ def test_removal_takes_back_what_was_counted(texts, removed):
     pairs = {(text[i], text[i + 1]) for text in texts for i in range(len(text) - 3)}
     for pair in pairs:
         assert sorted(tree.after_gap(*pair)) == sorted(rest.after_gap(*pair))
+
+
+changes = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(0, 2), st.lists(st.integers(0, 2), max_size=9)),
+        st.tuples(st.just("remove"), st.integers(0, 2), st.just([])),
+    ),
+    min_size=2,
+    max_size=12,
+)
+
+
+def _same(draft, other):
+    return all((a == b).all() for a, b in zip(draft, other, strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(changes, few)
+def test_what_is_kept_of_a_node_is_what_would_be_read_anew(changes, text):
+    """One mixer drafts after every change of the memory, another starts afresh each time."""
+    own, _ = started([], text, [])
+    memory, ids = SuffixTree(6), {}
+    lasting = Mixer(*mixture())
+    for kind, slot, tokens in changes:
+        if kind == "append":
+            ids.setdefault(slot, memory.add_sequence() if slot not in ids else None)
+            memory.extend(ids[slot], array(tokens))
+        elif slot in ids:
+            memory.remove(ids.pop(slot))
+        evidence = (own[0][0], memory, None), *own[1:3], TextState()
+        drafts = [m.draft(*evidence, 12, vocab_size=9) for m in (lasting, Mixer(*mixture()))]
+        assert _same(*drafts)
+
+
+def test_trees_that_share_a_mixer_are_told_apart():
+    """Nodes of the same number in two trees, which go on differently."""
+    mixer = Mixture.trained().mixer()
+    for following in (2, 3, 2):
+        memory = grown([[1, following, 1, following, 1, 4, 1]])
+        evidence = (None, memory, None), (None, None, None), array([1]), TextState()
+        tokens, _ = _root(mixer.draft(*evidence, 8, vocab_size=9))
+        assert set(tokens) == {following, 4}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(few, max_size=3), few, st.integers(1, 40))
+def test_drafts_are_the_best_first(memory, text, budget):
+    evidence, _ = started(memory, text, [])
+    draft = TokenTree(*Mixer(*mixture()).draft(*evidence, budget, vocab_size=9))
+    draft.check_invariants()
+    larger = TokenTree(*Mixer(*mixture()).draft(*evidence, 200, vocab_size=9))
+    assert len(draft) == min(budget, len(larger))
+    best = np.sort(larger.probs[larger.parents < 0])[::-1]
+    found = draft.probs[draft.parents < 0]
+    assert found == pytest.approx(best[: len(found)])
