@@ -5,16 +5,6 @@ from suffix_tree.mixing cimport (
     Contexts, Copy, Expansion, Guess, MixedDraft, Mixture, SOURCES, Sources, Trend,
 )
 
-# A token that is not the likely one where it stands seldom has a child that is nearly as probable as
-# itself: it is looked at only once nothing is left that is more probable than this share of it.
-cdef float HOPE = 0.7
-
-
-cdef inline bint is_likely(const Guess* guess) noexcept nogil:
-    return guess.share > 0.5
-
-cdef inline float next_prob(const MixedDraft* d) noexcept nogil:
-    return d.guesses[d.size].prob if d.queued else 0
 
 cdef void queue_guess(MixedDraft* d, Guess guess) noexcept nogil:
     """Put a guess behind those that are as probable; the last one gives way where there is no room."""
@@ -36,7 +26,7 @@ cdef void queue_candidates(MixedDraft* d, const Expansion* e, int32_t parent, fl
     for k in range(e.size):
         prob = above * e.probs[k]
         if prob >= d.min_prob:
-            queue_guess(d, Guess(e.tokens[k], parent, e.sources[k], prob, e.probs[k]))
+            queue_guess(d, Guess(e.tokens[k], parent, e.sources[k], prob))
 
 cdef void expand_root(
     MixedDraft* d, Mixture* m, Sources* sources, const Trend* trend, Expansion* e
@@ -63,21 +53,10 @@ cdef void draft_mixed(
     MixedDraft* d, Mixture* m, Sources* sources, const Trend* trend, Expansion* e
 ) noexcept nogil:
     """Draft from the contexts and the copy of the root."""
-    cdef int32_t waiting = 0  # the first node whose children may still have to be looked at
-    cdef const Guess* guess
     d.size = d.queued = 0
     expand_root(d, m, sources, trend, e)
-    while d.size < d.budget:
-        while waiting < d.size:
-            guess = &d.guesses[waiting]
-            if not is_likely(guess):
-                if HOPE * guess.prob < next_prob(d):
-                    break
-                expand_node(d, waiting, m, sources, trend, e)
-            waiting += 1
-        if not d.queued:
-            return
+    while d.queued and d.size < d.budget:
         d.size += 1
         d.queued = 0 if d.path else d.queued - 1
-        if d.size < d.budget and is_likely(&d.guesses[d.size - 1]):
+        if d.size < d.budget:
             expand_node(d, d.size - 1, m, sources, trend, e)

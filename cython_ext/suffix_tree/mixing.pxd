@@ -110,7 +110,7 @@ cdef struct Sources:
 cdef struct Guess:
     token_t token
     int32_t parent, source
-    float prob, share  # share: given its parent
+    float prob
 
 cdef struct MixedDraft:
     int32_t budget
