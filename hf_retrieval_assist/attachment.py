@@ -59,11 +59,17 @@ def attach(model: Any, assistant: Assistant) -> None:
 
     Raises:
         TypeError: another kind of model or assistant.
+        ValueError: an assistant that expects texts row by row, of batches that others make.
     """
     from .assistants import Assistant
 
     if not isinstance(assistant, Assistant):
         raise TypeError(f"assistant: expected an Assistant, got {type(assistant).__name__}")
+    if assistant.expected.rows:
+        raise ValueError(
+            "assistant: expected texts for all rows where others make the batches, got "
+            f"{len(assistant.expected.rows)} rows of them"
+        )
     _attachments[generating_model(model)] = Attachment(assistant)
 
 

@@ -200,6 +200,15 @@ def test_refuses_what_is_no_assistant(model, assistant):
         attach(model, assistant)
 
 
+def test_texts_expected_row_by_row_are_refused_for_batches_of_others() -> None:
+    model = build(LlamaForCausalLM)
+    with pytest.raises(ValueError, match=r"^assistant: expected texts for all rows .* got 2 rows"):
+        attach(model, SamAssistant().expecting(rows=[[[1]], [[2]]]))
+    assert attached_to(model) is None
+    attach(model, SamAssistant().expecting([1]))
+    detach(model)
+
+
 @pytest.mark.parametrize("other", [None, "gpt2", torch.nn.Linear(1, 1)])
 def test_refuses_what_does_not_generate(other):
     with pytest.raises(TypeError, match=r"^model: expected a transformers model that can generate"):

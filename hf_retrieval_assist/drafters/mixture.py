@@ -16,10 +16,8 @@ from ..token_tree import Float32Array
 # and the last: no continuation, where the context always went on alike.
 _SHARES = (0.005, 0.01, 0.04, 0.1, 0.22, 0.4, 0.6, 0.85, 0.95, 0.005)
 
-
 # That a copy goes on, by how long it has been going on.
 _COPIED = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
-
 
 _TRIALS_KEPT = 20  # of each cell, from training to another text
 
