@@ -208,3 +208,18 @@ def test_streams_and_records_every_token():
     assert got == [[1], [3], [8]]
     scores = walk.recorder.scores(row)
     assert [int(entry.argmax()) for entry in scores] == [1, 3, 8]
+
+
+class _Row(list):
+    finished = False
+
+
+def test_rows_are_even_where_all_that_go_on_walk_and_are_as_long():
+    first, second, ended = _Row([1]), _Row([2]), _Row([3, 4])
+    ended.finished = True
+    walk = object.__new__(Walk)
+    walk.rows = [first, second, ended]
+    assert walk._is_even([first, second])
+    assert not walk._is_even([first])
+    second.append(5)
+    assert not walk._is_even([first, second])
