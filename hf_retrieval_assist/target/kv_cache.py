@@ -266,10 +266,12 @@ class SlotCache(DynamicCache):
             cache.begin(cache.batch_size)
             return cache
         wrapper = cls(config)
-        if len(cache.layers) == len(wrapper.layers):
-            pairs = zip(cache.layers, wrapper.layers, strict=True)
-            wrapper.layers = [_adopted(layer, empty) for layer, empty in pairs]
-        elif cache.layers:
+        known = len(cache.layers)
+        # Layers of its own kind a cache gets one by one, and those that share another's entries not.
+        if known and all(type(layer) in _SHARING for layer in wrapper.layers[known:]):
+            pairs = zip(cache.layers, wrapper.layers, strict=False)
+            wrapper.layers[:known] = [_adopted(layer, empty) for layer, empty in pairs]
+        elif known:
             raise ValueError(
                 f"past_key_values: expected a cache of {len(wrapper.layers)} layers as the model "
                 f"has, got {len(cache.layers)}"
