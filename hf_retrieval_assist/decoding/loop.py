@@ -88,9 +88,7 @@ class Generation:
         self.walk = Walk(self.rows, select, self.stopping, self.outputs, call.streamer)
         self.step_walk: StepWalk | None = None
         if call.rows_in_step(service):
-            self.step_walk = StepWalk(
-                self.rows, select, self.stopping, self.outputs, call.streamer
-            )
+            self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs, call.streamer)
         self.residual = assistant.residual and select.do_sample
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)

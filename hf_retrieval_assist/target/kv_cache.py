@@ -267,7 +267,7 @@ class SlotCache(DynamicCache):
             return cache
         wrapper = cls(config)
         known = len(cache.layers)
-        # Layers of its own kind a cache gets one by one, and those that share another's entries not.
+        # What was made layer by layer lacks the last ones where these share others' entries.
         if known and all(type(layer) in _SHARING for layer in wrapper.layers[known:]):
             pairs = zip(cache.layers, wrapper.layers, strict=False)
             wrapper.layers[:known] = [_adopted(layer, empty) for layer, empty in pairs]
