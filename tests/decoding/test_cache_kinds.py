@@ -122,6 +122,19 @@ def test_two_turns_with_a_cache_of_the_caller(model, kind, rows):
         assert torch.equal(second, turn(model, question, cache, helped[1]))
 
 
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_turn_in_inference_mode_and_one_outside(model_class, rows):
+    model = build(model_class)
+    cache = DynamicCache(config=model.config)
+    first = turn(model, PROMPTS[:rows], None)
+    question = torch.cat([first, PROMPTS[:rows, :5]], dim=1)
+    second = turn(model, question, None)
+    with torch.inference_mode():
+        assert torch.equal(first, turn(model, PROMPTS[:rows], cache, oracle_assistant(first)))
+    assert torch.equal(second, turn(model, question, cache, oracle_assistant(second)))
+
+
 def test_a_cache_that_was_made_layer_by_layer():
     # Two layers of three have entries; plain decoding has made no more of them.
     model = build(Gemma3nForCausalLM)
