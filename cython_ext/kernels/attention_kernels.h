@@ -7,6 +7,8 @@
  *   weights  a row's scores are scaled, masked and exponentiated against the row's maximum
  *   outputs  weighted values are summed, a few vectors of their width at a time
  *
+ * Many rows read keys and values from the first-level cache, a block of slots at a time.
+ *
  * A score is a sum over the depth in an order of its own, a maximum has no order, and a row's weights
  * and weighted values are added one slot after another. A slot of weight zero adds nothing. So a
  * query gives the same bits whatever queries stand beside it, and wherever between the slots that it
@@ -27,8 +29,14 @@
 /* Rows of scores are padded to whole vectors. */
 #define SLOT_MULTIPLE 16
 
-/* As many heads at a time as have scores that stay in a cache. */
-#define SCORE_BYTES (4 << 20)
+/* As many heads at a time as have scores that stay in the threads' second-level caches. */
+#define SCORE_BYTES (512 << 10)
+
+/* Keys that stay in the first-level cache while all rows pass by; values that do, and panels of rows whose
+ * sums wait beside them. */
+#define BLOCK_KEYS 16
+#define BLOCK_VALUES 64
+#define BLOCK_PANELS 8
 
 /* Waking one more thread costs as much as about so many multiplications. */
 #define THREAD_PRODUCTS (1 << 18)
