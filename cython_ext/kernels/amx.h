@@ -38,23 +38,54 @@ TARGET static void skinny_begin_amx(void) {
     _tile_loadconfig(&tiles);
 }
 
-/* One row of a panel [steps][AMX_ROWS pairs][AMX_ROWS rows][2], in front of zeros. */
-TARGET static void NAMED(pack_row)(char *to, const char *from, int64_t depth, int64_t packed_bytes) {
-    const int64_t line = AMX_ROWS * 4;
-    for (int64_t pair = 0; pair < packed_bytes / 4; pair++, to += line) {
-        const int64_t count = skinny_min(2, depth - pair * 2);
-        memset(to, 0, 4);
-        if (count > 0) memcpy(to, from + pair * 4, count * 2);
+/* The first `count` columns of a tile, each `stride` from the last. */
+TARGET static ALWAYS_INLINE void NAMED(write_columns)(const float *tile, float *to, int64_t stride,
+                                                      int64_t count) {
+    __m512 a[AMX_ROWS], b[AMX_ROWS];
+    for (int i = 0; i < AMX_ROWS; i++) a[i] = LOAD(tile + i * AMX_ROWS);
+    for (int i = 0; i < AMX_ROWS; i += 2) {
+        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+    /* a[4 q + c]: of every four columns the c-th, in rows 4 q to 4 q + 3. */
+    for (int i = 0; i < AMX_ROWS; i += 4)
+        for (int half = 0; half < 2; half++) {
+            const __m512d upper = _mm512_castps_pd(b[i + half]), lower = _mm512_castps_pd(b[i + 2 + half]);
+            a[i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(upper, lower));
+            a[i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(upper, lower));
+        }
+    for (int c = 0; c < 4; c++) {
+        const __m512 first_low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x44);
+        const __m512 first_high = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xee);
+        const __m512 last_low = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x44);
+        const __m512 last_high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xee);
+        b[c] = _mm512_shuffle_f32x4(first_low, last_low, 0x88);
+        b[4 + c] = _mm512_shuffle_f32x4(first_low, last_low, 0xdd);
+        b[8 + c] = _mm512_shuffle_f32x4(first_high, last_high, 0x88);
+        b[12 + c] = _mm512_shuffle_f32x4(first_high, last_high, 0xdd);
+    }
+    for (int i = 0; i < AMX_ROWS; i++)
+        if (i < count) STORE(to + i * stride, b[i]);
+}
+
+/* Up to AMX_ROWS rows as a panel [steps][AMX_ROWS pairs][AMX_ROWS rows][2]; zeros where x ends. */
+TARGET static void NAMED(pack_panel)(char *panel, const char *const *rows, int64_t count, int64_t depth) {
+    char part[AMX_ROWS * CACHE_LINE] = {0};
+    for (int64_t k = 0; k < depth; k += STEP, panel += AMX_ROWS * CACHE_LINE) {
+        const int64_t bytes = skinny_min(STEP, depth - k) * 2;
+        if (bytes < CACHE_LINE) memset(part, 0, sizeof(part));
+        for (int64_t r = 0; r < count; r++) memcpy(part + r * CACHE_LINE, rows[r] + k * 2, bytes);
+        NAMED(write_columns)((const float *)part, (float *)panel, AMX_ROWS, AMX_ROWS);
     }
 }
 
-/* Panels of AMX_ROWS rows one after another; those that the last one lacks are zeros. */
 TARGET static void NAMED(pack_panels)(char *panels, const linear_pass *pass) {
     const linear_problem *p = pass->problem;
-    for (int64_t row = 0; row < PACKED_ROWS(p->rows); row++) {
-        char *panel = panels + row / AMX_ROWS * AMX_ROWS * pass->packed_bytes;
-        const int64_t depth = row < p->rows ? p->depth : 0;
-        NAMED(pack_row)(panel + row % AMX_ROWS * 4, p->x + row * p->x_stride * 2, depth, pass->packed_bytes);
+    const char *rows[AMX_ROWS];
+    for (int64_t start = 0; start < p->rows; start += AMX_ROWS) {
+        const int64_t count = skinny_min(AMX_ROWS, p->rows - start);
+        for (int64_t r = 0; r < count; r++) rows[r] = p->x + (start + r) * p->x_stride * 2;
+        NAMED(pack_panel)(panels + start * pass->packed_bytes, rows, count, p->depth);
     }
 }
 
@@ -123,35 +154,6 @@ TARGET static void NAMED(tiles_of)(const linear_pass *pass, int64_t groups, int6
     }
 }
 
-/* Columns of a tile of sums, each `stride` from the last; the first `count` of them. */
-TARGET static ALWAYS_INLINE void NAMED(write_columns)(const float *tile, float *to, int64_t stride, int64_t count) {
-    __m512 a[AMX_ROWS], b[AMX_ROWS];
-    for (int i = 0; i < AMX_ROWS; i++) a[i] = LOAD(tile + i * AMX_ROWS);
-    for (int i = 0; i < AMX_ROWS; i += 2) {
-        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-    }
-    /* a[4 q + c]: of every four columns the c-th, in rows 4 q to 4 q + 3. */
-    for (int i = 0; i < AMX_ROWS; i += 4)
-        for (int half = 0; half < 2; half++) {
-            const __m512d upper = _mm512_castps_pd(b[i + half]), lower = _mm512_castps_pd(b[i + 2 + half]);
-            a[i + 2 * half] = _mm512_castpd_ps(_mm512_unpacklo_pd(upper, lower));
-            a[i + 2 * half + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(upper, lower));
-        }
-    for (int c = 0; c < 4; c++) {
-        const __m512 first_low = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x44);
-        const __m512 first_high = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xee);
-        const __m512 last_low = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x44);
-        const __m512 last_high = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xee);
-        b[c] = _mm512_shuffle_f32x4(first_low, last_low, 0x88);
-        b[4 + c] = _mm512_shuffle_f32x4(first_low, last_low, 0xdd);
-        b[8 + c] = _mm512_shuffle_f32x4(first_high, last_high, 0x88);
-        b[12 + c] = _mm512_shuffle_f32x4(first_high, last_high, 0xdd);
-    }
-    for (int i = 0; i < AMX_ROWS; i++)
-        if (i < count) STORE(to + i * stride, b[i]);
-}
-
 /* The same into rows of CHUNK_ROWS sums: tiles hold them as [panels or groups][AMX_ROWS][AMX_ROWS].
  * Returns how many weight rows that were. */
 TARGET static int64_t NAMED(tile_row)(const linear_pass *pass, int64_t first, float *sums) {
@@ -170,15 +172,16 @@ TARGET static void NAMED(chunk)(const linear_pass *pass, int64_t first, int64_t 
     for (int64_t o = 0; o < count;) o += NAMED(tile_row)(pass, first + o, sums + o);
 }
 
-/* The rows of every head, packed as those of a linear layer. */
-TARGET static void NAMED(pack_queries)(const attention_pass *pass) {
+/* The rows of a head, packed as those of a linear layer. */
+TARGET static void NAMED(pack_head)(const attention_pass *pass, int64_t unit) {
     const attention_problem *p = pass->problem;
-    const int64_t packed_rows = PACKED_ROWS(pass->rows);
-    for (int64_t i = 0; i < pass->count * packed_rows; i++) {
-        const int64_t unit = i / packed_rows, row = i % packed_rows, place = i % AMX_ROWS;
-        const int64_t from = attention_row(p, p->query_strides, pass->first + unit, row % pass->rows);
-        NAMED(pack_row)(pass->panels + (i - place) * pass->packed_bytes + place * 4, p->query + from * 2,
-                        row < pass->rows ? p->depth : 0, pass->packed_bytes);
+    char *panels = pass->panels + unit * PACKED_ROWS(pass->rows) * pass->packed_bytes;
+    const char *rows[AMX_ROWS];
+    for (int64_t start = 0; start < pass->rows; start += AMX_ROWS) {
+        const int64_t count = skinny_min(AMX_ROWS, pass->rows - start);
+        for (int64_t r = 0; r < count; r++)
+            rows[r] = p->query + attention_row(p, p->query_strides, pass->first + unit, start + r) * 2;
+        NAMED(pack_panel)(panels + start * pass->packed_bytes, rows, count, p->depth);
     }
 }
 

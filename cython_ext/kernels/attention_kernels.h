@@ -1,7 +1,7 @@
 /* Attention of a few queries over many slots: keys and values are read from memory once.
  *
- * The rows of one key-value head are all queries of all query heads that share it. Three phases, each
- * spread over the threads:
+ * The rows of one key-value head are all queries of all query heads that share it. Once they are packed,
+ * three phases, each spread over the threads:
  *
  *   scores   keys pass by the packed rows, as weights do in a linear layer
  *   weights  a row's scores are scaled, masked and exponentiated against the row's maximum
@@ -37,6 +37,9 @@
 #define BLOCK_KEYS 16
 #define BLOCK_VALUES 64
 #define BLOCK_PANELS 8
+
+/* Fewer rows of queries are packed before another thread has woken. */
+#define ALONE_ROWS 64
 
 /* Waking one more thread costs as much as about so many multiplications. */
 #define THREAD_PRODUCTS (1 << 18)

@@ -1,15 +1,13 @@
 /* Attention for one instruction set; see attention_kernels.h and tile_template.h. */
 
-/* A header with tiles of its own brings pack_queries and score_block too. */
+/* A header with tiles of its own brings pack_head and score_block too. */
 #ifndef OWN_TILES
-/* The rows of every head, a head's panels one after another. */
-TARGET static void NAMED(pack_queries)(const attention_pass *pass) {
+/* The rows of a head, its panels one after another. */
+TARGET static void NAMED(pack_head)(const attention_pass *pass, int64_t unit) {
     const attention_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype);
-    for (int64_t i = 0; i < pass->count * pass->panel_count; i++) {
-        const int64_t unit = i / pass->panel_count, part = i % pass->panel_count;
-        const int64_t start = attention_panel_start(pass, part);
-        const int64_t end = attention_panel_start(pass, part + 1);
+    for (int64_t i = 0; i < pass->panel_count; i++) {
+        const int64_t start = attention_panel_start(pass, i), end = attention_panel_start(pass, i + 1);
         char *panel = pass->panels + (unit * pass->rows + start) * pass->packed_bytes;
         for (int64_t row = start; row < end; row++)
             NAMED(pack_row)(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
@@ -39,6 +37,12 @@ TARGET static void NAMED(score_block)(const attention_pass *pass, int64_t unit, 
 }
 
 #endif
+
+TARGET static void NAMED(pack_work)(void *shared) {
+    attention_pass *pass = shared;
+    int64_t unit;
+    while ((unit = FETCH_ADD(&pass->next)) < pass->count) NAMED(pack_head)(pass, unit);
+}
 
 TARGET static void NAMED(score_work)(void *shared) {
     attention_pass *pass = shared;
@@ -222,7 +226,8 @@ TARGET static void NAMED(output_panels)(const attention_pass *pass, int64_t unit
                                         int64_t vector, int64_t vectors) {
     const attention_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype), first = attention_panel_start(pass, panel);
-    const char *values = p->value + (attention_head(p, p->value_strides, pass->first + unit) + vector * LANES) * bytes;
+    const int64_t begin = attention_head(p, p->value_strides, pass->first + unit) + vector * LANES;
+    const char *values = p->value + begin * bytes;
     const int in_place = p->dtype == SKINNY_FLOAT32 && last - panel == 1;
     const int64_t stride = in_place ? p->value_strides[2] : vectors * LANES;
     float block[BLOCK_VALUES * TILE_ROWS * LANES];
@@ -233,9 +238,10 @@ TARGET static void NAMED(output_panels)(const attention_pass *pass, int64_t unit
         if (!in_place) NAMED(widen_values)(p, from, slots, vectors, block);
         for (int64_t i = panel; i < last; i++) {
             const int64_t start = attention_panel_start(pass, i);
+            const float *weights = pass->scores + (unit * pass->rows + start) * pass->padded + slot;
             NAMED(output_tile_of)(attention_panel_start(pass, i + 1) - start, vectors, slots, pass->padded,
-                                  pass->scores + (unit * pass->rows + start) * pass->padded + slot, stride,
-                                  in_place ? (const float *)from : block, sums + (start - first) * vectors * LANES);
+                                  weights, stride, in_place ? (const float *)from : block,
+                                  sums + (start - first) * vectors * LANES);
         }
     }
     NAMED(write_rows)(pass, unit, first, attention_panel_start(pass, last) - first, vector, vectors, sums);
@@ -259,11 +265,11 @@ TARGET static void NAMED(output_work)(void *shared) {
 }
 
 TARGET static void NAMED(run_phases)(attention_pass *pass, int threads) {
-    openmp_work phases[3] = {NAMED(score_work), NAMED(weight_work), NAMED(output_work)};
-    NAMED(pack_queries)(pass);
-    for (int i = 0; i < 3; i++) {
+    openmp_work phases[4] = {NAMED(pack_work), NAMED(score_work), NAMED(weight_work), NAMED(output_work)};
+    for (int i = 0; i < 4; i++) {
+        const int alone = i == 0 && pass->count * pass->rows < ALONE_ROWS;
         pass->next = 0;
-        openmp_parallel(phases[i], pass, threads);
+        openmp_parallel(phases[i], pass, alone ? 1 : threads);
     }
 }
 
