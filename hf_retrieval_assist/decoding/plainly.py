@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from ..kernels.reroute import reroute
 from ..stats import CallStats
 from ..target import host
 from .call import Call
@@ -41,10 +42,15 @@ def decode_plainly(call: Call, counts: CallStats, record: CallRecord | None) -> 
 
 
 def decode_at_rest(call: Call, assistant: Assistant, counts: CallStats) -> Any:
-    """The same where drafting has not paid lately; drafters learn the texts afterwards."""
+    """The same where drafting has not paid lately; drafters learn the texts afterwards.
+
+    By the kernels that serve drafted calls: batches gain by those too, and a call's text does not
+    depend on whether it rests.
+    """
     clock = _Clock(call.input_ids)
     timed = replace(call, criteria=StoppingCriteriaList([*call.criteria, clock]))
-    result = decode_plainly(timed, counts, None)
+    with reroute(assistant.reroute and call.input_ids.device.type == "cpu"):
+        result = decode_plainly(timed, counts, None)
     counts.seconds["forward"] = time.perf_counter() - clock.started
     for prompt_ids, token_ids in zip(call.prompts, _texts(call, result), strict=True):
         with closing(assistant.start(prompt_ids, call.target)) as session:

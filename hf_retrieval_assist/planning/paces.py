@@ -18,11 +18,11 @@ class Paces:
     """Two paces of calls of one kind, drafted and plain, in seconds per token of a row.
 
     :class:`~hf_retrieval_assist.planning.thrift.Thrift` sees to it that drafting pays for itself.
-    What remains is the loop's own work, and forwards by methods that serve several tokens: where
-    drafts bring nothing, transformers' loop may be faster. Where calls get on no faster than
-    plain steps should, one call is decoded plainly and timed. If that was faster, more of them
-    follow, 1, 4, 16, … until another with drafts, which tells whether they bring something by now.
-    So drafts that bring nothing cost their excess in one call of so many.
+    What remains is the loop's own work: where drafts bring nothing, transformers' loop may be
+    faster. Where calls get on no faster than plain steps should, one call is decoded by that and
+    timed. If that was faster, more of them follow, 1, 4, 16, … until another with drafts, which
+    tells whether they bring something by now. So drafts that bring nothing cost their excess in
+    one call of so many.
     """
 
     def __init__(self) -> None:

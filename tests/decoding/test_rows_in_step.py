@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import (
@@ -16,8 +18,10 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
 )
 
-from hf_retrieval_assist import SamAssistant
-from tests.oracle_drafter import both, oracle_assistant, sequences_of
+from hf_retrieval_assist import Assistant
+from hf_retrieval_assist.decoding.in_step import drafts_in_step
+from hf_retrieval_assist.token_tree import TokenTree
+from tests.oracle_drafter import OracleDrafter, both, oracle_assistant, sequences_of
 from tests.tiny_models import tiny_config, tiny_model
 
 from .test_batches import late_token, padded
@@ -173,6 +177,38 @@ def test_watermarks_and_guidance_follow_the_batch():
         assert assistant.stats.last.accepted > 0
 
 
+class Spectator:
+    """A streamer that remembers what it is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def put(self, value):
+        self.sent.append(value.tolist())
+
+    def end(self):
+        self.sent.append("end")
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_streamers_are_sent_the_next_tokens_of_all_rows(kind, sample):
+    model, _ = kind
+    inputs = padded(3)
+    free = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, 18:]
+    options = {"do_sample": sample, "max_new_tokens": 20}
+    options |= {"eos_token_id": late_token(free[1], 4), "pad_token_id": 61}
+    spectators = Spectator(), Spectator()
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **options, streamer=spectators[0])
+    assistant = oracle_assistant(plain, inputs["attention_mask"])
+    torch.manual_seed(3)
+    assisted = model.generate(**inputs, **options, streamer=spectators[1], assistant=assistant)
+    assert torch.equal(plain, assisted)
+    assert spectators[1].sent == spectators[0].sent
+    assert spectators[1].sent[1:-1] == plain[:, 18:].T.tolist()
+    assert assistant.stats.last.accepted > 0
+
+
 def test_one_row_goes_its_own_pace():
     model = build(LlamaForCausalLM)
     _, _, assistant = compare(
@@ -185,15 +221,37 @@ def test_one_row_goes_its_own_pace():
     assert assistant.stats.last.mean_accepted_tokens > 1.5
 
 
-def test_nothing_that_the_rows_would_not_do_together_is_fed():
-    # The second row's text is unknown, so no draft of the first one can be kept.
+def test_nothing_is_fed_beyond_the_shortest_draft():
     model = build(LlamaForCausalLM)
     inputs = padded(2)
-    plain = model.generate(**inputs, do_sample=False, max_new_tokens=20)
-    assistant = SamAssistant([plain[0].tolist()], fallback=None)
-    options = {"do_sample": False, "max_new_tokens": 20, "logits_processor": [Witness()]}
-    model.generate(**inputs, **options, assistant=assistant)
-    assert assistant.stats.last.drafted <= 4 * 20
+    options = {"do_sample": False, "max_new_tokens": 20}
+    plain = model.generate(**inputs, **options, logits_processor=[Witness()])
+    oracle = OracleDrafter([plain[0].tolist(), []])  # of the second row it knows nothing
+    assistant = Assistant([oracle], budget=64, reroute=False)
+    result = model.generate(**inputs, **options, logits_processor=[Witness()], assistant=assistant)
+    assert torch.equal(plain, result)
+    assert assistant.stats.last.drafted == 0
+
+
+def test_rows_are_planned_for_by_what_they_would_do_together():
+    rows = [
+        SimpleNamespace(padding=None),
+        SimpleNamespace(padding=7),
+        SimpleNamespace(padding=None),
+    ]
+    drafts = [
+        TokenTree.chain([3, 4, 5], [0.9, 0.8, 0.6]),
+        TokenTree.build([6, 8, 9], [-1, -1, 1], [0.3, 0.5, 0.4]),
+    ]
+    shown = []
+
+    def plan(tree):
+        shown.append(tree.probs.tolist())
+        return tree.cut_depth(1)
+
+    trees = drafts_in_step(rows, drafts, plan)
+    assert shown == [pytest.approx([0.45, 0.32])]
+    assert [tree.token_ids.tolist() for tree in trees] == [[3], [7], [8]]
 
 
 HYBRIDS = (BambaForCausalLM, Qwen3NextForCausalLM)

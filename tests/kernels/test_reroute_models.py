@@ -6,10 +6,11 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM
 
-from hf_retrieval_assist import reroute
+from hf_retrieval_assist import SamAssistant, reroute
 from hf_retrieval_assist.kernels import attention, linear
 from hf_retrieval_assist.kernels.attention import AttentionTuning
 from hf_retrieval_assist.kernels.skinny import kernel_linear, set_chooser
+from hf_retrieval_assist.planning.paces import Paces
 from tests.drafters.test_eagle_lossless import offloaded, quantised, with_lora
 from tests.lossless import build, equal, knowing, run
 
@@ -80,3 +81,15 @@ def test_bfloat16_logits_are_those_of_plain_decoding_in_a_scope(model_class, do_
     assert assistant.stats.last.steps < assistant.stats.last.tokens - 1
     assert torch.equal(plain.sequences, assisted.sequences)
     assert torch.equal(torch.stack(plain.logits), torch.stack(assisted.logits))
+
+
+def test_bfloat16_logits_of_a_call_at_rest_are_those_of_drafted_ones(monkeypatch):
+    model = build(Gemma3ForCausalLM, head_dim=16).to(torch.bfloat16)
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    drafted = run(model, **options, assistant=SamAssistant(budget=8))
+    monkeypatch.setattr(Paces, "rests", lambda self: True)
+    assistant = SamAssistant()
+    rested = run(model, **options, assistant=assistant)
+    assert assistant.stats.tier == "at rest"
+    assert torch.equal(drafted.sequences, rested.sequences)
+    assert torch.equal(torch.stack(drafted.logits), torch.stack(rested.logits))
