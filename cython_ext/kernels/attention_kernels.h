@@ -1,11 +1,13 @@
 /* Attention of a few queries over many slots: keys and values are read from memory once.
  *
- * The rows of one key-value head are all queries of all query heads that share it. Three phases, each
- * spread over the threads:
+ * The rows of one key-value head are all queries of all query heads that share it. Once they are packed,
+ * three phases, each spread over the threads:
  *
  *   scores   keys pass by the packed rows, as weights do in a linear layer
  *   weights  a row's scores are scaled, masked and exponentiated against the row's maximum
  *   outputs  weighted values are summed, a few vectors of their width at a time
+ *
+ * Many rows read keys and values from the first-level cache, a block of slots at a time.
  *
  * A score is a sum over the depth in an order of its own, a maximum has no order, and a row's weights
  * and weighted values are added one slot after another. A slot of weight zero adds nothing. So a
@@ -27,8 +29,17 @@
 /* Rows of scores are padded to whole vectors. */
 #define SLOT_MULTIPLE 16
 
-/* As many heads at a time as have scores that stay in a cache. */
-#define SCORE_BYTES (4 << 20)
+/* As many heads at a time as have scores that stay in the threads' second-level caches. */
+#define SCORE_BYTES (512 << 10)
+
+/* Keys that stay in the first-level cache while all rows pass by; values that do, and panels of rows whose
+ * sums wait beside them. */
+#define BLOCK_KEYS 16
+#define BLOCK_VALUES 64
+#define BLOCK_PANELS 8
+
+/* Fewer rows of queries are packed before another thread has woken. */
+#define ALONE_ROWS 64
 
 /* Waking one more thread costs as much as about so many multiplications. */
 #define THREAD_PRODUCTS (1 << 18)

@@ -1,13 +1,13 @@
 /* Attention for one instruction set; see attention_kernels.h and tile_template.h. */
 
-/* The rows of every head, a head's panels one after another. */
-TARGET static void NAMED(pack_queries)(const attention_pass *pass) {
+/* A header with tiles of its own brings pack_head and score_block too. */
+#ifndef OWN_TILES
+/* The rows of a head, its panels one after another. */
+TARGET static void NAMED(pack_head)(const attention_pass *pass, int64_t unit) {
     const attention_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype);
-    for (int64_t i = 0; i < pass->count * pass->panel_count; i++) {
-        const int64_t unit = i / pass->panel_count, part = i % pass->panel_count;
-        const int64_t start = attention_panel_start(pass, part);
-        const int64_t end = attention_panel_start(pass, part + 1);
+    for (int64_t i = 0; i < pass->panel_count; i++) {
+        const int64_t start = attention_panel_start(pass, i), end = attention_panel_start(pass, i + 1);
         char *panel = pass->panels + (unit * pass->rows + start) * pass->packed_bytes;
         for (int64_t row = start; row < end; row++)
             NAMED(pack_row)(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
@@ -16,22 +16,32 @@ TARGET static void NAMED(pack_queries)(const attention_pass *pass) {
     }
 }
 
-/* TILE_ROWS keys from `slot` times all rows of a head. Past the last key, it is repeated: nobody
- * reads those scores. */
-TARGET static void NAMED(score_slots)(const attention_pass *pass, int64_t unit, int64_t slot) {
+/* BLOCK_KEYS keys from `first` times all rows of a head. Past the last key, it is repeated: nobody reads
+ * those scores. */
+TARGET static void NAMED(score_block)(const attention_pass *pass, int64_t unit, int64_t first) {
     const attention_problem *p = pass->problem;
-    const int64_t bytes = skinny_item_bytes(p->dtype);
+    const int64_t bytes = skinny_item_bytes(p->dtype), end = skinny_min(first + BLOCK_KEYS, p->slots);
     const char *keys = p->key + attention_head(p, p->key_strides, pass->first + unit) * bytes;
     skinny_tile tile = {.depth = p->depth, .sums_stride = pass->padded, .sums_step = 1};
-    for (int o = 0; o < TILE_ROWS; o++)
-        tile.weight[o] = keys + skinny_min(slot + o, p->slots - 1) * p->key_strides[2] * bytes;
     for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t start = attention_panel_start(pass, i), end = attention_panel_start(pass, i + 1);
-        const int64_t row = unit * pass->rows + start;
+        const int64_t start = attention_panel_start(pass, i);
+        const int64_t row = unit * pass->rows + start, rows = attention_panel_start(pass, i + 1) - start;
         tile.panel = pass->panels + row * pass->packed_bytes;
-        tile.sums = pass->scores + row * pass->padded + slot;
-        NAMED(tile_of)(end - start, p->dtype, tile);
+        for (int64_t slot = first; slot < end; slot += TILE_ROWS) {
+            for (int o = 0; o < TILE_ROWS; o++)
+                tile.weight[o] = keys + skinny_min(slot + o, p->slots - 1) * p->key_strides[2] * bytes;
+            tile.sums = pass->scores + row * pass->padded + slot;
+            NAMED(tile_of)(rows, p->dtype, tile);
+        }
     }
+}
+
+#endif
+
+TARGET static void NAMED(pack_work)(void *shared) {
+    attention_pass *pass = shared;
+    int64_t unit;
+    while ((unit = FETCH_ADD(&pass->next)) < pass->count) NAMED(pack_head)(pass, unit);
 }
 
 TARGET static void NAMED(score_work)(void *shared) {
@@ -39,12 +49,13 @@ TARGET static void NAMED(score_work)(void *shared) {
     const int64_t slots = pass->problem->slots;
     const int64_t chunks = (slots + CHUNK_SLOTS - 1) / CHUNK_SLOTS;
     int64_t i;
+    BEGIN_THREAD();
     while ((i = FETCH_ADD(&pass->next)) < pass->count * chunks) {
-        const int64_t first = i % chunks * CHUNK_SLOTS;
-        const int64_t end = skinny_min(first + CHUNK_SLOTS, slots);
-        for (int64_t slot = first; slot < end; slot += TILE_ROWS)
-            NAMED(score_slots)(pass, i / chunks, slot);
+        const int64_t end = skinny_min((i % chunks + 1) * CHUNK_SLOTS, slots);
+        for (int64_t slot = i % chunks * CHUNK_SLOTS; slot < end; slot += BLOCK_KEYS)
+            NAMED(score_block)(pass, i / chunks, slot);
     }
+    END_THREAD();
 }
 
 /* What is added to LANES scores from `slot`; slots past the last one are not seen. */
@@ -135,115 +146,130 @@ TARGET static void NAMED(weight_work)(void *shared) {
     }
 }
 
-/* `rows` rows of weights times `vectors` vectors of the values' width, from row `first`. */
-TARGET static ALWAYS_INLINE void NAMED(output_tile)(const int rows, const int vectors, const int dtype,
-                                                    const attention_pass *pass, const char *values,
-                                                    const float *weights,
-                                                    VEC acc[PANEL_ROWS][TILE_ROWS]) {
-    const int64_t bytes = skinny_item_bytes(dtype);
-    const int64_t stride = pass->problem->value_strides[2] * bytes;
+/* `rows` rows of weights times `slots` values, `stride` floats from one another, added to `sums`,
+ * [rows][vectors]. */
+TARGET static ALWAYS_INLINE void NAMED(output_tile)(const int rows, const int vectors, int64_t slots,
+                                                    int64_t padded, const float *weights, int64_t stride,
+                                                    const float *values, float *sums) {
+    VEC acc[PANEL_ROWS][TILE_ROWS];
     for (int r = 0; r < rows; r++)
-        for (int o = 0; o < vectors; o++) acc[r][o] = ZERO();
-    for (int64_t slot = 0; slot < pass->problem->slots; slot++, values += stride) {
-        VEC weight[PANEL_ROWS];
-        for (int r = 0; r < rows; r++) weight[r] = SET1(weights[r * pass->padded + slot]);
-        for (int o = 0; o < vectors; o++) {
-            const VEC value = NAMED(read)(values + o * LANES * bytes, dtype);
-            for (int r = 0; r < rows; r++) acc[r][o] = FMA(value, weight[r], acc[r][o]);
+        for (int o = 0; o < vectors; o++) acc[r][o] = LOAD(sums + (r * vectors + o) * LANES);
+    for (int64_t slot = 0; slot < slots; slot++, values += stride) {
+        VEC value[TILE_ROWS];
+        for (int o = 0; o < vectors; o++) value[o] = LOAD(values + o * LANES);
+        for (int r = 0; r < rows; r++) {
+            const VEC weight = SET1(weights[r * padded + slot]);
+            for (int o = 0; o < vectors; o++) acc[r][o] = FMA(value[o], weight, acc[r][o]);
         }
     }
+    for (int r = 0; r < rows; r++)
+        for (int o = 0; o < vectors; o++) STORE(sums + (r * vectors + o) * LANES, acc[r][o]);
 }
 
-/* Divides by the sum of the weights and writes. `place`: bytes from the start of a row of values. */
-TARGET static ALWAYS_INLINE void NAMED(write_tile)(const int rows, const int vectors, const int dtype,
-                                                   const attention_pass *pass, int64_t unit,
-                                                   int64_t first, int64_t place,
-                                                   VEC acc[PANEL_ROWS][TILE_ROWS]) {
-    const attention_problem *p = pass->problem;
-    const int64_t bytes = skinny_item_bytes(dtype);
-    const int64_t width = p->width, all_heads = p->groups * p->heads;
-    const int64_t strides[3] = {p->queries * all_heads * width, width, all_heads * width};
-    for (int r = 0; r < rows; r++) {
-        const VEC total = SET1(pass->totals[unit * pass->rows + first + r]);
-        const int64_t row = attention_row(p, strides, pass->first + unit, first + r);
-        for (int o = 0; o < vectors; o++)
-            NAMED(write)(p->out + row * bytes + place + o * LANES * bytes,
-                         FMA(acc[r][o], total, ZERO()), dtype);
-    }
-}
-
-#define OUTPUT_CASE(rows, dtype)                                                            \
+/* The same with both known to the compiler, so that the sums live in registers. */
+#define OUTPUT_CASE(rows)                                                                   \
     case rows:                                                                              \
-        NAMED(output_tile)(rows, vectors, dtype, pass, values, weights, acc);               \
-        NAMED(write_tile)(rows, vectors, dtype, pass, unit, first, place, acc);             \
+        if (vectors == TILE_ROWS)                                                           \
+            NAMED(output_tile)(rows, TILE_ROWS, slots, padded, weights, stride, values, sums); \
+        else                                                                                \
+            NAMED(output_tile)(rows, 1, slots, padded, weights, stride, values, sums);      \
         break;
 
-/* All rows of a head over `vectors` vectors of the values' width. */
-TARGET static ALWAYS_INLINE void NAMED(output_rows)(const int vectors, const int dtype,
-                                                    const attention_pass *pass, int64_t unit,
-                                                    int64_t place) {
-    const attention_problem *p = pass->problem;
-    const int64_t begin = attention_head(p, p->value_strides, pass->first + unit);
-    const char *values = p->value + begin * skinny_item_bytes(dtype) + place;
-    VEC acc[PANEL_ROWS][TILE_ROWS];
-    for (int64_t i = 0; i < pass->panel_count; i++) {
-        const int64_t first = attention_panel_start(pass, i);
-        const float *weights = pass->scores + (unit * pass->rows + first) * pass->padded;
-        switch (attention_panel_start(pass, i + 1) - first) {
-            OUTPUT_CASE(1, dtype)
-            OUTPUT_CASE(2, dtype)
+TARGET static void NAMED(output_tile_of)(int64_t rows, int64_t vectors, int64_t slots, int64_t padded,
+                                         const float *weights, int64_t stride, const float *values,
+                                         float *sums) {
+    switch (rows) {
+        OUTPUT_CASE(1)
+        OUTPUT_CASE(2)
 #if PANEL_ROWS >= 3
-            OUTPUT_CASE(3, dtype)
+        OUTPUT_CASE(3)
 #endif
 #if PANEL_ROWS >= 4
-            OUTPUT_CASE(4, dtype)
+        OUTPUT_CASE(4)
 #endif
 #if PANEL_ROWS >= 5
-            OUTPUT_CASE(5, dtype)
+        OUTPUT_CASE(5)
 #endif
 #if PANEL_ROWS >= 6
-            OUTPUT_CASE(6, dtype)
+        OUTPUT_CASE(6)
 #endif
-        }
     }
 }
 
-/* The same with both known to the compiler, so that the sums live in registers; the few vectors that
- * fill no tile pass one by one. */
-TARGET static void NAMED(outputs_of)(const attention_pass *pass, int64_t unit, int64_t place,
-                                     int64_t vectors) {
-    const int dtype = pass->problem->dtype;
-    if (vectors != TILE_ROWS)
-        NAMED(output_rows)(1, dtype, pass, unit, place);
-    else if (dtype == SKINNY_FLOAT32)
-        NAMED(output_rows)(TILE_ROWS, SKINNY_FLOAT32, pass, unit, place);
-    else if (dtype == SKINNY_BFLOAT16)
-        NAMED(output_rows)(TILE_ROWS, SKINNY_BFLOAT16, pass, unit, place);
-    else
-        NAMED(output_rows)(TILE_ROWS, SKINNY_FLOAT16, pass, unit, place);
+/* `vectors` vectors of the values of some slots, as float32. */
+TARGET static void NAMED(widen_values)(const attention_problem *p, const char *values, int64_t slots,
+                                       int64_t vectors, float *block) {
+    const int64_t bytes = skinny_item_bytes(p->dtype), stride = p->value_strides[2] * bytes;
+    for (int64_t slot = 0; slot < slots; slot++, values += stride)
+        for (int64_t o = 0; o < vectors; o++, block += LANES)
+            STORE(block, NAMED(read)(values + o * LANES * bytes, p->dtype));
 }
 
+/* Divides by the sums of the weights and writes `rows` rows from `first`, from `vector` on. */
+TARGET static void NAMED(write_rows)(const attention_pass *pass, int64_t unit, int64_t first, int64_t rows,
+                                     int64_t vector, int64_t vectors, const float *sums) {
+    const attention_problem *p = pass->problem;
+    const int64_t bytes = skinny_item_bytes(p->dtype);
+    const int64_t width = p->width, all_heads = p->groups * p->heads;
+    const int64_t strides[3] = {p->queries * all_heads * width, width, all_heads * width};
+    for (int64_t r = first; r < first + rows; r++) {
+        const VEC total = SET1(pass->totals[unit * pass->rows + r]);
+        const int64_t row = attention_row(p, strides, pass->first + unit, r) + vector * LANES;
+        for (int64_t o = 0; o < vectors; o++, sums += LANES)
+            NAMED(write)(p->out + (row + o * LANES) * bytes, FMA(LOAD(sums), total, ZERO()), p->dtype);
+    }
+}
+
+/* Panels [panel, last) of a head over `vectors` vectors of the values' width, block by block of slots. A
+ * single panel reads float32 where it lies. */
+TARGET static void NAMED(output_panels)(const attention_pass *pass, int64_t unit, int64_t panel, int64_t last,
+                                        int64_t vector, int64_t vectors) {
+    const attention_problem *p = pass->problem;
+    const int64_t bytes = skinny_item_bytes(p->dtype), first = attention_panel_start(pass, panel);
+    const int64_t begin = attention_head(p, p->value_strides, pass->first + unit) + vector * LANES;
+    const char *values = p->value + begin * bytes;
+    const int in_place = p->dtype == SKINNY_FLOAT32 && last - panel == 1;
+    const int64_t stride = in_place ? p->value_strides[2] : vectors * LANES;
+    float block[BLOCK_VALUES * TILE_ROWS * LANES];
+    float sums[BLOCK_PANELS * PANEL_ROWS * TILE_ROWS * LANES] = {0};
+    for (int64_t slot = 0; slot < p->slots; slot += BLOCK_VALUES) {
+        const int64_t slots = skinny_min(BLOCK_VALUES, p->slots - slot);
+        const char *from = values + slot * p->value_strides[2] * bytes;
+        if (!in_place) NAMED(widen_values)(p, from, slots, vectors, block);
+        for (int64_t i = panel; i < last; i++) {
+            const int64_t start = attention_panel_start(pass, i);
+            const float *weights = pass->scores + (unit * pass->rows + start) * pass->padded + slot;
+            NAMED(output_tile_of)(attention_panel_start(pass, i + 1) - start, vectors, slots, pass->padded,
+                                  weights, stride, in_place ? (const float *)from : block,
+                                  sums + (start - first) * vectors * LANES);
+        }
+    }
+    NAMED(write_rows)(pass, unit, first, attention_panel_start(pass, last) - first, vector, vectors, sums);
+}
+
+/* Tiles of the width are shared out, and blocks of panels; vectors that fill no tile pass one by one. */
 TARGET static void NAMED(output_work)(void *shared) {
     attention_pass *pass = shared;
-    const int64_t vector_bytes = LANES * skinny_item_bytes(pass->problem->dtype);
     const int64_t vectors = pass->problem->width / LANES;
     const int64_t tiles = (vectors + TILE_ROWS - 1) / TILE_ROWS;
+    const int64_t blocks = (pass->panel_count + BLOCK_PANELS - 1) / BLOCK_PANELS;
     int64_t i;
-    while ((i = FETCH_ADD(&pass->next)) < pass->count * tiles) {
-        const int64_t first = i % tiles * TILE_ROWS;
-        const int64_t end = skinny_min(first + TILE_ROWS, vectors);
+    while ((i = FETCH_ADD(&pass->next)) < pass->count * tiles * blocks) {
+        const int64_t unit = i / blocks / tiles, panel = i % blocks * BLOCK_PANELS;
+        const int64_t last = skinny_min(panel + BLOCK_PANELS, pass->panel_count);
+        const int64_t first = i / blocks % tiles * TILE_ROWS, end = skinny_min(first + TILE_ROWS, vectors);
         const int64_t step = end - first == TILE_ROWS ? TILE_ROWS : 1;
         for (int64_t vector = first; vector < end; vector += step)
-            NAMED(outputs_of)(pass, i / tiles, vector * vector_bytes, step);
+            NAMED(output_panels)(pass, unit, panel, last, vector, step);
     }
 }
 
 TARGET static void NAMED(run_phases)(attention_pass *pass, int threads) {
-    openmp_work phases[3] = {NAMED(score_work), NAMED(weight_work), NAMED(output_work)};
-    NAMED(pack_queries)(pass);
-    for (int i = 0; i < 3; i++) {
+    openmp_work phases[4] = {NAMED(pack_work), NAMED(score_work), NAMED(weight_work), NAMED(output_work)};
+    for (int i = 0; i < 4; i++) {
+        const int alone = i == 0 && pass->count * pass->rows < ALONE_ROWS;
         pass->next = 0;
-        openmp_parallel(phases[i], pass, threads);
+        openmp_parallel(phases[i], pass, alone ? 1 : threads);
     }
 }
 
@@ -253,16 +279,16 @@ TARGET static int NAMED(attention)(const attention_problem *p, int threads) {
     pass.padded = (p->slots + SLOT_MULTIPLE - 1) / SLOT_MULTIPLE * SLOT_MULTIPLE;
     pass.packed_bytes = (p->depth + STEP - 1) / STEP * STEP_BYTES;
     pass.panel_count = (pass.rows + PANEL_ROWS - 1) / PANEL_ROWS;
-    const int64_t row_bytes = pass.padded * 4 + pass.packed_bytes + 4;
+    const int64_t head_bytes = PACKED_ROWS(pass.rows) * pass.packed_bytes + pass.rows * (pass.padded + 1) * 4;
     const int64_t heads = p->batch * p->groups;
-    const int64_t share = skinny_min(heads, SCORE_BYTES / (pass.rows * row_bytes) + 1);
+    const int64_t share = skinny_min(heads, threads * SCORE_BYTES / head_bytes + 1);
     const int64_t products = share * pass.rows * p->slots * (p->depth + p->width);
     const int useful = (int)skinny_min(threads, products / THREAD_PRODUCTS + 1);
-    char *memory = malloc(share * pass.rows * row_bytes + CACHE_LINE);
+    char *memory = malloc(share * head_bytes + CACHE_LINE);
     if (!memory) return -1;
     pass.scores = (float *)(memory + (CACHE_LINE - (uintptr_t)memory % CACHE_LINE));
     pass.panels = (char *)(pass.scores + share * pass.rows * pass.padded);
-    pass.totals = (float *)(pass.panels + share * pass.rows * pass.packed_bytes);
+    pass.totals = (float *)(pass.panels + share * PACKED_ROWS(pass.rows) * pass.packed_bytes);
     for (; pass.first < heads; pass.first += share) {
         pass.count = skinny_min(share, heads - pass.first);
         NAMED(run_phases)(&pass, useful);

@@ -50,17 +50,19 @@ TARGET static ALWAYS_INLINE __m512 skinny_power2_avx512(__m512 t) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23));
 }
 
-TARGET static ALWAYS_INLINE __m256 skinny_fold_avx512(__m512 v) {
-    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
-    return _mm256_add_ps(_mm512_castps512_ps256(v), high);
+/* Quarters of a, b, c and d are added in pairs and come to lie side by side, then their elements are. */
+TARGET static ALWAYS_INLINE __m512 skinny_add_quarters_avx512(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 
 TARGET static ALWAYS_INLINE void skinny_sum_lanes_avx512(__m512 a, __m512 b, __m512 c, __m512 d,
                                                          float *out) {
-    const __m256 ab = _mm256_hadd_ps(skinny_fold_avx512(a), skinny_fold_avx512(b));
-    const __m256 cd = _mm256_hadd_ps(skinny_fold_avx512(c), skinny_fold_avx512(d));
-    const __m256 abcd = _mm256_hadd_ps(ab, cd);
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+    __m512 sums = skinny_add_quarters_avx512(skinny_add_quarters_avx512(a, b),
+                                             skinny_add_quarters_avx512(c, d));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, sums)));
 }
 
 #include "templates.h"

@@ -42,7 +42,7 @@ static int kernel_paths(kernel_path paths[MAX_PATHS]) {
             (kernel_path){"avx512bf16", skinny_linear_with_bf16, skinny_attention_with_bf16};
 #if HAS_AMX
     if (skinny_cpu_has_amx())
-        paths[count++] = (kernel_path){"amx", skinny_linear_with_amx, skinny_attention_with_bf16};
+        paths[count++] = (kernel_path){"amx", skinny_linear_with_amx, skinny_attention_with_amx};
 #endif
 #elif defined(__GNUC__) && defined(__aarch64__)
     paths[count++] = (kernel_path){"neon", skinny_linear_neon, skinny_attention_neon};

@@ -56,24 +56,30 @@ TARGET static void NAMED(pack_row)(char *to, int64_t stride, const char *from, i
     if (k < depth) STORE((float *)to, NAMED(last_operand)(from + k * bytes, depth - k, dtype));
 }
 
-/* acc[input row][weight row] += one step of both, `count` elements of it. The input rows wait in
- * registers and the weight rows pass by: one register less than the other way round, which lets the
- * tile fit into 16 or 32 of them. */
+/* acc[input row][weight row] += one step of both. The input rows wait in registers and the weight rows
+ * pass by: one register less than the other way round, which lets the tile fit into 16 or 32 of them. */
 TARGET static ALWAYS_INLINE void NAMED(step)(const int rows, const int dtype, const skinny_tile *t,
-                                             int64_t k, int64_t count,
-                                             VEC acc[PANEL_ROWS][TILE_ROWS]) {
+                                             int64_t k, VEC acc[PANEL_ROWS][TILE_ROWS]) {
     VEC x[PANEL_ROWS];
     for (int r = 0; r < rows; r++) x[r] = LOAD((const float *)(t->panel + r * STEP_BYTES));
     for (int o = 0; o < TILE_ROWS; o++) {
-        const char *from = t->weight[o] + k * skinny_item_bytes(dtype);
-        const VEC w = count == STEP ? NAMED(operand)(from, dtype)
-                                    : NAMED(last_operand)(from, count, dtype);
+        const VEC w = NAMED(operand)(t->weight[o] + k * skinny_item_bytes(dtype), dtype);
         for (int r = 0; r < rows; r++) acc[r][o] = MULTIPLY_ADD(w, x[r], acc[r][o]);
+    }
+}
+
+/* Lets the last step, of less than STEP elements, read zeros behind them. */
+static void NAMED(end_weights)(skinny_tile *t, int64_t k, int64_t bytes, char part[TILE_ROWS][STEP_BYTES]) {
+    memset(part, 0, TILE_ROWS * STEP_BYTES);
+    for (int o = 0; o < TILE_ROWS; o++) {
+        memcpy(part[o], t->weight[o] + k * bytes, (t->depth - k) * bytes);
+        t->weight[o] = part[o] - k * bytes;
     }
 }
 
 /* TILE_ROWS weight rows times one panel; into t.sums. */
 TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, skinny_tile t) {
+    char part[TILE_ROWS][STEP_BYTES];
     VEC acc[PANEL_ROWS][TILE_ROWS];
     for (int r = 0; r < rows; r++)
         for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ZERO();
@@ -81,14 +87,16 @@ TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, sk
     for (; k + STEP <= t.depth; k += STEP, t.panel += rows * STEP_BYTES) {
         for (int64_t o = t.fetch_first; o < t.fetch_end; o++)
             PREFETCH(t.weight[o] + t.ahead + k * skinny_item_bytes(dtype));
-        NAMED(step)(rows, dtype, &t, k, STEP, acc);
+        NAMED(step)(rows, dtype, &t, k, acc);
     }
-    if (k < t.depth) NAMED(step)(rows, dtype, &t, k, t.depth - k, acc);
+    if (k < t.depth) {
+        NAMED(end_weights)(&t, k, skinny_item_bytes(dtype), part);
+        NAMED(step)(rows, dtype, &t, k, acc);
+    }
     for (int r = 0; r < rows; r++) {
-        float sums[TILE_ROWS];
-        SUM_LANES(acc[r][0], acc[r][1], acc[r][2], acc[r][3], sums);
-        for (int o = 0; o < TILE_ROWS; o++)
-            t.sums[r * t.sums_stride + o * t.sums_step] = sums[o];
+        float sums[TILE_ROWS], *to = t.sums + r * t.sums_stride;
+        SUM_LANES(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t.sums_step == 1 ? to : sums);
+        for (int o = 0; o < TILE_ROWS && t.sums_step != 1; o++) to[o * t.sums_step] = sums[o];
     }
 }
 

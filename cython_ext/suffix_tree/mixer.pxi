@@ -48,7 +48,7 @@ cdef class Mixer:
     cdef MixedDraft room
     cdef int32_t capacity
 
-    def __cinit__(self, cells, copy_cells, weights, float rate=0.003):
+    def __cinit__(self, cells, copy_cells, weights, float rate=0.002):
         found = (cells.shape, copy_cells.shape, weights.shape)
         expected = ((*CELL_SHAPE, 2), (*COPY_SHAPE, 2), WEIGHT_SHAPE)
         if found != expected:

@@ -61,7 +61,7 @@ class Call:
         processors, criteria, config: as `generate` prepared them.
         model_kwargs: further inputs of the forward, as `generate` prepared them.
         synced_gpus: go on with empty forwards until the other processes have finished.
-        streamer: receives every token, batch size 1 only.
+        streamer: receives every token, of all rows at once.
     """
 
     model: Any
@@ -143,8 +143,8 @@ class Call:
         """
         if self.batch_size == 1:
             return False
-        followers = (*self.processors, *self.criteria)
-        return service.tier is Tier.REPLAY or any(map(follows_rows, followers))
+        together = service.tier is Tier.REPLAY or self.streamer is not None
+        return together or any(map(follows_rows, (*self.processors, *self.criteria)))
 
     def keeps_cache(self, service: Service) -> bool:
         """Whether anybody can go on from the cache after the call: it is returned, or was given."""

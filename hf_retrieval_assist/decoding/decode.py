@@ -40,7 +40,7 @@ def decode(
         input_ids: int64 [batch, length], left-padded.
         logits_processor, stopping_criteria, generation_config: as `generate` prepared them.
         synced_gpus: go on with empty forwards until the other processes have finished.
-        streamer: receives every token, batch size 1 only.
+        streamer: receives every token, of all rows at once.
         model_kwargs: further inputs of the forward, as `generate` prepared them.
 
     Returns:

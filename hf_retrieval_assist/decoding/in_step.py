@@ -8,6 +8,7 @@ Rows that have ended are fed padding, as plain decoding feeds it, until the last
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ class StepWalk:
         select: chooses the tokens.
         stopping: says after each token which rows have ended.
         recorder: is told of the tokens' scores and logits where the call wants them.
+        streamer: receives the next token of every row, int64 [batch]; None: nobody does.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class StepWalk:
         select: TokenSelector,
         stopping: Stopping,
         recorder: OutputRecorder,
+        streamer: Any = None,
     ):
         self.rows = rows
         self.select = select
         self.stopping = stopping
         self.recorder = recorder
+        self.streamer = streamer
         self._scores: list[torch.Tensor] = []
 
     def __call__(self, trees: Sequence[TokenTree], verified: Verified) -> list[Path]:
@@ -61,6 +65,8 @@ class StepWalk:
                     path.tokens.append(token)
             shown = tuple(self._scores) if self.recorder.wants_scores else None
             self.stopping.finish_all(self.rows, self._ids(), shown)
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor(tokens))
             if self.rows[0].finished:
                 return paths
             children = [

@@ -88,7 +88,7 @@ class Generation:
         self.walk = Walk(self.rows, select, self.stopping, self.outputs, call.streamer)
         self.step_walk: StepWalk | None = None
         if call.rows_in_step(service):
-            self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs)
+            self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs, call.streamer)
         self.residual = assistant.residual and select.do_sample
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
@@ -211,7 +211,7 @@ class Generation:
             verifier = self.service.verifier(
                 self.model, self.cache, self.model_kwargs, call.input_ids, self._options()
             )
-            self.outputs.prefill(outputs)
+            self.outputs.prefill(outputs, self.cache)
             last = Verified(outputs.logits[:, -1:], [0] * call.batch_size, outputs)
             paths = self._walk(self.rows, [TokenTree.empty()] * call.batch_size, last)
         with self._timed("draft"):

@@ -56,10 +56,18 @@ class OutputRecorder:
                 for row, entry in zip(rows, found.split(1), strict=True):
                     kept[row.index].append(entry)
 
-    def prefill(self, outputs: Any) -> None:
-        """Record the states of the prompt, which belong to the first token."""
+    def prefill(self, outputs: Any, cache: SlotCache) -> None:
+        """Record the states of the prompt, which belong to the first token.
+
+        Args:
+            outputs: of the forward over the prompt, or over what a cache lacked of it.
+            cache: whose layers know their windows.
+        """
         for name in self._state_names(outputs):
-            self._states.setdefault(name, []).append(outputs[name])
+            entry = outputs[name]
+            if _is_self_attention(name):
+                entry = tuple(_in_window(layer, _window(cache, i)) for i, layer in enumerate(entry))
+            self._states.setdefault(name, []).append(entry)
 
     def step(self, verified: Verified, accepted: Sequence[int], cache: SlotCache) -> None:
         """Record the states of a single row's accepted tokens.
@@ -79,8 +87,8 @@ class OutputRecorder:
                 entries.append(
                     tuple(
                         _attention(layer, path, _window(cache, i))
-                        if name.endswith("attentions") and name != "cross_attentions"
-                        else _at_token(layer, path[-1], name)
+                        if _is_self_attention(name)
+                        else layer.narrow(-2, path[-1], 1)
                         for i, layer in enumerate(verified.outputs[name])
                     )
                 )
@@ -88,8 +96,10 @@ class OutputRecorder:
     def _state_names(self, outputs: Any) -> list[str]:
         if not self.wants_states:
             return []
-        decoder = ("decoder_hidden_states", "decoder_attentions", "cross_attentions")
-        names = ("hidden_states", "attentions", *decoder)
+        names = ["hidden_states", "attentions", "decoder_hidden_states", "decoder_attentions"]
+        if outputs.get("decoder_attentions") is not None:
+            # Decoders without an encoder have the name too, and nothing to tell under it.
+            names.append("cross_attentions")
         return [name for name in names if outputs.get(name) is not None]
 
     def result(
@@ -114,10 +124,8 @@ class OutputRecorder:
         )
 
 
-def _at_token(layer: torch.Tensor, index: int, name: str) -> torch.Tensor:
-    """The entry of one fed token: dimension 1 of hidden states, 2 of cross attentions."""
-    dim = 2 if name == "cross_attentions" else 1
-    return layer.narrow(dim, index, 1)
+def _is_self_attention(name: str) -> bool:
+    return name.endswith("attentions") and name != "cross_attentions"
 
 
 def _attention(layer: torch.Tensor | None, path: Sequence[int], window: int | None) -> Any:
@@ -126,9 +134,15 @@ def _attention(layer: torch.Tensor | None, path: Sequence[int], window: int | No
         return None
     kept = layer.shape[-1] - layer.shape[-2]
     columns = [*range(kept), *(kept + index for index in path)]
-    if window is not None:
-        columns = columns[-window:]
-    return layer[:, :, path[-1] : path[-1] + 1, columns]
+    return _in_window(layer[:, :, path[-1] : path[-1] + 1, columns], window)
+
+
+def _in_window(layer: torch.Tensor | None, window: int | None) -> torch.Tensor | None:
+    """Attention weights [batch, heads, fed, keys] without the keys that a sliding layer of plain
+    decoding has forgotten."""
+    if layer is None or window is None:
+        return layer
+    return layer[..., -(window - 1 + layer.shape[-2]) :]
 
 
 def _window(cache: SlotCache, index: int) -> int | None:

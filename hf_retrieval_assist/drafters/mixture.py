@@ -36,7 +36,7 @@ class Mixture:
     cells: Float32Array
     copy_cells: Float32Array
     weights: Float32Array
-    rate: float = 0.003
+    rate: float = 0.002
 
     @classmethod
     def untrained(cls) -> Mixture:

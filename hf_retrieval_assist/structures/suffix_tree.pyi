@@ -70,7 +70,7 @@ class Mixer:
         cells: NDArray[np.float32],
         copy_cells: NDArray[np.float32],
         weights: NDArray[np.float32],
-        rate: float = 0.003,
+        rate: float = 0.002,
     ) -> None: ...
     @property
     def cells(self) -> NDArray[np.float32]: ...

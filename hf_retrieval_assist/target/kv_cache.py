@@ -137,7 +137,7 @@ class SlotLayer(DynamicLayer):
         """Make the buffers hold `total` slots, keeping what `keys` and `values` show."""
         shown = (self.keys, self.values)
         in_place = self._views is not None and all(map(operator.is_, self._views, shown))
-        if in_place and self._buffers[0].shape[-2] >= total:
+        if in_place and _may_change(self._buffers[0]) and self._buffers[0].shape[-2] >= total:
             return
         length = self.get_seq_length()
         capacity = max(self.capacity, total + max(_MIN_GROWTH, length // 2))
@@ -191,6 +191,12 @@ class SlotLayer(DynamicLayer):
     def show(self, length: int) -> None:
         """Show the first `length` slots."""
         self._view(length)
+
+
+def _may_change(buffer: torch.Tensor) -> bool:
+    """Whether a buffer may be written to; one from an earlier turn under `torch.inference_mode` may
+    not be outside of it."""
+    return not buffer.is_inference() or torch.is_inference_mode_enabled()
 
 
 class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
@@ -266,10 +272,12 @@ class SlotCache(DynamicCache):
             cache.begin(cache.batch_size)
             return cache
         wrapper = cls(config)
-        if len(cache.layers) == len(wrapper.layers):
-            pairs = zip(cache.layers, wrapper.layers, strict=True)
-            wrapper.layers = [_adopted(layer, empty) for layer, empty in pairs]
-        elif cache.layers:
+        known = len(cache.layers)
+        # What was made layer by layer lacks the last ones where these share others' entries.
+        if known and all(type(layer) in _SHARING for layer in wrapper.layers[known:]):
+            pairs = zip(cache.layers, wrapper.layers, strict=False)
+            wrapper.layers[:known] = [_adopted(layer, empty) for layer, empty in pairs]
+        elif known:
             raise ValueError(
                 f"past_key_values: expected a cache of {len(wrapper.layers)} layers as the model "
                 f"has, got {len(cache.layers)}"

@@ -8,6 +8,7 @@ from transformers import (
     BambaForCausalLM,
     DynamicCache,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
     Lfm2ForCausalLM,
     LlamaForCausalLM,
     Qwen3NextForCausalLM,
@@ -119,6 +120,33 @@ def test_two_turns_with_a_cache_of_the_caller(model, kind, rows):
         helped = [a if use else None for a, use in zip(drafting, assisted, strict=True)]
         assert torch.equal(first, turn(model, PROMPTS[:rows], cache, helped[0]))
         assert torch.equal(second, turn(model, question, cache, helped[1]))
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_turn_in_inference_mode_and_one_outside(model_class, rows):
+    model = build(model_class)
+    cache = DynamicCache(config=model.config)
+    first = turn(model, PROMPTS[:rows], None)
+    question = torch.cat([first, PROMPTS[:rows, :5]], dim=1)
+    second = turn(model, question, None)
+    with torch.inference_mode():
+        assert torch.equal(first, turn(model, PROMPTS[:rows], cache, oracle_assistant(first)))
+    assert torch.equal(second, turn(model, question, cache, oracle_assistant(second)))
+
+
+def test_a_cache_that_was_made_layer_by_layer():
+    # Two layers of three have entries; plain decoding has made no more of them.
+    model = build(Gemma3nForCausalLM)
+    plain_cache, cache = DynamicCache(), DynamicCache()
+    first = turn(model, PROMPTS[:1], plain_cache)
+    assert torch.equal(first, turn(model, PROMPTS[:1], cache))
+    assert len(cache.layers) < model.config.num_hidden_layers
+    question = torch.cat([first, PROMPTS[:1, :5]], dim=1)
+    second = turn(model, question, plain_cache)
+    assistant = oracle_assistant(second)
+    assert torch.equal(second, turn(model, question, cache, assistant))
+    assert assistant.stats.last.accepted > 0
 
 
 COMPILED = {

@@ -12,6 +12,8 @@ from transformers import (
     DynamicCache,
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    GPT2LMHeadModel,
     InklingForCausalLM,
     Lfm2ForCausalLM,
     LlamaForCausalLM,
@@ -64,6 +66,23 @@ def test_scores_logits_attentions_and_hidden_states(model):
     assert_same_states([plain.scores, plain.logits], [assisted.scores, assisted.logits])
     assert_same_states(plain.hidden_states, assisted.hidden_states)
     assert_same_states(plain.attentions, assisted.attentions)
+
+
+def test_attentions_of_a_decoder_that_could_have_an_encoder():
+    model = build(GPT2LMHeadModel, attn_implementation="eager")
+    wanted = {"return_dict_in_generate": True, "output_attentions": True}
+    plain, assisted, assistant = equal(model, **wanted)
+    assert assistant.stats.last.accepted > 0
+    assert_same_states(plain.attentions, assisted.attentions)
+
+
+def test_hidden_states_of_parallel_streams():
+    model = build(Gemma3nForCausalLM)
+    wanted = {"return_dict_in_generate": True, "output_hidden_states": True}
+    plain, assisted, assistant = equal(model, **wanted)
+    assert assistant.stats.last.accepted > 0
+    assert plain.hidden_states[0][0].dim() == 4
+    assert_same_states(plain.hidden_states, assisted.hidden_states)
 
 
 def assert_next_turn_continues(model, next_is_assisted, tier):

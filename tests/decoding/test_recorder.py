@@ -76,10 +76,32 @@ def test_attentions_of_a_window():
     ]
 
 
+def test_attentions_of_a_prompt_that_goes_on_from_a_cache():
+    outputs = recorder(output_attentions=True)
+    cache = SimpleNamespace(layers=[SlotLayer(RowSlots([5]), window=3), SlotLayer(RowSlots([5]))])
+    shown = forward(width=2, kept=5)
+    shown["attentions"] = shown.attentions * 2
+    outputs.prefill(shown, cache)
+    sliding, whole = outputs.result(torch.zeros(1, 9), None, None, 1).attentions[0]
+    # Two tokens before the prompt are in the window of its first token.
+    assert sliding[0, 0].tolist() == [[3.0, 4.0, 5.0, 6.0], [103.0, 104.0, 105.0, 106.0]]
+    assert whole.shape[-1] == 7
+
+
+def test_hidden_states_of_parallel_streams():
+    outputs = recorder(output_hidden_states=True)
+    shown = forward(width=3, kept=3)
+    shown["hidden_states"] = (shown.hidden_states[0].repeat(4, 1, 1, 1),)
+    cache = SimpleNamespace(layers=[])
+    outputs.step(Verified(shown.logits, [0], shown), [0, 2], cache)
+    states = outputs.result(torch.zeros(1, 9), None, None, 2).hidden_states
+    assert [layers[0].flatten().tolist() for layers in states] == [[0.0] * 4, [2.0] * 4]
+
+
 def test_more_was_recorded_than_the_text_keeps():
     outputs = recorder(output_hidden_states=True)
     shown = forward(width=4, kept=3)
-    outputs.prefill(shown)
     cache = SimpleNamespace(layers=[])
+    outputs.prefill(shown, cache)
     outputs.step(Verified(shown.logits, [0], shown), [0, 1, 2], cache)
     assert len(outputs.result(torch.zeros(1, 4), None, None, 2).hidden_states) == 2

@@ -177,6 +177,38 @@ def test_watermarks_and_guidance_follow_the_batch():
         assert assistant.stats.last.accepted > 0
 
 
+class Spectator:
+    """A streamer that remembers what it is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def put(self, value):
+        self.sent.append(value.tolist())
+
+    def end(self):
+        self.sent.append("end")
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_streamers_are_sent_the_next_tokens_of_all_rows(kind, sample):
+    model, _ = kind
+    inputs = padded(3)
+    free = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, 18:]
+    options = {"do_sample": sample, "max_new_tokens": 20}
+    options |= {"eos_token_id": late_token(free[1], 4), "pad_token_id": 61}
+    spectators = Spectator(), Spectator()
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **options, streamer=spectators[0])
+    assistant = oracle_assistant(plain, inputs["attention_mask"])
+    torch.manual_seed(3)
+    assisted = model.generate(**inputs, **options, streamer=spectators[1], assistant=assistant)
+    assert torch.equal(plain, assisted)
+    assert spectators[1].sent == spectators[0].sent
+    assert spectators[1].sent[1:-1] == plain[:, 18:].T.tolist()
+    assert assistant.stats.last.accepted > 0
+
+
 def test_one_row_goes_its_own_pace():
     model = build(LlamaForCausalLM)
     _, _, assistant = compare(

@@ -51,7 +51,7 @@ def mixture(seed=0):
 class Plain:
     """One step of mixing over whole texts, for texts so short that nothing is left out."""
 
-    def __init__(self, cells, copy_cells, weights, rate=0.003):
+    def __init__(self, cells, copy_cells, weights, rate=0.002):
         self.cells, self.copy_cells = cells.astype(float), copy_cells.astype(float)
         self.weights, self.rate = weights.astype(float), rate
 

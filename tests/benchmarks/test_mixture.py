@@ -1,0 +1,68 @@
+"""Training the weights of mixing: what is kept of the way, and what is left out of a judgement."""
+
+import numpy as np
+import pytest
+
+from benchmarks import mixture
+from benchmarks.traces import Trace
+from hf_retrieval_assist.drafters.mixture import Mixture
+from hf_retrieval_assist.simulation import simulate
+
+
+def phrases(name, seed):
+    """Requests whose outputs repeat a phrase of the prompt."""
+    rng = np.random.default_rng(seed)
+    phrase = rng.integers(0, 50, 24).astype(np.int32)
+    requests = [
+        (np.concatenate([rng.integers(0, 50, 12).astype(np.int32), phrase]), np.tile(phrase, 3))
+        for _ in range(3)
+    ]
+    return Trace(name, requests, [phrase])
+
+
+@pytest.fixture
+def way(monkeypatch):
+    """The weights after each portion of a training."""
+    weights = []
+
+    def watched(assistant, requests, **options):
+        found = simulate(assistant, requests, **options)
+        weights.append(assistant.drafters[0].mixer.weights.copy())
+        return found
+
+    monkeypatch.setattr(mixture, "simulate", watched)
+    monkeypatch.setattr(mixture, "TOKENS", 72)  # a portion is one request
+    return weights
+
+
+def test_weights_are_the_mean_over_the_second_half_of_their_way(way):
+    trained = mixture.train([phrases("a", 0), phrases("b", 1)], rounds=2)
+    assert len(way) == 12  # two traces from three sources
+    late = np.mean([Mixture.untrained().weights, *way][6:], axis=0)
+    assert np.array_equal(trained.weights, late)
+    assert trained.weights.dtype == np.float32
+    assert trained.cells[..., 1].max() <= 20
+
+
+def test_a_trace_that_has_ended_teaches_nothing_more(way):
+    mixture.train([phrases("a", 0)], rounds=5)
+    assert len(way) == 9
+
+
+def test_a_trace_is_judged_with_weights_of_the_others(monkeypatch):
+    trained_on = []
+
+    def train(traces):
+        trained_on.append([trace.name for trace in traces])
+        return Mixture.untrained()
+
+    monkeypatch.setattr(mixture, "train", train)
+    report = mixture.judge([phrases("a", 0), phrases("b", 1), phrases("c", 2)], requests=1)
+    assert trained_on == [["b", "c"], ["a", "c"], ["a", "b"]]
+    rows = report.tables[0].rows
+    assert [(row["trace"], row["nodes"]) for row in rows[:5]] == [
+        ("a", nodes) for nodes in ("16", "32", "64", "CPU", "GPU")
+    ]
+    assert len(rows) == 15
+    assert all(row["accepted"] > 1 for row in rows)
+    assert [row["speed"] is None for row in rows[:5]] == [True, True, True, False, False]
