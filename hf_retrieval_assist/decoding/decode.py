@@ -91,7 +91,7 @@ def _decode_the_faster_way(
     if paces.rests():
         counts.tier = "at rest"
         result = decode_at_rest(call, assistant, counts)
-        paces.observe_plain(counts.seconds["forward"], counts.steps - 1)
+        paces.observe_plain(counts.seconds["forward"], counts.forwards)
         return result
     started = time.perf_counter()
     generation = Generation(call, assistant, service, counts, None)
