@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..kernels.scope_mark import ScopeMark
 from ..planning.paces import Paces
 from ..stats import CallStats
 from ..target.fingerprint import fingerprint
@@ -62,12 +63,17 @@ def decode(
     counts = CallStats(tier=service.tier.value, calls=1)
     record = assistant.observe(call.prompts, counts)
     started = time.perf_counter()
-    if service.tier is Tier.PLAIN:
-        result = decode_plainly(call, counts, record)
-    elif record is not None or (paces := _paces(call, assistant, service)) is None:
-        result = Generation(call, assistant, service, counts, record).run()
-    else:
-        result = _decode_the_faster_way(call, assistant, service, counts, paces)
+    mark = ScopeMark()
+    try:
+        if service.tier is Tier.PLAIN:
+            result = decode_plainly(call, counts, record)
+        elif record is not None or (paces := _paces(call, assistant, service)) is None:
+            result = Generation(call, assistant, service, counts, record).run()
+        else:
+            result = _decode_the_faster_way(call, assistant, service, counts, paces)
+    except BaseException:
+        mark.leave_since()
+        raise
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
     assistant.costs.save_at_times(fingerprint(model))
