@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..kernels.scope_mark import ScopeMark
+from ..kernels.leaving import all_scopes_left
 from ..planning.paces import Paces
 from ..stats import CallStats
 from ..target.fingerprint import fingerprint
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..assistants import Assistant
 
 
+@all_scopes_left()
 def decode(
     model: Any,
     assistant: Assistant,
@@ -63,17 +64,12 @@ def decode(
     counts = CallStats(tier=service.tier.value, calls=1)
     record = assistant.observe(call.prompts, counts)
     started = time.perf_counter()
-    mark = ScopeMark()
-    try:
-        if service.tier is Tier.PLAIN:
-            result = decode_plainly(call, counts, record)
-        elif record is not None or (paces := _paces(call, assistant, service)) is None:
-            result = Generation(call, assistant, service, counts, record).run()
-        else:
-            result = _decode_the_faster_way(call, assistant, service, counts, paces)
-    except BaseException:
-        mark.leave_since()
-        raise
+    if service.tier is Tier.PLAIN:
+        result = decode_plainly(call, counts, record)
+    elif record is not None or (paces := _paces(call, assistant, service)) is None:
+        result = Generation(call, assistant, service, counts, record).run()
+    else:
+        result = _decode_the_faster_way(call, assistant, service, counts, paces)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
     assistant.costs.save_at_times(fingerprint(model))

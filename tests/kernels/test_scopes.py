@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist import kernels, reroute
 from hf_retrieval_assist.kernels.attention_scope import attending, innermost
-from hf_retrieval_assist.kernels.scope_mark import ScopeMark
+from hf_retrieval_assist.kernels.leaving import all_scopes_left
 from hf_retrieval_assist.kernels.skinny import in_route, route_depth
 
 FOLDER = str(Path(kernels.__file__).parent)
@@ -64,17 +64,16 @@ def scopes(module):
             assert innermost().name == "flex_attention"
 
 
-def test_a_mark_leaves_what_was_interrupted_anywhere():
+def test_what_is_interrupted_anywhere_is_left():
     module, before = object(), state()
     plain = computed(module)
     for place in range(1, 1000):
-        mark = ScopeMark()
         try:
-            with Interrupt(place):
+            with all_scopes_left(), Interrupt(place):
                 scopes(module)
             break
         except KeyboardInterrupt:
-            mark.leave_since()
+            pass
         assert state() == before, place
         assert computed(module) == plain, place
         scopes(module)
@@ -82,14 +81,14 @@ def test_a_mark_leaves_what_was_interrupted_anywhere():
     assert 50 < place < 999
 
 
-def test_a_mark_keeps_what_was_entered_before():
+def test_what_was_entered_before_stays():
     module = object()
     with reroute(), attending("sdpa", {module}, lambda plain, module: module) as outer:
-        before, mark = state(), ScopeMark()
-        reroute().__enter__()
-        attending("sdpa", set(), None).__enter__()
-        attending("flex_attention", set(), None).__enter__()
-        mark.leave_since()
+        before = state()
+        with all_scopes_left():
+            reroute().__enter__()
+            attending("sdpa", set(), None).__enter__()
+            attending("flex_attention", set(), None).__enter__()
         assert state() == before
         assert innermost() is outer
         assert ALL_ATTENTION_FUNCTIONS["sdpa"](module) is module
