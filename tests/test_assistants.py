@@ -75,6 +75,9 @@ def chain(length, prob):
     return TokenTree.chain(list(range(length)), [prob**i for i in range(1, length + 1)])
 
 
+# Seconds beside which neither drafting nor a machine that stands still for a while counts.
+_AGES = 1e6
+
 REQUEST = (list(range(10)), list(range(10, 210)))
 
 
@@ -82,12 +85,12 @@ REQUEST = (list(range(10)), list(range(10, 210)))
     ("text", "budget", "cost", "least", "most"),
     [
         # Of the 199 steps the first, and every 64th after it.
-        ([], "auto", lambda n: 1.0, 4, 4),
+        ([], "auto", lambda n: _AGES, 4, 4),
         ([], 4, lambda n: 1.0, 199, 199),
         ([], "paper", lambda n: 1.0, 199, 199),
         ([], "auto", None, 199, 199),
         # Four tokens and one in every step.
-        (REQUEST[0] + REQUEST[1], "auto", lambda n: 1.0, 40, 40),
+        (REQUEST[0] + REQUEST[1], "auto", lambda n: _AGES, 40, 40),
     ],
 )
 def test_costly_drafters_are_consulted(text, budget, cost, least, most):
@@ -124,7 +127,7 @@ def test_a_steep_cost_drafts_nothing(model, plain):
 
 def test_a_flat_cost_drafts_everything(model, plain):
     counts = []
-    for options in ({"costs": FixedCosts(lambda n: 1.0)}, {"budget": 256}):
+    for options in ({"costs": FixedCosts(lambda n: _AGES)}, {"budget": 256}):
         assistant = Assistant([OracleDrafter([plain[0].tolist()])], **options)
         assert torch.equal(plain, run(model, assistant=assistant))
         last = assistant.stats.last
@@ -134,7 +137,7 @@ def test_a_flat_cost_drafts_everything(model, plain):
 
 
 def test_a_step_in_the_cost_bounds_the_drafts(model, plain):
-    costs = FixedCosts(lambda n: 1.0 if n <= 3 else 100.0)
+    costs = FixedCosts(lambda n: _AGES if n <= 3 else 100 * _AGES)
     assistant = Assistant([Recorder(plain[0].tolist())], costs=costs)
     assert torch.equal(plain, run(model, assistant=assistant))
     # Two nodes and a token a step; the last step has one token less to bring than it could.

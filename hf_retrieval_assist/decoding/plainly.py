@@ -79,9 +79,10 @@ def _generated(call: Call, result: Any) -> torch.Tensor:
 def _texts(call: Call, result: Any) -> Iterator[list[int]]:
     """The rows' generated tokens without the padding behind their ends."""
     ends = Stopping(call.criteria).eos_ids
-    pad = host.pad_token(call.config)
+    given = host.pad_token(call.config)
+    pads = set() if given is None else {int(given)} - ends
     for row in _generated(call, result).tolist():
         length = next((i for i, token in enumerate(row, 1) if token in ends), len(row))
-        while length > 1 and pad is not None and row[length - 1] == pad not in ends:
+        while length > 1 and row[length - 1] in pads:
             length -= 1
         yield row[:length]

@@ -73,14 +73,15 @@ class PackedVerifier(TreeVerifier):
         """
         slots = self.cache.slots
         lengths = np.asarray(slots.lengths)[list(members)]
-        slots.extent = slots.longest + max(counts)
+        extent = slots.longest + max(counts)
         spans = spans_of(members, counts, (lengths + counts).tolist())
-        slots.places = (
+        places = (
             self._on_device(np.repeat(members, counts)),
             self._on_device(np.repeat(lengths, counts) + numbers),
         )
         try:
-            with attending(attention_of(self.model.config), PackedAttention(spans, slots.extent)):
+            slots.places, slots.extent = places, extent
+            with attending(attention_of(self.model.config), PackedAttention(spans, extent)):
                 yield
         finally:
             slots.places = slots.extent = None

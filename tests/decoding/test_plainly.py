@@ -49,10 +49,12 @@ def test_a_call_at_rest_is_plain_and_counted(model, resting, sample):
     assert 0 < total.seconds["forward"] < total.seconds["total"]
 
 
-def test_its_texts_are_learnt_up_to_their_ends(model, resting, monkeypatch):
+@pytest.mark.parametrize("padded_with_the_end", [False, True])
+def test_its_texts_are_learnt_up_to_their_ends(model, resting, monkeypatch, padded_with_the_end):
     free = run(model)[:, PROMPTS.shape[1] :].tolist()
     end = free[0][5]
-    config = GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=24)
+    pad = end if padded_with_the_end else 0
+    config = GenerationConfig(eos_token_id=end, pad_token_id=pad, max_new_tokens=24)
     told = []
     monkeypatch.setattr(AssistantSession, "defer", lambda self, ids: told.append(ids))
     run(model, generation_config=config, assistant=SamAssistant())

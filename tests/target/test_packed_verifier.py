@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, GPTNeoXForCausalLM, Llama4ForCausalLM, LlamaForCausalLM
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    GPTNeoXForCausalLM,
+    Llama4ForCausalLM,
+    LlamaForCausalLM,
+)
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding.row_text import RowText
@@ -202,6 +208,26 @@ def test_a_forward_to_keep_others_company_feeds_something(model):
     assert found.width == 1
     verifier.keep(rows, found, [[]] * ROWS)
     assert verifier.cache.slots.lengths == before
+
+
+def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch):
+    def without_memory(verifier, indices):
+        raise MemoryError
+
+    ids, mask, options = ending(model)
+    plain = run(model, ids, mask, **options)
+    cache = DynamicCache(config=model.config)
+    assistant = oracle_assistant(plain, mask)
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedVerifier, "_on_device", without_memory)
+        with pytest.raises(MemoryError):
+            run(model, ids, mask, assistant, past_key_values=cache, **options)
+    assert cache.get_seq_length() == LENGTH
+    ids = plain[:, : LENGTH + 1]
+    mask = torch.cat([mask, mask.new_ones(ROWS, 1)], dim=1)
+    options |= {"max_new_tokens": 29}
+    expected = run(model, ids, mask, **options)
+    assert torch.equal(expected, run(model, ids, mask, past_key_values=cache, **options))
 
 
 def test_what_is_packed(model):
