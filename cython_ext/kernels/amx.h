@@ -16,6 +16,9 @@ static int skinny_cpu_has_amx(void) {
     return skinny_cpu_has_avx512bf16() && syscall(SYS_arch_prctl, request, tile_data) == 0;
 }
 
+/* Compilers need not know how much of memory the instructions for tiles read. */
+#define TILES_READ(address) __asm__ volatile("" ::"r"(address) : "memory")
+
 #define ISA amx
 #define TARGET __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx2,fma,f16c")))
 #define PACKED_DTYPE SKINNY_BFLOAT16
@@ -27,9 +30,6 @@ static int skinny_cpu_has_amx(void) {
 #define END_THREAD() _tile_release()
 #include "tile_template.h"
 
-/* Instructions on tiles read memory behind the compiler's back: what it wrote must be there. */
-#define AMX_WRITTEN(address) __asm__ volatile("" : : "r"(address) : "memory")
-
 /* All tiles have 16 lines of 64 bytes. */
 TARGET static void skinny_begin_amx(void) {
     struct {
@@ -38,7 +38,7 @@ TARGET static void skinny_begin_amx(void) {
         uint8_t lines[16];
     } tiles = {.palette = 1};
     for (int i = 0; i < 8; i++) tiles.line_bytes[i] = CACHE_LINE, tiles.lines[i] = AMX_ROWS;
-    AMX_WRITTEN(&tiles);
+    TILES_READ(&tiles);
     _tile_loadconfig(&tiles);
 }
 
@@ -109,7 +109,7 @@ TARGET static void NAMED(part_tile)(const linear_problem *p, int64_t first, int6
             _tile_loadd(tile, weight + group * AMX_ROWS * row_bytes + k * 2, row_bytes);    \
         } else {                                                                            \
             NAMED(part_tile)(p, first + group * AMX_ROWS, k, part);                         \
-            AMX_WRITTEN(part);                                                              \
+            TILES_READ(part);                                                               \
             _tile_loadd(tile, part, CACHE_LINE);                                            \
         }                                                                                   \
     }
@@ -212,7 +212,6 @@ TARGET static void NAMED(score_block)(const attention_pass *pass, int64_t unit, 
 
 #undef AMX_WEIGHTS
 #undef AMX_PANEL
-#undef AMX_WRITTEN
 #include "linear_template.h"
 #include "attention_template.h"
 #include "undef_templates.h"
