@@ -120,7 +120,10 @@ def _calibrated(kind: type[CalibrationSession]) -> Callable[[Assistant], None]:
             def session(self) -> CalibrationSession:
                 return kind(self)
 
-        assistant.calibrators = tuple(Changed(d.priors()) for d in assistant.drafters)
+        assistant.calibrators = tuple(
+            Changed(drafter.priors(), calibrator.beside)
+            for drafter, calibrator in zip(assistant.drafters, assistant.calibrators, strict=True)
+        )
 
     return change
 

@@ -73,7 +73,11 @@ class Assistant:
         self._thrifts: dict[CostKey, Thrift] = {}
         self._paces: dict[CostKey, Paces] = {}
         self.consultations = tuple(Consultation() for _ in self.drafters)
-        self.calibrators = tuple(Calibrator(drafter.priors()) for drafter in self.drafters)
+        # Costly drafters are asked for a better judgement, which stands; papers know of no others.
+        self.calibrators = tuple(
+            Calibrator(drafter.priors(), beside=i > 0 and not drafter.costly and budget != "paper")
+            for i, drafter in enumerate(self.drafters)
+        )
         names = _distinct([drafter.name for drafter in self.drafters])
         self.stats = Stats(dict(zip(names, self.calibrators, strict=True)))
         self.needs_feedback = any(drafter.needs != FeedbackNeeds() for drafter in self.drafters)
@@ -350,20 +354,22 @@ class AssistantSession:
         planner = self.assistant.planner
         if budget is None:
             budget = planner.request(cost)
-        drafts: list[TokenTree] = []
+        tree = TokenTree.empty()
+        self.drafts = []
         for i, drafter in enumerate(self.assistant.drafters):
             if drafter.costly and cost is not None and planner.budget == "auto":
-                draft = self._consult(i, union(drafts), budget, cost)
+                draft = self._consult(i, tree, budget, cost)
             else:
-                draft = self._draft(i, budget)
-            drafts.append(draft)
-        self.drafts = drafts
-        paper = planner.budget == "paper"
-        tree = self.assistant.choose(self.sessions, drafts) if paper else union(drafts)
+                draft = self._draft(i, tree, budget)
+            self.drafts.append(draft)
+            tree = tree.merge(draft)
+        if planner.budget == "paper":
+            tree = self.assistant.choose(self.sessions, self.drafts)
         return tree if max_depth is None else tree.cut_depth(max_depth)
 
-    def _draft(self, number: int, budget: int) -> TokenTree:
-        return self.calibrations[number].calibrate(self.sessions[number].propose(budget))
+    def _draft(self, number: int, earlier: TokenTree, budget: int) -> TokenTree:
+        """A drafter's draft beside those of the earlier ones, `earlier`."""
+        return self.calibrations[number].calibrate(self.sessions[number].propose(budget), earlier)
 
     def _consult(self, number: int, tree: TokenTree, budget: int, cost: CostModel) -> TokenTree:
         """A costly drafter's draft, where it is expected to bring more than it takes."""
@@ -372,7 +378,7 @@ class AssistantSession:
             return TokenTree.empty()
         self.sessions[number].see_cost(cost)
         started = time.perf_counter()
-        draft = self._draft(number, budget)
+        draft = self._draft(number, tree, budget)
         seconds = time.perf_counter() - started
         record.observe(draft, seconds)
         return draft

@@ -149,6 +149,12 @@ class TokenTree:
             return other
         return TokenTree(*draft_tree.merge(*self._arrays, *other._arrays))
 
+    def known_probs(self, other: TokenTree) -> Float32Array:
+        """float32 [nodes of `other`]: what this tree gives the same paths, −1 where it has none."""
+        return draft_tree.known_probs(
+            self.token_ids, self.parents, self.probs, other.token_ids, other.parents
+        )
+
     @property
     def _arrays(self) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array]:
         return self.token_ids, self.parents, self.probs, self.classes

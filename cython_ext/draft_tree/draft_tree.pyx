@@ -145,6 +145,60 @@ cdef class _Nodes:
         return self.token_ids[:n], self.parents[:n], self.probs[:n], self.classes[:n]
 
 
+cdef int32_t* shared_paths(
+    const token_t[::1] tokens_a,
+    const int32_t[::1] parents_a,
+    const token_t[::1] tokens_b,
+    const int32_t[::1] parents_b,
+) except NULL:
+    """For every node of the second tree that of the same path in the first, or −1; to be freed.
+
+    O(n_a + n_b x children of a node of the first tree).
+    """
+    cdef Py_ssize_t n = tokens_a.shape[0], m = tokens_b.shape[0], i
+    # The nodes found, then the first child of every node (of the root at n) and its next sibling.
+    cdef int32_t* place = <int32_t*>malloc((2 * n + 1 + m) * sizeof(int32_t))
+    if place == NULL:
+        raise MemoryError()
+    cdef int32_t* child = place + m
+    cdef int32_t* sibling = child + n + 1
+    cdef int32_t parent, node
+    with nogil:
+        for i in range(n + 1):
+            child[i] = -1
+        for i in range(n - 1, -1, -1):
+            parent = parents_a[i] if parents_a[i] >= 0 else <int32_t>n
+            sibling[i] = child[parent]
+            child[parent] = <int32_t>i
+        for i in range(m):
+            parent = place[parents_b[i]] if parents_b[i] >= 0 else <int32_t>n
+            node = child[parent] if parent >= 0 else -1
+            while node >= 0 and tokens_a[node] != tokens_b[i]:
+                node = sibling[node]
+            place[i] = node
+    return place
+
+
+def known_probs(
+    const token_t[::1] tokens_a,
+    const int32_t[::1] parents_a,
+    const float[::1] probs_a,
+    const token_t[::1] tokens_b,
+    const int32_t[::1] parents_b,
+):
+    """What the first tree gives the paths of the second one's nodes. Returns float32 [n_b], −1 for
+    paths that it has not. Takes as long as `merge`.
+    """
+    cdef Py_ssize_t i
+    cdef int32_t* place = shared_paths(tokens_a, parents_a, tokens_b, parents_b)
+    out = np.empty(tokens_b.shape[0], dtype=np.float32)
+    cdef float[::1] prob = out
+    for i in range(tokens_b.shape[0]):
+        prob[i] = probs_a[place[i]] if place[i] >= 0 else -1
+    free(place)
+    return out
+
+
 def merge(
     const token_t[::1] tokens_a,
     const int32_t[::1] parents_a,
@@ -162,38 +216,21 @@ def merge(
     """
     cdef Py_ssize_t n = tokens_a.shape[0], m = tokens_b.shape[0], i, total = n
     cdef _Nodes out = _Nodes(n + m)
-    # First child of every node (of the root at n) and next sibling, then each b's place.
-    cdef int32_t* links = <int32_t*>malloc((2 * n + 1 + m) * sizeof(int32_t))
-    if links == NULL:
-        raise MemoryError()
-    cdef int32_t* child = links
-    cdef int32_t* sibling = links + n + 1
-    cdef int32_t* place = links + 2 * n + 1
-    cdef int32_t parent, node
+    cdef int32_t* place = shared_paths(tokens_a, parents_a, tokens_b, parents_b)
+    cdef int32_t parent
     with nogil:
-        for i in range(n + 1):
-            child[i] = -1
-        for i in range(n - 1, -1, -1):
+        for i in range(n):
             out.put(i, tokens_a[i], parents_a[i], probs_a[i], classes_a[i])
-            parent = parents_a[i] if parents_a[i] >= 0 else <int32_t>n
-            sibling[i] = child[parent]
-            child[parent] = <int32_t>i
         for i in range(m):
-            parent = place[parents_b[i]] if parents_b[i] >= 0 else -1
-            node = -1
-            if parent < n:
-                node = child[parent if parent >= 0 else <int32_t>n]
-                while node >= 0 and tokens_a[node] != tokens_b[i]:
-                    node = sibling[node]
-            if node < 0:
+            if place[i] < 0:
+                parent = place[parents_b[i]] if parents_b[i] >= 0 else -1
                 out.put(total, tokens_b[i], parent, probs_b[i], classes_b[i])
-                node = <int32_t>total
+                place[i] = <int32_t>total
                 total += 1
-            elif probs_b[i] > out.prob[node]:
-                out.prob[node] = probs_b[i]
-                out.kind[node] = classes_b[i]
-            place[i] = node
-    free(links)
+            elif probs_b[i] > out.prob[place[i]]:
+                out.prob[place[i]] = probs_b[i]
+                out.kind[place[i]] = classes_b[i]
+    free(place)
     return out.arrays(total)
 
 

@@ -79,6 +79,7 @@ def calibrated(
     const int32_t[::1] parents,
     const float[::1] probs,
     const int32_t[::1] classes,
+    const float[::1] known,
     const double[:, ::1] shared,
     const double[:, ::1] own,
     double odds_factor,
@@ -86,25 +87,40 @@ def calibrated(
 ):
     """Rates of a tree's nodes, given their parents, and the probabilities that follow from them.
 
-    A node of a negative class keeps the rate that `probs` give it. Returns float64 [n], float32 [n],
-    and whether any node has a class.
+    A node of a negative class has the rate that `probs` give it. `known` [n] are probabilities that
+    stand, −1 where there is none: there the class is one of the second half of the counts. None: all
+    classes are as they are.
+
+    Returns rates float64 [n], probabilities float32 [n], and the classes int32 [n] that are counted.
     """
-    cdef Py_ssize_t n = parents.shape[0], i, c
+    cdef Py_ssize_t n = parents.shape[0], i, c, alone = 0
     cdef double above
-    cdef bint named = False
     rates_out, probs_out = np.empty(n, dtype=np.float64), np.empty(n, dtype=np.float32)
+    counted_out = np.empty(n, dtype=np.int32)
     cdef double[::1] rate = rates_out
     cdef float[::1] prob = probs_out
+    cdef int32_t[::1] counted = counted_out
+    if known is not None:
+        if known.shape[0] != n:
+            raise ValueError(f"known: expected {n} nodes, got {known.shape[0]}")
+        alone = min(shared.shape[0], own.shape[0]) // 2
     for i in range(n):
-        c = checked(classes[i], min(shared.shape[0], own.shape[0]))
+        c = classes[i]
+        if alone and c >= alone:
+            raise ValueError(f"expected evidence classes below {alone}, got {c}")
+        if alone and c >= 0 and known[i] < 0:
+            c += alone
+        c = checked(<int32_t>c, min(shared.shape[0], own.shape[0]))
+        counted[i] = <int32_t>c
         if c >= 0:
-            named = True
             rate[i] = posterior(c, shared, own, odds_factor, strength)
         else:
             above = 1 if parents[i] < 0 else probs[parents[i]]
             rate[i] = probs[i] / above if above > 0 else 0
         prob[i] = <float>rate[i] if parents[i] < 0 else <float>rate[i] * prob[parents[i]]
-    return rates_out, probs_out, named
+        if known is not None and known[i] >= 0:
+            prob[i] = known[i]
+    return rates_out, probs_out, counted_out
 
 
 cdef struct Trial:

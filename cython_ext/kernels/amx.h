@@ -1,8 +1,7 @@
 /* AMX: 32 weight rows times up to 16 input rows, or 16 times up to 64, 32 bfloat16 at a time; keys of
- * attention, of which there are fewer, always 16. A tile
- * of weights is read as it lies in memory; the input rows are packed so that a tile holds 16 of them,
- * two neighbours of the depth side by side. Its sums run along the depth two by two, one accumulator
- * each, and take subnormal numbers for zero. */
+ * attention, of which there are fewer, always 16. A tile of weights is read as it lies in memory; the
+ * input rows are packed so that a tile holds 16 of them, two neighbours of the depth side by side. Its
+ * sums run along the depth two by two, one accumulator each, and take subnormal numbers for zero. */
 #include <sys/syscall.h>
 
 long syscall(long number, ...); /* which strict C hides */
@@ -129,6 +128,7 @@ TARGET static ALWAYS_INLINE void NAMED(tiles)(const int panels, const int groups
     const char *weight = p->weight + first * row_bytes, *x = pass->panels;
     const int whole = first + groups * AMX_ROWS <= p->outputs;
     char part[AMX_ROWS * CACHE_LINE];
+    TILES_READ(x);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);

@@ -26,6 +26,7 @@ _SHARED_MEMORY = 2000.0  # trials of a class, after which half of its counts are
 _TEXT_MEMORY = 96.0
 _TREND_TRIALS = 30.0  # what "this text is like the others" is worth against its hits
 _TREND_MEMORY = 192.0
+_ALONE = 0.15  # of a prior, where earlier drafters have not drafted the same
 _MAX_OPEN = 4  # proposals that later tokens may still judge
 _BINS = 10
 
@@ -59,11 +60,18 @@ class Calibrator:
 
     Args:
         priors: float32 [classes], the rates before any observation, each in [0, 1].
+        beside: the drafter adds to what others have drafted. What those have drafted as well they
+            judge better: their probability stands. What they have not is worth less than its
+            evidence says, and counted apart. Nothing to a drafter without classes, whose
+            probabilities are its own.
     """
 
-    def __init__(self, priors: Float32Array):
+    def __init__(self, priors: Float32Array, beside: bool = False):
         if priors.ndim != 1 or not ((priors >= 0) & (priors <= 1)).all():
             raise ValueError(f"priors: expected one dimension in [0, 1], got {priors}")
+        self.beside = beside and len(priors) > 0
+        if self.beside:
+            priors = np.concatenate([priors, _ALONE * priors])
         self._prior_counts: Float64Array = np.full((len(priors), 2), _PRIOR_TRIALS)
         self._prior_counts[:, 1] *= priors
         # float64 [classes, 2]: trials and hits, the prior's included.
@@ -87,7 +95,7 @@ class Calibrator:
             return evidence.judge(
                 tree.token_ids,
                 tree.parents,
-                tree.classes,
+                draft.classes,
                 draft.rates,
                 draft.tokens,
                 known,
@@ -116,6 +124,7 @@ class _OpenDraft:
     """A proposal that the text has not left yet, and the tokens that came since."""
 
     tree: TokenTree
+    classes: Int32Array
     rates: Float64Array
     tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
 
@@ -162,19 +171,24 @@ class CalibrationSession:
         factor = self.odds_factor if len(self._shared) else 1.0
         return self._shared._counts, self._own.counts, factor, _SHARED_TRIALS
 
-    def calibrate(self, tree: TokenTree) -> TokenTree:
+    def calibrate(self, tree: TokenTree, earlier: TokenTree | None = None) -> TokenTree:
         """The tree with probabilities from the counts, remembered until the text has judged it.
 
         A node of class −1 keeps the rate that the drafter gave it.
+
+        Args:
+            tree: a proposal.
+            earlier: what others have drafted, calibrated; read where the drafter stands `beside`
+                them, and then needed.
         """
         if not len(tree):
             return tree
-        rates, probs, named = evidence.calibrated(
-            tree.parents, tree.probs, tree.classes, *self._posterior
+        known = earlier.known_probs(tree) if self._shared.beside and earlier is not None else None
+        rates, probs, classes = evidence.calibrated(
+            tree.parents, tree.probs, tree.classes, known, *self._posterior
         )
-        if named:
-            tree = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
-        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(tree, rates)]
+        tree = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
+        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(tree, classes, rates)]
         return tree
 
     def commit(self, token_ids: Sequence[int] | Int32Array) -> None:

@@ -19,6 +19,13 @@ def follow(
 def child_with(
     token_ids: NDArray[np.int32], parents: NDArray[np.int32], parent: int, token: int
 ) -> int: ...
+def known_probs(
+    tokens_a: NDArray[np.int32],
+    parents_a: NDArray[np.int32],
+    probs_a: NDArray[np.float32],
+    tokens_b: NDArray[np.int32],
+    parents_b: NDArray[np.int32],
+) -> NDArray[np.float32]: ...
 def merge(
     tokens_a: NDArray[np.int32],
     parents_a: NDArray[np.int32],

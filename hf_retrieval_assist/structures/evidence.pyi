@@ -20,11 +20,12 @@ def calibrated(
     parents: NDArray[np.int32],
     probs: NDArray[np.float32],
     classes: NDArray[np.int32],
+    known: NDArray[np.float32] | None,
     shared: NDArray[np.float64],
     own: NDArray[np.float64],
     odds_factor: float,
     strength: float,
-) -> tuple[NDArray[np.float64], NDArray[np.float32], bool]: ...
+) -> tuple[NDArray[np.float64], NDArray[np.float32], NDArray[np.int32]]: ...
 def judge(
     token_ids: NDArray[np.int32],
     parents: NDArray[np.int32],

@@ -168,6 +168,39 @@ def test_nodes_without_a_class_keep_their_rate():
     assert calibrator.reliability().trials.sum() == 3
 
 
+EARLIER = TokenTree.build([7, 8], [-1, 0], [0.3, 0.2])
+
+
+def test_what_others_have_drafted_they_judge():
+    session = Calibrator(np.array([0.5, 0.9]), beside=True).session()
+    tree = TokenTree.build([9, 7, 8, 6], [-1, -1, 1, 2], [0.9, 0.8, 0.7, 0.6], [1, 0, 1, 0])
+    calibrated = session.calibrate(tree, EARLIER)
+    calibrated.check_invariants()
+    # 9 and 6 below 7, 8 are this drafter's alone.
+    assert calibrated.probs == pytest.approx([0.15 * 0.9, 0.3, 0.2, 0.2 * 0.15 * 0.5])
+    assert calibrated.classes is tree.classes
+
+
+def test_what_a_drafter_has_alone_is_counted_apart():
+    calibrator = Calibrator(np.array([0.5]), beside=True)
+    for _ in range(400):
+        session = calibrator.session()
+        session.calibrate(TokenTree.build([7, 9], [-1, -1], [0.5, 0.5], [0, 0]), EARLIER)
+        session.commit([7])
+    shared, alone = calibrator.rates(np.array([0, 1], np.int32))
+    assert shared > 0.98
+    assert alone < 0.01
+    assert len(calibrator) == 2
+    with pytest.raises(ValueError, match="classes below 1, got 1"):
+        session.calibrate(TokenTree.chain([7], [0.5], [1]), EARLIER)
+
+
+def test_drafters_without_classes_judge_for_themselves_beside_others():
+    calibrator = Calibrator(np.empty(0), beside=True)
+    tree = TokenTree.chain([7, 8], [0.9, 0.8])
+    assert calibrator.session().calibrate(tree, EARLIER).probs == pytest.approx([0.9, 0.8])
+
+
 def test_empty_trees_and_no_proposals_are_fine():
     session = Calibrator(np.empty(0)).session()
     assert session.calibrate(TokenTree.empty()) is TokenTree.empty()

@@ -95,6 +95,14 @@ def test_merge_is_the_union_of_paths_with_the_higher_probability(first, second):
     assert paths(merged) == {k: max(a.get(k, 0.0), b.get(k, 0.0)) for k in a | b}
 
 
+@given(trees(), trees())
+def test_known_probabilities_are_those_of_the_same_paths(first, second):
+    known = paths(first)
+    found = first.known_probs(second)
+    assert found.dtype == np.float32
+    assert found.tolist() == [known.get(path, -1.0) for path in paths(second)]
+
+
 @given(trees(), st.lists(st.integers(0, 3), max_size=8))
 def test_follow_walks_as_far_as_the_tree_goes(tree, tokens):
     known = paths(tree)
