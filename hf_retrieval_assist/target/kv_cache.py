@@ -280,15 +280,15 @@ class SlotCache(DynamicCache):
             return cache
         wrapper = cls(config)
         known = len(cache.layers)
+        own, missing = wrapper.layers[:known], wrapper.layers[known:]
         # What was made layer by layer lacks the last ones where these share others' entries.
-        if known and all(type(layer) in _SHARING for layer in wrapper.layers[known:]):
-            pairs = zip(cache.layers, wrapper.layers, strict=False)
-            wrapper.layers[:known] = [_adopted(layer, empty) for layer, empty in pairs]
-        elif known:
+        if known > len(own) or (known and not all(type(layer) in _SHARING for layer in missing)):
             raise ValueError(
                 f"past_key_values: expected a cache of {len(wrapper.layers)} layers as the model "
-                f"has, got {len(cache.layers)}"
+                f"has, got {known}"
             )
+        pairs = zip(cache.layers, own, strict=True)
+        wrapper.layers = [*(_adopted(layer, empty) for layer, empty in pairs), *missing]
         if isinstance(cache, StaticCache):
             wrapper.lender, wrapper.room = cache, _room(cache)
         else:

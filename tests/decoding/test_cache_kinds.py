@@ -135,6 +135,16 @@ def test_a_turn_in_inference_mode_and_one_outside(model_class, rows):
     assert torch.equal(second, turn(model, question, cache, oracle_assistant(second)))
 
 
+@pytest.mark.parametrize("layers", [1, 5])
+def test_a_cache_of_another_model_is_refused(layers):
+    model, other = build(LlamaForCausalLM), build(LlamaForCausalLM, num_hidden_layers=layers)
+    count = model.config.num_hidden_layers
+    cache = DynamicCache(config=other.config)
+    first = turn(other, PROMPTS[:1], cache)
+    with pytest.raises(ValueError, match=f"a cache of {count} layers .* got {layers}"):
+        turn(model, first, cache, oracle_assistant(first))
+
+
 def test_a_cache_that_was_made_layer_by_layer():
     # Two layers of three have entries; plain decoding has made no more of them.
     model = build(Gemma3nForCausalLM)
