@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from .planning.acceptance import Calibrator, Reliability
@@ -76,10 +76,12 @@ class CallStats:
         self.expected_accepted += accepted
         self.expected_rejected += rejected
 
-    def count_plain(self, tokens: int, rows: int) -> None:
-        """Count a call that was decoded plainly, one forward for each of a row's tokens."""
-        self.steps = self.forwards = tokens
-        self.tokens = tokens * rows
+    def count_plain(self, lengths: Sequence[int]) -> None:
+        """Count a call that was decoded plainly, whose rows were given so many tokens each: the
+        first by the prefill, every other one by a forward."""
+        self.tokens = sum(lengths)
+        self.steps = self.tokens - len(lengths)
+        self.forwards = max(lengths) - 1
 
     def add(self, other: CallStats) -> None:
         """Add another call's figures to these."""

@@ -141,7 +141,7 @@ def routed_linear(input, weight, bias=None):
     """`torch.nn.functional.linear`; inside a scope of this thread, by the method chosen for the
     weight, where the arguments allow it.
     """
-    if route_depth == 0 or not _can_route(input, weight, bias):
+    if thread_depth == 0 or not _can_route(input, weight, bias):
         return _plain_linear(input, weight, bias)
     key = (weight.shape, weight.dtype, _get_num_threads())
     method = _methods.get(key)
@@ -161,18 +161,17 @@ def set_chooser(choose, least_elements=0):
     _methods.clear()
 
 
-def enter_route():
-    """Let this thread's `routed_linear` choose; nests."""
-    global route_depth
-    route_depth += 1
+def route_depth():
+    """How many scopes this thread is in."""
+    return thread_depth
+
+
+def set_route_depth(int depth):
+    """Let this thread be in so many; in one or more its `routed_linear` chooses."""
+    global thread_depth
+    thread_depth = depth
 
 
 def in_route():
     """Whether this thread is inside a scope."""
-    return route_depth > 0
-
-
-def leave_route():
-    """Undo one `enter_route` of this thread."""
-    global route_depth
-    route_depth -= 1
+    return thread_depth > 0

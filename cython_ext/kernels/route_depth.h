@@ -3,9 +3,9 @@
 #define ROUTE_DEPTH_H
 
 #if defined(_MSC_VER)
-static __declspec(thread) int route_depth = 0;
+static __declspec(thread) int thread_depth = 0;
 #else
-static __thread int route_depth = 0;
+static __thread int thread_depth = 0;
 #endif
 
 #endif

@@ -13,7 +13,7 @@ cdef extern from "openmp_runtime.h" nogil:
     void openmp_use(const uintptr_t *addresses, int count)
 
 cdef extern from "route_depth.h" nogil:
-    int route_depth
+    int thread_depth
 
 cdef extern from "paths.h" nogil:
     enum:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..kernels.leaving import all_scopes_left
 from ..planning.paces import Paces
 from ..stats import CallStats
 from ..target.fingerprint import fingerprint
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ..assistants import Assistant
 
 
+@all_scopes_left()
 def decode(
     model: Any,
     assistant: Assistant,
@@ -91,7 +93,7 @@ def _decode_the_faster_way(
     if paces.rests():
         counts.tier = "at rest"
         result = decode_at_rest(call, assistant, counts)
-        paces.observe_plain(counts.seconds["forward"], counts.steps - 1)
+        paces.observe_plain(counts.seconds["forward"], counts.forwards)
         return result
     started = time.perf_counter()
     generation = Generation(call, assistant, service, counts, None)

@@ -24,37 +24,35 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..system.locks import Lock
 from .attention import attention, plain_attention
+from .exchange import Exchange
 from .linear import linear, plain_linear
-from .skinny import enter_route, leave_route
+from .skinny import route_depth, set_route_depth
 
-__all__ = ["reroute", "tune_linears"]
-
-_exchange_lock = Lock()
-_scopes = 0
+__all__ = ["go_to_depth", "reroute", "tune_linears"]
 
 
-def _enter_exchange() -> None:
-    global _scopes
-    with _exchange_lock:
-        _scopes += 1
-        if F.linear is plain_linear:
-            F.linear = linear
-        if ALL_ATTENTION_FUNCTIONS.get("sdpa") is plain_attention:
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
+def _put() -> None:
+    if F.linear is plain_linear:
+        F.linear = linear
+    if ALL_ATTENTION_FUNCTIONS.get("sdpa") is plain_attention:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
 
 
-def _leave_exchange() -> None:
-    global _scopes
-    with _exchange_lock:
-        _scopes -= 1
-        if _scopes:
-            return
-        if F.linear is linear:
-            F.linear = plain_linear
-        if ALL_ATTENTION_FUNCTIONS.get("sdpa") is attention:
-            del ALL_ATTENTION_FUNCTIONS["sdpa"]
+def _take_back() -> None:
+    if F.linear is linear:
+        F.linear = plain_linear
+    if ALL_ATTENTION_FUNCTIONS.get("sdpa") is attention:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+_exchange = Exchange(_put, _take_back)
+
+
+def go_to_depth(depth: int) -> None:
+    """Let the running thread be in so many scopes."""
+    _exchange.want(depth > 0)
+    set_route_depth(depth)
 
 
 def _is_observed() -> bool:
@@ -87,14 +85,13 @@ class reroute:  # noqa: N801, a context manager reads as a verb
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._entered: list[bool] = []
+        self._outer: list[int | None] = []  # depths; None: nothing was done
 
     def __enter__(self) -> reroute:
         active = self.enabled and not _is_observed()
-        self._entered.append(active)
+        self._outer.append(route_depth() if active else None)
         if active:
-            _enter_exchange()
-            enter_route()
+            go_to_depth(route_depth() + 1)
         return self
 
     def __exit__(
@@ -103,9 +100,8 @@ class reroute:  # noqa: N801, a context manager reads as a verb
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._entered.pop():
-            leave_route()
-            _leave_exchange()
+        if (depth := self._outer.pop()) is not None:
+            go_to_depth(depth)
 
 
 def tune_linears(model: torch.nn.Module) -> None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from .attention_scope import Attention, attending
 
@@ -185,12 +187,19 @@ class serving(attending):  # noqa: N801, a context manager reads as a verb
 
     Args:
         name: of the attention implementation that the model was loaded with.
+        modules: the model's.
         fed: where the tokens of the forward lie.
         reaches: the masks of layers that do not see all kept slots, and how far they see.
     """
 
-    def __init__(self, name: str, fed: FedTokens, reaches: list[tuple[torch.Tensor, int]]):
-        super().__init__(name, self._routed)
+    def __init__(
+        self,
+        name: str,
+        modules: Container[nn.Module],
+        fed: FedTokens,
+        reaches: list[tuple[torch.Tensor, int]],
+    ):
+        super().__init__(name, modules, self._routed)
         self._fed = fed
         self._reaches = {mask.data_ptr(): reach for mask, reach in reaches}
 

@@ -189,10 +189,11 @@ class CallRecord:
         self._forward += 1
 
     def plain(self, generated: Sequence[Sequence[int]]) -> None:
-        """transformers' own loop wrote these tokens, one a forward and row."""
-        for tokens in zip(*generated, strict=True):
-            for row, token in enumerate(tokens):
-                self._add(row, (), TokenTree.empty(), [token], (), {})
+        """transformers' own loop wrote these tokens, one a forward and row that had not ended."""
+        for index in range(max(map(len, generated))):
+            for row, token_ids in enumerate(generated):
+                if index < len(token_ids):
+                    self._add(row, (), TokenTree.empty(), [token_ids[index]], (), {})
             self._forward += 1
 
     def finish(self, end: int) -> None:

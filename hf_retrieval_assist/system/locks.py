@@ -6,6 +6,7 @@ locked there for ever, and what it guards half changed; so a fork waits until no
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import time
@@ -16,18 +17,14 @@ _alive: weakref.WeakValueDictionary[int, Lock] = weakref.WeakValueDictionary()
 _forking = threading.local()
 
 
-class Lock:
-    """A reentrant lock, held by `with`."""
+class Lock(_thread.RLock):  # type: ignore[misc]  # final in stubs only
+    """A reentrant lock, held by `with`.
+
+    Its `__exit__` is not Python's code, before which a KeyboardInterrupt could keep it locked.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         _alive[id(self)] = self
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def _all() -> list[Lock]:
@@ -41,7 +38,7 @@ def _hold_all() -> None:
     deadline = time.monotonic() + _PATIENCE
     while True:
         locks = _all()
-        held = [lock for lock in locks if lock._lock.acquire(blocking=False)]
+        held = [lock for lock in locks if lock.acquire(blocking=False)]
         if len(held) == len(locks) or time.monotonic() > deadline:
             _forking.held = held
             return
@@ -51,7 +48,7 @@ def _hold_all() -> None:
 
 def _release(held: list[Lock]) -> None:
     for lock in held:
-        lock._lock.release()
+        lock.release()
 
 
 def _release_in_parent() -> None:
@@ -63,7 +60,7 @@ def _release_in_child() -> None:
     free = set(map(id, _forking.held))
     for lock in _all():
         if id(lock) not in free:
-            lock._lock = threading.RLock()
+            lock._at_fork_reinit()  # type: ignore[attr-defined]
     _release_in_parent()
 
 

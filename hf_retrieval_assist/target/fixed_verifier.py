@@ -249,7 +249,7 @@ class FixedVerifier(TreeVerifier):
         if not self._workspace.shape.split:
             return nullcontext()
         fed, limited = self._workspace.masks.fed_tokens(inputs, masks, self.cache.slots.longest)
-        return serving(attention_of(self.model.config), fed, limited)
+        return serving(attention_of(self.model.config), self._modules, fed, limited)
 
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]

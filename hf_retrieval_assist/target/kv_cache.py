@@ -97,6 +97,11 @@ class SlotLayer(DynamicLayer):
         # The views that this layer made last; whoever crops or reorders it puts others there.
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has been written to; an interrupt may leave it initialised without buffers."""
+        return bool(self.is_initialized and self._buffers)
+
     def adopt(self, layer: DynamicLayer | StaticLayer) -> None:
         """Take over another layer's content; tokens that a window dropped become empty slots."""
         length = int(layer.get_seq_length())
@@ -157,7 +162,7 @@ class SlotLayer(DynamicLayer):
             self._write(self.slots.places, states)
             return self._buffers[0], self._buffers[1]
         width = key_states.shape[-2]
-        if not self.is_initialized:
+        if not self.is_ready:
             self.lazy_initialization(key_states, value_states)
             self._show(key_states[..., :0, :], value_states[..., :0, :])
         uniform = self.slots.uniform and self.slots.places is None
@@ -299,9 +304,7 @@ class SlotCache(DynamicCache):
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
-        return [
-            layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_initialized
-        ]
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_ready]
 
     @property
     def state_layers(self) -> list[LinearAttentionLayer]:

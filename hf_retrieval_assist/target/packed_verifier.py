@@ -79,12 +79,18 @@ class PackedVerifier(TreeVerifier):
             self._on_device(np.repeat(members, counts)),
             self._on_device(np.repeat(lengths, counts) + numbers),
         )
+        attend = PackedAttention(spans, extent)
         try:
             slots.places, slots.extent = places, extent
-            with attending(attention_of(self.model.config), PackedAttention(spans, extent)):
+            with attending(attention_of(self.model.config), self._modules, attend):
                 yield
         finally:
             slots.places = slots.extent = None
+
+    def abandon(self) -> None:
+        # The scope may have been interrupted before its end.
+        self.cache.slots.places = self.cache.slots.extent = None
+        super().abandon()
 
     def _lay_out(
         self, roots: Sequence[int], trees: Sequence[TokenTree], counts: Sequence[int]

@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..decoding.row_text import RowText
+from ..system.lazy import cached_property
 from ..token_tree import TokenTree
 from .host import input_device
 from .kv_cache import HybridSlotLayer, SlotCache, SlotLayer
@@ -171,6 +173,11 @@ class TreeVerifier(Verifier):
     def __init__(self, *args: Any, attention: TreeAttention):
         super().__init__(*args)
         self.attention = attention
+
+    @cached_property
+    def _modules(self) -> frozenset[nn.Module]:
+        """Whose attention belongs to these forwards; hooks may call other models."""
+        return frozenset(self.model.modules())
 
     def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
         return self._feed(

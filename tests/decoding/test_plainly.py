@@ -45,7 +45,8 @@ def test_a_call_at_rest_is_plain_and_counted(model, resting, sample):
     again = run(model, do_sample=sample, temperature=1.3 if sample else None, assistant=assistant)
     assert torch.equal(plain, again)
     total = assistant.stats.total
-    assert (total.tier, total.drafted, total.tokens, total.steps) == ("at rest", 0, 48, 24)
+    assert (total.tier, total.drafted, total.tokens) == ("at rest", 0, 48)
+    assert (total.steps, total.forwards, total.mean_accepted_tokens) == (46, 23, 1.0)
     assert 0 < total.seconds["forward"] < total.seconds["total"]
 
 
@@ -77,6 +78,53 @@ def test_padding_behind_what_another_criterion_ended_is_not_learnt(model, restin
         assistant=SamAssistant(),
     )
     assert told == [4, 24]
+
+
+def test_a_token_that_is_the_padding_too_is_learnt(model, resting, monkeypatch):
+    """Where a row stops by another criterion, its last token may be what pads it."""
+    free = run(model)[:, PROMPTS.shape[1] :].tolist()
+
+    class FirstRowEnds(StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
+
+    told = []
+    monkeypatch.setattr(AssistantSession, "defer", lambda self, ids: told.append(ids))
+    config = GenerationConfig(eos_token_id=66, pad_token_id=free[0][3], max_new_tokens=24)
+    criteria = [FirstRowEnds()]
+    run(model, generation_config=config, stopping_criteria=criteria, assistant=SamAssistant())
+    assert told == [free[0][:4], free[1]]
+
+
+@pytest.mark.parametrize("tier", ["at rest", "plain"])
+def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, resting, tier):
+    free = run(model)[:, PROMPTS.shape[1] :].tolist()
+    end = free[0][5]
+    lengths = [row.index(end) + 1 if end in row else len(row) for row in free]
+    assert min(lengths) < max(lengths)
+    config = GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=24)
+    options = {"use_cache": False} if tier == "plain" else {}
+    assistant, drafted = SamAssistant(), SamAssistant(budget=0)
+    run(model, generation_config=config, assistant=assistant, **options)
+    run(model, generation_config=config, assistant=drafted)
+    last, other = assistant.stats.last, drafted.stats.last
+    assert (last.tier, other.tier) == (tier, "tree")
+    assert last.tokens == other.tokens == sum(lengths)
+    assert last.steps == other.steps == sum(lengths) - len(lengths)
+    assert last.forwards == other.forwards == max(lengths) - 1
+
+
+def test_plain_calls_are_recorded_up_to_their_rows_ends(model):
+    free = run(model)[:, PROMPTS.shape[1] :].tolist()
+    end = free[0][5]
+    config = GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=24)
+    assistant = SamAssistant()
+    with assistant.record() as record:
+        run(model, generation_config=config, use_cache=False, assistant=assistant)
+    call = record.calls[0]
+    assert call.stats.tier == "plain"
+    expected = [row[: row.index(end) + 1] if end in row else row for row in free]
+    assert [call.generated(row).tolist() for row in range(len(free))] == expected
 
 
 def test_a_memory_learns_them(model, resting):

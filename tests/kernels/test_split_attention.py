@@ -138,7 +138,8 @@ class Module:
 def test_scopes_serve_their_thread_only_and_leave_nothing():
     case = Case(5, 2)
     plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    inputs = Module(2), case.query, case.key, case.value
+    module = Module(2)
+    inputs = module, case.query, case.key, case.value
     expected = plain(*inputs, case.fed.mask, scaling=case.scale)[0]
     windowed = case.windowed(9)
     other = []
@@ -146,7 +147,7 @@ def test_scopes_serve_their_thread_only_and_leave_nothing():
     def elsewhere():
         other.append(ALL_ATTENTION_FUNCTIONS["sdpa"](*inputs, case.fed.mask, scaling=case.scale))
 
-    with serving("sdpa", case.fed, [(windowed, 9)]):
+    with serving("sdpa", {module}, case.fed, [(windowed, 9)]):
         routed = ALL_ATTENTION_FUNCTIONS["sdpa"]
         assert routed is not plain
         out, weights = routed(*inputs, case.fed.mask, scaling=case.scale)
@@ -154,7 +155,7 @@ def test_scopes_serve_their_thread_only_and_leave_nothing():
         torch.testing.assert_close(out, expected, atol=1e-13, rtol=1e-12)
         out = routed(*inputs, windowed, scaling=case.scale)[0]
         torch.testing.assert_close(out.transpose(1, 2), case.dense(windowed))
-        with serving("sdpa", case.fed, []):
+        with serving("sdpa", {module}, case.fed, []):
             assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed
         thread = threading.Thread(target=elsewhere)
         thread.start()

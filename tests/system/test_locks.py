@@ -159,7 +159,7 @@ def test_a_property_that_another_thread_computes_is_computed_in_the_child():
 
 def test_nothing_but_this_module_makes_locks():
     # Locks of others are not freed in a child. Conditions are, where they are made.
-    makes = re.compile(r"threading\.(Lock|RLock|Semaphore)\b|functools import .*cached_property")
+    makes = re.compile(r"thread(ing)?\.(Lock|RLock|Semaphore)\b|functools import .*cached_property")
     root = Path(hf_retrieval_assist.__file__).parent
     found = {path.name for path in root.rglob("*.py") if makes.search(path.read_text())}
     assert found == {"locks.py"}

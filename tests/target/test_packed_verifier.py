@@ -13,11 +13,12 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist import SamAssistant, reroute
 from hf_retrieval_assist.decoding.row_text import RowText
+from hf_retrieval_assist.kernels.attention_scope import attending
 from hf_retrieval_assist.kernels.packed_attention import PackedSpan, spans_of
 from hf_retrieval_assist.target.fixed_verifier import ForwardOptions
-from hf_retrieval_assist.target.kv_cache import SlotCache
+from hf_retrieval_assist.target.kv_cache import SlotCache, SlotLayer
 from hf_retrieval_assist.target.packed_verifier import PackedVerifier
 from hf_retrieval_assist.target.service import choose_service
 from hf_retrieval_assist.target.tiers import Service, Tier
@@ -226,6 +227,88 @@ def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch)
     ids = plain[:, : LENGTH + 1]
     mask = torch.cat([mask, mask.new_ones(ROWS, 1)], dim=1)
     options |= {"max_new_tokens": 29}
+    expected = run(model, ids, mask, **options)
+    assert torch.equal(expected, run(model, ids, mask, past_key_values=cache, **options))
+
+
+@pytest.mark.parametrize("other_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+def test_a_hook_may_call_another_model(model, other_class):
+    """A probe or a reward model, with attention that is looked up under the same name."""
+    other = build(other_class, hidden_size=48)
+    probe, expected = torch.tensor([[7, 5, 9], [3, 4, 8]]), []
+    with torch.no_grad():
+        logits = other(probe).logits
+    block = model.get_decoder().layers[0]
+    ids, mask, options = ending(model)
+    plain = run(model, ids, mask, **options)
+
+    def call_other(*arguments):
+        expected.append(other(probe).logits)
+
+    handle = block.register_forward_hook(call_other)
+    try:
+        with Fed(model) as shapes:
+            assisted = run(model, ids, mask, oracle_assistant(plain, mask), **options)
+    finally:
+        handle.remove()
+    assert torch.equal(plain, assisted)
+    assert any(rows == 1 for rows, _ in shapes)
+    assert len(expected) == len(shapes)
+    for found in expected:
+        torch.testing.assert_close(found, logits)
+
+
+def test_a_cache_goes_on_from_a_layer_that_was_interrupted_at_its_first_write(model, monkeypatch):
+    ids, mask, options = ending(model)
+    plain = run(model, ids, mask, **options)
+    assistant = oracle_assistant(plain, mask)
+    run(model, ids, mask, assistant, **options)
+    cache, layers = DynamicCache(config=model.config), []
+
+    def interrupted(layer, *states):
+        layers.append(layer)
+        if len(layers) == 2:
+            raise KeyboardInterrupt
+        show(layer, *states)
+
+    with monkeypatch.context() as patched:
+        show = SlotLayer._show
+        patched.setattr(SlotLayer, "_show", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, ids, mask, assistant, past_key_values=cache, **options)
+    assert layers[1].is_initialized
+    assert cache.get_seq_length() == 0
+    assert torch.equal(plain, run(model, ids, mask, past_key_values=cache, **options))
+
+
+@pytest.mark.parametrize("tested", [False, True])
+@pytest.mark.parametrize("scope", [attending, reroute])
+def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(model, scope, tested, monkeypatch):
+    """Python may raise KeyboardInterrupt before `__exit__` has begun."""
+    model = build(type(model))
+    ids, mask, options = ending(model)
+    plain = run(model, ids, mask, **options)
+    if tested:
+        run(model, ids, mask, oracle_assistant(plain, mask), **options)
+    cache, assistant = DynamicCache(config=model.config), oracle_assistant(plain, mask)
+    with monkeypatch.context() as patched, Fed(model) as shapes:
+        leave = scope.__exit__
+
+        def exit_or_raise(self, *error):
+            if shapes[-1][0] == 1:
+                raise KeyboardInterrupt
+            leave(self, *error)
+
+        patched.setattr(scope, "__exit__", exit_or_raise)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, ids, mask, assistant, past_key_values=cache, **options)
+    assert torch.equal(plain, run(model, ids, mask, **options))
+    length = cache.get_seq_length()
+    assert (length >= LENGTH) == (tested or scope is reroute)
+    length = max(length + 1, LENGTH)
+    ids = plain[:, :length]
+    mask = torch.cat([mask, mask.new_ones(ROWS, length - LENGTH)], dim=1)
+    options |= {"max_new_tokens": plain.shape[1] - length, "eos_token_id": None}
     expected = run(model, ids, mask, **options)
     assert torch.equal(expected, run(model, ids, mask, past_key_values=cache, **options))
 
