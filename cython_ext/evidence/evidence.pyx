@@ -93,7 +93,7 @@ def calibrated(
 
     Returns rates float64 [n], probabilities float32 [n], and the classes int32 [n] that are counted.
     """
-    cdef Py_ssize_t n = parents.shape[0], i, c, alone = 0
+    cdef Py_ssize_t n = parents.shape[0], i, c, limit = min(shared.shape[0], own.shape[0])
     cdef double above
     rates_out, probs_out = np.empty(n, dtype=np.float64), np.empty(n, dtype=np.float32)
     counted_out = np.empty(n, dtype=np.int32)
@@ -103,14 +103,11 @@ def calibrated(
     if known is not None:
         if known.shape[0] != n:
             raise ValueError(f"known: expected {n} nodes, got {known.shape[0]}")
-        alone = min(shared.shape[0], own.shape[0]) // 2
+        limit //= 2
     for i in range(n):
-        c = classes[i]
-        if alone and c >= alone:
-            raise ValueError(f"expected evidence classes below {alone}, got {c}")
-        if alone and c >= 0 and known[i] < 0:
-            c += alone
-        c = checked(<int32_t>c, min(shared.shape[0], own.shape[0]))
+        c = checked(classes[i], limit)
+        if c >= 0 and known is not None and known[i] < 0:
+            c += limit
         counted[i] = <int32_t>c
         if c >= 0:
             rate[i] = posterior(c, shared, own, odds_factor, strength)

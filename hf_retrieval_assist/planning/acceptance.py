@@ -178,12 +178,14 @@ class CalibrationSession:
 
         Args:
             tree: a proposal.
-            earlier: what others have drafted, calibrated; read where the drafter stands `beside`
-                them, and then needed.
+            earlier: what others have drafted, calibrated, for a drafter that stands `beside` them;
+                None: nothing.
         """
         if not len(tree):
             return tree
-        known = earlier.known_probs(tree) if self._shared.beside and earlier is not None else None
+        known = None
+        if self._shared.beside:
+            known = (earlier or TokenTree.empty()).known_probs(tree)
         rates, probs, classes = evidence.calibrated(
             tree.parents, tree.probs, tree.classes, known, *self._posterior
         )

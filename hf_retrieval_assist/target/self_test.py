@@ -35,6 +35,9 @@ _TREE_PARENTS = [-1, 0, -1, 2]
 # progress does.
 _PROGRESS = ((3, 3, 1), (1, 2, 1))
 
+# What happens to a test for reasons of the moment, and says nothing of the model.
+SHORTAGES = (MemoryError, torch.OutOfMemoryError)
+
 
 def fault(
     model: Any, service: Service, model_kwargs: dict[str, Any], several: bool = False
@@ -43,10 +46,15 @@ def fault(
 
     The reference is what plain decoding does: one token per forward from a cache of its own.
     `several`: calls have several rows, or padding.
+
+    Raises:
+        MemoryError, torch.OutOfMemoryError: there is no memory for the test.
     """
     try:
         with _evaluating(model), uncompiled(model):
             error = _largest_error(model, service, model_kwargs, several)
+    except SHORTAGES:
+        raise
     except Exception as exception:  # whatever an unsuitable model raises, the next tier serves it
         return f"{type(exception).__name__}: {exception}".splitlines()[0][:200]
     limit = _tolerance(model.dtype)

@@ -27,7 +27,7 @@ from .host import (
     why_plain_in_pipeline,
 )
 from .kv_cache import SLOT_LAYERS
-from .self_test import fault, forward_parameters, has_padding
+from .self_test import SHORTAGES, fault, forward_parameters, has_padding
 from .tiers import Service, Tier
 from .tree_attention import layer_masks, single_mask
 
@@ -49,6 +49,7 @@ def choose_service(model: Any, model_kwargs: dict[str, Any], batch_size: int = 1
     """The best tier the model is right at.
 
     Found once per model, attention implementation and dtype, and once more for batches and padding.
+    Where memory is too short to find it, the call is decoded plainly and the next one asks again.
 
     Args:
         model: a transformers model.
@@ -66,7 +67,12 @@ def choose_service(model: Any, model_kwargs: dict[str, Any], batch_size: int = 1
     with _lock:
         known = _services.setdefault(model, {})
         if key not in known:
-            known[key] = _first_right(model, model_kwargs, several, packs)
+            try:
+                known[key] = _first_right(model, model_kwargs, several, packs)
+            except SHORTAGES as shortage:
+                why = f"no memory to test how its drafts are verified: {shortage!r}"
+                logger.warning("%s: plain for this call (%s)", type(model).__name__, why)
+                return Service(Tier.PLAIN, why)
             logger.info(
                 "%s: %s (%s)", type(model).__name__, known[key].tier.value, known[key].reason
             )

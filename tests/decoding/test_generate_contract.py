@@ -27,6 +27,7 @@ from transformers.masking_utils import flash_attention_mask
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.target.service import Tier, _candidates, choose_service
+from hf_retrieval_assist.target.verifiers import TreeVerifier
 from tests.oracle_drafter import both, oracle_assistant, sequences_of
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -406,6 +407,25 @@ def test_a_model_in_train_mode_decodes_as_without_the_assistant(do_sample):
         states.append((ids.tolist(), torch.get_rng_state().tolist()))
     assert states[0] == states[1] == states[2]
     assert model.training
+
+
+@pytest.mark.parametrize("shortage", [MemoryError, torch.OutOfMemoryError])
+def test_a_shortage_during_the_self_test_is_not_the_models(shortage, caplog):
+    model = build(LlamaForCausalLM)
+    plain = model.generate(**INPUTS, max_new_tokens=8)
+
+    def fail(verifier, *arguments):
+        raise shortage("nothing left")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(TreeVerifier, "forward", fail)
+        service = choose_service(model, INPUTS)
+        assisted = model.generate(**INPUTS, max_new_tokens=8, assistant=SamAssistant(budget=8))
+    assert service.tier is Tier.PLAIN
+    assert "nothing left" in service.reason
+    assert caplog.text.count("nothing left") == 2
+    assert torch.equal(assisted, plain)
+    assert choose_service(model, INPUTS).tier is Tier.TREE
 
 
 def test_the_self_test_runs_in_evaluation_mode():
