@@ -1,8 +1,11 @@
-"""Drafts from a table of successors: for every token those that are likely to follow it, best first."""
+"""A table of successors, for every token those that are likely to follow it, best first: drafts from it,
+and what it learns."""
 
 import numpy as np
 
-from libc.stdlib cimport free
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
 
 from common.ranking cimport Ranked, ranking
 from common.types cimport int32_t, token_t, uint8_t
@@ -85,3 +88,122 @@ def draft(
             kept += 1
         known = kept
     return tokens_out[:known], parents_out[:known], probs_out[:known], kinds_out[:known]
+
+
+cdef inline int32_t index_of(const token_t* row, Py_ssize_t k, token_t token) noexcept nogil:
+    """Place of a token in a row, −1: it is not there."""
+    cdef Py_ssize_t j
+    for j in range(k):
+        if row[j] == token:
+            return <int32_t>j
+    return -1
+
+
+cdef void replace(
+    token_t* row, uint8_t* classes, Py_ssize_t k, const token_t* new, const int64_t* kinds,
+    int32_t kind_count,
+) noexcept nogil:
+    """Put `new` in a row's place, each with its kind of evidence and how stable it is.
+
+    0: it was not in the row; 1: it was, below the first place; 2: it was the first; 3: it was the
+    first and had been so before.
+    """
+    cdef int32_t first = classes[0] // kind_count, place, stability
+    cdef Py_ssize_t j
+    for j in range(k):
+        place = index_of(row, k, new[j])
+        stability = (place >= 0) + (place == 0) + (place == 0 and first >= 2)
+        classes[j] = <uint8_t>(stability * kind_count + kinds[j])
+    memcpy(row, new, k * sizeof(token_t))
+
+
+cdef int check_rows(
+    token_t[:, ::1] successors, uint8_t[:, ::1] classes, const token_t[::1] tokens, token_t least
+) except -1:
+    """Raise unless the table has a row for every token from `least` on, and none is lower."""
+    cdef Py_ssize_t rows = min(successors.shape[0], classes.shape[0]), i
+    if successors.shape[1] > classes.shape[1]:
+        raise ValueError(f"classes: expected {successors.shape[1]} columns, got {classes.shape[1]}")
+    for i in range(tokens.shape[0]):
+        if not least <= tokens[i] < rows:
+            raise ValueError(f"tokens: expected {least} to {rows - 1}, got {tokens[i]}")
+    return 0
+
+
+def write(
+    token_t[:, ::1] successors,
+    uint8_t[:, ::1] classes,
+    const token_t[::1] tokens,
+    const token_t[:, ::1] new,
+    const int64_t[:, ::1] kinds,
+    int32_t kind_count,
+):
+    """Replace the rows of distinct tokens [n] by successors [n, k] of kinds [n, k], below `kind_count`.
+
+    `successors` and `classes` [rows, k] are the table and its evidence, kind plus `kind_count` times
+    the stability that `replace` tells of. O(n k²).
+    """
+    cdef Py_ssize_t n = tokens.shape[0], k = successors.shape[1], i
+    check_rows(successors, classes, tokens, 0)
+    if (new.shape[0], new.shape[1]) != (n, k) or (kinds.shape[0], kinds.shape[1]) != (n, k):
+        raise ValueError(
+            f"expected {n} rows of {k} successors and kinds, got {new.shape[0]} of {new.shape[1]} and "
+            f"{kinds.shape[0]} of {kinds.shape[1]}"
+        )
+    for i in range(n):
+        replace(
+            &successors[tokens[i], 0], &classes[tokens[i], 0], k, &new[i, 0], &kinds[i, 0], kind_count
+        )
+
+
+def learn_text(
+    token_t[:, ::1] successors,
+    uint8_t[:, ::1] classes,
+    const token_t[::1] tokens,
+    const int64_t[::1] order,
+    const int64_t[::1] kinds,
+    int32_t kind_count,
+):
+    """Move what followed each token in a text to the front of its row, the latest first.
+
+    Args:
+        successors, classes, kind_count: as for `write`.
+        tokens: int32 [n], −1 for what the table knows nothing of.
+        order: int64 [n − 1], all tokens but the last one, equal ones together and as in the text.
+        kinds: int64 [k], of each rank.
+    """
+    cdef Py_ssize_t n = order.shape[0], k = successors.shape[1], i = 0, end, j, size
+    cdef token_t* new = <token_t*>malloc(k * sizeof(token_t))
+    cdef token_t token, follower
+    if new == NULL:
+        raise MemoryError()
+    try:
+        if n != max(0, tokens.shape[0] - 1) or kinds.shape[0] != k:
+            raise ValueError(
+                f"expected the order of {max(0, tokens.shape[0] - 1)} tokens and {k} kinds, got {n} and "
+                f"{kinds.shape[0]}"
+            )
+        check_rows(successors, classes, tokens[:n], -1)
+        while i < n:
+            token, end, size = tokens[order[i]], i, 0
+            while i < n and tokens[order[i]] == token:
+                i += 1
+            if token < 0:
+                continue
+            for j in range(i - 1, end - 1, -1):
+                follower = tokens[order[j] + 1]
+                if size < k and follower >= 0 and index_of(new, size, follower) < 0:
+                    new[size] = follower
+                    size += 1
+            if not size:
+                continue
+            for j in range(k):
+                if size < k and index_of(new, size, successors[token, j]) < 0:
+                    new[size] = successors[token, j]
+                    size += 1
+            while size < k:  # unknown ones, which are equal
+                new[size] = -1
+                size += 1
+            replace(&successors[token, 0], &classes[token, 0], k, new, &kinds[0], kind_count)
+    finally:
+        free(new)

@@ -269,7 +269,6 @@ class SuccessorTable:
         self._last_logits_template = Template(_LAST_LOGITS_TREE, top_k)
         self._lock = Lock()
         self._successors, self._classes = self._rows(min(vocab_size, _FIRST_ROWS))
-        self._class_of = np.arange(_PRIORS.size, dtype=np.uint8).reshape(_PRIORS.shape)
         self._text_kinds = _FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)
 
     def copy(self) -> SuccessorTable:
@@ -358,42 +357,19 @@ class SuccessorTable:
         tokens = fed[nodes]
         found, logits = top.of(nodes, self._top_k, self._vocab_size)
         self._reserve(max(int(ids.max(initial=-1)) for ids in (tokens, found)) + 1)
-        self._write(tokens.astype(np.int64), found, shares(logits))
+        with self._lock:
+            successors.write(self._successors, self._classes, tokens, found, shares(logits), _KINDS)
 
     def learn_text(self, tokens: Int32Array) -> None:
         """Move each token's successor in the text to the front of its row."""
-        known = np.where(tokens < self._vocab_size, tokens, _UNKNOWN)
-        recent = recent_successors(known.tolist(), self._top_k)
-        if not recent:
-            return
-        self._reserve(int(known.max()) + 1)
-        index = np.array(list(recent))
-        old = self._successors[index].tolist()
-        rows = [_move_to_front(new, row) for new, row in zip(recent.values(), old, strict=True)]
-        self._write(index, np.array(rows, dtype=np.int32), self._text_kinds)
-
-    def _write(self, tokens: NDArray[np.int64], new: Int32Array, kinds: NDArray[np.int64]) -> None:
-        """Replace the rows of distinct tokens [n] by successors [n, k], whose evidence is given."""
+        known = np.where(tokens < self._vocab_size, tokens, _UNKNOWN).astype(np.int32)
+        followed = known[:-1]
+        self._reserve(int(followed.max(initial=_UNKNOWN)) + 1)
+        order = np.argsort(followed, kind="stable")
         with self._lock:
-            old_stability = self._classes[tokens] // _KINDS
-            stability = _stability(new, self._successors[tokens], old_stability)
-            self._successors[tokens] = new
-            self._classes[tokens] = self._class_of[stability, kinds]
-
-
-def _stability(
-    new: Int32Array, old: Int32Array, old_stability: NDArray[np.uint8]
-) -> NDArray[np.int64]:
-    """How long each successor of a row has been a good guess, [n, k] from rows [n, k].
-
-    0: it was not in the old row; 1: it was, below the first place; 2: it was the first; 3: it was
-    the first and had been so before. A first successor that stays is accepted more than twice as
-    often as a new one of equal share.
-    """
-    same = new[:, :, None] == old[:, None, :]
-    was_first = same[:, :, 0]
-    settled = was_first & (old_stability[:, :1] >= 2)
-    return 1 * same.any(2) + was_first + settled
+            successors.learn_text(
+                self._successors, self._classes, known, order, self._text_kinds, _KINDS
+            )
 
 
 def rows_to_learn(
@@ -437,19 +413,3 @@ def shares(logits: Float32Array) -> NDArray[np.int64]:
     """
     weights = np.exp(logits - logits[:, :1])
     return np.searchsorted(_SHARE_EDGES, weights / weights.sum(axis=1, keepdims=True))
-
-
-def recent_successors(tokens: list[int], limit: int) -> dict[int, list[int]]:
-    """For each known token that a known one follows: `limit` successors, most recent first."""
-    recent: dict[int, list[int]] = {}
-    for token, successor in zip(reversed(tokens[:-1]), reversed(tokens[1:]), strict=True):
-        if token == _UNKNOWN or successor == _UNKNOWN:
-            continue
-        row = recent.setdefault(token, [])
-        if len(row) < limit and successor not in row:
-            row.append(successor)
-    return recent
-
-
-def _move_to_front(new: list[int], row: list[int]) -> list[int]:
-    return (new + [token for token in row if token not in new])[: len(row)]
