@@ -11,68 +11,89 @@ from common.ranking cimport Ranked, ranking
 from common.types cimport int32_t, token_t, uint8_t
 
 
+cdef inline int32_t child_among(
+    const token_t* tokens, const int32_t* parents, Py_ssize_t n, int32_t parent, token_t token
+) noexcept nogil:
+    """The node of n that has this parent and token, −1: there is none."""
+    cdef Py_ssize_t j
+    for j in range(n):
+        if parents[j] == parent and tokens[j] == token:
+            return <int32_t>j
+    return -1
+
+
 def draft(
     const token_t[:, ::1] successors,
     const uint8_t[:, ::1] kinds,
     token_t root,
+    token_t before,
     const int32_t[::1] parents,
     const int32_t[::1] ranks,
     const float[::1] rates,
+    int32_t first_kind,
     Py_ssize_t budget,
-    int32_t first_kind=-1,
-    token_t left_out=-1,
 ):
     """A template laid over the table below the token `root`, without what is unknown.
 
     Template node "rank r below p" stands for the r-th successor of p's token; `parents` come first. A
-    negative successor is unknown, and so is all below it, and below a root beyond the table's rows.
+    negative successor is unknown, and so is all below it, and below a token beyond the table's rows.
+    Behind all others may stand nodes that take the r-th successor of the token `before` the root for
+    a child of the root, but not the root itself, and what is below those; of a path that is named
+    twice the higher probability counts.
 
     Args:
         successors, kinds: int32 and uint8 [tokens, k], the table and the evidence of each entry.
-        parents, ranks: int32 [n], the template; ranks below k.
+        parents, ranks: int32 [n], the template; ranks below k. Parent −1 is the root, −2 the root
+            for successors of `before`.
         rates: float32 [kinds], probability that a successor is right, given that its parent is.
+        first_kind: evidence of the first successor of `before`, the r-th having that and r.
         budget: nodes at most, the most probable ones; of equal ones the first.
-        first_kind: evidence of the root's first child, the r-th child having that and r; −1: the
-            table's.
-        left_out: a token that is no child of the root; −1: there is none.
 
-    Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes]. O(n log n).
+    Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes]. O(n²).
     """
     cdef Py_ssize_t n = parents.shape[0], rows = successors.shape[0], i, known = 0, kept = 0
     cdef Ranked* ranked
     cdef token_t above, token
-    cdef int32_t parent, kind
+    cdef int32_t parent, kind, place
     cdef float prob
+    cdef bint again = False  # whether paths may be named again
     tokens_out, parents_out = np.empty(n, np.int32), np.empty(n, np.int32)
     probs_out, kinds_out = np.empty(n, np.float32), np.empty(n, np.int32)
-    place_out = np.empty(n, np.int32)  # of each template node in the draft; −1: unknown
+    # Of each template node its place in the draft, −1: unknown, and the probability of its own path.
+    place_out, path_out = np.empty(n, np.int32), np.empty(n, np.float32)
     cdef token_t[::1] tokens = tokens_out
     cdef int32_t[::1] places = place_out, above_out = parents_out, evidence = kinds_out
-    cdef float[::1] probs = probs_out
-    if root < 0 or root >= rows:
-        n = 0
+    cdef float[::1] probs = probs_out, path = path_out
     for i in range(n):
-        places[i] = -1
-        parent = -1
+        places[i] = parent = -1
         above, prob = root, 1
         if parents[i] >= 0:
             parent = places[parents[i]]
             if parent < 0:
                 continue
-            above, prob = tokens[parent], probs[parent]
-        if not (0 <= ranks[i] < successors.shape[1]) or above >= rows:
+            above, prob = tokens[parent], path[parents[i]]
+        elif parents[i] == -2:
+            above, again = before, True
+        if not (0 <= ranks[i] < successors.shape[1] and 0 <= above < rows):
             continue
         token, kind = successors[above, ranks[i]], kinds[above, ranks[i]]
-        if token < 0 or (parent < 0 and token == left_out):
-            continue
-        if parent < 0 and first_kind >= 0:
+        if parents[i] == -2:
             kind = first_kind + ranks[i]
-        if kind >= rates.shape[0]:
+            if token == root:
+                continue
+        if token < 0:
+            continue
+        if not 0 <= kind < rates.shape[0]:
             raise ValueError(f"kinds: expected below {rates.shape[0]}, got {kind}")
-        tokens[known], above_out[known] = token, parent
-        probs[known], evidence[known] = prob * rates[kind], kind
-        places[i] = <int32_t>known
-        known += 1
+        path[i] = prob * rates[kind]
+        place = child_among(&tokens[0], &above_out[0], known, parent, token) if again else -1
+        if place < 0:
+            place = <int32_t>known
+            tokens[place], above_out[place], probs[place] = token, parent, -1
+            known += 1
+        if path[i] > probs[place]:
+            probs[place], evidence[place] = path[i], kind
+        places[i] = place
     if budget < known:
         ranked = ranking(probs[:known])
         for i in range(known):

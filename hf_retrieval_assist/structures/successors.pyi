@@ -5,12 +5,12 @@ def draft(
     successors: NDArray[np.int32],
     kinds: NDArray[np.uint8],
     root: int,
+    before: int,
     parents: NDArray[np.int32],
     ranks: NDArray[np.int32],
     rates: NDArray[np.float32],
+    first_kind: int,
     budget: int,
-    first_kind: int = ...,
-    left_out: int = ...,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
 def write(
     successors: NDArray[np.int32],

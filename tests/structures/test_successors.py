@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.structures import successors
+from hf_retrieval_assist.token_tree import TokenTree
 
 ROWS, KINDS = 5, 7
 tokens = st.integers(-1, ROWS - 1)
@@ -83,6 +84,36 @@ def test_what_followed_a_token_moves_to_the_front_of_its_row(given_table, text):
     successors.learn_text(table, classes, ids, order, np.array(kinds), KINDS)
     assert table.tolist() == expected
     assert classes.tolist() == expected_classes
+
+
+@given(tables(), tokens, tokens, st.integers(0, 12))
+def test_what_follows_the_token_before_joins_the_draft(given_table, root, before, budget):
+    """The union of both drafts, where a path of both has the higher probability, cut to size."""
+    table, classes = given_table[0], given_table[1] % 4
+    k = table.shape[1]
+    # A root with k children, each of which has one; the same again for the token before.
+    parents = np.array([-1] * k + list(range(k)), np.int32)
+    ranks = np.array([*range(k), *([0] * k)], np.int32)
+    again = np.where(parents < 0, -2, parents).astype(np.int32)
+    rates = np.linspace(0.9, 0.2, 4 + k, dtype=np.float32)
+
+    def draft(template, ranks, budget):
+        arrays = (table, classes, root, before, template, ranks, rates, 4, budget)
+        return TokenTree(*successors.draft(*arrays))
+
+    def paths(tree):
+        return {
+            tuple(tree.token_ids[tree.path(i)].tolist()): (tree.probs[i], tree.classes[i])
+            for i in range(len(tree))
+        }
+
+    both = np.concatenate([parents, np.where(again < 0, again, again + 2 * k)])
+    found = draft(both.astype(np.int32), np.tile(ranks, 2), budget)
+    found.check_invariants()
+    last = draft(again, ranks, 2 * k)
+    assert root not in last.token_ids[last.parents < 0]
+    expected = draft(parents, ranks, 2 * k).merge(last).prune(budget)
+    assert paths(found) == paths(expected)
 
 
 def test_what_does_not_fit_the_table_is_refused():
