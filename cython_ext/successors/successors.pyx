@@ -1,75 +1,99 @@
-"""Drafts from a table of successors: for every token those that are likely to follow it, best first."""
+"""A table of successors, for every token those that are likely to follow it, best first: drafts from it,
+and what it learns."""
 
 import numpy as np
 
-from libc.stdlib cimport free
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
 
 from common.ranking cimport Ranked, ranking
 from common.types cimport int32_t, token_t, uint8_t
+
+
+cdef inline int32_t child_among(
+    const token_t* tokens, const int32_t* parents, Py_ssize_t n, int32_t parent, token_t token
+) noexcept nogil:
+    """The node of n that has this parent and token, −1: there is none."""
+    cdef Py_ssize_t j
+    for j in range(n):
+        if parents[j] == parent and tokens[j] == token:
+            return <int32_t>j
+    return -1
 
 
 def draft(
     const token_t[:, ::1] successors,
     const uint8_t[:, ::1] kinds,
     token_t root,
+    token_t before,
     const int32_t[::1] parents,
     const int32_t[::1] ranks,
     const float[::1] rates,
+    int32_t first_kind,
     Py_ssize_t budget,
-    int32_t first_kind=-1,
-    token_t left_out=-1,
 ):
     """A template laid over the table below the token `root`, without what is unknown.
 
     Template node "rank r below p" stands for the r-th successor of p's token; `parents` come first. A
-    negative successor is unknown, and so is all below it, and below a root beyond the table's rows.
+    negative successor is unknown, and so is all below it, and below a token beyond the table's rows.
+    Behind all others may stand nodes that take the r-th successor of the token `before` the root for
+    a child of the root, but not the root itself, and what is below those; of a path that is named
+    twice the higher probability counts.
 
     Args:
         successors, kinds: int32 and uint8 [tokens, k], the table and the evidence of each entry.
-        parents, ranks: int32 [n], the template; ranks below k.
+        parents, ranks: int32 [n], the template; ranks below k. Parent −1 is the root, −2 the root
+            for successors of `before`.
         rates: float32 [kinds], probability that a successor is right, given that its parent is.
+        first_kind: evidence of the first successor of `before`, the r-th having that and r.
         budget: nodes at most, the most probable ones; of equal ones the first.
-        first_kind: evidence of the root's first child, the r-th child having that and r; −1: the
-            table's.
-        left_out: a token that is no child of the root; −1: there is none.
 
-    Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes]. O(n log n).
+    Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes]. O(n²).
     """
     cdef Py_ssize_t n = parents.shape[0], rows = successors.shape[0], i, known = 0, kept = 0
     cdef Ranked* ranked
     cdef token_t above, token
-    cdef int32_t parent, kind
+    cdef int32_t parent, kind, place
     cdef float prob
+    cdef bint again = False  # whether paths may be named again
     tokens_out, parents_out = np.empty(n, np.int32), np.empty(n, np.int32)
     probs_out, kinds_out = np.empty(n, np.float32), np.empty(n, np.int32)
-    place_out = np.empty(n, np.int32)  # of each template node in the draft; −1: unknown
+    # Of each template node its place in the draft, −1: unknown, and the probability of its own path.
+    place_out, path_out = np.empty(n, np.int32), np.empty(n, np.float32)
     cdef token_t[::1] tokens = tokens_out
     cdef int32_t[::1] places = place_out, above_out = parents_out, evidence = kinds_out
-    cdef float[::1] probs = probs_out
-    if root < 0 or root >= rows:
-        n = 0
+    cdef float[::1] probs = probs_out, path = path_out
     for i in range(n):
-        places[i] = -1
-        parent = -1
+        places[i] = parent = -1
         above, prob = root, 1
         if parents[i] >= 0:
             parent = places[parents[i]]
             if parent < 0:
                 continue
-            above, prob = tokens[parent], probs[parent]
-        if not (0 <= ranks[i] < successors.shape[1]) or above >= rows:
+            above, prob = tokens[parent], path[parents[i]]
+        elif parents[i] == -2:
+            above, again = before, True
+        if not (0 <= ranks[i] < successors.shape[1] and 0 <= above < rows):
             continue
         token, kind = successors[above, ranks[i]], kinds[above, ranks[i]]
-        if token < 0 or (parent < 0 and token == left_out):
-            continue
-        if parent < 0 and first_kind >= 0:
+        if parents[i] == -2:
             kind = first_kind + ranks[i]
-        if kind >= rates.shape[0]:
+            if token == root:
+                continue
+        if token < 0:
+            continue
+        if not 0 <= kind < rates.shape[0]:
             raise ValueError(f"kinds: expected below {rates.shape[0]}, got {kind}")
-        tokens[known], above_out[known] = token, parent
-        probs[known], evidence[known] = prob * rates[kind], kind
-        places[i] = <int32_t>known
-        known += 1
+        path[i] = prob * rates[kind]
+        place = child_among(&tokens[0], &above_out[0], known, parent, token) if again else -1
+        if place < 0:
+            place = <int32_t>known
+            tokens[place], above_out[place], probs[place] = token, parent, -1
+            known += 1
+        if path[i] > probs[place]:
+            probs[place], evidence[place] = path[i], kind
+        places[i] = place
     if budget < known:
         ranked = ranking(probs[:known])
         for i in range(known):
@@ -85,3 +109,122 @@ def draft(
             kept += 1
         known = kept
     return tokens_out[:known], parents_out[:known], probs_out[:known], kinds_out[:known]
+
+
+cdef inline int32_t index_of(const token_t* row, Py_ssize_t k, token_t token) noexcept nogil:
+    """Place of a token in a row, −1: it is not there."""
+    cdef Py_ssize_t j
+    for j in range(k):
+        if row[j] == token:
+            return <int32_t>j
+    return -1
+
+
+cdef void replace(
+    token_t* row, uint8_t* classes, Py_ssize_t k, const token_t* new, const int64_t* kinds,
+    int32_t kind_count,
+) noexcept nogil:
+    """Put `new` in a row's place, each with its kind of evidence and how stable it is.
+
+    0: it was not in the row; 1: it was, below the first place; 2: it was the first; 3: it was the
+    first and had been so before.
+    """
+    cdef int32_t first = classes[0] // kind_count, place, stability
+    cdef Py_ssize_t j
+    for j in range(k):
+        place = index_of(row, k, new[j])
+        stability = (place >= 0) + (place == 0) + (place == 0 and first >= 2)
+        classes[j] = <uint8_t>(stability * kind_count + kinds[j])
+    memcpy(row, new, k * sizeof(token_t))
+
+
+cdef int check_rows(
+    token_t[:, ::1] successors, uint8_t[:, ::1] classes, const token_t[::1] tokens, token_t least
+) except -1:
+    """Raise unless the table has a row for every token from `least` on, and none is lower."""
+    cdef Py_ssize_t rows = min(successors.shape[0], classes.shape[0]), i
+    if successors.shape[1] > classes.shape[1]:
+        raise ValueError(f"classes: expected {successors.shape[1]} columns, got {classes.shape[1]}")
+    for i in range(tokens.shape[0]):
+        if not least <= tokens[i] < rows:
+            raise ValueError(f"tokens: expected {least} to {rows - 1}, got {tokens[i]}")
+    return 0
+
+
+def write(
+    token_t[:, ::1] successors,
+    uint8_t[:, ::1] classes,
+    const token_t[::1] tokens,
+    const token_t[:, ::1] new,
+    const int64_t[:, ::1] kinds,
+    int32_t kind_count,
+):
+    """Replace the rows of distinct tokens [n] by successors [n, k] of kinds [n, k], below `kind_count`.
+
+    `successors` and `classes` [rows, k] are the table and its evidence, kind plus `kind_count` times
+    the stability that `replace` tells of. O(n k²).
+    """
+    cdef Py_ssize_t n = tokens.shape[0], k = successors.shape[1], i
+    check_rows(successors, classes, tokens, 0)
+    if (new.shape[0], new.shape[1]) != (n, k) or (kinds.shape[0], kinds.shape[1]) != (n, k):
+        raise ValueError(
+            f"expected {n} rows of {k} successors and kinds, got {new.shape[0]} of {new.shape[1]} and "
+            f"{kinds.shape[0]} of {kinds.shape[1]}"
+        )
+    for i in range(n):
+        replace(
+            &successors[tokens[i], 0], &classes[tokens[i], 0], k, &new[i, 0], &kinds[i, 0], kind_count
+        )
+
+
+def learn_text(
+    token_t[:, ::1] successors,
+    uint8_t[:, ::1] classes,
+    const token_t[::1] tokens,
+    const int64_t[::1] order,
+    const int64_t[::1] kinds,
+    int32_t kind_count,
+):
+    """Move what followed each token in a text to the front of its row, the latest first.
+
+    Args:
+        successors, classes, kind_count: as for `write`.
+        tokens: int32 [n], −1 for what the table knows nothing of.
+        order: int64 [n − 1], all tokens but the last one, equal ones together and as in the text.
+        kinds: int64 [k], of each rank.
+    """
+    cdef Py_ssize_t n = order.shape[0], k = successors.shape[1], i = 0, end, j, size
+    cdef token_t* new = <token_t*>malloc(k * sizeof(token_t))
+    cdef token_t token, follower
+    if new == NULL:
+        raise MemoryError()
+    try:
+        if n != max(0, tokens.shape[0] - 1) or kinds.shape[0] != k:
+            raise ValueError(
+                f"expected the order of {max(0, tokens.shape[0] - 1)} tokens and {k} kinds, got {n} and "
+                f"{kinds.shape[0]}"
+            )
+        check_rows(successors, classes, tokens[:n], -1)
+        while i < n:
+            token, end, size = tokens[order[i]], i, 0
+            while i < n and tokens[order[i]] == token:
+                i += 1
+            if token < 0:
+                continue
+            for j in range(i - 1, end - 1, -1):
+                follower = tokens[order[j] + 1]
+                if size < k and follower >= 0 and index_of(new, size, follower) < 0:
+                    new[size] = follower
+                    size += 1
+            if not size:
+                continue
+            for j in range(k):
+                if size < k and index_of(new, size, successors[token, j]) < 0:
+                    new[size] = successors[token, j]
+                    size += 1
+            while size < k:  # unknown ones, which are equal
+                new[size] = -1
+                size += 1
+            replace(&successors[token, 0], &classes[token, 0], k, new, &kinds[0], kind_count)
+    finally:
+        free(new)

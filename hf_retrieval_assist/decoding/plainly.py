@@ -28,13 +28,12 @@ def decode_plainly(call: Call, counts: CallStats, record: CallRecord | None) -> 
     return result
 
 
-def decode_at_rest(call: Call, assistant: Assistant, counts: CallStats) -> Any:
+def decode_at_rest(call: Call, assistant: Assistant, counts: CallStats, rerouted: bool) -> Any:
     """The same where drafting has not paid lately; drafters learn the texts afterwards.
 
-    By the kernels that serve drafted calls: batches gain by those too, and a call's text does not
-    depend on whether it rests.
+    `rerouted`: by the kernels that serve drafted calls, by which batches gain too.
     """
-    with reroute(assistant.reroute and call.input_ids.device.type == "cpu"):
+    with reroute(rerouted):
         result, texts = _sampled(call, counts)
     for prompt_ids, token_ids in zip(call.prompts, texts, strict=True):
         with closing(assistant.start(prompt_ids, call.target)) as session:

@@ -12,6 +12,7 @@ stand in the table, as successors of the token before.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -85,7 +86,8 @@ class Template:
     """A tree of ranks: node "rank r below p" stands for the r-th likeliest successor of p's token.
 
     Attributes:
-        parents: int32 [n], −1 for children of the root; levels stand together, in order.
+        parents: int32 [n], −1 for children of the root, −2 for those of them that follow the token
+            before it (see `beside`); levels stand together, in order.
         ranks: int32 [n].
     """
 
@@ -104,6 +106,14 @@ class Template:
         place = {old: new for new, old in enumerate(keep)} | {-1: -1}
         self.parents = np.array([place[nodes[i][0]] for i in keep], dtype=np.int32)
         self.ranks = np.array([nodes[i][1] for i in keep], dtype=np.int32)
+
+    def beside(self, last: Template) -> Template:
+        """Both, the children of the second one's root marked as successors of the token before."""
+        both = copy.copy(self)
+        moved = np.where(last.parents < 0, -2, last.parents + len(self.parents)).astype(np.int32)
+        both.parents = np.concatenate([self.parents, moved])
+        both.ranks = np.concatenate([self.ranks, last.ranks])
+        return both
 
 
 def _expand_counts(child_counts: Sequence[int]) -> list[tuple[int, int]]:
@@ -238,10 +248,7 @@ class _RecyclingSession(DraftSession):
         table.learn_text(prompt_ids)
 
     def propose(self, budget: int) -> TokenTree:
-        tree = self.table.draft(self._last, budget)
-        if not self._last_logits:
-            return tree
-        return tree.merge(self.table.draft_last_logits(self._before, self._last)).prune(budget)
+        return self.table.draft(self._last, budget, self._before if self._last_logits else _UNKNOWN)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         if feedback is None or feedback.top is None:
@@ -266,10 +273,9 @@ class SuccessorTable:
         self._vocab_size = vocab_size
         self._top_k = top_k
         self._template = template
-        self._last_logits_template = Template(_LAST_LOGITS_TREE, top_k)
+        self._with_last_logits = template.beside(Template(_LAST_LOGITS_TREE, top_k))
         self._lock = Lock()
         self._successors, self._classes = self._rows(min(vocab_size, _FIRST_ROWS))
-        self._class_of = np.arange(_PRIORS.size, dtype=np.uint8).reshape(_PRIORS.shape)
         self._text_kinds = _FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)
 
     def copy(self) -> SuccessorTable:
@@ -295,47 +301,33 @@ class SuccessorTable:
             classes[:known] = self._classes[:known]
             self._successors, self._classes = table, classes
 
-    def draft(self, root: int, budget: int) -> TokenTree:
+    def draft(self, root: int, budget: int, before: int = _UNKNOWN) -> TokenTree:
         """The template over the table below the token `root`: of its known nodes the most
-        probable."""
-        with self._lock:
-            return self._lay(self._template, root, budget)
+        probable.
 
-    def draft_last_logits(self, before: int, root: int) -> TokenTree:
-        """What the last logits behind `before` put behind `root`, which was chosen from them.
-
-        Each with what is likeliest to follow; nothing where text alone has taught the row.
+        With the token `before` the root, which was chosen from its logits, also what else those
+        ranked high, and what is likeliest to follow; nothing where text alone has taught them.
         """
         with self._lock:
             known = len(self._successors) - 1
-            if not 0 <= before < known or self._classes[before, 0] % _KINDS >= _FIRST_TEXT_KIND:
-                return TokenTree.empty()
-            template = self._last_logits_template
-            row_known = 0 <= root < known and self._successors[root, 0] != _UNKNOWN
-            first_kind = _FIRST_LAST_LOGITS + _LAST_LOGITS_RANKS * row_known
-            return self._lay(template, before, len(template.ranks), first_kind, left_out=root)
-
-    def _lay(
-        self,
-        template: Template,
-        root: int,
-        budget: int,
-        first_kind: int = -1,
-        left_out: int = _UNKNOWN,
-    ) -> TokenTree:
-        return TokenTree(
-            *successors.draft(
-                self._successors,
-                self._classes,
-                root,
-                template.parents,
-                template.ranks,
-                _RATES,
-                max(budget, 0),
-                first_kind,
-                left_out,
+            looks_back = (
+                0 <= before < known and self._classes[before, 0] % _KINDS < _FIRST_TEXT_KIND
             )
-        )
+            template = self._with_last_logits if looks_back else self._template
+            row_known = 0 <= root < known and self._successors[root, 0] != _UNKNOWN
+            return TokenTree(
+                *successors.draft(
+                    self._successors,
+                    self._classes,
+                    root,
+                    before,
+                    template.parents,
+                    template.ranks,
+                    _RATES,
+                    _FIRST_LAST_LOGITS + _LAST_LOGITS_RANKS * row_known,
+                    max(budget, 0),
+                )
+            )
 
     def learn_logits(self, feedbacks: Sequence[Feedback]) -> None:
         """Overwrite the rows of the tokens that one forward fed by the top k of their logits.
@@ -358,42 +350,19 @@ class SuccessorTable:
         tokens = fed[nodes]
         found, logits = top.of(nodes, self._top_k, self._vocab_size)
         self._reserve(max(int(ids.max(initial=-1)) for ids in (tokens, found)) + 1)
-        self._write(tokens.astype(np.int64), found, shares(logits))
+        with self._lock:
+            successors.write(self._successors, self._classes, tokens, found, shares(logits), _KINDS)
 
     def learn_text(self, tokens: Int32Array) -> None:
         """Move each token's successor in the text to the front of its row."""
-        known = np.where(tokens < self._vocab_size, tokens, _UNKNOWN)
-        recent = recent_successors(known.tolist(), self._top_k)
-        if not recent:
-            return
-        self._reserve(int(known.max()) + 1)
-        index = np.array(list(recent))
-        old = self._successors[index].tolist()
-        rows = [_move_to_front(new, row) for new, row in zip(recent.values(), old, strict=True)]
-        self._write(index, np.array(rows, dtype=np.int32), self._text_kinds)
-
-    def _write(self, tokens: NDArray[np.int64], new: Int32Array, kinds: NDArray[np.int64]) -> None:
-        """Replace the rows of distinct tokens [n] by successors [n, k], whose evidence is given."""
+        known = np.where(tokens < self._vocab_size, tokens, _UNKNOWN).astype(np.int32)
+        followed = known[:-1]
+        self._reserve(int(followed.max(initial=_UNKNOWN)) + 1)
+        order = np.argsort(followed, kind="stable")
         with self._lock:
-            old_stability = self._classes[tokens] // _KINDS
-            stability = _stability(new, self._successors[tokens], old_stability)
-            self._successors[tokens] = new
-            self._classes[tokens] = self._class_of[stability, kinds]
-
-
-def _stability(
-    new: Int32Array, old: Int32Array, old_stability: NDArray[np.uint8]
-) -> NDArray[np.int64]:
-    """How long each successor of a row has been a good guess, [n, k] from rows [n, k].
-
-    0: it was not in the old row; 1: it was, below the first place; 2: it was the first; 3: it was
-    the first and had been so before. A first successor that stays is accepted more than twice as
-    often as a new one of equal share.
-    """
-    same = new[:, :, None] == old[:, None, :]
-    was_first = same[:, :, 0]
-    settled = was_first & (old_stability[:, :1] >= 2)
-    return 1 * same.any(2) + was_first + settled
+            successors.learn_text(
+                self._successors, self._classes, known, order, self._text_kinds, _KINDS
+            )
 
 
 def rows_to_learn(
@@ -437,19 +406,3 @@ def shares(logits: Float32Array) -> NDArray[np.int64]:
     """
     weights = np.exp(logits - logits[:, :1])
     return np.searchsorted(_SHARE_EDGES, weights / weights.sum(axis=1, keepdims=True))
-
-
-def recent_successors(tokens: list[int], limit: int) -> dict[int, list[int]]:
-    """For each known token that a known one follows: `limit` successors, most recent first."""
-    recent: dict[int, list[int]] = {}
-    for token, successor in zip(reversed(tokens[:-1]), reversed(tokens[1:]), strict=True):
-        if token == _UNKNOWN or successor == _UNKNOWN:
-            continue
-        row = recent.setdefault(token, [])
-        if len(row) < limit and successor not in row:
-            row.append(successor)
-    return recent
-
-
-def _move_to_front(new: list[int], row: list[int]) -> list[int]:
-    return (new + [token for token in row if token not in new])[: len(row)]

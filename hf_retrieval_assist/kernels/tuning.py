@@ -8,6 +8,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from .. import __version__
 from ..system.files import replacing, user_cache_directory
 from ..system.locks import Lock
-from .skinny import PATHS
+from . import skinny
 
 TUNING_REPEATS = 7
 TUNING_SECONDS = 0.1  # for one case, after which repeating stops
@@ -87,7 +88,8 @@ def _environment() -> dict[str, str]:
     """What a choice depends on besides its key."""
     return {
         "cpu": _cpu_name(),
-        "paths": " ".join(PATHS),
+        "paths": " ".join(skinny.PATHS),
+        "kernels": sha256(Path(skinny.__file__).read_bytes()).hexdigest(),
         "torch": torch.__version__,
         "package": __version__,
     }
@@ -96,9 +98,10 @@ def _environment() -> dict[str, str]:
 class Tuning:
     """The choices made on this machine, kept in a file of the user's cache directory.
 
-    The file holds one environment (CPU, instruction sets, torch and package version); another one's
-    choices are replaced. A file that cannot be read, or is not what this class writes, counts as
-    empty and is reported by one RuntimeWarning; so is a directory that cannot be written to.
+    The file holds one environment (CPU, instruction sets, compiled kernels, torch and package
+    version); another one's choices are replaced. A file that cannot be read, or is not what this
+    class writes, counts as empty and is reported by one RuntimeWarning; so is a directory that
+    cannot be written to.
 
     Args:
         methods: the names there are, "kernel" among them.

@@ -12,6 +12,7 @@ _MARGIN = 0.97  # of the drafted pace: below that, plain is faster
 _GROWTH = 4  # of a rest that the next timing confirms
 _MOST_RESTS = 32  # calls
 _MOST_PATIENCE = 64  # calls
+_LOOK_AGAIN = 16  # plain calls, after which the slower kernels are tried again
 
 
 class Paces:
@@ -23,11 +24,14 @@ class Paces:
     timed. If that was faster, more of them follow, 1, 4, 16, … until another with drafts, which
     tells whether they bring something by now. So drafts that bring nothing cost their excess in
     one call of so many.
+
+    Plain calls run by the model's own kernels or by those for few rows, whichever are faster.
     """
 
     def __init__(self) -> None:
-        self._drafted, self._plain = _Pace(), _Pace()
-        self._calls = 0
+        self._drafted = _Pace()
+        self._plain = {True: _Pace(), False: _Pace()}  # by whether rerouted
+        self._calls = self._plain_calls = 0
         self._rests = 0  # calls to be decoded plainly
         self._streak = 0  # calls of the last rest
         self._patience = 1  # drafted calls before plain is tried
@@ -40,9 +44,20 @@ class Paces:
         self._rests -= 1
         return True
 
-    def observe_plain(self, seconds: float, tokens: int) -> None:
+    def reroutes(self) -> bool:
+        """Whether kernels for few rows are to serve the next plain call, where both may."""
+        rerouted, own = self._plain[True].seconds, self._plain[False].seconds
+        looks_again = self._plain_calls % _LOOK_AGAIN == _LOOK_AGAIN - 1
+        return not rerouted or (bool(own) and (rerouted < own) != looks_again)
+
+    def observe_plain(self, seconds: float, tokens: int, rerouted: bool) -> None:
         """Count a call of so many tokens per row that was decoded plainly."""
-        self._plain.observe(seconds, tokens)
+        self._plain_calls += 1
+        self._plain[rerouted].observe(seconds, tokens)
+
+    @property
+    def _plain_seconds(self) -> float:
+        return min((pace.seconds for pace in self._plain.values() if pace.seconds), default=0.0)
 
     def observe_drafted(self, seconds: float, tokens: int, plain_step: float) -> None:
         """Count a call that was drafted for.
@@ -58,7 +73,7 @@ class Paces:
         self._drafted.observe(seconds, tokens)
         # The mean knows of gains in few calls of many, the last call of gains that begin.
         pace = min(self._drafted.seconds, self._drafted.last)
-        if 0 < self._plain.seconds < _MARGIN * pace:
+        if 0 < self._plain_seconds < _MARGIN * pace:
             self._streak = self._rests = min(_GROWTH * self._streak or 1, _MOST_RESTS)
             return
         self._streak = 0

@@ -5,10 +5,26 @@ def draft(
     successors: NDArray[np.int32],
     kinds: NDArray[np.uint8],
     root: int,
+    before: int,
     parents: NDArray[np.int32],
     ranks: NDArray[np.int32],
     rates: NDArray[np.float32],
+    first_kind: int,
     budget: int,
-    first_kind: int = ...,
-    left_out: int = ...,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
+def write(
+    successors: NDArray[np.int32],
+    classes: NDArray[np.uint8],
+    tokens: NDArray[np.int32],
+    new: NDArray[np.int32],
+    kinds: NDArray[np.int64],
+    kind_count: int,
+) -> None: ...
+def learn_text(
+    successors: NDArray[np.int32],
+    classes: NDArray[np.uint8],
+    tokens: NDArray[np.int32],
+    order: NDArray[np.int64],
+    kinds: NDArray[np.int64],
+    kind_count: int,
+) -> None: ...

@@ -180,4 +180,4 @@ def test_both_paces_are_taken(model):
     paces._rests = 1
     run(model, max_new_tokens=40, assistant=assistant)
     assert paces._drafted.seconds > 0
-    assert paces._plain.seconds > 0
+    assert paces._plain_seconds > 0

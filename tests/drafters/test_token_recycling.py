@@ -1,7 +1,6 @@
 """Token Recycling against its definition, on tables small enough to write down."""
 
 import dataclasses
-import itertools
 import threading
 
 import numpy as np
@@ -16,7 +15,6 @@ from hf_retrieval_assist.drafters.token_recycling import (
     TEMPLATES,
     Template,
     TokenRecyclingDrafter,
-    recent_successors,
     rows_to_learn,
 )
 from hf_retrieval_assist.structures import draft_tree
@@ -243,17 +241,6 @@ def test_prompt_tokens_without_logits_are_learnt_from_the_text():
     session = drafter.start(ids(1, 2, 3), target())
     feed(session, (3,), (0,), logits_preferring(10, (9,)), [1])
     assert session.propose(8).token_ids.tolist() == [2, 3, 9]
-
-
-@given(st.lists(st.integers(0, 3), max_size=30), st.integers(1, 4))
-def test_recent_successors(tokens, limit):
-    expected = {}
-    for token, successor in itertools.pairwise(tokens):
-        row = expected.setdefault(token, [])
-        if successor in row:
-            row.remove(successor)
-        row.insert(0, successor)
-    assert recent_successors(tokens, limit) == {t: row[:limit] for t, row in expected.items()}
 
 
 def test_ids_beyond_the_logits_are_neither_learnt_nor_looked_up():

@@ -17,7 +17,7 @@ def run(calls, drafted, paces=None, plain=1.0, tokens=TOKENS):
     for call in range(calls):
         rested.append(paces.rests())
         if rested[-1]:
-            paces.observe_plain(plain * tokens, tokens)
+            paces.observe_plain(plain * tokens, tokens, paces.reroutes())
         else:
             paces.observe_drafted(drafted(call) * tokens, tokens, plain)
     return rested
@@ -67,3 +67,32 @@ def test_short_calls_are_taken_together():
     rested = run(40, lambda call: 1.5, tokens=4)
     assert not any(rested[: 2 + 8])
     assert any(rested)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_plain_calls_run_by_the_faster_kernels(faster):
+    paces, chosen = Paces(), []
+    for call in range(200):
+        chosen.append(paces.reroutes())
+        usual = faster if call < 100 else not faster
+        paces.observe_plain(TOKENS * (1.0 if chosen[-1] is usual else 1.2), TOKENS, chosen[-1])
+    assert set(chosen[:2]) == {True, False}
+    assert 85 <= chosen[:100].count(faster) <= 97
+    assert chosen[160:].count(not faster) >= 35
+
+
+def test_short_plain_calls_try_both_kernels():
+    paces, chosen = Paces(), []
+    for _ in range(20):
+        chosen.append(paces.reroutes())
+        paces.observe_plain(4 * (1.2 if chosen[-1] else 1.0), 4, chosen[-1])
+    assert chosen == 8 * [True] + 12 * [False]
+
+
+def test_drafts_compete_with_the_faster_kernels():
+    paces = Paces()
+    run(60, lambda call: 0.9 if call < 40 else 1.1, paces, plain=1.0)
+    for rerouted in (True, False):
+        paces.observe_plain((0.7 if rerouted else 1.5) * TOKENS, TOKENS, rerouted)
+    paces.observe_drafted(0.9 * TOKENS, TOKENS, 1.0)
+    assert paces.rests()

@@ -1,0 +1,137 @@
+"""What a table of successors learns, against lists."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.structures import successors
+from hf_retrieval_assist.token_tree import TokenTree
+
+ROWS, KINDS = 5, 7
+tokens = st.integers(-1, ROWS - 1)
+
+
+@st.composite
+def tables(draw):
+    """Successors without repetition, unknown ones last, and their classes."""
+    k = draw(st.integers(1, 4))
+    rows = draw(
+        st.lists(st.lists(st.integers(0, 9), max_size=k, unique=True), min_size=ROWS, max_size=ROWS)
+    )
+    classes = draw(st.lists(st.integers(0, 4 * KINDS - 1), min_size=ROWS * k, max_size=ROWS * k))
+    table = [row + [-1] * (k - len(row)) for row in rows]
+    return np.array(table, np.int32), np.array(classes, np.uint8).reshape(ROWS, k)
+
+
+def replaced(old, old_classes, new, kinds):
+    """Classes of a row's new successors."""
+    stable = []
+    for token in new:
+        if token not in old:
+            stable.append(0)
+        elif token != old[0]:
+            stable.append(1)
+        else:
+            stable.append(3 if old_classes[0] // KINDS >= 2 else 2)
+    return [KINDS * level + kind for level, kind in zip(stable, kinds, strict=True)]
+
+
+@given(tables(), st.data())
+def test_rows_are_replaced_and_say_how_stable_they_are(given_table, data):
+    table, classes = given_table
+    k = table.shape[1]
+    found = np.array(data.draw(st.lists(st.integers(0, ROWS - 1), unique=True)), np.int32)
+    new, kinds = (
+        np.array(
+            [data.draw(st.lists(values, min_size=k, max_size=k, unique=unique)) for _ in found],
+            dtype,
+        ).reshape(len(found), k)
+        for values, unique, dtype in (
+            (st.integers(0, 9), True, np.int32),
+            (st.integers(0, KINDS - 1), False, np.int64),
+        )
+    )
+    expected, expected_classes = table.tolist(), classes.tolist()
+    for token, row, row_kinds in zip(found, new.tolist(), kinds.tolist(), strict=True):
+        expected_classes[token] = replaced(expected[token], expected_classes[token], row, row_kinds)
+        expected[token] = row
+    successors.write(table, classes, found, new, kinds, KINDS)
+    assert table.tolist() == expected
+    assert classes.tolist() == expected_classes
+
+
+@given(tables(), st.lists(tokens, max_size=30))
+def test_what_followed_a_token_moves_to_the_front_of_its_row(given_table, text):
+    table, classes = given_table
+    k = table.shape[1]
+    kinds = list(range(k))
+    expected, expected_classes = table.tolist(), classes.tolist()
+    for token, follower in pairwise(text):
+        if token >= 0 and follower >= 0:
+            row = expected[token]
+            expected[token] = [follower, *(other for other in row if other != follower)][:k]
+    for token in {token for token, follower in pairwise(text) if min(token, follower) >= 0}:
+        expected_classes[token] = replaced(
+            table[token].tolist(), expected_classes[token], expected[token], kinds
+        )
+    ids = np.array(text, np.int32)
+    order = np.argsort(ids[:-1], kind="stable")
+    successors.learn_text(table, classes, ids, order, np.array(kinds), KINDS)
+    assert table.tolist() == expected
+    assert classes.tolist() == expected_classes
+
+
+@given(tables(), tokens, tokens, st.integers(0, 12))
+def test_what_follows_the_token_before_joins_the_draft(given_table, root, before, budget):
+    """The union of both drafts, where a path of both has the higher probability, cut to size."""
+    table, classes = given_table[0], given_table[1] % 4
+    k = table.shape[1]
+    # A root with k children, each of which has one; the same again for the token before.
+    parents = np.array([-1] * k + list(range(k)), np.int32)
+    ranks = np.array([*range(k), *([0] * k)], np.int32)
+    again = np.where(parents < 0, -2, parents).astype(np.int32)
+    rates = np.linspace(0.9, 0.2, 4 + k, dtype=np.float32)
+
+    def draft(template, ranks, budget):
+        arrays = (table, classes, root, before, template, ranks, rates, 4, budget)
+        return TokenTree(*successors.draft(*arrays))
+
+    def paths(tree):
+        return {
+            tuple(tree.token_ids[tree.path(i)].tolist()): (tree.probs[i], tree.classes[i])
+            for i in range(len(tree))
+        }
+
+    both = np.concatenate([parents, np.where(again < 0, again, again + 2 * k)])
+    found = draft(both.astype(np.int32), np.tile(ranks, 2), budget)
+    found.check_invariants()
+    last = draft(again, ranks, 2 * k)
+    assert root not in last.token_ids[last.parents < 0]
+    expected = draft(parents, ranks, 2 * k).merge(last).prune(budget)
+    assert paths(found) == paths(expected)
+
+
+def test_what_does_not_fit_the_table_is_refused():
+    table, classes = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.uint8)
+    one = np.zeros((1, 2), np.int32)
+    for token in (-1, 3):
+        with pytest.raises(ValueError, match="tokens: expected 0 to 2"):
+            successors.write(
+                table, classes, np.array([token], np.int32), one, one.astype(np.int64), KINDS
+            )
+    with pytest.raises(ValueError, match="expected 1 rows of 2"):
+        successors.write(
+            table, classes, np.array([1], np.int32), one[:, :1].copy(), one.astype(np.int64), KINDS
+        )
+    text, order, kinds = np.array([0, 3, 1], np.int32), np.arange(2), np.zeros(2, np.int64)
+    with pytest.raises(ValueError, match="tokens: expected -1 to 2, got 3"):
+        successors.learn_text(table, classes, text, order, kinds, KINDS)
+    with pytest.raises(ValueError, match="expected the order of 2 tokens and 2 kinds"):
+        successors.learn_text(table, classes, text - 1, order[:1], kinds, KINDS)
+    with pytest.raises(ValueError, match="classes: expected 2 columns, got 1"):
+        successors.learn_text(table, classes[:, :1].copy(), text - 1, order, kinds, KINDS)
