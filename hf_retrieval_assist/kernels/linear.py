@@ -47,13 +47,16 @@ LEAST_ELEMENTS = 1 << 17
 def transposed_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` with the weight as the left factor. Returns [..., out_features]."""
+    """`x @ weight.T + bias` with the weight as the left factor. Returns [..., out_features].
+
+    Contiguous, as PyTorch's own: what comes next would pay for another layout.
+    """
     rows = x.reshape(-1, x.shape[-1])
     if bias is None:
         product = torch.mm(weight, rows.T)
     else:
         product = torch.addmm(bias[:, None], weight, rows.T)
-    return product.T.reshape(*x.shape[:-1], weight.shape[0])
+    return product.T.contiguous().view(*x.shape[:-1], weight.shape[0])
 
 
 METHODS: dict[str, LinearMethod] = {

@@ -224,7 +224,9 @@ def test_compiled_code_keeps_its_linears_in_the_graph(served):
 def test_every_method_computes_the_product(name, dtype, shape):
     x, weight, bias = torch.randn(shape).to(dtype), W.to(dtype), torch.randn(48).to(dtype)
     for b in (None, bias):
-        torch.testing.assert_close(METHODS[name](x, weight, b), PLAIN(x, weight, b))
+        y = METHODS[name](x, weight, b)
+        torch.testing.assert_close(y, PLAIN(x, weight, b))
+        assert y.is_contiguous()
 
 
 def seconds_as(monkeypatch, serial=9, **seconds):
