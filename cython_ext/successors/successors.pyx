@@ -124,10 +124,9 @@ cdef void replace(
     token_t* row, uint8_t* classes, Py_ssize_t k, const token_t* new, const int64_t* kinds,
     int32_t kind_count,
 ) noexcept nogil:
-    """Put `new` in a row's place, each with its kind of evidence and how stable it is.
+    """Put `new` in a row's place, each with its kind of evidence and its stability; see `write`.
 
-    0: it was not in the row; 1: it was, below the first place; 2: it was the first; 3: it was the
-    first and had been so before.
+    A first successor that stays is accepted more than twice as often as a new one of equal share.
     """
     cdef int32_t first = classes[0] // kind_count, place, stability
     cdef Py_ssize_t j
@@ -161,8 +160,9 @@ def write(
 ):
     """Replace the rows of distinct tokens [n] by successors [n, k] of kinds [n, k], below `kind_count`.
 
-    `successors` and `classes` [rows, k] are the table and its evidence, kind plus `kind_count` times
-    the stability that `replace` tells of. O(n k²).
+    `successors` and `classes` [rows, k] are the table and its evidence: the kind plus `kind_count`
+    times the stability, 0 for a successor that was not in the old row, 1 for one below its first place,
+    2 for its first one, 3 for one that had stayed the first already. O(n k²).
     """
     cdef Py_ssize_t n = tokens.shape[0], k = successors.shape[1], i
     check_rows(successors, classes, tokens, 0)

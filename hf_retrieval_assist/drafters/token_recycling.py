@@ -49,7 +49,7 @@ TEMPLATES: dict[str, tuple[int, ...]] = {
 _SHARE_EDGES = np.array([0.02, 0.1, 0.2, 0.5, 0.85, 0.97], dtype=np.float32)
 # Acceptance given an accepted parent, measured with Gemma-3-270M on its own and on recorded texts.
 # A column per kind of evidence: seven shares, then text learnt at rank 0, 1 and below. A row per
-# stability (see `_stability`).
+# stability (see `successors.write`).
 _PRIORS = np.array(
     [
         [0.01, 0.03, 0.05, 0.10, 0.20, 0.27, 0.28, 0.23, 0.18, 0.08],
@@ -350,8 +350,9 @@ class SuccessorTable:
         tokens = fed[nodes]
         found, logits = top.of(nodes, self._top_k, self._vocab_size)
         self._reserve(max(int(ids.max(initial=-1)) for ids in (tokens, found)) + 1)
+        rows = np.ascontiguousarray(found)
         with self._lock:
-            successors.write(self._successors, self._classes, tokens, found, shares(logits), _KINDS)
+            successors.write(self._successors, self._classes, tokens, rows, shares(logits), _KINDS)
 
     def learn_text(self, tokens: Int32Array) -> None:
         """Move each token's successor in the text to the front of its row."""
