@@ -53,8 +53,8 @@ def test_example(name, capsys):
 
 @pytest.mark.parametrize("name", ["explore", "compare"])
 def test_notebook(name, monkeypatch, capsys):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
     notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
     # Whether drafts pay on a model this small depends on the machine.
     drafting = functools.partial(SamAssistant, budget=8)
@@ -64,7 +64,7 @@ def test_notebook(name, monkeypatch, capsys):
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
-    matplotlib.pyplot.close("all")
+    pyplot.close("all")
     if name == "explore":
         assert names["record"].calls[0].generated(0).tolist() == names["output"][0, -128:].tolist()
         assert len(names["largest"].tree) > 0
