@@ -86,16 +86,18 @@ def test_what_followed_a_token_moves_to_the_front_of_its_row(given_table, text):
     assert classes.tolist() == expected_classes
 
 
-@given(tables(), tokens, tokens, st.integers(0, 12))
-def test_what_follows_the_token_before_joins_the_draft(given_table, root, before, budget):
+@given(tables(), tokens, tokens, st.integers(0, 12), st.data())
+def test_what_follows_the_token_before_joins_the_draft(given_table, root, before, budget, data):
     """The union of both drafts, where a path of both has the higher probability, cut to size."""
     table, classes = given_table[0], given_table[1] % 4
     k = table.shape[1]
-    # A root with k children, each of which has one; the same again for the token before.
+    # A root with k children, each of which has one, the likeliest; for the token before the second.
     parents = np.array([-1] * k + list(range(k)), np.int32)
     ranks = np.array([*range(k), *([0] * k)], np.int32)
     again = np.where(parents < 0, -2, parents).astype(np.int32)
-    rates = np.linspace(0.9, 0.2, 4 + k, dtype=np.float32)
+    other_ranks = np.array([*range(k), *([min(1, k - 1)] * k)], np.int32)
+    steps = np.linspace(0.9, 0.2, 4 + k, dtype=np.float32)
+    rates = np.array(data.draw(st.permutations(steps.tolist())), np.float32)
 
     def draft(template, ranks, budget):
         arrays = (table, classes, root, before, template, ranks, rates, 4, budget)
@@ -108,9 +110,9 @@ def test_what_follows_the_token_before_joins_the_draft(given_table, root, before
         }
 
     both = np.concatenate([parents, np.where(again < 0, again, again + 2 * k)])
-    found = draft(both.astype(np.int32), np.tile(ranks, 2), budget)
+    found = draft(both.astype(np.int32), np.concatenate([ranks, other_ranks]), budget)
     found.check_invariants()
-    last = draft(again, ranks, 2 * k)
+    last = draft(again, other_ranks, 2 * k)
     assert root not in last.token_ids[last.parents < 0]
     expected = draft(parents, ranks, 2 * k).merge(last).prune(budget)
     assert paths(found) == paths(expected)
