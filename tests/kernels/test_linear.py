@@ -291,12 +291,14 @@ def test_choices_are_made_once_and_remembered(tuning, monkeypatch, dtype):
     assert list(tuning.path.parent.iterdir()) == [tuning.path]
 
 
-def test_another_environment_starts_anew(tuning, monkeypatch):
+@pytest.mark.parametrize("part", ["cpu", "kernels", "torch", "package"])
+def test_another_environment_starts_anew(tuning, monkeypatch, part):
     measure_as(monkeypatch, "kernel")
     tuning.choose(W)
     stored = json.loads(tuning.path.read_text())
     assert stored["environment"]["torch"] == torch.__version__
-    stored["environment"]["torch"] = "0.0"
+    assert stored["environment"][part]
+    stored["environment"][part] = "0.0"
     tuning.path.write_text(json.dumps(stored))
     measure_as(monkeypatch, "pytorch")
     assert LinearTuning(tuning.path).choose(W) is METHODS["pytorch"]
