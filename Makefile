@@ -7,7 +7,7 @@ TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
 .PHONY: demo test test-all test-arm test-contract test-debug test-deepspeed test-ecosystem test-matrix \
-	test-ray test-vllm \
+	test-ray test-structured test-vllm \
 	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results docs recording quality style \
 	build wheel clean
 
@@ -43,8 +43,8 @@ test-arm: build
 
 # What touches transformers again under its other supported versions. Their environments see the
 # packages of the first one, torch among them, and hold only what differs.
-MATRIX_TESTS := $(addprefix tests/,decoding target drafters/test_draft_model.py \
-	drafters/test_eagle_lossless.py drafters/test_residual.py drafters/test_sequoia.py \
+MATRIX_TESTS := $(addprefix tests/,decoding host verification draft_models/test_draft_model.py \
+	draft_models/test_eagle_lossless.py draft_models/test_residual.py draft_models/test_sequoia.py \
 	test_candidate_generator.py test_hook.py test_presets.py)
 # The same tests with whatever version of transformers is there.
 test-contract: build
@@ -79,6 +79,16 @@ test-ecosystem: .venv-ecosystem/.installed
 	.venv-ecosystem/bin/python -c "import lm_eval, trl"
 	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem
 
+# Structured output with the real libraries. 400 MB, a minute.
+.venv-structured/.installed: $(VENV)/.installed
+	$(call layered,.venv-structured)
+	$(PIP) --python .venv-structured/bin/python install --quiet --constraint constraints.txt \
+		"xgrammar>=0.2" "llguidance>=1.9" "outlines>=1.3"
+	touch $@
+
+test-structured: .venv-structured/.installed
+	.venv-structured/bin/python -m pytest -q tests/structured
+
 # Two processes that hold a model's weights by DeepSpeed's third stage, for which it compiles an
 # operator. 40 MB, a minute.
 .venv-deepspeed/.installed: $(VENV)/.installed
@@ -87,7 +97,7 @@ test-ecosystem: .venv-ecosystem/.installed
 	touch $@
 
 test-deepspeed: .venv-deepspeed/.installed
-	DS_ACCELERATOR=cpu .venv-deepspeed/bin/python -m pytest -q tests/target/test_ranks.py -k deepspeed
+	DS_ACCELERATOR=cpu .venv-deepspeed/bin/python -m pytest -q tests/host/test_ranks.py -k deepspeed
 
 # A Ray cluster of two nodes on this machine. 300 MB, some minutes.
 .venv-ray/.installed: $(VENV)/.installed
@@ -137,6 +147,7 @@ quality: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 style: build
 	$(BIN)/ruff check --fix .

@@ -38,9 +38,14 @@ def package_of(source: Path) -> str:
     return "kernels" if source.parent.name == "kernels" else "structures"
 
 
+def headers_of(source: Path) -> list[str]:
+    """The headers that a source may include: those beside it and the common ones."""
+    folders = {source.parent, source.parent.parent / "common"}
+    return sorted(str(header) for folder in folders for header in folder.glob("*.h"))
+
+
 def extensions() -> list[Extension]:
     """One extension per .pyx, named after it, so that a new structure is one new file."""
-    headers = [str(header) for header in Path("cython_ext").glob("*/*.h")]
     return [
         Extension(
             f"hf_retrieval_assist.{package_of(source)}.{source.stem}",
@@ -48,7 +53,7 @@ def extensions() -> list[Extension]:
             include_dirs=["cython_ext", "cython_ext/kernels", numpy.get_include()],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=compile_args(),
-            depends=headers,
+            depends=headers_of(source),
         )
         for source in sorted(Path("cython_ext").glob("*/*.pyx"))
     ]

@@ -21,11 +21,11 @@ from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
 from hf_retrieval_assist.planning.acceptance import CalibrationSession, Calibrator
-from hf_retrieval_assist.planning.clipped_mean import ClippedMean
-from hf_retrieval_assist.planning.consultation import Consultation
+from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
 from hf_retrieval_assist.planning.planner import Planner
+from hf_retrieval_assist.planning.running_mean import toward
 
 from .acceptance import cpu_time, gpu_time
 from .model import first_of_each, read_prompts
@@ -72,10 +72,11 @@ class Averaged(Learnt):
     def __init__(self, timings: Timings) -> None:
         super().__init__(timings)
         self._assumed = np.empty(0)
-        self._means: dict[int, ClippedMean] = {}
+        self._means: dict[int, float] = {}
 
     def observe(self, tokens: int, seconds: float) -> None:
-        self._means.setdefault(tokens, ClippedMean(0.1)).observe(self.timings.take(tokens))
+        mean = self._means.get(tokens, 0.0)
+        self._means[tokens] = toward(mean, self.timings.take(tokens), 0.1)
         self._count += 1
 
     def curve(self, max_tokens: int) -> NDArray[np.float64]:
@@ -85,7 +86,7 @@ class Averaged(Learnt):
         sizes = sorted(size for size in self._means if size <= max_tokens)
         if not sizes:
             return assumed
-        ratios = [self._means[size].value / assumed[size - 1] for size in sizes]
+        ratios = [self._means[size] / assumed[size - 1] for size in sizes]
         factors = np.interp(np.arange(1, max_tokens + 1), sizes, ratios)
         return np.maximum.accumulate(assumed * factors)
 
@@ -120,9 +121,10 @@ def _calibrated(kind: type[CalibrationSession]) -> Callable[[Assistant], None]:
             def session(self) -> CalibrationSession:
                 return kind(self)
 
-        assistant.calibrators = tuple(
+        made = assistant.calibrators
+        assistant.calibrators = lambda fingerprint: tuple(  # type: ignore[method-assign]
             Changed(drafter.priors(), calibrator.beside)
-            for drafter, calibrator in zip(assistant.drafters, assistant.calibrators, strict=True)
+            for drafter, calibrator in zip(assistant.drafters, made(fingerprint), strict=True)
         )
 
     return change
@@ -176,14 +178,19 @@ def shares(
             assistant = SamAssistant(memory=OutputMemory())
             variant.change(assistant)
             cost = variant.cost(Timings(curve, seed))
-            tokens = replay(assistant, trace.requests, cost, trace.vocab_size)
+            account = account_of(assistant)
+            tokens = replay(assistant, trace.requests, cost, trace.vocab_size, account)
             speeds[name] = tokens * SECOND / cost.timings.spent
             found[name].append((speeds[name], speeds[name] / speeds["whole"]))
     return found
 
 
 def replay(
-    assistant: Assistant, requests: Sequence[tuple[Ids, Ids]], cost: Learnt, vocab_size: int
+    assistant: Assistant,
+    requests: Sequence[tuple[Ids, Ids]],
+    cost: Learnt,
+    vocab_size: int,
+    account: Account | None,
 ) -> int:
     """The tokens that steps brought."""
     target = Target(vocab_size, fingerprint="simulation")
@@ -193,18 +200,26 @@ def replay(
         session.begin(output[:1].tolist())
         done = 1
         while done < len(output):
-            proposal = session.propose(len(output) - done - 1, cost)
-            (tree,) = assistant.plan([proposal], cost)
+            drafting = None if account is None else account.begin(cost)
+            depths = [len(output) - done - 1]
+            drafts = assistant.propose([session], depths, cost, drafting=drafting)
+            (tree,) = assistant.plan(drafts, cost, drafting=drafting)
             cost.observe(1 + len(tree), 0.0)
-            new = output[done : done + 1 + len(tree.follow(output[done:]))]
-            session.commit(new.tolist(), None)
+            new = output[done : done + 1 + len(tree.follow(output[done:]))].tolist()
+            assistant.commit([session], [new], [None], drafting)
+            if drafting is not None:
+                assistant.settle(drafting, [session], [tree], [new], 1 + len(tree))
             done += len(new)
         tokens += max(len(output) - 1, 0)
         session.close()
     return tokens
 
 
-# ------------------------------------------------------------------------------ consultation
+def account_of(assistant: Assistant) -> Account | None:
+    return assistant.account(CostKey("simulation", "", "", ""))
+
+
+# -------------------------------------------------------------------------- costly drafters
 
 
 class Seer(Drafter):
@@ -247,32 +262,19 @@ class SeerSession(DraftSession):
         self._done += len(token_ids)
 
 
-class AlwaysAsked(Consultation):
-    def worthwhile(self, tree: TokenTree, cost: CostModel) -> bool:
-        return True
+ASKED = ("asked where it pays", "always asked", "never asked")
 
 
-class NeverAsked(Consultation):
-    def worthwhile(self, tree: TokenTree, cost: CostModel) -> bool:
-        return False
-
-
-CONSULTATIONS = {
-    "asked where it pays": Consultation,
-    "always asked": AlwaysAsked,
-    "never asked": NeverAsked,
-}
-
-
-def consult(trace: Trace, curve: Callable[[int], float], kind: type[Consultation]) -> float:
+def speed_beside(trace: Trace, curve: Callable[[int], float], asked: str) -> float:
     """As `replay`, with a costly drafter, whose time counts."""
     seer = Seer()
-    assistant = SamAssistant(fallback=seer, memory=OutputMemory())
-    assistant.consultations = tuple(kind() for _ in assistant.drafters)
+    fallback = None if asked == "never asked" else seer
+    assistant = SamAssistant(fallback=fallback, memory=OutputMemory())
+    account = None if asked == "always asked" else account_of(assistant)
     cost, tokens = Learnt(Timings(curve, 0)), 0
     for request in trace.requests:
         seer.text = request[1]
-        tokens += replay(assistant, [request], cost, trace.vocab_size)
+        tokens += replay(assistant, [request], cost, trace.vocab_size, account)
     return tokens * SECOND / (cost.timings.spent + seer.asked * seer.price * SECOND)
 
 
@@ -346,8 +348,9 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
                     least=min(parts),
                     most=max(parts),
                 )
-            for name, kind in CONSULTATIONS.items():
-                asked.add(**place, variant=name, speed=consult(trace, curve, kind))
+            for when in ASKED:
+                speed = speed_beside(trace, curve, when)
+                asked.add(**place, variant=when, speed=speed)
     if prompts:
         model = load_demo_model()
         for curve_name, curve in CURVES.items():

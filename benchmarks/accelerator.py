@@ -29,7 +29,6 @@ from transformers import CompileConfig
 from hf_retrieval_assist import Assistant, SuffixAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
 from hf_retrieval_assist.planning.cost_store import CostModels
-from hf_retrieval_assist.target.verifiers import best_chain
 
 from .baselines import LOOKUP_TOKENS
 from .forced import forcing
@@ -75,7 +74,7 @@ class Chained(SuffixAssistant):
     """The same drafts, of which only the best path is verified."""
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        return best_chain(super().choose(sessions, drafts))
+        return super().choose(sessions, drafts).best_chain()
 
 
 class Filler(Drafter):

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_retrieval_assist import Assistant, OutputMemory, SuffixAssistant
-from hf_retrieval_assist.drafters.sequoia import OptimalTrees
+from hf_retrieval_assist.draft_models.sequoia import OptimalTrees
 from hf_retrieval_assist.simulation import SimulationReport, simulate
 
 from . import variants

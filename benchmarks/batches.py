@@ -15,14 +15,14 @@ import torch
 from transformers import DynamicCache
 
 from hf_retrieval_assist import SuffixAssistant, simulate
-from hf_retrieval_assist.decoding.row_text import RowText
 from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.kernels.reroute import reroute
-from hf_retrieval_assist.target.fixed_verifier import ForwardOptions
-from hf_retrieval_assist.target.kv_cache import SlotCache
-from hf_retrieval_assist.target.tiers import Service, Tier
-from hf_retrieval_assist.target.tree_attention import layer_masks, single_mask
+from hf_retrieval_assist.row_text import RowText
 from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.verification.fixed_verifier import ForwardOptions
+from hf_retrieval_assist.verification.kv_cache import SlotCache
+from hf_retrieval_assist.verification.tiers import Service, Tier
+from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
 
 from .acceptance import cpu_time, gpu_time
 from .report import Report, Table

@@ -21,10 +21,10 @@ import torch
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.cli.train_head import read_records
 from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.draft_models import EagleHead
+from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.base import Drafter
-from hf_retrieval_assist.drafters.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
-from hf_retrieval_assist.eagle import EagleHead
 from hf_retrieval_assist.planning.cost_store import CostModels
 from hf_retrieval_assist.training.data import Example, examples_of_prompts
 from hf_retrieval_assist.training.trainer import HeadTraining, train_head

@@ -14,7 +14,7 @@ from pathlib import Path
 from hf_retrieval_assist import Assistant, MtpHead, SamAssistant
 from hf_retrieval_assist.demo.comparison import TASKS
 from hf_retrieval_assist.demo_model import load_demo_model
-from hf_retrieval_assist.drafters.mtp import MtpDrafter
+from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 
 from .methods import Method, assisted

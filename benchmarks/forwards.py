@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from hf_retrieval_assist.cost_measurement import measure_cost
 from hf_retrieval_assist.demo_model import load_demo_model
-from hf_retrieval_assist.planning.cost_measurement import measure_cost
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.cost_store import CostModels
 

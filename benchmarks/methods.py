@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from hf_retrieval_assist import Assistant
 
@@ -63,20 +67,25 @@ class ForwardClock:
     @contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[ForwardClock]:
         """Watch a model until the block ends."""
-        # First in and last out, so that other hooks on the model are timed too.
-        before = model.register_forward_pre_hook(self._enter, prepend=True)
-        after = model.register_forward_hook(self._leave)
+        # Hooks of the model's own would be part of what its forwards are tested with.
+        self._model = model
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave)
         try:
             yield self
         finally:
             before.remove()
             after.remove()
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, module: torch.nn.Module, *_: Any) -> None:
+        if module is not self._model:
+            return
         self.calls += 1
         self._started = self._mark()
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, module: torch.nn.Module, *_: Any) -> None:
+        if module is not self._model:
+            return
         ended = self._mark()
         if self._cuda:
             self._events.append((self._started, ended))

@@ -20,7 +20,7 @@ import torch
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.demo_model import load_demo_model
-from hf_retrieval_assist.target.kv_cache import SlotLayer
+from hf_retrieval_assist.verification.kv_cache import SlotLayer
 
 from .kernel import real_text
 from .report import Report, Table

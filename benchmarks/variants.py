@@ -16,11 +16,11 @@ from hf_retrieval_assist import (
     SuffixAssistant,
     TokenTree,
 )
-from hf_retrieval_assist.assistants import union
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import DraftSession
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
+from hf_retrieval_assist.drafting.policy import union
 
 from .baselines import prompt_lookup
 from .traces import Ids, Trace
@@ -53,7 +53,8 @@ class CorpusAlone(SamAssistant):
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         corpus: Any = sessions[1]
-        if corpus.match_length - self.corpus_bias >= self.min_match:
+        rule = self.policy
+        if corpus.match_length - rule.corpus_bias >= rule.min_match:
             return drafts[1]
         return union(drafts[2:])
 

@@ -11,15 +11,17 @@ import functools
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .system.versions import require_supported_versions
+from .system.versions import require_compiled, require_supported_versions
 
 if TYPE_CHECKING:
     from .assistants import Assistant
     from .attachment import attach, detach
     from .candidate_generator import RetrievalCandidateGenerator
     from .corpus.datastore import Datastore
-    from .drafters.early_exit import EarlyExit
-    from .eagle.head import EagleHead
+    from .draft_models.eagle_head import EagleHead
+    from .draft_models.early_exit import EarlyExit
+    from .draft_models.mtp_head import MtpHead
+    from .draft_models.quantized_self import QuantizedSelf
     from .hook import install, uninstall
     from .kernels.reroute import reroute
     from .memory.output_memory import OutputMemory
@@ -31,10 +33,11 @@ if TYPE_CHECKING:
         SuffixAssistant,
     )
     from .record.record import Record
-    from .record.suggest import suggest
     from .simulation import SimulationReport, simulate
-    from .target.mtp_head import MtpHead
+    from .suggestion import suggest
     from .token_tree import TokenTree
+
+require_compiled()
 
 __version__ = "0.2.0"
 
@@ -45,6 +48,7 @@ __all__ = [
     "EarlyExit",
     "MtpHead",
     "OutputMemory",
+    "QuantizedSelf",
     "Record",
     "RestAssistant",
     "RetrievalCandidateGenerator",
@@ -66,10 +70,11 @@ __all__ = [
 _MODULES = {
     "Assistant": "assistants",
     "Datastore": "corpus.datastore",
-    "EagleHead": "eagle.head",
-    "EarlyExit": "drafters.early_exit",
-    "MtpHead": "target.mtp_head",
+    "EagleHead": "draft_models.eagle_head",
+    "EarlyExit": "draft_models.early_exit",
+    "MtpHead": "draft_models.mtp_head",
     "OutputMemory": "memory.output_memory",
+    "QuantizedSelf": "draft_models.quantized_self",
     "Record": "record.record",
     "RestAssistant": "presets",
     "RetrievalCandidateGenerator": "candidate_generator",
@@ -84,7 +89,7 @@ _MODULES = {
     "install": "hook",
     "reroute": "kernels.reroute",
     "simulate": "simulation",
-    "suggest": "record.suggest",
+    "suggest": "suggestion",
     "uninstall": "hook",
 }
 

@@ -13,15 +13,16 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import GenerationMixin
 
-if TYPE_CHECKING:
-    from .assistants import Assistant
+from .drafting.policy import DraftingPolicy
 
 logger = logging.getLogger(__name__)
+
+Policy = TypeVar("Policy", bound=DraftingPolicy)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Attachment:
         told: why calls went without it.
     """
 
-    assistant: Assistant
+    assistant: Any
     told: set[str] = field(default_factory=set)
 
     def tell(self, what: str) -> None:
@@ -46,11 +47,12 @@ class Attachment:
 _attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
 
 
-def attach(model: Any, assistant: Assistant) -> None:
+def attach(model: Any, assistant: DraftingPolicy) -> None:
     """Let every `model.generate(...)` without an `assistant=` of its own be assisted.
 
     A call that cannot be assisted (beams, a quantised cache, another way of decoding) decodes as if
-    nothing were attached, and the log says so once. An assistant attached before is replaced.
+    nothing were attached, and the log says so once. `generate(assistant=None)` leaves it out of one
+    call. An assistant attached before is replaced, which the log says.
 
     Args:
         model: a transformers model, or what is wrapped round one: a PEFT model, a compiled or a
@@ -61,16 +63,22 @@ def attach(model: Any, assistant: Assistant) -> None:
         TypeError: another kind of model or assistant.
         ValueError: an assistant that expects texts row by row, of batches that others make.
     """
-    from .assistants import Assistant
-
-    if not isinstance(assistant, Assistant):
+    if not isinstance(assistant, DraftingPolicy):
         raise TypeError(f"assistant: expected an Assistant, got {type(assistant).__name__}")
     if assistant.expected.rows:
         raise ValueError(
             "assistant: expected texts for all rows where others make the batches, got "
             f"{len(assistant.expected.rows)} rows of them"
         )
-    _attachments[generating_model(model)] = Attachment(assistant)
+    model = generating_model(model)
+    before = _attachments.get(model)
+    if before is not None and before.assistant is not assistant:
+        logger.warning(
+            "%s: another assistant was attached and is replaced; detach(model) first, or use "
+            "`with assistant.attached(model)` for a scope",
+            type(model).__name__,
+        )
+    _attachments[model] = Attachment(assistant)
 
 
 def detach(model: Any) -> None:
@@ -79,10 +87,10 @@ def detach(model: Any) -> None:
 
 
 @contextmanager
-def attached(model: Any, assistant: Assistant) -> Iterator[Assistant]:
+def attached(model: Any, assistant: Policy) -> Iterator[Policy]:
     """A scope in which `assistant` is attached; what was attached before returns after it."""
     model = generating_model(model)
-    before = _attachments.get(model)
+    before = _attachments.pop(model, None)
     attach(model, assistant)
     try:
         yield assistant

@@ -6,6 +6,7 @@ selects; `generate(assistant=...)` does more. This class is for code that is bui
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 import numpy as np
@@ -14,12 +15,13 @@ from transformers.generation import CandidateGenerator
 
 from .assistants import Assistant
 from .drafters.base import Target
-from .target.fingerprint import fingerprint
-from .target.verifiers import best_chain
+from .host.fingerprint import fingerprint
 
 
 class RetrievalCandidateGenerator(CandidateGenerator):
     """The likeliest chain of an assistant's drafts.
+
+    A text is finished by `close`, or when the loop lets go of its generator, which it never closes.
 
     Args:
         assistant: where drafts come from. Drafters that learn from the model's logits or hidden
@@ -33,6 +35,7 @@ class RetrievalCandidateGenerator(CandidateGenerator):
         self.target = target
         self.max_length = max_length
         self._session: Any = None
+        self._finish: Any = None
         self._committed = 0
 
     @classmethod
@@ -69,7 +72,7 @@ class RetrievalCandidateGenerator(CandidateGenerator):
             self._start(text)
         self._commit(text)
         room = None if self.max_length is None else max(0, self.max_length - len(text) - 1)
-        draft = best_chain(self._session.propose(room))
+        draft = self._session.propose(room).best_chain()
         tokens = input_ids.new_tensor(draft.token_ids.tolist())[None]
         return cast(torch.LongTensor, torch.cat([input_ids, tokens], dim=1)), None
 
@@ -82,12 +85,13 @@ class RetrievalCandidateGenerator(CandidateGenerator):
     def close(self) -> None:
         """Release the draft session; a next text starts a new one."""
         if self._session is not None:
-            self._session.close()
             self._session = None
+            self._finish()
 
     def _start(self, text: list[int]) -> None:
         # The last token of the prompt is the first that a session takes as generated.
         self._session = self.assistant.start(np.array(text[:-1], np.int32), self.target)
+        self._finish = weakref.finalize(self, self._session.close)
         self._session.begin(text[-1:])
         self._committed = len(text)
 

@@ -1,7 +1,7 @@
 """The one reversible wrapper round `GenerationMixin.generate`.
 
 It gives `generate` its `assistant=` keyword, and finds the assistant that is attached to a model.
-`generate_batch`, which takes no assistant and would ignore one, gets a wrapper that says so.
+`generate_batch` and what else makes managers of continuous batching get theirs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ import copy
 import functools
 import inspect
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,56 +22,134 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from .assistants import Assistant
 from .attachment import attached_to
+from .continuous_batching import draft_for
 from .decoding.call import refused_mode
-from .decoding.decode import decode
-from .target.host import shards_need_company
+from .host.transformers_private import shards_need_company
 
 logger = logging.getLogger(__name__)
 
-_ORIGINAL = "_generate_without_assistant"
+# The value of `assistant=` in a call that does not name it. None leaves an attached assistant out.
+_UNNAMED: Any = object()
 
 # Settings for which `generate` needs the tokenizer, and which are dealt with here.
 _TOKENIZER_SETTINGS = ("stop_strings", "token_healing")
 
 
+@dataclass
+class _Installation:
+    """The wrappers that stand for methods of `GenerationMixin`, by name, and whether they serve."""
+
+    wrappers: dict[str, Any] = field(default_factory=dict)
+    serves: bool = False
+
+
+_installation = _Installation()
+
+
+# The assistant of the call that is about to make its manager.
+_of_manager: ContextVar[Any] = ContextVar("assistant of a manager", default=_UNNAMED)
+
+
 def install() -> None:
     """Give `generate` its `assistant=` keyword and its eye for attached assistants.
 
-    Done when the package is imported; idempotent.
+    The first use of a name of the package does this; idempotent.
     """
-    if not hasattr(GenerationMixin.generate, _ORIGINAL):
-        original = GenerationMixin.generate
-        wrapper = _wrap(original)
-        setattr(wrapper, _ORIGINAL, original)
-        GenerationMixin.generate = wrapper
-        GenerationMixin.generate_batch = _refusing(GenerationMixin.generate_batch)
+    for name, wrap in _WRAPS.items():
+        current = getattr(GenerationMixin, name)
+        known = _installation.wrappers.get(name)
+        if known is None or known.__wrapped__ is current:
+            _installation.wrappers[name] = wrap(current)
+            setattr(GenerationMixin, name, _installation.wrappers[name])
+    _installation.serves = True
 
 
 def uninstall() -> None:
-    """Put transformers' own `generate` and `generate_batch` back."""
-    for name in ("generate", "generate_batch"):
-        wrapper = getattr(GenerationMixin, name)
-        setattr(GenerationMixin, name, getattr(wrapper, _ORIGINAL, wrapper))
+    """Take `assistant=` away again.
+
+    transformers' own methods are put back. Where somebody has wrapped ours since, their wrapper
+    stays, and ours below it hands every call through.
+    """
+    _installation.serves = False
+    for name, wrapper in [*_installation.wrappers.items()]:
+        if getattr(GenerationMixin, name) is wrapper:
+            setattr(GenerationMixin, name, wrapper.__wrapped__)
+            del _installation.wrappers[name]
 
 
-def _refusing(original: Any) -> Any:
+@contextmanager
+def _naming(assistant: Any) -> Iterator[None]:
+    """A scope in which managers are made for an assistant, where one is named."""
+    if assistant is _UNNAMED:
+        yield
+        return
+    token = _of_manager.set(assistant)
+    try:
+        yield
+    finally:
+        _of_manager.reset(token)
+
+
+def _wrap_batch(original: Any) -> Any:
     @functools.wraps(original)
-    def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("assistant") is not None:
-            raise ValueError("assistant: expected none in generate_batch, which does not draft")
-        return original(self, *args, **kwargs)
+    def generate_batch(self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any) -> Any:
+        if not _installation.serves:
+            return original(self, *args, **_named(assistant), **kwargs)
+        with _naming(assistant):
+            return original(self, *args, **kwargs)
 
-    setattr(generate_batch, _ORIGINAL, original)
     return generate_batch
+
+
+def _wrap_scope(original: Any) -> Any:
+    @functools.wraps(original)
+    @contextmanager
+    def continuous_batching_context_manager(
+        self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any
+    ) -> Iterator[Any]:
+        if not _installation.serves:
+            kwargs |= _named(assistant)
+            assistant = _UNNAMED
+        with ExitStack() as scope:
+            with _naming(assistant):
+                manager = scope.enter_context(original(self, *args, **kwargs))
+            yield manager
+
+    return continuous_batching_context_manager
+
+
+def _wrap_manager(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_continuous_batching(
+        self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any
+    ) -> Any:
+        if not _installation.serves:
+            return original(self, *args, **_named(assistant), **kwargs)
+        if assistant is _UNNAMED:
+            assistant = _of_manager.get()
+        if assistant is _UNNAMED:
+            attached = attached_to(self)
+            assistant = None if attached is None else attached.assistant
+        if assistant is None:
+            return original(self, *args, **kwargs)
+        _check_kind(assistant)
+        manager = original(self, *args, **kwargs)
+        draft_for(manager, assistant)
+        return manager
+
+    return init_continuous_batching
 
 
 def _wrap(original: Any) -> Any:
     names = tuple(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
-    def generate(self: Any, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
-        attached = attached_to(self) if assistant is None else None
-        if assistant is None and attached is None:
+    def generate(self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any) -> Any:
+        if not _installation.serves:
+            return original(self, *args, **_named(assistant), **kwargs)
+        attached = attached_to(self) if assistant is _UNNAMED else None
+        _check_configurations(self, kwargs, args)
+        if attached is None and (assistant is None or assistant is _UNNAMED):
             if isinstance(kwargs.get("custom_generate"), Assistant):
                 _check_cache(self, kwargs)
             return original(self, *args, **kwargs)
@@ -82,6 +164,16 @@ def _wrap(original: Any) -> Any:
         return _generate(original, self, attached.assistant, kwargs)
 
     return generate
+
+
+def _check_configurations(model: Any, kwargs: dict[str, Any], args: Sequence[Any]) -> None:
+    """Refuse an assistant in a generation configuration, which `generate` would ignore."""
+    for config in (kwargs.get("generation_config"), model.generation_config, *args):
+        if isinstance(config, GenerationConfig) and getattr(config, "assistant", None) is not None:
+            raise ValueError(
+                "assistant: expected none in a generation configuration, got a "
+                f"{type(config.assistant).__name__}; pass it to generate, or attach it to the model"
+            )
 
 
 def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any]) -> Any:
@@ -105,9 +197,8 @@ def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any])
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        return decode(
+        return assistant(
             model,
-            assistant,
             input_ids,
             logits_processor,
             stopping_criteria,
@@ -120,9 +211,18 @@ def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any])
     return original(model, custom_generate=custom_generate, **kwargs)
 
 
-def _check(assistant: Any, kwargs: dict[str, Any]) -> None:
+def _named(assistant: Any) -> dict[str, Any]:
+    """The keyword as the caller gave it, for transformers to judge."""
+    return {} if assistant is _UNNAMED else {"assistant": assistant}
+
+
+def _check_kind(assistant: Any) -> None:
     if not isinstance(assistant, Assistant):
         raise TypeError(f"assistant: expected an Assistant, got {type(assistant).__name__}")
+
+
+def _check(assistant: Any, kwargs: dict[str, Any]) -> None:
+    _check_kind(assistant)
     if (objection := _objection(kwargs)) is not None:
         raise ValueError(objection)
     # Checked here as well as in the engine because `generate` repeats the batch for every beam.
@@ -235,3 +335,11 @@ def _heal_tokens(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
         kwargs["attention_mask"] = torch.ones_like(ids)
     kwargs[name] = model.heal_tokens(ids, tokenizer)
     _without(kwargs, "token_healing", False)
+
+
+_WRAPS = {
+    "generate": _wrap,
+    "generate_batch": _wrap_batch,
+    "continuous_batching_context_manager": _wrap_scope,
+    "init_continuous_batching": _wrap_manager,
+}

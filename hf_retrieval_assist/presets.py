@@ -3,41 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from . import give_generate_its_keyword
-from .assistants import Assistant, union
+from .assistants import Assistant
 from .corpus.datastore import Datastore
-from .drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter, Tokens
+from .draft_models.dflash import DFlashDrafter, is_dflash
+from .draft_models.draft_model import DraftModelDrafter
+from .draft_models.eagle import EagleDrafter
+from .draft_models.eagle_head import EagleHead
+from .draft_models.mtp import MtpDrafter
+from .draft_models.mtp_head import MtpHead
+from .draft_models.quantized_self import QuantizedSelf
+from .drafters.automaton import Tokens
 from .drafters.base import Drafter, DraftSession
-from .drafters.dflash import DFlashDrafter, is_dflash
-from .drafters.draft_model import DraftModelDrafter
-from .drafters.eagle import EagleDrafter
-from .drafters.mtp import MtpDrafter
 from .drafters.rest import RestDrafter
-from .drafters.shared_keys import SharedKeysDrafter, reads_shared_keys
 from .drafters.suffix import SuffixDrafter
 from .drafters.token_recycling import TokenRecyclingDrafter
-from .eagle.head import EagleHead
 from .memory.output_memory import OutputMemory
-from .target.mtp_head import MtpHead
+from .options import (
+    Fallback,
+    Options,
+    RestOptions,
+    RolloutOptions,
+    SamOptions,
+    SequoiaOptions,
+    SuffixOptions,
+    require_paper,
+)
+from .papers.rest import Rest
+from .papers.sam_decoding import SamDecoding
+from .papers.sequoia import Sequoia
+from .papers.suffix_decoding import SuffixDecoding
+from .planning.cost_store import CostModels
+from .planning.planner import Budget
 from .token_tree import TokenTree
 
-# The longest draft from a match where the planner says how much of it pays.
+# The longest draft from a corpus where the planner says how much of it pays.
 _LONGEST_DRAFT = 256
-# Corpus continuations rarer than this cost more to look at than they bring.
-_LEAST_PROB = 0.01
-
-# SuffixDecoding's nodes for each matched token.
-_PAPER_ALPHA = 4.0
 
 
 _NAMED: dict[str, Callable[[bool], Drafter]] = {
     "token_recycling": lambda paper: TokenRecyclingDrafter(last_logits=not paper),
     "mtp": lambda paper: MtpDrafter(),
+    "quantized_self": lambda paper: QuantizedSelf(),
 }
 
 
@@ -60,12 +73,8 @@ def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
     return sorted(drafters, key=lambda drafter: drafter.costly)
 
 
-def _fallbacks(fallback: Any, options: dict[str, Any]) -> list[Drafter]:
-    return fallback_drafters(fallback, options.get("budget") == "paper")
-
-
 def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
-    names = " or ".join(map(repr, _NAMED))
+    names = ", ".join(map(repr, _NAMED))
     if isinstance(fallback, str):
         if fallback not in _NAMED:
             raise ValueError(f"fallback: expected {names}, got {fallback!r}")
@@ -88,8 +97,6 @@ def _drafter_of_model(model: PreTrainedModel) -> Drafter:
     """By what the model is configured to be fed."""
     if is_dflash(model):
         return DFlashDrafter(model)
-    if reads_shared_keys(model):
-        return SharedKeysDrafter(model)
     return DraftModelDrafter(model)
 
 
@@ -100,86 +107,133 @@ def _require(kind: type, **arguments: Any) -> None:
             raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
 
 
-class SamAssistant(Assistant):
-    """SAM-Decoding (Hu et al., 2024): suffix automata over the text itself and over a corpus.
+Made = TypeVar("Made", bound="Preset")
+Rule = Callable[[Sequence[DraftSession], Sequence[TokenTree]], TokenTree]
 
-    Under `budget="auto"` the text, the memory and the corpus are weighed as `SuffixAssistant`
-    weighs its trees, from which this preset then differs in its sources alone; a `Datastore` drafts
-    beside them. `budget="paper"` applies the paper's rule (section 3.3): the longer match drafts, a
-    corpus match counting `corpus_bias` tokens less, and below `min_match` tokens the fallback does.
+
+class Preset(Assistant):
+    """An assistant that is told what to do by options.
+
+    Attributes:
+        options: what it was told; data, to be shown and kept.
+        policy: the rule of a paper under `budget="paper"`, otherwise None.
+    """
+
+    options: Options
+    policy: Any = None
+    _rule: Rule | None = None
+
+    def _assemble(
+        self,
+        options: Options,
+        drafters: Sequence[Drafter],
+        costs: CostModels | None,
+        max_nodes: int = 256,
+        residual: bool = False,
+    ) -> None:
+        self.options = options
+        super().__init__(
+            drafters,
+            budget=options.budget,
+            max_nodes=max_nodes,
+            reroute=options.reroute,
+            graphs=options.graphs,
+            residual=residual,
+            costs=costs,
+        )
+
+    @classmethod
+    def of(cls: type[Made], options: Options, **resources: Any) -> Made:
+        """One with these options and its resources: a corpus, a memory, a draft model, `costs`."""
+        return cls(**resources, **options.arguments())
+
+    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
+        if self._rule is None:
+            return super().choose(sessions, drafts)
+        return self._rule(sessions, drafts)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.options})"
+
+
+class SamAssistant(Preset):
+    """Drafts from suffix trees of the text, a memory and a corpus, mixed by their worth.
+
+    Under `budget="paper"` it drafts as SAM-Decoding does (Hu et al., 2024), from suffix automata.
+    The paper's rule and its automata stand in :mod:`~hf_retrieval_assist.papers.sam_decoding`. A
+    `Datastore` drafts beside the trees, or in the second automaton's place.
 
     Args:
         corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
-        fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers; a draft
-            model, of any tokenizer; a DFlash model; a Gemma 4 assistant; an `EagleHead`; an
-            `MtpHead`; a drafter; None. Or a list of these, whose drafts become one tree.
-        min_match: shortest match that drafts under "paper", in tokens.
-        corpus_bias: tokens by which a corpus match must be longer than one in the text.
-        max_draft: longest draft from a match under "paper".
+        fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers;
+            "quantized_self", the target itself with weights in eight bits; a draft model, of any
+            tokenizer; a DFlash model; an `EagleHead`; an `MtpHead`; a drafter; None. Or a list of
+            these, whose drafts become one tree.
+        min_match: shortest match that drafts, in tokens; under "paper" alone. None: the paper's 5.
+        corpus_bias: tokens by which a corpus match must be longer than one in the text; under
+            "paper" alone. None: the paper's 5.
+        max_draft: longest draft from a match; under "paper" alone. None: the paper's 40.
         memory: earlier outputs to draft from, and to teach; None learns nothing.
-        **options: of :class:`Assistant`.
+        budget: as for :class:`Assistant`.
+        max_nodes: as for :class:`Assistant`.
+        reroute: as for :class:`Assistant`.
+        graphs: as for :class:`Assistant`.
+        costs: as for :class:`Assistant`.
 
     Raises:
-        ValueError: a bad size or an empty corpus; from `generate`, a corpus id outside the model's
-            vocabulary.
+        ValueError: a bad size or an empty corpus; a parameter that does not apply; from `generate`,
+            a corpus id outside the model's vocabulary.
         TypeError: an argument of another kind than said.
     """
 
     def __init__(
         self,
         corpus: Iterable[Tokens] | Datastore | None = None,
-        fallback: Any = "token_recycling",
-        min_match: int = 5,
-        corpus_bias: int = 5,
-        max_draft: int = 40,
+        fallback: Fallback = "token_recycling",
+        min_match: int | None = None,
+        corpus_bias: int | None = None,
+        max_draft: int | None = None,
         memory: OutputMemory | None = None,
-        **options: Any,
+        *,
+        budget: Budget = "auto",
+        max_nodes: int = 256,
+        reroute: bool = True,
+        graphs: bool = True,
+        costs: CostModels | None = None,
     ):
-        for name, value in (("min_match", min_match), ("corpus_bias", corpus_bias)):
-            if value < 0:
-                raise ValueError(f"{name}: expected at least 0, got {value}")
-        if max_draft < 1:
-            raise ValueError(f"max_draft: expected at least 1, got {max_draft}")
+        options = SamOptions(
+            fallback=fallback,
+            min_match=min_match,
+            corpus_bias=corpus_bias,
+            max_draft=max_draft,
+            budget=budget,
+            max_nodes=max_nodes,
+            reroute=reroute,
+            graphs=graphs,
+        )
+        require_paper(options, "min_match", "corpus_bias", "max_draft")
+        if corpus_bias is not None and corpus is None:
+            raise ValueError(f"corpus_bias: expected None without a corpus, got {corpus_bias}")
         if corpus is not None:
             _require(Iterable if not isinstance(corpus, Datastore) else Datastore, corpus=corpus)
         if memory is not None:
             _require(OutputMemory, memory=memory)
         self.memory = memory
-        self.min_match = min_match
-        self.corpus_bias = corpus_bias
-        if options.get("budget") == "paper":
-            matchers = _automata(corpus, max_draft)
+        if budget == "paper":
+            given = {"min_match": min_match, "corpus_bias": corpus_bias, "max_draft": max_draft}
+            self.policy = SamDecoding(**{k: v for k, v in given.items() if v is not None})
+            sources = self.policy.drafters(corpus)
+            self._rule = partial(self.policy.choose, matchers=len(sources))
+            if memory is not None:
+                sources.append(SuffixDrafter(memory))
         else:
-            matchers = _mixed_sources(corpus, memory, max(max_draft, _LONGEST_DRAFT))
-        self._matchers = len(matchers)
-        if memory is not None and options.get("budget") == "paper":
-            matchers.append(SuffixDrafter(memory))
-        super().__init__([*matchers, *_fallbacks(fallback, options)], **options)
-
-    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        biases = [0, *[self.corpus_bias] * (self._matchers - 1)]
-        matchers: Any = sessions[: self._matchers]
-        matches = [
-            session.match_length - bias for session, bias in zip(matchers, biases, strict=True)
-        ]
-        longest = max(matches)
-        if longest >= self.min_match:
-            return drafts[matches.index(longest)]
-        return union(drafts[self._matchers :])
-
-
-def _automata(corpus: Iterable[Tokens] | Datastore | None, max_draft: int) -> list[Drafter]:
-    """What SAM-Decoding drafts from: the text, and a corpus."""
-    own = AutomatonDrafter(max_draft)
-    if corpus is None:
-        return [own]
-    if isinstance(corpus, Datastore):
-        return [own, RestDrafter(corpus, max_nodes=max_draft, continuation=max_draft)]
-    return [own, StaticAutomatonDrafter(corpus, max_draft, min_prob=_LEAST_PROB)]
+            sources = _mixed_sources(corpus, memory)
+        sources += fallback_drafters(fallback, budget == "paper")
+        self._assemble(options, sources, costs, max_nodes)
 
 
 def _mixed_sources(
-    corpus: Iterable[Tokens] | Datastore | None, memory: OutputMemory | None, max_draft: int
+    corpus: Iterable[Tokens] | Datastore | None, memory: OutputMemory | None
 ) -> list[Drafter]:
     """One drafter for the text, the memory and a corpus in memory; one more for a datastore."""
     on_disk = isinstance(corpus, Datastore)
@@ -188,30 +242,35 @@ def _mixed_sources(
     if not on_disk:
         return [mixed]
     datastore: Any = corpus
-    return [mixed, RestDrafter(datastore, max_nodes=max_draft, continuation=max_draft)]
+    return [mixed, RestDrafter(datastore, max_nodes=_LONGEST_DRAFT, continuation=_LONGEST_DRAFT)]
 
 
-class SuffixAssistant(Assistant):
-    """SuffixDecoding (Oliaro et al., 2024): suffix trees over the text and over earlier outputs.
+class SuffixAssistant(Preset):
+    """Drafts from suffix trees of the text and of earlier outputs, mixed by their worth.
 
-    `budget="paper"` drafts by the paper's Algorithm 1, and with the fallback where the SCORE of the
-    suffix draft is below `threshold` (the paper's hybrid).
+    Under `budget="paper"` it drafts as SuffixDecoding does (Oliaro et al., 2024). The paper's rule
+    stands in :mod:`~hf_retrieval_assist.papers.suffix_decoding`.
 
     Args:
         memory: earlier outputs to draft from, and to teach; None for a new one, at hand as
             `assistant.memory`.
         max_depth: longest match plus draft, in tokens.
-        alpha: nodes for each matched token, at most; None: 4 under "paper", otherwise no limit.
-        min_prob: no node is drafted that is estimated to be less probable; None: 0.02 under
-            "paper", otherwise 0.002.
+        alpha: nodes for each matched token, at most; None: the paper's 4 under "paper", otherwise
+            no limit.
+        min_prob: no node is drafted that is estimated to be less probable; None: the paper's 0.02
+            under "paper", otherwise 0.002.
         tree: draft trees; otherwise single paths.
         fallback: as for :class:`SamAssistant`.
-        threshold: SCORE from which on "paper" drafts from the trees; None: the number of tokens
-            that the fallback's draft is expected to bring.
-        **options: of :class:`Assistant`.
+        threshold: of the paper's rule, under "paper" alone: SCORE from which on the trees draft;
+            None: the number of tokens that the fallback's draft is expected to bring.
+        budget: as for :class:`Assistant`.
+        max_nodes: as for :class:`Assistant`.
+        reroute: as for :class:`Assistant`.
+        graphs: as for :class:`Assistant`.
+        costs: as for :class:`Assistant`.
 
     Raises:
-        ValueError: a bad size or probability.
+        ValueError: a bad size or probability; a parameter that does not apply.
         TypeError: an argument of another kind than said.
     """
 
@@ -222,32 +281,44 @@ class SuffixAssistant(Assistant):
         alpha: float | None = None,
         min_prob: float | None = None,
         tree: bool = True,
-        fallback: Any = "token_recycling",
+        fallback: Fallback = "token_recycling",
         threshold: float | None = None,
-        **options: Any,
+        *,
+        budget: Budget = "auto",
+        max_nodes: int = 256,
+        reroute: bool = True,
+        graphs: bool = True,
+        costs: CostModels | None = None,
     ):
+        options = SuffixOptions(
+            max_depth=max_depth,
+            alpha=alpha,
+            min_prob=min_prob,
+            tree=tree,
+            fallback=fallback,
+            threshold=threshold,
+            budget=budget,
+            max_nodes=max_nodes,
+            reroute=reroute,
+            graphs=graphs,
+        )
+        require_paper(options, "threshold")
         if memory is not None:
             _require(OutputMemory, memory=memory)
-        if threshold is not None and not threshold >= 0:
-            raise ValueError(f"threshold: expected None or at least 0, got {threshold}")
-        paper = options.get("budget") == "paper"
-        if alpha is None:
-            alpha = _PAPER_ALPHA if paper else float("inf")
-        if min_prob is None:
-            min_prob = 0.02 if paper else 0.002
-        drafter = SuffixDrafter(memory, max_depth, alpha, min_prob, tree, scored=paper)
-        self.threshold = threshold
+        values = {"alpha": alpha, "min_prob": min_prob, "threshold": threshold}
+        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        if budget == "paper":
+            self.policy = SuffixDecoding(max_depth=max_depth, tree=tree, **given)
+            self._rule = self.policy.choose
+            drafter = self.policy.drafter(memory)
+        else:
+            drafter = SuffixDrafter(memory, max_depth, tree=tree, **given)
         self.memory = drafter.memory
-        super().__init__([drafter, *_fallbacks(fallback, options)], **options)
-
-    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        suffix: Any = sessions[0]
-        fallback = union(drafts[1:])
-        threshold = fallback.expected_tokens if self.threshold is None else self.threshold
-        return drafts[0] if suffix.score >= threshold or not len(fallback) else fallback
+        fallbacks = fallback_drafters(fallback, budget == "paper")
+        self._assemble(options, [drafter, *fallbacks], costs, max_nodes)
 
 
-class RolloutAssistant(Assistant):
+class RolloutAssistant(Preset):
     """For reinforcement learning: samples of one prompt draft from one another.
 
     Training asks for several outputs of each prompt, in one batch or one after another, and for
@@ -261,43 +332,77 @@ class RolloutAssistant(Assistant):
     Args:
         memory: earlier outputs; None for a new one with the next two arguments, at hand as
             `assistant.memory`.
-        half_life: outputs of a prompt after which an older one counts half; see
-            :class:`OutputMemory`.
-        max_bytes: of the memory. The oldest outputs go first, so that room for an epoch's outputs
-            (50 to 80 bytes a token) is enough.
+        half_life: outputs of a prompt after which an older one counts half, of a new memory; see
+            :class:`OutputMemory`. None: 16.
+        max_bytes: of a new memory. The oldest outputs go first, so that room for an epoch's outputs
+            (50 to 80 bytes a token) is enough. None: 1 GiB.
         max_depth: longest match plus draft, in tokens.
         min_prob: no node is drafted that is estimated to be less probable.
         fallback: as for :class:`SamAssistant`.
-        **options: of :class:`Assistant`.
+        budget: as for :class:`Assistant`.
+        max_nodes: as for :class:`Assistant`.
+        reroute: as for :class:`Assistant`.
+        graphs: as for :class:`Assistant`.
+        costs: as for :class:`Assistant`.
+
+    Raises:
+        ValueError: `half_life` or `max_bytes` beside a memory, which has its own.
     """
 
     def __init__(
         self,
         memory: OutputMemory | None = None,
-        half_life: float = 16.0,
-        max_bytes: int = 1 << 30,
+        half_life: float | None = None,
+        max_bytes: int | None = None,
         max_depth: int = 64,
         min_prob: float = 0.02,
-        fallback: Any = None,
-        **options: Any,
+        fallback: Fallback = None,
+        *,
+        budget: Budget = "auto",
+        max_nodes: int = 256,
+        reroute: bool = True,
+        graphs: bool = True,
+        costs: CostModels | None = None,
     ):
+        options = RolloutOptions(
+            half_life=half_life,
+            max_bytes=max_bytes,
+            max_depth=max_depth,
+            min_prob=min_prob,
+            fallback=fallback,
+            budget=budget,
+            max_nodes=max_nodes,
+            reroute=reroute,
+            graphs=graphs,
+        )
+        for name in ("half_life", "max_bytes"):
+            if memory is not None and getattr(options, name) is not None:
+                raise ValueError(f"{name}: expected None beside a memory, which has its own")
         if memory is None:
-            memory = OutputMemory(max_bytes, max_depth, half_life=half_life)
+            size = 1 << 30 if max_bytes is None else max_bytes
+            fading = 16.0 if half_life is None else half_life
+            memory = OutputMemory(size, max_depth, half_life=fading)
         _require(OutputMemory, memory=memory)
         self.memory = memory
         drafter = SuffixDrafter(memory, max_depth, min_prob=min_prob, by_prompt=True)
-        super().__init__([drafter, *_fallbacks(fallback, options)], **options)
+        self._assemble(options, [drafter, *fallback_drafters(fallback)], costs, max_nodes)
 
 
-class RestAssistant(Assistant):
-    """REST (He et al., 2023): drafts from a corpus on disk, the most frequent continuations first.
+class RestAssistant(Preset):
+    """Drafts from a corpus on disk, the most frequent continuations first (REST, He et al., 2023).
+
+    Under `budget="paper"` the longest match alone drafts
+    (:mod:`~hf_retrieval_assist.papers.rest`), otherwise the next shorter ones do as well.
 
     Args:
         datastore: of the model's tokenizer.
         max_match: the longest context looked up, in tokens.
         max_nodes: of a draft.
         continuation: tokens of a draft's longest path.
-        **options: of :class:`Assistant`.
+        budget: as for :class:`Assistant`.
+        reroute: as for :class:`Assistant`.
+        graphs: as for :class:`Assistant`.
+        costs: as for :class:`Assistant`.
     """
 
     def __init__(
@@ -306,15 +411,35 @@ class RestAssistant(Assistant):
         max_match: int = 16,
         max_nodes: int = 64,
         continuation: int = 10,
-        **options: Any,
+        *,
+        budget: Budget = "auto",
+        reroute: bool = True,
+        graphs: bool = True,
+        costs: CostModels | None = None,
     ):
+        options = RestOptions(
+            max_match=max_match,
+            max_nodes=max_nodes,
+            continuation=continuation,
+            budget=budget,
+            reroute=reroute,
+            graphs=graphs,
+        )
         _require(Datastore, datastore=datastore)
         self.datastore = datastore
-        super().__init__([RestDrafter(datastore, max_match, max_nodes, continuation)], **options)
+        if budget == "paper":
+            self.policy = Rest(max_match, max_nodes, continuation)
+            drafter = self.policy.drafter(datastore)
+        else:
+            drafter = RestDrafter(datastore, max_match, max_nodes, continuation)
+        self._assemble(options, [drafter], costs)
 
 
-class SequoiaAssistant(Assistant):
-    """Sequoia (Chen et al., 2024): optimal trees of a small draft model.
+class SequoiaAssistant(Preset):
+    """Drafts optimal trees of a small model (Sequoia, Chen et al., 2024).
+
+    The rule stands in :mod:`~hf_retrieval_assist.papers.sequoia`; under `budget="paper"` its trees
+    are verified whole.
 
     Args:
         draft_model: a transformers model with the target's vocabulary.
@@ -325,7 +450,10 @@ class SequoiaAssistant(Assistant):
         max_nodes: of a draft.
         max_levels: forwards of the draft model for one draft.
         width: children of a node at most.
-        **options: of :class:`Assistant`.
+        budget: as for :class:`Assistant`.
+        reroute: as for :class:`Assistant`.
+        graphs: as for :class:`Assistant`.
+        costs: as for :class:`Assistant`.
 
     Raises:
         ValueError: a bad size; from `generate`, another vocabulary than the target's.
@@ -338,17 +466,26 @@ class SequoiaAssistant(Assistant):
         max_nodes: int = 63,
         max_levels: int = 8,
         width: int = 8,
-        **options: Any,
+        *,
+        budget: Budget = "auto",
+        reroute: bool = True,
+        graphs: bool = True,
+        costs: CostModels | None = None,
     ):
-        _require(torch.nn.Module, draft_model=draft_model)
-        drafter = DraftModelDrafter(
-            draft_model,
+        options = SequoiaOptions(
+            temperature=temperature,
             max_nodes=max_nodes,
             max_levels=max_levels,
             width=width,
-            temperature=temperature,
+            budget=budget,
+            reroute=reroute,
+            graphs=graphs,
         )
-        super().__init__([drafter], residual=temperature is not None, **options)
+        _require(torch.nn.Module, draft_model=draft_model)
+        rule = Sequoia(temperature, max_nodes, max_levels, width)
+        self.policy = rule if budget == "paper" else None
+        drafter = rule.drafter(draft_model)
+        self._assemble(options, [drafter], costs, residual=temperature is not None)
 
 
 # Whoever imports an assistant from here wants to hand it to `generate`.

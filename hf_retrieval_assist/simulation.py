@@ -10,9 +10,11 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from .assistants import Assistant, AssistantSession
 from .drafters.base import Target
+from .drafting.policy import AssistantSession, DraftingPolicy
+from .planning.account import Account
 from .planning.cost_model import CostModel
+from .planning.cost_store import CostKey
 from .planning.cost_views import PackedCost
 from .token_tree import TokenTree
 
@@ -77,7 +79,7 @@ class SimulationReport:
 
 
 def simulate(
-    assistant: Assistant,
+    assistant: DraftingPolicy,
     requests: Iterable[tuple[Tokens, Tokens]],
     cost: Callable[[int], float] | None = None,
     vocab_size: int = 2**31 - 1,
@@ -111,6 +113,7 @@ def simulate(
     report = SimulationReport(cost=None if cost is None else 0.0)
     # Every simulation learns for itself: outputs of different recordings do not belong together.
     target = Target(vocab_size=vocab_size, fingerprint="simulation")
+    account = None if model is None else assistant.account(CostKey(target.fingerprint, "", "", ""))
     waiting = iter(requests)
     while batch := list(islice(waiting, batch_size)):
         rows: list[_Row] = []
@@ -118,7 +121,7 @@ def simulate(
             for request in batch:
                 prompt, output = (_checked(tokens, vocab_size) for tokens in request)
                 rows.append(_Row(assistant.start(prompt, target), output))
-            _replay(assistant, rows, model, report, packed)
+            _replay(assistant, rows, model, report, packed, account)
         finally:
             for row in rows:
                 row.session.close()
@@ -146,11 +149,12 @@ class _Row:
 
 
 def _replay(
-    assistant: Assistant,
+    assistant: DraftingPolicy,
     rows: Sequence[_Row],
     cost: CostModel | None,
     report: SimulationReport,
     packed: bool,
+    account: Account | None,
 ) -> None:
     """Replay the rows of one batch in lockstep."""
     for row in rows:
@@ -160,21 +164,25 @@ def _replay(
     while running := [row for row in rows if row.left]:
         price = PackedCost(cost, len(running)) if cost is not None and packed else cost
         started = time.perf_counter()
-        drafts = [row.session.propose(row.left - 1, price) for row in running]
-        trees = assistant.plan(drafts, price, packed=packed)
+        sessions = [row.session for row in running]
+        depths = [row.left - 1 for row in running]
+        drafting = account.begin(price) if account is not None and price is not None else None
+        drafts = assistant.propose(sessions, depths, price, drafting=drafting)
+        trees = assistant.plan(drafts, price, packed=packed, drafting=drafting)
         report.draft_seconds += time.perf_counter() - started
         steps = [row.follow(tree) for row, tree in zip(running, trees, strict=True)]
         committing = time.perf_counter()
-        for row, tokens in zip(running, steps, strict=True):
-            row.session.commit(tokens, None)
+        assistant.commit(sessions, steps, [None] * len(running), drafting)
         report.update_seconds += time.perf_counter() - committing
         report.forwards += 1
         report.steps += len(running)
         report.nodes += sum(map(len, trees))
         report.tokens += sum(map(len, steps))
+        fed = sum(1 + len(tree) for tree in trees) if packed else 1 + max(map(len, trees))
         if cost is not None and report.cost is not None:
-            fed = sum(1 + len(tree) for tree in trees) if packed else 1 + max(map(len, trees))
             report.cost += cost.seconds(fed) / cost.seconds(len(rows) if packed else 1)
+        if drafting is not None:
+            assistant.settle(drafting, sessions, trees, steps, drafting.price.share(fed))
 
 
 def _checked(tokens: Tokens, vocab_size: int) -> NDArray[np.int32]:

@@ -27,9 +27,9 @@ class CallStats:
         expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
             over rows.
         expected_rejected: the others of them.
-        keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Rows
-            of a batch that get on at their own pace draw in another order, and residual sampling
-            draws otherwise, from the same distributions.
+        keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Residual
+            sampling draws otherwise, as do rows of a batch that get on at their own pace where
+            random numbers cannot be told beforehand, from the same distributions.
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
             tokens) and cache (keeping the accepted path); `total` is the whole call, prefill
             included.
@@ -114,18 +114,24 @@ class Stats:
     """`assistant.stats`: the last call, the total, and how predictions held.
 
     Args:
-        calibrators: by drafter.
+        names: of the drafters.
+        calibrators: by model, one of each drafter.
     """
 
-    def __init__(self, calibrators: Mapping[str, Calibrator]):
+    def __init__(self, names: Sequence[str], calibrators: Mapping[str, Sequence[Calibrator]]):
         self.last = CallStats()
         self.total = CallStats()
+        self._names = names
         self._calibrators = calibrators
 
     @property
     def reliability(self) -> dict[str, Reliability]:
-        """Drafter -> predicted against observed acceptance of its nodes."""
-        return {name: counts.reliability() for name, counts in self._calibrators.items()}
+        """Drafter -> predicted against observed acceptance of its nodes, for all models."""
+        models = list(self._calibrators.values())
+        return {
+            name: Reliability.total(model[number].reliability() for model in models)
+            for number, name in enumerate(self._names)
+        }
 
     @property
     def tier(self) -> str:

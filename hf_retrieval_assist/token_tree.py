@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from .system.lazy import cached_property
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
+
+# Of a tree's arrays, in their order.
+_DTYPES = ("int32", "int32", "float32", "int32")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +145,15 @@ class TokenTree:
         keep = self.depths <= max_depth
         return self if keep.all() else self.select(np.flatnonzero(keep).astype(np.int32))
 
+    def best_chain(self) -> TokenTree:
+        """The path with the largest sum of probabilities."""
+        if self.is_chain:
+            return self
+        totals = np.zeros(len(self), np.float64)
+        for node, parent in enumerate(self.parents.tolist()):
+            totals[node] = self.probs[node] + (totals[parent] if parent >= 0 else 0.0)
+        return self.select(self.path(int(totals.argmax())))
+
     def merge(self, other: TokenTree) -> TokenTree:
         """The union of both trees; a node in both keeps the higher probability and its class."""
         if not len(other):
@@ -159,6 +172,19 @@ class TokenTree:
     def _arrays(self) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array]:
         return self.token_ids, self.parents, self.probs, self.classes
 
+    def fault(self, vocab_size: int, n_classes: int) -> str | None:
+        """What breaks the contract above, in words; None: nothing does.
+
+        Args:
+            vocab_size: ids have to be below it.
+            n_classes: evidence classes that `classes` may name.
+        """
+        for array, dtype in zip(self._arrays, _DTYPES, strict=True):
+            if not _is_flat(array, dtype):
+                return f"expected contiguous arrays [n] of {_DTYPES}, got {array!r:.80}"
+        tokens, parents, probs, classes = self._arrays
+        return draft_tree.fault(tokens, parents, probs, classes, vocab_size, n_classes)
+
     def check_invariants(self) -> None:
         """Raise AssertionError where the arrays break the contract above."""
         n = len(self)
@@ -171,6 +197,11 @@ class TokenTree:
         )
         above = np.where(self.parents < 0, np.float32(1), self.probs[self.parents])
         assert (self.probs <= above + 1e-6).all(), "a node more probable than its parent"
+
+
+def _is_flat(array: Any, dtype: str) -> bool:
+    flat = isinstance(array, np.ndarray) and array.ndim == 1 and array.flags.c_contiguous
+    return flat and array.dtype == dtype
 
 
 _EMPTY = TokenTree.build([], [], [])

@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -159,13 +163,14 @@ class Accelerator(TorchDispatchMode):
     def watch(self, model: Any) -> Iterator[None]:
         """Scope in which the model's forwards are told from what surrounds them."""
 
-        def enter(*_: Any) -> None:
-            self._forwards += 1
+        # Hooks of the model's own would be part of what its verdict belongs to.
+        def enter(module: Any, *_: Any) -> None:
+            self._forwards += module is model
 
-        def leave(*_: Any) -> None:
-            self._forwards -= 1
+        def leave(module: Any, *_: Any) -> None:
+            self._forwards -= module is model
 
-        handles = model.register_forward_pre_hook(enter), model.register_forward_hook(leave)
+        handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
         yield
         for handle in handles:
             handle.remove()

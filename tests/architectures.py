@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hf_retrieval_assist.target.service import Tier, choose_service
+from hf_retrieval_assist.verification.service import Tier, choose_service
 
 from .tiny_models import tiny_config, tiny_model
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hf_retrieval_assist.drafters.base import Drafter, Feedback, Target
-from hf_retrieval_assist.target.feature_taps import FeatureTap
+from hf_retrieval_assist.host.feature_taps import FeatureTap
 
 from .tiny_models import VOCAB
 
@@ -18,7 +18,7 @@ TEXT = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(1)
 
 
 def features_of(
-    model: Any, layers: Sequence[int | str] = (-1,), text: Sequence[int] = TEXT
+    model: Any, layers: Sequence[int] = (-1,), text: Sequence[int] = TEXT
 ) -> torch.Tensor:
     """[text, widths of the layers], the model's hidden states."""
     with torch.no_grad(), FeatureTap(model, layers) as tap:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.target.host import input_device
+from hf_retrieval_assist.host.transformers_private import input_device
 
 from .oracle_drafter import sequences_of
 from .tiny_models import tiny_config, tiny_model

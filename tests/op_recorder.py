@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_retrieval_assist.decoding import loop
-from hf_retrieval_assist.target import fixed_verifier, replay
+from hf_retrieval_assist.verification import replay, service
 
 from .accelerator import _NO_KERNEL, _WAITING, aten
 
@@ -30,7 +30,7 @@ class _Tape(TorchDispatchMode):
 
 
 def record(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """Records as :class:`hf_retrieval_assist.target.replay.CudaGraphs` does.
+    """Records as :class:`hf_retrieval_assist.verification.replay.CudaGraphs` does.
 
     Repeating runs no Python of the model, on the memory that the recording used.
     """
@@ -54,6 +54,8 @@ def record(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 
 def serve_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve calls on the CPU as on an accelerator that records."""
-    for module in (fixed_verifier, loop):
+    for module in (loop, service):
         monkeypatch.setattr(module, "stays_in_place", lambda device: True)
+    # What attention in parts reads follows a number of the host on a CPU.
+    monkeypatch.setattr(service, "can_split", lambda device: False)
     monkeypatch.setattr(replay, "recorder", lambda device: record)

@@ -10,10 +10,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree, simulate
-from hf_retrieval_assist.assistants import union
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.drafters.feedback import prompt_feedback
+from hf_retrieval_assist.drafting.policy import union
+from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.stats import CallStats
 
@@ -84,8 +85,8 @@ REQUEST = (list(range(10)), list(range(10, 210)))
 @pytest.mark.parametrize(
     ("text", "budget", "cost", "least", "most"),
     [
-        # Of the 199 steps the first, and every 64th after it.
-        ([], "auto", lambda n: _AGES, 4, 4),
+        # What takes no time is asked in every step.
+        ([], "auto", lambda n: _AGES, 199, 199),
         ([], 4, lambda n: 1.0, 199, 199),
         ([], "paper", lambda n: 1.0, 199, 199),
         ([], "auto", None, 199, 199),
@@ -106,6 +107,39 @@ def test_cheap_drafters_are_always_asked():
     simulate(Assistant([drafter]), [REQUEST], lambda n: 1.0)
     assert drafter.proposals == 199
     assert drafter.closed == 1
+
+
+class Batched(Recorder):
+    """Writes down how many rows it is asked for at once, and may lose some of the drafts."""
+
+    def __init__(self, text=(), costly=False, lost=0):
+        super().__init__(text, costly=costly)
+        self.rows, self.lost = [], lost
+
+    def propose_rows(self, sessions, budgets):
+        self.rows.append(len(sessions))
+        drafts = super().propose_rows(sessions, budgets)
+        return drafts[: len(drafts) - self.lost]
+
+
+@pytest.mark.parametrize("costly", [False, True])
+def test_a_drafter_is_asked_once_in_a_step_for_all_rows(model, costly):
+    prompts = PROMPT.repeat(3, 1)
+    prompts[1, 0] += 1
+    plain = run(model, prompts)
+    drafters = [Batched(), Batched(plain[0].tolist(), costly)]
+    assistant = Assistant(drafters, costs=FixedCosts(lambda n: _AGES))
+    assert torch.equal(plain, run(model, prompts, assistant=assistant))
+    for drafter in drafters[: 2 - costly]:
+        assert len(drafter.rows) == assistant.stats.last.forwards
+        assert drafter.rows[0] == 3
+        assert sum(drafter.rows) == drafter.proposals == assistant.stats.last.steps
+
+
+def test_a_drafter_that_loses_drafts_of_rows_is_named(model):
+    assistant = Assistant([Batched(lost=1)], budget=4)
+    with pytest.raises(ValueError, match=r"^drafter 'recorder': expected a draft for each of 1 r"):
+        run(model, assistant=assistant)
 
 
 def test_union_holds_all_paths_once():
@@ -267,9 +301,22 @@ def test_reliability(model, plain):
     assert mixed.ratio == pytest.approx(mixed.predicted.sum() / mixed.observed.sum())
 
 
+def test_what_is_learnt_of_a_model_does_not_touch_another(model, plain):
+    other = build(LlamaForCausalLM, num_hidden_layers=2)
+    assistant = SamAssistant(corpus=[plain[0].tolist()])
+    run(model, assistant=assistant)
+    rates = [counts._counts.copy() for counts in assistant.calibrators(fingerprint(model))]
+    observed = assistant.stats.reliability["suffix"].trials.sum()
+    run(other, assistant=assistant)
+    for counts, before in zip(assistant.calibrators(fingerprint(model)), rates, strict=True):
+        assert np.array_equal(counts._counts, before)
+    assert {key.fingerprint for key in assistant._accounts} == set(map(fingerprint, (model, other)))
+    assert assistant.stats.reliability["suffix"].trials.sum() > observed
+
+
 def test_drafters_of_one_name_are_told_apart():
     assistant = Assistant([AutomatonDrafter(), AutomatonDrafter(min_match=3)])
-    assert list(assistant.stats.reliability) == ["automaton", "automaton 2"]
+    assert list(assistant.stats.reliability) == ["automaton", "automaton 2", "grammar"]
 
 
 def test_calls_of_several_threads_are_all_counted():

@@ -65,12 +65,24 @@ def test_an_assistant_of_the_calls_own_wins(model):
     assert (calls(attached), calls(own)) == (0, 1)
 
 
-def test_the_last_one_attached_serves(model):
+def test_the_last_one_attached_serves_and_the_log_says_so(model, caplog):
     first, second = SamAssistant(), SamAssistant()
     attach(model, first)
+    attach(model, first)
+    assert "replaced" not in caplog.text
     attach(model, second)
+    assert "another assistant was attached and is replaced" in caplog.text
     run(model)
     assert (calls(first), calls(second)) == (0, 1)
+
+
+def test_none_leaves_the_attached_one_out(model):
+    plain = run(model)
+    with SamAssistant().attached(model) as assistant:
+        assert torch.equal(plain, run(model, assistant=None))
+        assert calls(assistant) == 0
+        run(model)
+        assert calls(assistant) == 1
 
 
 def test_positional_arguments(model):

@@ -86,6 +86,22 @@ def test_models_do_not_draft_from_each_others_texts(model):
     assert again.get_candidates(fresh)[0].tolist() == [[44, 3, 8, 12]]
 
 
+def test_the_loop_lets_go_of_a_generator_which_finishes_its_text(model, tmp_path, monkeypatch):
+    """transformers closes no generator: what it wrote was never finished nor kept."""
+    memory = OutputMemory(path=tmp_path / "log")
+    assistant = SuffixAssistant(memory, budget=8)
+
+    def make(self, *args, **kwargs):
+        return RetrievalCandidateGenerator.for_model(assistant, model, 37)
+
+    monkeypatch.setattr(RetrievalLlama, "_get_candidate_generator", make)
+    output = model.generate(PROMPT, do_sample=False, max_new_tokens=30, prompt_lookup_num_tokens=1)
+    kept = OutputMemory(path=tmp_path / "log")
+    assert len(kept) == 1
+    # To a session the prompt's last token is the first one generated.
+    assert kept.token_count == 1 + output.shape[1] - PROMPT.shape[1]
+
+
 def test_several_rows_are_refused():
     generator = RetrievalCandidateGenerator(oracle_assistant(PROMPT), Target(67))
     with pytest.raises(ValueError, match="one row"):

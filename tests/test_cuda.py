@@ -28,9 +28,9 @@ from hf_retrieval_assist import (
     SuffixAssistant,
 )
 from hf_retrieval_assist.decoding.loop import Generation
-from hf_retrieval_assist.target import fixed_verifier
-from hf_retrieval_assist.target.fixed_verifier import FixedVerifier
-from hf_retrieval_assist.target.workspace import WORKSPACES
+from hf_retrieval_assist.verification import fixed_verifier
+from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.verification.workspace import WORKSPACES
 
 from .decoding.test_fixed_memory import Collector
 from .lossless import PROMPT, build, equal, run
@@ -151,8 +151,8 @@ def test_costs_are_those_of_the_device(llama):
 
 
 def idle(model):
-    """The workspace that waits for the model's next call."""
-    return WORKSPACES._idle[model][1]
+    """The workspace that was used last."""
+    return WORKSPACES._idle[model][-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -203,6 +203,7 @@ def test_a_step_waits_once(llama, monkeypatch):
 
 def test_graphs_grow_with_the_text(llama, monkeypatch):
     monkeypatch.setattr(fixed_verifier, "capacity_bucket", lambda slots: -(-slots // 64) * 64)
+    monkeypatch.setattr(fixed_verifier, "with_room", lambda capacity, slot_bytes: capacity)
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
     lend, capacities = FixedVerifier._lend, []
 

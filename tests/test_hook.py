@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -56,6 +57,40 @@ def test_both_are_idempotent(reinstalled):
     original = GenerationMixin.generate
     hf_retrieval_assist.uninstall()
     assert GenerationMixin.generate is original
+
+
+def test_a_wrapper_put_on_after_ours_survives_uninstall(model, reinstalled, monkeypatch):
+    ours, plain = GenerationMixin.generate, model.generate(PROMPT, **LENGTH)
+    calls = []
+
+    @functools.wraps(ours)
+    def theirs(self, *args, **kwargs):
+        calls.append(1)
+        return ours(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", theirs)
+    hf_retrieval_assist.uninstall()
+    assert GenerationMixin.generate is theirs
+    assert torch.equal(plain, model.generate(PROMPT, **LENGTH))
+    with pytest.raises((TypeError, ValueError), match="assistant"):
+        model.generate(PROMPT, assistant=SamAssistant(), **LENGTH)
+    assistant = SamAssistant()
+    hf_retrieval_assist.install()
+    assert GenerationMixin.generate is theirs
+    assert torch.equal(plain, model.generate(PROMPT, assistant=assistant, **LENGTH))
+    assert (len(calls), assistant.stats.total.calls) == (3, 1)
+
+
+def test_refuses_an_assistant_in_a_configuration(model, monkeypatch):
+    config = GenerationConfig(assistant=SamAssistant(), **LENGTH)
+    message = "^assistant: expected none in a generation configuration, got a SamAssistant"
+    with pytest.raises(ValueError, match=message):
+        model.generate(PROMPT, generation_config=config)
+    with pytest.raises(ValueError, match=message):
+        model.generate(PROMPT, config)
+    monkeypatch.setattr(model.generation_config, "assistant", SamAssistant(), raising=False)
+    with pytest.raises(ValueError, match=message):
+        model.generate(PROMPT, **LENGTH)
 
 
 def test_the_wrapper_looks_like_generate(reinstalled):
@@ -135,9 +170,7 @@ def test_refuses_caches_that_would_leave_the_assistant_out(model, kind, keyword,
         model.generate(PROMPT, **{keyword: SamAssistant()}, **LENGTH)
 
 
-def test_refuses_batches_of_requests(model, reinstalled):
-    with pytest.raises(ValueError, match=r"^assistant: .*generate_batch"):
-        model.generate_batch(PROMPT.tolist(), assistant=SamAssistant())
+def test_uninstalled_batches_of_requests_are_transformers_own(model, reinstalled):
     wrapped = GenerationMixin.generate_batch
     assert model.generate_batch([]) == {}
     hf_retrieval_assist.uninstall()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 import yaml
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_retrieval_assist
 
-from .lossless import NEW_TOKENS, build, run
+from .lossless import NEW_TOKENS, PROMPT, build, run
 
 HUB = Path(__file__).parent.parent / "hub"
 
@@ -44,6 +45,20 @@ def test_tokens_are_plains(generate, options):
     assert all(torch.equal(plain, ids) for ids in assisted)
     # A prefill and a forward for every further token, had nothing been drafted.
     assert len(forwards) < 3 * NEW_TOKENS
+
+
+def test_beside_a_models_own_weights(generate, tmp_path):
+    """There the model's `generate` is this function, bound when the model is loaded."""
+    model, folder = build(LlamaForCausalLM), tmp_path / "model"
+    plain = run(model)
+    model.save_pretrained(folder)
+    copytree(HUB / "custom_generate", folder / "custom_generate")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert "generate" in vars(loaded)
+    loaded.generation_config = model.generation_config
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    assert torch.equal(plain, loaded.generate(**inputs, **options))
 
 
 def test_unknown_drafts_are_refused(generate):

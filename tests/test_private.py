@@ -42,7 +42,7 @@ def test_generate_with_a_private_assistant(model, tmp_path):
         plain
     )
     assert len(assistant.memory) == 0
-    assert not (tmp_path / "log").exists()
+    assert len(OutputMemory(path=tmp_path / "log")) == 0
     assert assistant.stats.total.calls == 1
     model.generate(prompt, assistant=assistant, max_new_tokens=24, do_sample=False)
     assert assistant.memory.token_count == 24

@@ -34,7 +34,7 @@ def table_of(stats):
 
 
 def test_notebooks_show_the_last_call_and_the_total():
-    stats = Stats({})
+    stats = Stats([], {})
     assert [row[1:4] for row in table_of(stats)[1:]] == [["", "0", "0"]] * 2
     call = CallStats(tier="tree", calls=1, steps=4, tokens=13, drafted=20, accepted=8)
     call.seconds |= {"forward": 0.6, "prefill": 0.2, "total": 1.0}

@@ -75,6 +75,54 @@ def arrange(
     return ids_out, depths_out, sees_out
 
 
+def fault(
+    const token_t[::1] token_ids,
+    const int32_t[::1] parents,
+    const float[::1] probs,
+    const int32_t[::1] classes,
+    token_t vocab_size,
+    Py_ssize_t n_classes,
+):
+    """What breaks the contract of a token tree, in words; None: nothing does.
+
+    Everything that indexes memory by what a drafter returned relies on this. O(n times siblings).
+    """
+    cdef Py_ssize_t n = token_ids.shape[0], i, j
+    cdef int32_t p
+    cdef float above
+    if not n == parents.shape[0] == probs.shape[0] == classes.shape[0]:
+        return (
+            f"token_ids, parents, probs, classes: expected equal lengths, got {n}, "
+            f"{parents.shape[0]}, {probs.shape[0]}, {classes.shape[0]}"
+        )
+    # Of each node and, in front of them, the root: its last child so far, and each child's sibling.
+    family = np.full((2, n + 1), -1, np.int32)
+    cdef int32_t[:, ::1] last = family
+    for i in range(n):
+        p = parents[i]
+        if not 0 <= token_ids[i] < vocab_size:
+            return f"token_ids: expected ids below {vocab_size}, got {token_ids[i]} at node {i}"
+        if not -1 <= p < i:
+            return f"parents: expected -1 or a node before node {i}, got {p}"
+        if classes[i] >= n_classes:
+            return f"classes: expected one of {n_classes}, or a negative one, got {classes[i]} at node {i}"
+        above = 1 if p < 0 else probs[p]
+        # NaN fails every comparison.
+        if not 0 <= probs[i] <= above + 1e-5:
+            return (
+                "probs: expected probabilities, none above its parent's, got "
+                f"{probs[i]:.6g} at node {i} below {above:.6g}"
+            )
+        j = last[0, p + 1]
+        while j >= 0:
+            if token_ids[j] == token_ids[i]:
+                return f"token_ids: expected distinct siblings, got {token_ids[i]} twice below {p}"
+            j = last[1, j + 1]
+        last[1, i + 1] = last[0, p + 1]
+        last[0, p + 1] = <int32_t>i
+    return None
+
+
 def path_products(const int32_t[::1] parents, const float[::1] rates):
     """Product of `rates` from the root's child down to each node. Returns float32 [n]. O(n)."""
     cdef Py_ssize_t n = parents.shape[0], i

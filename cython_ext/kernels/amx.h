@@ -19,7 +19,7 @@ static int skinny_cpu_has_amx(void) {
 #define TILES_READ(address) __asm__ volatile("" ::"r"(address) : "memory")
 
 #define ISA amx
-#define TARGET __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx2,fma,f16c")))
+#define TARGET __attribute__((target("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx2,fma,f16c")))
 #define PACKED_DTYPE SKINNY_BFLOAT16
 #define OWN_TILES
 #define AMX_ROWS 16 /* of x or of the weights in one tile */
@@ -222,6 +222,7 @@ static int skinny_attention_with_amx(const attention_problem *problem, int threa
 }
 
 static int skinny_linear_with_amx(const linear_problem *problem, int threads) {
-    return problem->dtype == SKINNY_BFLOAT16 ? skinny_linear_amx(problem, threads)
-                                             : skinny_linear_avx512(problem, threads);
+    return problem->weight_dtype == SKINNY_BFLOAT16 && problem->dtype == SKINNY_BFLOAT16
+               ? skinny_linear_amx(problem, threads)
+               : skinny_linear_avx512(problem, threads);
 }

@@ -33,6 +33,26 @@ static int skinny_cpu_has_avx2(void) {
 #define STORE_F16(p, v) \
     _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph((v), _MM_FROUND_TO_NEAREST_INT))
 #define SUM_LANES(a, b, c, d, out) skinny_sum_lanes_avx2((a), (b), (c), (d), (out))
+#define INT8_GROUP skinny_group_avx2
+#define LOAD_INT8_GROUP(p) skinny_load_group_avx2(p)
+#define INT8_GROUP_DOT(w, p) skinny_group_dot_avx2((w), (p))
+
+typedef struct {
+    __m256i low, high;
+} skinny_group_avx2;
+
+TARGET static ALWAYS_INLINE skinny_group_avx2 skinny_load_group_avx2(const char *p) {
+    const __m128i *from = (const __m128i *)p;
+    return (skinny_group_avx2){_mm256_cvtepi8_epi16(_mm_loadu_si128(from)),
+                               _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
+}
+
+TARGET static ALWAYS_INLINE __m256 skinny_group_dot_avx2(skinny_group_avx2 w, const char *p) {
+    const __m256i *x = (const __m256i *)p;
+    const __m256i low = _mm256_madd_epi16(w.low, _mm256_loadu_si256(x));
+    const __m256i high = _mm256_madd_epi16(w.high, _mm256_loadu_si256(x + 1));
+    return _mm256_cvtepi32_ps(_mm256_add_epi32(low, high));
+}
 
 TARGET static ALWAYS_INLINE __m256 skinny_load_bf16_avx2(const char *p) {
     const __m128i half = _mm_loadu_si128((const __m128i *)p);

@@ -4,11 +4,12 @@
 #include <immintrin.h>
 
 static int skinny_cpu_has_avx512(void) {
-    return __builtin_cpu_supports("avx512f") && skinny_cpu_has_avx2();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           skinny_cpu_has_avx2();
 }
 
 #define ISA avx512
-#define TARGET __attribute__((target("avx512f,avx2,fma,f16c")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx2,fma,f16c")))
 #define VEC __m512
 #define LANES 16
 #define PANEL_ROWS 6
@@ -28,6 +29,9 @@ static int skinny_cpu_has_avx512(void) {
 #define STORE_F16(p, v) \
     _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph((v), _MM_FROUND_TO_NEAREST_INT))
 #define SUM_LANES(a, b, c, d, out) skinny_sum_lanes_avx512((a), (b), (c), (d), (out))
+#define INT8_GROUP __m512i
+#define LOAD_INT8_GROUP(p) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(p)))
+#define INT8_GROUP_DOT(w, p) _mm512_cvtepi32_ps(_mm512_madd_epi16((w), _mm512_loadu_si512(p)))
 
 TARGET static ALWAYS_INLINE __m512 skinny_load_bf16_avx512(const char *p) {
     const __m256i half = _mm256_loadu_si256((const __m256i *)p);
@@ -72,7 +76,7 @@ static int skinny_cpu_has_avx512bf16(void) {
 }
 
 #define ISA avx512bf16
-#define TARGET __attribute__((target("avx512bf16,avx512f,avx2,fma,f16c")))
+#define TARGET __attribute__((target("avx512bf16,avx512f,avx512bw,avx2,fma,f16c")))
 #define PACKED_DTYPE SKINNY_BFLOAT16
 #define MULTIPLY_ADD(w, x, sum) _mm512_dpbf16_ps((sum), (__m512bh)(w), (__m512bh)(x))
 #include "templates.h"
@@ -83,8 +87,9 @@ static int skinny_cpu_has_avx512bf16(void) {
 
 /* What an extension does not know goes the common way. */
 static int skinny_linear_with_bf16(const linear_problem *problem, int threads) {
-    return problem->dtype == SKINNY_BFLOAT16 ? skinny_linear_avx512bf16(problem, threads)
-                                             : skinny_linear_avx512(problem, threads);
+    return problem->weight_dtype == SKINNY_BFLOAT16 && problem->dtype == SKINNY_BFLOAT16
+               ? skinny_linear_avx512bf16(problem, threads)
+               : skinny_linear_avx512(problem, threads);
 }
 
 static int skinny_attention_with_bf16(const attention_problem *problem, int threads) {

@@ -14,17 +14,23 @@ cdef int _check_shape(str name, object tensor, object shape) except -1:
     return 0
 
 
-cdef int _check_linear(object x, object weight, object bias, object out) except -1:
+cdef int _check_weight(object weight) except -1:
     dtype = getattr(weight, "dtype", None)
     if dtype not in _dtypes:
         raise TypeError(f"weight: expected float32, bfloat16 or float16, got {dtype}")
     _check_plain("weight", weight, dtype)
-    _check_plain("x", x, dtype)
     if weight.dim() != 2 or weight.stride(1) != 1:
         raise ValueError(
             f"weight: expected a matrix with adjacent columns, got shape {list(weight.shape)} "
             f"with strides {list(weight.stride())}"
         )
+    return 0
+
+
+cdef int _check_linear(object x, object weight, object bias, object out) except -1:
+    _check_weight(weight)
+    dtype = weight.dtype
+    _check_plain("x", x, dtype)
     if x.dim() < 1 or x.size(-1) != weight.size(1):
         raise ValueError(f"x: expected shape [..., {weight.size(1)}], got {list(x.shape)}")
     if bias is not None:
@@ -55,22 +61,30 @@ cdef object _as_rows(object x, int64_t depth, linear_problem *problem):
 cdef object _multiply(object x, object weight, object bias, object out, int path, int threads):
     """`skinny_linear` on arguments known to be valid."""
     cdef linear_problem problem
-    cdef int failed
     problem.outputs, problem.depth = weight.shape
-    problem.dtype = _dtypes[weight.dtype]
+    problem.weight = <char *><uintptr_t>weight.data_ptr()
+    problem.weight_stride = weight.stride(0)
+    problem.weight_dtype = _dtypes[weight.dtype]
+    problem.factors = NULL
+    problem.row_scales = NULL
+    return _solve(&problem, x, bias, out, path, threads)
+
+
+cdef object _solve(linear_problem *problem, object x, object bias, object out, int path, int threads):
+    """The product of x with the weights of a problem, plus bias."""
+    cdef int failed
+    problem.dtype = _dtypes[x.dtype]
     if out is None:
         out = x.new_empty(_output_shape(x, problem.outputs))
     if problem.depth == 0:
         return out.zero_() if bias is None else out.copy_(bias)
-    rows = _as_rows(x, problem.depth, &problem)
+    rows = _as_rows(x, problem.depth, problem)
     adjacent_bias = None if bias is None else bias.contiguous()
-    problem.weight = <char *><uintptr_t>weight.data_ptr()
-    problem.weight_stride = weight.stride(0)
     problem.bias = NULL if bias is None else <char *><uintptr_t>adjacent_bias.data_ptr()
     problem.y = <char *><uintptr_t>out.data_ptr()
     problem.y_stride = problem.outputs
     with nogil:
-        failed = _paths[path].linear(&problem, threads)
+        failed = _paths[path].linear(problem, threads)
     if failed:
         raise MemoryError(f"no memory to pack {problem.rows} rows of {problem.depth}")
     return out

@@ -28,8 +28,29 @@ typedef struct {
     char *y;            /* [rows, outputs] */
     int64_t rows, depth, outputs;
     int64_t x_stride, weight_stride, y_stride;
-    int dtype;
+    int dtype;               /* of x, bias and y */
+    int weight_dtype;        /* the same; float32 times bfloat16; any times int8 */
+    const char *factors;     /* of int8: bfloat16 [outputs, groups], INT8_BLOCK more behind the last */
+    const float *row_scales; /* of int8: [outputs], a vector more behind the last */
 } linear_problem;
+
+/* A matrix to be rounded to int8, with one bfloat16 factor for each GROUP of a row; zeros pad the last. */
+#define GROUP 32
+#define INT8_BLOCK 16 /* groups whose factors are widened together */
+#define INT8_MOST 127.0f
+#define INT16_MOST 32767.0f
+#define INT8_LEAST 1e-30f /* what is less in magnitude counts as zero */
+typedef struct {
+    const char *weight; /* [outputs, depth] */
+    int64_t outputs, depth, weight_stride;
+    int dtype;
+    int8_t *values;     /* [outputs, groups, GROUP] */
+    uint16_t *factors;  /* [outputs, groups] */
+    float *row_scales;  /* [outputs] */
+    float *left_out;    /* [outputs]: the norm of what rounding leaves out of a row, rounded up */
+    float *norms;       /* [outputs]: of the row itself, rounded up */
+    int64_t next_chunk; /* taken atomically */
+} int8_packing;
 
 /* One pass over the weights, shared by its threads. */
 typedef struct {
@@ -37,6 +58,7 @@ typedef struct {
     char *panels;         /* the rows of x, packed */
     int64_t packed_bytes; /* of one packed row */
     int64_t panel_count;
+    float *x_scales;      /* [rows] of x in 16 bits */
     float *sums;          /* [threads, rows, CHUNK_ROWS] */
     int64_t next_chunk;   /* taken atomically, like the next */
     int64_t next_thread;

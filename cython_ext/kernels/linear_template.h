@@ -10,6 +10,7 @@
 /* Panels of x one after another, each as [steps][its rows][STEP]: a tile reads them forward. */
 TARGET static void NAMED(pack_panels)(char *panels, const linear_pass *pass) {
     const linear_problem *p = pass->problem;
+    if (p->weight_dtype == SKINNY_INT8) return NAMED(pack_int16_panels)(panels, pass);
     const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
@@ -25,18 +26,25 @@ TARGET static void NAMED(pack_panels)(char *panels, const linear_pass *pass) {
  * runs from the caches. A tile past the last weight row repeats it: nobody reads those sums. */
 TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, int64_t apart, float *sums) {
     const linear_problem *p = pass->problem;
-    const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->dtype);
+    const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->weight_dtype);
     const int64_t share = (TILE_ROWS + pass->panel_count - 1) / pass->panel_count;
     skinny_tile tile = {.depth = p->depth, .ahead = row_bytes, .sums_stride = CHUNK_ROWS, .sums_step = apart};
-    for (int64_t o = 0; o < TILE_ROWS; o++)
-        tile.weight[o] = p->weight + skinny_min(first + o * apart, p->outputs - 1) * row_bytes;
+    const char *factors[TILE_ROWS];
+    for (int64_t o = 0; o < TILE_ROWS; o++) {
+        const int64_t output = skinny_min(first + o * apart, p->outputs - 1);
+        tile.weight[o] = p->weight + output * row_bytes;
+        factors[o] = p->factors ? p->factors + output * (p->weight_stride / GROUP) * 2 : NULL;
+    }
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
         tile.panel = pass->panels + start * pass->packed_bytes;
         tile.fetch_first = skinny_min(i * share, TILE_ROWS);
         tile.fetch_end = skinny_min(tile.fetch_first + share, TILE_ROWS);
         tile.sums = sums + start * CHUNK_ROWS;
-        NAMED(tile_of)(end - start, p->dtype, tile);
+        if (p->weight_dtype == SKINNY_INT8)
+            NAMED(int8_tile_of)(end - start, tile, factors);
+        else
+            NAMED(tile_of)(end - start, p->weight_dtype, tile);
     }
 }
 
@@ -47,15 +55,22 @@ TARGET static void NAMED(chunk)(const linear_pass *pass, int64_t first, int64_t 
 }
 #endif
 
-/* Sums plus bias for outputs [o, o + count), count <= LANES, rounded once to the output's dtype. */
-TARGET static void NAMED(write_outputs)(const linear_problem *p, int64_t o, int64_t count,
+/* Sums, in their scales, plus bias for outputs [o, o + count), count <= LANES, rounded once to the output's
+ * dtype. */
+TARGET static void NAMED(write_outputs)(const linear_pass *pass, int64_t o, int64_t count,
                                         const float *sums) {
+    const linear_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype);
     char part[LANES * 4] = {0};
     if (p->bias) memcpy(part, p->bias + o * bytes, count * bytes);
     const VEC bias = NAMED(read)(part, p->dtype);
     for (int64_t row = 0; row < p->rows; row++) {
-        const VEC value = ADD(LOAD(sums + row * CHUNK_ROWS), bias);
+        VEC value = LOAD(sums + row * CHUNK_ROWS);
+        if (p->weight_dtype == SKINNY_INT8) {
+            value = FMA(value, SET1(pass->x_scales[row]), ZERO());
+            value = FMA(value, LOAD(p->row_scales + o), ZERO());
+        }
+        value = ADD(value, bias);
         char *to = p->y + (row * p->y_stride + o) * bytes;
         if (count == LANES) {
             NAMED(write)(to, value, p->dtype);
@@ -77,15 +92,19 @@ TARGET static void NAMED(work)(void *shared) {
         const int64_t count = skinny_min(CHUNK_ROWS, p->outputs - first);
         NAMED(chunk)(pass, first, count, sums);
         for (int64_t o = 0; o < count; o += LANES)
-            NAMED(write_outputs)(p, first + o, skinny_min(LANES, count - o), sums + o);
+            NAMED(write_outputs)(pass, first + o, skinny_min(LANES, count - o), sums + o);
     }
     END_THREAD();
 }
 
 /* At most PASS_ROWS rows. Returns 0, or -1 when memory ran out. */
 TARGET static int NAMED(run_pass)(const linear_problem *p, int threads) {
-    linear_pass pass = {.problem = p};
-    pass.packed_bytes = (p->depth + STEP - 1) / STEP * STEP_BYTES;
+    float x_scales[PASS_ROWS];
+    linear_pass pass = {.problem = p, .x_scales = x_scales};
+    if (p->weight_dtype == SKINNY_INT8)
+        pass.packed_bytes = (p->depth + GROUP - 1) / GROUP * GROUP * 2;
+    else
+        pass.packed_bytes = (p->depth + STEP - 1) / STEP * STEP_BYTES;
     pass.panel_count = PANEL_COUNT(p->rows);
     const int64_t panel_bytes = PACKED_ROWS(p->rows) * pass.packed_bytes;
     const int64_t sums_bytes = threads * p->rows * CHUNK_ROWS * 4;
@@ -104,7 +123,7 @@ TARGET static int NAMED(run_pass)(const linear_problem *p, int threads) {
 TARGET static int NAMED(linear)(const linear_problem *problem, int threads) {
     linear_problem part = *problem;
     const int64_t bytes = skinny_item_bytes(part.dtype);
-    const int64_t weight_bytes = part.outputs * part.depth * bytes;
+    const int64_t weight_bytes = part.outputs * part.depth * skinny_item_bytes(part.weight_dtype);
     const int64_t chunks = (part.outputs + CHUNK_ROWS - 1) / CHUNK_ROWS;
     const int64_t useful = skinny_min(chunks, weight_bytes / THREAD_BYTES + 1);
     int failed = 0;

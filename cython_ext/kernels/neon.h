@@ -23,6 +23,30 @@
 #define SUM_LANES(a, b, c, d, out) \
     vst1q_f32((out), vpaddq_f32(vpaddq_f32((a), (b)), vpaddq_f32((c), (d))))
 
+#define INT8_GROUP skinny_group_neon
+#define LOAD_INT8_GROUP(p) skinny_load_group_neon(p)
+#define INT8_GROUP_DOT(w, p) skinny_group_dot_neon((w), (p))
+
+typedef struct {
+    int16x8_t part[4];
+} skinny_group_neon;
+
+static ALWAYS_INLINE skinny_group_neon skinny_load_group_neon(const char *p) {
+    const int8x16_t low = vld1q_s8((const int8_t *)p), high = vld1q_s8((const int8_t *)p + 16);
+    return (skinny_group_neon){{vmovl_s8(vget_low_s8(low)), vmovl_s8(vget_high_s8(low)),
+                                vmovl_s8(vget_low_s8(high)), vmovl_s8(vget_high_s8(high))}};
+}
+
+static ALWAYS_INLINE float32x4_t skinny_group_dot_neon(skinny_group_neon w, const char *p) {
+    int32x4_t sum = vdupq_n_s32(0);
+    for (int i = 0; i < 4; i++) {
+        const int16x8_t x = vld1q_s16((const int16_t *)p + 8 * i);
+        sum = vmlal_s16(sum, vget_low_s16(w.part[i]), vget_low_s16(x));
+        sum = vmlal_s16(sum, vget_high_s16(w.part[i]), vget_high_s16(x));
+    }
+    return vcvtq_f32_s32(sum);
+}
+
 /* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
 static ALWAYS_INLINE void skinny_store_bf16_neon(char *p, float32x4_t v) {
     const uint32x4_t bits = vreinterpretq_u32_f32(v);

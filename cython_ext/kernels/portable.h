@@ -23,9 +23,34 @@
     ((out)[0] = skinny_sum_portable(a), (out)[1] = skinny_sum_portable(b),             \
      (out)[2] = skinny_sum_portable(c), (out)[3] = skinny_sum_portable(d))
 
+#define INT8_GROUP skinny_group_portable
+#define LOAD_INT8_GROUP(p) skinny_load_group_portable(p)
+#define INT8_GROUP_DOT(w, p) skinny_group_dot_portable((w), (p))
+
 typedef struct {
     float lane[LANES];
 } skinny_lanes;
+
+typedef struct {
+    int8_t weight[GROUP];
+} skinny_group_portable;
+
+static ALWAYS_INLINE skinny_group_portable skinny_load_group_portable(const char *p) {
+    skinny_group_portable group;
+    memcpy(group.weight, p, sizeof(group.weight));
+    return group;
+}
+
+static ALWAYS_INLINE skinny_lanes skinny_group_dot_portable(skinny_group_portable w, const char *p) {
+    int16_t x[GROUP];
+    int32_t sum[LANES] = {0};
+    skinny_lanes v;
+    memcpy(x, p, sizeof(x));
+    for (int k = 0; k < GROUP; k += LANES)
+        for (int i = 0; i < LANES; i++) sum[i] += w.weight[k + i] * x[k + i];
+    for (int i = 0; i < LANES; i++) v.lane[i] = (float)sum[i];
+    return v;
+}
 
 static ALWAYS_INLINE skinny_lanes skinny_load_portable(const float *p) {
     skinny_lanes v;

@@ -10,7 +10,7 @@
 
 #include "openmp_runtime.h"
 
-enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16 };
+enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16, SKINNY_INT8 };
 
 /* Rows of the streamed matrix in one register tile. */
 #define TILE_ROWS 4
@@ -29,7 +29,9 @@ typedef struct {
 } skinny_tile;
 
 static inline int64_t skinny_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t skinny_item_bytes(int dtype) { return dtype == SKINNY_FLOAT32 ? 4 : 2; }
+static inline int64_t skinny_item_bytes(int dtype) {
+    return dtype == SKINNY_FLOAT32 ? 4 : dtype == SKINNY_INT8 ? 1 : 2;
+}
 
 #if defined(__GNUC__)
 #define ALWAYS_INLINE inline __attribute__((always_inline))

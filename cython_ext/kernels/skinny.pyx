@@ -5,7 +5,7 @@ from memory once for all rows.
 import torch
 
 from libc.math cimport sqrt
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int8_t, int64_t, uint16_t, uintptr_t
 
 from hf_retrieval_assist.kernels.openmp import find_openmp
 
@@ -20,6 +20,9 @@ cdef extern from "paths.h" nogil:
         SKINNY_FLOAT32
         SKINNY_BFLOAT16
         SKINNY_FLOAT16
+        SKINNY_INT8
+        GROUP
+        INT8_BLOCK
         MASK_NONE
         MASK_BOOL
         MASK_ADDED
@@ -35,6 +38,20 @@ cdef extern from "paths.h" nogil:
         int64_t rows, depth, outputs
         int64_t x_stride, weight_stride, y_stride
         int dtype
+        int weight_dtype
+        const char *factors
+        const float *row_scales
+
+    ctypedef struct int8_packing:
+        const char *weight
+        int64_t outputs, depth, weight_stride
+        int dtype
+        int8_t *values
+        uint16_t *factors
+        float *row_scales
+        float *left_out
+        float *norms
+        int64_t next_chunk
 
     ctypedef struct attention_problem:
         const char *query
@@ -55,6 +72,7 @@ cdef extern from "paths.h" nogil:
         const char *name
         int (*linear)(const linear_problem *, int) noexcept nogil
         int (*attention)(const attention_problem *, int) noexcept nogil
+        void (*pack_int8)(int8_packing *, int) noexcept nogil
 
     int kernel_paths(kernel_path *paths)
 
@@ -143,4 +161,5 @@ cdef bint _is_transformed():
 OPENMP = _share_openmp()
 
 include "linear.pxi"
+include "int8.pxi"
 include "attention.pxi"

@@ -77,6 +77,15 @@ static void NAMED(end_weights)(skinny_tile *t, int64_t k, int64_t bytes, char pa
     }
 }
 
+TARGET static ALWAYS_INLINE void NAMED(store_sums)(const int rows, const skinny_tile *t,
+                                                   VEC acc[PANEL_ROWS][TILE_ROWS]) {
+    for (int r = 0; r < rows; r++) {
+        float sums[TILE_ROWS], *to = t->sums + r * t->sums_stride;
+        SUM_LANES(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t->sums_step == 1 ? to : sums);
+        for (int o = 0; o < TILE_ROWS && t->sums_step != 1; o++) to[o * t->sums_step] = sums[o];
+    }
+}
+
 /* TILE_ROWS weight rows times one panel; into t.sums. */
 TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, skinny_tile t) {
     char part[TILE_ROWS][STEP_BYTES];
@@ -93,11 +102,7 @@ TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, sk
         NAMED(end_weights)(&t, k, skinny_item_bytes(dtype), part);
         NAMED(step)(rows, dtype, &t, k, acc);
     }
-    for (int r = 0; r < rows; r++) {
-        float sums[TILE_ROWS], *to = t.sums + r * t.sums_stride;
-        SUM_LANES(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t.sums_step == 1 ? to : sums);
-        for (int o = 0; o < TILE_ROWS && t.sums_step != 1; o++) to[o * t.sums_step] = sums[o];
-    }
+    NAMED(store_sums)(rows, &t, acc);
 }
 
 /* The same with row count and dtype known to the compiler, so that the sums live in registers. */

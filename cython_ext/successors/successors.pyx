@@ -32,6 +32,9 @@ def draft(
     const float[::1] rates,
     int32_t first_kind,
     Py_ssize_t budget,
+    const int32_t[::1] own_rows,
+    const token_t[:, ::1] own_successors,
+    const uint8_t[:, ::1] own_kinds,
 ):
     """A template laid over the table below the token `root`, without what is unknown.
 
@@ -48,13 +51,15 @@ def draft(
         rates: float32 [kinds], probability that a successor is right, given that its parent is.
         first_kind: evidence of the first successor of `before`, the r-th having that and r.
         budget: nodes at most, the most probable ones; of equal ones the first.
+        own_rows: int32 [ids], where a token's row in `own_successors` and `own_kinds`, [rows, k], stands
+            for its row in the table: the number of that row plus 1; 0 where none does.
 
     Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes]. O(n²).
     """
     cdef Py_ssize_t n = parents.shape[0], rows = successors.shape[0], i, known = 0, kept = 0
     cdef Ranked* ranked
     cdef token_t above, token
-    cdef int32_t parent, kind, place
+    cdef int32_t parent, kind, place, own
     cdef float prob
     cdef bint again = False  # whether paths may be named again
     tokens_out, parents_out = np.empty(n, np.int32), np.empty(n, np.int32)
@@ -64,6 +69,8 @@ def draft(
     cdef token_t[::1] tokens = tokens_out
     cdef int32_t[::1] places = place_out, above_out = parents_out, evidence = kinds_out
     cdef float[::1] probs = probs_out, path = path_out
+    if own_successors.shape[1] < successors.shape[1] or own_kinds.shape[1] < successors.shape[1]:
+        raise ValueError(f"own_successors: expected {successors.shape[1]} columns, got fewer")
     for i in range(n):
         places[i] = parent = -1
         above, prob = root, 1
@@ -74,9 +81,15 @@ def draft(
             above, prob = tokens[parent], path[parents[i]]
         elif parents[i] == -2:
             above, again = before, True
-        if not (0 <= ranks[i] < successors.shape[1] and 0 <= above < rows):
+        own = own_rows[above] if 0 <= above < own_rows.shape[0] else 0
+        if not (0 <= ranks[i] < successors.shape[1] and (own > 0 or 0 <= above < rows)):
             continue
-        token, kind = successors[above, ranks[i]], kinds[above, ranks[i]]
+        if own > min(own_successors.shape[0], own_kinds.shape[0]):
+            raise ValueError(f"own_rows: expected at most {own_successors.shape[0]}, got {own}")
+        if own > 0:
+            token, kind = own_successors[own - 1, ranks[i]], own_kinds[own - 1, ranks[i]]
+        else:
+            token, kind = successors[above, ranks[i]], kinds[above, ranks[i]]
         if parents[i] == -2:
             kind = first_kind + ranks[i]
             if token == root:
@@ -181,6 +194,7 @@ def learn_text(
     token_t[:, ::1] successors,
     uint8_t[:, ::1] classes,
     const token_t[::1] tokens,
+    const int32_t[::1] rows,
     const int64_t[::1] order,
     const int64_t[::1] kinds,
     int32_t kind_count,
@@ -190,26 +204,28 @@ def learn_text(
     Args:
         successors, classes, kind_count: as for `write`.
         tokens: int32 [n], −1 for what the table knows nothing of.
+        rows: int32 [n − 1], the table's row of each token but the last one, −1 where it has none.
         order: int64 [n − 1], all tokens but the last one, equal ones together and as in the text.
         kinds: int64 [k], of each rank.
     """
     cdef Py_ssize_t n = order.shape[0], k = successors.shape[1], i = 0, end, j, size
     cdef token_t* new = <token_t*>malloc(k * sizeof(token_t))
-    cdef token_t token, follower
+    cdef token_t follower
+    cdef int32_t row
     if new == NULL:
         raise MemoryError()
     try:
-        if n != max(0, tokens.shape[0] - 1) or kinds.shape[0] != k:
+        if n != max(0, tokens.shape[0] - 1) or rows.shape[0] != n or kinds.shape[0] != k:
             raise ValueError(
-                f"expected the order of {max(0, tokens.shape[0] - 1)} tokens and {k} kinds, got {n} and "
-                f"{kinds.shape[0]}"
+                f"expected order and rows of {max(0, tokens.shape[0] - 1)} tokens and {k} kinds, got {n}, "
+                f"{rows.shape[0]} and {kinds.shape[0]}"
             )
-        check_rows(successors, classes, tokens[:n], -1)
+        check_rows(successors, classes, rows, -1)
         while i < n:
-            token, end, size = tokens[order[i]], i, 0
-            while i < n and tokens[order[i]] == token:
+            row, end, size = rows[order[i]], i, 0
+            while i < n and rows[order[i]] == row:
                 i += 1
-            if token < 0:
+            if row < 0:
                 continue
             for j in range(i - 1, end - 1, -1):
                 follower = tokens[order[j] + 1]
@@ -219,12 +235,12 @@ def learn_text(
             if not size:
                 continue
             for j in range(k):
-                if size < k and index_of(new, size, successors[token, j]) < 0:
-                    new[size] = successors[token, j]
+                if size < k and index_of(new, size, successors[row, j]) < 0:
+                    new[size] = successors[row, j]
                     size += 1
             while size < k:  # unknown ones, which are equal
                 new[size] = -1
                 size += 1
-            replace(&successors[token, 0], &classes[token, 0], k, new, &kinds[0], kind_count)
+            replace(&successors[row, 0], &classes[row, 0], k, new, &kinds[0], kind_count)
     finally:
         free(new)

@@ -28,9 +28,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     """Measure, print the curve and keep it in the user's cache directory."""
-    from ..planning.cost_measurement import measure_cost
+    from ..cost_measurement import measure_cost
+    from ..host.fingerprint import fingerprint
     from ..planning.cost_store import CostModels
-    from ..target.fingerprint import fingerprint
 
     pyplot = None if args.plot is None else _pyplot()
     sizes = [size for size in _SIZES if size <= args.max_tokens]

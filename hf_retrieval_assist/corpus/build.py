@@ -92,7 +92,7 @@ def staging_directory(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(path.parent / f".{path.name}.lock", wait=False, keep=False):
+        with locked(path.parent / f".{path.name}.lock", patience=0):
             _remove_abandoned(path)
             staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
             staging.mkdir()

@@ -48,6 +48,8 @@ class Datastore:
     Read-only, and shared by any number of threads and processes. Opening maps the files and checks
     the manifest and all sizes; the contents are read only where a lookup goes. A store whose bytes
     were altered gives wrong answers, never an id outside the vocabulary; :meth:`verify` finds out.
+    A file that is cut short while it is mapped ends the processes that read there (SIGBUS): replace
+    files by renaming, as this class does, never in place.
 
     Attributes:
         path: its directory.
@@ -57,10 +59,7 @@ class Datastore:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.manifest = read_manifest(self.path)
-        self._shards = [
-            map_shard(self.path, shard, self.vocab_size) for shard in self.manifest.shards
-        ]
+        self.manifest, self._shards = _mapped(self.path)
         self.index = SuffixArray(
             [
                 (codes, suffixes, starts, shard.bucket_shift)
@@ -299,6 +298,21 @@ class Datastore:
             commit_message="Upload datastore",
         )
         return str(commit)
+
+
+def _mapped(path: Path) -> tuple[Manifest, list[list[NDArray[Any]]]]:
+    """The manifest at `path` and the files of its shards.
+
+    A writer may delete them in between: then there is another manifest by now.
+    """
+    manifest = read_manifest(path)
+    while True:
+        try:
+            return manifest, [map_shard(path, s, manifest.vocab_size) for s in manifest.shards]
+        except ValueError:
+            before, manifest = manifest, read_manifest(path)
+            if manifest == before:
+                raise
 
 
 def _add(

@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -213,13 +214,20 @@ def map_shard(path: Path, shard: Shard, vocab_size: int) -> list[NDArray[Any]]:
 
 def _map_file(path: Path, size: int) -> mmap.mmap:
     try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != size:
-                raise ValueError(f"{path}: expected {size} bytes, got {found}")
+        with open(path, "rb", opener=_open_at_once) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError(f"{path}: expected a regular file")
+            if found.st_size != size:
+                raise ValueError(f"{path}: expected {size} bytes, got {found.st_size}")
             return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Without waiting for the writer of a named pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def checksum(path: Path) -> str:

@@ -109,8 +109,13 @@ def _suffixes() -> str:
 def _read_lines(path: Path, field: str) -> Iterator[Text]:
     with path.open(encoding="utf-8") as file:
         try:
-            while lines := file.readlines(_PIECE):
-                yield "".join(lines)
+            begun = ""  # the line that the last piece broke off in
+            while piece := file.read(_PIECE):
+                lines, end, rest = piece.rpartition("\n")
+                yield begun + (lines + end or rest)
+                begun = rest if end else ""
+            if begun:
+                yield begun
         except UnicodeDecodeError as error:
             yield ValueError(f"{path}: expected UTF-8, got {error}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +19,18 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 from ..drafters.base import Target
+from ..host import transformers_private
+from ..host.fingerprint import fingerprint
+from ..planning.planner import Planner
+from ..row_text import strip_padding
 from ..system.lazy import cached_property
-from ..target import host
-from ..target.fingerprint import fingerprint
-from ..target.kv_cache import SlotCache, has_slots, has_static_slots
-from ..target.service import choose_service
-from ..target.tiers import Service, Tier
 from ..token_tree import Int32Array
-from .row_text import strip_padding
+from ..verification.fixed_verifier import stays_in_place
+from ..verification.kv_cache import SlotCache, has_slots, has_static_slots
+from ..verification.service import Demand, choose_service
+from ..verification.tiers import Service, Tier
 from .selection import follows_rows
+from .stopping import Stopping
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +95,14 @@ class Call:
             device=self.input_ids.device,
             fingerprint=fingerprint(self.model),
             model=self.model,
+            processors=tuple(self.processors),
         )
 
-    def service(self) -> Service:
+    def service(self, planner: Planner) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it."""
-        service = choose_service(self.model, self.model_kwargs, self.batch_size)
+        width = 1 + planner.most_nodes(few=not stays_in_place(self.input_ids.device))
+        demand = Demand(width, self._compiled is not None, self._returns_states)
+        service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = self._why_plain(service)
         if why is None:
             return service
@@ -112,30 +119,48 @@ class Call:
         cache = self.model_kwargs.get(service.cache_name)
         if not _can_serve(cache, service, self.model.config):
             return "past_key_values is a cache whose tokens cannot be dropped one by one"
-        states = config.output_attentions or config.output_hidden_states
+        states = self._returns_states
         if self.batch_size > 1 and states:
             return "attentions and hidden states of rows with unequal progress do not fit together"
+        start, stop = self._lengths
+        if service.reach.restarts_before(stop):
+            return "the model drops its cache at a length that the text may get to"
+        if service.tier is Tier.REPLAY and service.reach.meets(start, stop - 1):
+            return "the model processes positions that the text may get to one by one"
         if self.compiled(service) is None:
             return None
         if service.tier is not Tier.TREE:
             return f"its forwards are compiled, and not for the {service.tier.value} tier"
-        if states or host.why_no_mask(self.model.config) is not None:
+        if states or transformers_private.why_no_mask(self.model.config) is not None:
             return "its forwards are compiled, and take no masks or return states"
         return None
 
+    @property
+    def _returns_states(self) -> bool:
+        return bool(self.config.output_attentions or self.config.output_hidden_states)
+
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        """The length of the shortest prompt, and one that no row's text gets to."""
+        limit = Stopping(self.criteria).max_length
+        stop = sys.maxsize if limit is None else max(limit, self.input_ids.shape[1] + 1)
+        mask = self.model_kwargs.get("attention_mask")
+        if self.input_ids.shape[1] == 0 or mask is None or mask.ndim != 2:
+            return 0, stop
+        return int(mask.sum(-1).min()), stop
+
     @cached_property
-    def compiled_in_place(self) -> bool:
-        """Whether the caller has compiled the model; found once, since it asks every module."""
-        return host.is_compiled(self.model)
+    def _compiled(self) -> Callable[..., Any] | None:
+        """What is called in the model's place after the prefill, compiled by its caller or for
+        `generate`; None: the model. Found once, since it asks every module."""
+        if transformers_private.is_compiled(self.model):
+            return self.model.__call__
+        return transformers_private.compiled_call(self.model, self.config, self.model_kwargs)
 
     def compiled(self, service: Service) -> Callable[..., Any] | None:
-        """What is called in the model's place after the prefill, compiled; None: the model."""
-        if self.compiled_in_place:
-            return self.model.__call__
-        if service.split and host.why_no_mask(self.model.config) is not None:
-            # Attention in parts serves such models, and is recorded instead of compiled.
-            return None
-        return host.compiled_call(self.model, self.config, self.model_kwargs)
+        """The same as the call is served: attention in parts is recorded instead of compiled."""
+        unmasked = transformers_private.why_no_mask(self.model.config) is not None
+        return None if service.split and unmasked else self._compiled
 
     def rows_in_step(self, service: Service) -> bool:
         """Whether the rows of the batch have to accept equally many tokens in every step: where
@@ -143,19 +168,25 @@ class Call:
         """
         if self.batch_size == 1:
             return False
-        together = service.tier is Tier.REPLAY or self.streamer is not None
+        together = (
+            service.tier is Tier.REPLAY
+            or self.streamer is not None
+            or service.reach.meets(*self._lengths)
+        )
         return together or any(map(follows_rows, (*self.processors, *self.criteria)))
 
     def keeps_cache(self, service: Service) -> bool:
         """Whether anybody can go on from the cache after the call: it is returned, or was given."""
-        given = host.is_callers(self.model_kwargs.get(service.cache_name))
+        given = transformers_private.is_callers(self.model_kwargs.get(service.cache_name))
         return given or bool(self.config.return_dict_in_generate)
 
 
 def _can_serve(cache: Any, service: Service, config: Any) -> bool:
     """Whether the call's cache can serve: made by `generate`, or one that has a slot per token."""
     own = getattr(cache, "self_attention_cache", cache)
-    if service.tier is Tier.PLAIN or not (host.is_callers(cache) or host.is_callers(own)):
+    if service.tier is Tier.PLAIN or not (
+        transformers_private.is_callers(cache) or transformers_private.is_callers(own)
+    ):
         return True
     if isinstance(own, StaticCache):
         return own is cache and has_static_slots(own, config)

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..kernels.leaving import all_scopes_left
-from ..planning.paces import Paces
+from ..drafting.policy import DraftingPolicy
+from ..host.fingerprint import fingerprint
+from ..host.ranks import Ranks
+from ..kernels.reroute import all_scopes_left
+from ..planning.account import Account
+from ..record import CallRecord
 from ..stats import CallStats
-from ..target.fingerprint import fingerprint
-from ..target.ranks import Ranks
-from ..target.tiers import Service, Tier
+from ..token_tree import Int32Array
+from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
 from .loop import Generation, cost_key
 from .plainly import decode_at_rest, decode_plainly
 
-if TYPE_CHECKING:
-    from ..assistants import Assistant
+
+def _unobserved(prompts: Sequence[Int32Array], counts: CallStats) -> None:
+    """Nobody records the call."""
 
 
 @all_scopes_left()
 def decode(
     model: Any,
-    assistant: Assistant,
+    assistant: DraftingPolicy,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: Any = None,
+    observe: Callable[[Sequence[Int32Array], CallStats], CallRecord | None] = _unobserved,
     **model_kwargs: Any,
 ) -> Any:
     """Generate as transformers' sampling loop does, in fewer forwards.
@@ -43,6 +49,7 @@ def decode(
         logits_processor, stopping_criteria, generation_config: as `generate` prepared them.
         synced_gpus: go on with empty forwards until the other processes have finished.
         streamer: receives every token, of all rows at once.
+        observe: gives what is told the steps of a call of these prompts and figures.
         model_kwargs: further inputs of the forward, as `generate` prepared them.
 
     Returns:
@@ -60,51 +67,51 @@ def decode(
     )
     if (refusal := refused_mode(generation_config)) is not None:
         raise ValueError(refusal)
-    service = call.service()
+    service = call.service(assistant.planner)
     counts = CallStats(tier=service.tier.value, calls=1)
-    record = assistant.observe(call.prompts, counts)
+    record = observe(call.prompts, counts)
     started = time.perf_counter()
     if service.tier is Tier.PLAIN:
         result = decode_plainly(call, counts, record)
-    elif record is not None or (paces := _paces(call, assistant, service)) is None:
+    elif record is not None or (account := _account(call, assistant, service)) is None:
         result = Generation(call, assistant, service, counts, record).run()
     else:
-        result = _decode_the_faster_way(call, assistant, service, counts, paces)
+        result = _decode_the_faster_way(call, assistant, service, counts, account)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
     assistant.costs.save_at_times(fingerprint(model))
     return result
 
 
-def _paces(call: Call, assistant: Assistant, service: Service) -> Paces | None:
+def _account(call: Call, assistant: DraftingPolicy, service: Service) -> Account | None:
     """What tells whether to draft for the call; None: it is drafted for.
 
     All ranks would have to decide alike, and compiled callers to wait for another graph.
     """
     if Ranks.of(call.model).several or call.synced_gpus or call.compiled(service) is not None:
         return None
-    return assistant.paces(cost_key(call.model, call.input_ids))
+    return assistant.account(cost_key(call.model, call.input_ids)) if assistant.may_rest() else None
 
 
 def _decode_the_faster_way(
-    call: Call, assistant: Assistant, service: Service, counts: CallStats, paces: Paces
+    call: Call, assistant: DraftingPolicy, service: Service, counts: CallStats, account: Account
 ) -> Any:
     """With drafts, or plainly while those make calls slower; timed from the first token on."""
-    if paces.rests():
+    if account.rests():
         counts.tier = "at rest"
-        rerouted = _reroutes(call, assistant, paces)
+        rerouted = _reroutes(call, assistant, account)
         result = decode_at_rest(call, assistant, counts, rerouted)
-        paces.observe_plain(counts.seconds["forward"], counts.forwards, rerouted)
+        account.count_plain(counts.seconds["forward"], counts.forwards, rerouted)
         return result
     started = time.perf_counter()
     generation = Generation(call, assistant, service, counts, None)
     result = generation.run()
     seconds = time.perf_counter() - started - counts.seconds["prefill"]
-    paces.observe_drafted(seconds, generation.tokens - 1, generation.plain_step)
+    account.count_drafted(seconds, generation.tokens - 1, generation.plain_step)
     return result
 
 
-def _reroutes(call: Call, assistant: Assistant, paces: Paces) -> bool:
+def _reroutes(call: Call, assistant: DraftingPolicy, account: Account) -> bool:
     """Whether the kernels for few rows serve a call at rest.
 
     In half precision they do whatever that takes: the text depends on how it is rounded, and must
@@ -112,4 +119,4 @@ def _reroutes(call: Call, assistant: Assistant, paces: Paces) -> bool:
     """
     if not assistant.reroute or call.input_ids.device.type != "cpu":
         return False
-    return call.model.dtype.itemsize < 4 or paces.reroutes()
+    return call.model.dtype.itemsize < 4 or account.reroutes()

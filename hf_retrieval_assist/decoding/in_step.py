@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..target.verified import Verified
-from ..target.verifiers import best_chain
+from ..row_text import Path, RowText
 from ..token_tree import TokenTree
+from ..verification.verified import Verified
+from .dice import Dice
 from .recorder import OutputRecorder
-from .row_text import RowText
 from .selection import TokenSelector
 from .stopping import Stopping
-from .walk import Path
 
 
 class StepWalk:
@@ -31,6 +30,7 @@ class StepWalk:
         select: chooses the tokens.
         stopping: says after each token which rows have ended.
         recorder: is told of the tokens' scores and logits where the call wants them.
+        dice: the call's random draws.
         streamer: receives the next token of every row, int64 [batch]; None: nobody does.
     """
 
@@ -40,12 +40,14 @@ class StepWalk:
         select: TokenSelector,
         stopping: Stopping,
         recorder: OutputRecorder,
+        dice: Dice,
         streamer: Any = None,
     ):
         self.rows = rows
         self.select = select
         self.stopping = stopping
         self.recorder = recorder
+        self.dice = dice
         self.streamer = streamer
         self._scores: list[torch.Tensor] = []
 
@@ -55,7 +57,7 @@ class StepWalk:
         while True:
             padding = [row.padding for row in self.rows]
             scores = self._scored([path.accepted[-1] for path in paths], verified)
-            drawn = self.select.choose(scores)
+            drawn = self.select.choose(scores, lambda probs: self.dice.draw(probs, self.rows))
             tokens = [
                 token if pad is None else pad for token, pad in zip(drawn, padding, strict=True)
             ]
@@ -107,11 +109,11 @@ def drafts_in_step(
         drafts: of the rows that have not ended, in their order.
         plan: the part that pays of a draft of which every node brings a token to each row.
     """
-    chains = [best_chain(draft) for draft in drafts]
+    chains = [draft.best_chain() for draft in drafts]
     depth = min(map(len, chains))
     together = np.prod([chain.probs[:depth] for chain in chains], axis=0)
     depth = len(plan(TokenTree.chain([*range(depth)], together)))
-    kept = iter(chain.cut_depth(depth) for chain in chains)
+    kept = iter(chain.prune(depth) for chain in chains)
     return [
         next(kept) if row.padding is None else TokenTree.chain([row.padding] * depth, [1.0] * depth)
         for row in rows

@@ -9,38 +9,40 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..drafters.feedback import RowFeedback
+from ..drafting.policy import AssistantSession, DraftingPolicy
+from ..host import transformers_private as private
+from ..host.feature_taps import FeatureTaps
+from ..host.fingerprint import fingerprint
+from ..host.ranks import Ranks
+from ..kernels.linear import MAX_ROWS
 from ..kernels.reroute import reroute
+from ..planning.account import Drafting
 from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, size_bucket
 from ..planning.cost_views import PackedCost, stepped
+from ..record import CallRecord
+from ..row_text import Path, RowText
 from ..stats import CallStats
-from ..target import host
-from ..target.feature_taps import FeatureTaps
-from ..target.fingerprint import fingerprint
-from ..target.fixed_verifier import ForwardOptions, stays_in_place
-from ..target.kv_cache import SlotCache
-from ..target.ranks import Ranks
-from ..target.tiers import Service, cache_for
-from ..target.verified import Verified
-from ..target.verifiers import Verifier
 from ..token_tree import TokenTree
+from ..verification.fixed_verifier import ForwardOptions, stays_in_place
+from ..verification.kv_cache import SlotCache
+from ..verification.own_forwards import OwnForwards, RowForwards
+from ..verification.tiers import Service, cache_for
+from ..verification.verified import Verified
+from ..verification.verifiers import Verifier
 from .call import Call
+from .dice import Dice, RowForesight
 from .in_step import StepWalk, drafts_in_step
 from .recorder import OutputRecorder
-from .row_text import RowText
 from .selection import TokenSelector
 from .stopping import Stopping
-from .walk import Path, Walk
-
-if TYPE_CHECKING:
-    from ..assistants import Assistant, AssistantSession
-    from ..record import CallRecord
+from .walk import Walk
 
 # Keyword arguments with one entry per token.
 _PER_TOKEN = (
@@ -69,7 +71,7 @@ class Generation:
     def __init__(
         self,
         call: Call,
-        assistant: Assistant,
+        assistant: DraftingPolicy,
         service: Service,
         counts: CallStats,
         record: CallRecord | None,
@@ -84,12 +86,13 @@ class Generation:
         self.outputs = OutputRecorder(call.config, call.batch_size)
         self.room = self._room()
         self.rows = self._texts()
-        select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
-        self.walk = Walk(self.rows, select, self.stopping, self.outputs, call.streamer)
-        self.step_walk: StepWalk | None = None
-        if call.rows_in_step(service):
-            self.step_walk = StepWalk(self.rows, select, self.stopping, self.outputs, call.streamer)
-        self.residual = assistant.residual and select.do_sample
+        self.select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
+        self.dice = Dice(self.rows)
+        self.own_forwards = OwnForwards()
+        walk = self.rows, self.select, self.stopping, self.outputs, self.dice, call.streamer
+        self.walk = Walk(*walk)
+        self.step_walk = StepWalk(*walk) if call.rows_in_step(service) else None
+        self.residual = assistant.residual and self.select.do_sample
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
         # Where forwards get memory that stays in place, it is made after the prefill.
@@ -105,7 +108,7 @@ class Generation:
         self.reroute = reroute(rerouted and call.input_ids.device.type == "cpu")
         self.cost_key = cost_key(call.model, call.input_ids)
         # Accounts of time differ between ranks, which have to ask together.
-        self.thrift = None if self.ranks.several else assistant.thrift(self.cost_key)
+        self.account = None if self.ranks.several else assistant.account(self.cost_key)
         self.unasked = 0  # steps since drafters were asked
         self.taps = FeatureTaps(self.model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = []
@@ -118,9 +121,9 @@ class Generation:
                 self._open_sessions(opened)
                 self.ranks.begin()
                 self.verifier = self.prefill()
-                opened.enter_context(host.optimised_for_decode(self.model))
+                opened.enter_context(private.optimised_for_decode(self.model))
                 # The criteria may be met by the first token; other processes may still wait.
-                while host.has_unfinished(self.model, self.finished, synced, device):
+                while private.has_unfinished(self.model, self.finished, synced, device):
                     if self.running:
                         self.step(self.verifier)
                     else:
@@ -136,12 +139,10 @@ class Generation:
         self.cache.require_room(1 + max(self.cache.slots.lengths[row.index] for row in running))
         cost = self._cost(verifier)
         price = self._price(cost, verifier, len(running))
-        asked = self.thrift is None or self.thrift.affords()
-        self.unasked = 0 if asked else self.unasked + 1
-        with self._timed("draft") as drafting:
-            trees = [TokenTree.empty()] * len(self.rows)
-            if asked:
-                trees = self._drafts(running, verifier, price)
+        drafting = None if self.account is None else self.account.begin(price)
+        with self._timed("draft"):
+            trees = self._drafts(running, verifier, price, drafting)
+        self.unasked = self.unasked + 1 if drafting is not None and not drafting.uses else 0
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = verifier.forward(self.rows, trees)
             verified.wait()
@@ -152,20 +153,25 @@ class Generation:
                 self.outputs.step(verified, paths[0].accepted, self.cache)
         with self._timed("cache") as kept:
             verifier.keep(self.rows, verified, [path.accepted for path in paths])
-        with self._timed("draft") as learning:
-            self._learn(running, trees, verified, paths, asked)
+        with self._timed("draft"):
+            self._learn(running, trees, verified, paths, drafting)
         if self.unasked % _TIMING_PERIOD == 0:
             if verified.typical:
                 cost.observe(verified.width, forward.seconds)
             for kind, span in {"walk": walked, "keep": kept}.items():
                 cost.observe_overhead(kind, span.seconds)
-        if asked and self.thrift is not None:
-            brought = sum(len(path.tokens) for path in paths) / len(running) - 1
-            spent = drafting.seconds + learning.seconds
-            self.thrift.observe(price, price.share(verified.width), brought, spent)
+        if drafting is not None:
+            self.assistant.settle(
+                drafting,
+                [self.sessions[row.index] for row in running],
+                [trees[row.index] for row in running],
+                [paths[row.index].tokens for row in running],
+                price.share(verified.width),
+            )
         if self.record is not None:
             rows = [row.index for row in running if paths[row.index].tokens]
-            self.record.step(rows, self.sessions, trees, paths)
+            drafts = [session.drafts for session in self.sessions]
+            self.record.step(rows, drafts, trees, paths)
 
     @property
     def running(self) -> list[RowText]:
@@ -205,12 +211,15 @@ class Generation:
         call = self.call
         with self._timed("prefill"):
             with self.taps, self.reroute:
-                outputs = host.prefill(self.model, call.input_ids, call.config, self.model_kwargs)
+                outputs = private.prefill(
+                    self.model, call.input_ids, call.config, self.model_kwargs
+                )
             self.cache.begin(call.batch_size)
             self.model_kwargs = self._kwargs_of_steps(outputs)
             verifier = self.service.verifier(
                 self.model, self.cache, self.model_kwargs, call.input_ids, self._options()
             )
+            self.own_forwards.begin(verifier, self.rows, self._max_depth)
             self.outputs.prefill(outputs, self.cache)
             last = Verified(outputs.logits[:, -1:], [0] * call.batch_size, outputs)
             paths = self._walk(self.rows, [TokenTree.empty()] * call.batch_size, last)
@@ -229,36 +238,51 @@ class Generation:
         return ForwardOptions(
             taps=self.taps,
             top_k=self.assistant.top_k,
-            states=self.outputs.wants_states,
             capacity=self.call.input_ids.shape[1] + self.room,
             keeps_cache=self.keeps_cache,
+            most_tokens=self._most_tokens(),
             recorded=self.assistant.graphs and not self.call.synced_gpus and not self.ranks.several,
             # Compiled code does not show hidden states.
             compiled=None if self.taps.boundaries else self.call.compiled(self.service),
         )
 
+    def _most_tokens(self) -> int | None:
+        """That a forward may feed; beyond, the kernels would not round as plain decoding does."""
+        rounds = self.reroute.enabled and self.model.dtype.itemsize < 4
+        return MAX_ROWS if rounds and self.call.batch_size <= MAX_ROWS else None
+
     def _kwargs_of_steps(self, outputs: Any) -> dict[str, Any]:
         """The forward's keyword arguments from here on; the verifier counts on from the prompt."""
-        updated = host.kwargs_after(self.model, outputs, self.model_kwargs)
+        updated = private.kwargs_after(self.model, outputs, self.model_kwargs)
         return updated | {
             name: self.model_kwargs[name] for name in _PER_TOKEN if name in self.model_kwargs
         }
 
     def _drafts(
-        self, running: Sequence[RowText], verifier: Verifier, cost: CostModel
+        self,
+        running: Sequence[RowText],
+        verifier: Verifier,
+        cost: CostModel,
+        drafting: Drafting | None,
     ) -> list[TokenTree]:
         """What to verify of each row; nothing of finished ones, which bring no more tokens."""
 
         def plan() -> list[TokenTree]:
             extra = verifier.backlog(self.rows)
             growing = [row for row in running if row.padding is None or self.step_walk is None]
-            budget = self.assistant.planner.request(cost)
-            drafts = verifier.limit([self._draft(row, cost, budget) for row in growing])
+            sessions = [self.sessions[row.index] for row in growing]
+            depths = [self._max_depth(row) for row in growing]
+            drafts = self.assistant.propose(sessions, depths, cost, drafting=drafting)
+            drafts = verifier.limit(drafts, growing)
             if self.step_walk is None:
-                return self.assistant.plan(drafts, cost, extra, verifier.packed)
-            return drafts_in_step(
-                running, drafts, lambda tree: self.assistant.plan([tree], cost, extra)[0]
-            )
+                planned = self.assistant.plan(drafts, cost, extra, verifier.packed, drafting)
+            else:
+                planned = drafts_in_step(
+                    running,
+                    drafts,
+                    lambda tree: self.assistant.plan([tree], cost, extra, drafting=drafting)[0],
+                )
+            return verifier.fit(planned, extra)
 
         trees = [TokenTree.empty()] * len(self.rows)
         planned = self.ranks.agree(plan, len(running))
@@ -266,11 +290,10 @@ class Generation:
             trees[row.index] = tree
         return trees
 
-    def _draft(self, row: RowText, cost: CostModel, budget: int) -> TokenTree:
+    def _max_depth(self, row: RowText) -> int | None:
         remaining = self.stopping.remaining(row)
         # The last token that may be generated needs no node: the walk draws it at its parent.
-        depth = None if remaining is None else max(0, remaining - 1)
-        return self.sessions[row.index].propose(depth, cost, budget)
+        return None if remaining is None else max(0, remaining - 1)
 
     def _walk(
         self, running: Sequence[RowText], trees: Sequence[TokenTree], verified: Verified
@@ -287,18 +310,14 @@ class Generation:
         trees: Sequence[TokenTree],
         verified: Verified,
         paths: Sequence[Path],
-        asked: bool,
+        drafting: Drafting | None,
     ) -> None:
-        """Count the step and tell the drafters what it showed; later, where none was asked."""
+        """Count the step and tell the drafters what it showed."""
         grown = [row for row in running if paths[row.index].tokens]
         for row in grown:
             self.counts.count_step(len(trees[row.index]), len(paths[row.index].tokens) - 1)
-        if not asked and not self.assistant.hidden_layers:
-            for row in grown:
-                self.sessions[row.index].defer(paths[row.index].tokens)
-            return
         feedbacks: list[RowFeedback | None] = [None] * len(grown)
-        if self.assistant.needs_feedback:
+        if self.assistant.needs_feedback and (self.unasked == 0 or self.assistant.hidden_layers):
             feedbacks = [
                 self._feedback(row, trees[row.index], paths[row.index], verified) for row in grown
             ]
@@ -306,6 +325,7 @@ class Generation:
             [self.sessions[row.index] for row in grown],
             [paths[row.index].tokens for row in grown],
             feedbacks,
+            drafting,
         )
 
     def _feedback(
@@ -366,7 +386,8 @@ class Generation:
             len(row.generated) if row.padding is None else min(row.met or end, end)
             for row in self.rows
         )
-        self.counts.keeps_seed = self.walk.plain_draws
+        self.dice.settle(end)
+        self.counts.keeps_seed = self.dice.plain and not self.residual
         if self.call.streamer is not None:
             self.call.streamer.end()
         new = self.call.input_ids.new_tensor([row.fed(0, end) for row in self.rows])
@@ -396,7 +417,7 @@ class Generation:
         name, config = self.service.cache_name, self.model.config.get_text_config(decoder=True)
         given: Any = self.model_kwargs.get(name)
         own = getattr(given, "self_attention_cache", given)
-        if host.is_callers(given):
+        if private.is_callers(given):
             cache = SlotCache.around(own, config)
             if cache.lender is not None:
                 self.model_kwargs[name] = cache
@@ -414,14 +435,17 @@ class Generation:
         return 256 if limit is None else min(max(1, limit - self.call.input_ids.shape[1]), 4096)
 
     def _texts(self) -> list[RowText]:
-        pad = host.pad_token(self.call.config) if self.stopping.has_eos else None
+        pad = private.pad_token(self.call.config) if self.stopping.has_eos else None
         pad_id = None if pad is None else int(pad)
         return [RowText(i, ids, self.room, pad_id) for i, ids in enumerate(self.call.input_ids)]
 
     def _open_sessions(self, opened: ExitStack) -> None:
         """Start a draft session for every row, all of which are closed, whatever happens."""
-        call, target = self.call, self.call.target
+        call = self.call
         for row, prompt_ids in enumerate(call.prompts):
+            foresight = RowForesight(self.select, self.dice, self.rows[row])
+            own = RowForwards(self.own_forwards, row)
+            target = replace(call.target, foresight=foresight, own=own)
             session = self.assistant.start(prompt_ids, target, row, call.batch_size)
             opened.callback(self._close, session)
             self.sessions.append(session)
@@ -437,7 +461,7 @@ def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> Cost
         fingerprint=fingerprint(model),
         device=str(input_ids.device),
         dtype=str(model.dtype),
-        attention=str(host.attention_of(model.config)),
+        attention=str(private.attention_of(model.config)),
         batch_size=size_bucket(len(input_ids)),
         cache_length=size_bucket(cache_length),
     )

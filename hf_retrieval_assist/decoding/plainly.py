@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import StoppingCriteriaList
 
+from ..drafting.policy import DraftingPolicy
+from ..host import transformers_private
 from ..kernels.reroute import reroute
+from ..record import CallRecord
 from ..stats import CallStats
-from ..target import host
 from .call import Call
 from .stopping import Stopping
-
-if TYPE_CHECKING:
-    from ..assistants import Assistant
-    from ..record import CallRecord
 
 
 def decode_plainly(call: Call, counts: CallStats, record: CallRecord | None) -> Any:
@@ -28,7 +26,7 @@ def decode_plainly(call: Call, counts: CallStats, record: CallRecord | None) -> 
     return result
 
 
-def decode_at_rest(call: Call, assistant: Assistant, counts: CallStats, rerouted: bool) -> Any:
+def decode_at_rest(call: Call, assistant: DraftingPolicy, counts: CallStats, rerouted: bool) -> Any:
     """The same where drafting has not paid lately; drafters learn the texts afterwards.
 
     `rerouted`: by the kernels that serve drafted calls, by which batches gain too.
@@ -37,14 +35,14 @@ def decode_at_rest(call: Call, assistant: Assistant, counts: CallStats, rerouted
         result, texts = _sampled(call, counts)
     for prompt_ids, token_ids in zip(call.prompts, texts, strict=True):
         with closing(assistant.start(prompt_ids, call.target)) as session:
-            session.defer(token_ids)
+            session.learn_plain(token_ids)
     return result
 
 
 def _sampled(call: Call, counts: CallStats) -> tuple[Any, list[list[int]]]:
     """What transformers' own loop returns, and the rows' generated tokens without padding."""
     watch = _Watch(call)
-    result = host.sample(
+    result = transformers_private.sample(
         call.model,
         call.input_ids,
         logits_processor=call.processors,

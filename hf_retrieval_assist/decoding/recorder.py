@@ -14,9 +14,9 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
-from ..target.kv_cache import SlotCache, SlotLayer
-from ..target.verified import Verified
-from .row_text import RowText
+from ..row_text import RowText
+from ..verification.kv_cache import SlotCache, SlotLayer
+from ..verification.verified import Verified
 
 
 class OutputRecorder:

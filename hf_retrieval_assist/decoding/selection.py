@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.logits_process import (
+    BarkEosPrioritizerLogitsProcessor,
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
-    PrefixConstrainedLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    WatermarkLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
 )
 
+from ..draft_models.residual import verify_node
 from ..drafters.base import ChildDraw
-from ..drafters.residual import verify_node
-from .row_text import RowText
+from ..row_text import RowText
 
-# Processors of transformers whose state follows all rows of a batch from step to step.
-_STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+Draw = Callable[[torch.Tensor], list[int]]
 
 # Processors of transformers that look at nothing but the scores.
 _BLIND = (
@@ -46,17 +59,44 @@ _BLIND = (
     TypicalLogitsWarper,
 )
 
+# Processors of transformers that look at the text besides, and keep nothing of what they are shown.
+_TEXTUAL = (
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
 # Processors of transformers that look up their own state by the row's number in the batch.
 _ROW_BOUND = (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+)
+
+# Further ones, and criteria, that say of a row what its own text and scores say. All others keep
+# something of the batch, look at one row for all, or call what a caller gave them.
+_ROWWISE = (
+    *_BLIND,
+    *_TEXTUAL,
+    *_ROW_BOUND,
+    BarkEosPrioritizerLogitsProcessor,
+    EosTokenCriteria,
+    ExponentialDecayLengthPenalty,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+    SuppressTokensAtBeginLogitsProcessor,
+    WatermarkLogitsProcessor,
 )
 
 
 class TokenSelector:
-    """The logits processors on the true prefix, then argmax or one draw of `torch.multinomial`.
+    """The logits processors on the true prefix, then argmax or one random draw.
 
     Args:
         processors: as `generate` prepared them.
@@ -89,35 +129,58 @@ class TokenSelector:
         if len(rows) == self.batch_size and len({len(row) for row in rows}) == 1:
             return self.processors(torch.cat([row.ids for row in rows]), logits)
         return torch.cat(
-            [self._process(row, one) for row, one in zip(rows, logits.split(1), strict=True)]
+            [
+                self._process(self.processors, row.index, row.ids, one)
+                for row, one in zip(rows, logits.split(1), strict=True)
+            ]
         )
 
-    def _process(self, row: RowText, scores: torch.Tensor) -> torch.Tensor:
-        for processor in self.processors:
-            if self.batch_size > 1 and isinstance(processor, _ROW_BOUND):
-                texts = row.ids.expand(self.batch_size, -1)
-                repeated = processor(texts, scores.repeat(self.batch_size, 1))
-                scores = repeated[row.index : row.index + 1]
-            else:
-                scores = processor(row.ids, scores)
-        return scores
+    def foresee(
+        self, row: RowText, logits: torch.Tensor, paths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Processed scores float32 [nodes, vocab_size] of logits behind drafted tokens.
 
-    def choose(self, scores: torch.Tensor, places: Sequence[int] | None = None) -> list[int]:
-        """The tokens of processed scores [rows, vocab_size], by one draw.
+        Processors that are not known to keep nothing of what they see are left out: they must see
+        the text that there will be, and nothing else.
 
         Args:
-            scores: of some rows of the batch.
-            places: the rows' numbers, to draw for the whole batch as plain decoding does, which
-                takes as many random numbers; None: for these rows alone.
+            row: the text.
+            logits: [nodes, vocab_size].
+            paths: for each node, the drafted tokens that lead to it.
         """
+        scores = logits.to(copy=True, dtype=torch.float32, device=row.device)
+        known = LogitsProcessorList(
+            one for one in self.processors if type(one) in (*_BLIND, *_TEXTUAL)
+        )
+        if all(type(processor) in _BLIND for processor in known):
+            return known(scores.new_empty((len(scores), 0), dtype=torch.long), scores)
+        return torch.cat(
+            [
+                self._process(
+                    known, row.index, torch.cat([row.ids, row.ids.new_tensor([path])], 1), one
+                )
+                for path, one in zip(paths, scores.split(1), strict=True)
+            ]
+        )
+
+    def _process(
+        self, processors: LogitsProcessorList, row: int, ids: torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
+        """Of the row of this number, whose text is int64 [1, length]."""
+        for processor in processors:
+            if self.batch_size > 1 and isinstance(processor, _ROW_BOUND):
+                texts = ids.expand(self.batch_size, -1)
+                repeated = processor(texts, scores.repeat(self.batch_size, 1))
+                scores = repeated[row : row + 1]
+            else:
+                scores = processor(ids, scores)
+        return scores
+
+    def choose(self, scores: torch.Tensor, draw: Draw) -> list[int]:
+        """The tokens of processed scores [rows, vocab_size]; `draw` draws from probabilities."""
         if not self.do_sample:
             return torch.argmax(scores, dim=-1).tolist()
-        probs = torch.nn.functional.softmax(scores, dim=-1)
-        if places is None or len(places) == self.batch_size:
-            return torch.multinomial(probs, num_samples=1)[:, 0].tolist()
-        everywhere = probs.new_ones((self.batch_size, probs.shape[1]))
-        everywhere[places] = probs
-        return torch.multinomial(everywhere, num_samples=1)[places, 0].tolist()
+        return draw(torch.nn.functional.softmax(scores, dim=-1))
 
     @staticmethod
     def verify(scores: torch.Tensor, drawn: ChildDraw) -> int:
@@ -134,7 +197,6 @@ class TokenSelector:
 def follows_rows(member: LogitsProcessor | StoppingCriteria) -> bool:
     """Whether a processor or criterion may keep something of the whole batch from call to call.
 
-    Those of transformers do not, but for two; what others do nobody knows.
+    Most of transformers do not; what others do nobody knows, subclasses of its own included.
     """
-    known = type(member).__module__.startswith("transformers.")
-    return not known or isinstance(member, _STATEFUL)
+    return type(member) not in _ROWWISE

@@ -9,7 +9,7 @@ import torch
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from .row_text import RowText
+from ..row_text import RowText
 
 
 class Stopping:

@@ -9,37 +9,21 @@ at hand and the walk goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..drafters.base import ChildDraw
-from ..target.verified import Verified
+from ..row_text import Path, RowText
 from ..token_tree import TokenTree
+from ..verification.verified import Verified
+from .dice import Dice
 from .recorder import OutputRecorder
-from .row_text import RowText
 from .selection import TokenSelector
 from .stopping import Stopping
 
 # What was drawn below the node that a path of tokens from the root leads to, if anything was.
 Drawn = Callable[[Sequence[int]], ChildDraw | None]
-
-
-@dataclass
-class Path:
-    """What one walk brought.
-
-    Attributes:
-        start: tokens that the row had generated before it.
-        tokens: generated, in order, without the padding behind a row that has ended.
-        accepted: indices of the fed tokens that the cache must keep: the root's 0 first, then
-            1 + i for each node i on the way; none for a row at rest.
-    """
-
-    start: int = 0
-    tokens: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
 
 
 class Walk:
@@ -53,10 +37,8 @@ class Walk:
         select: chooses the tokens.
         stopping: says after each token which rows are finished.
         recorder: is told of each token's scores and logits where the call wants them.
+        dice: the call's random draws.
         streamer: receives each token; None: nobody does.
-
-    Attributes:
-        plain_draws: whether every random draw so far was one that plain decoding makes.
     """
 
     def __init__(
@@ -65,14 +47,15 @@ class Walk:
         select: TokenSelector,
         stopping: Stopping,
         recorder: OutputRecorder,
+        dice: Dice,
         streamer: Any = None,
     ):
         self.rows = rows
         self.select = select
         self.stopping = stopping
         self.recorder = recorder
+        self.dice = dice
         self.streamer = streamer
-        self.plain_draws = True
 
     def __call__(
         self,
@@ -128,19 +111,14 @@ class Walk:
         scores = self.select.process(walking, raw)
         self.recorder.tokens(walking, scores, raw)
         if drawn is None:
-            self.plain_draws = self.plain_draws and self._is_even(walking)
-            return self.select.choose(scores, places if self.plain_draws else None)
-        self.plain_draws = False
+            return self.select.choose(scores, lambda probs: self.dice.draw(probs, walking))
         proposals = [drawn[row.index](paths[row.index].tokens) for row in walking]
         return [
-            self.select.choose(one)[0] if found is None else self.select.verify(one[0], found)
+            self.select.choose(one, self.dice.draw_alone)[0]
+            if found is None
+            else self.select.verify(one[0], found)
             for one, found in zip(scores.split(1), proposals, strict=True)
         ]
-
-    def _is_even(self, walking: Sequence[RowText]) -> bool:
-        """Whether all rows that have not ended walk, and have got equally far."""
-        unfinished = sum(not row.finished for row in self.rows)
-        return len(walking) == unfinished and len({len(row) for row in walking}) == 1
 
 
 def _follow(tree: TokenTree, path: Path, token: int) -> bool:

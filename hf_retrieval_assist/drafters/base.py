@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..planning.cost_model import CostModel
-from ..target.top_logits import TopLogits
 from ..token_tree import Float32Array, Int32Array, TokenTree
+from ..verification.top_logits import TopLogits
+
+if TYPE_CHECKING:
+    # It takes transformers with it, which other engines draft without.
+    from ..verification.own_forwards import RowForwards
+
+Float64Array = NDArray[np.float64]
+
+
+class Foresight(Protocol):
+    """What the target would choose in one text of a call, were given logits its own."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are drawn; otherwise the greatest is taken."""
+
+    def knows(self, vocab_size: int) -> bool:
+        """Whether nothing is left to chance: the choice is greedy, or its draws are known."""
+
+    def best(
+        self, logits: torch.Tensor, paths: Sequence[Sequence[int]], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first choices behind nodes of a draft.
+
+        Args:
+            logits: [nodes, vocab_size] of a model that drafts.
+            paths: for each node the drafted tokens from the text's last token, without that, to
+                the node, with it.
+            count: choices of each node.
+
+        Returns:
+            float32 [nodes, count], descending: processed logits, or what they come to when their
+            probabilities are divided by the draw's numbers, up to a constant of each node;
+            and int64 [nodes, count], the tokens.
+        """
 
 
 @dataclass(frozen=True)
@@ -28,6 +61,12 @@ class Target:
         model: the model itself, for drafters that share its embeddings; None in a simulation.
         learn: whether the text may teach other sessions anything.
         expected: int32 [n] each, texts that the output is expected to resemble.
+        foresight: what the call would choose of a drafter's logits, its random draws included; None
+            where there is no call, as in a simulation.
+        own: the model's forwards behind the text; None where nothing is drafted for, as in a call
+            at rest.
+        processors: the call's logits processors, which a drafter may read and must not call.
+        row: the text's place in the batch.
     """
 
     vocab_size: int
@@ -36,6 +75,10 @@ class Target:
     model: Any = None
     learn: bool = True
     expected: tuple[Int32Array, ...] = ()
+    foresight: Foresight | None = None
+    own: RowForwards | None = None
+    processors: tuple[Any, ...] = ()
+    row: int = 0
 
     def require_model(self, drafter: str) -> Any:
         """The model, for a drafter that cannot do without.
@@ -76,14 +119,12 @@ class FeedbackNeeds:
         top_k: how many of their largest logits, where those are enough.
         hidden_layers: boundaries of the residual stream, counted as transformers counts
             `hidden_states` (k: before block k; 0: the embeddings); −1 is the last hidden state
-            after the final norm; a kind of layer, as configurations name it: the input of the
-            block whose keys and values later ones of that kind reuse. Their widths are
-            concatenated in this order.
+            after the final norm. Their widths are concatenated in this order.
     """
 
     logits: bool = False
     top_k: int = 0
-    hidden_layers: tuple[int | str, ...] = ()
+    hidden_layers: tuple[int, ...] = ()
 
 
 @dataclass
@@ -131,6 +172,10 @@ class DraftSession(ABC):
     def propose(self, budget: int) -> TokenTree:
         """At most `budget` candidate nodes below the last token of the text; may be empty."""
 
+    def restrict(self, tree: TokenTree) -> TokenTree:
+        """The nodes of any drafter's `tree` that can still be chosen, as far as this one knows."""
+        return tree
+
     @abstractmethod
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         """Append `token_ids` (at least one) to the text.
@@ -139,8 +184,9 @@ class DraftSession(ABC):
         of the forward that produced them, or is None where there was none (in a simulation).
         """
 
-    def see_cost(self, cost: CostModel) -> None:  # noqa: B027 - most drafters do not care
-        """Learn t(n), before a draft, to size it by."""
+    def see_cost(self, curve: Callable[[int], Float64Array]) -> None:  # noqa: B027 - most need not
+        """Learn t(n), before a draft, to size it by: `curve(n)`, float64 [n], is the seconds of a
+        step that feeds 1, …, n tokens."""
 
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
         """What was drawn below the node that `path` leads to, tokens from the last draft's root.
@@ -167,15 +213,25 @@ class Drafter(ABC):
         name: one lower-case word or two, shown in `stats`.
         needs: see :class:`FeedbackNeeds`.
         costly: drafting takes a share of a forward's time, so it is asked only where that pays.
+        certain: its estimate of a node counts even where an earlier drafter has estimated the node.
     """
 
     name: str = "drafter"
     needs: FeedbackNeeds = FeedbackNeeds()
     costly: bool = False
+    certain: bool = False
 
     @abstractmethod
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         """A session for a prompt (int32 [length], without padding)."""
+
+    def propose_rows(self, sessions: Sequence[Any], budgets: Sequence[int]) -> list[TokenTree]:
+        """What `DraftSession.propose` returns for each session of this drafter, given its budget.
+
+        Called once in a step for all rows of a batch that ask this drafter. For drafters that draft
+        for all of them in less time than for one after another, such as by one forward.
+        """
+        return [session.propose(budget) for session, budget in zip(sessions, budgets, strict=True)]
 
     def commit_rows(
         self,
@@ -189,6 +245,11 @@ class Drafter(ABC):
         """
         for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
             session.commit(token_ids, feedback)
+
+    @property
+    def defers(self) -> bool:
+        """Whether an earlier drafter's estimate of a node stands against this one's."""
+        return not (self.costly or self.certain)
 
     def priors(self) -> Float32Array:
         """float32 [classes]: for each evidence class that `TokenTree.classes` of this drafter may

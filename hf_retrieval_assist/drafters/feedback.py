@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..target.top_logits import ComputedTop, TopLogits
 from ..token_tree import Int32Array
+from ..verification.top_logits import ComputedTop, TopLogits
 from .base import Feedback, FeedbackNeeds
 
-Layers = tuple[int | str, ...]
+Layers = tuple[int, ...]
 
 
 @dataclass

@@ -23,6 +23,9 @@ from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 
+Rows = tuple[Int32Array, NDArray[np.uint8]]
+OwnRows = tuple[Int32Array, Int32Array, NDArray[np.uint8]]
+
 TEMPLATES: dict[str, tuple[int, ...]] = {
     # The authors' tree: 80 nodes below the root, six levels.
     "2.2.2": (
@@ -183,7 +186,9 @@ class TokenRecyclingDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         table = self._table_of(target)
-        table = table if target.learn else table.copy()
+        if target.expected or not target.learn:
+            # What a caller expects is told in confidence, and so is what comes of it.
+            table = PrivateTable(table)
         for expected in target.expected:
             table.learn_text(expected)
         return _RecyclingSession(table, prompt_ids, self.last_logits)
@@ -275,31 +280,39 @@ class SuccessorTable:
         self._template = template
         self._with_last_logits = template.beside(Template(_LAST_LOGITS_TREE, top_k))
         self._lock = Lock()
-        self._successors, self._classes = self._rows(min(vocab_size, _FIRST_ROWS))
+        self._successors, self._classes = self._unknown(self._first_rows() + 1)
         self._text_kinds = _FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)
 
-    def copy(self) -> SuccessorTable:
-        """A table of its own with the same rows."""
-        table = SuccessorTable(self._vocab_size, self._top_k, self._template)
-        with self._lock:
-            table._successors, table._classes = self._successors.copy(), self._classes.copy()
-        return table
+    def _first_rows(self) -> int:
+        return min(self._vocab_size, _FIRST_ROWS)
 
-    def _rows(self, count: int) -> tuple[Int32Array, NDArray[np.uint8]]:
-        """`count` unknown rows and the spare one."""
-        shape = (count + 1, self._top_k)
+    def _unknown(self, count: int) -> Rows:
+        """`count` unknown rows."""
+        shape = (count, self._top_k)
         return np.full(shape, _UNKNOWN, dtype=np.int32), np.zeros(shape, dtype=np.uint8)
 
-    def _reserve(self, ids: int) -> None:
-        """Make rows for the ids below `ids`: a simulation may not know how large its ids are."""
-        with self._lock:
-            known = len(self._successors) - 1
-            if ids <= known:
-                return
-            table, classes = self._rows(min(self._vocab_size, max(ids, 2 * known)))
+    def _rows_of(self, tokens: Int32Array) -> Int32Array:
+        """int32 [n], the row to learn each token in, made where it is missing; of −1, −1.
+
+        A simulation may not know how large its ids are.
+        """
+        ids, known = int(tokens.max(initial=_UNKNOWN)) + 1, len(self._successors) - 1
+        if ids > known:
+            table, classes = self._unknown(1 + min(self._vocab_size, max(ids, 2 * known)))
             table[:known] = self._successors[:known]
             classes[:known] = self._classes[:known]
             self._successors, self._classes = table, classes
+        return tokens
+
+    def _first_of(self, token: int) -> tuple[int, int]:
+        """The first successor of a token and its evidence class; −1 and 0 where it is unknown."""
+        if not 0 <= token < len(self._successors) - 1:
+            return _UNKNOWN, 0
+        return int(self._successors[token, 0]), int(self._classes[token, 0])
+
+    def _arrays(self) -> tuple[Rows, OwnRows]:
+        """The table, and rows that stand for others of it."""
+        return (self._successors, self._classes), (np.empty(0, np.int32), *self._unknown(0))
 
     def draft(self, root: int, budget: int, before: int = _UNKNOWN) -> TokenTree:
         """The template over the table below the token `root`: of its known nodes the most
@@ -309,16 +322,15 @@ class SuccessorTable:
         ranked high, and what is likeliest to follow; nothing where text alone has taught them.
         """
         with self._lock:
-            known = len(self._successors) - 1
-            looks_back = (
-                0 <= before < known and self._classes[before, 0] % _KINDS < _FIRST_TEXT_KIND
-            )
+            first, kind = self._first_of(before)
+            looks_back = first != _UNKNOWN and kind % _KINDS < _FIRST_TEXT_KIND
             template = self._with_last_logits if looks_back else self._template
-            row_known = 0 <= root < known and self._successors[root, 0] != _UNKNOWN
+            row_known = self._first_of(root)[0] != _UNKNOWN
+            (rows, kinds), (own, own_rows, own_kinds) = self._arrays()
             return TokenTree(
                 *successors.draft(
-                    self._successors,
-                    self._classes,
+                    rows,
+                    kinds,
                     root,
                     before,
                     template.parents,
@@ -326,6 +338,9 @@ class SuccessorTable:
                     _RATES,
                     _FIRST_LAST_LOGITS + _LAST_LOGITS_RANKS * row_known,
                     max(budget, 0),
+                    own,
+                    own_rows,
+                    own_kinds,
                 )
             )
 
@@ -349,21 +364,79 @@ class SuccessorTable:
         nodes = rows_to_learn(fed, accepted, self._vocab_size, limit, starts)
         tokens = fed[nodes]
         found, logits = top.of(nodes, self._top_k, self._vocab_size)
-        self._reserve(max(int(ids.max(initial=-1)) for ids in (tokens, found)) + 1)
-        rows = np.ascontiguousarray(found)
+        new = np.ascontiguousarray(found)
         with self._lock:
-            successors.write(self._successors, self._classes, tokens, rows, shares(logits), _KINDS)
+            rows = self._rows_of(tokens)
+            successors.write(self._successors, self._classes, rows, new, shares(logits), _KINDS)
 
     def learn_text(self, tokens: Int32Array) -> None:
         """Move each token's successor in the text to the front of its row."""
         known = np.where(tokens < self._vocab_size, tokens, _UNKNOWN).astype(np.int32)
-        followed = known[:-1]
-        self._reserve(int(followed.max(initial=_UNKNOWN)) + 1)
-        order = np.argsort(followed, kind="stable")
         with self._lock:
+            rows = self._rows_of(known[:-1])
+            order = np.argsort(rows, kind="stable")
             successors.learn_text(
-                self._successors, self._classes, known, order, self._text_kinds, _KINDS
+                self._successors, self._classes, known, rows, order, self._text_kinds, _KINDS
             )
+
+
+class PrivateTable(SuccessorTable):
+    """A table as one text sees it that must teach it nothing.
+
+    What the text teaches goes to rows of its own, which stand for the table's; they take the memory
+    of the tokens that the text has.
+
+    Args:
+        table: that is only read.
+    """
+
+    def __init__(self, table: SuccessorTable) -> None:
+        self._table = table
+        super().__init__(table._vocab_size, table._top_k, table._template)
+        # One lock, since a draft reads both.
+        self._lock = table._lock
+        # The row of each id plus 1; pages that no id touches take no memory.
+        self._own = np.zeros(0, np.int32)
+        self._used = 0
+
+    def _first_rows(self) -> int:
+        return 63
+
+    def _rows_of(self, tokens: Int32Array) -> Int32Array:
+        fresh = np.unique(tokens[tokens >= 0])
+        if len(fresh) and fresh[-1] >= len(self._own):
+            ids = min(self._vocab_size, max(_FIRST_ROWS, 2 * int(fresh[-1]) + 1))
+            own = np.zeros(ids, np.int32)
+            own[: len(self._own)] = self._own
+            self._own = own
+        fresh = fresh[self._own[fresh] == 0]
+        if len(fresh):
+            self._adopt(fresh)
+        return np.where(tokens >= 0, self._own[tokens] - 1, _UNKNOWN).astype(np.int32)
+
+    def _adopt(self, tokens: Int32Array) -> None:
+        """Begin the rows of these tokens as the table's are."""
+        end = self._used + len(tokens)
+        if end > len(self._successors):
+            table, classes = self._unknown(max(end, 2 * len(self._successors)))
+            table[: self._used] = self._successors[: self._used]
+            classes[: self._used] = self._classes[: self._used]
+            self._successors, self._classes = table, classes
+        rows = slice(self._used, end)
+        known = tokens < len(self._table._successors) - 1
+        self._successors[rows][known] = self._table._successors[tokens[known]]
+        self._classes[rows][known] = self._table._classes[tokens[known]]
+        self._own[tokens] = np.arange(self._used + 1, end + 1)
+        self._used = end
+
+    def _first_of(self, token: int) -> tuple[int, int]:
+        if 0 <= token < len(self._own) and self._own[token]:
+            row = self._own[token] - 1
+            return int(self._successors[row, 0]), int(self._classes[row, 0])
+        return self._table._first_of(token)
+
+    def _arrays(self) -> tuple[Rows, OwnRows]:
+        return self._table._arrays()[0], (self._own, self._successors, self._classes)
 
 
 def rows_to_learn(

@@ -120,12 +120,11 @@ def attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What stands for transformers' `sdpa` function, with its arguments and result:
-    [batch, queries, heads, width].
+    """What is computed in the place of transformers' `sdpa` function (see :mod:`.scopes`), with its
+    arguments and result: [batch, queries, heads, width].
     """
     if (
-        torch.compiler.is_compiling()
-        or not in_route()
+        not in_route()
         or not _can_route(module, query, key, value, attention_mask, options)
         or not TUNING.takes_kernel(query, key, value)
     ):

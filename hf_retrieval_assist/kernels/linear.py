@@ -14,14 +14,17 @@ are verified beside it; neither is promised of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
+from .quantized import QuantizedWeight, quantized_linear
 from .skinny import MAX_ROWS, kernel_linear, routed_linear, set_chooser, skinny_linear
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
@@ -129,4 +132,24 @@ def linear(
     """
     if torch.compiler.is_compiling():
         return plain_linear(input, weight, bias)
+    quantized = _thread.weights.get(id(weight))
+    if quantized is not None:
+        return quantized_linear(input, quantized, bias)
     return routed_linear(input, weight, bias)
+
+
+class _Thread(threading.local):
+    weights: Mapping[int, QuantizedWeight] = MappingProxyType({})
+
+
+_thread = _Thread()
+
+
+def quantized_weights() -> Mapping[int, QuantizedWeight]:
+    """What stands for weights in this thread, by the identity of the parameter."""
+    return _thread.weights
+
+
+def set_quantized_weights(weights: Mapping[int, QuantizedWeight]) -> None:
+    """Let others stand for them."""
+    _thread.weights = weights

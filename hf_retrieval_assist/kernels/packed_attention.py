@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..system.lazy import cached_property
-from .attention_scope import Attention
+from .scopes import Attention
 
 
 @dataclass(frozen=True)

@@ -17,45 +17,58 @@ thirds of that. A model that comes compiled is served as it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import attention, plain_attention
-from .exchange import Exchange
-from .linear import linear, plain_linear
+from .linear import linear, plain_linear, quantized_weights, set_quantized_weights
+from .scopes import Exchange, innermost, leave_to, settle
 from .skinny import route_depth, set_route_depth
 
-__all__ = ["go_to_depth", "reroute", "tune_linears"]
+__all__ = ["all_scopes_left", "reroute", "tune_linears"]
 
 
 def _put() -> None:
     if F.linear is plain_linear:
         F.linear = linear
-    if ALL_ATTENTION_FUNCTIONS.get("sdpa") is plain_attention:
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
 
 
 def _take_back() -> None:
     if F.linear is linear:
         F.linear = plain_linear
-    if ALL_ATTENTION_FUNCTIONS.get("sdpa") is attention:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
-_exchange = Exchange(_put, _take_back)
+_linears = Exchange(_put, _take_back)
 
 
-def go_to_depth(depth: int) -> None:
+def _go_to_depth(depth: int) -> None:
     """Let the running thread be in so many scopes."""
-    _exchange.want(depth > 0)
+    _linears.want(depth > 0)
+    settle("sdpa", innermost(), depth)
     set_route_depth(depth)
 
 
-def _is_observed() -> bool:
+@contextmanager
+def all_scopes_left() -> Iterator[None]:
+    """Scope at whose end the running thread is in the scopes of kernels that it was in before.
+
+    Python may raise KeyboardInterrupt before the first line of a scope's `__exit__`. Such a scope
+    would go on for ever, and later forwards of the thread would be taken for those inside of it.
+    """
+    depth, scope, weights = route_depth(), innermost(), quantized_weights()
+    try:
+        yield
+    finally:
+        leave_to(scope)
+        set_quantized_weights(weights)
+        _go_to_depth(depth)
+
+
+def is_observed() -> bool:
     """Whether something records or replaces the operators that run, and must see the linears."""
     return (
         torch.compiler.is_compiling()
@@ -88,10 +101,10 @@ class reroute:  # noqa: N801, a context manager reads as a verb
         self._outer: list[int | None] = []  # depths; None: nothing was done
 
     def __enter__(self) -> reroute:
-        active = self.enabled and not _is_observed()
+        active = self.enabled and not is_observed()
         self._outer.append(route_depth() if active else None)
         if active:
-            go_to_depth(route_depth() + 1)
+            _go_to_depth(route_depth() + 1)
         return self
 
     def __exit__(
@@ -101,7 +114,7 @@ class reroute:  # noqa: N801, a context manager reads as a verb
         trace: TracebackType | None,
     ) -> None:
         if (depth := self._outer.pop()) is not None:
-            go_to_depth(depth)
+            _go_to_depth(depth)
 
 
 def tune_linears(model: torch.nn.Module) -> None:

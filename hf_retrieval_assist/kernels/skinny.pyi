@@ -8,12 +8,26 @@ MAX_ROWS: int
 MAX_QUERIES: int
 PATHS: tuple[str, ...]
 OPENMP: str | None
+INT8_GROUP: int
 
 def skinny_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     out: Tensor | None = None,
+    *,
+    path: str | None = None,
+    threads: int | None = None,
+) -> Tensor: ...
+def pack_int8(
+    weight: Tensor, *, path: str | None = None, threads: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+def int8_linear(
+    x: Tensor,
+    values: Tensor,
+    factors: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
     *,
     path: str | None = None,
     threads: int | None = None,

@@ -6,22 +6,21 @@ both are merged by their log-sum-exps (the online softmax of Milakov and Gimelsh
 over two blocks). Query heads that share a key and value head are folded into more queries of it:
 nothing is copied for each of them.
 
-Within :class:`serving` the running thread's forwards attend like this.
+Within :class:`~.scopes.attending` the forwards of a thread attend by a :class:`SplitAttention`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
 
-from .attention_scope import Attention, attending
+from .scopes import Attention
 
 varlen: Any = None
 with suppress(ImportError):  # before torch 2.10
@@ -32,13 +31,16 @@ aten = torch.ops.aten
 # Arguments of an attention function that ask for more than attention.
 _SPECIAL = ("position_bias", "cache", "softcap", "s_aux")
 
+# Columns of a bias are laid out in multiples of so many.
+_BIAS_COLUMNS = 8
+
 _Part = tuple[torch.Tensor, torch.Tensor]
 """What some columns contribute: outputs [batch, heads, queries, width] and the logarithm of their
 weight [batch, heads, queries]."""
 
 
 @dataclass(frozen=True)
-class FedTokens:
+class FedSlots:
     """Where the tokens of one forward lie in the buffers, and who sees whom.
 
     Attributes:
@@ -69,7 +71,7 @@ def can_split(device: torch.device) -> bool:
 
 
 def split_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fed: FedTokens, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fed: FedSlots, scale: float
 ) -> torch.Tensor:
     """[batch, heads, width, head_dim] for queries of that shape, from whole buffers
     [batch, shared heads, capacity, head_dim]."""
@@ -85,7 +87,7 @@ def windowed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    fed: FedTokens,
+    fed: FedSlots,
     mask: torch.Tensor,
     reach: int,
     scale: float,
@@ -120,7 +122,7 @@ def _merged(one: _Part, other: _Part) -> torch.Tensor:
 
 
 def _kept_part(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fed: FedTokens, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fed: FedSlots, scale: float
 ) -> _Part:
     if query.device.type == "cuda":
         return _flash(query, key, value, fed, scale)
@@ -133,14 +135,14 @@ def _kept_part(
 
 
 def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fed: FedTokens, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, fed: FedSlots, scale: float
 ) -> _Part:
     """Flash attention over packed rows that says how many slots of each are in use."""
     batch, heads, width, depth = query.shape
     capacity = key.shape[2]
     rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     begin = rows * capacity
-    begin[:-1] += fed.first
+    begin[:-1].add_(fed.first)
     packed_key, packed_value = (buffer.transpose(1, 2).flatten(0, 1) for buffer in (key, value))
     out, weight = varlen.varlen_attn(
         query.transpose(1, 2).reshape(batch * width, heads, depth),
@@ -169,6 +171,9 @@ def _biased(
     batch, heads, width, depth = query.shape
     shared = key.shape[1]
     folded = query.reshape(batch, shared, heads // shared * width, depth)
+    if query.device.type != "cpu" and (excess := -bias.shape[3] % _BIAS_COLUMNS):
+        # The kernel reads rows that begin at multiples of 16 bytes.
+        bias = F.pad(bias, (0, excess))[..., : bias.shape[3]]
     bias = bias.expand(batch, shared, folded.shape[2], key.shape[2])
     if query.device.type == "cpu":
         out, weight = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -182,28 +187,19 @@ def _biased(
     return out.reshape(batch, heads, width, -1), weight.reshape(batch, heads, width)
 
 
-class serving(attending):  # noqa: N801, a context manager reads as a verb
-    """Scope in which this thread's attention over the buffers of a forward is computed here.
+class SplitAttention:
+    """What computes attention over the buffers of a forward.
 
     Args:
-        name: of the attention implementation that the model was loaded with.
-        modules: the model's.
         fed: where the tokens of the forward lie.
         reaches: the masks of layers that do not see all kept slots, and how far they see.
     """
 
-    def __init__(
-        self,
-        name: str,
-        modules: Container[nn.Module],
-        fed: FedTokens,
-        reaches: list[tuple[torch.Tensor, int]],
-    ):
-        super().__init__(name, modules, self._routed)
+    def __init__(self, fed: FedSlots, reaches: list[tuple[torch.Tensor, int]]):
         self._fed = fed
         self._reaches = {mask.data_ptr(): reach for mask, reach in reaches}
 
-    def _routed(
+    def __call__(
         self,
         plain: Attention,
         module: Any,

@@ -1,265 +1,329 @@
-"""An append-only file of finished outputs that several processes share.
+"""A SQLite database of finished outputs that several processes share.
 
-A header, then records in the order of their numbers, which only grow, so that a process knows what
-it has read even after another one rewrote the file. Little-endian throughout:
-
-    header: magic, version, crc32 of what follows, generation (new whenever the file is rewritten),
-            floor (outputs with a lower number were forgotten)
-    record: marker, crc32 of what follows, number, bytes of the fingerprint, tokens,
-            the fingerprint (UTF-8), the token ids (uint32)
+Two tables: `outputs`, whose names are microseconds since 1970 and only grow, and `epoch`, with the
+name below which everything was forgotten. SQLite keeps its rollback journal beside the file during
+a transaction; between transactions the one file is all, so that it may be deleted, replaced or
+copied under running processes.
 """
 
 from __future__ import annotations
 
 import os
-import struct
+import sqlite3
+import time
 import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..system.files import locked, replacing
+from .former_log import former_outputs, is_former_log
+from .outputs import HANDED_OVER, Output, Writers
 
-_MAGIC, _VERSION = b"HFRAoutM", 1
-_MARKER = b"\xf5out"  # no byte of it can start a token id below 2^24
-_HEADER = struct.Struct("<8sIIQQ")
-_RECORD = struct.Struct("<4sIQII")
-_CHECKED = 8  # bytes of a record in front of what its checksum covers
+_SCHEMA = [
+    "CREATE TABLE outputs (name INTEGER PRIMARY KEY, writer BLOB, place INTEGER, model TEXT,"
+    " ids BLOB, crc INTEGER)",
+    "CREATE TABLE epoch (name INTEGER)",
+]
+_APPLICATION = 0x48465241  # in the header, and the version
+_VERSION = 2
+_SETTINGS = (
+    "trusted_schema = OFF",
+    "cell_size_check = ON",
+    "temp_store = MEMORY",
+    "secure_delete = ON",  # what makes room for newer outputs is overwritten
+    "synchronous = OFF",  # the journal undoes what a killed process has begun, unless power is lost
+    "journal_mode = DELETE",
+)
+_FAR = 10 * 365 * 86_400 * 10**6  # names as far in the future are none that time has given
+_LARGEST = 1 << 24  # bytes of an output that is read
+_ROW_BYTES = 48  # of an output besides its fingerprint and ids
+_PATIENCE = 2.0  # seconds to wait for other processes, once; then not until they have let go
+_FORGETTING = 10.0  # seconds to wait before everything is forgotten
 _OWNER_ONLY = 0o600
 
 
-@dataclass(frozen=True)
-class Record:
-    """A finished output.
-
-    Attributes:
-        number: place among all outputs ever logged here.
-        fingerprint: of the model that wrote it.
-        token_ids: int32 [n].
-    """
-
-    number: int
-    fingerprint: str
-    token_ids: NDArray[np.int32]
-
-    def encode(self) -> bytes:
-        name = self.fingerprint.encode()
-        head = _RECORD.pack(_MARKER, 0, self.number, len(name), len(self.token_ids))
-        body = head[_CHECKED:] + name + self.token_ids.astype("<u4").tobytes()
-        return _MARKER + struct.pack("<I", zlib.crc32(body)) + body
-
-
-class SharedOutputs(Protocol):
-    """A process's view of finished outputs that other processes read and write too."""
-
-    @property
-    def last_number(self) -> int:
-        """Number of the last record read or written."""
-
-    def read(self) -> tuple[int, list[Record]]:
-        """The number below which outputs were forgotten, and records not read or written before.
-
-        Empty once there are no more.
-        """
-
-    def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> tuple[int, list[Record]]:
-        """Write an output. Returns what `read` would have returned just before."""
-
-    def forget(self) -> int:
-        """Drop all records, for every process. Returns the new floor.
-
-        Raises:
-            OSError: the others could not be told.
-        """
-
-    def sync(self, timeout: float) -> bool:
-        """Wait until what was written is with the others and what they wrote can be read.
-
-        Returns:
-            Whether that was so within `timeout` seconds.
-        """
-
-
 class OutputLog:
-    """A process's view of the file at `path`, which is created when first written to.
+    """A process's view of the database at `path`, which is made where it is missing.
 
-    Its owner alone may read it (mode 0600); a file that others could read is closed to them. Every
-    access holds the lock file beside it. When `append` returns, the record is with the operating
-    system: it survives the death of every process, though not a loss of power.
+    Its owner alone may read it (mode 0600); a file that others could read is closed to them. When
+    `append` returns, the output is with the operating system: it survives the death of every
+    process, though not a loss of power. One thread at a time.
+
+    A log of an earlier version is moved into a database when it is first used.
 
     Args:
-        path: the file; links to it are followed now, so that all its writers hold one lock.
-        keep_bytes: when the file is above twice this size, only the newest records, up to this
+        path: the file; symbolic links are followed now.
+        keep_bytes: when more than twice this size is in use, only the newest outputs, up to this
             size, are kept.
 
     Raises:
-        ValueError: from any method, if the file is not such a log or of another version.
-        OSError: from any method, if the file cannot be used; it names the file.
+        ValueError: from any method but `forget`, if the file is not such a log, of another version,
+            or damaged.
+        OSError: from any method, if the file cannot be used, or is used by others for too long; it
+            names the file.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep_bytes: int) -> None:
         self.path = Path(path).resolve()
         self.keep_bytes = keep_bytes
-        self._generation = 0
-        self._offset = _HEADER.size
-        self._floor = 0
-        self._next = 0
+        self._database: sqlite3.Connection | None = None
+        self._opened: tuple[int, ...] = ()  # process, device and inode of the open database
+        self._patience = _PATIENCE
+        self._epoch: int | None = None  # none was heard
+        self._forgotten = False  # since the last `read`
+        self._last_read = 0
+        self._writers = Writers()
 
-    @property
-    def last_number(self) -> int:
-        """Number of the last record read or written."""
-        return self._next - 1
+    def read(self) -> tuple[bool, list[Output]]:
+        """See `SharedOutputs`."""
+        with self._transaction() as database:
+            outputs = self._news(database)
+        forgotten, self._forgotten = self._forgotten, False
+        return forgotten, outputs
 
-    def read(self) -> tuple[int, list[Record]]:
-        """The floor, and the records that this view has neither read nor written before."""
-        with self._locked():
-            if not self._exists():
-                return self._floor, []
-            with self._opened("rb") as file:
-                return self._floor_and_news(file)
+    def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
+        """See `SharedOutputs`."""
+        output = self._writers.own(fingerprint, token_ids)
+        while True:
+            with self._transaction() as database:
+                if self._forgotten:
+                    return False
+                self._insert(database, output)
+                if self._bytes_in_use(database) > 2 * self.keep_bytes:
+                    self._drop_oldest(database)
+            if self._is_open():  # and not deleted or replaced meanwhile
+                return True
 
-    def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> tuple[int, list[Record]]:
-        """Write an output. Returns what `read` would have returned just before."""
-        with self._locked():
-            if not self._exists():
-                self._rewrite([], self._floor)
-            with self._opened("r+b") as file:
-                news = self._floor_and_news(file)
-                record = Record(self._next, fingerprint, token_ids).encode()
-                # What lies behind the last good record is the torn end of a killed process's.
-                file.truncate(self._offset)
-                file.seek(self._offset)
-                file.write(record)
-            self._offset += len(record)
-            self._next += 1
-            if self._offset > 2 * self.keep_bytes:
-                # The record is in the file; whoever appends next tries again.
-                with suppress(OSError):
-                    self._compact()
-        return news
-
-    def forget(self) -> int:
-        """Drop all records, for every process. Returns the new floor."""
-        with self._locked():
-            if self._exists():
-                with self._opened("rb") as file:
-                    self._floor_and_news(file)
-            self._rewrite([], self._next)
-        return self._floor
+    def forget(self) -> None:
+        """See `SharedOutputs`. The file is emptied in place, whatever it holds, so that other links
+        to it do not keep the outputs."""
+        epoch = max(_now(), (self._epoch or 0) + 1)
+        self._patience = _FORGETTING
+        try:
+            with self._transaction("EXCLUSIVE") as database:
+                epoch = self._next_name(database)
+                database.execute("ROLLBACK")
+                database.execute("BEGIN EXCLUSIVE")
+                self._empty()
+                database.execute("ROLLBACK")
+        except ValueError:  # nobody can use it
+            self._empty()
+        self._epoch, self._last_read = epoch, 0
+        self._writers.clear()
+        with self._transaction():
+            pass  # the new file is told the epoch
+        self._forgotten = False
 
     def sync(self, timeout: float) -> bool:
         """True: whoever reads the file sees it as it is."""
         return True
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
+        """Everything that the block does, or nothing; the epochs here and there are made one."""
         try:
-            with locked(Path(f"{self.path}.lock")):
-                yield
-        except OSError as error:
-            # A write that fails does not say where.
-            error.filename = error.filename or str(self.path)
-            raise
+            database = self._connected()
+            database.execute(f"PRAGMA busy_timeout = {int(1000 * self._patience)}")
+            self._patience = 0.0
+            database.execute(f"BEGIN {kind}")
+            self._patience = _PATIENCE
+            try:
+                self._prepare(database)
+                self._agree_on_epoch(database)
+                yield database
+                if database.in_transaction:
+                    database.execute("COMMIT")
+            finally:
+                if database.in_transaction:
+                    database.execute("ROLLBACK")
+        except sqlite3.OperationalError as error:
+            raise OSError(f"{self.path}: {error}") from error
+        except (sqlite3.Error, OverflowError) as error:
+            raise ValueError(f"{self.path}: expected a log of outputs, got {error}") from error
 
-    @contextmanager
-    def _opened(self, mode: Literal["rb", "r+b"]) -> Iterator[BinaryIO]:
-        with open(self.path, mode) as file:
-            if os.name != "nt" and os.fstat(file.fileno()).st_mode & 0o077:
-                os.fchmod(file.fileno(), _OWNER_ONLY)
-            yield file
+    def _connected(self) -> sqlite3.Connection:
+        """The database that is now at the path, opened by this process."""
+        if self._database is None or not self._is_open():
+            self._database = None
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_ONLY))
+            self._opened = self._found()
+            try:
+                self._database = self._connection()
+            except sqlite3.DatabaseError:
+                # Not before: to close a database's file would end the locks of this process on it.
+                if not is_former_log(self.path):
+                    raise
+                self._move_over()
+                self._opened = self._found()
+                self._database = self._connection()
+        return self._database
 
-    def _exists(self) -> bool:
-        return self.path.exists() and self.path.stat().st_size > 0
+    def _connection(self) -> sqlite3.Connection:
+        database = sqlite3.connect(
+            f"{self.path.as_uri()}?mode=rw",
+            timeout=self._patience,
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        database.text_factory = _text
+        for setting in _SETTINGS:
+            database.execute(f"PRAGMA {setting}")
+        return database
 
-    def _floor_and_news(self, file: BinaryIO) -> tuple[int, list[Record]]:
-        self._read_header(file)
-        file.seek(self._offset)
-        data = file.read()
-        news, end, damaged = _parse(data)
-        if damaged:
-            warnings.warn(
-                f"{self.path}: skipped {damaged} bytes that are not a whole output",
-                stacklevel=4,
-            )
-        self._offset += end
-        news = [record for record in news if record.number >= self._next]
-        if news:
-            self._next = news[-1].number + 1
-        return self._floor, news
+    def _is_open(self) -> bool:
+        try:
+            return self._opened == self._found()
+        except FileNotFoundError:
+            return False
 
-    def _read_header(self, file: BinaryIO) -> None:
-        header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size or header[:8] != _MAGIC:
-            raise ValueError(f"{self.path}: expected a log of outputs, got another kind of file")
-        _, version, checksum, generation, floor = _HEADER.unpack(header)
-        if version != _VERSION:
-            raise ValueError(f"{self.path}: expected version {_VERSION}, got {version}")
-        if checksum != zlib.crc32(header[16:]):
-            raise ValueError(f"{self.path}: the header does not match its checksum")
-        if generation != self._generation:
-            self._generation, self._offset = generation, _HEADER.size
-        self._floor = max(self._floor, floor)
-        self._next = max(self._next, self._floor)
+    def _found(self) -> tuple[int, ...]:
+        """Process, device and inode of what is at the path; closed to other users from now on."""
+        found = self.path.stat()
+        if os.name != "nt" and found.st_mode & 0o077:
+            self.path.chmod(_OWNER_ONLY)
+        return os.getpid(), found.st_dev, found.st_ino
 
-    def _compact(self) -> None:
-        records, _, _ = _parse(self.path.read_bytes()[_HEADER.size :])
-        kept: list[bytes] = []
-        size = 0
-        for record in reversed(records):
-            kept.append(record.encode())
-            size += len(kept[-1])
-            if size > self.keep_bytes:
-                kept.pop()
+    def _prepare(self, database: sqlite3.Connection) -> None:
+        """Make the tables in an empty file; ValueError for other tables."""
+        header = [_number(database, f"PRAGMA {n}") for n in ("application_id", "user_version")]
+        tables = [sql for (sql,) in database.execute("SELECT sql FROM sqlite_master LIMIT 3")]
+        if not tables and header == [0, 0]:
+            for command in _SCHEMA:
+                database.execute(command)
+            database.execute(f"PRAGMA application_id = {_APPLICATION}")
+            database.execute(f"PRAGMA user_version = {_VERSION}")
+        elif tables != _SCHEMA or header[0] != _APPLICATION:
+            raise ValueError(f"{self.path}: expected a log of outputs, got another database")
+        elif header[1] != _VERSION:
+            raise ValueError(f"{self.path}: expected version {_VERSION}, got {header[1]}")
+
+    def _agree_on_epoch(self, database: sqlite3.Connection) -> None:
+        epoch = _number(database, "SELECT name FROM epoch LIMIT 1")
+        if self._epoch is None:
+            self._epoch = epoch
+        elif epoch > self._epoch:
+            self._epoch, self._last_read, self._forgotten = epoch, 0, True
+            self._writers.clear()
+        elif epoch < self._epoch:  # the file is new, or an older copy
+            database.execute("DELETE FROM outputs WHERE name < ?", [self._epoch])
+            database.execute("DELETE FROM epoch")
+            database.execute("INSERT INTO epoch VALUES (?)", [self._epoch])
+
+    def _next_name(self, database: sqlite3.Connection) -> int:
+        last = _number(database, "SELECT max(name) FROM outputs WHERE name < ?", _now() + _FAR)
+        return max(_now(), last + 1, (self._epoch or 0) + 1)
+
+    def _insert(self, database: sqlite3.Connection, output: Output) -> None:
+        fields = output.fields()
+        row = (self._next_name(database), *fields, _checksum(*fields))
+        database.execute("INSERT INTO outputs VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def _bytes_in_use(self, database: sqlite3.Connection) -> int:
+        size, pages, free = (
+            _number(database, f"PRAGMA {name}")
+            for name in ("page_size", "page_count", "freelist_count")
+        )
+        return size * (pages - free)
+
+    def _drop_oldest(self, database: sqlite3.Connection) -> None:
+        """Keep the newest outputs up to `keep_bytes`, the last one in any case."""
+        sizes = "SELECT name, length(ids) + length(model) FROM outputs"
+        kept, beyond = 0, _now() + _FAR
+        rows = database.execute(f"{sizes} WHERE name < ? ORDER BY name DESC", [beyond])
+        next(rows, None)
+        for name, size in rows:
+            kept += size + _ROW_BYTES
+            if kept > self.keep_bytes:
+                rows.close()
+                where = "name <= ? OR name >= ?"
+                database.execute(f"DELETE FROM outputs WHERE {where}", [name, beyond])
+                return
+
+    def _news(self, database: sqlite3.Connection) -> list[Output]:
+        if not _number(database, "SELECT count(*) FROM outputs WHERE name = ?", self._last_read):
+            # It has made room, or the file is another one. Writers tell what was read before.
+            self._last_read = 0
+        columns = "name, writer, place, model, ids, crc"
+        rows = database.execute(
+            f"SELECT {columns} FROM outputs WHERE name > ? AND name < ?"
+            f" AND length(ids) <= {_LARGEST} AND length(model) <= {_LARGEST} ORDER BY name",
+            [self._last_read, _now() + _FAR],
+        )
+        outputs: list[Output] = []
+        tokens = damaged = 0
+        for name, *fields, checksum in rows:
+            if name <= self._last_read:
+                raise sqlite3.DatabaseError("rows that are not in order")
+            self._last_read = name
+            output = _output(fields, checksum)
+            if output is None:
+                damaged += 1
+            elif self._writers.is_new(output):
+                outputs.append(output)
+                tokens += len(output.token_ids)
+            if tokens >= HANDED_OVER:
                 break
-        self._rewrite(kept[::-1], self._floor)
+        rows.close()
+        if damaged:
+            warnings.warn(f"{self.path}: skipped {damaged} damaged outputs", stacklevel=5)
+        return outputs
 
-    def _rewrite(self, records: list[bytes], floor: int) -> None:
-        """Put a new file in the place of the old one, whole or not at all."""
-        generation = int.from_bytes(os.urandom(8), "little")
-        rest = struct.pack("<QQ", generation, floor)
-        header = _MAGIC + struct.pack("<II", _VERSION, zlib.crc32(rest)) + rest
-        with replacing(self.path, _OWNER_ONLY, alone=True) as file:
-            file.write_bytes(header + b"".join(records))
-        self._generation, self._floor = generation, floor
-        self._offset = len(header) + sum(map(len, records))
+    def _empty(self) -> None:
+        for path in (self.path, Path(f"{self.path}-journal")):
+            with suppress(FileNotFoundError):
+                os.truncate(path, 0)
 
-
-def _parse(data: bytes) -> tuple[list[Record], int, int]:
-    """The whole records in `data`, where the last one ends, and the bytes that belong to none."""
-    records: list[Record] = []
-    place = end = whole = 0
-    while place != -1 and place < len(data):
-        size = _size_of_record(data, place)
-        if size:
-            records.append(_decode(data[place : place + size]))
-            place = end = place + size
-            whole += size
-        else:
-            place = data.find(_MARKER, place + 1)
-    return records, end, len(data) - whole
+    def _move_over(self) -> None:
+        """Put a database with the outputs of a log of an earlier version in its place."""
+        with locked(Path(f"{self.path}.lock"), _FORGETTING):
+            with suppress(sqlite3.DatabaseError):
+                self._connection()  # another process was quicker
+                return
+            with replacing(self.path, _OWNER_ONLY, alone=True) as file:
+                new = OutputLog(file, self.keep_bytes)
+                with new._transaction() as database:
+                    for fingerprint, token_ids in former_outputs(self.path, _LARGEST):
+                        new._insert(database, new._writers.own(fingerprint, token_ids))
+                    new._drop_oldest(database)
+                new._database = None
 
 
-def _size_of_record(data: bytes, place: int) -> int:
-    """Bytes of the record at `place`, 0 where there is none or a damaged one."""
-    if len(data) - place < _RECORD.size:
-        return 0
-    marker, checksum, _, name, tokens = _RECORD.unpack_from(data, place)
-    size: int = _RECORD.size + name + 4 * tokens
-    if marker != _MARKER or size > len(data) - place:
-        return 0
-    body = memoryview(data)[place + _CHECKED : place + size]
-    return size if zlib.crc32(body) == checksum else 0
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
 
 
-def _decode(data: bytes) -> Record:
-    _, _, number, name, _ = _RECORD.unpack_from(data)
-    fingerprint = data[_RECORD.size : _RECORD.size + name].decode(errors="replace")
-    tokens = np.frombuffer(data, "<u4", offset=_RECORD.size + name)
-    # An id that no model has would be refused by the tree; the record's other ids are still good.
-    return Record(number, fingerprint, tokens[tokens < 2**31].astype(np.int32))
+def _now() -> int:
+    return time.time_ns() // 1000
+
+
+def _number(database: sqlite3.Connection, query: str, *arguments: int) -> int:
+    """The one number that a query finds, 0 where there is none."""
+    row = database.execute(query, arguments).fetchone()
+    number = 0 if row is None or row[0] is None else row[0]
+    if not isinstance(number, int) or not 0 <= number < _now() + _FAR:
+        raise sqlite3.DatabaseError(f"{number!r} in place of a number")
+    return number
+
+
+def _checksum(writer: bytes, place: int, model: str, ids: bytes) -> int:
+    return zlib.crc32(b"%s %d %s %s" % (writer, place, model.encode(), ids))
+
+
+def _output(fields: list[Any], checksum: Any) -> Output | None:
+    """An output as it was inserted, otherwise None."""
+    kinds = (bytes, int, str, bytes)
+    if not all(isinstance(field, kind) for field, kind in zip(fields, kinds, strict=True)):
+        return None
+    with suppress(ValueError):
+        if _checksum(*fields) == checksum:
+            return Output.from_fields(*fields)
+    return None

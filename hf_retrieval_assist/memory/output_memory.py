@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import sys
 import warnings
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,7 +16,8 @@ from numpy.typing import NDArray
 
 from ..structures.suffix_tree import SuffixTree
 from ..system.locks import Lock
-from .log import OutputLog, Record, SharedOutputs
+from .log import OutputLog
+from .outputs import SharedOutputs
 from .redis_server import RedisServer
 from .stream import OutputStream
 
@@ -22,7 +25,7 @@ from .stream import OutputStream
 # this share of the limit, are about what the trees can hold.
 _LOG_SHARE = 12
 
-# What an output costs besides its tokens: its object and its place among the others.
+# What an output costs besides its tokens and its fingerprint: its object and its place.
 _OUTPUT_BYTES = 256
 
 # Ids below this number are checked one by one, since a call of numpy takes longer.
@@ -43,18 +46,19 @@ class OutputMemory:
 
     Outputs of different models (by `Target.fingerprint`) are kept apart, since their token ids mean
     different things; outputs added without a fingerprint are those of the first model that drafts
-    from this memory. Memory in use never exceeds `max_bytes`: the oldest outputs go first. Safe to
-    use from several threads.
+    from this memory. Memory in use never exceeds `max_bytes`, tokens of running outputs and
+    fingerprints among it: the oldest outputs go first. Safe to use from several threads.
 
-    With `path`, finished outputs are also appended to a log, so that they survive a restart. An
-    output is in the log when `add`, or `RunningOutput.close`, returns, and then outlives even a
-    killed process (not a loss of power); outputs still running are lost with it. Several processes
-    may share one path: each reads what the others have finished whenever it starts an output. The
-    log holds outputs in plain form, readable by their owner alone (mode 0600). Prompts are not
-    learnt, unless they are handed to `add`.
+    With `path`, finished outputs are also kept in a log, an SQLite database, so that they survive a
+    restart. An output is in the log when `add`, or `RunningOutput.close`, returns, and then
+    outlives even a killed process (not a loss of power); outputs still running are lost with it.
+    Several processes of one machine may share one path: each reads what the others have finished
+    whenever it starts an output. The log holds outputs in plain form, readable by their owner alone
+    (mode 0600). Prompts are not learnt, unless they are handed to `add`.
 
-    Where the log cannot be read or written later on, a full disk say, one warning tells so and
-    outputs are kept in memory; those that are still there follow once the log works again.
+    Where the log cannot be read or written later on, a full disk say, or another process that holds
+    it for seconds, one warning tells so and outputs are kept in memory; those that are still there
+    follow once the log works again. Nobody who drafts waits for the log.
 
     With `url`, processes on any number of machines share finished outputs through a Redis or Valkey
     server. Nothing but `sync` and `forget` waits for the network: outputs are exchanged in the
@@ -103,20 +107,26 @@ class OutputMemory:
         self.max_depth = max_depth
         self.half_life = half_life
         self.lock = Lock()
+        self._log_lock = Lock()  # taken before the other one
         self._trees: dict[str, SuffixTree] = {}
         self._tree_bytes = 0
+        self._output_bytes = 0  # of outputs in the trees, besides their tokens
+        self._kept_bytes = 0
+        self._kept: dict[RunningOutput, None] = {}  # running, their tokens kept for the log
+        self._epoch = 0  # how often everything was forgotten
         self._outputs: dict[RunningOutput, None] = {}  # in order of age
         self._finished: dict[str, list[RunningOutput]] = {}  # those that fade, by fingerprint
         self._chance = random.Random(0)
         self._log = _shared_outputs(path, url, max_bytes // _LOG_SHARE)
         self._behind = False  # finished outputs could not be written to the log
-        self._read_all()
+        while self._learn_news():
+            pass
 
     @property
     def nbytes(self) -> int:
         """Bytes in use."""
         with self.lock:
-            return self._tree_bytes + _OUTPUT_BYTES * len(self._outputs)
+            return self._tree_bytes + self._output_bytes + self._kept_bytes
 
     @property
     def token_count(self) -> int:
@@ -143,7 +153,7 @@ class OutputMemory:
         Args:
             token_ids: the text.
             fingerprint: of the model that is to draft from it, see
-                :mod:`~hf_retrieval_assist.target.fingerprint`; by default the first model
+                :mod:`~hf_retrieval_assist.host.fingerprint`; by default the first model
                 that drafts from this memory.
 
         Raises:
@@ -155,22 +165,32 @@ class OutputMemory:
 
     def start(self, fingerprint: str = "") -> RunningOutput:
         """An output that is learnt while it grows. Reads what other processes have finished."""
-        if self._log is not None:
-            with self.lock, self._tolerated():
-                self._take_in(*self._log.read())
-        return RunningOutput(self, fingerprint)
+        with self._tolerated():
+            self._learn_news()
+        with self.lock:
+            return RunningOutput(self, fingerprint)
 
     def refresh(self) -> None:
         """Learn all that other processes have written to the log, or that has come from the server.
 
         Starting an output learns a part of it, small enough not to delay the output.
         """
-        with self.lock, self._tolerated():
-            self._read_all()
+        with self._tolerated():
+            while self._learn_news():
+                pass
 
-    def _read_all(self) -> None:
-        while self._log is not None and self._take_in(*self._log.read()):
-            pass
+    def _learn_news(self) -> bool:
+        """Learn some of what other processes have finished; whether there was any."""
+        if self._log is None:
+            return False
+        with self._log_lock:
+            forgotten, outputs = self._log.read()
+            with self.lock:
+                if forgotten:
+                    self._forget_all()
+                for output in outputs:
+                    self._learn_finished(output.fingerprint, output.token_ids, logged=True)
+        return bool(outputs)
 
     def sync(self, timeout: float = 10.0) -> bool:
         """Wait until others can read all outputs finished here, and learn all of theirs.
@@ -196,12 +216,18 @@ class OutputMemory:
         Raises:
             OSError: the others could not be told; this process has forgotten.
         """
-        with self.lock:
-            for output in list(self._outputs):
-                self._drop(output)
-                output.forgotten = True
+        with self._log_lock:
+            with self.lock:
+                self._forget_all()
             if self._log is not None:
                 self._log.forget()
+
+    def _forget_all(self) -> None:
+        for output in list(self._outputs):
+            self._drop(output)
+        for output in list(self._kept):
+            self._keep_no_tokens(output)
+        self._epoch += 1
 
     def check_invariants(self) -> None:
         """Raise AssertionError where trees, outputs and limit contradict one another."""
@@ -209,20 +235,16 @@ class OutputMemory:
             assert self.nbytes <= self.max_bytes, "above the limit"
             assert sum(map(len, self._trees.values())) == len(self._outputs), "lost sequences"
             held = sum(tree.nbytes for tree in self._trees.values())
-            assert held == self._tree_bytes, "miscounted bytes"
+            assert held == self._tree_bytes, "miscounted bytes of trees"
+            costs = sum(output.cost for output in self._outputs)
+            assert costs == self._output_bytes, "miscounted bytes of outputs"
+            kept = sum(output.kept_bytes for output in self._kept)
+            assert kept == self._kept_bytes, "miscounted bytes of tokens"
             for name, faded in self._finished.items():
                 assert faded, "an empty group"
                 assert all(o.fingerprint == name and o in self._outputs for o in faded), "a ghost"
             for tree in self._trees.values():
                 tree.check_invariants()
-
-    def _take_in(self, floor: int, records: list[Record]) -> bool:
-        """Forget what is numbered below `floor`, learn the records; whether there were any."""
-        for output in [o for o in self._outputs if o.number is not None and o.number < floor]:
-            self._drop(output)
-        for record in records:
-            self._learn_finished(record.fingerprint, record.token_ids, record.number)
-        return bool(records)
 
     def _adopt(self, fingerprint: str) -> None:
         """Make the finished outputs of no named model those of this one."""
@@ -238,15 +260,13 @@ class OutputMemory:
             return
         for output in finished:
             if output.sequence is not None:  # it has not made room for one before it
-                token_ids, number = unnamed.tokens(output.sequence), output.number
+                token_ids = unnamed.tokens(output.sequence)
                 self._drop(output)
-                self._learn_finished(fingerprint, token_ids, number)
+                self._learn_finished(fingerprint, token_ids, output.logged)
 
-    def _learn_finished(
-        self, fingerprint: str, token_ids: NDArray[np.int32], number: int | None
-    ) -> None:
+    def _learn_finished(self, fingerprint: str, token_ids: NDArray[np.int32], logged: bool) -> None:
         output = RunningOutput(self, fingerprint)
-        output.finished, output.number = True, number
+        output.finished, output.logged = True, logged
         self._learn(output, token_ids)
         self._fade(output)
 
@@ -260,10 +280,14 @@ class OutputMemory:
                 self._drop(output)
         self._finished.setdefault(newest.fingerprint, []).append(newest)
 
-    def _finish(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
-        self._fade(output)
-        if self._log is not None:
-            with self._tolerated():
+    def _finish(self, output: RunningOutput) -> None:
+        with self.lock:
+            self._fade(output)
+            token_ids = output.kept_tokens()
+            output.finished = True
+            self._keep_no_tokens(output)
+        if self._log is not None and len(token_ids):
+            with self._log_lock, self._tolerated():
                 if self._behind:
                     self._deliver(self._log)
                 self._write(self._log, output, token_ids)
@@ -272,15 +296,22 @@ class OutputMemory:
     def _write(
         self, log: SharedOutputs, output: RunningOutput, token_ids: NDArray[np.int32]
     ) -> None:
-        self._take_in(*log.append(output.fingerprint, token_ids))
-        output.number = log.last_number
+        if output.logged or output.epoch != self._epoch:
+            return
+        output.logged = log.append(output.fingerprint, token_ids)
+        if not output.logged:
+            self._learn_news()
 
     def _deliver(self, log: SharedOutputs) -> None:
         """Write the outputs that could not be written before, as far as they are still whole."""
-        for output in [o for o in self._outputs if o.finished and o.number is None]:
-            if output.live_sequence is not None:
-                tree = self._trees[output.fingerprint]
-                self._write(log, output, tree.tokens(output.live_sequence))
+        with self.lock:
+            waiting = [o for o in self._outputs if o.finished and not o.logged]
+        for output in waiting:
+            with self.lock:
+                if output.live_sequence is None:
+                    continue
+                token_ids = self._trees[output.fingerprint].tokens(output.live_sequence)
+            self._write(log, output, token_ids)
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
@@ -291,6 +322,22 @@ class OutputMemory:
             if not self._behind:
                 warnings.warn(f"outputs are not kept on disk for now: {error}", stacklevel=4)
             self._behind = True
+
+    def _keep(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
+        """Keep tokens of a running output for the log, older outputs making room."""
+        self._kept[output] = None
+        self._kept_bytes += output.keep(token_ids)
+        while self.nbytes > self.max_bytes:
+            if not self._evict(output):
+                # Drafts matter less than the log, the oldest output less than later ones.
+                if output.sequence is not None:
+                    self._drop(output)
+                else:
+                    self._keep_no_tokens(next(iter(self._kept)))
+
+    def _keep_no_tokens(self, output: RunningOutput) -> None:
+        self._kept_bytes -= output.keep_nothing()
+        self._kept.pop(output, None)
 
     def _learn(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         """Append to an output, older ones making room; for good no more where there is none."""
@@ -313,7 +360,7 @@ class OutputMemory:
             known = self._trees.get(output.fingerprint)
             tree = SuffixTree(self.max_depth) if known is None else known
             counted = 0 if known is None else tree.nbytes
-            tree.max_bytes = self.max_bytes - (self.nbytes - counted) - _OUTPUT_BYTES
+            tree.max_bytes = self.max_bytes - (self.nbytes - counted) - output.cost
             sequence = tree.add_sequence() if tree.nbytes <= tree.max_bytes else None
             if known is not None or sequence is not None:
                 self._tree_bytes += tree.nbytes - counted
@@ -321,6 +368,7 @@ class OutputMemory:
                 output.sequence = sequence
                 self._trees[output.fingerprint] = tree
                 self._outputs[output] = None
+                self._output_bytes += output.cost
                 return True
             if not self._evict(output):
                 output.full = True
@@ -345,6 +393,7 @@ class OutputMemory:
             del self._trees[name]
             self._tree_bytes -= tree.nbytes
         del self._outputs[output]
+        self._output_bytes -= output.cost
         if output in self._finished.get(name, ()):
             self._finished[name].remove(output)
             if not self._finished[name]:
@@ -367,25 +416,28 @@ class RunningOutput:
 
     Attributes:
         fingerprint: of the model that writes it.
+        cost: bytes that it takes in the memory besides its tokens.
         sequence: its id in the memory's tree; None before its first token and after its eviction.
-        number: its place in the log, when it is there.
+        epoch: of the memory when the output was begun; one that was forgotten is not logged.
         finished: whether it grows no more.
+        logged: whether it is in the log.
         full: whether the memory takes in no more of it.
-        forgotten: whether the memory was told to forget it; it will not be logged either.
     """
 
     __slots__ = (
-        *("_memory", "_tokens", "finished", "fingerprint", "forgotten", "full", "number"),
+        *("_kept", "_memory", "cost", "epoch", "finished", "fingerprint", "full", "logged"),
         "sequence",
     )
 
     def __init__(self, memory: OutputMemory, fingerprint: str) -> None:
         self.fingerprint = fingerprint
+        self.cost = _OUTPUT_BYTES + sys.getsizeof(fingerprint)
         self.sequence: int | None = None
-        self.number: int | None = None
-        self.finished = self.full = self.forgotten = False
+        self.epoch = memory._epoch
+        self.finished = self.logged = self.full = False
         self._memory = memory
-        self._tokens: list[NDArray[np.int32]] = []
+        # The tree has the tokens too, but not after an eviction.
+        self._kept: array[int] | None = None if memory._log is None else array("i")
 
     @property
     def live_sequence(self) -> int | None:
@@ -401,19 +453,39 @@ class RunningOutput:
         self.append(_checked(token_ids))
 
     def append(self, token_ids: NDArray[np.int32]) -> None:
-        """Append what is known to be token ids, int32 [n], and to stay as it is."""
+        """Append what is known to be token ids, int32 [n]."""
         with self._memory.lock:
+            if self.epoch != self._memory._epoch:
+                return
             if not self.full:
                 self._memory._learn(self, token_ids)
-            self._tokens.append(token_ids)
+            if self._kept is not None:
+                self._memory._keep(self, token_ids)
 
     def close(self) -> None:
         """The output is finished: write it to the log. Called once."""
-        with self._memory.lock:
-            if self._tokens and not self.forgotten:
-                self._memory._finish(self, np.concatenate(self._tokens))
-            self.finished = True
-            self._tokens.clear()
+        self._memory._finish(self)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of the tokens that are kept for the log."""
+        return 0 if self._kept is None else self._kept.itemsize * len(self._kept)
+
+    def kept_tokens(self) -> NDArray[np.int32]:
+        """The tokens that are kept for the log, int32 [n]."""
+        return np.array(self._kept or (), np.int32)
+
+    def keep(self, token_ids: NDArray[np.int32]) -> int:
+        """Keep tokens for the log. Returns the bytes that this takes."""
+        before = self.kept_bytes
+        if self._kept is not None:
+            self._kept.frombytes(token_ids.tobytes())
+        return self.kept_bytes - before
+
+    def keep_nothing(self) -> int:
+        """Keep no tokens for the log, also later. Returns the bytes that this sets free."""
+        freed, self._kept = self.kept_bytes, None
+        return freed
 
 
 def _checked(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:

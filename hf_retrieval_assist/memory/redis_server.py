@@ -1,14 +1,16 @@
 """What a Redis or Valkey server keeps for all processes that share an output memory.
 
-Two keys. `hf-retrieval-assist:1:outputs` is a stream with one entry per output:
+Two keys. `{hf-retrieval-assist}:2:outputs` is a stream with one entry per output:
 
-    by     the process that wrote it (16 random bytes)
-    seq    its place among that process's outputs; `by` and `seq` identify an output
+    by     the writer (16 random bytes)
+    seq    its place among that writer's outputs; `by` and `seq` identify an output
     model  the fingerprint of the model that wrote it
     ids    the token ids (uint32, little-endian)
 
-`hf-retrieval-assist:1:state` is a hash: `epoch`, how often everything was forgotten, and `bytes`,
-the size of the stream's contents, which is bounded.
+Entries are named by the server's time, in milliseconds, and their names only grow.
+`{hf-retrieval-assist}:2:state` is a hash: `epoch`, the name below which everything was forgotten,
+`forgotten`, the time when it was, and `bytes`, the size of the stream's contents, which is bounded.
+The part of the keys in braces lets a cluster keep both in one place.
 """
 
 from __future__ import annotations
@@ -16,41 +18,58 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
-import numpy as np
-from numpy.typing import NDArray
+from .outputs import Output
 
-_KEYS = ("hf-retrieval-assist:1:outputs", "hf-retrieval-assist:1:state")
+_KEYS = ("{hf-retrieval-assist}:2:outputs", "{hf-retrieval-assist}:2:state")
 _TIMEOUT = 2.0  # seconds that the server may take to answer
-_OVERHEAD = 64  # bytes of an entry besides its model and ids
+_OPTIONS = (
+    *("client_name", "db", "password", "username"),
+    *("ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile"),
+)
 
-# One exchange. What was finished before a forgetting that its writer has not heard of is not taken;
-# the epoch in the answer tells the writer, who forgets it too.
-# ARGV: the writer's epoch, the last entry it has read, entries to return at most, bytes to keep,
-# then by, seq, model and ids of each output.
+# One exchange. Outputs are not taken from a process that has not heard of the last forgetting; the
+# epoch in the answer tells it, and it forgets them too. One that has heard of none yet is asked how
+# long ago it began. A process that knows a later epoch than the server, which has come back from an
+# older copy, has it forget anew; what was written there since is named by a later time and stays.
+# An entry that was read last and is gone made room, or was lost with all that were read: what there
+# is now is read from the beginning.
+# ARGV: the writer's epoch or "", milliseconds since it began, the last entry it has read, entries
+# to return at most, bytes to keep, then by, seq, model and ids of each output.
 _EXCHANGE = """
 local function size(entry)
   local bytes = 0
   for _, part in ipairs(entry) do bytes = bytes + #part end
   return bytes
 end
-local epoch, known = tonumber(redis.call('HGET', KEYS[2], 'epoch') or 0), tonumber(ARGV[1])
-if known > epoch then  -- the server has lost what it knew
-  epoch = known
-  redis.call('HSET', KEYS[2], 'epoch', epoch)
+local function stored(name)
+  return tonumber(redis.call('HGET', KEYS[2], name) or 0)
 end
-if known == epoch and #ARGV > 4 then
-  local kept = tonumber(redis.call('HGET', KEYS[2], 'bytes') or 0)
+local epoch, known = stored('epoch'), tonumber(ARGV[1])
+if known and known > epoch then
+  redis.call('XTRIM', KEYS[1], 'MINID', ARGV[1])
+  local bytes = 0
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', '+')) do
+    bytes = bytes + size(entry[2])
+  end
+  redis.call('HSET', KEYS[2], 'epoch', ARGV[1], 'forgotten', ARGV[1], 'bytes', bytes)
+  epoch = known
+end
+local time = redis.call('TIME')
+local began = time[1] * 1000 + time[2] / 1000 - tonumber(ARGV[2])
+local forgotten = known and known < epoch or not known and stored('forgotten') > began
+if forgotten then return {string.format('%.0f', epoch), 1, {}} end
+if #ARGV > 5 then
+  local kept = stored('bytes')
   if redis.call('XLEN', KEYS[1]) == 0 then kept = 0 end
-  for i = 5, #ARGV, 4 do
+  for i = 6, #ARGV, 4 do
     local entry = {'by', ARGV[i], 'seq', ARGV[i + 1], 'model', ARGV[i + 2], 'ids', ARGV[i + 3]}
     redis.call('XADD', KEYS[1], '*', unpack(entry))
     kept = kept + size(entry)
   end
-  while kept > tonumber(ARGV[4]) do
+  while kept > tonumber(ARGV[5]) do
     local oldest = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
     if not oldest then break end
     redis.call('XDEL', KEYS[1], oldest[1])
@@ -58,42 +77,23 @@ if known == epoch and #ARGV > 4 then
   end
   redis.call('HSET', KEYS[2], 'bytes', kept)
 end
-local news = redis.call('XREAD', 'COUNT', ARGV[3], 'STREAMS', KEYS[1], ARGV[2])
-return {epoch, news and news[1][2] or {}}
+local after = '-'
+if #redis.call('XRANGE', KEYS[1], ARGV[3], ARGV[3]) == 1 then after = '(' .. ARGV[3] end
+local entries = redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', ARGV[4])
+return {string.format('%.0f', epoch), 0, entries}
 """
 
-# Trimmed, not deleted, so that later entries have higher names than those that were read.
+# ARGV: the epoch that the caller knows.
 _FORGET = """
-local epoch = math.max(tonumber(redis.call('HGET', KEYS[2], 'epoch') or 0), tonumber(ARGV[1])) + 1
+local last = redis.call('XADD', KEYS[1], '*', 'forgotten', '')
+local epoch = math.max(tonumber(last:match('^%d+')), tonumber(ARGV[1])) + 1
+redis.call('XADD', KEYS[1], string.format('%.0f-0', epoch), 'forgotten', '')
 redis.call('XTRIM', KEYS[1], 'MAXLEN', 0)
-redis.call('HSET', KEYS[2], 'epoch', epoch, 'bytes', 0)
-return epoch
+local time = redis.call('TIME')
+local now = string.format('%.3f', time[1] * 1000 + time[2] / 1000)
+redis.call('HSET', KEYS[2], 'epoch', string.format('%.0f', epoch), 'forgotten', now, 'bytes', 0)
+return string.format('%.0f', epoch)
 """
-
-
-@dataclass(frozen=True)
-class Output:
-    """A finished output on its way.
-
-    Attributes:
-        by: the process that wrote it.
-        sequence: its place among that process's outputs.
-        fingerprint: of the model.
-        token_ids: int32 [n].
-    """
-
-    by: bytes
-    sequence: int
-    fingerprint: str
-    token_ids: NDArray[np.int32]
-
-    @property
-    def nbytes(self) -> int:
-        return 4 * len(self.token_ids) + len(self.fingerprint) + _OVERHEAD
-
-    def fields(self) -> tuple[bytes, int, bytes, bytes]:
-        ids = self.token_ids.astype("<u4").tobytes()
-        return self.by, self.sequence, self.fingerprint.encode(), ids
 
 
 class RedisServer:
@@ -126,40 +126,47 @@ class RedisServer:
         self._forget = client.register_script(_FORGET)
 
     def exchange(
-        self, epoch: int, after: bytes, most: int, keep_bytes: int, outputs: Sequence[Output]
-    ) -> tuple[int, list[tuple[bytes, Output | None]]]:
+        self,
+        epoch: int | None,
+        age: float,
+        after: bytes,
+        most: int,
+        keep_bytes: int,
+        outputs: Sequence[Output],
+    ) -> tuple[int, bool, list[tuple[bytes, Output | None]]]:
         """Write outputs and read others, in one round trip and as one operation.
 
         Args:
-            epoch: the newest that the caller knows of; the outputs are taken only if it is the
-                server's.
+            epoch: the newest that the caller knows of, None if none.
+            age: seconds since the caller began.
             after: name of the last entry that was read; b"0" before the first.
             most: entries to return.
             keep_bytes: bound on what the server keeps.
             outputs: to write.
 
         Returns:
-            The server's epoch, and the entries after `after` with their names; None in the place
-            of one that is no output.
+            The server's epoch; whether everything was forgotten since the one that the caller
+            knows of, or since it began, so that its outputs are not taken; and else the entries
+            after `after` with their names, None in the place of one that is no output.
         """
         written = [part for output in outputs for part in output.fields()]
-        answer = self._exchange(keys=_KEYS, args=[epoch, after, most, keep_bytes, *written])
-        return int(answer[0]), [(name, _parse(fields)) for name, fields in answer[1]]
+        known = "" if epoch is None else epoch
+        args = [known, f"{1000 * age:.3f}", after, most, keep_bytes, *written]
+        answer = self._exchange(keys=_KEYS, args=args)
+        entries = [(name, _parse(fields)) for name, fields in answer[2]]
+        return int(answer[0]), bool(answer[1]), entries
 
-    def forget(self, epoch: int) -> int:
+    def forget(self, epoch: int | None) -> int:
         """Delete all outputs. Returns the new epoch, which is above `epoch`."""
-        return int(self._forget(keys=_KEYS, args=[epoch]))
+        return int(self._forget(keys=_KEYS, args=[epoch or 0]))
 
 
 def _parse(fields: list[bytes]) -> Output | None:
     """An entry's output, or None where it is damaged or somebody else's."""
     parts = dict(zip(fields[::2], fields[1::2], strict=False))
     with suppress(KeyError, ValueError):
-        ids = np.frombuffer(parts[b"ids"], "<u4")
-        # An id that no model has would be refused by the tree; the output's other ids are good.
-        token_ids = ids[ids < 2**31].astype(np.int32)
         model = parts[b"model"].decode(errors="replace")
-        return Output(parts[b"by"], int(parts[b"seq"]), model, token_ids)
+        return Output.from_fields(parts[b"by"], int(parts[b"seq"]), model, parts[b"ids"])
     return None
 
 
@@ -175,14 +182,18 @@ def _client_library() -> Any:
 def _checked_place(url: str) -> str:
     """The host or socket that a URL names, if outputs may be sent there."""
     parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return parts.path
-    if parts.scheme not in ("redis", "rediss"):
+    if parts.scheme not in ("redis", "rediss", "unix"):
         raise ValueError(
             f"url: expected redis://, rediss:// or unix://, got {parts.scheme or 'no scheme'}"
         )
-    host = parts.hostname or "localhost"
-    if not (_is_local(host) or parts.password or "password" in parse_qs(parts.query)):
+    # The client takes whatever argument a URL names, among them another host.
+    if unknown := parse_qs(parts.query, keep_blank_values=True).keys() - {*_OPTIONS}:
+        known = ", ".join(_OPTIONS)
+        raise ValueError(f"url: expected no options but {known}, got {', '.join(sorted(unknown))}")
+    if parts.scheme == "unix":
+        return unquote(parts.path)
+    host = unquote(parts.hostname or "localhost")
+    if not (_is_local(host) or parts.password or parse_qs(parts.query).get("password")):
         raise ValueError(f"url: expected a password for a host other than this one, got {host}")
     return host if parts.port is None else f"{host}:{parts.port}"
 

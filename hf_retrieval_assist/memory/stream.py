@@ -6,16 +6,17 @@ import atexit
 import logging
 import os
 import threading
+import time
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .log import Record
-from .redis_server import Output, RedisServer
+from .outputs import HANDED_OVER, Output, Writers
+from .redis_server import RedisServer
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,6 @@ _LONGEST_PAUSE = 5.0  # seconds between tries while the server is away
 _LAST_WORDS = 2.0  # seconds that the end of the process waits for outputs to be delivered
 _ENTRIES = 256  # read in one exchange
 _BYTES_SENT = 1 << 20  # in one exchange, about
-_HANDED_OVER = 1 << 14  # tokens that `read` returns, about: learnt in a few milliseconds
-_WRITERS = 1 << 14  # processes whose last output is known by its place
 
 
 class _Queue(deque[Output]):
@@ -74,8 +73,6 @@ class OutputStream:
     by its writer and its place. What waits to be delivered, what has arrived and was not read yet,
     and what the server keeps, are each bounded by `keep_bytes`; the oldest outputs go first.
 
-    Numbers are this view's own: they grow in the order in which outputs were appended or read here.
-
     Args:
         server: where the outputs are kept.
         keep_bytes: see above.
@@ -86,9 +83,11 @@ class OutputStream:
         self.keep_bytes = keep_bytes
         self._changed = threading.Condition()
         self._wake = threading.Event()
-        self._epoch = self._floor = self._next = 0
+        self._epoch: int | None = None  # none was heard
+        self._began = time.monotonic()
+        self._forgotten = False  # since the last `read`
         self._last_entry = b"0"
-        self._last_outputs: OrderedDict[bytes, int] = OrderedDict()  # by process
+        self._writers = Writers()
         self._pending, self._arrived = _Queue(keep_bytes), _Queue(keep_bytes)
         self._complete = 0  # exchanges after which there was nothing left to write or to read
         self._wanted = 0  # such exchanges that `sync` waits for
@@ -98,47 +97,36 @@ class OutputStream:
         _streams.add(self)
         atexit.register(_say_last_words, weakref.ref(self))
 
-    @property
-    def last_number(self) -> int:
-        """Number of the last record read or appended."""
-        return self._next - 1
-
-    def read(self) -> tuple[int, list[Record]]:
-        """The floor, and the oldest outputs of other processes that have arrived.
-
-        As many as are learnt in a few milliseconds; the rest waits for the next call.
-        """
+    def read(self) -> tuple[bool, list[Output]]:
+        """See `SharedOutputs`."""
         self._start_thread()
         with self._changed:
-            records: list[Record] = []
+            outputs: list[Output] = []
             tokens = 0
-            while self._arrived and tokens < _HANDED_OVER:
-                output = self._arrived.popleft()
-                tokens += len(output.token_ids)
-                records.append(Record(self._next, output.fingerprint, output.token_ids))
-                self._next += 1
-            return self._floor, records
+            while self._arrived and tokens < HANDED_OVER:
+                outputs.append(self._arrived.popleft())
+                tokens += len(outputs[-1].token_ids)
+            forgotten, self._forgotten = self._forgotten, False
+            return forgotten, outputs
 
-    def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> tuple[int, list[Record]]:
-        """Queue an output for delivery. Returns what `read` would have returned just before."""
-        floor, news = self.read()
+    def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
+        """See `SharedOutputs`. The output is queued for delivery."""
+        self._start_thread()
         with self._changed:
-            output = Output(self._me, self._written, fingerprint, token_ids)
-            self._next += 1
-            self._written += 1
-            self._is_new(output)
-            self._pending.append(output)
+            if self._forgotten:
+                return False
+            self._pending.append(self._writers.own(fingerprint, token_ids))
         self._wake.set()
-        return floor, news
+        return True
 
-    def forget(self) -> int:
-        """Drop all records, for every process: the others hear of it at their next exchange.
+    def forget(self) -> None:
+        """Drop all outputs, for every process: the others hear of it at their next exchange.
 
         Raises:
             OSError: the server could not be told, so that only this process has forgotten.
         """
         with self._changed:
-            self._forget_until(self._epoch)
+            self._forget()
         try:
             epoch = self.server.forget(self._epoch)
         except self.server.errors as error:
@@ -147,8 +135,9 @@ class OutputStream:
             ) from error
         with self._changed:
             # Exchanges under way go by the old epoch, and what they bring is not taken.
-            self._epoch = max(self._epoch, epoch)
-            return self._floor
+            self._epoch = max(self._epoch or 0, epoch)
+            self._forget()
+            self._forgotten = False
 
     def sync(self, timeout: float) -> bool:
         """Wait until what was appended is delivered and what the server has is here to be read.
@@ -164,9 +153,8 @@ class OutputStream:
             return self._changed.wait_for(lambda: self._complete >= enough, timeout)
 
     def _start_thread(self) -> None:
-        """Start the thread, which a fork leaves behind; what a fork writes is its own."""
+        """Start the thread, which a fork leaves behind."""
         if self._thread is None or not self._thread.is_alive():
-            self._me, self._written = os.urandom(16), 0
             arguments = (weakref.ref(self), self._wake)
             self._thread = threading.Thread(target=_exchange_on, args=arguments, daemon=True)
             self._thread.start()
@@ -179,7 +167,10 @@ class OutputStream:
         with self._changed:
             epoch, sent = self._epoch, self._pending.first(_BYTES_SENT)
         try:
-            answer = self.server.exchange(epoch, self._last_entry, _ENTRIES, self.keep_bytes, sent)
+            age = time.monotonic() - self._began
+            answer = self.server.exchange(
+                epoch, age, self._last_entry, _ENTRIES, self.keep_bytes, sent
+            )
         except self.server.errors as error:
             return self._wait_for_server(error)
         if self._pause:
@@ -189,7 +180,7 @@ class OutputStream:
             # This process may have forgotten everything meanwhile; then the next answer counts.
             if epoch == self._epoch:
                 self._take(*answer, sent)
-            more = bool(self._pending) or len(answer[1]) == _ENTRIES
+            more = self._epoch != epoch or bool(self._pending) or len(answer[2]) == _ENTRIES
             if not more:
                 self._complete += 1
                 self._changed.notify_all()
@@ -204,30 +195,29 @@ class OutputStream:
         return self._pause
 
     def _take(
-        self, epoch: int, entries: Sequence[tuple[bytes, Output | None]], sent: Sequence[Output]
+        self,
+        epoch: int,
+        forgotten: bool,
+        entries: Sequence[tuple[bytes, Output | None]],
+        sent: Sequence[Output],
     ) -> None:
-        if epoch > self._epoch:
-            self._forget_until(epoch)
+        self._epoch = epoch
+        if forgotten:
+            self._forget()
+            self._forgotten = True
+            return
         self._pending.remove_first(sent)
         for name, output in entries:
             self._last_entry = name
-            if output is not None and self._is_new(output):
+            if output is not None and self._writers.is_new(output):
                 self._arrived.append(output)
 
-    def _is_new(self, output: Output) -> bool:
-        """Whether an output was not seen before; a process's outputs come in order."""
-        if output.sequence <= self._last_outputs.get(output.by, -1):
-            return False
-        self._last_outputs[output.by] = output.sequence
-        self._last_outputs.move_to_end(output.by)
-        if len(self._last_outputs) > _WRITERS:
-            self._last_outputs.popitem(last=False)
-        return True
-
-    def _forget_until(self, epoch: int) -> None:
-        self._epoch, self._floor = epoch, self._next
+    def _forget(self) -> None:
+        """What the server has since then is read from the beginning."""
         self._pending.clear()
         self._arrived.clear()
+        self._last_entry = b"0"
+        self._writers.clear()
 
 
 def _exchange_on(reference: weakref.ref[OutputStream], wake: threading.Event) -> None:

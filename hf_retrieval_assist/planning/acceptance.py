@@ -8,7 +8,7 @@ verification has to be spent on exploring.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +44,18 @@ class Reliability:
     trials: Float64Array
     predicted: Float64Array
     observed: Float64Array
+
+    @classmethod
+    def total(cls, parts: Iterable[Reliability]) -> Reliability:
+        """The sum of several."""
+        found = cls(*np.zeros((3, _BINS)))
+        for part in parts:
+            found = cls(
+                found.trials + part.trials,
+                found.predicted + part.predicted,
+                found.observed + part.observed,
+            )
+        return found
 
     @property
     def ratio(self) -> float:
@@ -154,6 +166,11 @@ class CalibrationSession:
         self._shared = shared
         self._own = _TextCounts(np.zeros_like(shared._counts), np.zeros(4))
         self._open: list[_OpenDraft] = []
+
+    @property
+    def n_classes(self) -> int:
+        """Evidence classes that a draft may name."""
+        return len(self._shared) // 2 if self._shared.beside else len(self._shared)
 
     @property
     def odds_factor(self) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..system.locks import Lock
-from .clipped_mean import ClippedMean
+from .running_mean import toward
 
 Float64Array = NDArray[np.float64]
 
@@ -117,7 +117,7 @@ class CostModel:
         self._outliers = [0] * (len(KNOTS) + 1)  # by knot, then anywhere; signed by side
         self._curve: Float64Array = np.empty(0)
         self._stale = True
-        self._overheads: dict[str, ClippedMean] = {}
+        self._overheads: dict[str, float] = {}
         self._lock = Lock()
 
     @classmethod
@@ -250,11 +250,12 @@ class CostModel:
     def observe_overhead(self, kind: str, seconds: float) -> None:
         """Learn what a step spends outside the forward on `kind` ("draft", "walk", …)."""
         with self._lock:
-            self._overheads.setdefault(kind, ClippedMean(_OVERHEAD_MEMORY)).observe(seconds)
+            mean = self._overheads.get(kind, 0.0)
+            self._overheads[kind] = toward(mean, seconds, _OVERHEAD_MEMORY)
 
     def overhead(self) -> float:
         """Seconds per step spent on all kinds of work outside the forward."""
-        return sum(mean.value for mean in self._overheads.copy().values())
+        return sum(self._overheads.copy().values())
 
     def state(self) -> dict[str, Any]:
         """What is known, in JSON's types; see `restore`."""
@@ -266,7 +267,7 @@ class CostModel:
                 "uncertainty": (self._covariance.diagonal() / self._prior_covariance.diagonal())
                 .clip(0, 1)
                 .tolist(),
-                "overheads": {kind: mean.value for kind, mean in self._overheads.items()},
+                "overheads": dict(self._overheads),
             }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -295,7 +296,7 @@ class CostModel:
             std = np.sqrt(uncertainty.clip(_RESTORED_VARIANCE, 1))
             self._covariance = np.outer(std, std) * self._prior_covariance
             self._noise, self._count = float(noise[0]), int(count[0])
-            self._overheads = {k: ClippedMean(_OVERHEAD_MEMORY, s) for k, s in seconds.items()}
+            self._overheads = seconds
             self._timed = self._count > 0
             self._stale = True
 

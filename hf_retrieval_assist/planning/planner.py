@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..structures import draft_tree
 from ..system.locks import Lock
@@ -21,6 +20,8 @@ _UNMEASURED_NODES = 64  # asked for where no t(n) says how many would pay
 _ANY_NODES = 4096  # more than a drafter proposes of its own accord; what they have buffers for
 _TRIAL_PERIOD = 4  # steps from one consideration of a trial to the next
 
+_PROMISE_MEMORY = 64.0  # promised tokens, after which half is forgotten
+
 Budget = Literal["auto", "paper"] | int
 
 
@@ -32,6 +33,8 @@ class Planner:
     probable than its parent, so the best tree of m nodes is the m most probable ones; of these
     sizes the one with the highest expected tokens per second is kept, which may be none.
 
+    Drafts are believed as far as what lately was verified has kept what it promised.
+
     Sizes whose t(n) is uncertain and might be better are tried now and then. The time that a trial
     may lose is saved up beforehand as a share of the time spent, so trials never cost more.
 
@@ -40,11 +43,13 @@ class Planner:
             keeps that many nodes.
         max_nodes: the most that drafters are asked for under "auto".
         exploration: share of the time that trials may lose, in [0, 1).
+        lock: held while what was learnt changes.
     """
 
     budget: Budget = "auto"
     max_nodes: int = 256
     exploration: float = 0.005
+    lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.budget not in ("auto", "paper") and not _is_count(self.budget):
@@ -57,7 +62,31 @@ class Planner:
             raise ValueError(f"exploration: expected a number in [0, 1), got {self.exploration}")
         self._saved = 0.0  # seconds that a trial may lose
         self._step = 0
-        self._lock = Lock()
+        self._promised = self._accepted = 0.0  # tokens
+
+    @property
+    def belief(self) -> float:
+        """Share of the promised tokens that are expected to come, at most 1."""
+        return min(1.0, self._accepted / self._promised) if self._promised else 1.0
+
+    def learn(self, promised: float, accepted: float) -> None:
+        """Count tokens that verified nodes were expected to bring, and those that they brought."""
+        with self.lock:
+            self._promised += promised
+            self._accepted += accepted
+            if self._promised > _PROMISE_MEMORY:
+                self._promised *= 0.5
+                self._accepted *= 0.5
+
+    def most_nodes(self, few: bool) -> int:
+        """The most nodes per row that a forward may verify.
+
+        Args:
+            few: whether no forward pays that is wider than what is asked for unmeasured.
+        """
+        if isinstance(self.budget, int):
+            return self.budget
+        return min(_UNMEASURED_NODES, self.max_nodes) if few else self.max_nodes
 
     def request(self, cost: CostModel | None = None) -> int:
         """How many nodes to ask of the drafters: more would not pay even if all were accepted.
@@ -127,11 +156,12 @@ class Planner:
         """The number of nodes at which `tokens`, float64 [nodes + 1], come fastest."""
         widest = len(tokens) - 1
         seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:] + cost.overhead()
+        tokens = tokens[0] + self.belief * (tokens - tokens[0])
         rates = tokens / seconds
         best = int(rates.argmax())
         if not self.exploration or not cost.observations:
             return best
-        with self._lock:
+        with self.lock:
             steps = _FIRST_SAVINGS if self._step == 0 else 1
             self._saved += steps * self.exploration * float(seconds[best])
             self._step += 1
@@ -143,7 +173,7 @@ class Planner:
     def _try(self, hopes: Float64Array, loss: Float64Array) -> int:
         """Of the widths whose expected loss of time is saved up, the one that would have the
         highest rate if it were as cheap as it may well be."""
-        with self._lock:
+        with self.lock:
             chosen = int(np.where(loss <= self._saved, hopes, 0.0).argmax())
             self._saved -= float(loss[chosen])
         return chosen
@@ -157,19 +187,6 @@ def expected_tokens(trees: Sequence[TokenTree], width: int) -> Float64Array:
     for tree in trees:
         gains[1 : len(tree) + 1] += np.sort(tree.probs)[::-1]
     return gains.cumsum()
-
-
-def token_rate(probs: NDArray[np.floating], cost: CostModel, draft_seconds: float = 0.0) -> float:
-    """Expected tokens per second when the best of some nodes are verified.
-
-    Args:
-        probs: [nodes], their probabilities in any order.
-        cost: t(n).
-        draft_seconds: that drafting them takes.
-    """
-    tokens = np.concatenate([[1.0], np.sort(probs)[::-1]]).cumsum()
-    seconds = cost.curve(len(tokens)) + cost.overhead() + draft_seconds
-    return float(((cost.company + tokens) / seconds).max())
 
 
 def _is_count(value: object) -> bool:

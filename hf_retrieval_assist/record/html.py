@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..drafting.policy import DraftingPolicy
 from ..stats import PHASES
 from ..token_tree import TokenTree
 from .palette import colours
 from .pieces import readable
 from .record import MODEL, CallRecord, Record, Step
-
-if TYPE_CHECKING:
-    from ..assistants import Assistant
 
 _MOST_NODES = 48  # of a tree that are shown, besides the accepted ones
 _MOST_TREES = 300  # of a row
@@ -82,7 +79,7 @@ def fragment(record: Record) -> str:
     )
 
 
-def assistant_html(assistant: Assistant) -> str:
+def assistant_html(assistant: DraftingPolicy) -> str:
     """An assistant's drafters and what they did so far."""
     rows = [_cells("th", "drafter", "proposes from", "nodes tried", "accepted", "expected")]
     for drafter, (name, found) in zip(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..drafters.base import Drafter
+from ..row_text import Path
 from ..stats import PHASES, CallStats
 from ..system.lazy import cached_property
 from ..token_tree import Int32Array, TokenTree
@@ -18,9 +19,6 @@ from .pieces import text_pieces
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from ..assistants import AssistantSession
-    from ..decoding.walk import Path
 
 MODEL = "the model"  # credited with the token that every forward brings by itself
 
@@ -175,17 +173,20 @@ class CallRecord:
     def step(
         self,
         rows: Sequence[int],
-        sessions: Sequence[AssistantSession],
+        drafts: Sequence[Sequence[TokenTree]],
         trees: Sequence[TokenTree],
         paths: Sequence[Path],
     ) -> None:
-        """A forward verified a tree of each of `rows`; the other arguments are for all rows."""
+        """A forward verified a tree of each of `rows`; the other arguments are for all rows.
+
+        `drafts` are each row's, one of every drafter.
+        """
         seconds = self._elapsed()
         for row in rows:
             path = paths[row]
             # The root is the first of the fed tokens.
             nodes = [fed - 1 for fed in path.accepted[1:]]
-            self._add(row, sessions[row].drafts, trees[row], path.tokens, nodes, seconds)
+            self._add(row, drafts[row], trees[row], path.tokens, nodes, seconds)
         self._forward += 1
 
     def plain(self, generated: Sequence[Sequence[int]]) -> None:

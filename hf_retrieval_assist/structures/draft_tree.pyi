@@ -10,6 +10,14 @@ def arrange(
     parents: NDArray[np.int32],
     width: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]: ...
+def fault(
+    token_ids: NDArray[np.int32],
+    parents: NDArray[np.int32],
+    probs: NDArray[np.float32],
+    classes: NDArray[np.int32],
+    vocab_size: int,
+    n_classes: int,
+) -> str | None: ...
 def path_products(
     parents: NDArray[np.int32], rates: NDArray[np.float32]
 ) -> NDArray[np.float32]: ...

@@ -11,6 +11,9 @@ def draft(
     rates: NDArray[np.float32],
     first_kind: int,
     budget: int,
+    own_rows: NDArray[np.int32],
+    own_successors: NDArray[np.int32],
+    own_kinds: NDArray[np.uint8],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
 def write(
     successors: NDArray[np.int32],
@@ -24,6 +27,7 @@ def learn_text(
     successors: NDArray[np.int32],
     classes: NDArray[np.uint8],
     tokens: NDArray[np.int32],
+    rows: NDArray[np.int32],
     order: NDArray[np.int64],
     kinds: NDArray[np.int64],
     kind_count: int,

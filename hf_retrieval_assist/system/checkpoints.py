@@ -20,6 +20,10 @@ from .files import replacing
 
 Tensors = dict[str, Tensor]
 
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.bool),
+)
 _DOWNLOADED = ["config.json", "*.safetensors", "*.bin", "*.index.json"]
 
 
@@ -72,6 +76,18 @@ def _read_shards(index: Path) -> Tensors:
 
 
 def _read_file(path: Path) -> Tensors:
+    tensors = _unpack(path)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES or not tensor.dim():
+            found = f"{tensor.dtype} of {tensor.dim()} dimensions"
+            raise ValueError(
+                f"{path}: {name}: expected float64, float32, float16, bfloat16, int64, int32 or "
+                f"bool of at least 1 dimension, found {found}"
+            )
+    return tensors
+
+
+def _unpack(path: Path) -> Tensors:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
@@ -100,7 +116,10 @@ def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
         if wanted != found:
             raise ValueError(f"{name}: expected {wanted}, found {found}")
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        if tensor.is_floating_point() != expected[name].is_floating_point():
+            wanted = "floating point" if expected[name].is_floating_point() else "integers"
+            raise ValueError(f"{name}: expected {wanted}, found {tensor.dtype}")
+        if not tensor.isfinite().all():
             raise ValueError(f"{name}: expected finite values, found NaN or infinity")
 
 

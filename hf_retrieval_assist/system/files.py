@@ -15,48 +15,32 @@ import platformdirs
 from filelock import FileLock
 
 _CACHE = "hf_retrieval_assist"
-_FORMER_CACHE = "hf-retrieval-assist"
-_POLL = 0.002  # seconds; a log is locked for less
 
 
 def user_cache_directory() -> Path:
-    """The package's folder in the user's cache directory, which may not exist yet.
-
-    What earlier versions kept in a folder of another name moves in.
-    """
-    folder = Path(platformdirs.user_cache_dir(_CACHE))
-    former = Path(platformdirs.user_cache_dir(_FORMER_CACHE))
-    # Another process may be quicker, or the directory read-only: then it stays as it is.
-    with suppress(OSError):
-        for file in former.iterdir():
-            folder.mkdir(parents=True, exist_ok=True)
-            if (folder / file.name).exists():
-                file.unlink()
-            else:
-                file.rename(folder / file.name)
-        former.rmdir()
-    return folder
+    """The package's folder in the user's cache directory, which may not exist yet."""
+    return Path(platformdirs.user_cache_dir(_CACHE))
 
 
 @contextmanager
-def locked(path: Path, wait: bool = True, keep: bool = True) -> Iterator[None]:
+def locked(path: Path, patience: float) -> Iterator[None]:
     """Hold the lock file `path` (mode 0600) against other threads and processes.
 
+    The file is made where it is missing, and deleted at the end.
+
     Args:
-        path: the lock file, made where it is missing.
-        wait: until the lock is free; otherwise raise.
-        keep: leave the file behind.
+        path: the lock file.
+        patience: seconds to wait while another one holds the lock.
 
     Raises:
-        filelock.Timeout: another one holds the lock, and `wait` is false.
+        filelock.Timeout: another one held the lock for longer; it is an OSError.
     """
-    with FileLock(path, timeout=-1 if wait else 0, mode=0o600, poll_interval=_POLL):
+    with FileLock(path, timeout=patience, mode=0o600):
         try:
             yield
         finally:
-            if not keep:
-                with suppress(OSError):  # Windows deletes no open file
-                    path.unlink()
+            with suppress(OSError):  # Windows deletes no open file
+                path.unlink()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from packaging.version import Version
 
@@ -25,3 +26,12 @@ def require_supported_versions() -> None:
                 f"{name}: hf_retrieval_assist expected {oldest} or newer, got {found}; "
                 f"pip install --upgrade {name}"
             )
+
+
+def require_compiled() -> None:
+    """ImportError in a source tree whose extensions have not been compiled."""
+    if find_spec("hf_retrieval_assist.structures.draft_tree") is None:
+        raise ImportError(
+            "hf_retrieval_assist: expected its compiled structures, got a tree without them; "
+            "run `pip install --editable .` in it, or `make build`"
+        )

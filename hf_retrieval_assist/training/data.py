@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from ..host.feature_taps import FeatureTap
 from ..system.files import replacing
-from ..target.feature_taps import FeatureTap
 
 # Probability mass beyond the likeliest so many tokens of the draft vocabulary is dropped.
 SOFT_TARGETS = 64

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..drafters.base import Drafter, DraftSession, Feedback, Target
-from ..target.feature_taps import FeatureTap
+from ..host.feature_taps import FeatureTap
 
 
 def mean_accepted_tokens(

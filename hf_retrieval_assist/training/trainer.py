@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from ..eagle.head import EagleHead
-from ..target.borrowed import TargetShape
-from ..target.mtp_head import MtpHead
+from ..draft_models.eagle_head import EagleHead
+from ..draft_models.mtp_head import MtpHead
+from ..host.borrowed import TargetShape
 from .data import (
     Example,
     ExampleDataset,

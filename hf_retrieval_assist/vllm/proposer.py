@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..assistants import Assistant
 from ..corpus.datastore import Datastore
 from ..drafters.base import Drafter, Target
 from ..drafters.rest import RestDrafter
 from ..drafters.suffix import SuffixDrafter
+from ..drafting.policy import DraftingPolicy
+from ..host.fingerprint import config_fingerprint
 from ..memory.output_memory import OutputMemory
 from ..planning.cost_model import CostModel
 from ..planning.cost_views import PackedCost
 from ..stats import CallStats
 from ..structures.draft_tree import most_probable_path
-from ..target.fingerprint import config_fingerprint
 from ..token_tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Proposer:
         arrived = time.perf_counter()
         texts = [token_ids_cpu[i, :n] for i, n in enumerate(num_tokens_no_spec[: len(drafts)])]
         places = self._follow(sampled_token_ids, texts, arrived)
-        trees = [row.draft(min(self.longest_draft, self._room(row))) for row in places]
+        trees = self._draft(list(places))
         shared = PackedCost(self.cost, len(trees))
         planned = self.assistant.planner.share_packed(trees, shared) if trees else []
         for (row, place), tree, count in zip(places.items(), trees, planned, strict=True):
@@ -111,6 +111,19 @@ class Proposer:
         self._left = time.perf_counter()
         self.cost.observe_overhead("draft", self._left - arrived)
         return drafts
+
+    def _draft(self, rows: Sequence[Row]) -> list[TokenTree]:
+        """A chain for each row, with calibrated probabilities; empty where no token may follow."""
+        rooms = [0 if row.ended else min(self.longest_draft, self._room(row)) for row in rows]
+        growing = [(row, room) for row, room in zip(rows, rooms, strict=True) if room]
+        drafts = iter(
+            self.assistant.propose(
+                [row.session for row, _ in growing],
+                [room for _, room in growing],
+                budget=self.longest_draft,
+            )
+        )
+        return [_best_chain(next(drafts)) if room else TokenTree.empty() for room in rooms]
 
     def _room(self, row: Row) -> int:
         return max(0, self.longest_text - row.length - 1)
@@ -170,13 +183,14 @@ class Row:
     Attributes:
         length: its tokens, prompt included.
         drafted: tokens of its last draft.
+        session: that drafts for it.
         steps: since the one that ended its prompt.
         ended: whether its last token ends the text.
     """
 
     def __init__(
         self,
-        assistant: Assistant,
+        assistant: DraftingPolicy,
         target: Target,
         eos_ids: frozenset[int],
         prompt: NDArray[np.int32],
@@ -189,7 +203,7 @@ class Row:
         self._eos_ids = eos_ids
         self._stats = CallStats(tier="vllm", calls=1)
         self._text = bytearray(prompt)  # compared as a whole, at every step
-        self._session = assistant.start(np.array(prompt), target)
+        self.session = assistant.start(np.array(prompt), target)
         # Tokens behind the end of the text, which belong to it only if it goes on.
         self._held: list[int] = []
 
@@ -206,26 +220,24 @@ class Row:
         end = next(ends, len(tokens))
         self._held = tokens[end:]
         if self.steps < 0:
-            self._session.begin(tokens[:end])
+            self.session.begin(tokens[:end])
         else:
-            self._session.commit(tokens[:end], None)
+            self.session.commit(tokens[:end], None)
             self._stats.count_step(self.drafted, len(new) - 1)
         self._stats.tokens += len(new)
         self.steps += 1
         self.ended = tokens[end - 1] in self._eos_ids
 
-    def draft(self, longest: int) -> TokenTree:
-        """A chain of at most `longest` tokens, with calibrated probabilities."""
-        if longest < 1 or self.ended:
-            return TokenTree.empty()
-        tree = self._session.propose(longest)
-        path = most_probable_path(tree.parents, tree.probs)
-        return tree if len(path) == len(tree) else tree.select(path)
-
     def close(self) -> None:
         """The request has ended, or is to be started again."""
-        self._session.close()
+        self.session.close()
         self._assistant.count(self._stats)
+
+
+def _best_chain(tree: TokenTree) -> TokenTree:
+    """The tree's most probable path."""
+    path = most_probable_path(tree.parents, tree.probs)
+    return tree if len(path) == len(tree) else tree.select(path)
 
 
 def make_assistant(
@@ -235,7 +247,7 @@ def make_assistant(
     datastore: str | None = None,
     min_prob: float = 0.02,
     budget: Any = "auto",
-) -> Assistant:
+) -> DraftingPolicy:
     """An assistant that drafts chains; for the options see :class:`Proposer`."""
     place = "url" if memory is not None and "://" in memory else "path"
     outputs = OutputMemory(max_bytes, **{place: memory})  # type: ignore[arg-type]
@@ -243,7 +255,7 @@ def make_assistant(
     if datastore is not None:
         corpus = Datastore.open(datastore)
         drafters.append(RestDrafter(corpus, max_nodes=longest_draft, continuation=longest_draft))
-    return Assistant(drafters, budget=budget, max_nodes=longest_draft)
+    return DraftingPolicy(drafters, budget=budget, max_nodes=longest_draft)
 
 
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:

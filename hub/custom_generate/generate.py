@@ -32,4 +32,5 @@ def generate(model, drafts="sam", **arguments):
     if drafts not in assistants:
         assistants[drafts] = PRESETS[drafts]()
     given = {name: value for name, value in arguments.items() if value is not None}
-    return model.generate(**given, assistant=assistants[drafts])
+    # The class's: beside a model's own weights this function is what the model's `generate` calls.
+    return type(model).generate(model, **given, assistant=assistants[drafts])

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hf_retrieval_assist.corpus import datastore
 from hf_retrieval_assist.corpus import format as datastore_format
 from hf_retrieval_assist.corpus.build import BuildOptions
 from hf_retrieval_assist.corpus.datastore import Datastore
@@ -93,6 +94,30 @@ def test_truncated_and_missing_files_do_not_open(store, part):
     file.unlink()
     with pytest.raises(ValueError, match="is missing"):
         Datastore.open(store.path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes are POSIX")
+def test_a_named_pipe_is_no_shard_and_is_not_waited_for(store):
+    (file,) = store.path.glob("*.suffixes")
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ValueError, match="suffixes: expected a regular file"):
+        Datastore.open(store.path)
+
+
+def test_a_store_that_is_replaced_between_manifest_and_shards_opens(store, monkeypatch):
+    manifest, shards = datastore_format.read_manifest, []
+
+    def slowly(path):
+        found = manifest(path)
+        if len(shards) < 3:  # each time another writer is quicker
+            shards.append(found.shards[0].name)
+            build([[len(shards), 5, 6]], path, overwrite=True)
+        return found
+
+    monkeypatch.setattr(datastore, "read_manifest", slowly)
+    assert Datastore.open(store.path).count([3, 5, 6]) == 1
+    assert len(set(shards)) == 3
 
 
 @pytest.mark.parametrize("part", datastore_format.PARTS)

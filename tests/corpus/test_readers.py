@@ -31,6 +31,16 @@ def test_long_text_files_come_in_pieces_of_whole_lines(tmp_path, monkeypatch):
     assert all(piece.endswith("\n") for piece in pieces)
 
 
+@pytest.mark.parametrize("ends", [(), (100,), (63, 64, 65, 300)])
+def test_a_line_of_any_length_comes_in_pieces(tmp_path, monkeypatch, ends):
+    monkeypatch.setattr(readers, "_PIECE", 64)
+    text = "".join("\n" if i in ends else chr(97 + i % 26) for i in range(500))
+    (tmp_path / "a.txt").write_text(text)
+    pieces = texts(tmp_path / "a.txt")
+    assert "".join(pieces) == text
+    assert all(0 < len(piece) < 2 * 64 for piece in pieces)
+
+
 def test_directories_are_walked_in_order_without_hidden_files(tmp_path):
     for name in ("b.py", "a/c.py", "a/d.txt", ".git/e.py", "a/.f.py", "a/g.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -17,9 +17,11 @@ from transformers import (
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.target.kv_cache import SlotCache
+from hf_retrieval_assist.decoding import selection
+from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.oracle_drafter import both, oracle_assistant, sequences_of
 from tests.tiny_models import tiny_config, tiny_model
+from tests.watching import Fed
 
 CLASSES = {
     "tree": LlamaForCausalLM,
@@ -143,10 +145,13 @@ class StopsRowWise(StoppingCriteria):
         return (input_ids[:, 18:] % 5 == 3).any(dim=1)
 
 
-# Taken for one of transformers' own, so that rows get on at their own pace.
-StopsRowWise.__module__ = "transformers.generation.stopping_criteria"
+@pytest.fixture
+def at_their_own_pace(monkeypatch):
+    """It is taken for one of transformers' own, so that rows need not go in step."""
+    monkeypatch.setattr(selection, "_ROWWISE", (*selection._ROWWISE, StopsRowWise))
 
 
+@pytest.mark.usefixtures("at_their_own_pace")
 def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model):
     plain, _, _ = equal(
         model, padded(4), do_sample=False, max_new_tokens=40, stopping_criteria=[StopsRowWise()]
@@ -155,6 +160,7 @@ def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model):
     assert len(set(lengths)) > 1
 
 
+@pytest.mark.usefixtures("at_their_own_pace")
 def test_convolution_states_after_rows_that_ran_ahead():
     model = tiny_model(Lfm2ForCausalLM, tiny_config(Lfm2ForCausalLM.config_class))
     plain, assisted, _ = equal(
@@ -211,12 +217,8 @@ def test_encoder_decoder_batch():
 
 def forwards_of(model, **arguments):
     """What `generate` returns, and how many forwards it took."""
-    forwards = []
-    handle = model.register_forward_hook(lambda *args: forwards.append(1))
-    try:
-        return model.generate(**arguments), len(forwards)
-    finally:
-        handle.remove()
+    with Fed(model) as shapes:
+        return model.generate(**arguments), len(shapes)
 
 
 def test_eight_copying_rows_need_fewer_forwards_than_plain_decoding(model):

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import (
     BartForCausalLM,
     DynamicCache,
@@ -30,8 +31,15 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant
-from hf_retrieval_assist.target.kv_cache import SlotCache, has_slots
+from hf_retrieval_assist import (
+    Assistant,
+    OutputMemory,
+    QuantizedSelf,
+    SamAssistant,
+    SuffixAssistant,
+)
+from hf_retrieval_assist.kernels import quantized_model
+from hf_retrieval_assist.verification.kv_cache import SlotCache, has_slots
 from tests.oracle_drafter import oracle_assistant
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -64,10 +72,12 @@ class InterruptedForward:
     def __init__(self, model, forwards):
         self.left = forwards
         blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-        self.handle = blocks[-1].register_forward_pre_hook(self.count)
+        self.block = blocks[-1]
+        # A hook of the model's own would be another model's to the self-test.
+        self.handle = register_module_forward_pre_hook(self.count)
 
     def count(self, module, args):
-        self.left -= 1
+        self.left -= module is self.block
         if self.left < 0:
             raise Interrupt
 
@@ -101,6 +111,7 @@ class Conversation(RuleBasedStateMachine):
             SuffixAssistant(self.memory, budget=8),
             SamAssistant(memory=self.memory, budget=12),
         ]
+        self.drafts_itself = Assistant([QuantizedSelf()], budget=8)
         self.caches = {"plain": None, "ours": None}
         if given:
             self.caches = {name: DynamicCache(config=self.model.config) for name in self.caches}
@@ -154,13 +165,16 @@ class Conversation(RuleBasedStateMachine):
     def assistant(self, kind, plain):
         if kind == "oracle":
             return oracle_assistant(plain.sequences, self.mask, seed=self.ids.shape[1])
+        if kind == "self":
+            takes_trees = type(self.model) in (LlamaForCausalLM, Gemma3ForCausalLM)
+            return self.drafts_itself if takes_trees else self.assistants[0]
         return None if kind == "none" else self.assistants[kind]
 
     @rule(
         before=st.sampled_from(["", "", "", "", "start over", "forget", "another model"]),
         asked=st.integers(1, 4),
         new=st.sampled_from([6, 9, 14, 2, 1]),
-        kind=st.sampled_from(["oracle", 0, "oracle", 1, "none"]),
+        kind=st.sampled_from(["oracle", 0, "self", 1, "none"]),
         private=st.booleans(),
         ends=st.sampled_from([True, True, False]),
         masks_padding=st.booleans(),
@@ -197,27 +211,33 @@ class Conversation(RuleBasedStateMachine):
         assert torch.equal(before, torch.get_rng_state())
         self.keep(plain, ours, masks_padding, eos)
 
-    @rule(new=st.integers(1, 8), seed=st.integers(0, 99), kind=st.sampled_from(["oracle", 0]))
-    @precondition(lambda self: self.rows == 1 and self.ids.shape[1] < LONGEST)
+    @rule(
+        new=st.integers(1, 8), seed=st.integers(0, 99), kind=st.sampled_from(["oracle", 0, "self"])
+    )
+    @precondition(lambda self: self.ids.shape[1] < LONGEST)
     def sampled_turn(self, new, seed, kind):
-        self.extend(self.new_tokens(1, 1))
+        self.extend(self.new_tokens(self.rows, 1))
         options = {"max_new_tokens": new, "do_sample": True, "temperature": 0.7}
         torch.manual_seed(seed)
         plain = self.generate("plain", **options)
+        left = torch.get_rng_state()
         torch.manual_seed(seed)
         ours = self.generate("ours", **options, assistant=self.assistant(kind, plain))
+        assert torch.equal(torch.get_rng_state(), left)
         self.keep(plain, ours, False, None)
 
-    @rule(forwards=st.integers(0, 6), new=st.integers(2, 12))
+    @rule(
+        forwards=st.integers(0, 6), new=st.integers(2, 12), kind=st.sampled_from(["oracle", "self"])
+    )
     @precondition(lambda self: self.is_assisted and self.ids.shape[1] < LONGEST)
-    def interrupted_turn(self, forwards, new):
+    def interrupted_turn(self, forwards, new, kind):
         """Ctrl-C in the middle of a forward; the caller goes on from what the cache holds."""
         self.extend(self.new_tokens(self.rows, 2))
         plain = self.generate("plain", max_new_tokens=new)
         cache, length = self.caches["ours"], self.ids.shape[1]
         try:
             with InterruptedForward(self.model, forwards):
-                self.generate("ours", max_new_tokens=new, assistant=self.assistant("oracle", plain))
+                self.generate("ours", max_new_tokens=new, assistant=self.assistant(kind, plain))
         except Interrupt:
             pass
         everything = plain.sequences
@@ -271,6 +291,12 @@ def converse(examples, steps):
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.fixture(autouse=True)
+def small_layers_too(monkeypatch):
+    """The tiny models' linears are packed in eight bits."""
+    monkeypatch.setattr(quantized_model, "LEAST_ELEMENTS", 1000)
 
 
 def test_conversations_are_plain_decoding():

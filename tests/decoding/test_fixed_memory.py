@@ -14,13 +14,13 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_retrieval_assist import Assistant
+from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.kernels import split_attention
-from hf_retrieval_assist.target import fixed_verifier, replay, service, tiers
-from hf_retrieval_assist.target.fixed_verifier import FixedVerifier
-from hf_retrieval_assist.target.workspace import WORKSPACES
 from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
+from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.lossless import PROMPT, build, knowing, run
 from tests.op_recorder import serve_in_place
 from tests.oracle_drafter import OracleDrafter, both
@@ -32,7 +32,8 @@ def in_place(monkeypatch):
 
 
 def idle(model):
-    return WORKSPACES._idle[model][1]
+    """The workspace that was used last."""
+    return WORKSPACES._idle[model][-1]
 
 
 BATCH = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3])
@@ -67,8 +68,29 @@ def test_one_row_sampled_with_processors():
     assert assistant.stats.last.accepted > 0
 
 
+class InFloat32(torch.nn.Module):
+    """A head whose logits are float32 whatever its weights are, as several models compute them."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head, self.weight = head, head.weight
+
+    def forward(self, states):
+        return self.head(states).float()
+
+
+def test_logits_of_another_dtype_than_the_model():
+    model = build(LlamaForCausalLM).to(torch.bfloat16)
+    model.lm_head = InFloat32(model.lm_head)
+    assistant = SamAssistant(budget=16)
+    run(model, assistant=assistant)
+    assert assistant.stats.tier == "tree"
+    assert assistant.top_k > 0
+
+
 def test_buffers_grow_in_mid_call(monkeypatch):
     monkeypatch.setattr(fixed_verifier, "capacity_bucket", lambda slots: -(-slots // 8) * 8)
+    monkeypatch.setattr(fixed_verifier, "with_room", lambda capacity, slot_bytes: capacity)
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
     model = build(LlamaForCausalLM)
     shapes = []
@@ -91,7 +113,7 @@ def test_buffers_grow_in_mid_call(monkeypatch):
 def test_drafts_wider_than_any_bucket(monkeypatch):
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2))
     monkeypatch.setattr(fixed_verifier, "MOST_MOVED", 1)
-    monkeypatch.setattr("hf_retrieval_assist.target.workspace.MOST_MOVED", 1)
+    monkeypatch.setattr("hf_retrieval_assist.verification.workspace.MOST_MOVED", 1)
     model = build(LlamaForCausalLM)
     for inputs in INPUTS.values():
         plain, assisted, assistant = both(model, inputs, do_sample=False, max_new_tokens=40)
@@ -120,27 +142,28 @@ class Flaky:
     """A setting that a recording takes for granted."""
 
     def __init__(self, model):
-        self.scale = 1.0
+        self.scale, self.growth = 1.0, 0.0
         model.register_forward_hook(self)
 
     def __call__(self, module, inputs, output):
         output.logits = output.logits * self.scale
-        self.scale += 0.5
+        self.scale += self.growth
         return output
 
 
 def test_forwards_that_differ_each_time_are_served_as_they_are(caplog):
     model = build(LlamaForCausalLM)
-    run(model, assistant=knowing(run(model)))
+    flaky = Flaky(model)
+    both(model, INPUTS["one row"], do_sample=False, max_new_tokens=1)
     # Unknown to the self-test, which was before.
-    Flaky(model)
+    flaky.growth = 0.5
     plain, assisted, _ = both(model, INPUTS["one row"], do_sample=False, max_new_tokens=30)
     assert torch.equal(plain, assisted)
     both(model, INPUTS["one row"], do_sample=False, max_new_tokens=30)
     told = [text for text in caplog.messages if "one kernel at a time" in text]
     assert len(told) == 1
     assert "of their spread" in told[0]
-    assert model not in WORKSPACES._idle
+    assert not WORKSPACES._idle[model]
 
 
 def test_what_was_recorded_lasts_while_the_model_stays_as_it_is():
@@ -230,7 +253,7 @@ def test_hidden_states_come_from_what_was_recorded():
 @pytest.fixture
 def in_parts(monkeypatch):
     """Attention as on CUDA, in two parts; what it reads follows a number of the host on a CPU."""
-    monkeypatch.setattr(service, "stays_in_place", lambda device: True)
+    monkeypatch.setattr(service, "can_split", split_attention.can_split)
     monkeypatch.setattr(replay, "recorder", lambda device: None)
 
 
@@ -240,13 +263,13 @@ def test_attention_in_parts(model_class, inputs, in_parts, monkeypatch):
     # A model that the self-test of this scope has not seen.
     model = build(model_class)
     parts = []
-    attend = split_attention.serving.attend
+    attend = split_attention.SplitAttention.attend
 
     def noted(scope, *arguments):
         parts.append(arguments[0].shape)
         return attend(scope, *arguments)
 
-    monkeypatch.setattr(split_attention.serving, "attend", noted)
+    monkeypatch.setattr(split_attention.SplitAttention, "attend", noted)
     options = {"do_sample": False, "max_new_tokens": 40}
     plain, assisted, assistant = both(model, INPUTS[inputs], **options)
     assert torch.equal(plain, assisted)

@@ -26,8 +26,8 @@ from transformers import (
 from transformers.masking_utils import flash_attention_mask
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.target.service import Tier, _candidates, choose_service
-from hf_retrieval_assist.target.verifiers import TreeVerifier
+from hf_retrieval_assist.verification.service import Demand, Tier, _candidates, choose_service
+from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.oracle_drafter import both, oracle_assistant, sequences_of
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -194,10 +194,11 @@ def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch)
     def wait_for_others(finished, synced_gpus, device):
         return not finished or answers.pop(0)
 
+    model.register_forward_hook(lambda *arguments: forwards.append(1))
     plain, _, _ = equal(model, max_new_tokens=12)
     assistant = oracle_assistant(plain)
     monkeypatch.setattr(model, "_has_unfinished_sequences", wait_for_others)
-    model.register_forward_hook(lambda *arguments: forwards.append(1))
+    forwards.clear()
     options = {"do_sample": False, "max_new_tokens": 12, "assistant": assistant}
     assert torch.equal(plain, model.generate(**INPUTS, **options))
     assert not answers
@@ -245,7 +246,10 @@ def test_bfloat16_model_gets_the_tree_tier():
 def test_flash_attention_gets_the_chain_tier():
     model = build(LlamaForCausalLM)
     model.config._attn_implementation_internal = "flash_attention_2"
-    assert [service.tier for service in _candidates(model, packs=True)] == [Tier.CHAIN, Tier.PLAIN]
+    assert [service.tier for service in _candidates(model, packs=True, demand=Demand())] == [
+        Tier.CHAIN,
+        Tier.PLAIN,
+    ]
 
 
 def causal_kernel(module, query, key, value, attention_mask, scaling, **kwargs):

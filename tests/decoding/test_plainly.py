@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from hf_retrieval_assist.assistants import AssistantSession
 from hf_retrieval_assist.decoding.loop import cost_key
-from hf_retrieval_assist.planning.paces import Paces
+from hf_retrieval_assist.drafting.policy import AssistantSession
+from hf_retrieval_assist.planning.account import Account
 from tests.tiny_models import tiny_config, tiny_model
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
@@ -29,7 +29,7 @@ def model():
 
 @pytest.fixture
 def resting(monkeypatch):
-    monkeypatch.setattr(Paces, "rests", lambda self: True)
+    monkeypatch.setattr(Account, "rests", lambda self: True)
 
 
 def run(model, prompts=PROMPTS, mask=MASK, **options):
@@ -57,7 +57,7 @@ def test_its_texts_are_learnt_up_to_their_ends(model, resting, monkeypatch, padd
     pad = end if padded_with_the_end else 0
     config = GenerationConfig(eos_token_id=end, pad_token_id=pad, max_new_tokens=24)
     told = []
-    monkeypatch.setattr(AssistantSession, "defer", lambda self, ids: told.append(ids))
+    monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(ids))
     run(model, generation_config=config, assistant=SamAssistant())
     assert told == [row[: row.index(end) + 1] if end in row else row for row in free]
     assert len(told[0]) < 24
@@ -69,7 +69,7 @@ def test_padding_behind_what_another_criterion_ended_is_not_learnt(model, restin
             return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
 
     told = []
-    monkeypatch.setattr(AssistantSession, "defer", lambda self, ids: told.append(len(ids)))
+    monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(len(ids)))
     config = GenerationConfig(eos_token_id=66, pad_token_id=0, max_new_tokens=24)
     run(
         model,
@@ -89,7 +89,7 @@ def test_a_token_that_is_the_padding_too_is_learnt(model, resting, monkeypatch):
             return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
 
     told = []
-    monkeypatch.setattr(AssistantSession, "defer", lambda self, ids: told.append(ids))
+    monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(ids))
     config = GenerationConfig(eos_token_id=66, pad_token_id=free[0][3], max_new_tokens=24)
     criteria = [FirstRowEnds()]
     run(model, generation_config=config, stopping_criteria=criteria, assistant=SamAssistant())
@@ -172,12 +172,12 @@ def test_who_records_sees_drafts(model, resting):
     assert record.calls[0].stats.tier == "tree"
 
 
-def test_both_paces_are_taken(model):
+def test_calls_of_both_kinds_are_timed(model):
     assistant = SamAssistant()
-    paces = assistant.paces(cost_key(model, PROMPTS))
+    account = assistant.account(cost_key(model, PROMPTS))
     for _ in range(5):
         run(model, max_new_tokens=40, assistant=assistant)
-    paces._rests = 1
+    account._rests = 1
     run(model, max_new_tokens=40, assistant=assistant)
-    assert paces._drafted.seconds > 0
-    assert paces._plain_seconds > 0
+    assert account._drafted.seconds > 0
+    assert account._plain[True].seconds > 0

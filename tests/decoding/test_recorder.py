@@ -9,9 +9,9 @@ from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
 from hf_retrieval_assist.decoding.recorder import OutputRecorder
-from hf_retrieval_assist.decoding.row_text import RowText
-from hf_retrieval_assist.target.kv_cache import RowSlots, SlotLayer
-from hf_retrieval_assist.target.verified import Verified
+from hf_retrieval_assist.row_text import RowText
+from hf_retrieval_assist.verification.kv_cache import RowSlots, SlotLayer
+from hf_retrieval_assist.verification.verified import Verified
 
 
 def row_of(index):

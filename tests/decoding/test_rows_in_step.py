@@ -21,7 +21,7 @@ from transformers import (
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.decoding.in_step import drafts_in_step
 from hf_retrieval_assist.token_tree import TokenTree
-from tests.oracle_drafter import OracleDrafter, both, oracle_assistant, sequences_of
+from tests.oracle_drafter import OracleDrafter, oracle_assistant, sequences_of
 from tests.tiny_models import tiny_config, tiny_model
 
 from .test_batches import late_token, padded
@@ -267,10 +267,3 @@ def test_recurrent_states_go_back_together(model_class, sample):
     assert assistant.stats.tier == "replay"
     assert assistant.stats.last.accepted > 0
     assert assistant.stats.last.keeps_seed
-
-
-def test_other_sampled_batches_say_that_they_draw_in_another_order():
-    model = build(LlamaForCausalLM)
-    for options, keeps in (({"do_sample": True}, False), ({"do_sample": False}, True)):
-        _, _, assistant = both(model, padded(2), max_new_tokens=8, **options)
-        assert assistant.stats.last.keeps_seed is keeps

@@ -11,8 +11,8 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
-from hf_retrieval_assist.decoding.row_text import RowText, strip_padding
 from hf_retrieval_assist.decoding.stopping import Stopping
+from hf_retrieval_assist.row_text import RowText, strip_padding
 
 
 def stopping(*criteria):

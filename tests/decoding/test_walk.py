@@ -18,14 +18,15 @@ from transformers.generation.stopping_criteria import (
     StoppingCriteriaList,
 )
 
+from hf_retrieval_assist.decoding.dice import Dice
 from hf_retrieval_assist.decoding.recorder import OutputRecorder
-from hf_retrieval_assist.decoding.row_text import RowText
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.decoding.stopping import Stopping
 from hf_retrieval_assist.decoding.walk import Walk
 from hf_retrieval_assist.drafters.base import ChildDraw
-from hf_retrieval_assist.target.verified import Verified
+from hf_retrieval_assist.row_text import RowText
 from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.verification.verified import Verified
 
 VOCAB = 10
 # Below the root 1 and 2; below the 1 again 3 and 4; below its 4 a 5.
@@ -59,6 +60,7 @@ def walker(rows, processors=(), do_sample=False, criteria=(), streamer=None, **c
         TokenSelector(LogitsProcessorList(processors), do_sample, len(rows)),
         Stopping(StoppingCriteriaList(criteria or [MaxLengthCriteria(1000)])),
         OutputRecorder(settings, len(rows)),
+        Dice(rows),
         streamer,
     )
 
@@ -208,18 +210,3 @@ def test_streams_and_records_every_token():
     assert got == [[1], [3], [8]]
     scores = walk.recorder.scores(row)
     assert [int(entry.argmax()) for entry in scores] == [1, 3, 8]
-
-
-class _Row(list):
-    finished = False
-
-
-def test_rows_are_even_where_all_that_go_on_walk_and_are_as_long():
-    first, second, ended = _Row([1]), _Row([2]), _Row([3, 4])
-    ended.finished = True
-    walk = object.__new__(Walk)
-    walk.rows = [first, second, ended]
-    assert walk._is_even([first, second])
-    assert not walk._is_even([first])
-    second.append(5)
-    assert not walk._is_even([first, second])

@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_retrieval_assist.kernels import attention as module
 from hf_retrieval_assist.kernels.attention import AttentionTuning, plain_attention
 from hf_retrieval_assist.kernels.reroute import reroute
+from hf_retrieval_assist.kernels.scopes import attending
 from hf_retrieval_assist.kernels.skinny import MAX_QUERIES, kernel_attention
 from tests.lossless import build
 
@@ -115,6 +116,25 @@ def test_other_threads_see_nothing(served):
         thread.start()
         thread.join()
     assert not served
+
+
+def test_kernels_serve_whatever_scope_another_thread_is_in(served):
+    entered, done = threading.Event(), threading.Event()
+
+    def packed_rows():
+        with attending("sdpa", set(), None):
+            entered.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=packed_rows)
+    thread.start()
+    assert entered.wait(60)
+    with torch.no_grad(), reroute():
+        attend(Q, K, V, MASK)
+    attend(Q, K, V, MASK)
+    done.set()
+    thread.join()
+    assert served == [5]
 
 
 def test_a_disabled_scope_does_nothing(served):

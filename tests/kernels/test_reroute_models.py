@@ -10,8 +10,8 @@ from hf_retrieval_assist import SamAssistant, reroute
 from hf_retrieval_assist.kernels import attention, linear
 from hf_retrieval_assist.kernels.attention import AttentionTuning
 from hf_retrieval_assist.kernels.skinny import kernel_linear, set_chooser
-from hf_retrieval_assist.planning.paces import Paces
-from tests.drafters.test_eagle_lossless import offloaded, quantised, with_lora
+from hf_retrieval_assist.planning.account import Account
+from tests.draft_models.test_eagle_lossless import offloaded, quantised, with_lora
 from tests.lossless import build, equal, knowing, run
 
 
@@ -88,8 +88,8 @@ def test_bfloat16_logits_of_a_call_at_rest_are_those_of_drafted_ones(monkeypatch
     model = build(Gemma3ForCausalLM, head_dim=16).to(torch.bfloat16)
     options = {"output_logits": True, "return_dict_in_generate": True}
     drafted = run(model, **options, assistant=SamAssistant(budget=8))
-    monkeypatch.setattr(Paces, "rests", lambda self: True)
-    monkeypatch.setattr(Paces, "reroutes", lambda self: False)
+    monkeypatch.setattr(Account, "rests", lambda self: True)
+    monkeypatch.setattr(Account, "reroutes", lambda self: False)
     assistant = SamAssistant()
     rested = run(model, **options, assistant=assistant)
     assert assistant.stats.tier == "at rest"

@@ -3,6 +3,7 @@
 import linecache
 import sys
 import threading
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist import kernels, reroute
-from hf_retrieval_assist.kernels.attention_scope import attending, innermost
-from hf_retrieval_assist.kernels.leaving import all_scopes_left
+from hf_retrieval_assist.kernels.reroute import all_scopes_left
+from hf_retrieval_assist.kernels.scopes import attending, innermost
 from hf_retrieval_assist.kernels.skinny import in_route, route_depth
 
 FOLDER = str(Path(kernels.__file__).parent)
@@ -94,28 +95,57 @@ def test_what_was_entered_before_stays():
         assert ALL_ATTENTION_FUNCTIONS["sdpa"](module) is module
 
 
-@pytest.mark.parametrize("name", ["sdpa", "flex_attention"])
-def test_the_last_thread_takes_it_back(name, monkeypatch):
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, plain := lambda module: module)
+@contextmanager
+def elsewhere(*scopes):
+    """Another thread is in these scopes meanwhile."""
     entered, done = threading.Event(), threading.Event()
 
     def other():
-        with reroute(), attending(name, set(), None):
+        with ExitStack() as stack:
+            for scope in scopes:
+                stack.enter_context(scope)
             entered.set()
             done.wait()
 
     thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    assert entered.wait(60)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(60)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "flex_attention"])
+def test_the_last_thread_takes_it_back(name, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, plain := lambda module: module)
     before = F.linear
-    with reroute(), attending(name, set(), None):
-        thread.start()
-        assert entered.wait(60)
-    during = F.linear, ALL_ATTENTION_FUNCTIONS[name]
-    done.set()
-    thread.join(60)
-    assert during[0] is not before
-    assert during[1] is not plain
+    with ExitStack() as stack:
+        with reroute(), attending(name, set(), None):
+            stack.enter_context(elsewhere(reroute(), attending(name, set(), None)))
+        assert F.linear is not before
+        assert ALL_ATTENTION_FUNCTIONS[name] is not plain
     assert F.linear is before
     assert ALL_ATTENTION_FUNCTIONS[name] is plain
+
+
+KINDS = {"reroute": reroute, "attending": lambda: attending("sdpa", set(), None)}
+
+
+@pytest.mark.parametrize("other", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("own", KINDS.values(), ids=KINDS)
+def test_scopes_of_two_kinds_share_one_function(own, other):
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with ExitStack() as stack:
+        with own():
+            routed = ALL_ATTENTION_FUNCTIONS["sdpa"]
+            stack.enter_context(elsewhere(other()))
+            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed is not plain
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
+    with own():
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed, "compiled code would be made anew"
 
 
 def test_only_the_modules_of_a_scope_are_served():

@@ -11,13 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_retrieval_assist.kernels.scopes import attending
 from hf_retrieval_assist.kernels.split_attention import (
-    FedTokens,
+    FedSlots,
+    SplitAttention,
+    can_split,
     masked_attention,
-    serving,
     split_attention,
     windowed_attention,
 )
+from tests.fake_cuda import DEVICE, on_a_card
 
 VIEWS = ("view", "slice", "select", "expand", "transpose", "unsqueeze", "detach", "alias", "t")
 
@@ -44,7 +47,7 @@ class Case:
         seen.scatter_(2, self.slots[:, None].expand(-1, self.width, -1), tree)
         self.seen = seen
         kept = (lengths - first).int()
-        self.fed = FedTokens(
+        self.fed = FedSlots(
             self.slots, kept, first, longest, self.additive(tree), self.additive(seen)
         )
 
@@ -147,7 +150,7 @@ def test_scopes_serve_their_thread_only_and_leave_nothing():
     def elsewhere():
         other.append(ALL_ATTENTION_FUNCTIONS["sdpa"](*inputs, case.fed.mask, scaling=case.scale))
 
-    with serving("sdpa", {module}, case.fed, [(windowed, 9)]):
+    with attending("sdpa", {module}, SplitAttention(case.fed, [(windowed, 9)])):
         routed = ALL_ATTENTION_FUNCTIONS["sdpa"]
         assert routed is not plain
         out, weights = routed(*inputs, case.fed.mask, scaling=case.scale)
@@ -155,10 +158,38 @@ def test_scopes_serve_their_thread_only_and_leave_nothing():
         torch.testing.assert_close(out, expected, atol=1e-13, rtol=1e-12)
         out = routed(*inputs, windowed, scaling=case.scale)[0]
         torch.testing.assert_close(out.transpose(1, 2), case.dense(windowed))
-        with serving("sdpa", {module}, case.fed, []):
+        with attending("sdpa", {module}, SplitAttention(case.fed, [])):
             assert ALL_ATTENTION_FUNCTIONS["sdpa"] is routed
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
     assert torch.equal(other[0][0], expected)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
+
+
+@pytest.mark.skipif(not can_split(DEVICE), reason="needs torch 2.12")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 2, 4, 64])
+@pytest.mark.parametrize(("heads", "shared", "depth"), [(32, 8, 128), (16, 16, 64)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_kernels_of_a_card_take_what_they_are_given(dtype, width, heads, shared, depth, batch):
+    """The memory-efficient kernel raises on a bias whose rows are not aligned."""
+    capacity = 2048
+    with on_a_card() as kernels:
+        made = {"dtype": dtype, "device": DEVICE}
+        rows = torch.empty(batch, dtype=torch.int32, device=DEVICE)
+        slots = torch.empty(batch, width, dtype=torch.int64, device=DEVICE)
+        query = torch.empty(batch, width, heads, depth, **made).transpose(1, 2)
+        buffers = torch.empty(2, batch, capacity, shared, depth, **made)
+        inputs = query, *(x.transpose(1, 2) for x in torch.unbind(buffers))
+        bias = torch.empty(batch, 1, width, width, **made)
+        mask = torch.empty(batch, 1, width, capacity, **made)
+        fed = FedSlots(slots, rows, rows, 40, bias, mask)
+        for out in (
+            split_attention(*inputs, fed, 0.1),
+            windowed_attention(*inputs, fed, mask, 512, 0.1),
+            masked_attention(*inputs, mask, 0.1),
+        ):
+            assert out.shape == query.shape
+            assert (out.device, out.dtype) == (DEVICE, dtype)
+    assert (kernels.efficient, kernels.flash) == (3, 1)

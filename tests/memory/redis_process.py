@@ -29,15 +29,29 @@ def why_not() -> str:
 needs_redis = pytest.mark.skipif(bool(why_not()), reason=why_not() or "present")
 
 
-class RedisProcess:
-    """A server that keeps what it acknowledged through its own death."""
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
-    def __init__(self, folder: Path, password: str | None = None) -> None:
+
+class RedisProcess:
+    """A server that keeps what it acknowledged through its own death, with `appendonly`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        password: str | None = None,
+        appendonly: str = "yes",
+        cluster: bool = False,
+    ) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         self.password = password
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.options: dict[str, object] = {"appendonly": appendonly}
+        if cluster:
+            self.options |= {"cluster-enabled": "yes", "cluster-port": _free_port()}
+        self.port = _free_port()
         self.start()
 
     @property
@@ -56,7 +70,7 @@ class RedisProcess:
             "port": self.port,
             "bind": "127.0.0.1",
             "dir": self.folder,
-            "appendonly": "yes",
+            **self.options,
             "appendfsync": "always",
             "save": "",
         }

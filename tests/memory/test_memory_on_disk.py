@@ -1,7 +1,8 @@
 """The log of an output memory: several processes, damage, full disks, sudden death."""
 
-import errno
 import os
+import shutil
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -17,8 +18,17 @@ import pytest
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from hf_retrieval_assist.system.files import locked
-from tests.memory.outputs import count, logged
+from tests.memory.outputs import count, former_log, logged, random_output
+
+needs_posix = pytest.mark.skipif(os.name == "nt", reason="links, modes and limits are POSIX's")
+SECRET = [777777] * 8
+
+
+def on_disk(path, tokens=SECRET):
+    """Whether the bytes of token ids are in any file of the folder of a log."""
+    wanted = np.array(tokens, "<u4").tobytes()
+    files = [file for file in path.parent.iterdir() if file.is_file()]
+    return any(wanted in file.read_bytes() for file in files)
 
 
 def test_outputs_survive_a_restart(tmp_path):
@@ -26,11 +36,51 @@ def test_outputs_survive_a_restart(tmp_path):
     memory = OutputMemory(path=path)
     memory.add([1, 2, 3], "model")
     memory.add([4, 5], "model")
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    assert stat.S_IMODE(os.stat(f"{path}.lock").st_mode) == 0o600
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in tmp_path.iterdir())
     again = OutputMemory(path=path)
     assert count(again, [1, 2, 3], "model") == count(again, [4, 5], "model") == 1
     assert len(again) == 2
+
+
+def test_views_of_one_log_learn_from_each_other(tmp_path):
+    first, second = (OutputMemory(path=tmp_path / "log") for _ in range(2))
+    for i in range(10):
+        (first, second)[i % 2].add([i, i + 1])
+    first.refresh()
+    second.refresh()
+    assert len(first) == len(second) == 10
+    assert all(count(m, [i, i + 1]) == 1 for i in range(10) for m in (first, second))
+
+
+def test_a_long_log_is_read_in_parts(tmp_path):
+    rng, path = np.random.default_rng(0), tmp_path / "log"
+    writer = OutputMemory(path=path)
+    reader = OutputMemory(path=path)
+    for _ in range(50):
+        writer.add(random_output(rng, 1_000))
+    reader.start()
+    assert 16 <= len(reader) <= 17
+    reader.refresh()
+    assert len(reader) == 50
+
+
+def test_only_the_newest_outputs_are_kept(tmp_path):
+    path = tmp_path / "log"
+    reader, writer = OutputLog(path, 20_000), OutputLog(path, 20_000)
+    seen = []
+    for i in range(1_000):
+        assert writer.append("m", np.full(100, i, np.int32))
+        assert path.stat().st_size <= 2 * 20_000 + 4 * 4096
+        if i % 7 == 0:
+            seen += [int(output.token_ids[0]) for output in reader.read()[1]]
+    seen += [int(output.token_ids[0]) for output in reader.read()[1]]
+    assert seen == list(range(1_000))
+    kept = [tokens[0] for tokens in logged(path)]
+    assert kept == list(range(1_000 - len(kept), 1_000))
+    assert 30 <= len(kept) <= 100
+
+
+# Forgetting.
 
 
 def test_forgetting_reaches_the_log_and_other_views_of_it(tmp_path):
@@ -50,76 +100,202 @@ def test_forgetting_reaches_the_log_and_other_views_of_it(tmp_path):
     first.refresh()
     assert [count(first, t) for t in ([1, 2], [3, 4], [5], [7, 8])] == [0, 0, 0, 1]
     assert logged(path) == [[7, 8]]
+    first.check_invariants()
 
 
-def test_views_of_one_log_learn_from_each_other(tmp_path):
-    first, second = (OutputMemory(path=tmp_path / "log") for _ in range(2))
-    for i in range(10):
-        (first, second)[i % 2].add([i, i + 1])
-    first.refresh()
-    second.refresh()
-    assert len(first) == len(second) == 10
-    assert all(count(m, [i, i + 1]) == 1 for i in range(10) for m in (first, second))
-
-
-def test_the_log_is_compacted_to_its_newest_records(tmp_path):
+@pytest.mark.parametrize("heard", [True, False])
+@pytest.mark.parametrize("evicted", [True, False])
+def test_running_outputs_of_other_processes_are_forgotten(tmp_path, heard, evicted):
     path = tmp_path / "log"
-    reader, writer = OutputLog(path, 2_000), OutputLog(path, 2_000)
-    seen = []
+    first = OutputMemory(max_bytes=100_000, path=path)
+    running = first.start("m")
+    running.extend(SECRET)
+    if evicted:
+        for _ in range(20):
+            first.add(random_output(np.random.default_rng(1)), "m")
+    OutputMemory(path=path).forget()
+    if heard:
+        first.add([1, 2], "m")
+    running.extend([888888])
+    running.close()
+    first.add([3, 4], "m")
+    assert logged(path) == ([[1, 2], [3, 4]] if heard else [[3, 4]])
+    assert not on_disk(path)
+    assert count(first, SECRET[:2], "m") == 0
+    first.check_invariants()
+
+
+def fill(monkeypatch, on):
+    """Let inserting fail, as on a full disk."""
+
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.undo()
+    if on:
+        monkeypatch.setattr(OutputLog, "_insert", full)
+
+
+def test_outputs_that_waited_for_room_on_the_disk_are_forgotten(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    first = OutputMemory(path=path)
+    fill(monkeypatch, True)
+    with pytest.warns(UserWarning, match="not kept on disk"):
+        first.add(SECRET, "m")
+    fill(monkeypatch, False)
+    OutputMemory(path=path).forget()
+    first.add([5, 6], "m")
+    assert logged(path) == [[5, 6]]
+    assert (len(first), on_disk(path)) == (1, False)
+
+
+@needs_posix
+def test_forgetting_empties_other_links_too_and_leaves_no_byte(tmp_path):
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    memory.add(SECRET)
+    os.link(path, tmp_path / "other")
+    assert on_disk(path)
+    memory.forget()
+    assert not on_disk(path)
+
+
+def test_what_makes_room_leaves_no_byte(tmp_path):
+    path = tmp_path / "log"
+    small = OutputLog(path, 10_000)
+    small.append("m", np.array(SECRET, np.int32))
     for i in range(300):
-        writer.append("m", np.full(20, i, np.int32))
-        assert path.stat().st_size <= 4_000 + 200
-        if i % 7 == 0:
-            seen += [int(record.token_ids[0]) for record in reader.read()[1]]
-    seen += [int(record.token_ids[0]) for record in reader.read()[1]]
-    assert seen == list(range(300))
-    kept = [tokens[0] for tokens in logged(path)]
-    assert kept == list(range(300 - len(kept), 300))
-    assert len(kept) >= 15
+        small.append("m", np.full(50, i, np.int32))
+    assert not on_disk(path)
 
 
-@pytest.mark.parametrize("cut", [1, 5, 30])
-def test_a_torn_last_record_is_skipped_and_overwritten(tmp_path, cut):
+@pytest.mark.parametrize("place", [0, 20, 30, 100, 5000])
+def test_a_damaged_log_can_be_forgotten(tmp_path, place):
     path = tmp_path / "log"
-    OutputMemory(path=path).add([1, 2, 3])
-    OutputMemory(path=path).add([4, 5, 6])
-    with open(path, "r+b") as file:
-        file.truncate(path.stat().st_size - cut)
-    with pytest.warns(UserWarning, match="skipped .* bytes that are not a whole output"):
-        memory = OutputMemory(path=path)
-    assert (count(memory, [1, 2, 3]), count(memory, [4])) == (1, 0)
-    with pytest.warns(UserWarning, match="skipped"):
-        memory.add([7, 8])
-    assert logged(path) == [[1, 2, 3], [7, 8]]
+    memory = OutputMemory(path=path)
+    memory.add(SECRET)
+    data = bytearray(path.read_bytes())
+    data[place : place + 9] = b"\xff" * 9
+    path.write_bytes(data)
+    memory.forget()
+    assert not on_disk(path)
+    memory.add([1, 2])
+    assert logged(path) == [[1, 2]]
 
 
-def test_any_flipped_byte_costs_one_record_or_is_a_clear_error(tmp_path):
+def test_an_older_copy_does_not_bring_back_what_was_forgotten(tmp_path):
+    path, copy = tmp_path / "log", tmp_path / "copy" / "log"
+    copy.parent.mkdir()  # where `on_disk` does not look
+    memory = OutputMemory(path=path)
+    memory.add(SECRET)
+    shutil.copy(path, copy)
+    memory.forget()
+    memory.add([1, 2])
+    shutil.copy(copy, path)
+    stranger = OutputMemory(path=path)  # knows nothing of the forgetting
+    stranger.add([3, 4])
+    memory.add([5, 6])
+    stranger.refresh()
+    assert logged(path) == [[3, 4], [5, 6]]
+    assert [count(stranger, t) for t in (SECRET[:2], [3, 4], [5, 6])] == [0, 1, 1]
+    assert not on_disk(path)
+
+
+@pytest.mark.parametrize("replace", [shutil.copy, os.replace])
+def test_a_log_that_is_restored_under_running_processes_is_read_anew(tmp_path, replace):
+    path, copy = tmp_path / "log", tmp_path / "copy"
+    first, second = OutputMemory(path=path), OutputMemory(path=path)
+    first.add([1, 2])
+    shutil.copy(path, copy)
+    for i in range(10, 30):
+        first.add([i, i])
+    second.refresh()
+    replace(copy, path)
+    third = OutputMemory(path=path)
+    third.add([3, 4])
+    first.add([5, 6])
+    for memory in (first, second, third):
+        memory.refresh()
+        assert [count(memory, t) for t in ([1, 2], [3, 4], [5, 6])] == [1, 1, 1]
+        assert len(memory) == (3 if memory is third else 23)
+    assert logged(path) == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_a_log_that_is_deleted_under_running_processes_is_made_anew(tmp_path):
     path = tmp_path / "log"
-    outputs = [[1, 2, 3], [4, 5], [6]]
-    for output in outputs:
-        OutputMemory(path=path).add(output, "model")
-    good = path.read_bytes()
-    for i in range(len(good)):
-        path.write_bytes(good[:i] + bytes([good[i] ^ 0x55]) + good[i + 1 :])
-        if i < 32:
-            with pytest.raises(ValueError, match=r"log: (expected|the header)"):
-                OutputMemory(path=path)
-        else:
-            with pytest.warns(UserWarning, match="skipped"):
-                kept = logged(path)
-            assert len(kept) == 2
-            assert all(output in outputs for output in kept)
+    first, second = OutputMemory(path=path), OutputMemory(path=path)
+    first.add([1, 2])
+    for file in tmp_path.iterdir():
+        file.unlink()
+    third = OutputMemory(path=path)
+    third.add([3, 4])
+    first.add([5, 6])
+    for memory in (first, second, third):
+        memory.refresh()
+        assert [count(memory, t) for t in ([3, 4], [5, 6])] == [1, 1]
+    assert logged(path) == [[3, 4], [5, 6]]
 
 
-def test_another_kind_of_file_is_refused(tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(b"something else altogether, long enough")
-    with pytest.raises(ValueError, match="expected a log of outputs, got another kind of file"):
-        OutputMemory(path=path)
-    with pytest.raises(ValueError, match="max_bytes: expected at least"):
-        OutputMemory(max_bytes=100)
-    with pytest.raises(ValueError, match="token_ids: expected 0 to"):
-        OutputMemory().add([1, -1])
+def test_a_log_that_is_replaced_while_an_output_is_written_has_it(tmp_path, monkeypatch):
+    path, insert = tmp_path / "log", OutputLog._insert
+
+    def slowly(*arguments):
+        insert(*arguments)
+        monkeypatch.undo()
+        path.unlink()
+
+    view = OutputLog(path, 1 << 20)
+    monkeypatch.setattr(OutputLog, "_insert", slowly)
+    assert view.append("m", np.array([1, 2], np.int32))
+    assert logged(path) == [[1, 2]]
+
+
+def test_forgetting_that_fails_says_so(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    memory.add([1, 2])
+    monkeypatch.setattr(log, "_FORGETTING", 0.05)
+    with holding(path), pytest.raises(OSError, match="log: database is locked"):
+        memory.forget()
+    assert len(memory) == 0
+
+
+# Other processes.
+
+
+@contextmanager
+def holding(path):
+    """Another connection has the log for itself."""
+    database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    database.execute("BEGIN EXCLUSIVE")
+    yield
+    database.close()
+
+
+def test_a_log_that_is_held_is_waited_for_once_and_nobody_who_drafts_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "_PATIENCE", 0.5)
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    memory.add([1, 2])
+    with holding(path):
+        waiting = threading.Thread(target=memory.add, args=([3, 4],))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            waiting.start()
+            time.sleep(0.1)
+            started = time.monotonic()
+            assert count(memory, [1, 2]) == 1
+            assert time.monotonic() - started < 0.2
+            assert waiting.is_alive()
+            waiting.join()
+        assert "not kept on disk for now" in str(found[0].message)
+        assert "database is locked" in str(found[0].message)
+        started = time.monotonic()
+        for i in range(10):
+            memory.add([i, i])
+        assert time.monotonic() - started < 0.4
+    memory.add([5, 6])
+    assert len(logged(path)) == 13
 
 
 # The modules alone: importing the package would take most of a writer's life.
@@ -131,11 +307,12 @@ import numpy as np
 package = types.ModuleType("hf_retrieval_assist")
 package.__path__ = [sys.argv[4]]
 sys.modules["hf_retrieval_assist"] = package
-from hf_retrieval_assist.memory.log import OutputLog
+from hf_retrieval_assist.memory import log
 
-log, first, count = OutputLog(sys.argv[1], 1 << 30), int(sys.argv[2]), int(sys.argv[3])
+log._PATIENCE = 30.0
+view, first, count = log.OutputLog(sys.argv[1], 1 << 30), int(sys.argv[2]), int(sys.argv[3])
 for i in range(first, first + count):
-    log.append("m", np.full(300 + i % 100, i, np.int32))
+    view.append("m", np.full(300 + i % 100, i, np.int32))
     print(i, flush=True)
 """
 
@@ -156,48 +333,50 @@ def test_two_processes_append_and_nothing_is_lost(tmp_path):
     assert [n for n in numbers if n < 200] == list(range(200))
 
 
-@pytest.mark.filterwarnings("ignore:.*skipped")
-@pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.slow)])
-def test_every_flushed_output_outlives_a_kill(tmp_path, kills):
+@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.slow)])
+def test_every_logged_output_outlives_a_kill(tmp_path, kills):
     rng = np.random.default_rng(7)
-    path, flushed = tmp_path / "log", []
+    path, acknowledged = tmp_path / "log", []
     for kill in range(kills):
         writer = start_writer(path, 10_000 * kill, 10_000)
-        flushed.append(int(writer.stdout.readline()))
+        acknowledged.append(int(writer.stdout.readline()))
         time.sleep(rng.uniform(0, 0.05))
         writer.kill()
-        flushed += map(int, writer.stdout.read().split())
+        acknowledged += map(int, writer.stdout.read().split())
         writer.wait()
         outputs = {tokens[0]: tokens for tokens in logged(path)}
-        assert outputs.keys() >= set(flushed)
+        assert outputs.keys() >= set(acknowledged)
         assert all(tokens == [i] * (300 + i % 100) for i, tokens in outputs.items())
-    assert len(flushed) > kills
+        if kill % 7 == 3:
+            OutputLog(path, 1 << 30).forget()
+            acknowledged.clear()
+    assert len(acknowledged) > kills % 7
 
 
-class FullDisk:
-    """Writing to a log fails while this is on."""
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_writes_outputs_of_its_own(tmp_path):
+    memory = OutputMemory(path=tmp_path / "log")
+    memory.add([1, 2])
+    child = os.fork()
+    if not child:
+        memory.add([3, 4])
+        os._exit(0 if count(memory, [1, 2]) == count(memory, [3, 4]) == 1 else 1)
+    memory.add([5, 6])
+    assert os.waitpid(child, 0) == (child, 0)
+    memory.refresh()
+    assert sorted(logged(tmp_path / "log")) == [[1, 2], [3, 4], [5, 6]]
+    assert len(memory) == 3
 
-    def __init__(self, monkeypatch):
-        self.on = False
-        monkeypatch.setattr(OutputLog, "_opened", self.opened(OutputLog._opened))
 
-    def opened(self, original):
-        @contextmanager
-        def opened(log, mode):
-            with original(log, mode) as file:
-                if self.on and mode == "r+b":
-                    raise OSError(errno.ENOSPC, "No space left on device")
-                yield file
-
-        return opened
+# Disks that are full, files that are damaged.
 
 
 def test_a_full_disk_costs_no_output_and_one_warning(tmp_path, monkeypatch):
-    path, disk = tmp_path / "log", FullDisk(monkeypatch)
+    path = tmp_path / "log"
     memory = OutputMemory(path=path)
     memory.add([1, 2])
-    disk.on = True
-    message = rf"not kept on disk for now: .*No space left on device: '{path}'"
+    fill(monkeypatch, True)
+    message = rf"not kept on disk for now: {path}: database or disk is full"
     with pytest.warns(UserWarning, match=message):
         memory.add([3, 4])
     with warnings.catch_warnings():
@@ -206,14 +385,40 @@ def test_a_full_disk_costs_no_output_and_one_warning(tmp_path, monkeypatch):
         memory.add([7, 8])
     assert [count(memory, [t, t + 1]) for t in (1, 3, 5, 7)] == [1] * 4
     assert logged(path) == [[1, 2]]
-    disk.on = False
+    fill(monkeypatch, False)
     memory.add([9, 10])
     assert logged(path) == [[1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
     assert len(memory) == 5
-    disk.on = True
+    fill(monkeypatch, True)
     with pytest.warns(UserWarning, match="not kept on disk"):
         memory.add([11, 12])
     memory.check_invariants()
+
+
+FULL_DISK = """
+import resource, signal, sys, warnings
+from pathlib import Path
+import numpy as np
+from hf_retrieval_assist.memory.output_memory import OutputMemory
+
+warnings.simplefilter("ignore")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+memory = OutputMemory(path=sys.argv[1])
+memory.add([7, 7], "m")
+size = Path(sys.argv[1]).stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+for i in range(1, 5):
+    memory.add(np.full(2_000, i), "m")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+memory.add([6, 6], "m")
+"""
+
+
+@needs_posix
+def test_a_disk_that_is_full_for_a_while(tmp_path):
+    path = tmp_path / "log"
+    subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], check=True)
+    assert logged(path) == [[7, 7], *([i] * 2_000 for i in range(1, 5)), [6, 6]]
 
 
 def test_a_log_that_is_damaged_in_use_costs_no_output(tmp_path):
@@ -221,8 +426,8 @@ def test_a_log_that_is_damaged_in_use_costs_no_output(tmp_path):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
     good = path.read_bytes()
-    path.write_bytes(good[:18] + bytes([good[18] ^ 1]) + good[19:])
-    with pytest.warns(UserWarning, match="the header does not match its checksum"):
+    path.write_bytes(b"something" * 1_000)
+    with pytest.warns(UserWarning, match="expected a log of outputs, got file is not a database"):
         running = memory.start()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -230,41 +435,182 @@ def test_a_log_that_is_damaged_in_use_costs_no_output(tmp_path):
         running.close()
         memory.refresh()
     assert count(memory, [1, 2]) == count(memory, [3, 4]) == 1
-    with pytest.raises(ValueError, match="the header"):
+    with pytest.raises(ValueError, match="file is not a database"):
         OutputMemory(path=path)
     path.write_bytes(good)
     memory.add([5])
     assert logged(path) == [[1, 2], [3, 4], [5]]
 
 
-def test_a_log_that_cannot_be_compacted_is_appended_to(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_other_kinds_of_files_are_refused(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"something else altogether, long enough")
+    with pytest.raises(ValueError, match="text: expected a log of outputs, got file is not a"):
+        OutputMemory(path=path)
+    with sqlite3.connect(tmp_path / "other") as database:
+        database.execute(
+            "CREATE VIEW outputs AS WITH RECURSIVE c(x) AS"
+            " (SELECT 1 UNION ALL SELECT x FROM c) SELECT x FROM c"
+        )
+    database.close()
+    with pytest.raises(ValueError, match="other: expected a log of outputs, got another database"):
+        OutputMemory(path=tmp_path / "other")
+    OutputMemory(path=tmp_path / "newer").add([1])
+    with sqlite3.connect(tmp_path / "newer") as database:
+        database.execute("PRAGMA user_version = 3")
+    database.close()
+    with pytest.raises(ValueError, match="expected version 2, got 3"):
+        OutputMemory(path=tmp_path / "newer")
+    with pytest.raises(OSError, match="unable to open database file"):
+        OutputMemory(path=tmp_path)
+    with pytest.raises(ValueError, match="max_bytes: expected at least"):
+        OutputMemory(max_bytes=100)
+    with pytest.raises(ValueError, match="token_ids: expected 0 to"):
+        OutputMemory().add([1, -1])
 
-    small = OutputLog(tmp_path / "log", 120)
-    monkeypatch.setattr(OutputLog, "_compact", refuse)
-    for i in range(20):
-        small.append("m", np.full(20, i, np.int32))
-    monkeypatch.undo()
-    assert [tokens[0] for tokens in logged(tmp_path / "log")] == list(range(20))
-    small.append("m", np.full(20, 20, np.int32))
-    assert [tokens[0] for tokens in logged(tmp_path / "log")] == [20]
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (2**63 - 1, b"x" * 16, 0, "m", b"\1\0\0\0", 0),
+        (2**62, b"x" * 16, 0, "m", b"\1\0\0\0", 0),
+        (1, "x", 0, "m", b"\1\0\0\0", 0),
+        (1, b"x" * 16, "place", "m", b"\1\0\0\0", 0),
+        (1, b"x" * 16, 0, 5, b"\1\0\0\0", "crc"),
+        (1, b"x" * 16, 0, "m", b"odd", None),
+        (-1, None, None, None, None, None),
+    ],
+)
+def test_rows_that_nobody_wrote_are_refused_or_skipped(tmp_path, row):
+    path = tmp_path / "log"
+    OutputMemory(path=path).add([1, 2])
+    with sqlite3.connect(path) as database:
+        database.execute("INSERT INTO outputs VALUES (?, ?, ?, ?, ?, ?)", row)
+    database.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        memory = OutputMemory(path=path)
+        memory.add([3])
+        other = OutputMemory(path=path)
+        other.add([4])
+        memory.refresh()
+    assert len(memory) == len(other) == 3
+    memory.forget()
+    assert logged(path) == []
 
 
-def test_forgetting_that_fails_says_so(tmp_path, monkeypatch):
-    memory = OutputMemory(path=tmp_path / "log")
-    memory.add([1, 2])
-
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(OutputLog, "_rewrite", refuse)
-    with pytest.raises(PermissionError, match="log"):
+def test_an_epoch_that_nobody_wrote_is_refused_and_can_be_forgotten(tmp_path):
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    for epoch in (2**63 - 1, -1, "text"):
+        with sqlite3.connect(path) as database:
+            database.execute("INSERT INTO epoch VALUES (?)", [epoch])
+        database.close()
+        with pytest.raises(ValueError, match="in place of a number"):
+            OutputMemory(path=path)
         memory.forget()
-    assert len(memory) == 0
+        with sqlite3.connect(path) as database:
+            database.execute("DELETE FROM epoch")
+        database.close()
 
 
-needs_posix = pytest.mark.skipif(os.name == "nt", reason="links and modes are POSIX's")
+def mutate(data, rng):
+    """Cut short or lengthened, or some bytes flipped or overwritten, most of them early."""
+    data = bytearray(data)
+    kind = rng.integers(5)
+    if kind == 0:
+        return bytes(data[: rng.integers(len(data))])
+    if kind == 1:
+        return bytes(data) + rng.bytes(int(rng.integers(10_000)))
+    for _ in range(int(rng.integers(1, 5))):
+        place = int(len(data) * rng.random() ** 3)
+        length = 1 if kind == 2 else int(rng.integers(1, 200))
+        data[place : place + length] = rng.bytes(length)
+    return bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped")
+@pytest.mark.parametrize("kind", ["database", "former"])
+@pytest.mark.parametrize("files", [100, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_damaged_logs_are_one_error_or_good_outputs(tmp_path, kind, files):
+    rng, path = np.random.default_rng(5), tmp_path / "log"
+    outputs = [random_output(rng, 30 + 70 * i).tolist() for i in range(20)]
+    path.write_bytes(former_log(*outputs))
+    if kind == "database":
+        logged(path)
+    good, opened, refused, slowest = path.read_bytes(), 0, [], 0.0
+    for _ in range(files):
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        path.write_bytes(mutate(good, rng))
+        started = time.process_time()
+        try:
+            memory = OutputMemory(path=path)
+        except (ValueError, OSError) as error:
+            refused.append(str(error))
+        else:
+            opened += 1
+            tree = memory.tree("m")
+            found = [] if tree is None else [tree.tokens(o.sequence) for o in memory._outputs]
+            assert all(tokens.tolist() in outputs for tokens in found)
+            memory.add([1, 2])
+            memory.forget()
+            memory.add([3, 4])
+            assert logged(path) == [[3, 4]]
+        slowest = max(slowest, time.process_time() - started)
+    assert all(str(path) in message for message in refused)
+    assert files // 10 < opened < files
+    assert slowest < 1
+
+
+# Logs of earlier versions.
+
+
+def test_a_former_log_is_moved_over(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(former_log([1, 2, 3], [4, 5]))
+    (tmp_path / ".log.0123456789abcdef.new").write_bytes(b"of a process that was killed")
+    memories = [OutputMemory(path=path) for _ in range(2)]
+    memories[0].add([6], "m")
+    assert logged(path) == [[1, 2, 3], [4, 5], [6]]
+    assert all(count(memory, [1, 2, 3], "m") == 1 for memory in memories)
+    assert {file.name for file in tmp_path.iterdir()} <= {"log", "log-journal"}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_former_log_is_read_up_to_its_damage(tmp_path):
+    path = tmp_path / "log"
+    good = former_log([1, 2, 3], [4, 5], [6])
+    path.write_bytes(good[:80] + b"?" + good[81:])
+    with pytest.warns(UserWarning, match="skipped what lies behind the first damaged output"):
+        memory = OutputMemory(path=path)
+    assert len(memory) == 1
+    path.write_bytes(former_log(version=3))
+    with pytest.raises(ValueError, match="expected version 1 or a database, got 3"):
+        OutputMemory(path=path)
+
+
+def test_a_former_log_of_any_length_is_moved_in_little_memory(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(former_log([1, 2]) + b"\xf5out" * 100)
+    os.truncate(path, 100 << 30)
+    with pytest.warns(UserWarning, match="skipped"):
+        assert logged(path) == [[1, 2]]
+
+
+def test_a_database_that_was_lengthened_opens_at_once(tmp_path):
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    memory.add([1, 2])
+    os.truncate(path, 100 << 30)
+    assert logged(path) == [[1, 2]]
+    memory.add([3])
+    assert logged(path) == [[1, 2], [3]]
+    memory.forget()
+    assert path.stat().st_size < 1 << 20
+
+
+# Links and modes.
 
 
 @needs_posix
@@ -274,16 +620,9 @@ def test_a_link_to_a_log_is_the_log(tmp_path):
     link.symlink_to(real)
     OutputMemory(path=link).add([1, 2])
     assert logged(real) == [[1, 2]]
-    memory = OutputMemory(path=link)
-    with locked(Path(f"{real}.lock")):
-        thread = threading.Thread(target=memory.forget)
-        thread.start()
-        thread.join(0.2)
-        assert thread.is_alive(), "a writer by the link took another lock"
-    thread.join()
+    OutputMemory(path=link).forget()
     assert link.is_symlink()
     assert logged(real) == []
-    assert sorted(file.name for file in (tmp_path / "data").iterdir()) == ["log", "log.lock"]
 
 
 @needs_posix
@@ -295,12 +634,3 @@ def test_a_log_that_others_could_read_is_closed_to_them(tmp_path, use):
     os.chmod(path, 0o644)
     use(memory)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-
-
-@needs_posix
-def test_what_a_killed_compaction_left_goes_when_forgetting(tmp_path):
-    memory = OutputMemory(path=tmp_path / "log")
-    memory.add([1, 2])
-    (tmp_path / ".log.0123456789abcdef.new").write_bytes(b"outputs")
-    memory.forget()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "log.lock"]

@@ -58,17 +58,48 @@ def test_a_million_tokens_pass_through_32_mb_at_one_speed():
     memory.check_invariants()
 
 
-def test_an_output_larger_than_the_memory_is_cut_and_still_logged(tmp_path):
+def test_an_output_larger_than_the_memory_is_cut(tmp_path):
+    rng = np.random.default_rng(1)
+    memory = OutputMemory(max_bytes=100_000)
+    output = memory.start()
+    output.extend(random_output(rng, 4_000, 1 << 18))
+    assert 0 < memory.token_count < 4_000
+    memory.check_invariants()
+
+
+@pytest.mark.parametrize("length", [4_000, 24_000, 26_000])
+def test_an_output_larger_than_the_memory_is_logged_while_its_ids_fit(tmp_path, length):
     rng = np.random.default_rng(1)
     memory = OutputMemory(max_bytes=100_000, path=tmp_path / "log")
     output = memory.start()
-    text = random_output(rng, 4_000, 1 << 18)
+    text = random_output(rng, length, 1 << 18)
     for i in range(0, len(text), 100):
         output.extend(text[i : i + 100])
         assert memory.nbytes <= 100_000
-    assert 0 < memory.token_count < len(text)
     output.close()
-    assert logged(tmp_path / "log") == [text.tolist()]
+    assert logged(tmp_path / "log") == [text.tolist()] * (4 * length <= 100_000)
+    memory.check_invariants()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_running_outputs_and_fingerprints_are_within_the_bound(tmp_path, shared):
+    memory = OutputMemory(max_bytes=1 << 20, path=tmp_path / "log" if shared else None)
+    rows = [memory.start("m") for _ in range(64)]
+    for i in range(0, 400, 4):
+        for row, output in enumerate(rows):
+            output.append((np.arange(4, dtype=np.int32) + i) * 31 + row)
+        assert memory.nbytes <= 1 << 20
+    memory.check_invariants()
+    assert memory._kept_bytes == (4 * 400 * 64 if shared else 0)
+    for output in rows:
+        output.close()
+    assert memory._kept_bytes == 0
+    for i in range(40):
+        memory.add([1, 2, 3], f"{i}" * 100_000)
+        assert memory.nbytes <= 1 << 20
+    memory.check_invariants()
+    if shared:
+        assert len(logged(tmp_path / "log")) > 0
 
 
 def test_an_evicted_running_output_is_learnt_no_further():

@@ -1,6 +1,7 @@
 """Outputs shared by a server: exchanged in the background, lost by nobody's death, forgotten."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,13 +9,15 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hf_retrieval_assist.memory import redis_server, stream
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from hf_retrieval_assist.memory.redis_server import Output, RedisServer
+from hf_retrieval_assist.memory.outputs import Output
+from hf_retrieval_assist.memory.redis_server import RedisServer
 from hf_retrieval_assist.memory.stream import OutputStream
 
 from .redis_process import PASSWORD, RedisProcess, needs_redis
@@ -69,33 +72,34 @@ class Keeper:
         self.held = 0  # answers on their way
         self.lose_answers = 0
 
-    def exchange(self, epoch, after, most, keep_bytes, outputs):
+    def exchange(self, epoch, age, after, most, keep_bytes, outputs):
         self.answers.wait()
-        self.epoch = max(self.epoch, epoch)
-        if epoch == self.epoch:
+        forgotten = epoch is not None and epoch < self.epoch
+        self.epoch = max(self.epoch, epoch or 0)
+        if not forgotten:
             self.entries += outputs
         if self.lose_answers:
             self.lose_answers -= 1
             raise OSError("timed out")
         first = int(after)
-        found = self.entries[first : first + most]
-        answer = self.epoch, [(b"%d" % i, o) for i, o in enumerate(found, first + 1)]
+        found = [] if forgotten else self.entries[first : first + most]
+        entries = [(b"%d" % i, o) for i, o in enumerate(found, first + 1)]
         self.held += 1
         self.sends.wait()
         self.held -= 1
-        return answer
+        return self.epoch, forgotten, entries
 
     def forget(self, epoch):
         if not self.answers.is_set():
             raise OSError("timed out")
-        self.epoch = max(self.epoch, epoch) + 1
+        self.epoch = max(self.epoch, epoch or 0) + 1
         self.entries = [None] * len(self.entries)
         return self.epoch
 
 
 def numbers(view):
     """Of the outputs that arrived at a view; what each begins with, over 1000."""
-    return [int(record.token_ids[0]) // 1000 for record in view.read()[1]]
+    return [int(output.token_ids[0]) // 1000 for output in view.read()[1]]
 
 
 def test_nothing_waits_for_a_server_that_does_not_answer():
@@ -103,9 +107,8 @@ def test_nothing_waits_for_a_server_that_does_not_answer():
     keeper.answers.clear()
     view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
     for i in range(100):
-        view.append("m", output(i))
-        assert view.last_number == i
-        assert view.read() == (0, [])
+        assert view.append("m", output(i))
+        assert view.read() == (False, [])
     assert not view.sync(0.01)
     keeper.answers.set()
     assert view.sync(WAIT)
@@ -149,7 +152,7 @@ def test_what_waits_is_bounded_and_the_oldest_goes_first():
 
 
 def test_a_long_backlog_is_handed_over_in_parts(monkeypatch):
-    monkeypatch.setattr(stream, "_HANDED_OVER", 100)
+    monkeypatch.setattr(stream, "HANDED_OVER", 100)
     keeper = Keeper()
     view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
     for i in range(20):
@@ -158,7 +161,6 @@ def test_a_long_backlog_is_handed_over_in_parts(monkeypatch):
     assert other.sync(WAIT)
     assert numbers(other) == [0, 1, 2, 3]
     assert numbers(other) == [4, 5, 6, 7]
-    assert other.last_number == 7
 
 
 def test_forgetting_reaches_what_others_had_finished_but_not_delivered():
@@ -176,9 +178,10 @@ def test_forgetting_reaches_what_others_had_finished_but_not_delivered():
     keeper.answers.set()
     assert other.sync(WAIT)
     assert view.sync(WAIT)
-    assert other.read() == (2, [])  # behind output 0, which it read, and its own
+    assert not other.append("m", output(3))
+    assert other.read() == (True, [])
     assert keeper.entries == [None]
-    other.append("m", output(2))
+    assert other.append("m", output(2))
     assert other.sync(WAIT)
     assert view.sync(WAIT)
     assert numbers(view) == [2]
@@ -198,7 +201,7 @@ def test_an_answer_from_before_the_own_forgetting_is_not_taken():
     view.forget()
     keeper.sends.set()
     assert view.sync(WAIT)
-    assert view.read() == (0, [])
+    assert view.read() == (False, [])
     keeper.entries.append(Output(b"x" * 16, 1, "m", output(8)))
     assert view.sync(WAIT)
     assert numbers(view) == [8]
@@ -284,7 +287,7 @@ def test_forget_reaches_everyone_and_the_server(server):
     for memory in memories * 2:
         assert memory.sync(WAIT)
     memories[0].forget()
-    assert server.client.xlen("hf-retrieval-assist:1:outputs") == 0
+    assert server.client.xlen("{hf-retrieval-assist}:2:outputs") == 0
     for memory in memories:
         assert memory.sync(WAIT)
         assert known(memory) == Counter()
@@ -299,13 +302,125 @@ def test_forgetting_outlives_a_server_that_lost_everything(server):
     memory = OutputMemory(url=server.url)
     memory.add(output(0), "m")
     memory.forget()
+    epoch = server.client.hget("{hf-retrieval-assist}:2:state", "epoch")
     server.client.flushall()
     memory.add(output(1), "m")
     assert memory.sync(WAIT)
-    assert server.client.hget("hf-retrieval-assist:1:state", "epoch") == b"1"
+    assert server.client.hget("{hf-retrieval-assist}:2:state", "epoch") == epoch
     other = OutputMemory(url=server.url)
     assert other.sync(WAIT)
     assert known(other) == known(memory) == Counter([1])
+
+
+@needs_redis
+def test_an_older_snapshot_does_not_bring_back_what_was_forgotten(tmp_path):
+    server = RedisProcess(tmp_path, appendonly="no")
+    try:
+        memory = OutputMemory(url=server.url)
+        memory.add(output(7), "m")
+        assert memory.sync(WAIT)
+        server.client.save()
+        memory.forget()
+        server.kill()
+        server.start()
+        stranger = OutputMemory(url=server.url)  # knows nothing of the forgetting
+        stranger.add(output(1), "m")
+        assert stranger.sync(WAIT)
+        assert memory.sync(WAIT)
+        memory.add(output(2), "m")
+        for _ in range(2):
+            assert memory.sync(WAIT)
+            assert stranger.sync(WAIT)
+        other = OutputMemory(url=server.url)
+        assert other.sync(WAIT)
+        for view in (memory, stranger, other):
+            assert known(view) == Counter([1, 2])
+        entries = server.client.xrange("{hf-retrieval-assist}:2:outputs")
+        size = sum(len(part) for _, fields in entries for pair in fields.items() for part in pair)
+        assert size == int(server.client.hget("{hf-retrieval-assist}:2:state", "bytes"))
+    finally:
+        server.close()
+
+
+@needs_redis
+@pytest.mark.parametrize("away", [True, False])
+def test_what_is_finished_before_the_first_exchange_is_delivered(server, away):
+    OutputMemory(url=server.url).forget()  # once, long ago
+    if away:
+        server.kill()
+    for i in range(10):
+        memory = OutputMemory(url=server.url)
+        memory.add(output(i), "m")
+        if away and not i:
+            assert not memory.sync(0.05)
+            server.start()
+        assert memory.sync(WAIT)
+        assert known(memory)[i] == 1
+    assert known(memory) == Counter(range(10))
+
+
+@needs_redis
+def test_what_was_forgotten_before_the_first_exchange_is_not_delivered(server):
+    writer = OutputMemory(url=server.url)
+    assert writer.sync(WAIT)
+    server.hang()
+    late = OutputMemory(url=server.url)
+    late.add(output(5), "m")
+    time.sleep(0.05)
+    server.go_on()
+    # The exchange that was under way may be answered first.
+    writer.forget()
+    assert late.sync(WAIT)
+    assert known(late) == Counter()
+    assert server.client.xlen("{hf-retrieval-assist}:2:outputs") == 0
+
+
+@needs_redis
+def test_new_outputs_show_though_the_servers_clock_was_set_back(server):
+    writer, reader = OutputMemory(url=server.url), OutputMemory(url=server.url)
+    name = "{hf-retrieval-assist}:2:outputs"
+    good = {"by": b"x" * 16, "model": "m"}
+    server.client.xadd(name, {**good, "seq": 0, "ids": output(0).tobytes()}, id="9" * 14)
+    assert reader.sync(WAIT)
+    assert known(reader) == Counter([0])
+    server.client.flushall()
+    writer.add(output(1), "m")  # named by a time that is earlier by far
+    assert writer.sync(WAIT)
+    assert reader.sync(WAIT)
+    assert known(reader) == Counter([0, 1])
+
+
+@needs_redis
+def test_a_node_of_a_cluster(tmp_path):
+    server = RedisProcess(tmp_path, cluster=True)
+    try:
+        server.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        wait_until(lambda: server.client.cluster("info")["cluster_state"] == "ok")
+        memories = [OutputMemory(url=server.url) for _ in range(2)]
+        for i, memory in enumerate(memories):
+            memory.add(output(i), "m")
+        for memory in memories * 2:
+            assert memory.sync(WAIT)
+        assert [known(memory) for memory in memories] == [Counter([0, 1])] * 2
+        memories[0].forget()
+        assert memories[1].sync(WAIT)
+        assert known(memories[1]) == Counter()
+    finally:
+        server.close()
+
+
+@needs_redis
+def test_the_documented_permissions_suffice(server):
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    (rule,) = re.findall(r"ACL SETUSER replica (.*)", page)
+    server.client.execute_command(
+        "ACL", "SETUSER", "replica", *rule.replace("PASSWORD", "pw").split()
+    )
+    memory = OutputMemory(url=f"redis://replica:pw@127.0.0.1:{server.port}/1")
+    memory.add(output(1), "m")
+    assert memory.sync(WAIT)
+    memory.forget()
+    assert memory.sync(WAIT)
 
 
 @needs_redis
@@ -315,9 +430,9 @@ def test_the_servers_stream_is_bounded_in_bytes(server):
         memory.add(output(i, 100), "m")
     assert memory.sync(WAIT)
     client = server.client
-    kept = client.xrange("hf-retrieval-assist:1:outputs")
+    kept = client.xrange("{hf-retrieval-assist}:2:outputs")
     size = sum(len(part) for _, fields in kept for pair in fields.items() for part in pair)
-    assert size == int(client.hget("hf-retrieval-assist:1:state", "bytes")) <= 20_000
+    assert size == int(client.hget("{hf-retrieval-assist}:2:state", "bytes")) <= 20_000
     assert size > 15_000
     last = np.frombuffer(kept[-1][1][b"ids"], "<u4")
     assert last.tolist() == output(99, 100).tolist()
@@ -326,7 +441,7 @@ def test_the_servers_stream_is_bounded_in_bytes(server):
 @needs_redis
 def test_what_others_put_into_the_stream_is_skipped(server):
     memory = OutputMemory(url=server.url)
-    name, good = "hf-retrieval-assist:1:outputs", output(1).tobytes()
+    name, good = "{hf-retrieval-assist}:2:outputs", output(1).tobytes()
     bad = [
         {"by": b"x" * 16, "seq": "one", "model": "m", "ids": good},
         {"by": b"x" * 16, "seq": 0, "model": "m", "ids": good[:-1]},
@@ -363,6 +478,11 @@ def test_passwords(tmp_path):
         ("rediss://user@10.0.0.1:99", "expected a password .* got 10.0.0.1"),
         ("http://localhost", "expected redis://, rediss:// or unix://, got http"),
         ("localhost:6379", "expected redis://"),
+        ("redis:///0?host=example.org", "expected no options but .*, got host"),
+        ("redis://localhost?nosuch=1", "expected no options but .*, got nosuch"),
+        ("redis://localhost?decode_responses=True", "expected no options .* got decode_responses"),
+        ("redis://example.org?password=", "expected a password .* got example.org"),
+        ("redis://example%2Eorg", "expected a password .* got example.org"),
     ],
 )
 def test_urls_that_are_refused(url, message):
@@ -427,6 +547,35 @@ def test_the_end_of_a_process_waits_for_its_outputs(server):
 
 
 @needs_redis
+@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_snapshots_kills_and_forgetting(tmp_path, kills):
+    """Nothing that was forgotten comes back; what the server still had when it died stays."""
+    rng = np.random.default_rng(11)
+    server = RedisProcess(tmp_path, appendonly="no")
+    try:
+        keeper, forgotten = OutputMemory(url=server.url), set()
+        assert keeper.sync(WAIT)
+        for kill in range(kills):
+            for i in range(5 * kill, 5 * kill + 5):
+                keeper.add(output(i), "m")
+            assert keeper.sync(WAIT)
+            saved = known(keeper)
+            server.client.save()
+            if rng.random() < 0.5:
+                keeper.forget()
+                forgotten |= set(saved)
+            server.kill()
+            server.start()
+            assert keeper.sync(WAIT)
+            late = OutputMemory(url=server.url)
+            assert late.sync(WAIT)
+            assert not known(late).keys() & forgotten
+            assert known(late) == Counter({i: 1 for i in saved if i not in forgotten})
+    finally:
+        server.close()
+
+
+@needs_redis
 @pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_replicas_that_are_killed_lose_nothing_that_was_delivered(server, kills):
     rng = np.random.default_rng(3)
@@ -457,7 +606,7 @@ def test_a_forked_child_reads_though_another_thread_held_the_view():
         pool.submit(view._changed.acquire).result()
         child = os.fork()
         if not child:
-            os._exit(0 if view.read() == (0, []) else 1)
+            os._exit(0 if view.read() == (False, []) else 1)
         # The child would wait for a thread that it does not have.
         deadline = time.monotonic() + WAIT
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:

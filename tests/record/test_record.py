@@ -117,7 +117,7 @@ def test_a_node_of_two_drafters_has_both_as_witnesses(llama):
     ]
     assert step.credits == ["odd", "even", "odd", MODEL]
     assert step.witnesses[1][1].prob == pytest.approx(0.25)
-    assert record.origins == ["weak one", "odd", "even", MODEL]
+    assert record.origins == ["weak one", "odd", "even", "grammar", MODEL]
 
 
 def test_origins_of_the_memory_and_the_text(llama):
@@ -127,7 +127,8 @@ def test_origins_of_the_memory_and_the_text(llama):
         run(llama, assistant=assistant)
     by_origin = record.by_origin()
     assert by_origin["memory"][2] > NEW_TOKENS // 2
-    assert set(by_origin) == {"text", "memory", MODEL}
+    assert set(by_origin) == {"text", "memory", "grammar", MODEL}
+    assert by_origin["grammar"][2] == 0
 
 
 def test_every_class_has_an_origin():

@@ -81,7 +81,7 @@ def test_what_followed_a_token_moves_to_the_front_of_its_row(given_table, text):
         )
     ids = np.array(text, np.int32)
     order = np.argsort(ids[:-1], kind="stable")
-    successors.learn_text(table, classes, ids, order, np.array(kinds), KINDS)
+    successors.learn_text(table, classes, ids, ids[:-1], order, np.array(kinds), KINDS)
     assert table.tolist() == expected
     assert classes.tolist() == expected_classes
 
@@ -101,7 +101,20 @@ def test_what_follows_the_token_before_joins_the_draft(given_table, root, before
 
     def draft(template, ranks, budget):
         arrays = (table, classes, root, before, template, ranks, rates, 4, budget)
-        return TokenTree(*successors.draft(*arrays))
+        none = np.empty(0, np.int32), table[:0], classes[:0]
+        tree = TokenTree(*successors.draft(*arrays, *none))
+        # Every second row stands in another table, and what is in its place counts for nothing.
+        moved = np.arange(0, ROWS, 2)
+        own = np.zeros(ROWS, np.int32)
+        own[moved] = 1 + np.arange(len(moved))
+        hidden = np.full_like(table, 7)
+        hidden[1::2] = table[1::2]
+        arrays = (hidden, classes, *arrays[2:])
+        split = TokenTree(*successors.draft(*arrays, own, table[moved], classes[moved]))
+        assert split.token_ids.tolist() == tree.token_ids.tolist()
+        assert split.parents.tolist() == tree.parents.tolist()
+        assert split.classes.tolist() == tree.classes.tolist()
+        return tree
 
     def paths(tree):
         return {
@@ -132,8 +145,18 @@ def test_what_does_not_fit_the_table_is_refused():
         )
     text, order, kinds = np.array([0, 3, 1], np.int32), np.arange(2), np.zeros(2, np.int64)
     with pytest.raises(ValueError, match="tokens: expected -1 to 2, got 3"):
-        successors.learn_text(table, classes, text, order, kinds, KINDS)
-    with pytest.raises(ValueError, match="expected the order of 2 tokens and 2 kinds"):
-        successors.learn_text(table, classes, text - 1, order[:1], kinds, KINDS)
+        successors.learn_text(table, classes, text, text[:-1], order, kinds, KINDS)
+    with pytest.raises(ValueError, match="expected order and rows of 2 tokens and 2 kinds"):
+        successors.learn_text(table, classes, text - 1, text[:-1] - 1, order[:1], kinds, KINDS)
+    with pytest.raises(ValueError, match="got 2, 1 and 2"):
+        successors.learn_text(table, classes, text - 1, text[:1], order, kinds, KINDS)
     with pytest.raises(ValueError, match="classes: expected 2 columns, got 1"):
-        successors.learn_text(table, classes[:, :1].copy(), text - 1, order, kinds, KINDS)
+        successors.learn_text(
+            table, classes[:, :1].copy(), text - 1, text[:-1] - 1, order, kinds, KINDS
+        )
+    parents, rates = np.array([-1], np.int32), np.ones(9, np.float32)
+    draft = (table, classes, 1, -1, parents, np.zeros(1, np.int32), rates, 4, 8)
+    with pytest.raises(ValueError, match="own_rows: expected at most 3, got 4"):
+        successors.draft(*draft, np.array([0, 4, 0], np.int32), table, classes)
+    with pytest.raises(ValueError, match="own_successors: expected 2 columns"):
+        successors.draft(*draft, np.zeros(3, np.int32), table[:, :1].copy(), classes)

@@ -16,7 +16,6 @@ from hf_retrieval_assist.system.files import (
     locked,
     read_json_lines,
     replacing,
-    user_cache_directory,
 )
 
 HOLDER = """
@@ -24,7 +23,7 @@ import sys
 from pathlib import Path
 from hf_retrieval_assist.system.files import locked
 
-with locked(Path(sys.argv[1])):
+with locked(Path(sys.argv[1]), 10):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -43,17 +42,19 @@ def held(tmp_path):
 
 def test_a_lock_keeps_other_processes_away_until_they_die(held):
     path, process = held
-    with pytest.raises(Timeout), locked(path, wait=False):
-        pass
+    for patience in (0, 0.2):
+        started = time.monotonic()
+        with pytest.raises(Timeout), locked(path, patience):
+            pass
+        assert patience <= time.monotonic() - started < patience + 5
     process.kill()
-    with locked(path):
+    with locked(path, 10):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.exists()
 
 
-def test_a_lock_file_that_is_not_kept_goes_with_the_lock(tmp_path):
+def test_a_lock_file_goes_with_the_lock(tmp_path):
     for _ in range(2):
-        with locked(tmp_path / "lock", keep=False):
+        with locked(tmp_path / "lock", 10):
             assert (tmp_path / "lock").exists()
         assert not list(tmp_path.iterdir())
 
@@ -95,19 +96,17 @@ def test_who_replaces_alone_removes_what_killed_processes_left(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([other, path])
 
 
-def test_the_former_cache_directory_moves_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.platformdirs, "user_cache_dir", lambda name: tmp_path / name)
-    former, folder = tmp_path / "hf-retrieval-assist", tmp_path / "hf_retrieval_assist"
-    former.mkdir()
-    (former / "linear_tuning.json").write_text("moved")
-    (former / "both.json").write_text("old")
-    folder.mkdir()
-    (folder / "both.json").write_text("new")
-    assert user_cache_directory() == folder
-    assert not former.exists()
-    found = {file.name: file.read_text() for file in folder.iterdir()}
-    assert found == {"linear_tuning.json": "moved", "both.json": "new"}
-    assert user_cache_directory() == folder
+IMPORT = "import hf_retrieval_assist as package; [getattr(package, n) for n in package.__all__]"
+
+
+def test_importing_names_of_the_package_touches_no_file(tmp_path):
+    for name in ("hf-retrieval-assist", "hf_retrieval_assist"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "linear_tuning.json").write_text(name)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", IMPORT], env=environment, check=True)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_all_parts_keep_their_files_in_one_directory(tmp_path, monkeypatch):
@@ -137,5 +136,5 @@ def test_waiting_for_a_short_hold_takes_little_more_than_the_hold(held):
     path, process = held
     started = time.monotonic()
     process.stdin.close()
-    with locked(path):
+    with locked(path, 10):
         assert time.monotonic() - started < 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -57,3 +58,15 @@ def test_the_first_name_that_is_used_says_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ImportError: transformers: hf_retrieval_assist expected" in done.stderr
+
+
+def test_a_source_tree_that_is_not_compiled_says_what_to_run(tmp_path):
+    package = Path(versions.__file__).parents[1]
+    sources = shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
+    shutil.copytree(package, tmp_path / package.name, ignore=sources)
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import hf_retrieval_assist"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode
+    assert "pip install --editable ." in done.stderr.splitlines()[-1]

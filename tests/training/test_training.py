@@ -16,13 +16,12 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import DynamicCache, PreTrainedTokenizerFast, TrainerCallback, set_seed
 
-from hf_retrieval_assist import Assistant, MtpHead
+from hf_retrieval_assist import Assistant, EagleHead, MtpHead
 from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.cli.train_head import read_records
+from hf_retrieval_assist.draft_models.eagle import EagleDrafter
+from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.drafters.base import Drafter, Target
-from hf_retrieval_assist.drafters.eagle import EagleDrafter
-from hf_retrieval_assist.drafters.mtp import MtpDrafter
-from hf_retrieval_assist.eagle.checkpoint import new_head
 from hf_retrieval_assist.training import trainer
 from hf_retrieval_assist.training.data import (
     Example,
@@ -283,7 +282,7 @@ def test_features_are_kept_on_disk(
     assert len(list(folder.glob("*.safetensors"))) == 8
     examples = [Example(torch.tensor(text)) for text in texts[:8]]
     draft_ids = choose_draft_ids(examples, VOCAB, VOCAB)
-    boundaries = new_head(target, draft_ids=draft_ids).boundaries
+    boundaries = EagleHead.for_target(target, draft_ids=draft_ids).boundaries
     fresh = Supervisor(target, boundaries, draft_ids)
     kept = ExampleDataset(examples, fresh, folder)
     for index, example in enumerate(examples):

@@ -11,7 +11,8 @@ static void check(kernel_path path, int dtype) {
     fill(x, xs, rows * depth, dtype);
     fill(w, ws, outputs * depth, dtype);
     fill(bias, biases, outputs, dtype);
-    linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype};
+    linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype, dtype,
+                              NULL, NULL};
     path.linear(&problem, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
@@ -25,11 +26,49 @@ static void check(kernel_path path, int dtype) {
     free(x), free(w), free(bias), free(y), free(xs), free(ws), free(biases);
 }
 
+/* The same of weights in eight bits, against the product with what they stand for. */
+static void check_int8(kernel_path path, int dtype) {
+    const int64_t rows = between(1, 70), depth = between(1, 1200), outputs = between(1, 140);
+    const int64_t groups = (depth + GROUP - 1) / GROUP;
+    char *x = malloc(rows * depth * 4), *w = malloc(outputs * depth * 4), *y = malloc(rows * outputs * 4);
+    double *xs = malloc(rows * depth * 8), *ws = malloc(outputs * depth * 8);
+    int8_t *values = malloc(outputs * groups * GROUP);
+    uint16_t *factors = calloc(outputs * groups + INT8_BLOCK, 2);
+    float *scales = calloc(outputs + INT8_BLOCK, 4), *norms = malloc(outputs * 8);
+    fill(x, xs, rows * depth, dtype);
+    fill(w, ws, outputs * depth, dtype);
+    int8_packing packing = {w, outputs, depth, depth, dtype, values, factors, scales, norms,
+                            norms + outputs, 0};
+    path.pack_int8(&packing, 1);
+    linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, groups * GROUP,
+                              outputs, dtype, SKINNY_INT8, (char *)factors, scales};
+    path.linear(&problem, 1);
+    for (int64_t o = 0; o < outputs; o++) {
+        double left_out = 0;
+        for (int64_t k = 0; k < depth; k++) {
+            const double scale = scales[o] * (double)skinny_float_of((uint32_t)factors[o * groups + k / GROUP] << 16);
+            const double rounded = scale * values[o * groups * GROUP + k];
+            left_out += (ws[o * depth + k] - rounded) * (ws[o * depth + k] - rounded);
+            ws[o * depth + k] = rounded;
+        }
+        compare(path.name, SKINNY_FLOAT32, norms[o], sqrt(left_out), 1);
+        for (int64_t r = 0; r < rows; r++) {
+            double sum = 0, size = 0;
+            for (int64_t k = 0; k < depth; k++) {
+                sum += xs[r * depth + k] * ws[o * depth + k];
+                size += fabs(ws[o * depth + k]); /* no x is greater than 1 */
+            }
+            compare(path.name, dtype, read_one(y, r * outputs + o, dtype), sum, size);
+        }
+    }
+    free(x), free(w), free(y), free(xs), free(ws), free(values), free(factors), free(scales), free(norms);
+}
+
 int main(void) {
     kernel_path paths[MAX_PATHS];
     const int count = kernel_paths(paths);
     for (int i = 0; i < count; i++)
-        for (int turn = 0; turn < 60; turn++) check(paths[i], turn % 3);
+        for (int turn = 0; turn < 60; turn++) check(paths[i], turn % 3), check_int8(paths[i], turn % 3);
     printf("linear, last of %d paths: %s, %d failures\n", count, paths[count - 1].name, failures);
     return failures != 0;
 }

@@ -1,0 +1,106 @@
+# Linear layers with weights in eight bits, for few input rows: a quarter of the bytes of float32.
+
+INT8_GROUP = GROUP
+
+# Elements that kernels may read behind the last factor or scale.
+_BEHIND = INT8_BLOCK
+
+
+cdef int _check_parts(object values, object factors, object scales) except -1:
+    """Raise unless the three are what `pack_int8` returns."""
+    _check_plain("values", values, torch.int8)
+    _check_plain("factors", factors, torch.bfloat16)
+    _check_plain("scales", scales, torch.float32)
+    if values.dim() != 2 or values.size(1) % GROUP or not values.is_contiguous():
+        raise ValueError(f"values: expected adjacent rows of groups, got {list(values.shape)}")
+    for name, part, count in (
+        ("factors", factors, values.numel() // GROUP + _BEHIND),
+        ("scales", scales, values.size(0) + _BEHIND),
+    ):
+        _check_shape(name, part, (count,))
+        if not part.is_contiguous():
+            raise ValueError(f"{name}: expected adjacent elements")
+    return 0
+
+
+def pack_int8(weight, *, path=None, threads=None):
+    """Round a matrix to eight bits, GROUP (32) weights of a row to a scale of their own.
+
+    A weight becomes `scale[row] * factor[row, group] * value`, with values from -127 to 127. The scale is
+    the row's greatest magnitude over 127, the factor (bfloat16, rounded up) the group's share of it.
+
+    Args:
+        weight: [outputs, depth], float32, bfloat16 or float16, adjacent columns.
+        path, threads: as for `skinny_linear`.
+
+    Returns:
+        values: int8 [outputs, groups * 32]; the last group is padded with zeros.
+        factors: bfloat16 [outputs * groups + 16], the last 16 unused.
+        scales: float32 [outputs + 16], the last 16 unused; NaN for rows that are not finite.
+        left_out: float32 [outputs], the Euclidean norm of what rounding takes from a row, rounded up.
+        norms: float32 [outputs], of the rows themselves, rounded up.
+
+    Raises:
+        TypeError, ValueError: as for `skinny_linear`.
+    """
+    cdef int8_packing packing
+    _check_weight(weight)
+    cdef int chosen = _path_index(path, PATHS)
+    cdef int count = _thread_count(threads)
+    packing.outputs, packing.depth = weight.shape
+    cdef int64_t groups = (packing.depth + GROUP - 1) // GROUP
+    values = torch.empty((packing.outputs, groups * GROUP), dtype=torch.int8)
+    factors = torch.zeros(packing.outputs * groups + _BEHIND, dtype=torch.bfloat16)
+    scales = torch.zeros(packing.outputs + _BEHIND)
+    left_out, norms = torch.empty(packing.outputs), torch.empty(packing.outputs)
+    packing.weight = <char *><uintptr_t>weight.data_ptr()
+    packing.weight_stride = weight.stride(0)
+    packing.dtype = _dtypes[weight.dtype]
+    packing.values = <int8_t *><uintptr_t>values.data_ptr()
+    packing.factors = <uint16_t *><uintptr_t>factors.data_ptr()
+    packing.row_scales = <float *><uintptr_t>scales.data_ptr()
+    packing.left_out = <float *><uintptr_t>left_out.data_ptr()
+    packing.norms = <float *><uintptr_t>norms.data_ptr()
+    packing.next_chunk = 0
+    with nogil:
+        _paths[chosen].pack_int8(&packing, count)
+    return values, factors, scales, left_out, norms
+
+
+def int8_linear(x, values, factors, scales, bias=None, *, path=None, threads=None):
+    """`x @ weight.T + bias` for the weight that `pack_int8` has rounded, made for 1 to 64 rows of x.
+
+    A row of x is rounded to 16 bits, one scale per row; products of a group are summed as integers and
+    groups in float32, and the result is rounded once to x's dtype. A row of x gives the same bits
+    whatever rows stand beside it and however many threads work. A row of x that is not finite gives
+    NaN. Not differentiable.
+
+    Args:
+        x: [..., depth], float32, bfloat16 or float16, any strides; depth may be less than the values' by
+            what pads their last group.
+        values, factors, scales: what `pack_int8` returned.
+        bias: [outputs] of x's dtype, or None.
+        path, threads: as for `skinny_linear`.
+
+    Raises:
+        TypeError, ValueError: as for `skinny_linear`.
+    """
+    cdef linear_problem problem
+    cdef int chosen = _path_index(path, PATHS)
+    _check_parts(values, factors, scales)
+    dtype = getattr(x, "dtype", None)
+    if dtype not in _dtypes:
+        raise TypeError(f"x: expected float32, bfloat16 or float16, got {dtype}")
+    _check_plain("x", x, dtype)
+    problem.outputs, problem.weight_stride = values.shape
+    if x.dim() < 1 or not -GROUP < x.size(-1) - problem.weight_stride <= 0:
+        raise ValueError(f"x: expected shape [..., {problem.weight_stride}], got {list(x.shape)}")
+    if bias is not None:
+        _check_plain("bias", bias, dtype)
+        _check_shape("bias", bias, (problem.outputs,))
+    problem.depth = x.size(-1)
+    problem.weight = <char *><uintptr_t>values.data_ptr()
+    problem.weight_dtype = SKINNY_INT8
+    problem.factors = <char *><uintptr_t>factors.data_ptr()
+    problem.row_scales = <float *><uintptr_t>scales.data_ptr()
+    return _solve(&problem, x, bias, None, chosen, _thread_count(threads))

@@ -1,0 +1,171 @@
+"""Drafts for transformers' continuous batching: `generate_batch`, managers, `transformers serve`.
+
+Each request is a text of its own, which drafts from the prompt, from its output and from what other
+requests have finished. The account of time decides for all requests of a step together how many
+drafted tokens it carries: beside many requests, or where prompts need the room, drafts shrink to
+nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import transformers
+
+from .assistants import Assistant
+from .drafters.base import Target
+from .drafting.policy import AssistantSession
+from .host import transformers_private
+from .host.fingerprint import fingerprint
+from .planning.cost_store import CostKey, size_bucket
+from .planning.cost_views import PackedCost
+from .stats import CallStats
+from .structures import draft_tree
+from .token_tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+
+def draft_for(manager: Any, assistant: Assistant) -> None:
+    """Let a manager of continuous batching draft, where its release of transformers is known.
+
+    Raises:
+        ValueError: an assistant that cannot draft here; see :class:`RequestDrafts`.
+    """
+    drafts = RequestDrafts(assistant, manager.model)
+    why: str | None
+    try:
+        from .host import continuous_batching
+    except ImportError as error:
+        why = f"transformers {transformers.__version__}: {error}"
+    else:
+        why = continuous_batching.why_unknown()
+    if why is not None:
+        logger.warning(
+            "%s: continuous batching without the assistant (%s)", type(manager.model).__name__, why
+        )
+        return
+    continuous_batching.serve(manager, drafts)
+
+
+class RequestDrafts:
+    """The drafts of a manager's requests.
+
+    Args:
+        assistant: where drafts come from.
+        model: that the manager generates with.
+
+    Raises:
+        ValueError: an assistant whose drafters need what the forward does not show here.
+    """
+
+    def __init__(self, assistant: Assistant, model: Any):
+        if assistant.hidden_layers or assistant.residual or assistant.expected.rows:
+            raise ValueError(
+                "assistant: expected drafters that need no hidden states, no residual sampling and "
+                "no texts by row in continuous batching"
+            )
+        self.assistant = assistant
+        self.target = Target(
+            vocab_size=model.config.get_text_config(decoder=True).vocab_size,
+            device=model.device,
+            fingerprint=fingerprint(model),
+            model=model,
+        )
+        self._key = CostKey(
+            fingerprint=self.target.fingerprint,
+            device=str(model.device),
+            dtype=str(model.dtype),
+            attention=f"paged {transformers_private.attention_of(model.config)}",
+            batch_size=1,
+            cache_length=size_bucket(0),
+        )
+        self._texts: dict[str, _Text] = {}
+
+    def propose(self, requests: Sequence[Any], room: int, longest: int) -> dict[str, list[int]]:
+        """Drafts by request, whose expected tokens pay for the time they take."""
+        growing = [state for state in requests if _left(state, longest)] if room else []
+        if not growing:
+            return {}
+        texts = [self._text(state) for state in growing]
+        cost = PackedCost(self.assistant.costs.get(self._key), len(requests))
+        trees = self.assistant.propose(
+            [text.session for text in texts], [_left(state, longest) for state in growing], cost
+        )
+        chains = [tree.best_chain() for tree in trees]
+        kept = _most_probable(self.assistant.plan(chains, cost, packed=True), room)
+        return {
+            state.request_id: chain.token_ids.tolist()
+            for state, chain in zip(growing, kept, strict=True)
+            if len(chain)
+        }
+
+    def follow(self, requests: Sequence[Any]) -> None:
+        """Learn by how much the texts have grown."""
+        for state in requests:
+            if state.generated_tokens:
+                self._text(state).follow(state)
+
+    def keep(self, request_ids: set[str]) -> None:
+        """Finish the texts of all other requests, from which later ones draft."""
+        for request_id in self._texts.keys() - request_ids:
+            text = self._texts.pop(request_id)
+            text.session.close()
+            self.assistant.count(text.counts)
+
+    def count(self, request_id: str, drafted: int, accepted: int) -> None:
+        """Count a step of a request, for `stats`."""
+        if request_id in self._texts:
+            self._texts[request_id].counts.count_step(drafted, accepted)
+
+    def time(self, tokens: int, seconds: float) -> None:
+        """Learn what a step takes that feeds so many tokens."""
+        self.assistant.costs.get(self._key).observe(tokens, seconds)
+
+    def _text(self, state: Any) -> _Text:
+        if state.request_id not in self._texts:
+            self._texts[state.request_id] = _Text(self.assistant, self.target, state)
+        return self._texts[state.request_id]
+
+
+class _Text:
+    """What a request's drafters know of its text."""
+
+    def __init__(self, assistant: Assistant, target: Target, state: Any):
+        prompt = np.array(state.initial_tokens, np.int32)
+        self.session: AssistantSession = assistant.start(prompt, target)
+        self.counts = CallStats(tier="continuous batching", calls=1)
+        self.known = len(prompt)
+        self._begun = False
+
+    def follow(self, state: Any) -> None:
+        """Go on by what the request's text has more than is known."""
+        new = (state.initial_tokens + state.generated_tokens)[self.known :]
+        if not new:
+            return
+        if self._begun:
+            self.session.commit(new, None)
+        else:
+            self.session.begin(new)
+        self.known += len(new)
+        self.counts.tokens += len(new)
+        self._begun = True
+
+
+def _left(state: Any, longest: int) -> int:
+    """Tokens that a draft may have: the last one that may be generated needs none."""
+    if state.max_new_tokens is None:
+        return longest
+    return max(0, min(longest, state.max_new_tokens - state.generated_len() - 1))
+
+
+def _most_probable(chains: Sequence[TokenTree], room: int) -> list[TokenTree]:
+    """The `room` most probable nodes of all chains."""
+    if sum(map(len, chains)) <= room:
+        return list(chains)
+    rows, _ = draft_tree.rank([chain.probs for chain in chains])
+    counts = np.bincount(rows[:room], minlength=len(chains))
+    return [chain.prune(int(count)) for chain, count in zip(chains, counts, strict=True)]

@@ -1,0 +1,274 @@
+"""The random numbers that tokens are drawn with, by row and position, before they are drawn.
+
+`torch.multinomial` of one draw divides the probabilities by as many exponentially distributed
+numbers and takes the largest quotient. So these numbers belong to a position of a text, whatever is
+drawn there, and a copy of the generator gives those of positions to come. A drafter that divides
+its own probabilities by them names the target's token almost as often as greedily (coupling by
+common noise: Daliri et al. 2024, arXiv 2408.07978). Rows of a batch that get on unequally are given
+the numbers that plain decoding would have given them. The walk chooses as before: same seed, same
+tokens, same state of the generator after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from ..drafters.base import Foresight
+from ..row_text import RowText
+from .selection import TokenSelector
+
+# Of noise that is kept; what is beyond is drawn again from the generator's state, of 5 KB.
+_MOST_BYTES = 64 << 20
+
+_TRIALS = 3
+
+# From here on the largest of a row are looked for in blocks, of which few are looked into.
+_BLOCK = 512
+_LEAST_BLOCKS = 8
+
+
+class Dice:
+    """The draws of one call.
+
+    Args:
+        rows: of the call.
+
+    Attributes:
+        plain: whether every draw so far was one that plain decoding makes.
+    """
+
+    def __init__(self, rows: Sequence[RowText]):
+        self.plain = True
+        self._rows = rows
+        self._device = rows[0].device
+        self._generator = _generator_of(self._device)
+        # Gives the numbers of positions to come; no use where nobody knows the generator.
+        self._twin = torch.Generator("cpu" if self._generator is None else self._device)
+        # The position whose numbers the generator gives next.
+        self._at = max(len(row.generated) for row in rows)
+        # By position, the states before each row's numbers and behind the last one's; of the newest
+        # position the first one only.
+        self._states: dict[int, list[torch.Tensor]] = {}
+        self._noise: dict[tuple[int, int], torch.Tensor] = {}
+        self._vocab_size = 0
+
+    def works(self, vocab_size: int) -> bool:
+        """Whether draws from so many probabilities are known beforehand on this device."""
+        if self._generator is None:
+            return False
+        return draws_by_quotients(self._device, len(self._rows), vocab_size)
+
+    def noise(self, row: int, position: int, vocab_size: int) -> torch.Tensor:
+        """float32 [vocab_size]: what the probabilities of a row's next token will be divided by,
+        once the row has generated `position` tokens; not for positions that all rows have passed.
+        """
+        self._anchor(vocab_size)
+        if (position, row) not in self._noise:
+            states = self._rolled(position)
+            if (position, row) not in self._noise:
+                self._keep(position, row, self._draw(states[row]))
+        return self._noise[position, row]
+
+    def draw(self, probs: torch.Tensor, rows: Sequence[RowText]) -> list[int]:
+        """The next tokens of rows, as plain decoding draws them.
+
+        Args:
+            probs: float32 [rows, vocab_size].
+            rows: some of the call's, or all of them.
+        """
+        vocab_size = probs.shape[1]
+        places = [len(row.generated) for row in rows]
+        even = self._is_even(rows)
+        if not self.works(vocab_size):
+            self.plain = self.plain and even
+            return self._together(probs, rows) if self.plain else _drawn(probs)
+        self._anchor(vocab_size)
+        if even and places[0] == self._at and len(self._states[self._at]) == 1:
+            self._at += 1
+            self._forget(self._at)
+            return self._together(probs, rows)
+        if min(places) < min(self._states):
+            # Somebody else has used the generator, and rows that are behind lost their place.
+            self.plain = False
+            return _drawn(probs)
+        tokens = [
+            self._one(law, row.index, place)
+            for law, row, place in zip(probs, rows, places, strict=True)
+        ]
+        self._go_to(max(self._at, max(places) + 1))
+        self._forget(min(len(row.generated) for row in self._rows if not row.finished))
+        return tokens
+
+    def draw_alone(self, probs: torch.Tensor) -> list[int]:
+        """Tokens of float32 [rows, vocab_size] by draws that plain decoding does not make."""
+        self.plain = False
+        return _drawn(probs)
+
+    def settle(self, tokens: int) -> None:
+        """Leave the generator as plain decoding does after so many tokens of every row."""
+        if self.plain and tokens in self._states:
+            self._go_to(tokens)
+
+    def _is_even(self, rows: Sequence[RowText]) -> bool:
+        """Whether these are all rows that have not ended, and they have got equally far."""
+        growing = sum(not row.finished for row in self._rows)
+        return len(rows) >= growing and len({len(row.generated) for row in rows}) == 1
+
+    def _together(self, probs: torch.Tensor, rows: Sequence[RowText]) -> list[int]:
+        """By one draw for all rows of the call, finished ones too, as plain decoding makes it."""
+        if len(rows) == len(self._rows):
+            return _drawn(probs)
+        places = [row.index for row in rows]
+        everywhere = probs.new_ones((len(self._rows), probs.shape[1]))
+        everywhere[places] = probs
+        return torch.multinomial(everywhere, num_samples=1)[places, 0].tolist()
+
+    def _one(self, law: torch.Tensor, row: int, place: int) -> int:
+        token = int((law / self.noise(row, place, len(law))).argmax())
+        if not law[token] > 0:
+            # No distribution: as plain decoding, which raises.
+            return _drawn(law[None])[0]
+        return token
+
+    def _anchor(self, vocab_size: int) -> None:
+        """Start anew where somebody else has used the generator since."""
+        assert self._generator is not None
+        state = self._generator.get_state()
+        known = self._states.get(self._at)
+        if known is None or vocab_size != self._vocab_size or not torch.equal(known[0], state):
+            self._vocab_size = vocab_size
+            self._states = {self._at: [state]}
+            self._noise.clear()
+
+    def _rolled(self, position: int) -> list[torch.Tensor]:
+        """The states before the numbers of each row at a position, and behind the last one's."""
+        for place in range(max(self._states), position + 1):
+            states = self._states[place]
+            for row in range(len(self._rows)):
+                self._keep(place, row, self._draw(states[-1]))
+                states.append(self._twin.get_state())
+            self._states[place + 1] = [states[-1]]
+        return self._states[position]
+
+    def _draw(self, state: torch.Tensor) -> torch.Tensor:
+        self._twin.set_state(state)
+        noise = torch.empty(self._vocab_size, dtype=torch.float32, device=self._device)
+        return noise.exponential_(generator=self._twin)
+
+    def _keep(self, position: int, row: int, noise: torch.Tensor) -> None:
+        while self._noise and (len(self._noise) + 1) * noise.nbytes > _MOST_BYTES:
+            del self._noise[next(iter(self._noise))]
+        self._noise[position, row] = noise
+
+    def _go_to(self, position: int) -> None:
+        """Let the generator stand before the numbers of a position."""
+        assert self._generator is not None
+        if position != self._at:
+            self._generator.set_state(self._states[position][0])
+            self._at = position
+
+    def _forget(self, position: int) -> None:
+        """What was known of positions that all rows have passed."""
+        self._states = {place: known for place, known in self._states.items() if place >= position}
+        for key in [key for key in self._noise if key[0] < position]:
+            del self._noise[key]
+
+
+class RowForesight(Foresight):
+    """What one row of a call would choose.
+
+    Args:
+        select: how the call chooses.
+        dice: the call's.
+        row: the text.
+    """
+
+    def __init__(self, select: TokenSelector, dice: Dice, row: RowText):
+        self._select = select
+        self._dice = dice
+        self._row = row
+
+    @property
+    def draws(self) -> bool:
+        return self._select.do_sample
+
+    def knows(self, vocab_size: int) -> bool:
+        return not self._select.do_sample or self._dice.works(vocab_size)
+
+    def best(
+        self, logits: torch.Tensor, paths: Sequence[Sequence[int]], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self._select.foresee(self._row, logits, paths)
+        if not self._select.do_sample:
+            return largest(scores, count)
+        probs = scores.softmax(dim=-1)
+        if self._dice.works(probs.shape[1]):
+            known = len(self._row.generated)
+            for law, path in zip(probs, paths, strict=True):
+                law /= self._dice.noise(self._row.index, known + len(path), len(law))
+        best, ids = largest(probs, count)
+        return best.log(), ids
+
+
+def _drawn(probs: torch.Tensor) -> list[int]:
+    return torch.multinomial(probs, num_samples=1)[:, 0].tolist()
+
+
+def _generator_of(device: torch.device) -> torch.Generator | None:
+    """What `torch.multinomial` draws from on a device; None where it is not known."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return None
+
+
+@cache
+def draws_by_quotients(device: torch.device, rows: int, vocab_size: int) -> bool:
+    """Whether a draw of `torch.multinomial` is what this module says, on a device.
+
+    The largest quotients of probabilities and exponential noise, drawn for one row after another,
+    must be its tokens and leave the generator where it does. Tried once per process, on generators
+    of its own.
+    """
+    own, twin = torch.Generator(device), torch.Generator(device)
+    for trial in range(_TRIALS):
+        twin.manual_seed(trial)
+        logits = torch.randn((rows, vocab_size), generator=twin, device=device)
+        probs = (4.0 * logits).softmax(dim=-1)
+        probs[:, trial % vocab_size] = 0.0
+        own.manual_seed(trial)
+        drawn = torch.multinomial(probs, num_samples=1, generator=own)
+        twin.manual_seed(trial)
+        noise = torch.empty_like(probs)
+        for part in noise:
+            part.exponential_(generator=twin)
+        alike = torch.equal(drawn[:, 0], (probs / noise).argmax(dim=-1))
+        if not alike or not torch.equal(own.get_state(), twin.get_state()):
+            return False
+    return True
+
+
+def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `torch.topk` of contiguous [rows, columns], for few of many columns, in less time."""
+    rows, columns = scores.shape
+    count = min(count, columns)
+    blocks = columns // _BLOCK
+    if blocks < _LEAST_BLOCKS or blocks < count:
+        found = scores.topk(count, dim=-1)
+        return found.values, found.indices
+    cut = blocks * _BLOCK
+    parts = scores[:, :cut].view(rows, blocks, _BLOCK)
+    best = parts.amax(dim=-1).topk(count, dim=-1).indices
+    among = parts.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
+    inside = torch.arange(_BLOCK, device=scores.device)
+    ids = (best[:, :, None] * _BLOCK + inside).flatten(1)
+    if cut < columns:
+        rest = torch.arange(cut, columns, device=scores.device).expand(rows, -1)
+        among, ids = torch.cat([among, scores[:, cut:]], 1), torch.cat([ids, rest], 1)
+    found = among.topk(count, dim=-1)
+    return found.values, ids.gather(1, found.indices)

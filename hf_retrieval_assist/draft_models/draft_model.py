@@ -1,0 +1,510 @@
+"""Drafts of a smaller model, as a tree whose shape is Sequoia's (Chen et al. 2024)."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Foresight, Target
+from ..host.ranks import require_whole
+from ..structures import draft_tree
+from ..system.locks import Lock
+from ..token_tree import Float32Array, Int32Array, TokenTree
+from ..verification.service import choose_service
+from ..verification.tiers import Tier
+from .growth import Growth, Level, grow
+from .other_vocabulary import Tokenizers, TranslatedText
+from .residual import draw_children
+from .rows import DraftCache, Group, RowSession, Rules, chain, groups, last_columns, parts
+from .sequoia import ShapeChooser, TreeShape
+
+# Evidence: the draft model's probability of the node given its parent, and its rank.
+PROB_EDGES = np.array([0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97], np.float32)
+PROB_MIDDLES = np.array(
+    [0.005, 0.02, 0.045, 0.08, 0.15, 0.25, 0.37, 0.52, 0.67, 0.82, 0.93, 0.98], np.float32
+)
+RANKS = 4  # the last one stands for all further ranks
+
+_FORESEEN = np.outer(0.4 + 0.5 * PROB_MIDDLES, [1.0, 0.2, 0.1, 0.03])
+
+PRIORS: Float32Array = np.concatenate([np.repeat(PROB_MIDDLES, RANKS), _FORESEEN.ravel()]).astype(
+    np.float32
+)
+"""Of the evidence classes: the model's own probabilities, as if right about them at any rank; then,
+where the draws are known, how far the node leads among the first choices."""
+
+# Choices that a node is weighed against where the draws are known.
+_COMPARED = 4
+
+# A pass over more new text than this says little of what a level costs.
+_LEVEL_LIKE = 16
+# Above any number of tokens.
+_ALL = 1 << 62
+# Most new tokens of a text that are fed at once, which bounds their masks.
+_CHUNK = 512
+
+
+class DraftModelDrafter(Drafter):
+    """Drafts with a small transformers model.
+
+    The tree's shape is solved for the measured acceptance by rank, the model's own time and the
+    target's t(n). Every level takes one forward of the draft model for all texts of a batch.
+
+    Args:
+        model: shared by all sessions.
+        max_nodes: nodes of a draft at most.
+        max_levels: levels of a draft at most, which are forwards of the draft model.
+        width: children of a node at most.
+        temperature: None drafts the most probable tokens, which suits the plain walk under any
+            sampling. A number draws them without replacement from the model's distribution at that
+            temperature, and records what residual verification needs.
+        assistant_tokenizer: the draft model's, where it is not the target's; looked for in the
+            model's folder if not given and the vocabularies differ in size. Drafts then go by
+            way of the text; see :mod:`~hf_retrieval_assist.draft_models.other_vocabulary`.
+        target_tokenizer: the target's, likewise.
+
+    Raises:
+        ValueError: an argument is out of range, or the model cannot be fed token trees; from
+            `start`, a tokenizer is needed and not found.
+    """
+
+    name = "draft model"
+    costly = True
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_nodes: int = 63,
+        max_levels: int = 8,
+        width: int = 8,
+        temperature: float | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+        target_tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        for label, value in (
+            ("max_nodes", max_nodes),
+            ("max_levels", max_levels),
+            ("width", width),
+        ):
+            if value < 1:
+                raise ValueError(f"{label}: expected at least 1, got {value}")
+        if temperature is not None and not temperature > 0:
+            raise ValueError(f"temperature: expected None or a number > 0, got {temperature}")
+        mask_rules(model)
+        self.model = model
+        self.max_nodes, self.max_levels, self.width = max_nodes, max_levels, width
+        self.temperature = temperature
+        self._tokenizers = Tokenizers(model, assistant_tokenizer, target_tokenizer)
+        self._choosers: dict[str, ShapeChooser] = {}
+        self._lock = Lock()
+        parameters = inspect.signature(model.forward).parameters
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
+        require_whole(self.model, "draft model")
+        chooser = self.chooser(target.fingerprint)
+        if self.vocab_size == target.vocab_size and not self._tokenizers.given:
+            return DraftModelSession(self, prompt_ids, chooser, foresight=self._foresight(target))
+        if self.temperature is not None:
+            raise ValueError(
+                f"draft_model: expected the target's vocabulary of {target.vocab_size} ids where "
+                f"children are drawn, got {type(self.model).__name__} with {self.vocab_size}"
+            )
+        translation = self._tokenizers.translation(target)
+        return DraftModelSession(self, prompt_ids, chooser, TranslatedText(translation, prompt_ids))
+
+    def _foresight(self, target: Target) -> Foresight | None:
+        """What tells how the target will draw; None where it does not, or nobody knows.
+
+        An accelerator would wait for the host at every level.
+        """
+        foresight = target.foresight
+        if foresight is None or self.temperature is not None or target.device.type != "cpu":
+            return None
+        known = foresight.draws and foresight.knows(target.vocab_size)
+        return foresight if known else None
+
+    def propose_rows(
+        self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]
+    ) -> list[TokenTree]:
+        for session in sessions:
+            session.forget_draft()
+        shape = sessions[0].chooser.shape(max(budgets))
+        asked = [row for row, budget in zip(sessions, budgets, strict=True) if budget > 0]
+        if len(shape) and asked:
+            schedule = sessions[0].schedule_for(shape)
+            for group, rows in groups(asked):
+                self._draft(group, rows, schedule)
+        return [row.proposal(budget) for row, budget in zip(sessions, budgets, strict=True)]
+
+    @torch.no_grad()
+    def _draft(self, group: Group, asked: Sequence[DraftModelSession], schedule: _Schedule) -> None:
+        new = max(len(row.text) - group.caches[0].slots.lengths[row.index] for row in asked)
+        started = time.perf_counter()
+        foresights = [None if row is None else row.foresight for row in group.rows]
+        growth = _StaticGrowth(schedule, self.temperature, foresights)
+        trees = grow(_Nodes(self.model, self._last_only, group), growth)
+        if new <= _LEVEL_LIKE:
+            seconds = (time.perf_counter() - started) / len(schedule.levels)
+            asked[0].chooser.observe_pass(seconds)
+        for row in asked:
+            row.drafted(schedule, trees[row.index], growth.draws_of(row.index))
+
+    def chooser(self, fingerprint: str) -> ShapeChooser:
+        """What is measured of this draft model against one target."""
+        with self._lock:
+            if fingerprint not in self._choosers:
+                width = min(self.width, self.vocab_size)
+                chooser = ShapeChooser(width, self.max_nodes + 1, self.max_levels + 1)
+                self._choosers[fingerprint] = chooser
+            return self._choosers[fingerprint]
+
+    def priors(self) -> Float32Array:
+        """The model's own probabilities, as if it were right about them at any rank."""
+        return PRIORS
+
+
+class _Nodes:
+    """The draft model behind the texts of a group, and on the nodes of a level."""
+
+    def __init__(self, model: Any, last_only: dict[str, int], group: Group) -> None:
+        self._model, self._last_only, self._group = model, last_only, group
+        (self._cache,) = group.caches
+
+    def root_logits(self) -> Tensor:
+        """Feed what is new in the texts; when all is cached, the last token again."""
+        cache, rows = self._cache, self._group.rows
+        texts = [[0] if row is None else row.text for row in rows]
+        cache.shorten([0 if row is None else row.take_valid() for row in rows])
+        news = [text[have:] for text, have in zip(texts, cache.slots.lengths, strict=True)]
+        logits = torch.empty(0)
+        for spans in parts([len(new) for new in news], _CHUNK):
+            counts = [len(span) for span in spans]
+            ids = np.zeros((len(rows), max(counts)), np.int64)
+            for number, (new, span) in enumerate(zip(news, spans, strict=True)):
+                ids[number, ids.shape[1] - len(span) :] = new[span.start : span.stop]
+            depths, attends = chain(counts, self._model.device)
+            fed = torch.from_numpy(ids).to(self._model.device)
+            logits = self._run(fed, depths, attends, self._last_only)[:, -1:]
+            cache.keep(last_columns(counts))
+        return logits
+
+    def run(self, level: Level) -> Tensor:
+        depths = np.full(level.token_ids.shape, level.depth - 1)
+        return self._run(level.token_ids, depths, level.visible, {})
+
+    def _run(
+        self,
+        token_ids: Tensor,
+        depths: NDArray[np.int64],
+        attends: Tensor,
+        options: dict[str, int],
+    ) -> Tensor:
+        """[rows, w, vocab_size] for tokens at these depths behind the texts."""
+        cached = np.array(self._cache.slots.lengths)[:, None]
+        return self._model(
+            input_ids=token_ids,
+            attention_mask=self._cache.feed(depths, attends),
+            position_ids=torch.from_numpy(cached + depths).to(token_ids.device),
+            past_key_values=self._cache,
+            use_cache=True,
+            return_dict=True,
+            **options,
+        ).logits
+
+
+@dataclass(frozen=True, eq=False)
+class _Level:
+    """One forward: nodes that have children, and the nodes below them.
+
+    Attributes:
+        chosen: int64 [w], which nodes of the level above's children are fed.
+        attends: bool [w, c], which nodes fed so far, these among them, each is or descends from.
+        parents: int64 [children], row of each child's parent among the fed nodes.
+        ranks: int64 [children].
+    """
+
+    chosen: NDArray[np.int64]
+    attends: NDArray[np.bool_]
+    parents: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+
+
+class _Schedule:
+    """The forwards that draft a tree of one shape; the first one feeds the text only."""
+
+    def __init__(self, shape: TreeShape):
+        self.shape = shape
+        self.child_counts = shape.child_counts
+        inner = np.flatnonzero(self.child_counts[1:])
+        # Number of each node in the order of feeding; −1: a leaf, never fed.
+        self.fed_number = np.full(len(shape), -1, np.int32)
+        self.fed_number[inner] = np.arange(len(inner))
+        depths = draft_tree.depths(shape.parents).astype(np.int64) - 1
+        above = draft_tree.ancestor_mask(shape.parents)
+        self.levels = [
+            self._level(level, inner, depths, above) for level in range(shape.levels - 1)
+        ]
+
+    def _level(
+        self,
+        level: int,
+        inner: NDArray[np.int64],
+        depths: NDArray[np.int64],
+        above: NDArray[np.bool_],
+    ) -> _Level:
+        """Forward number `level`, whose children lie at that depth."""
+        children = np.flatnonzero(depths == level)
+        fed = inner[depths[inner] == level - 1]
+        columns = inner[depths[inner] < level]
+        parents = self.shape.parents[children]
+        first = np.flatnonzero(depths == level - 1)
+        return _Level(
+            chosen=fed - first[0] if len(first) else fed,
+            attends=above[np.ix_(fed, columns)],
+            parents=np.searchsorted(fed, parents) if level else np.zeros(len(children), np.int64),
+            ranks=self.shape.ranks[children].astype(np.int64),
+        )
+
+
+class _StaticGrowth(Growth):
+    """Trees of one shape.
+
+    Args:
+        schedule: of the shape.
+        temperature: that children are drawn at; None: they are the most probable tokens.
+        foresights: of each row, what chooses its children instead where it is not None.
+    """
+
+    def __init__(
+        self,
+        schedule: _Schedule,
+        temperature: float | None,
+        foresights: Sequence[Foresight | None],
+    ) -> None:
+        self._schedule, self._temperature = schedule, temperature
+        self._foresights = foresights
+        # Of each row the drafted tokens that lead to the nodes which are fed.
+        self._paths: list[list[list[int]]] = [[[]] for _ in foresights]
+        # Of each level [rows, nodes].
+        self._tokens: list[Tensor] = []
+        self._rates: list[Tensor] = []
+        # Of each level what was drawn below the nodes that were fed, [rows, w, ids] and their
+        # children, and how many of these belong to the tree.
+        self._draws: list[tuple[Tensor, Tensor, list[int]]] = []
+
+    def add(self, logits: Tensor) -> None:
+        level = self._schedule.levels[len(self._tokens)]
+        count = int(level.ranks.max()) + 1
+        if self._temperature is None:
+            children, probs = _most_probable(logits, count)
+            self._foresee(logits, children, probs, level)
+        else:
+            law = torch.softmax(logits.float() / self._temperature, dim=-1)
+            children = draw_children(law, count)
+            probs = law.gather(-1, children)
+            counts = np.bincount(level.parents, minlength=law.shape[1]).tolist()
+            self._draws.append((law, children, counts))
+        self._tokens.append(children[:, level.parents, level.ranks])
+        self._rates.append(probs[:, level.parents, level.ranks])
+
+    def _foresee(self, logits: Tensor, children: Tensor, probs: Tensor, level: _Level) -> None:
+        """Put what will be drawn of a row in the place of what is most probable."""
+        count = children.shape[-1]
+        for row, foresight in enumerate(self._foresights):
+            if foresight is None:
+                continue
+            paths = self._paths[row]
+            scores, ids = foresight.best(logits[row], paths, max(count, _COMPARED))
+            children[row], probs[row] = ids[:, :count], scores.softmax(dim=-1)[:, :count]
+            below = children[row, level.parents, level.ranks].tolist()
+            paths = [
+                [*paths[parent], token] for parent, token in zip(level.parents, below, strict=True)
+            ]
+            done = len(self._tokens) + 1
+            if done < len(self._schedule.levels):
+                self._paths[row] = [paths[node] for node in self._schedule.levels[done].chosen]
+
+    def level(self) -> Level | None:
+        done = len(self._tokens)
+        if done == len(self._schedule.levels):
+            return None
+        level, above = self._schedule.levels[done], self._tokens[-1]
+        rows, device = len(above), above.device
+        attends = torch.from_numpy(level.attends).to(device).expand(rows, -1, -1)
+        # Parents among the nodes of the level above are not asked for: the cache knows them.
+        return Level(done, above[:, level.chosen], above[:, :0], attends)
+
+    def trees(self) -> list[TokenTree]:
+        # One transfer of all levels.
+        ids = torch.cat(self._tokens, dim=1).cpu().numpy().astype(np.int32)
+        rates = torch.cat(self._rates, dim=1).float().cpu().numpy()
+        shape = self._schedule.shape
+        return [
+            TokenTree(
+                tokens,
+                shape.parents,
+                draft_tree.path_products(shape.parents, given),
+                classes_by_rank(given, shape.ranks, foreseen=foresight is not None),
+            )
+            for tokens, given, foresight in zip(ids, rates, self._foresights, strict=True)
+        ]
+
+    def draws_of(self, row: int) -> list[ChildDraw]:
+        """What was drawn below the text, then below every node that was fed."""
+        return [
+            ChildDraw(law[row, node], children[row, node, :count])
+            for law, children, counts in self._draws
+            for node, count in enumerate(counts)
+        ]
+
+
+class DraftModelSession(RowSession):
+    """One text and the draft model's cache over it.
+
+    Args:
+        drafter: whose model drafts.
+        prompt_ids: int32 [length], the target's.
+        chooser: what is measured; tell it t(n) for shapes that fit the target's cost.
+        translated: the text in the draft model's vocabulary, where that is another.
+        foresight: what tells how the target will draw the text's tokens; None: nothing does.
+
+    Attributes:
+        drafter: whose model drafts.
+        text: ids of the whole text, the draft model's.
+    """
+
+    def __init__(
+        self,
+        drafter: DraftModelDrafter,
+        prompt_ids: NDArray[np.int32],
+        chooser: ShapeChooser,
+        translated: TranslatedText | None = None,
+        foresight: Foresight | None = None,
+    ):
+        config = drafter.model.config.get_text_config(decoder=True)
+        super().__init__([DraftCache(config, mask_rules(drafter.model), drafter.model.dtype)])
+        self.chooser = chooser
+        self.text: list[int] = prompt_ids.tolist() if translated is None else list(translated.ids)
+        self._valid = _ALL
+        self.drafter, self._translated = drafter, translated
+        self.foresight = foresight
+        self._schedule = _Schedule(chooser.shape())
+        self._tree = TokenTree.empty()
+        self._draws: list[ChildDraw] = []
+
+    def propose(self, budget: int) -> TokenTree:
+        return self.drafter.propose_rows([self], [budget])[0]
+
+    def take_valid(self) -> int:
+        """How many tokens of the text may stay cached: no more than are still the text's, and not
+        the last one, which is fed for its logits. Asked once before the rest is fed."""
+        valid, self._valid = min(self._valid, len(self.text) - 1), _ALL
+        return valid
+
+    def forget_draft(self) -> None:
+        self._tree, self._draws = TokenTree.empty(), []
+
+    def schedule_for(self, shape: TreeShape) -> _Schedule:
+        """The forwards for a shape; the ones at hand where it is theirs."""
+        return self._schedule if shape is self._schedule.shape else _Schedule(shape)
+
+    def drafted(self, schedule: _Schedule, tree: TokenTree, draws: list[ChildDraw]) -> None:
+        """A draft is in the cache, behind the text."""
+        self._schedule, self._tree, self._draws = schedule, tree, draws
+
+    def proposal(self, budget: int) -> TokenTree:
+        """What to propose of it: at most `budget` nodes, in the target's vocabulary."""
+        tree = self._tree
+        if self._translated is not None and len(tree):
+            tree = self._translated.tree(tree)
+        return tree.prune(budget)
+
+    def see_cost(self, curve: Callable[[int], Float64Array]) -> None:
+        self.chooser.set_seconds(curve(self.chooser.max_nodes))
+
+    def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
+        nodes = self._tree.follow(np.array(path, np.int32))
+        if not self._draws or len(nodes) < len(path):
+            return None
+        number = 0 if not len(path) else 1 + int(self._schedule.fed_number[nodes[-1]])
+        return self._draws[number] if number or not len(path) else None
+
+    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        if self._translated is None:
+            self._append([int(token) for token in token_ids])
+            return
+        self._translated.append(token_ids)
+        known, text = self.text, self._translated.ids
+        if text[: len(known)] == known:
+            self._append(text[len(known) :])
+        else:
+            self._rewrite(text)
+
+    def _append(self, tokens: list[int]) -> None:
+        if len(self._tree) and tokens:
+            path = self._tree.follow(np.array(tokens, np.int32))
+            self._measure(path, len(tokens))
+            fed = self._schedule.fed_number[path]
+            self.accepted = fed[fed >= 0].tolist()
+            self.forget_draft()
+        self.text += tokens
+
+    def _rewrite(self, token_ids: Sequence[int]) -> None:
+        """Put another text in the text's place; what both begin with stays cached."""
+        self.forget_draft()
+        pairs = zip(self.text, token_ids, strict=False)
+        same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(self.text))
+        self._valid = min(self._valid, same)
+        self.text = [int(token) for token in token_ids]
+
+    def _measure(self, path: Int32Array, length: int) -> None:
+        """Count by rank what the text accepted, at every node that it reached."""
+        reached = [-1, *path.tolist()][:length]
+        for place, node in enumerate(reached):
+            children = int(self._schedule.child_counts[node + 1])
+            if children:
+                hit = place < len(path)
+                rank = int(self._schedule.shape.ranks[path[place]]) if hit else -1
+                self.chooser.observe(children, rank)
+
+
+@torch.no_grad()
+def mask_rules(model: Any) -> Rules:
+    """The model's mask rules on the tree tier; ValueError where it can only be fed chains."""
+    service = choose_service(model, {})
+    if service.tier is not Tier.TREE or service.rules is None:
+        raise ValueError(
+            "expected a draft model that can be fed token trees, got "
+            f"{type(model).__name__}: {service.reason}"
+        )
+    return service.rules
+
+
+def _most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ids [..., count] of the largest logits, and their probabilities."""
+    best = logits.float().topk(count, dim=-1)
+    total = logits.float().logsumexp(-1, keepdim=True)
+    return best.indices, (best.values - total).exp()
+
+
+def classes_by_rank(rates: Float32Array, ranks: Int32Array, foreseen: bool = False) -> Int32Array:
+    """int32 [n]: class of each node from the model's probability of it and its rank; or, where the
+    draws are known, from its share among the first choices."""
+    bins = np.searchsorted(PROB_EDGES, rates)
+    first = len(PRIORS) // 2 if foreseen else 0
+    return (first + bins * RANKS + np.minimum(ranks, RANKS - 1)).astype(np.int32)

@@ -1,0 +1,246 @@
+"""Drafting level by level: the one loop of all models that draft from their own output.
+
+Each level is one forward for all rows. What becomes a node, and which nodes are run, is decided by
+a `Growth`: here best first, the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section
+4), which expands nodes in order of their cumulative probability, then keeps the most probable of
+all candidates.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..token_tree import Float32Array, Int32Array, TokenTree
+
+# Evidence: how likely the drafting model holds the token after its parent, its place among the
+# siblings, and how deep it stands, for a model is trusted less the longer it feeds on its own
+# output.
+PROB_EDGES = np.array([0.03, 0.1, 0.2, 0.4, 0.6, 0.8, 0.95], np.float32)
+PROB_MIDDLES = np.array([0.015, 0.06, 0.15, 0.3, 0.5, 0.7, 0.88, 0.98], np.float32)
+RANKS = 4
+DEPTHS = 4
+
+PRIORS: Float32Array = np.repeat(PROB_MIDDLES, RANKS * DEPTHS)
+"""Of the evidence classes: the model's probabilities, as if right at any rank and depth."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Nodes to be run in one forward; w of each row.
+
+    Attributes:
+        depth: of the nodes, children of the root being at 1.
+        token_ids: int64 [rows, w], of the target's vocabulary.
+        parent_rows: int64 [rows, w], each node's parent among the nodes of the level above.
+        visible: bool [rows, w, nodes run so far and these], each node's ancestors and itself.
+    """
+
+    depth: int
+    token_ids: Tensor
+    parent_rows: Tensor
+    visible: Tensor
+
+
+class NodeRunner(Protocol):
+    """A drafting model that stands behind the texts of some rows."""
+
+    def root_logits(self) -> Tensor:
+        """[rows, 1, ids], for the token after each text."""
+
+    def run(self, level: Level) -> Tensor:
+        """[rows, w, ids], for the token after each node."""
+
+
+class Growth(ABC):
+    """The trees of some rows while they are drafted."""
+
+    @abstractmethod
+    def add(self, logits: Tensor) -> None:
+        """Make children of the nodes that were run last from their logits, [rows, w, ids]."""
+
+    @abstractmethod
+    def level(self) -> Level | None:
+        """What to run next; None when the trees are done."""
+
+    @abstractmethod
+    def trees(self) -> list[TokenTree]:
+        """One for each row."""
+
+
+def grow(runner: NodeRunner, growth: Growth) -> list[TokenTree]:
+    """Draft below the last token of each text."""
+    growth.add(runner.root_logits())
+    while (level := growth.level()) is not None:
+        growth.add(runner.run(level))
+    return growth.trees()
+
+
+@dataclass(frozen=True)
+class GrowthLimits:
+    """How large a tree that is grown best first may become.
+
+    Attributes:
+        top_k: children of a node.
+        width: nodes expanded in a level.
+        depth: levels expanded below the first, so the tree is `depth + 1` deep.
+        total: nodes of the tree with its root, so at most `total - 1` are proposed.
+        min_prob: nodes no more probable than this are not expanded.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    top_k: int
+    width: int
+    depth: int
+    total: int
+    min_prob: float
+
+    def __post_init__(self) -> None:
+        for label, least in (("top_k", 1), ("width", 1), ("depth", 0), ("total", 2)):
+            if getattr(self, label) < least:
+                raise ValueError(f"{label}: expected at least {least}, got {getattr(self, label)}")
+        if not 0 <= self.min_prob < 1:
+            raise ValueError(f"min_prob: expected a value in [0, 1), got {self.min_prob}")
+
+
+@dataclass
+class _Candidates:
+    """Nodes of one level, n of each row, or of all levels in order.
+
+    Attributes:
+        token_ids: int64 [rows, n], ids of the target's vocabulary.
+        parents: int64 [rows, n], index among all candidates of the row; −1: a child of the root.
+        scores: float32 [rows, n], log-probability of the path from the root; −inf: no node.
+        log_probs: float32 [rows, n], log-probability of the node given its parent.
+        ranks: int64 [rows, n], place among its siblings, from the most probable.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    scores: Tensor
+    log_probs: Tensor
+    ranks: Tensor
+
+    @property
+    def fields(self) -> tuple[Tensor, ...]:
+        return (self.token_ids, self.parents, self.scores, self.log_probs, self.ranks)
+
+
+class BestFirst(Growth):
+    """Grows trees best first.
+
+    Every candidate that belongs to the `keep` most probable of the full tree is in the tree, as far
+    as `limits.width` reaches: nodes are left unexpanded only when their descendants cannot be.
+
+    Args:
+        limits: of a tree.
+        keep: how many nodes of each tree will be kept.
+        to_target_ids: from columns of the logits to ids of the target's vocabulary.
+    """
+
+    def __init__(
+        self, limits: GrowthLimits, keep: int, to_target_ids: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._limits, self._keep, self._to_target_ids = limits, keep, to_target_ids
+        self._top_k = min(limits.top_k, keep)
+        self._levels: list[_Candidates] = []
+        self._known = 0  # candidates above the last level
+        self._run = 0  # levels run
+        # Scores of the `keep` most probable candidates so far.
+        self._best: Tensor | None = None
+        # Of the nodes that were run last: their numbers among all candidates, scores, ancestors.
+        self._nodes = self._scores = self._visible = torch.empty(0)
+
+    def add(self, logits: Tensor) -> None:
+        if not self._levels:
+            rows, device = len(logits), logits.device
+            self._nodes = torch.full((rows, 1), -1, device=device)
+            self._scores = torch.zeros((rows, 1), device=device)
+            self._visible = torch.ones((rows, 1, 0), dtype=torch.bool, device=device)
+        logits = logits.to(self._scores.device)
+        log_probs = logits.float().log_softmax(-1).clamp_(max=0.0)
+        top, draft_ids = log_probs.topk(min(self._top_k, log_probs.shape[-1]), dim=-1)
+        rows, nodes, count = top.shape
+        ranks = torch.arange(count, device=top.device).repeat(nodes).expand(rows, -1)
+        self._levels.append(
+            _Candidates(
+                token_ids=self._to_target_ids(draft_ids).flatten(1).to(top.device),
+                parents=self._nodes.repeat_interleave(count, dim=1),
+                scores=(self._scores[..., None] + top).flatten(1),
+                log_probs=top.flatten(1),
+                ranks=ranks,
+            )
+        )
+
+    def level(self) -> Level | None:
+        if self._run >= min(self._limits.depth, self._keep - 1):
+            return None
+        level = self._levels[-1]
+        size = level.scores.shape[1]
+        scores, best = level.scores.topk(min(self._limits.width, self._keep, size), dim=1)
+        expanded = scores > self._floor(level.scores)
+        width = int(expanded.sum(1).max())
+        if not width:
+            return None
+        # The rows with fewer nodes to expand run others, of which nothing comes.
+        best, scores = best[:, :width], scores.where(expanded, -torch.inf)[:, :width]
+        parent_rows = best // (size // self._nodes.shape[1])
+        seen = self._visible.shape[2]
+        above = self._visible.gather(1, parent_rows[..., None].expand(-1, -1, seen))
+        own = torch.eye(width, dtype=torch.bool, device=best.device).expand(len(best), -1, -1)
+        self._visible = torch.cat([above, own], dim=2)
+        self._nodes, self._scores = best + self._known, scores
+        self._known += size
+        self._run += 1
+        return Level(self._run, level.token_ids.gather(1, best), parent_rows, self._visible)
+
+    def _floor(self, scores: Tensor) -> Tensor:
+        """[rows, 1], the score that a node must exceed for any descendant to be kept."""
+        seen = scores if self._best is None else torch.cat([self._best, scores], dim=1)
+        self._best = seen.topk(min(self._keep, seen.shape[1]), dim=1).values
+        least = torch.tensor(self._limits.min_prob, device=scores.device).log()
+        if self._best.shape[1] < self._keep:
+            return least.expand(len(scores), 1)
+        return self._best[:, -1:].clamp_min(least)
+
+    def trees(self) -> list[TokenTree]:
+        fields = zip(*(level.fields for level in self._levels), strict=True)
+        found = [torch.cat(parts, dim=1).cpu().numpy() for parts in fields]
+        return [_tree(*row) for row in zip(*found, strict=True)]
+
+
+def _tree(
+    token_ids: NDArray[np.int64],
+    parents: NDArray[np.int64],
+    scores: Float32Array,
+    log_probs: Float32Array,
+    ranks: NDArray[np.int64],
+) -> TokenTree:
+    """One row's candidates, each [n], with their evidence classes."""
+    kept = np.flatnonzero(scores > -np.inf)
+    place = np.full(len(scores) + 1, -1, np.int32)
+    place[kept] = np.arange(len(kept))
+    ids = token_ids[kept].astype(np.int32)
+    bare = TokenTree.build(ids, place[parents[kept]], np.exp(scores[kept]))
+    classes = evidence_classes(np.exp(log_probs[kept]), ranks[kept], bare.depths)
+    return TokenTree.build(bare.token_ids, bare.parents, bare.probs, classes)
+
+
+def evidence_classes(
+    probs: Float32Array, ranks: NDArray[np.int64], depths: Int32Array
+) -> Int32Array:
+    """The class of each node from its probability after its parent, rank (0: the likeliest
+    sibling) and depth (1: a child of the root); int32 [n]."""
+    bucket = np.searchsorted(PROB_EDGES, probs, side="right")
+    rank = np.minimum(ranks, RANKS - 1)
+    depth = np.minimum(depths, DEPTHS) - 1
+    return ((bucket * RANKS + rank) * DEPTHS + depth).astype(np.int32)

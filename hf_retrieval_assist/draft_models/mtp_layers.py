@@ -1,0 +1,254 @@
+"""A model's own multi-token-prediction layers, as transformers loads them.
+
+Layer k reads the embedding of a token and the hidden state that layer k − 1 (for k = 0 the model
+itself) has at the token before it, and predicts the token k + 2 places behind that hidden state's
+(DeepSeek-AI 2024, arXiv:2412.19437, section 2.2).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from itertools import compress
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ..host.transformers_private import attention_of, mtp_logits, unloaded_patterns
+from ..system.locks import Lock
+from ..verification.kv_cache import SLOT_LAYERS
+from ..verification.tree_attention import LayerMask, layer_masks, single_mask
+
+
+class MtpLayers(nn.Module):
+    """The layers, with the embeddings, rotary embedding and output layer of the model they are of.
+
+    Drafting only reads them, so any number of threads may use them.
+
+    Args:
+        module: transformers' `MtpModel`.
+
+    Attributes:
+        config: of the layers, counted from 0, as their caches want it.
+        takes_trees: whether every layer keeps one entry per token and nothing else.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        # Out of sight of nn.Module: moving, saving or freezing the layers must not do it to what
+        # they share with the model.
+        self._whole = (module,)
+        self.layers = module.layers
+        if module.use_shared_post_norm:
+            self.shared_post_norm = module.shared_post_norm
+        self.config = module.config
+        caches = DynamicCache(config=self.config).layers
+        self.takes_trees = all(type(cache) in SLOT_LAYERS for cache in caches)
+        self.requires_grad_(False).eval()
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def module(self) -> Any:
+        return self._whole[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.layers.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.layers.parameters()).dtype
+
+    def mask_rule(self, layer: int) -> LayerMask:
+        """How far back a layer sees; without layer types, everything."""
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is None:
+            return LayerMask()
+        if kinds[layer] == "hybrid_sliding":
+            return single_mask(self.config)
+        return layer_masks(self.config)[kinds[layer]]
+
+    def run(
+        self,
+        layer: int,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Any,
+        cache: Any,
+    ) -> Tensor:
+        """One pass of one layer over n tokens of each of B texts.
+
+        Args:
+            layer: from 0.
+            token_ids: int64 [B, n].
+            hidden: [B, n, hidden_size], at the token before each, of the layer before.
+            positions: int64 [B, n], of the tokens.
+            mask: additive [1, 1, n, cached + n], or None where nothing is masked.
+            cache: receives the n new entries.
+
+        Returns:
+            [B, n, hidden_size]
+        """
+        module = self.module
+        embeddings = module.embed_tokens(token_ids.to(module.embed_tokens.weight.device))
+        # The model's own matrix learns nothing from what the layers learn.
+        embeddings = embeddings.detach().to(self.device, self.dtype)
+        rotary = None
+        if module.rotary_emb is not None:
+            kind = {"layer_type": self.config.layer_types[layer]} if self._rotary_by_kind else {}
+            rotary = module.rotary_emb(embeddings, position_ids=positions, **kind)
+        output = module.layers[layer](
+            embeddings,
+            hidden,
+            position_embeddings=rotary,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+        )
+        if module.use_shared_post_norm:
+            output = module.shared_post_norm(output)
+        return output
+
+    @property
+    def _rotary_by_kind(self) -> bool:
+        return self.module.has_per_layer_rope
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, ids] of the model's output layer, from outputs [n, hidden_size] of any layer."""
+        return mtp_logits(self.module, hidden)
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the model's vocabulary for columns of the logits; any shape."""
+        return draft_ids
+
+
+_loaded: weakref.WeakKeyDictionary[Any, MtpLayers] = weakref.WeakKeyDictionary()
+_lock = Lock()
+
+
+def mtp_layers(model: Any) -> MtpLayers:
+    """The layers of a model, read from its checkpoint once.
+
+    Raises:
+        ValueError: the model has none, or its checkpoint is not at hand.
+    """
+    with _lock:
+        if model not in _loaded:
+            _loaded[model] = MtpLayers(_load(model))
+        return _loaded[model]
+
+
+def _load(model: Any) -> nn.Module:
+    kind = type(model).__name__
+    owner = loadable(model)
+    if owner is None:
+        raise ValueError(
+            "fallback 'mtp': expected a model whose configuration counts num_mtp_layers, or whose "
+            f"checkpoints hold mtp.* tensors, got {kind}"
+        )
+    mtp_model = _mtp_model_class()
+    try:
+        device = next(owner.get_decoder().layers[-1].parameters()).device
+        module = mtp_model.from_pretrained(owner, device_map={"": device})
+    except Exception as error:  # whatever an unsuitable class or checkpoint raises
+        raise ValueError(
+            f"fallback 'mtp': expected MTP layers that transformers can load with {kind} from "
+            f"{model.config.name_or_path!r}, got {type(error).__name__}: {error}"
+        ) from error
+    return _taking_masks(module)
+
+
+def fresh_mtp_layer(model: Any) -> nn.Module:
+    """transformers' `MtpModel` of one layer for a model that need not have any, untrained.
+
+    The layer is the model's own decoder layer, of full attention where it has such layers, behind
+    norms of the model's class and a projection; in float32 on the CPU.
+
+    Raises:
+        ValueError: such a layer cannot be built, or run, for this model.
+    """
+    mtp_model = _mtp_model_class()
+    owner: Any = _WithMtpConfig(model, 1)
+    # A new `MtpModel` initialises all that it holds, so what is the model's comes in afterwards.
+    owner.lm_head, owner.get_input_embeddings = None, lambda: None
+    try:
+        module = mtp_model(owner, 1)
+        module.tie_with_main_model(model)
+        return _taking_masks(module)
+    except Exception as error:  # whatever an unsuitable class raises
+        raise ValueError(
+            "target: expected a model of whose decoder layer transformers can make an MTP layer, "
+            f"got {type(model).__name__} ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _mtp_model_class() -> Any:
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError as error:
+        raise ValueError("MTP layers: expected transformers 5.23 or later") from error
+    return MtpModel
+
+
+def _taking_masks(module: Any) -> Any:
+    """With an attention that takes a tree mask."""
+    if "flash" in attention_of(module.config):
+        module.set_attn_implementation("sdpa")
+    return module
+
+
+def loadable(model: Any) -> Any:
+    """The model as transformers' loader wants it, or None where it has no such layers."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "num_mtp_layers", None):
+        return model
+    if any("mtp" in pattern for pattern in unloaded_patterns(model)):
+        return _WithMtpConfig(model, getattr(config, "mtp_num_hidden_layers", 1))
+    return None
+
+
+class _WithMtpConfig:
+    """A model with a configuration that counts MTP layers, of full attention where it has any.
+
+    Qwen3-Next and Qwen3.5 hold one in their checkpoints without counting it: a block between two
+    norms, a projection and a final norm, in the layout that transformers' loader knows from Mellum.
+
+    Args:
+        model: which is only read.
+        count: of the layers.
+    """
+
+    def __init__(self, model: Any, count: int) -> None:
+        self._model = model
+        self.config = copy.deepcopy(model.config)
+        config = self.config.get_text_config(decoder=True)
+        self._kinds: list[str] = getattr(config, "layer_types", None) or []
+        full = not self._kinds or "full_attention" in self._kinds
+        self._kind = "full_attention" if full else self._kinds[-1]
+        config.num_mtp_layers = count
+        config.mtp_layer_types = [self._kind] * count
+        if kinds := getattr(config, "mlp_layer_types", None):
+            config.mtp_mlp_layer_types = kinds[-1:] * count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_decoder(self) -> Any:
+        """Its last layer is one whose class and norms the MTP layer shares."""
+        decoder = self._model.get_decoder()
+        layers = list(decoder.layers)
+        alike = [kind == self._kind for kind in self._kinds]
+        return SimpleNamespace(
+            layers=list(compress(layers, alike)) or layers,
+            rotary_emb=copy.deepcopy(getattr(decoder, "rotary_emb", None)),
+        )

@@ -1,0 +1,347 @@
+"""Sequoia: the shape of the static tree that brings the most tokens (Chen et al. 2024, section 4).
+
+The k-th child of an accepted node is the accepted one with probability p_k, wherever the node is. A
+tree is then worth the sum over its nodes of the product of p along the path, and the best tree of
+every size and depth comes out of one dynamic programme. Sizes and levels count the root here, whose
+term 1 is the token that every step brings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..planning.running_mean import toward
+from ..system.locks import Lock
+from ..token_tree import Int32Array
+
+Float64Array: TypeAlias = NDArray[np.float64]
+
+_PRIOR_HAZARDS = (0.6, 0.3, 0.2, 0.15, 0.1)  # of ranks 1, 2, …; the last one for all others
+_PRIOR_TRIALS = 4.0
+_MEMORY = 2000.0  # trials of the first rank, after which half of all are forgotten
+
+_RECONSIDER = 32  # steps from one look at what the tree was solved for to the next
+_TOLERANCE = 0.1  # relative change of the times, absolute change of p, that asks for another tree
+_PASS_MEMORY = 0.1  # share of a new timing in the mean time of a pass
+
+
+@dataclass(frozen=True, eq=False)
+class TreeShape:
+    """A static tree without its root, level by level, siblings in the order of their ranks.
+
+    Attributes:
+        parents: int32 [n], index of each node's parent, −1 for children of the root.
+        ranks: int32 [n], 0-based place of the node among its siblings, in the order of drawing.
+    """
+
+    parents: Int32Array
+    ranks: Int32Array
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def level_sizes(self) -> list[int]:
+        """Nodes on every level below the root's."""
+        levels = np.zeros(len(self), np.intp)
+        for node, parent in enumerate(self.parents):
+            levels[node] = levels[parent] + 1 if parent >= 0 else 0
+        return np.bincount(levels).tolist() if len(self) else []
+
+    @property
+    def levels(self) -> int:
+        """Levels, the root's included."""
+        return 1 + len(self.level_sizes)
+
+    @property
+    def child_counts(self) -> Int32Array:
+        """int32 [n + 1]: how many children the root has, then every node."""
+        return np.bincount(self.parents + 1, minlength=len(self) + 1).astype(np.int32)
+
+    def path_values(self, acceptance: ArrayLike) -> Float64Array:
+        """float64 [n]: the probability that each node is accepted."""
+        rates = np.asarray(acceptance, dtype=np.float64)[self.ranks]
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                rates[node] *= rates[parent]
+        return rates
+
+    def expected_tokens(self, acceptance: ArrayLike) -> float:
+        """Tokens that a step with this tree brings on average, F(T) in the paper."""
+        return 1.0 + float(self.path_values(acceptance).sum())
+
+    def truncate(self, levels: int) -> TreeShape:
+        """The first `levels` levels, the root's included."""
+        kept = sum(self.level_sizes[: levels - 1])
+        return TreeShape(self.parents[:kept], self.ranks[:kept])
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the arrays break the contract above."""
+        assert (self.parents < np.arange(len(self))).all(), "a child before its parent"
+        assert (np.diff(self.parents) >= 0).all(), "not level by level"
+        for parent in np.unique(self.parents):
+            ranks = self.ranks[self.parents == parent]
+            assert ranks.tolist() == list(range(len(ranks))), "siblings that skip a rank"
+
+
+class OptimalTrees:
+    """The best trees of all sizes up to `max_nodes`, for one acceptance vector.
+
+    With `max_levels`, T(m, l, b) = max over y of T(y, l, b−1) + p_b·M(m−y, l−1), where M(m, l) is
+    the maximum over b (section 4.1 and appendix; O(N²·L·K) time). Without, subtrees have no bound
+    on their depth either, and l falls away (O(N²·K)). p need not be sorted.
+
+    Args:
+        acceptance: [K], p_1, …, p_K; a node has at most K children.
+        max_nodes: the largest size of interest, root included.
+        max_levels: the largest depth of interest, root included; None: unbounded.
+
+    Attributes:
+        values: float64 [max_nodes + 1, max_levels + 1], or [max_nodes + 1, 1] without a bound: the
+            most expected tokens of a tree of exactly so many nodes on at most so many levels; −inf
+            where there is no such tree.
+    """
+
+    def __init__(self, acceptance: ArrayLike, max_nodes: int, max_levels: int | None = None):
+        self.acceptance = _checked_acceptance(acceptance)
+        if max_nodes < 1 or (max_levels is not None and max_levels < 1):
+            raise ValueError(
+                f"expected max_nodes and max_levels >= 1, got {max_nodes} and {max_levels}"
+            )
+        self.max_nodes = max_nodes
+        self.max_levels = max_levels
+        # The bound of a subtree, by the bound of its tree; bound 0 admits no tree at all.
+        self._subtree_bound = (
+            np.zeros(1, np.intp)
+            if max_levels is None
+            else np.maximum(np.arange(max_levels + 1) - 1, 0)
+        )
+        self._solve()
+
+    def _solve(self) -> None:
+        bounds, branches = len(self._subtree_bound), len(self.acceptance) + 1
+        # T(m, l, b); the size left to the root and its first b−1 children; the best b.
+        table = np.full((self.max_nodes + 1, bounds, branches), -np.inf)
+        self._left = np.zeros(table.shape, np.int32)
+        self._branches = np.zeros(table.shape[:2], np.int32)
+        self.values = np.full(table.shape[:2], -np.inf)
+        first = 0 if self.max_levels is None else 1
+        table[1, first:, 0] = self.values[1, first:] = 1.0
+        for size in range(2, self.max_nodes + 1):
+            best = self._best_splits(table, size)
+            table[size, :, 1:] = best
+            self._branches[size] = table[size].argmax(axis=-1)
+            self.values[size] = table[size].max(axis=-1)
+
+    def _best_splits(self, table: Float64Array, size: int) -> Float64Array:
+        """float64 [bounds, K]: T(size, ·, b) for b ≥ 1; keeps which split gives it."""
+        subtrees = self.values[size - 1 : 0 : -1][:, self._subtree_bound, None]
+        with np.errstate(invalid="ignore"):
+            gains = np.where(subtrees > 0, subtrees * self.acceptance, -np.inf)
+        totals = table[1:size, :, :-1] + gains
+        left = totals.argmax(axis=0)
+        self._left[size, :, 1:] = left + 1
+        return np.take_along_axis(totals, left[None], axis=0)[0]
+
+    def _bound(self, max_levels: int | None) -> int:
+        if self.max_levels is None:
+            if max_levels is not None:
+                raise ValueError("expected max_levels=None, as these trees were solved without it")
+            return 0
+        return self.max_levels if max_levels is None else min(max_levels, self.max_levels)
+
+    def tree(self, nodes: int, max_levels: int | None = None) -> TreeShape:
+        """A best tree of at most `nodes` nodes on at most `max_levels` levels, root included."""
+        bound = self._bound(max_levels)
+        if not 1 <= nodes <= self.max_nodes or (self.max_levels is not None and bound < 1):
+            raise ValueError(
+                f"expected 1 <= nodes <= {self.max_nodes} and max_levels >= 1, "
+                f"got {nodes} and {max_levels}"
+            )
+        # A larger feasible tree is never worse.
+        size = int(np.flatnonzero(np.isfinite(self.values[: nodes + 1, bound]))[-1])
+        return self._walk_back(size, bound)
+
+    def _walk_back(self, size: int, bound: int) -> TreeShape:
+        parents: list[int] = []
+        ranks: list[int] = []
+        level = [(-1, size, bound)]
+        while level:
+            below = []
+            for node, nodes, limit in level:
+                limit_below = int(self._subtree_bound[limit])
+                for rank, subtree in enumerate(self._child_sizes(nodes, limit)):
+                    below.append((len(parents), subtree, limit_below))
+                    parents.append(node)
+                    ranks.append(rank)
+            level = below
+        return TreeShape(np.array(parents, np.int32), np.array(ranks, np.int32))
+
+    def _child_sizes(self, size: int, bound: int) -> list[int]:
+        """Sizes of the subtrees below a node whose own subtree has `size` nodes."""
+        sizes = []
+        for branch in range(int(self._branches[size, bound]), 0, -1):
+            left = int(self._left[size, bound, branch])
+            sizes.append(size - left)
+            size = left
+        return sizes[::-1]
+
+    def speedups(self, seconds: ArrayLike, draft_seconds: float) -> Float64Array:
+        """Tokens per second against plain decoding, for every size and bound on the levels.
+
+        Args:
+            seconds: float64 [≥ max_nodes], t(1), t(2), … of the target (section 4.3).
+            draft_seconds: of one pass of the draft model. A tree of l levels takes l − 1 passes,
+                since its leaves are not fed.
+
+        Returns:
+            float64 [max_nodes + 1, max_levels + 1], 0 where there is no such tree.
+        """
+        if self.max_levels is None:
+            raise ValueError(
+                "expected trees solved with max_levels: the draft's time depends on it"
+            )
+        times = np.asarray(seconds, dtype=np.float64)[: self.max_nodes]
+        if times.shape != (self.max_nodes,):
+            raise ValueError(f"expected {self.max_nodes} times, got {len(times)}")
+        passes = np.arange(-1, self.max_levels)
+        step = np.append(np.inf, times)[:, None] + draft_seconds * passes
+        return np.maximum(self.values, 0.0) * times[0] / step
+
+    def fastest(self, seconds: ArrayLike, draft_seconds: float) -> TreeShape:
+        """The tree with the most tokens per second; arguments as for `speedups`."""
+        rates = self.speedups(seconds, draft_seconds)
+        size, bound = np.unravel_index(int(rates.argmax()), rates.shape)
+        return self._walk_back(int(size), int(bound))
+
+
+def _checked_acceptance(acceptance: ArrayLike) -> Float64Array:
+    vector = np.asarray(acceptance, dtype=np.float64)
+    if vector.ndim != 1 or not (vector >= 0).all() or vector.sum() > 1 + 1e-6:
+        raise ValueError(
+            f"expected acceptance to be probabilities of disjoint events, got {vector.tolist()}"
+        )
+    return vector
+
+
+class AcceptanceCounts:
+    """Measures the acceptance vector: how often the k-th child of an accepted node is accepted.
+
+    Nodes have different numbers of children, so what is counted is how often the k-th child was
+    accepted of the times it was reached (the product-limit estimate): a node that had no k-th child
+    says nothing of it. Old counts are forgotten.
+
+    Args:
+        width: ranks to keep, K.
+    """
+
+    def __init__(self, width: int):
+        if width < 1:
+            raise ValueError(f"expected width >= 1, got {width}")
+        hazards = _PRIOR_HAZARDS + (_PRIOR_HAZARDS[-1],) * width
+        self._prior_trials = np.full(width, _PRIOR_TRIALS)
+        self._prior_hits = _PRIOR_TRIALS * np.array(hazards[:width])
+        self._trials = self._prior_trials.copy()
+        self._hits = self._prior_hits.copy()
+
+    def observe(self, children: int, accepted: int) -> None:
+        """Count an accepted node with `children` children, of which the one of rank `accepted`
+        (0 first; −1: none) was accepted."""
+        if not -1 <= accepted < children:
+            raise ValueError(f"expected -1 <= accepted < {children}, got {accepted}")
+        reached = children if accepted < 0 else accepted + 1
+        self._trials[:reached] += 1
+        if 0 <= accepted < len(self._hits):
+            self._hits[accepted] += 1
+        if self._trials[0] > _MEMORY:
+            self._trials = 0.5 * (self._trials + self._prior_trials)
+            self._hits = 0.5 * (self._hits + self._prior_hits)
+
+    @property
+    def vector(self) -> Float64Array:
+        """float64 [width]: p_1, …, p_K; sums to at most 1."""
+        hazards = self._hits / self._trials
+        survival = np.append(1.0, np.cumprod(1 - hazards)[:-1])
+        return hazards * survival
+
+
+class ShapeChooser:
+    """Keeps the tree that is fastest for what has been measured lately. Thread-safe.
+
+    Measures the acceptance vector and the time of a draft pass, is told the target's t(n), and
+    solves for the tree again when one of them has changed (section 4.3).
+
+    Args:
+        width: children of a node at most.
+        max_nodes: size of a tree at most, its root included.
+        max_levels: levels of a tree at most, its root included.
+    """
+
+    def __init__(self, width: int, max_nodes: int, max_levels: int):
+        self.max_nodes = max_nodes
+        self.max_levels = max_levels
+        self.counts = AcceptanceCounts(width)
+        self._pass = 0.0
+        self._seconds: Float64Array | None = None
+        self._solved_for: Float64Array | None = None
+        self._asked = 0
+        self._lock = Lock()
+        self._solve()
+
+    def observe(self, children: int, accepted: int) -> None:
+        """Count one accepted node; see `AcceptanceCounts.observe`."""
+        with self._lock:
+            self.counts.observe(children, accepted)
+
+    @property
+    def draft_seconds(self) -> float:
+        """Time of one forward of the draft model over a level; 0 before any."""
+        return self._pass
+
+    def observe_pass(self, seconds: float) -> None:
+        """Learn the time of one forward of the draft model over a level."""
+        with self._lock:
+            self._pass = toward(self._pass, seconds, _PASS_MEMORY)
+
+    def set_seconds(self, seconds: ArrayLike) -> None:
+        """Tell t(1), t(2), …, at least `max_nodes` of them; None was told: the largest tree."""
+        with self._lock:
+            self._seconds = np.array(seconds, dtype=np.float64)[: self.max_nodes]
+
+    def shape(self, budget: int | None = None) -> TreeShape:
+        """The tree to draft now, of at most `budget` nodes below the root.
+
+        The same object for the same budget until the tree is solved for again.
+        """
+        with self._lock:
+            self._asked += 1
+            if self._asked % _RECONSIDER == 0 and self._has_changed():
+                self._solve()
+            if budget is None or len(self._shape) <= budget:
+                return self._shape
+            if budget not in self._smaller:
+                self._smaller[budget] = self._trees.tree(budget + 1)
+            return self._smaller[budget]
+
+    def _measured(self) -> Float64Array:
+        times = np.empty(0) if self._seconds is None else self._seconds
+        return np.concatenate(
+            [self.counts.vector, np.log(np.append(times, self.draft_seconds) + 1e-12)]
+        )
+
+    def _has_changed(self) -> bool:
+        now, then = self._measured(), self._solved_for
+        return then is None or now.shape != then.shape or np.abs(now - then).max() > _TOLERANCE
+
+    def _solve(self) -> None:
+        self._solved_for = self._measured()
+        self._trees = OptimalTrees(self.counts.vector, self.max_nodes, self.max_levels)
+        self._smaller: dict[int, TreeShape] = {}
+        if self._seconds is None:
+            self._shape = self._trees.tree(self.max_nodes)
+        else:
+            self._shape = self._trees.fastest(self._seconds, self.draft_seconds)

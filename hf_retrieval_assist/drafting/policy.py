@@ -1,0 +1,427 @@
+"""What drafts for texts: several drafters, the policy that combines them, and what they cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..drafters.base import (
+    ChildDraw,
+    Drafter,
+    DraftSession,
+    Feedback,
+    FeedbackNeeds,
+    Target,
+    close_all,
+)
+from ..drafters.expected import Expected, ExpectedTexts
+from ..drafters.feedback import RowFeedback, prompt_feedback
+from ..drafters.grammar import GrammarDrafter
+from ..planning.acceptance import Calibrator
+from ..planning.account import Account, Drafting
+from ..planning.cost_model import CostModel, Float64Array
+from ..planning.cost_store import CostKey, CostModels
+from ..planning.planner import Budget, Planner
+from ..stats import CallStats, Stats
+from ..system.locks import Lock
+from ..token_tree import Int32Array, TokenTree
+
+
+class DraftingPolicy:
+    """Drafters, and how their drafts are judged, combined and paid for.
+
+    What is learnt of a model is kept by model: how often drafts were accepted by its fingerprint,
+    t(n) and the account of time by model and kind of call.
+
+    Args: see :class:`~hf_retrieval_assist.assistants.Assistant`.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        *,
+        budget: Budget = "auto",
+        max_nodes: int = 256,
+        reroute: bool = True,
+        graphs: bool = True,
+        residual: bool = False,
+        costs: CostModels | None = None,
+    ):
+        # The rule of a paper knows of no grammar.
+        self.drafters = (*drafters, *([] if budget == "paper" else [GrammarDrafter()]))
+        self.planner = Planner(budget, max_nodes)
+        self.reroute = reroute
+        self.graphs = graphs
+        self.residual = residual
+        self.costs = CostModels() if costs is None else costs
+        self._accounts: dict[CostKey, Account] = {}
+        self._calibrators: dict[str, tuple[Calibrator, ...]] = {}
+        self._names = _distinct([drafter.name for drafter in self.drafters])
+        self.stats = Stats(self._names, self._calibrators)
+        self.needs_feedback = any(drafter.needs != FeedbackNeeds() for drafter in self.drafters)
+        self.top_k = max((drafter.needs.top_k for drafter in self.drafters), default=0)
+        self.needs_all_logits = any(drafter.needs.logits for drafter in self.drafters)
+        self.needs_logits = self.needs_all_logits or self.top_k > 0
+        layers = (drafter.needs.hidden_layers for drafter in self.drafters)
+        self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
+        self.learn = True
+        self.expected = Expected()
+        self._lock = Lock()
+
+    def calibrators(self, fingerprint: str) -> tuple[Calibrator, ...]:
+        """Of each drafter, how often its drafts for one model were accepted."""
+        with self._lock:
+            if fingerprint not in self._calibrators:
+                self._calibrators[fingerprint] = tuple(
+                    map(self._calibrator, range(len(self.drafters)))
+                )
+            return self._calibrators[fingerprint]
+
+    def _calibrator(self, number: int) -> Calibrator:
+        # Costly drafters are asked for a better judgement, which stands; papers know of no others.
+        drafter = self.drafters[number]
+        beside = number > 0 and drafter.defers and self.planner.budget != "paper"
+        return Calibrator(drafter.priors(), beside=beside)
+
+    def account(self, key: CostKey) -> Account | None:
+        """The account of time of calls of one kind; None where drafters are always asked.
+
+        Under "auto" drafters that have not earned their own time lately are left alone.
+        """
+        if self.planner.budget != "auto":
+            return None
+        with self._lock:
+            if key not in self._accounts:
+                planner = Planner("auto", self.planner.max_nodes, self.planner.exploration)
+                costly = [drafter.costly for drafter in self.drafters]
+                self._accounts[key] = Account(planner, costly)
+            return self._accounts[key]
+
+    def may_rest(self) -> bool:
+        """Whether calls may be decoded plainly.
+
+        Drafters that read hidden states could not learn from such calls, and texts that are
+        expected are worth a try.
+        """
+        return not self.hidden_layers and not self.expected
+
+    def start(
+        self, prompt_ids: NDArray[np.int32], target: Target, row: int = 0, batch_size: int = 1
+    ) -> AssistantSession:
+        """A session for one prompt (int32 [length], without padding), a row of a batch."""
+        expected = self.expected.of_row(row, batch_size)
+        return AssistantSession(
+            self, prompt_ids, replace(target, learn=self.learn, expected=expected, row=row)
+        )
+
+    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
+        """What `budget="paper"` verifies of the calibrated drafts, one of each session."""
+        return union(drafts)
+
+    def propose(
+        self,
+        sessions: Sequence[AssistantSession],
+        max_depths: Sequence[int | None],
+        cost: CostModel | None = None,
+        budget: int | None = None,
+        drafting: Drafting | None = None,
+    ) -> list[TokenTree]:
+        """One tree for each text of what the drafters propose, each of which is asked once.
+
+        Args:
+            sessions: the texts.
+            max_depths: of each text's tree; None: any.
+            cost: t(n); None where only tokens are counted.
+            budget: nodes that every drafter is asked for; None: what the planner asks for.
+            drafting: the step of an account, which says whom to ask; None: all are asked.
+
+        Raises:
+            ValueError: a draft breaks the contract of a token tree; names the drafter.
+        """
+        if budget is None:
+            budget = self.planner.request(cost)
+        for session in sessions:
+            session.drafts = []
+        trees = [TokenTree.empty()] * len(sessions)
+        for number, drafter in enumerate(self.drafters):
+            missed = _missed(trees) if drafter.costly else 1.0
+            if drafting is not None and not drafting.asks(number, missed):
+                for session in sessions:
+                    session.drafts.append(TokenTree.empty())
+                continue
+            started = time.perf_counter()
+            known = sum([tree.expected_tokens for tree in trees])
+            if drafter.costly and cost is not None and self.planner.budget == "auto":
+                for session in sessions:
+                    session.sessions[number].see_cost(_of_step(cost))
+            drafts = self._ask(number, sessions, budget)
+            for row, session in enumerate(sessions):
+                draft = session.calibrations[number].calibrate(drafts[row], trees[row])
+                session.drafts.append(draft)
+                trees[row] = trees[row].merge(draft)
+            if drafting is not None:
+                promised = sum([tree.expected_tokens for tree in trees]) - known
+                seconds = time.perf_counter() - started
+                drafting.spend(number, seconds, promised / len(sessions))
+        if self.planner.budget == "paper":
+            trees = [self.choose(session.sessions, session.drafts) for session in sessions]
+        return [
+            tree if depth is None else tree.cut_depth(depth)
+            for tree, depth in zip(trees, max_depths, strict=True)
+        ]
+
+    def _ask(
+        self, number: int, sessions: Sequence[AssistantSession], budget: int
+    ) -> list[TokenTree]:
+        """A drafter's proposals, checked."""
+        drafter = self.drafters[number]
+        self._learn_deferred(number, sessions)
+        drafts = drafter.propose_rows(
+            [session.sessions[number] for session in sessions], [budget] * len(sessions)
+        )
+        if len(drafts) != len(sessions):
+            raise ValueError(
+                f"drafter {drafter.name!r}: expected a draft for each of {len(sessions)} rows, "
+                f"got {len(drafts)}"
+            )
+        for session, draft in zip(sessions, drafts, strict=True):
+            fault = draft.fault(session.vocab_size, session.calibrations[number].n_classes)
+            if fault is not None:
+                raise ValueError(
+                    f"drafter {drafter.name!r}: its draft breaks a tree's contract: {fault}"
+                )
+        return [session.restrict(draft) for session, draft in zip(sessions, drafts, strict=True)]
+
+    def plan(
+        self,
+        trees: Sequence[TokenTree],
+        cost: CostModel | None,
+        extra_tokens: int = 0,
+        packed: bool = False,
+        drafting: Drafting | None = None,
+    ) -> list[TokenTree]:
+        """The part of each row's draft that is worth verifying.
+
+        Args:
+            trees: one per row.
+            cost: t(n) of this batch; None, in a simulation that counts tokens only, keeps all
+                that the drafters were asked for.
+            extra_tokens: that the forward carries besides roots and nodes.
+            packed: whether rows are verified without padding, each as many nodes as it is worth.
+            drafting: the step of an account, which knows how much of earlier drafts came true.
+        """
+        planner = self.planner if drafting is None else drafting.account.planner
+        if cost is None:
+            return [tree.prune(planner.request()) for tree in trees]
+        if packed:
+            return planner.plan_packed(trees, cost)
+        return planner.plan_batch(trees, cost, extra_tokens)
+
+    def commit(
+        self,
+        sessions: Sequence[AssistantSession],
+        tokens: Sequence[Sequence[int]],
+        feedbacks: Sequence[RowFeedback | None],
+        drafting: Drafting | None = None,
+    ) -> None:
+        """Append to texts the tokens of a step, and learn what they and the forward show.
+
+        Drafters that the step did not ask learn the tokens when they are asked again, except those
+        that read hidden states.
+        """
+        for session, token_ids in zip(sessions, tokens, strict=True):
+            session.expected.follow(token_ids)
+        ids = [np.array(token_ids, np.int32) for token_ids in tokens]
+        for number, drafter in enumerate(self.drafters):
+            asked = drafting is None or number in drafting.uses
+            if not asked and not drafter.needs.hidden_layers:
+                for session, token_ids in zip(sessions, tokens, strict=True):
+                    session.defer(number, token_ids)
+                continue
+            started = time.perf_counter()
+            self._learn_deferred(number, sessions)
+            shown = [None if found is None else found.share(drafter.needs) for found in feedbacks]
+            self._learn(number, sessions, ids, tokens, shown)
+            if drafting is not None and asked:
+                drafting.spend(number, time.perf_counter() - started)
+
+    def _learn(
+        self,
+        number: int,
+        sessions: Sequence[AssistantSession],
+        ids: Sequence[Int32Array],
+        tokens: Sequence[Sequence[int]],
+        feedbacks: Sequence[Feedback | None],
+    ) -> None:
+        """Tell one drafter what came, all texts at once."""
+        for session, token_ids in zip(sessions, ids, strict=True):
+            session.calibrations[number].commit(token_ids)
+        rows = [session.sessions[number] for session in sessions]
+        self.drafters[number].commit_rows(rows, tokens, feedbacks)
+
+    def _learn_deferred(self, number: int, sessions: Sequence[AssistantSession]) -> None:
+        """Tell one drafter what was put off."""
+        late = [session for session in sessions if session.deferred[number]]
+        if late:
+            tokens = [session.deferred[number] for session in late]
+            for session in late:
+                session.deferred[number] = []
+            ids = [np.array(token_ids, np.int32) for token_ids in tokens]
+            self._learn(number, late, ids, tokens, [None] * len(late))
+
+    def settle(
+        self,
+        drafting: Drafting,
+        sessions: Sequence[AssistantSession],
+        trees: Sequence[TokenTree],
+        tokens: Sequence[Sequence[int]],
+        width: int,
+    ) -> None:
+        """Account for a step.
+
+        Args:
+            drafting: the step.
+            sessions: the texts that were drafted for.
+            trees: what was verified of each.
+            tokens: what came of each; of rows in step, fewer than were right.
+            width: tokens per row that were verified.
+        """
+        rows = max(1, len(sessions))
+        brought = [0.0] * len(self.drafters)
+        for session, tree, token_ids in zip(sessions, trees, tokens, strict=True):
+            accepted, known = len(token_ids) - 1, 0
+            if token_ids:
+                drafting.account.planner.learn(*_promise(session.drafts, tree, token_ids))
+            if accepted <= 0:
+                continue
+            for number, draft in enumerate(session.drafts):
+                reached = len(draft.follow(token_ids[:accepted])) if len(draft) else 0
+                brought[number] += max(0, reached - known) / rows
+                known = max(known, reached)
+        drafting.settle(width, brought)
+
+    def count(self, call: CallStats) -> None:
+        """Add a finished call to the statistics."""
+        with self._lock:
+            self.stats.record(call)
+
+
+def _promise(
+    drafts: Sequence[TokenTree], tree: TokenTree, token_ids: Sequence[int]
+) -> tuple[float, int]:
+    """Tokens that a verified tree was expected to bring, and those that came of it; where nothing
+    was verified, the same of the drafts' best guess at the next token, which the text judges."""
+    if len(tree):
+        return tree.expected_tokens, len(token_ids) - 1
+    guesses = [(float(draft.probs[0]), int(draft.token_ids[0])) for draft in drafts if len(draft)]
+    prob, token = max(guesses, default=(0.0, -1))
+    return prob, int(token == token_ids[0])
+
+
+def _missed(trees: Sequence[TokenTree]) -> float:
+    """Mean share of next tokens that trees are expected not to have among their first nodes."""
+    hits = [min(1.0, float(tree.probs[tree.parents < 0].sum())) for tree in trees]
+    return 1 - sum(hits) / max(1, len(hits))
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, a repeated one with its number: "suffix", "suffix 2"."""
+    numbers = [names[: i + 1].count(name) for i, name in enumerate(names)]
+    return [name if n == 1 else f"{name} {n}" for name, n in zip(names, numbers, strict=True)]
+
+
+def union(drafts: Sequence[TokenTree]) -> TokenTree:
+    """One tree of all paths."""
+    tree = TokenTree.empty()
+    for draft in drafts:
+        tree = tree.merge(draft)
+    return tree
+
+
+def _of_step(cost: CostModel) -> Callable[[int], Float64Array]:
+    """Seconds of whole steps that feed 1, …, n tokens."""
+    return lambda most: cost.curve(most) + cost.overhead()
+
+
+class AssistantSession:
+    """The draft sessions of one text, with probabilities calibrated on it."""
+
+    def __init__(self, assistant: DraftingPolicy, prompt_ids: NDArray[np.int32], target: Target):
+        self.assistant = assistant
+        self.prompt_ids = prompt_ids
+        self.vocab_size = target.vocab_size
+        self.sessions: list[DraftSession] = []
+        with ExitStack() as started:
+            started.callback(close_all, self.sessions)
+            for drafter in assistant.drafters:
+                self.sessions.append(drafter.start(prompt_ids, target))
+            started.pop_all()
+        # Asked in every step, so without those that know of nothing.
+        knows = DraftSession.restrict
+        self._restricting = [s for s in self.sessions if type(s).restrict is not knows]
+        # Of each drafter, tokens that it learns when it is asked again.
+        self.deferred: list[list[int]] = [[] for _ in self.sessions]
+        calibrators = assistant.calibrators(target.fingerprint)
+        self.calibrations = [calibrator.session() for calibrator in calibrators]
+        self.expected = ExpectedTexts(target.expected)
+        self.drafts: list[TokenTree] = []  # the last proposals, one of each drafter
+
+    def begin(
+        self,
+        token_ids: Sequence[int],
+        logits: torch.Tensor | None = None,
+        hidden_states: dict[tuple[int, ...], torch.Tensor] | None = None,
+    ) -> None:
+        """Append the first tokens, which follow the prefill; see `prompt_feedback`."""
+        self.expected.follow(token_ids)
+        for session, drafter in zip(self.sessions, self.assistant.drafters, strict=True):
+            feedback = prompt_feedback(self.prompt_ids, drafter.needs, logits, hidden_states or {})
+            session.commit(token_ids, feedback)
+
+    def propose(
+        self,
+        max_depth: int | None = None,
+        cost: CostModel | None = None,
+        budget: int | None = None,
+    ) -> TokenTree:
+        """The tree of this text alone; see `DraftingPolicy.propose`."""
+        return self.assistant.propose([self], [max_depth], cost, budget)[0]
+
+    def restrict(self, tree: TokenTree) -> TokenTree:
+        """The nodes that every drafter thinks can still be chosen."""
+        for session in self._restricting:
+            tree = session.restrict(tree)
+        return tree
+
+    def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
+        """What children were drawn from below a path of tokens, for residual verification."""
+        found = (session.draw_at(path) for session in self.sessions)
+        return next((drawn for drawn in found if drawn is not None), None)
+
+    def commit(self, token_ids: Sequence[int], feedback: RowFeedback | None) -> None:
+        """Append tokens to the text and learn what they and the forward show."""
+        self.assistant.commit([self], [token_ids], [feedback])
+
+    def defer(self, number: int, token_ids: Sequence[int]) -> None:
+        """Append tokens that a drafter learns before it is asked again, and then all at once."""
+        self.deferred[number] += token_ids
+
+    def learn_plain(self, token_ids: Sequence[int]) -> None:
+        """Append a text that was decoded without drafts."""
+        self.expected.follow(token_ids)
+        for number in range(len(self.sessions)):
+            self.defer(number, token_ids)
+
+    def close(self) -> None:
+        """Close the drafters' sessions, the others too where one raises."""
+        try:
+            for number in range(len(self.sessions)):
+                self.assistant._learn_deferred(number, [self])
+        finally:
+            close_all(self.sessions)

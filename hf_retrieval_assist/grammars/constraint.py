@@ -1,0 +1,78 @@
+"""What a grammar leaves open: the matcher of a call's logits processor, followed beside it.
+
+A processor of xgrammar, llguidance or outlines lets a model write only what its grammar allows. A
+drafter follows the same grammar by a matcher of its own, so that the caller's processor is called
+exactly as plain decoding calls it.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from ..token_tree import TokenTree
+
+# The module that follows the matchers of each library.
+_LIBRARIES = ("xgrammar", "llguidance", "outlines_core")
+
+
+class Constraint(ABC):
+    """A grammar's state behind one text, which starts at the prompt's end."""
+
+    @abstractmethod
+    def advance(self, token: int) -> bool:
+        """Go on by a token; False, and nothing has changed, where the grammar forbids it."""
+
+    @abstractmethod
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens."""
+
+    @abstractmethod
+    def forced(self, limit: int) -> list[int]:
+        """At most `limit` tokens that have to follow, cut as a tokenizer would cut them.
+
+        How the end of a forced span is cut depends on what follows it, which the model decides, so
+        the span's last token may be left out.
+        """
+
+    def prune(self, tree: TokenTree) -> TokenTree:
+        """The nodes of `tree` that the grammar allows."""
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(tree.parents.tolist()):
+            children.setdefault(parent, []).append(node)
+        tokens = tree.token_ids.tolist()
+        legal: list[int] = []
+
+        def visit(parent: int) -> None:
+            for node in children.get(parent, ()):
+                if self.advance(tokens[node]):
+                    legal.append(node)
+                    visit(node)
+                    self.rollback(1)
+
+        visit(-1)
+        if len(legal) == len(tree):
+            return tree
+        return tree.select(np.array(sorted(legal), np.int32))
+
+
+def constraint_of(processors: Sequence[Any], row: int) -> Constraint | None:
+    """The constraint that a call's logits processors put on a row; None where there is none.
+
+    Where several do, the first one counts. A library is looked at only where something else has
+    imported it.
+    """
+    for library in _LIBRARIES:
+        if library not in sys.modules:
+            continue
+        found = import_module(f".{library}_matcher", __package__)
+        for processor in processors:
+            constraint: Constraint | None = found.constraint_of(processor, row)
+            if constraint is not None:
+                return constraint
+    return None

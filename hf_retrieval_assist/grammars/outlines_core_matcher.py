@@ -1,0 +1,47 @@
+"""outlines-core's guides, which are automata over whole tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outlines_core import Guide, Index
+
+from .constraint import Constraint
+
+_LONGEST = 512  # tokens that a draft may be deep
+
+
+def constraint_of(processor: Any, row: int) -> Constraint | None:
+    """The constraint of a processor that holds an index."""
+    index = getattr(processor, "index", None)
+    return OutlinesConstraint(Guide(index, _LONGEST)) if isinstance(index, Index) else None
+
+
+class OutlinesConstraint(Constraint):
+    """Follows an index by a guide of its own.
+
+    An index does not tell what its tokens spell, so only a token without an alternative is forced.
+    """
+
+    def __init__(self, guide: Guide):
+        self._guide = guide
+
+    def advance(self, token: int) -> bool:
+        if not self._guide.accepts_tokens([token]):
+            return False
+        self._guide.advance(token, return_tokens=False)
+        return True
+
+    def rollback(self, count: int) -> None:
+        if count:
+            self._guide.rollback_state(count)
+
+    def forced(self, limit: int) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < limit:
+            allowed = self._guide.get_tokens()
+            if len(allowed) != 1 or not self.advance(allowed[0]):
+                break
+            tokens.append(allowed[0])
+        self.rollback(len(tokens))
+        return tokens

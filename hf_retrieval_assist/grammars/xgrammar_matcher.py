@@ -1,0 +1,71 @@
+"""xgrammar's matchers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from .constraint import Constraint
+
+
+def constraint_of(processor: Any, row: int) -> Constraint | None:
+    """The constraint of xgrammar's own processor, or of outlines' one over it."""
+    grammars = getattr(processor, "compiled_grammars", None)
+    if grammars is None:
+        grammars = getattr(processor, "compiled_grammar", None)
+    grammars = grammars if isinstance(grammars, list) else [grammars]
+    if not isinstance(grammars[0], xgrammar.CompiledGrammar):
+        return None
+    return XGrammarConstraint(grammars[row if len(grammars) > 1 else 0])
+
+
+class XGrammarConstraint(Constraint):
+    """Follows a compiled grammar."""
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar):
+        self._matcher = xgrammar.GrammarMatcher(grammar)
+        self._info = grammar.tokenizer_info
+        self._mask = xgrammar.allocate_token_bitmask(1, self._info.vocab_size)
+        self._texts: Sequence[bytes] | None = None
+
+    def advance(self, token: int) -> bool:
+        return not self._matcher.is_terminated() and self._matcher.accept_token(token)
+
+    def rollback(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
+
+    def forced(self, limit: int) -> list[int]:
+        if self._matcher.is_terminated():
+            return []
+        left = self._matcher.find_jump_forward_string().encode()
+        tokens: list[int] = []
+        while left and len(tokens) < limit:
+            token = self._longest(left)
+            if token is None or not self._matcher.accept_token(token):
+                break
+            tokens.append(token)
+            left = left[len(self._text_of(token)) :]
+        self.rollback(len(tokens))
+        # The last token of the span may be part of a longer one.
+        return tokens if left else tokens[:-1]
+
+    def _longest(self, text: bytes) -> int | None:
+        """Of the legal tokens that the text begins with, the longest one."""
+        self._matcher.fill_next_token_bitmask(self._mask)
+        bits = np.unpackbits(self._mask[0].numpy().view(np.uint8), bitorder="little")
+        fitting = [
+            token
+            for token in np.flatnonzero(bits[: self._info.vocab_size]).tolist()
+            if self._text_of(token) and text.startswith(self._text_of(token))
+        ]
+        return max(fitting, key=lambda token: len(self._text_of(token)), default=None)
+
+    def _text_of(self, token: int) -> bytes:
+        if self._texts is None:
+            # Copied for the whole vocabulary, so only once something is forced.
+            self._texts = self._info.decoded_vocab
+        return self._texts[token]

@@ -1,0 +1,115 @@
+"""What tells one model from another, for everything that is learnt about it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Settings of a run, what saving a model adds, and where its files lie: the model is the same.
+_PASSING = (
+    *("architectures", "dtype", "name_or_path", "return_dict", "transformers_version"),
+    "use_cache",
+)
+_SAMPLED = 8  # elements of each parameter
+
+# By the adapters in use.
+_fingerprints: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def fingerprint(model: Any) -> str:
+    """Equal for models that write alike: what is learnt from outputs is kept under it.
+
+    It depends on the configuration, on the adapters in use (of PEFT and of transformers) and on a
+    sample of the weights, those of other adapters left out. Neither the folder that the model was
+    loaded from, nor an update of transformers, nor settings of a run matter, such as the dtype.
+    Weights are read once: a model keeps its fingerprint while it is trained.
+    """
+    adapters = json.dumps(_adapters(model))
+    known = _fingerprints.setdefault(model, {})
+    if adapters not in known:
+        facts = config_fingerprint(model.config) + adapters + _weights_digest(model)
+        known[adapters] = hashlib.sha256(facts.encode()).hexdigest()[:16]
+    return known[adapters]
+
+
+def config_fingerprint(config: Any) -> str:
+    """Equal for configurations of one architecture, its vocabulary and sizes among them."""
+    text = json.dumps(_lasting(config.to_diff_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _lasting(settings: Any) -> Any:
+    """The settings, those of nested configurations among them, without passing ones."""
+    if not isinstance(settings, dict):
+        return settings
+    return {
+        str(name): _lasting(value)
+        for name, value in settings.items()
+        if str(name).removeprefix("_") not in _PASSING
+        and not str(name).startswith(("output_", "_attn"))
+    }
+
+
+def _adapters(model: nn.Module) -> list[str]:
+    """Names of the adapters that change what the model computes."""
+    return sorted({name for layer in _adapted_layers(model) for name in _in_use(layer)})
+
+
+def _adapted_layers(model: nn.Module) -> Iterator[Any]:
+    """Modules with adapters, which PEFT puts in the places of the model's own."""
+    # Every call of `generate` looks here, so it is done without nn.Module's own slower ways.
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None:
+            if hasattr(type(module), "adapter_layer_names"):
+                yield module
+            waiting.extend(module._modules.values())
+
+
+def _in_use(layer: Any) -> list[str]:
+    if layer.disable_adapters:
+        return list(layer.merged_adapters)
+    return [*layer.active_adapters, *layer.merged_adapters]
+
+
+def _weights_digest(model: nn.Module) -> str:
+    """Hash of a few elements of every parameter of the model and of its adapters in use."""
+    digest = hashlib.sha256()
+    unused = {id(parameter) for layer in _adapted_layers(model) for parameter in _unused(layer)}
+    for name, parameter in sorted(model.named_parameters()):
+        if id(parameter) not in unused:
+            digest.update(f"{name.replace('.base_layer.', '.')} {tuple(parameter.shape)}".encode())
+            digest.update(_sample(parameter.detach()))
+    return digest.hexdigest()
+
+
+def _unused(layer: Any) -> Iterator[Tensor]:
+    """Parameters of adapters that are not in use."""
+    used = _in_use(layer)
+    for part in layer.adapter_layer_names:
+        held = getattr(layer, part)
+        if isinstance(held, (nn.ModuleDict, nn.ParameterDict)):
+            for name, adapter in held.items():
+                if name not in used:
+                    yield from adapter.parameters() if isinstance(adapter, nn.Module) else [adapter]
+
+
+def _sample(parameter: Tensor) -> bytes:
+    """Elements at equal distances, in the coarsest dtype that models are loaded in.
+
+    None where the values are elsewhere: on the meta device (offloaded) or with other processes.
+    """
+    if parameter.is_meta or not parameter.numel() or type(parameter) is not Tensor:
+        return b""
+    flat = parameter.reshape(-1)
+    # In double precision: single knows no places above 2**24.
+    places = torch.linspace(0, len(flat) - 1, min(_SAMPLED, len(flat)), dtype=torch.float64)
+    values = flat[places.long().to(flat.device)]
+    return values.to(torch.bfloat16).float().cpu().numpy().tobytes()

@@ -1,0 +1,164 @@
+"""Processes that compute one model together (tensor or pipeline parallelism), kept in step.
+
+Each holds a part of the weights, so all must feed the same tokens in every forward. How much to
+verify is decided from timings, and drafted from memories, which differ between processes. So the
+first rank drafts, and all verify what it planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..token_tree import TokenTree
+from . import transformers_private
+
+# What ranks say when they meet; the sum tells whether all said the same.
+_GOES_ON, _ENDS, _FAILED = 1, 1 << 16, 1 << 32
+
+
+class Ranks:
+    """This process among those that compute a model together; a scope round a call.
+
+    The ranks meet before the first forward, in every step and at the end of a call. So a rank that
+    raises between two forwards ends the call on every rank, by an error and not by a wait. To meet
+    is to sum two integers over all ranks; a plan that is not empty takes a second message.
+
+    Args:
+        group: process group of the ranks; None where this process computes the whole model.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self._parted = False  # whether the others know that the call has failed
+
+    @classmethod
+    def of(cls, model: Any) -> Ranks:
+        """Those that hold a model's parts."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return cls()
+        group = transformers_private.parts_group(model)
+        if group is not None:
+            return cls(group)
+        from torch.distributed.tensor import DTensor
+
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                if "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1:
+                    return cls(mesh.get_group("tp"))
+        return cls()
+
+    @property
+    def several(self) -> bool:
+        """Whether the model is spread over several processes."""
+        return self._group is not None
+
+    def agree(self, plan: Callable[[], list[TokenTree]], rows: int) -> list[TokenTree]:
+        """What the first rank plans to verify.
+
+        Args:
+            plan: gives one tree per row; called on the first rank.
+            rows: how many there are.
+
+        Raises:
+            RuntimeError: another rank has failed, or has nothing left to do.
+        """
+        if self._group is None:
+            return plan()
+        leads = torch.distributed.get_rank(self._group) == 0
+        trees = plan() if leads else []
+        nodes = self._meet(_GOES_ON, sum(map(len, trees)))
+        if not nodes:
+            return [TokenTree.empty()] * rows
+        packed = _pack(trees) if leads else np.empty(rows + 4 * nodes, np.int32)
+        message = torch.from_numpy(packed).to(self._device)
+        torch.distributed.broadcast(message, group=self._group, group_src=0)
+        return trees if leads else _unpack(message.cpu().numpy(), rows)
+
+    def begin(self) -> None:
+        """Wait until every rank is ready for the first forward.
+
+        Raises:
+            RuntimeError: another rank has failed.
+        """
+        if self._group is not None:
+            self._meet(_GOES_ON)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait until every rank has come to the end of its call, or tell that this one fails.
+
+        Raises:
+            RuntimeError: another rank has failed, or goes on.
+        """
+        if self._group is None or self._parted:
+            return
+        if kind is None:
+            self._meet(_ENDS)
+        else:
+            with suppress(RuntimeError):
+                self._meet(_FAILED)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the group's messages lie."""
+        if "nccl" in torch.distributed.get_backend(self._group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def _meet(self, state: int, nodes: int = 0) -> int:
+        """Wait for the other ranks. Returns the sum of their `nodes`."""
+        message = torch.tensor([state, nodes], dtype=torch.int64, device=self._device)
+        torch.distributed.all_reduce(message, group=self._group)
+        states, nodes = message.tolist()
+        if states != state * torch.distributed.get_world_size(self._group):
+            self._parted = True
+            what = "has failed" if states >= _FAILED else "has ended its text, or has not"
+            raise RuntimeError(f"another process that computes this model {what}")
+        return int(nodes)
+
+
+def require_whole(model: Any, name: str) -> None:
+    """ValueError unless this process holds a whole model, so that the first rank can run it alone.
+
+    Args:
+        model: that is run to draft.
+        name: what to call it.
+    """
+    if Ranks.of(model).several:
+        raise ValueError(f"{name}: expected a model that each process holds, got a part of one")
+
+
+def _pack(trees: Sequence[TokenTree]) -> NDArray[np.int32]:
+    """int32 [rows + 4 x nodes]: the trees' sizes, then all arrays of each."""
+    sizes = np.array([len(tree) for tree in trees], np.int32)
+    arrays = [
+        part
+        for tree in trees
+        for part in (tree.token_ids, tree.parents, tree.probs.view(np.int32), tree.classes)
+    ]
+    return np.concatenate([sizes, *arrays])
+
+
+def _unpack(packed: NDArray[np.int32], rows: int) -> list[TokenTree]:
+    trees = []
+    start = rows
+    for size in packed[:rows].tolist():
+        ids, parents, probs, classes = packed[start : start + 4 * size].reshape(4, size)
+        trees.append(TokenTree(ids, parents, probs.view(np.float32), classes))
+        start += 4 * size
+    return trees

@@ -1,0 +1,246 @@
+"""What the package uses of transformers and accelerate under names that are not public.
+
+Nothing else in the package spells such a name, so a release that changes one breaks this file only.
+Whatever differs between the supported versions is bridged here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from transformers import GenerationConfig, __version__
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+PIPELINES_SINCE = Version("5.23")
+
+
+def prefill(
+    model: Any, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Any:
+    """The forward over the prompt as `generate` runs it; the cache is in `model_kwargs`."""
+    return model._prefill(input_ids, config, model_kwargs)
+
+
+def sample(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
+    """transformers' own loop for greedy decoding and sampling."""
+    return model._sample(input_ids, **arguments)
+
+
+def kwargs_after(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The forward's keyword arguments for the token that follows `outputs`."""
+    return model._update_model_kwargs_for_generation(
+        outputs, dict(model_kwargs), is_encoder_decoder=model.config.is_encoder_decoder
+    )
+
+
+def has_unfinished(model: Any, finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Whether this process, or under `synced_gpus` any other one, has tokens to generate."""
+    return model._has_unfinished_sequences(finished, synced_gpus, device=device)
+
+
+def pad_token(config: GenerationConfig) -> torch.Tensor | None:
+    """The id that fills rows which have ended, as a tensor; None where there is none."""
+    return config._pad_token_tensor
+
+
+def is_callers(cache: Any) -> bool:
+    """Whether a call's cache is the caller's own and not one that `generate` made."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+def attention_of(config: Any) -> str:
+    """The attention implementation of a model's configuration, "" where it names none."""
+    return getattr(config, "_attn_implementation", None) or ""
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """A module's hooks round its forward, each with the ways in which it is called."""
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return []
+    before: tuple[Any, Any, Any] = (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        {},
+    )
+    after = (
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    )
+    return [
+        (hook, number in keywords, number in always)
+        for hooks, keywords, always in (before, after)
+        for number, hook in hooks.items()
+    ]
+
+
+def numbered_hooks(module: nn.Module) -> list[tuple[int, Any]]:
+    """The hooks that run after a module's forward and before it, with their numbers, of which
+    PyTorch gives none twice."""
+    return [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+
+
+def keep_address(tensor: torch.Tensor) -> None:
+    """Promise `torch.compile` that an input of its graphs stays where it is.
+
+    Another call's memory may lie elsewhere, which is no reason to compile again.
+    """
+    torch._dynamo.mark_static_address(tensor, guard=False)
+
+
+def compiled_call(
+    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Callable[..., Any] | None:
+    """What plain decoding calls for every token in the model's place, compiled; None: the model.
+
+    Args:
+        model_kwargs: `generate`'s, with the cache that it made or was given.
+    """
+    if not model._valid_auto_compile_criteria(model_kwargs, config):
+        return None
+    call: Callable[..., Any] = model.get_compiled_call(config.compile_config)
+    return None if call == model.__call__ else call
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a caller has compiled the model or a part of it in place."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or isinstance(module, torch._dynamo.OptimizedModule)
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Scope of forwards whose shapes nobody will see again, for which nothing is compiled."""
+    if not is_compiled(model):
+        return nullcontext()
+    scope: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return scope
+
+
+def optimised_for_decode(model: Any) -> AbstractContextManager[Any]:
+    """Scope of the forwards after the prefill, for which transformers may compute experts by
+    another method."""
+    scope: AbstractContextManager[Any] = model._optimize_model_for_decode()
+    return scope
+
+
+def why_no_mask(config: Any) -> str | None:
+    """Why the attention that a model was loaded with takes no tree mask; None: it takes one."""
+    attention = attention_of(config)
+    if "flash" in attention:
+        return "flash attention takes no tree mask"
+    if "flex" in attention:
+        # Its kernel, compiled for a CPU, writes past its buffers when given a mask as a tensor.
+        return "flex attention takes block masks only"
+    return None
+
+
+def takes_dynamic_cache(model: Any) -> bool:
+    return model._supports_default_dynamic_cache()
+
+
+def keeps_no_activations(model: Any) -> bool:
+    """Whether the model computes activations anew in the backward pass, for which it gives up its
+    cache in train mode."""
+    # The name changed in 5.23.
+    if hasattr(model, "is_activation_checkpointing"):
+        return model.is_activation_checkpointing
+    return model.is_gradient_checkpointing
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether transformers knows of a state that cannot be cut back to an earlier token."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def shards_need_company(model: Any) -> bool:
+    """Whether every process has to run as many forwards as the slowest, as `generate` decides."""
+    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return bool(sharded and distributed and torch.distributed.get_world_size() > 1)
+
+
+def _several(model: Any, dimension: str) -> Any:
+    """The model's mesh along a named dimension, as transformers noted it, where that spans more
+    than one process; otherwise None."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
+        return None
+    return mesh[dimension] if mesh[dimension].size() > 1 else None
+
+
+def parts_group(model: Any) -> Any:
+    """The processes that compute every forward of a model together, each a part of its layers
+    (pipeline parallelism) or of their weights (tensor parallelism), as transformers noted them;
+    None: this process has it whole."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is not None and not mesh.mesh_dim_names:
+        return mesh.get_group() if mesh.size() > 1 else None
+    part = _several(model, "pp") or _several(model, "tp")
+    return None if part is None else part.get_group()
+
+
+def is_pipeline(model: Any) -> bool:
+    """Whether the model's layers are spread over processes."""
+    return _several(model, "pp") is not None
+
+
+def why_plain_in_pipeline(model: Any) -> str | None:
+    """Why a model whose layers are spread over processes is decoded plainly by all of them; None:
+    it need not be."""
+    if not is_pipeline(model) or Version(__version__) >= PIPELINES_SINCE:
+        return None
+    # There one process can find its part of a tree's forward wrong while others wait for it.
+    return f"pipeline parallelism needs transformers {PIPELINES_SINCE}, got {__version__}"
+
+
+def compute_device(layer: nn.Module, otherwise: torch.device | None = None) -> torch.device:
+    """Where a layer computes, also when accelerate keeps its weights elsewhere.
+
+    Args:
+        layer: any module.
+        otherwise: the answer for a module without parameters; None: the CPU.
+    """
+    device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    if device is not None:
+        return torch.device(device)
+    parameter = next(layer.parameters(), None)
+    return otherwise or torch.device("cpu") if parameter is None else parameter.device
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model wants its inputs: where its embeddings are looked up."""
+    return compute_device(model.get_input_embeddings(), model.device)
+
+
+def is_offloaded(layer: nn.Module) -> bool:
+    """Whether accelerate fetches the layer's weights when it runs."""
+    return hasattr(layer, "_hf_hook")
+
+
+def onloaded(layer: nn.Module) -> AbstractContextManager[Any]:
+    """Scope in which the layer's weights are at hand."""
+    if not is_offloaded(layer):
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(layer)
+
+
+def mtp_logits(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """The shared output layer of an `MtpModel`, with the scale and the cut of its model's own."""
+    return module._project_to_logits(hidden)
+
+
+def unloaded_patterns(model: Any) -> tuple[str, ...]:
+    """Patterns of the tensors in a checkpoint that the model's class knows and does not load."""
+    return tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())

@@ -1,0 +1,152 @@
+"""Linear layers with weights in eight bits: a quarter of the bytes of float32, half of bfloat16.
+
+A forward of few rows is a read of the weights. A product with :class:`QuantizedWeight` reads 8.5
+bits for each weight, and rounding takes about half a percent of the weights' norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..system.locks import Lock
+from .skinny import INT8_GROUP, int8_linear, pack_int8
+
+__all__ = ["QuantizedWeight", "QuantizedWeights", "quantized_linear"]
+
+# So many elements, evenly spread over a weight, tell whether it has been written to unnoticed.
+SAMPLED = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A matrix in eight bits, with a scale for each row and a factor for each 32 weights of a row.
+
+    Attributes:
+        values: int8 [outputs, groups * 32], padded with zeros behind `depth`.
+        factors: bfloat16, one for each group, then padding.
+        scales: float32, one for each row, then padding; NaN for a row that is not finite.
+        left_out: float32 [outputs], the norm of what rounding takes from a row, rounded up.
+        norms: float32 [outputs], the norm of the row, rounded up.
+        depth: the matrix's columns.
+    """
+
+    values: torch.Tensor
+    factors: torch.Tensor
+    scales: torch.Tensor
+    left_out: torch.Tensor
+    norms: torch.Tensor
+    depth: int
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor, bits: int = 8) -> QuantizedWeight:
+        """Round a dense CPU matrix, float32, bfloat16 or float16, on PyTorch's number of threads.
+
+        Raises:
+            TypeError: another dtype.
+            ValueError: not a dense CPU matrix with adjacent columns, or `bits` is not 8.
+        """
+        if bits != 8:
+            raise ValueError(f"bits: expected 8, got {bits}")
+        return cls(*pack_int8(weight.detach()), depth=weight.shape[1])
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.values.shape[0], self.depth))
+
+    @property
+    def nbytes(self) -> int:
+        """The memory it takes, in bytes."""
+        parts = (self.values, self.factors, self.scales, self.left_out, self.norms)
+        return sum(part.nbytes for part in parts)
+
+    def dequantized(self) -> torch.Tensor:
+        """The matrix that its products are of, float32 [outputs, depth]."""
+        outputs = len(self.values)
+        groups = self.values.view(outputs, -1, INT8_GROUP).float()
+        factors = self.factors[: groups.shape[0] * groups.shape[1]].view(*groups.shape[:2], 1)
+        scaled = groups * (factors.float() * self.scales[:outputs, None, None])
+        return scaled.view(outputs, -1)[:, : self.depth]
+
+
+def quantized_linear(
+    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, made for 1 to 64 rows; more read the weights again per 64.
+
+    A row of x, rounded to 16 bits with one scale, gives the same bits whatever rows stand beside
+    it. A row that is not finite gives NaN. Not differentiable.
+
+    Args:
+        x: [..., depth], float32, bfloat16 or float16.
+        bias: [outputs] of x's dtype, or None.
+
+    Returns:
+        [..., outputs] of x's dtype.
+
+    Raises:
+        TypeError, ValueError: dtypes or shapes do not fit, or x is not dense on the CPU.
+    """
+    if x.shape[-1:] != (weight.depth,):
+        raise ValueError(f"x: expected shape [..., {weight.depth}], got {list(x.shape)}")
+    return int8_linear(x, weight.values, weight.factors, weight.scales, bias)
+
+
+# Where a weight lies and how often it was written to; what a sample of its values adds up to.
+_State = tuple[int, torch.Size, tuple[int, ...], torch.dtype, int, int]
+
+
+def _sample_of(weight: torch.Tensor) -> int:
+    """The sum of a sample's bits. Writing through `.data` leaves no other trace."""
+    flat = weight.detach().reshape(-1)
+    bits = torch.int32 if weight.element_size() == 4 else torch.int16
+    return int(flat[:: max(1, len(flat) // SAMPLED)].view(bits).sum())
+
+
+def _state_of(weight: torch.Tensor) -> _State:
+    version = 0 if weight.is_inference() else weight._version
+    return (
+        *(weight.data_ptr(), weight.shape, weight.stride(), weight.dtype),
+        *(version, _sample_of(weight)),
+    )
+
+
+class QuantizedWeights:
+    """Weights of models in eight bits: each packed once, shared by all, and freed with its model.
+
+    A weight that was written to, moved or replaced is packed anew when it is next asked for. (Of
+    writes through `.data`, which PyTorch does not count, those are seen that reach one of `SAMPLED`
+    evenly spread elements.) Parameters that share memory share the packed copy. Safe to use from
+    several threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._of_state: WeakValueDictionary[_State, QuantizedWeight] = WeakValueDictionary()
+
+    def of(self, weight: torch.Tensor) -> QuantizedWeight:
+        """The weight in eight bits.
+
+        Raises:
+            TypeError, ValueError: as :meth:`QuantizedWeight.pack`.
+        """
+        with self._lock:
+            state = _state_of(weight)
+            known = self._of_tensor.get(weight)
+            if known is not None and known[0] == state:
+                return known[1]
+            packed = self._of_state.get(state)
+            if packed is None:
+                self._of_tensor.pop(weight, None)  # its old copy makes room first
+                packed = self._of_state[state] = QuantizedWeight.pack(weight)
+            self._of_tensor[weight] = (state, packed)
+            return packed
+
+    def nbytes(self) -> int:
+        """The memory that all copies take, in bytes."""
+        with self._lock:
+            return sum(packed.nbytes for packed in self._of_state.values())

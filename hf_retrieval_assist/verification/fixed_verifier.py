@@ -1,0 +1,302 @@
+"""Verification of token trees in memory that stays where it is: a step is one launch.
+
+The host fills one small buffer and sends it, the device moves the last step's accepted paths,
+builds positions and masks, runs the model, and leaves each node's best token (and its largest
+logits, where a drafter learns from them) in a small buffer that is copied back. Widths are buckets,
+and keys and values lie in buffers of fixed capacity that the model always sees whole, so that one
+recording serves every step of a width; see :mod:`.replay`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..host.feature_taps import FeatureTaps
+from ..kernels.split_attention import SplitAttention
+from ..row_text import RowText
+from ..token_tree import TokenTree
+from .arena import capacity_bucket, with_room
+from .fed_tokens import FedTokens
+from .kv_cache import SlotCache, SlotLayer, moved_from
+from .packed_buffer import PackedBuffer
+from .replay import Shown
+from .top_logits import FoundTop, TopLogits
+from .tree_attention import Int64Array, LayerMask
+from .verified import Verified
+from .verifiers import TreeVerifier
+from .workspace import MOST_MOVED, WORKSPACES, Shape, Step, Workspace
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
+"""Tokens fed per row; what is wider is fed as it is."""
+
+COMPILED_WIDTHS = (1, 4, 16, 64)
+"""The same where every width is compiled, which takes its time."""
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """What a call wants of its forwards.
+
+    Attributes:
+        taps: the hidden states that drafters learn from; entered round every forward.
+        top_k: how many of every node's largest logits they learn from.
+        capacity: slots that the call will need, as far as that is known.
+        keeps_cache: whether the cache outlives the call.
+        most_tokens: see :class:`~.verifiers.Verifier`.
+        recorded: whether forwards may be repeated from a recording.
+        compiled: what is called in the model's place, compiled for every width (the model itself,
+            where its caller has compiled it); None: the model.
+    """
+
+    taps: FeatureTaps | None = None
+    top_k: int = 0
+    capacity: int = 0
+    keeps_cache: bool = True
+    most_tokens: int | None = None
+    recorded: bool = False
+    compiled: Callable[..., Any] | None = None
+
+
+def stays_in_place(device: torch.device) -> bool:
+    """Whether forwards on a device are worth memory that stays where it is.
+
+    On a CPU nothing is launched, and views of what is in use are read faster than whole buffers.
+    """
+    return device.type != "cpu"
+
+
+def can_stay(cache: SlotCache, device: torch.device) -> bool:
+    """Whether a cache can be served in memory that stays where it is.
+
+    Layers with more than keys and values, or spread over devices, go on as they are.
+    """
+    layers = cache.slot_layers
+    return (
+        bool(layers)
+        and not cache.state_layers
+        and all(type(layer) is SlotLayer and layer.keys.device == device for layer in layers)
+    )
+
+
+class FixedVerified(Verified):
+    """What a forward left in the buffer that is brought to the host."""
+
+    def __init__(self, shown: Shown, results: PackedBuffer, typical: bool):
+        super().__init__(shown.logits, [0] * len(shown.logits), shown.outputs)
+        self.typical = typical
+        self._results = results
+
+    def wait(self) -> None:
+        self._results.wait()
+
+    def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        self.wait()
+        best: list[int] = self._results.host["best"][rows, nodes].tolist()
+        return best
+
+    def top(self, row: int, nodes: int) -> TopLogits:
+        if "top_ids" not in self._results.host:
+            return super().top(row, nodes)
+        self.wait()
+        ids, logits = (
+            self._results.host[name][row, : 1 + nodes] for name in ("top_ids", "top_logits")
+        )
+        return FoundTop(ids.numpy(), logits.float().numpy())
+
+
+class FixedVerifier(TreeVerifier):
+    """Verifies one token tree per row; see the module's docstring.
+
+    Args:
+        options: what the call wants.
+        split: whether attention is computed in parts; see
+            :mod:`~hf_retrieval_assist.kernels.split_attention`.
+    """
+
+    def __init__(self, *args: Any, options: ForwardOptions, split: bool = False, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.options = options
+        self.split = split
+        self.taps = options.taps or FeatureTaps(self.model, [])
+        self.widths = WIDTHS if options.compiled is None else COMPILED_WIDTHS
+        if options.compiled is not None:
+            self.call = options.compiled
+        self._first = self.next_position.cpu().numpy()
+        self._moves: tuple[Int64Array, Int64Array] | None = None
+        self._workspace = self._lend(self.cache.slots.longest)
+        self._workspace.arena.hold(self.cache.slot_layers)
+
+    def _lend(self, slots: int) -> Workspace:
+        """A workspace with room for so many kept slots, ready for this call."""
+        rules = self.attention.rules
+        recorded = self.options.recorded and self.options.compiled is None
+        capacity = capacity_bucket(max(slots, self.options.capacity) + self.widths[-1])
+        if recorded:
+            capacity = with_room(capacity, self._slot_bytes())
+        shape = Shape(
+            batch=len(self.processed),
+            capacity=capacity,
+            rules=rules if isinstance(rules, LayerMask) else tuple(rules.items()),
+            dtype=self.attention.dtype,
+            device=self.device,
+            positions=self._first.shape[:-2],
+            top_k=self.options.top_k,
+            taps=self.taps.boundaries,
+            vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
+            compiled=self.options.compiled is not None,
+            split=self.split and self.options.compiled is None,
+        )
+        workspace = WORKSPACES.lend(self.model, shape, recorded, self.kwargs)
+        workspace.masks.start(self.attention.prompt_mask)
+        return workspace
+
+    def _slot_bytes(self) -> int:
+        """What one slot of all rows and layers takes."""
+        states = [x for layer in self.cache.slot_layers for x in (layer.keys, layer.values)]
+        return sum(x[:, :, :1].numel() * x.element_size() for x in states)
+
+    @property
+    def manner(self) -> str:  # type: ignore[override]
+        if self.options.compiled is not None:
+            return "compiled"
+        return "recorded" if self._workspace.record is not None else "in place"
+
+    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
+        limited = super().limit(trees, rows)
+        if self.options.compiled is None:
+            return limited
+        return [tree.prune(self.widths[-1] - 1) for tree in limited]
+
+    def _feed(
+        self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
+    ) -> Verified:
+        fed = 1 + max(map(len, trees))
+        width = next((w for w in self.widths if w >= fed), fed)
+        self._reserve(self.cache.slots.longest + width)
+        step = self._workspace.step(width)
+        typical = step.used and step.replay.settled
+        self._send(step, roots, trees, width)
+        shown = self._show(step)
+        step.results.fetch()
+        step.used = True
+        return FixedVerified(shown, step.results, typical)
+
+    def _reserve(self, slots: int) -> None:
+        if slots <= self._workspace.shape.capacity:
+            return
+        self._settle()
+        grown = self._lend(slots + slots // 4)
+        grown.arena.hold(self.cache.slot_layers)
+        self._workspace = grown
+
+    def _send(
+        self, step: Step, roots: Sequence[int], trees: Sequence[TokenTree], width: int
+    ) -> None:
+        """Tell the device of the trees, and move what the last step kept."""
+        fed = FedTokens.of(roots, trees, self.cache.slots.lengths, width=width)
+        # Catching up, forwards follow one another without a look at their results.
+        step.inputs.wait()
+        host = step.inputs.host
+        host["token_ids"].numpy()[:] = fed.token_ids
+        host["slots"].numpy()[:] = fed.slots
+        progress = np.asarray(self.processed)[:, None]
+        host["positions"].numpy()[:] = self._first + progress + fed.depths
+        self._workspace.masks.write(host, fed)
+        moved = 0
+        if self._moves is not None:
+            moved = self._moves[0].shape[1]
+            host["moves"].numpy()[:, :, :moved] = self._moves
+        step.inputs.send()
+        if moved:
+            source, destination = step.inputs.device["moves"][:, :, :moved]
+            self._workspace.arena.move(self._workspace.rows, source, destination)
+            self._moves = None
+
+    def _show(self, step: Step) -> Shown:
+        if not self._repeatable(step):
+            return self._compute(step)
+        shown = step.replay(lambda: self._compute(step))
+        self.feeding = True
+        self.taps.show(shown.features)
+        if step.replay.fault is not None:
+            WORKSPACES.refuse(self.model, step.replay.fault)
+            self._workspace.record = None
+        return shown
+
+    def _repeatable(self, step: Step) -> bool:
+        """Whether the forward reads nothing that belongs to this call only.
+
+        That is known when the model has prepared its inputs once.
+        """
+        if self._workspace.record is None or self._steady is None:
+            return False
+        others = (*self._steady.values(), *self._token_types(1).values())
+        return not any(isinstance(value, torch.Tensor) for value in others)
+
+    def _compute(self, step: Step) -> Shown:
+        inputs = step.inputs.device
+        self.cache.slots.places = self._workspace.rows, inputs["slots"]
+        masks = self._workspace.masks.build(inputs)
+        arguments = {"attention_mask": masks, "position_ids": inputs["positions"]}
+        width = inputs["token_ids"].shape[1]
+        with self._attention(inputs, masks):
+            outputs = self._run(inputs["token_ids"], width, arguments)
+        step.summarise(outputs.logits)
+        return Shown(outputs.logits, self.taps.shown(), outputs)
+
+    def _attention(self, inputs: dict[str, torch.Tensor], masks: Any) -> Any:
+        """Scope of the attention that a forward runs with."""
+        if not self._workspace.shape.split:
+            return nullcontext()
+        parts = self._workspace.masks.fed_slots(inputs, masks, self.cache.slots.longest)
+        return self._attending(SplitAttention(*parts))
+
+    def keep(
+        self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
+    ) -> None:
+        lengths = self.cache.slots.lengths
+        if sources := moved_from(accepted):
+            base = np.asarray(lengths, np.int64)[:, None]
+            self._moves = base + np.asarray(sources), base + np.arange(len(sources[0]))
+            if len(sources[0]) > MOST_MOVED:
+                self._move()
+        self.cache.slots.set_lengths(
+            [length + len(path) for length, path in zip(lengths, accepted, strict=True)]
+        )
+        self._count(accepted)
+
+    def _move(self) -> None:
+        """Move accepted paths now instead of with the next step."""
+        if self._moves is not None:
+            source, destination = torch.from_numpy(np.stack(self._moves)).to(self.device)
+            self._workspace.arena.move(self._workspace.rows, source, destination)
+            self._moves = None
+
+    def _settle(self) -> None:
+        """Make the layers show what is kept, as other caches do."""
+        self._move()
+        self.cache.slots.places = None
+        for layer in self.cache.slot_layers:
+            layer.show(self.cache.slots.longest)
+
+    def finish(self, tokens: int) -> None:
+        self._settle()
+        super().finish(tokens)
+        if self.options.keeps_cache:
+            self._move_out()
+        WORKSPACES.give_back(self.model, self._workspace, self.kwargs)
+
+    def abandon(self) -> None:
+        self._settle()
+        super().abandon()
+        self._move_out()
+
+    def _move_out(self) -> None:
+        for layer in self.cache.slot_layers:
+            layer.move_out()

@@ -1,0 +1,282 @@
+"""The test that a tier must pass on a model before it serves it.
+
+Random tokens are decoded by the tier's own verifier, drafts being accepted, rejected in part and
+absent, beside plain decoding of the same tokens: equal logits, or the tier is not right there.
+Then it is fed as widely as calls will feed it, since a forward may depend on how many tokens it
+gets (capacities of experts, adapters and hooks that count from the end): at most half as many are
+tried until the logits are those of narrow forwards. How far a forward may reach is found beside.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from ..host.transformers_private import input_device, kwargs_after, uncompiled
+from ..row_text import RowText
+from ..token_tree import TokenTree
+from .fixed_verifier import ForwardOptions
+from .kv_cache import SlotCache
+from .reach import PositionModules, find_reach, named_lengths
+from .tiers import Service, Tier, cache_for
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Largest error, relative to the logits' spread, that rounding explains."""
+    return 1e-3 if dtype in (torch.float32, torch.float64) else 0.2
+
+
+# The fed tree: two paths of two nodes below the root. When the second is accepted, keeping it moves
+# slots. The chain tiers get three nodes in a row, the last of them wrong.
+_TREE_PARENTS = [-1, 0, -1, 2]
+
+# Tokens that rows generate in the three steps of the test. Rows of a batch differ, so that their
+# progress does.
+_PROGRESS = ((3, 3, 1), (1, 2, 1))
+
+# What happens to a test for reasons of the moment, and says nothing of the model.
+SHORTAGES = (MemoryError, torch.OutOfMemoryError)
+
+
+# Tokens per row that forwards of the three steps feed: what is right there may be wrong beyond.
+_NARROW = 4
+
+
+def examined(
+    model: Any, service: Service, model_kwargs: dict[str, Any], several: bool, width: int
+) -> Service | str:
+    """The service with what forwards may feed, or what goes wrong when it verifies drafts.
+
+    The reference is what plain decoding does: one token per forward from a cache of its own.
+
+    Args:
+        several: calls have several rows, or padding.
+        width: tokens per row that calls may feed in a forward.
+
+    Raises:
+        MemoryError, torch.OutOfMemoryError: there is no memory for the test.
+    """
+    try:
+        with _evaluating(model), uncompiled(model), torch.no_grad():
+            with PositionModules(model) as modules:
+                probe = _Probe(model, service, model_kwargs, several)
+                error = probe.narrow_error()
+                limit = _tolerance(model.dtype)
+                if not error <= limit:
+                    return f"logits off by {error:.2g} of their spread"
+                while width > _NARROW and not probe.wide_error(width) <= limit:
+                    width //= 2
+                    probe = _Probe(model, service, model_kwargs, several)
+            reach = find_reach(model, modules, service.cache_name)
+    except SHORTAGES:
+        raise
+    except Exception as exception:  # whatever an unsuitable model raises, the next tier serves it
+        return f"{type(exception).__name__}: {exception}".splitlines()[0][:200]
+    return replace(service, width=max(width, _NARROW), reach=reach)
+
+
+def _error(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """The largest one relative to the spread; NaN, which compares as no error, is one."""
+    errors = (actual - expected).abs().nan_to_num(nan=torch.inf)
+    return float(errors.max() / expected.std())
+
+
+class _Probe:
+    """Rows of random tokens decoded by a tier's verifier, beside plain decoding of the same.
+
+    Calls with padding or several rows are probed with two rows, one of them padded.
+    """
+
+    def __init__(self, model: Any, service: Service, model_kwargs: dict[str, Any], several: bool):
+        self.model, self.service = model, service
+        self.config = model.config.get_text_config(decoder=True)
+        self.extra: dict[str, Any] = {}
+        rows = 1
+        if model.config.is_encoder_decoder:
+            names = ("encoder_outputs", "attention_mask")
+            self.extra = {n: model_kwargs[n] for n in names if model_kwargs.get(n) is not None}
+            rows = len(self.extra["encoder_outputs"][0])
+        elif several:
+            rows = 2
+        generator = torch.Generator().manual_seed(0)
+        length = _prompt_length(self.config)
+        ids = torch.randint(1, self.config.vocab_size, (rows, length + 10), generator=generator)
+        self.prompt = ids[:, :length].to(input_device(model))
+        # Per row the text, and behind it a token that is drafted wrongly.
+        self.texts: list[list[int]] = ids[:, length:].tolist()
+        self.mask = torch.ones_like(self.prompt)
+        if rows == 2 and not self.extra:
+            self.mask[1, :3] = 0
+        self.rows = [RowText(i, self.prompt[i], 16) for i in range(rows)]
+        for row, text in zip(self.rows, self.texts, strict=True):
+            row.generated.append(text[0])
+        cache = SlotCache(self.config)
+        kwargs, _ = self._feed_prompt(cache)
+        cache.begin(rows)
+        options = ForwardOptions(compiled=model.__call__ if service.compiled else None)
+        self.verifier = service.verifier(model, cache, kwargs, self.prompt, options)
+
+    def narrow_error(self) -> float:
+        """Over three steps: a draft that is rejected in part, one that is accepted, and none."""
+        actual = [self._step(number) for number in range(3)]
+        expected = self._reference()
+        rows = [torch.cat(logits) for logits in zip(*actual, strict=True)]
+        return max(_error(expected[row, : len(logits)], logits) for row, logits in enumerate(rows))
+
+    def wide_error(self, width: int) -> float:
+        """Of a forward over so many tokens per row, all of them alike, against narrow ones.
+
+        Trees are as many children of the root; chains go as deep as there are positions.
+        """
+        tree = self.service.tier is Tier.TREE
+        if self.service.compiled:
+            width = min(width, *self.verifier.widths[-1:], width)
+        if not tree:
+            lengths = named_lengths(self.config.to_dict())
+            width = min(width, *(n - len(self.rows[0]) for n in lengths), width)
+        tokens = [row.last for row in self.rows]
+        # Rows of a batch feed unequally much.
+        counts = [max(1, width - 1 - row.index) for row in self.rows]
+        shape = (lambda n: [-1] * n) if tree else (lambda n: [*range(-1, n - 1)])
+        plans = [
+            (TokenTree.build([token] * n, shape(n), [1.0] * n), [0])
+            for token, n in zip(tokens, counts, strict=True)
+        ]
+        nothing: list[list[int]] = [[]] * len(tokens)
+        pairs = self._forward([(TokenTree.chain([t], [1.0]), []) for t in tokens], nothing)
+        wide = self._forward(plans, [[token] for token in tokens])
+        errors = [_error(pair[:1], logits[:1]) for pair, logits in zip(pairs, wide, strict=True)]
+        if tree:
+            both = zip(pairs, wide, strict=True)
+            return max(*errors, *(_error(pair[1:], logits[1:]) for pair, logits in both))
+        for done in range(1, width, _NARROW):
+            chains = [TokenTree.chain([t] * (_NARROW - 1), [1.0] * (_NARROW - 1)) for t in tokens]
+            plans = [(chain, [*range(_NARROW)]) for chain in chains]
+            narrow = self._forward(plans, [[token] * _NARROW for token in tokens])
+            for few, many in zip(narrow, wide, strict=True):
+                part = many[done : done + _NARROW]
+                errors += [_error(few[: len(part)], part)] if len(part) else []
+        return max(errors)
+
+    def _feed_prompt(self, cache: DynamicCache) -> tuple[dict[str, Any], Any]:
+        """The keyword arguments of the steps to come, and the outputs for the prompt."""
+        kwargs = self.extra | {
+            self.service.cache_name: cache_for(self.model, cache),
+            "use_cache": True,
+        }
+        if not self.model.config.is_encoder_decoder:
+            kwargs["attention_mask"] = self.mask
+            if "position_ids" in forward_parameters(self.model):
+                kwargs["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        inputs = self.model.prepare_inputs_for_generation(
+            self.prompt, is_first_iteration=True, **kwargs
+        )
+        return kwargs, self.model(**inputs, return_dict=True)
+
+    def _reference(self) -> torch.Tensor:
+        """Logits [rows, tokens, vocab_size] of plain decoding, the texts being fed."""
+        model, ids = self.model, self.prompt
+        kwargs, outputs = self._feed_prompt(DynamicCache(config=self.config))
+        logits = []
+        for tokens in list(zip(*self.texts, strict=True))[: sum(_PROGRESS[0])]:
+            kwargs = kwargs_after(model, outputs, kwargs)
+            ids = torch.cat([ids, ids.new_tensor(tokens)[:, None]], dim=1)
+            inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+            outputs = model(**inputs, return_dict=True)
+            logits.append(outputs.logits[:, -1].float())
+        return torch.stack(logits, dim=1)
+
+    def _step(self, number: int) -> list[torch.Tensor]:
+        """One step of the loop.
+
+        Returns:
+            For each row, logits [accepted tokens, vocab_size].
+        """
+        plans = [self._plan(row, number) for row in self.rows]
+        texts = [
+            self.texts[row.index][len(row.generated) :][: len(accepted)]
+            for row, (_, accepted) in zip(self.rows, plans, strict=True)
+        ]
+        logits = self._forward(plans, texts)
+        return [some[accepted] for some, (_, accepted) in zip(logits, plans, strict=True)]
+
+    def _forward(
+        self, plans: list[tuple[TokenTree, list[int]]], texts: list[list[int]]
+    ) -> list[torch.Tensor]:
+        """Verify a tree of each row and keep the fed tokens that are accepted of it.
+
+        Args:
+            plans: the rows' trees, and what is accepted of each.
+            texts: the tokens by which rows grow.
+
+        Returns:
+            For each row, logits [1 + nodes, vocab_size].
+        """
+        verified = self.verifier.forward(self.rows, [tree for tree, _ in plans])
+        logits = [
+            verified.of_row(row.index, len(tree)).to(torch.float32, copy=True)
+            for row, (tree, _) in zip(self.rows, plans, strict=True)
+        ]
+        for row, text in zip(self.rows, texts, strict=True):
+            row.generated += text
+        self.verifier.keep(self.rows, verified, [accepted for _, accepted in plans])
+        return logits
+
+    def _plan(self, row: RowText, number: int) -> tuple[TokenTree, list[int]]:
+        """A row's draft in a step, and the fed tokens of it that will be accepted."""
+        text = self.texts[row.index]
+        in_step = self.service.tier is Tier.REPLAY
+        tokens = _PROGRESS[0 if in_step else row.index % 2][number]
+        # Up to here the draft is right; then it goes wrong.
+        known = text[len(row.generated) :][: tokens - 1]
+        right = known + [text[-1]] * (2 - len(known))
+        if number == 2:
+            return TokenTree.empty(), [0]
+        if number == 1:
+            # Rows of a batch feed unequally much, unless they go in step.
+            right = right if in_step or row.index % 2 == 0 else right[:1]
+            return TokenTree.chain(right, [1.0] * len(right)), list(range(tokens))
+        if self.service.tier is not Tier.TREE:
+            return TokenTree.chain([*right, text[-1]], [1.0] * 3), list(range(tokens))
+        tree = TokenTree.build([text[-1], text[-2], *right], _TREE_PARENTS, [1.0] * 4)
+        return tree, [0, 3, 4][:tokens]
+
+
+def _prompt_length(config: Any) -> int:
+    """Longer than any local window that the masks do not know of, where that is affordable."""
+    windows = [
+        value
+        for name, value in config.to_dict().items()
+        if "window" in name and name != "sliding_window" and isinstance(value, int)
+    ]
+    return max([8, *(w + 2 for w in windows if w <= 1024)])
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Scope in which the model is in evaluation mode, so that nothing draws random numbers."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
+    """Of the class's forward: an instance's may be wrapped by hooks that take anything."""
+    return inspect.signature(type(model).forward).parameters
+
+
+def has_padding(model_kwargs: dict[str, Any]) -> bool:
+    """Whether a mask hides something."""
+    mask = model_kwargs.get("attention_mask")
+    return mask is not None and not bool(mask.all())

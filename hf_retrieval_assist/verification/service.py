@@ -1,0 +1,239 @@
+"""Which tier serves a model: decided by its properties and one small test, never by its name."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from ..host.model_state import model_settings
+from ..host.transformers_private import (
+    attention_of,
+    input_device,
+    is_compiled,
+    is_pipeline,
+    is_stateful,
+    keeps_no_activations,
+    takes_dynamic_cache,
+    why_no_mask,
+    why_plain_in_pipeline,
+)
+from ..kernels.scopes import is_exchangeable
+from ..kernels.split_attention import can_split
+from ..system.locks import Lock
+from .fixed_verifier import stays_in_place
+from .kv_cache import SLOT_LAYERS
+from .self_test import SHORTAGES, examined, forward_parameters, has_padding
+from .tiers import Service, Tier
+from .tree_attention import layer_masks, single_mask
+
+logger = logging.getLogger(__name__)
+
+# Inputs that a prompt's tokens bring, of which steps know what becomes of them.
+_OF_TOKENS = frozenset(
+    (
+        *("attention_mask", "position_ids", "cache_position", "inputs_embeds", "logits_to_keep"),
+        *("token_type_ids", "mm_token_type_ids"),
+    )
+)
+
+# Verdicts that are kept of one model; hooks and settings that come and go have each their own.
+_MOST_KEPT = 16
+
+# Verdicts in a row of which none was found again: what changes with every call is not tested
+# before every call.
+_MOST_NEW = 8
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What calls want of a model's forwards, beside their inputs.
+
+    Attributes:
+        width: tokens per row that they may feed.
+        compiled: whether they are compiled.
+        states: whether they return hidden states or attentions.
+    """
+
+    width: int = 65
+    compiled: bool = False
+    states: bool = False
+
+
+class _Verdicts:
+    """What was found out about a model, by everything that it depends on, the newest last."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Any, tuple[int, Service]] = OrderedDict()
+        self._new = 0
+
+    def get(self, key: Any, width: int) -> Service | None:
+        asked, service = self._found.get(key, (0, None))
+        if asked < width:
+            return None
+        self._found.move_to_end(key)
+        self._new = 0
+        return service
+
+    @property
+    def settles(self) -> bool:
+        """Whether some verdict is found again now and then."""
+        return self._new < _MOST_NEW
+
+    def add(self, key: Any, width: int, service: Service) -> None:
+        self._found[key] = width, service
+        self._new += 1
+        while len(self._found) > _MOST_KEPT:
+            self._found.popitem(last=False)
+
+
+_services: weakref.WeakKeyDictionary[Any, _Verdicts] = weakref.WeakKeyDictionary()
+_lock = Lock()
+
+
+def choose_service(
+    model: Any, model_kwargs: dict[str, Any], batch_size: int = 1, demand: Demand | None = None
+) -> Service:
+    """The best tier the model is right at.
+
+    Found once per model as it is, its hooks, adapters and settings included, and once more for
+    batches and padding, for wider forwards and for compiled ones. Where memory is too short to find
+    it, the call is decoded plainly and the next one asks again.
+
+    Args:
+        model: a transformers model.
+        model_kwargs: inputs of its forward, as `generate` prepared them.
+        batch_size: rows, of which no mask tells where nothing is padded.
+        demand: what the call wants of forwards.
+    """
+    demand = demand or Demand()
+    if model.training and (why := _why_plain_in_training(model)) is not None:
+        return Service(Tier.PLAIN, why)
+    padded, piped = has_padding(model_kwargs), is_pipeline(model)
+    if padded and piped:
+        return Service(Tier.PLAIN, "later stages of a pipeline see no padding")
+    packs = batch_size > 1 and _packs(model, model_kwargs)
+    several = padded or (batch_size > 1 and not piped)
+    with _lock:
+        key = (model_settings(model), model.dtype, several, packs, demand.compiled, demand.states)
+        verdicts = _services.setdefault(model, _Verdicts())
+        if (known := verdicts.get(key, demand.width)) is not None:
+            return known
+        if not verdicts.settles:
+            return Service(Tier.PLAIN, "its hooks or settings are others in every call")
+        try:
+            service = _first_right(model, model_kwargs, several, packs, demand)
+        except SHORTAGES as shortage:
+            why = f"no memory to test how its drafts are verified: {shortage!r}"
+            logger.warning("%s: plain for this call (%s)", type(model).__name__, why)
+            return Service(Tier.PLAIN, why)
+        verdicts.add(key, demand.width, service)
+        logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
+        return service
+
+
+def _why_plain_in_training(model: Any) -> str | None:
+    """What of a model in train mode no other way of decoding would repeat; None: nothing.
+
+    Dropout takes random numbers in every forward, so fewer forwards take others.
+    """
+    rates = [
+        rate
+        for name, rate in model.config.get_text_config(decoder=True).to_dict().items()
+        if any(part in name for part in ("drop", "jitter")) and isinstance(rate, float)
+    ]
+    rates += [layer.p for layer in model.modules() if isinstance(layer, nn.Dropout)]
+    if any(rates):
+        return "the model is in train mode and drops out"
+    if keeps_no_activations(model):
+        return "gradient checkpointing keeps no cache"
+    return None
+
+
+def _first_right(
+    model: Any, model_kwargs: dict[str, Any], several: bool, packs: bool, demand: Demand
+) -> Service:
+    reason = ""
+    for service in _candidates(model, packs, demand):
+        if service.tier is Tier.PLAIN:
+            return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
+        found = examined(model, service, model_kwargs, several, demand.width)
+        if isinstance(found, Service):
+            return replace(found, reason=reason or service.reason)
+        reason = f"{service.tier.value} failed its test: {found}"
+    raise AssertionError("the last candidate is the plain tier")
+
+
+def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
+    """Tiers that the model's properties allow, best first; the last one is plain."""
+    plain = Service(Tier.PLAIN, "")
+    if (why := why_plain_in_pipeline(model)) is not None:
+        return [Service(Tier.PLAIN, why)]
+    parameters = forward_parameters(model)
+    name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
+    if name is None:
+        return [Service(Tier.PLAIN, "its forward takes no cache")]
+    if not takes_dynamic_cache(model):
+        return [Service(Tier.PLAIN, "it does not take a DynamicCache")]
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
+    stateful = is_stateful(model)
+    if stateful or any(type(layer) not in SLOT_LAYERS for layer in layers):
+        replay = Service(Tier.REPLAY, "it has a recurrent state", cache_name=name)
+        convolution = Service(Tier.CHAIN, "it has a convolution state", cache_name=name)
+        return [replay, plain] if stateful else [convolution, replay, plain]
+    if (why := _why_no_tree(model, config, parameters)) is not None:
+        return [Service(Tier.CHAIN, why), plain]
+    why = why_no_mask(model.config)
+    compiled = demand.compiled and why is None
+    # Attentions that a call returns have as many columns as slots are in use.
+    in_place = (stays_in_place(input_device(model)) or compiled) and not demand.states
+    one = Service(Tier.TREE, "one mask", single_mask(config), in_place=in_place, compiled=compiled)
+    trees = [one]
+    if rules := layer_masks(config):
+        trees.insert(0, replace(one, reason="a mask per layer type", rules=rules))
+    parts = []
+    if in_place and not compiled and _splits(model):
+        parts = [replace(service, split=True) for service in trees]
+    if why is not None:
+        return [*parts, Service(Tier.CHAIN, why), plain]
+    if packs and not in_place:
+        trees = [*(replace(service, packed=True) for service in trees), *trees]
+    return [*parts, *trees, Service(Tier.CHAIN, ""), plain]
+
+
+def _splits(model: Any) -> bool:
+    """Whether attention may be computed in parts where a model computes."""
+    device = input_device(model)
+    known = is_exchangeable(attention_of(model.config))
+    return stays_in_place(device) and known and can_split(device)
+
+
+def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
+    """Whether the rows of a batch may be fed behind one another: where no memory stays in place,
+    no graph was compiled that every step would change, nothing comes with the rows whose meaning is
+    not known, and every layer is here."""
+    foreign = any(
+        isinstance(value, torch.Tensor)
+        for name, value in model_kwargs.items()
+        if name not in _OF_TOKENS
+    )
+    known = is_exchangeable(attention_of(model.config)) and not is_compiled(model)
+    alone = not stays_in_place(input_device(model)) and not is_pipeline(model)
+    return known and not foreign and alone
+
+
+def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:
+    if model.config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if "position_ids" not in parameters:
+        return "its forward takes no position_ids"
+    if getattr(config, "alibi", False):
+        return "alibi counts distances in cache slots"
+    return None

@@ -1,0 +1,102 @@
+"""The ways in which drafts are verified, and what each of them needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+
+from ..host.transformers_private import input_device, why_no_mask
+from .fixed_verifier import FixedVerifier, ForwardOptions, can_stay
+from .kv_cache import SlotCache
+from .reach import UNLIMITED, Reach
+from .states import CroppedStates, SavedStates, States
+from .tree_attention import LayerMask, TreeAttention
+from .verifiers import ChainVerifier, TreeVerifier, Verifier
+
+
+class Tier(str, Enum):
+    """How drafts are verified, best first."""
+
+    TREE = "tree"
+    CHAIN = "chain"
+    REPLAY = "replay"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Service:
+    """How a model is served.
+
+    Attributes:
+        tier: see :class:`Tier`.
+        reason: in words, for the log.
+        rules: mask rules of the tree tier, per layer type or one for all.
+        cache_name: the forward's keyword for the cache.
+        split: whether the tree tier computes attention in parts, in the place of the function that
+            the model was loaded with.
+        packed: whether it feeds the rows of a batch behind one another, without padding.
+        in_place: whether the tree tier verifies in memory that stays where it is.
+        compiled: whether its forwards are compiled.
+        width: tokens per row that a forward may feed.
+        reach: how far it may reach.
+    """
+
+    tier: Tier
+    reason: str
+    rules: dict[str, LayerMask] | LayerMask = field(default_factory=LayerMask)
+    cache_name: str = "past_key_values"
+    split: bool = False
+    packed: bool = False
+    in_place: bool = False
+    compiled: bool = False
+    width: int = 1 << 30
+    reach: Reach = UNLIMITED
+
+    def verifier(
+        self,
+        model: Any,
+        cache: SlotCache,
+        model_kwargs: dict[str, Any],
+        prompt_ids: torch.Tensor,
+        options: ForwardOptions,
+    ) -> Verifier:
+        """The verifier of this tier, for one call whose prefill is done."""
+        verifier = self._verifier(model, cache, model_kwargs, prompt_ids, options)
+        verifier.most_tokens = options.most_tokens
+        verifier.most_fed, verifier.reach = self.width, self.reach
+        return verifier
+
+    def _verifier(
+        self,
+        model: Any,
+        cache: SlotCache,
+        model_kwargs: dict[str, Any],
+        prompt_ids: torch.Tensor,
+        options: ForwardOptions,
+    ) -> Verifier:
+        arguments = model, cache, model_kwargs, prompt_ids
+        if self.tier is Tier.REPLAY:
+            return ChainVerifier(*arguments, states=SavedStates(cache))
+        stays = self.in_place and can_stay(cache, input_device(model))
+        unmasked = not stays and why_no_mask(model.config) is not None
+        if self.tier is Tier.CHAIN or unmasked:
+            states = CroppedStates if cache.state_layers else States
+            return ChainVerifier(*arguments, states=states(cache))
+        mask: torch.Tensor | None = model_kwargs.get("attention_mask")
+        if mask is not None:
+            mask = None if bool(mask.all()) else mask.bool().to(input_device(model))
+        attention = TreeAttention(self.rules, mask, model.dtype)
+        if stays:
+            return FixedVerifier(*arguments, attention=attention, options=options, split=self.split)
+        return TreeVerifier(*arguments, attention=attention, packed=self.packed)
+
+
+def cache_for(model: Any, cache: SlotCache) -> Any:
+    """The cache object that the model's forward expects around its self-attention cache."""
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderCache(cache, DynamicCache())
+    return cache

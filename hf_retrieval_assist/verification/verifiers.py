@@ -1,0 +1,482 @@
+"""How one forward checks drafts and how the cache forgets what was rejected, for each tier.
+
+A verifier feeds every row its pending tokens (the ones the model has not processed, the root being
+the last of them) followed by a draft, and later keeps what was accepted.
+
+* :class:`TreeVerifier`: token trees under a 4D mask; rows advance independently.
+* :class:`ChainVerifier`: one chain per row, for models without usable positions or masks. All rows
+  advance by what the slowest one accepted; what faster rows know already stays pending.
+
+Slots forget by themselves; what layers keep besides, :mod:`.states` takes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..host.transformers_private import attention_of, input_device
+from ..kernels.packed_attention import PackedAttention, spans_of
+from ..kernels.scopes import Attention, attending
+from ..row_text import RowText
+from ..system.lazy import cached_property
+from ..token_tree import TokenTree
+from .fed_tokens import FedTokens
+from .kv_cache import RowSlots, SlotCache
+from .reach import UNLIMITED
+from .states import States
+from .tree_attention import FedTrees, Int64Array, TreeAttention
+from .verified import Verified
+
+# Tokens per row that one forward catches up on at most, since each of them gets logits.
+_MOST_FED = 64
+
+
+class Verifier:
+    """Common part: the keyword arguments of a forward and the rows' progress.
+
+    Args:
+        model: a transformers model.
+        cache: its self-attention cache, filled by the prefill.
+        model_kwargs: `generate`'s, after the prefill.
+        prompt_ids: int64 [batch, length], as the rows of text begin.
+
+    Attributes:
+        processed: generated tokens of each row that the cache holds.
+        widths: the numbers of tokens per row that forwards are filled up to; what is wider, or any
+            number where there are none, is fed as it is.
+        feeding: whether a forward has begun whose tokens are neither kept nor dropped yet.
+        packed: whether a forward costs what all rows feed together, so that rows which have ended
+            cost nothing; otherwise it is as wide as the widest row.
+        most_tokens: that a forward may feed, filler included, where it is to round as plain
+            decoding does; None: any number.
+        most_fed: tokens per row that a forward may feed.
+        reach: how far it may reach.
+        manner: how forwards run, where it is not kernel by kernel; the cost of a width is its own.
+    """
+
+    packed = False
+    manner = ""
+    most_tokens: int | None = None
+    most_fed = 1 << 30
+    reach = UNLIMITED
+
+    def __init__(
+        self,
+        model: Any,
+        cache: SlotCache,
+        model_kwargs: dict[str, Any],
+        prompt_ids: torch.Tensor,
+    ):
+        self.model = model
+        self.call = model
+        self.widths: tuple[int, ...] = ()
+        self.cache = cache
+        self.prompt_ids = prompt_ids
+        self.device = input_device(model)
+        self.positions = model_kwargs.get("position_ids")
+        if self.positions is not None:
+            self.next_position = self.positions[..., -1:].to(self.device) + 1
+        self.kwargs = {
+            name: value
+            for name, value in model_kwargs.items()
+            if name not in ("position_ids", "logits_to_keep", "inputs_embeds", "cache_position")
+        }
+        self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+        self._steady: dict[str, Any] | None = None
+        self.processed = [0] * len(prompt_ids)
+        self.feeding = False
+
+    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
+        """The part of the drafts, one of each of these rows, that this tier can verify."""
+        depth = self._room(rows)
+        if depth is not None:
+            trees = [tree.cut_depth(depth) for tree in trees]
+        return [tree.prune(self.most_fed - 1) for tree in trees]
+
+    def _room(self, rows: Sequence[RowText]) -> int | None:
+        """How deep drafts may go, wherever rows in step have got to; None without limit."""
+        if self.reach == UNLIMITED or not rows:
+            return None
+        return self.reach.room(self._first_root + len(rows[0].generated) - 1)
+
+    @cached_property
+    def _first_root(self) -> int:
+        """The furthest position at which a row's first generated token stands."""
+        if self.positions is None:
+            return self.prompt_ids.shape[1]
+        return int(self.next_position.max())
+
+    def fit(self, trees: Sequence[TokenTree], backlog: int = 0) -> list[TokenTree]:
+        """The part of what is planned for the running rows that one forward may feed.
+
+        Args:
+            backlog: see `backlog`.
+        """
+        counts = [len(tree) for tree in trees]
+        width = max(counts)
+        if self.most_tokens is not None:
+            while width and self._tokens(counts, backlog + width) > self.most_tokens:
+                width -= 1
+        return [tree.prune(width) for tree in trees]
+
+    def _tokens(self, counts: Sequence[int], width: int) -> int:
+        """That a forward feeds where running rows have so many nodes, `width` being the most."""
+        if self.packed:
+            return sum(1 + min(count, width) for count in counts)
+        return len(self.processed) * (1 + width)
+
+    @property
+    def _most_lacking(self) -> int:
+        """Tokens per row that one forward catches up on at most."""
+        if self.most_tokens is None:
+            return _MOST_FED
+        return max(1, min(_MOST_FED, self.most_tokens // len(self.processed)))
+
+    def backlog(self, rows: Sequence[RowText]) -> int:
+        """Pending tokens that every forward carries besides the roots and drafts."""
+        return 0
+
+    def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
+        """Feed pending tokens and drafts, one tree per row."""
+        raise NotImplementedError
+
+    def keep(
+        self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
+    ) -> None:
+        """Keep each row's accepted tokens: 0 for the root, 1 + i for node i; none at rest."""
+        raise NotImplementedError
+
+    def lacking(self, tokens: int) -> int:
+        """How many tokens the cache lacks at most of what plain decoding leaves in it after
+        generating `tokens` per row: all but the last one."""
+        return max(tokens - 1 - done for done in self.processed)
+
+    def catch_up(self, rows: Sequence[RowText], tokens: int) -> None:
+        """Feed some of what the cache lacks, see `lacking`; finished rows are fed their padding."""
+        raise NotImplementedError
+
+    def finish(self, tokens: int) -> None:
+        """Forget what rows generated beyond this many tokens; make the cache one of plain use."""
+        prompt = self.cache.slots.lengths[0] - self.processed[0]
+        self.cache.require_room(prompt + tokens - 1)
+        self.processed = [min(done, tokens - 1) for done in self.processed]
+        self.cache.truncate(prompt + tokens - 1)
+        self.cache.align()
+
+    def abandon(self) -> None:
+        """Leave the cache with what all rows have in it, wherever the call was interrupted."""
+        self.cache.truncate(min(self.cache.slots.lengths))
+        self.cache.align()
+
+    def _token_types(self, width: int) -> dict[str, torch.Tensor]:
+        """Fed tokens continue the last token's type; in multimodal types they are text."""
+        types = {}
+        if (ids := self.kwargs.get("token_type_ids")) is not None:
+            types["token_type_ids"] = ids[:, -1:].expand(-1, width)
+        if (ids := self.kwargs.get("mm_token_type_ids")) is not None:
+            types["mm_token_type_ids"] = ids.new_zeros((ids.shape[0], width))
+        return types
+
+    def _run(self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]) -> Any:
+        arguments = self._token_types(width) | arguments
+        inputs = self._prepared(input_ids, width, arguments) if self._steady is None else {}
+        if self._steady is not None:
+            inputs = self._steady | {self._ids_name: input_ids[:, -width:]}
+        self.feeding = True
+        # Compiled code is made once more for arguments in another order.
+        given = sorted((inputs | arguments | {"return_dict": True}).items())
+        return self.call(**dict(given))
+
+    def _prepared(
+        self, input_ids: torch.Tensor, width: int, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The forward's inputs as the model prepares them.
+
+        What it only passes through is the same at every step, so a model that makes nothing else
+        of them than the ids is not asked again.
+        """
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=width, **(self.kwargs | arguments)
+        )
+        # Some models would keep the last token's logits only, whatever is asked of them.
+        inputs.pop("logits_to_keep", None)
+        rest = {n: v for n, v in inputs.items() if n not in arguments and n != self._ids_name}
+        if all(value is self.kwargs.get(name) for name, value in rest.items()):
+            self._steady = rest
+        return inputs
+
+
+class TreeVerifier(Verifier):
+    """Verifies one token tree per row; see the module's docstring.
+
+    A forward over padded rows costs their number times the widest tree. Packed, the model is shown
+    one row of tokens, [1, tokens], with the positions that they have in their texts: every row adds
+    what it feeds and no filler, and rows that have ended are not there. Only attention has to know
+    of rows; it is exchanged for the forward and looks every token up in its own row's slots.
+
+    Args:
+        attention: builds the masks.
+        packed: whether rows that would need filler are packed.
+    """
+
+    def __init__(self, *args: Any, attention: TreeAttention, packed: bool = False):
+        super().__init__(*args)
+        self.attention = attention
+        self.packed = packed
+
+    @cached_property
+    def _modules(self) -> frozenset[nn.Module]:
+        """Whose attention belongs to these forwards; hooks may call other models."""
+        return frozenset(self.model.modules())
+
+    def _attending(self, attend: Attention) -> attending:
+        """Scope of a forward whose attention is computed otherwise."""
+        return attending(attention_of(self.model.config), self._modules, attend)
+
+    def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
+        return self._feed(
+            [row.last for row in rows], trees, [row for row in rows if not row.finished]
+        )
+
+    def _feed(
+        self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
+    ) -> Verified:
+        """Feed roots and trees, one of each per row of the batch, for the sake of some rows."""
+        # Other processes may wait for a forward in which no row has anything to feed.
+        members = [row.index for row in rows] or [0] if self.packed else None
+        fed = FedTokens.of(roots, trees, self.cache.slots.lengths, members)
+        # Rows that need no filler cost less side by side.
+        if self.packed and (len(fed.rows) < len(trees) or not fed.real.all()):
+            return self._feed_packed(fed, len(trees))
+        lines = fed.lines(self.device)
+        arguments = {
+            "attention_mask": self.attention.masks(lines, self.cache.slots),
+            "position_ids": self._first_positions() + lines.depths,
+        }
+        outputs = self._run(lines.token_ids, fed.width, arguments)
+        if self.packed:
+            return Verified(outputs.logits.flatten(0, 1)[None], fed.begins.tolist(), outputs)
+        return Verified(outputs.logits, [0] * len(trees), outputs)
+
+    def _feed_packed(self, fed: FedTokens, batch: int) -> Verified:
+        rows = np.repeat(fed.rows, fed.counts)
+        lines = fed.packed(self.device)
+        first = self._first_positions()[..., rows, :]
+        arguments = {
+            "attention_mask": self._packed_masks(lines, rows),
+            "position_ids": (first + lines.depths).transpose(-1, -2),
+            **{name: types[rows].T for name, types in self._token_types(1).items()},
+        }
+        with self._packed_slots(fed, rows):
+            outputs = self._run(lines.token_ids.T, len(rows), arguments)
+        begins = np.zeros(batch, np.int64)
+        begins[fed.rows] = fed.begins
+        return Verified(outputs.logits, begins.tolist(), outputs)
+
+    @contextmanager
+    def _packed_slots(self, fed: FedTokens, rows: Int64Array) -> Iterator[None]:
+        """Scope of a forward whose tokens are kept and attended to in the slots of their `rows`."""
+        slots = self.cache.slots
+        extent = slots.longest + fed.width
+        in_use = fed.lengths + fed.counts
+        spans = spans_of(fed.rows.tolist(), fed.counts.tolist(), in_use.tolist())
+        places = self._on_device(rows), self._on_device(fed.slots[fed.real])
+        attend = PackedAttention(spans, extent)
+        try:
+            slots.places, slots.extent = places, extent
+            with self._attending(attend):
+                yield
+        finally:
+            slots.places = slots.extent = None
+
+    def _packed_masks(
+        self, lines: FedTrees, rows: Int64Array
+    ) -> dict[str, torch.Tensor | None] | torch.Tensor:
+        """Additive masks [1, 1, tokens, slots shown]; `rows` are the tokens'."""
+        attention = self.attention
+        prompts = attention.prompt_mask
+        prompts = None if prompts is None else prompts[rows]
+        slots = RowSlots([self.cache.slots.lengths[row] for row in rows])
+        masks = TreeAttention(attention.rules, prompts, attention.dtype).masks(lines, slots)
+        self.cache.slots.view_from = slots.view_from
+        if isinstance(masks, dict):
+            return {kind: None if m is None else m.transpose(0, 2) for kind, m in masks.items()}
+        if masks is None:
+            # Without a mask a model would take the rows for one text.
+            shape = 1, 1, len(rows), slots.longest + lines.columns.shape[1]
+            return torch.zeros(shape, dtype=attention.dtype, device=self.device)
+        return masks.transpose(0, 2)
+
+    def _on_device(self, indices: Int64Array) -> torch.Tensor:
+        return torch.from_numpy(indices[None]).to(self.device)
+
+    def draft(self, fed: FedTrees) -> torch.Tensor:
+        """Logits [batch, width, vocab_size] of nodes fed behind those since the last `forget`.
+
+        Neither these nor the rows' roots, which are fed first, are ever kept.
+        """
+        slots = self.cache.slots
+        arguments = {
+            "attention_mask": self.attention.masks(fed, slots),
+            "position_ids": self._first_positions() + fed.depths,
+        }
+        if not slots.uniform:
+            columns = fed.columns.shape[1]
+            rows, places = slots.index(columns, self.device)
+            slots.places = rows, places[:, columns - fed.width :]
+            slots.extent = slots.longest + columns
+        logits: torch.Tensor = self._run(fed.token_ids, fed.width, arguments).logits
+        return logits
+
+    def forget(self) -> None:
+        """Forget what `draft` has fed."""
+        self.cache.slots.places = self.cache.slots.extent = None
+        self.cache.truncate(self.cache.slots.longest)
+        self.feeding = False
+
+    def _first_positions(self) -> torch.Tensor:
+        """Position of each row's root: [batch, 1], or with a leading axis where ids have one."""
+        if len(self.processed) == 1:
+            return self.next_position + self.processed[0]
+        progress = torch.tensor(self.processed, device=self.next_position.device)
+        return self.next_position + progress[:, None]
+
+    def keep(
+        self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
+    ) -> None:
+        self.cache.keep(accepted)
+        self._count(accepted)
+
+    def _count(self, accepted: Sequence[Sequence[int]]) -> None:
+        """Every row has got as far as what was kept of it."""
+        self.feeding = False
+        self.processed = [
+            done + len(path) for done, path in zip(self.processed, accepted, strict=True)
+        ]
+
+    def catch_up(self, rows: Sequence[RowText], tokens: int) -> None:
+        stops = [min(tokens - 1, done + self._most_lacking) for done in self.processed]
+        fed = [row.fed(*span) for row, *span in zip(rows, self.processed, stops, strict=True)]
+        roots = [ids[0] if ids else row.last for row, ids in zip(rows, fed, strict=True)]
+        trees = [TokenTree.chain(ids[1:], [1.0] * len(ids[1:])) for ids in fed]
+        lacking = [row for row, ids in zip(rows, fed, strict=True) if ids]
+        self.keep(rows, self._feed(roots, trees, lacking), [range(len(ids)) for ids in fed])
+
+    def abandon(self) -> None:
+        # What sets places may have been interrupted before its end.
+        self.cache.slots.places = self.cache.slots.extent = None
+        super().abandon()
+
+
+class ChainVerifier(Verifier):
+    """Verifies one chain per row, all rows in step; see the module's docstring.
+
+    Args:
+        states: what layers keep beside slots.
+    """
+
+    def __init__(self, *args: Any, states: States):
+        super().__init__(*args)
+        self.states = states
+
+    def _pending(self, row: RowText) -> list[int]:
+        """Tokens of the row that the cache does not hold; the last one is the draft's root."""
+        done = self.processed[row.index]
+        return row.fed(done, max(len(row.generated), done + 1))
+
+    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
+        if self.states.full:
+            return [TokenTree.empty()] * len(trees)
+        chains = super().limit([tree.best_chain() for tree in trees], rows)
+        rooms = [max(0, self.most_fed - len(self._pending(row))) for row in rows]
+        return [chain.cut_depth(room) for chain, room in zip(chains, rooms, strict=True)]
+
+    def backlog(self, rows: Sequence[RowText]) -> int:
+        return max(len(self._pending(row)) for row in rows) - 1
+
+    def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
+        pending = [self._pending(row) for row in rows]
+        fed = [
+            [*known, *tree.token_ids.tolist()] for known, tree in zip(pending, trees, strict=True)
+        ]
+        width = max(len(tokens) for tokens in fed)
+        # Filler stands behind everything that matters and is cut off again by `keep`.
+        for row, tokens in zip(rows, fed, strict=True):
+            done = self.processed[row.index] + len(tokens)
+            tokens += row.fed(done, done + width - len(tokens))
+        # What a finished row is fed, for other processes, is not kept either.
+        self.states.begin(undo=any(map(len, trees)) or rows[0].finished)
+        return self._feed(rows, fed, [len(known) - 1 for known in pending])
+
+    def _feed(
+        self, rows: Sequence[RowText], fed: Sequence[Sequence[int]], roots: Sequence[int]
+    ) -> Verified:
+        width = len(fed[0])
+        input_ids = torch.tensor(fed, device=self.prompt_ids.device)
+        if self._steady is None:
+            # What models prepare may depend on the whole text.
+            texts = [self._cached_ids(row) for row in rows]
+            input_ids = torch.cat([torch.cat(texts), input_ids], dim=1)
+        outputs = self._run(input_ids.to(self.device), width, self._causal_arguments(width))
+        return Verified(outputs.logits, roots, outputs)
+
+    def _cached_ids(self, row: RowText) -> torch.Tensor:
+        """int64 [1, tokens in the cache] of a row."""
+        done, known = self.processed[row.index], len(row.generated)
+        length = self.prompt_ids.shape[1] + done
+        if done <= known:
+            return row.ids[:, :length]
+        return torch.cat([row.ids, row.ids.new_tensor([row.fed(known, done)])], dim=1)
+
+    def _causal_arguments(self, width: int) -> dict[str, torch.Tensor]:
+        generated = self.processed[0]
+        arguments = {}
+        name = (
+            "decoder_attention_mask" if self.model.config.is_encoder_decoder else "attention_mask"
+        )
+        if (mask := self.kwargs.get(name)) is not None:
+            arguments[name] = F.pad(mask, (0, generated + width), value=1)
+        if self.positions is not None:
+            steps = torch.arange(generated, generated + width, device=self.device)
+            arguments["position_ids"] = self.next_position + steps
+        return arguments
+
+    def keep(
+        self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
+    ) -> None:
+        # Of a row at rest all that was fed is its text or its padding.
+        valid = [
+            len(row.generated) - 1 - self.processed[row.index] if path else verified.width
+            for row, path in zip(rows, accepted, strict=True)
+        ]
+        self._advance(min(valid) if any(map(len, accepted)) else 0, verified)
+
+    def catch_up(self, rows: Sequence[RowText], tokens: int) -> None:
+        done = self.processed[0]
+        width = min(tokens - 1 - done, self._most_lacking)
+        fed = [row.fed(done, done + width) for row in rows]
+        self.states.begin(undo=False)
+        self._advance(width, self._feed(rows, fed, [0] * len(rows)))
+
+    def _advance(self, tokens: int, verified: Verified) -> None:
+        """Keep the first tokens that a forward fed."""
+        tokens = self.states.keep(tokens, verified.width)
+        self.cache.keep([range(tokens)] * len(self.processed))
+        self.feeding = False
+        self.processed = [done + tokens for done in self.processed]
+
+    def finish(self, tokens: int) -> None:
+        dropped = max(0, self.processed[0] - (tokens - 1))
+        super().finish(tokens)
+        self.states.finish(dropped)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.states.abandon(self.feeding)

@@ -1,0 +1,243 @@
+"""The memory in which a model's forwards are repeated, kept from one call to the next."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..system.locks import Lock
+from . import replay
+from .arena import Arena
+from .fixed_masks import FixedMasks
+from .packed_buffer import Field, PackedBuffer
+from .recorded_state import is_autocast, recorded_state
+from .replay import Record, Replay
+from .tree_attention import LayerMask
+
+logger = logging.getLogger(__name__)
+
+# Slots by which one step moves an accepted path in the copy that all of its inputs share.
+MOST_MOVED = 64
+
+# A recorded forward is repeated in memory of at most so many times the capacity that a call needs.
+_MOST_SPARE = 4
+
+# Workspaces of a model that wait for calls.
+_MOST_IDLE = 3
+_MOST_IDLE_BYTES = 1 << 30
+
+_HALF_PRECISION_TOLERANCE = 0.2
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a recorded forward depends on besides the tensors it reads.
+
+    Attributes:
+        batch: rows.
+        capacity: slots of each row.
+        rules: the masks', per layer type as pairs, or one for all.
+        dtype, device: the model's.
+        positions: leading axes of its position ids.
+        top_k: how many of the largest logits are brought to the host.
+        vocab_size: of these, ids from here on being left out.
+        taps: the boundaries whose hidden states are wanted.
+        compiled: whether `torch.compile` made the forward, and not a recording.
+        split: whether attention is computed in parts.
+    """
+
+    batch: int
+    capacity: int
+    rules: tuple[tuple[str, LayerMask], ...] | LayerMask
+    dtype: torch.dtype
+    device: torch.device
+    positions: tuple[int, ...] = ()
+    top_k: int = 0
+    vocab_size: int = 0
+    taps: tuple[tuple[int, ...], ...] = ()
+    compiled: bool = False
+    split: bool = False
+
+    def serves(self, other: Shape) -> bool:
+        """Whether memory of this shape does for a call that asks for the other one.
+
+        A compiled forward is made anew for another capacity; a recorded one costs what its
+        capacity is, unless attention follows the slots in use.
+        """
+        largest = other.capacity * _MOST_SPARE
+        fits = self.capacity >= other.capacity and (self.compiled or self.capacity <= largest)
+        return fits and self == replace(other, capacity=self.capacity)
+
+
+class Step:
+    """One width of forwards: what it reads, what it leaves, and how it is repeated.
+
+    Attributes:
+        inputs: `token_ids`, `slots` [batch, width], `positions` [..., batch, width], `moves`
+            [2, batch, MOST_MOVED] (from where, to where), all int64, and the masks' fields.
+        results: `best` int64 [batch, width] and, where they are wanted, the largest logits
+            `top_logits` [batch, width, top_k] and their tokens `top_ids`.
+        used: whether it ran before: the first forward of a width allocates and compiles.
+    """
+
+    def __init__(self, shape: Shape, masks: FixedMasks, width: int, record: Record | None):
+        self.used = False
+        self._vocab_size = shape.vocab_size
+        batch = shape.batch
+        whole = torch.int64, (batch, width)
+        inputs: dict[str, Field] = {
+            "token_ids": whole,
+            "slots": whole,
+            "positions": (torch.int64, (*shape.positions, batch, width)),
+            "moves": (torch.int64, (2, batch, MOST_MOVED)),
+        }
+        results: dict[str, Field] = {"best": whole}
+        if shape.top_k:
+            largest = batch, width, shape.top_k
+            # Some models compute the logits in float32, whatever their own dtype.
+            results |= {"top_ids": (torch.int64, largest), "top_logits": (torch.float32, largest)}
+        self.inputs = PackedBuffer(inputs | masks.fields(width), shape.device)
+        self.results = PackedBuffer(results, shape.device)
+        exact = shape.dtype in (torch.float32, torch.float64)
+        self.replay = Replay(record, _TOLERANCE if exact else _HALF_PRECISION_TOLERANCE)
+
+    def summarise(self, logits: torch.Tensor) -> None:
+        """Write the results of logits [batch, width, vocab_size], on the device."""
+        found = self.results.device
+        torch.argmax(logits, dim=-1, out=found["best"])
+        if "top_ids" in found:
+            known = logits[..., : self._vocab_size]
+            largest, ids = torch.topk(known, found["top_ids"].shape[-1], dim=-1)
+            found["top_logits"].copy_(largest)
+            found["top_ids"].copy_(ids)
+
+
+@dataclass
+class Workspace:
+    """The memory of one shape, and what was recorded in it.
+
+    It holds no reference to the model, which it must not outlive.
+
+    Attributes:
+        state: what its recordings have taken for granted.
+        lent_with: how many there were when it was lent.
+    """
+
+    shape: Shape
+    record: Record | None
+    state: Any = None
+    arena: Arena = field(init=False)
+    masks: FixedMasks = field(init=False)
+    rows: torch.Tensor = field(init=False)
+    lent_with: int = 0
+    _steps: dict[tuple[int, bool], Step] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        shape = self.shape
+        self.arena = Arena(shape.batch, shape.capacity, not shape.compiled, shape.split)
+        rules = shape.rules if isinstance(shape.rules, LayerMask) else dict(shape.rules)
+        self.masks = FixedMasks(rules, shape.batch, shape.capacity, shape.dtype, shape.device)
+        self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
+
+    def step(self, width: int) -> Step:
+        # Attention in parts looks at prompts with holes by another way.
+        key = width, self.masks.gapless
+        if key not in self._steps:
+            self._steps[key] = Step(self.shape, self.masks, width, self.record)
+        return self._steps[key]
+
+    @property
+    def made(self) -> int:
+        """How many recordings were begun in it."""
+        return sum(not step.replay.new for step in self._steps.values())
+
+
+class Workspaces:
+    """Lends a workspace to every call; a few of each model are kept for the next calls.
+
+    What was recorded is repeated only while all that it has read is as it was: see
+    :mod:`.recorded_state`.
+    """
+
+    def __init__(self) -> None:
+        self._idle: weakref.WeakKeyDictionary[Any, list[Workspace]] = weakref.WeakKeyDictionary()
+        self._faults: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._lock = Lock()
+
+    def lend(
+        self, model: Any, shape: Shape, recorded: bool, arguments: Mapping[str, Any]
+    ) -> Workspace:
+        """The smallest idle workspace of a model that fits, else a new one.
+
+        Args:
+            recorded: False where the call's forwards cannot be repeated.
+            arguments: the call's.
+        """
+        recorded = recorded and model not in self._faults and not is_autocast(shape.device)
+        record = replay.recorder(shape.device) if recorded else None
+        if record is None and not shape.compiled:
+            return Workspace(shape, None)
+        state = _state(model, shape, arguments)
+        with self._lock:
+            idle = self._idle.setdefault(model, [])
+            # What was recorded of a model that was changed will not be used again.
+            idle[:] = [kept for kept in idle if kept.shape.compiled or kept.state == state]
+            fitting = [kept for kept in idle if kept.shape.serves(shape) and kept.state == state]
+            if fitting:
+                found = min(fitting, key=lambda kept: kept.shape.capacity)
+                idle[:] = [kept for kept in idle if kept is not found]
+                found.lent_with = found.made
+                return found
+            # Before the new one takes its memory.
+            _leave_few(idle, _MOST_IDLE - 1)
+        return Workspace(shape, record, state)
+
+    def give_back(self, model: Any, workspace: Workspace, arguments: Mapping[str, Any]) -> None:
+        """Keep a workspace for the model's next calls."""
+        shape = workspace.shape
+        if not shape.compiled and (workspace.record is None or model in self._faults):
+            return
+        # A model that was changed meanwhile may have been recorded before or after it was.
+        grown = workspace.made > workspace.lent_with
+        if grown and workspace.state != _state(model, shape, arguments):
+            return
+        with self._lock:
+            idle = self._idle.setdefault(model, [])
+            idle.append(workspace)
+            _leave_few(idle, _MOST_IDLE)
+
+    def refuse(self, model: Any, fault: str) -> None:
+        """Repeat no forward of a model from now on."""
+        with self._lock:
+            told = model in self._faults
+            self._faults[model] = fault
+        if not told:
+            logger.warning(
+                "%s: its forwards run one kernel at a time (%s)", type(model).__name__, fault
+            )
+
+    def release(self, model: Any) -> None:
+        """Give the memory that is kept for a model's next call back."""
+        with self._lock:
+            self._idle.pop(model, None)
+
+
+WORKSPACES = Workspaces()
+
+
+def _leave_few(idle: list[Workspace], most: int) -> None:
+    """Forget the oldest; all but the last one, where they take much memory."""
+    while len(idle) > most or sum(kept.arena.nbytes for kept in idle[:-1]) > _MOST_IDLE_BYTES:
+        del idle[0]
+
+
+def _state(model: nn.Module, shape: Shape, arguments: Mapping[str, Any]) -> Any:
+    """What has to be as it was; `torch.compile` sees to that by itself."""
+    return None if shape.compiled else recorded_state(model, arguments, shape.device)

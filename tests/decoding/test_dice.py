@@ -1,0 +1,287 @@
+"""Random draws that are known beforehand, and batches that draw what plain decoding draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+
+from hf_retrieval_assist.decoding import dice as module
+from hf_retrieval_assist.decoding.dice import Dice, RowForesight, draws_by_quotients, largest
+from hf_retrieval_assist.decoding.selection import TokenSelector
+from hf_retrieval_assist.row_text import RowText
+from tests.decoding.test_batches import late_token, padded
+from tests.lossless import NEW_TOKENS, build, knowing, run
+from tests.oracle_drafter import oracle_assistant, sequences_of
+from tests.tiny_models import VOCAB
+
+WIDTHS = [7, 16, 17, 1000, 70_001]
+
+
+def rows_of(count: int, *progress: int) -> list[RowText]:
+    rows = [RowText(i, torch.tensor([1, 2]), 4) for i in range(count)]
+    for row, tokens in zip(rows, progress, strict=False):
+        row.generated += [3] * tokens
+    return rows
+
+
+def laws(rows: int, width: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn((rows, width), generator=generator).softmax(-1) for _ in range(count)]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_multinomial_draws_by_quotients_here(rows: int, width: int) -> None:
+    before = torch.get_rng_state()
+    assert draws_by_quotients(torch.device("cpu"), rows, width)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_foreseen_draws_are_multinomials(width: int) -> None:
+    """Any mixture of positions that were looked at before and not; same tokens, same state."""
+    steps = laws(1, width, 12)
+    torch.manual_seed(1)
+    expected = [torch.multinomial(law, 1).item() for law in steps]
+    left = torch.rand(3)
+    torch.manual_seed(1)
+    [row] = rows_of(1)
+    dice = Dice([row])
+    for place, law in enumerate(steps):
+        for ahead in range(place, place + place % 4):
+            dice.noise(0, ahead, width)
+        row.generated += dice.draw(law, [row])
+    assert row.generated == expected
+    assert torch.equal(torch.rand(3), left)
+    assert dice.plain
+
+
+@pytest.mark.parametrize("most", [0, 1 << 20])
+def test_rows_that_get_on_unequally_draw_what_the_batch_draws(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_BYTES", most)
+    steps = laws(3, 1000, 6)
+    torch.manual_seed(2)
+    expected = torch.cat([torch.multinomial(law, 1) for law in steps], 1).tolist()
+    left = torch.rand(3)
+    torch.manual_seed(2)
+    rows = rows_of(3)
+    dice = Dice(rows)
+    turns = [(0, 1, 2), (1,), (1, 2), (1,), (1, 2), (0,), (1, 2), (0, 2), (0, 2), (0,), (0,)]
+    for turn in turns:
+        law = torch.stack([steps[len(rows[i].generated)][i] for i in turn])
+        tokens = dice.draw(law, [rows[i] for i in turn])
+        for i, token in zip(turn, tokens, strict=True):
+            rows[i].generated.append(token)
+            rows[i].finished = len(rows[i].generated) == len(steps)
+    assert [row.generated for row in rows] == expected
+    dice.settle(len(steps))
+    assert torch.equal(torch.rand(3), left)
+    assert dice.plain
+
+
+def test_the_state_goes_back_to_the_end_of_the_text() -> None:
+    torch.manual_seed(2)
+    rows = rows_of(2)
+    for law in laws(2, 50, 2):
+        torch.multinomial(law, 1)
+    left = torch.rand(3)
+    torch.manual_seed(2)
+    dice = Dice(rows)
+    for law in laws(2, 50, 4):
+        # The first row goes on alone, past the end that the other one sets.
+        rows[0].generated += dice.draw(law[:1], rows[:1])
+    dice.settle(2)
+    assert torch.equal(torch.rand(3), left)
+
+
+def test_rows_are_even_where_all_that_go_on_draw_and_are_as_long() -> None:
+    first, second, ended = rows = rows_of(3, 1, 1, 2)
+    ended.finished = True
+    dice = Dice(rows)
+    assert dice._is_even([first, second])
+    assert not dice._is_even([first])
+    second.generated.append(5)
+    assert not dice._is_even([first, second])
+
+
+def test_somebody_elses_draws_come_first() -> None:
+    """A processor that uses the generator between two tokens."""
+    steps = laws(1, 200, 4)
+    torch.manual_seed(3)
+    expected = [(torch.rand(2), torch.multinomial(law, 1).item())[1] for law in steps]
+    left = torch.rand(3)
+    torch.manual_seed(3)
+    [row] = rows_of(1)
+    dice = Dice([row])
+    for law in steps:
+        dice.noise(0, len(row.generated) + 2, 200)
+        torch.rand(2)
+        row.generated += dice.draw(law, [row])
+    assert row.generated == expected
+    assert torch.equal(torch.rand(3), left)
+
+
+@pytest.mark.parametrize("law", [torch.full((1, 5), torch.nan), torch.zeros(1, 5)])
+def test_what_is_no_distribution_raises_as_in_plain_decoding(law: torch.Tensor) -> None:
+    [row] = rows_of(1)
+    dice = Dice([row])
+    dice.noise(0, 0, 5)
+    with pytest.raises(RuntimeError) as expected:
+        torch.multinomial(law, 1)
+    with pytest.raises(RuntimeError) as actual:
+        dice.draw(law, [row])
+    assert str(actual.value) == str(expected.value)
+
+
+def test_another_way_of_drawing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is foreseen, single rows keep their seed, batches say that they do not."""
+    monkeypatch.setattr(module, "draws_by_quotients", lambda *key: False)
+    model = build(transformers.LlamaForCausalLM)
+    plain = run(model, do_sample=True)
+    assistant = knowing(plain)
+    assert torch.equal(run(model, do_sample=True, assistant=assistant), plain)
+    assert assistant.stats.last.keeps_seed
+    _, _, assistant = sampled_batch(model, 3)
+    assert not assistant.stats.last.keeps_seed
+    [row] = rows_of(1)
+    select = TokenSelector(LogitsProcessorList(), do_sample=True, batch_size=1)
+    foresight = RowForesight(select, Dice([row]), row)
+    assert not foresight.knows(50)
+    [law] = laws(1, 50, 1)
+    assert foresight.best(law.log(), [[]], 1)[1] == law.argmax()
+
+
+def test_a_generator_that_is_not_reached() -> None:
+    row = RowText(0, torch.empty(2, dtype=torch.long, device="meta"), 4)
+    assert not Dice([row]).works(50)
+
+
+class Stops(StoppingCriteria):
+    """Looks at one row, and at what it would show of others."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor([int(row[-1]) % 29 == 4 for row in input_ids])
+
+
+Stops.__module__ = "transformers.generation.stopping_criteria"
+
+
+def sampled_batch(model: Any, rows: int, **options: Any) -> tuple[Any, Any, Any]:
+    """A batch with and without an assistant, and what each left of the generator."""
+    inputs = padded(rows)
+    options = {"do_sample": True, "max_new_tokens": 24} | options
+    torch.manual_seed(4)
+    plain = model.generate(**inputs, **options)
+    left = torch.get_rng_state()
+    assistant = oracle_assistant(sequences_of(plain), inputs["attention_mask"])
+    torch.manual_seed(4)
+    assisted = model.generate(**inputs, **options, assistant=assistant)
+    return (plain, left), (assisted, torch.get_rng_state()), assistant
+
+
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "Gemma3ForCausalLM", "BartForCausalLM", "Lfm2ForCausalLM"]
+)
+@pytest.mark.parametrize("rows", [3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_k": 9, "temperature": 0.7},
+        {"top_p": 0.8, "repetition_penalty": 1.3},
+        {"stopping_criteria": [Stops()]},
+        {"num_return_sequences": 2, "temperature": 1.5},
+    ],
+    ids=["plain", "top_k", "top_p", "stops", "several"],
+)
+def test_sampled_batches_keep_the_seed(name: str, rows: int, options: dict[str, Any]) -> None:
+    overrides = {"is_encoder_decoder": False} if name.startswith("Bart") else {}
+    model = build(getattr(transformers, name), **overrides)
+    if "num_return_sequences" not in options:
+        free, _, _ = sampled_batch(model, rows, **options)
+        ends = [late_token(text[18:], 7) for text in (free[0][0], free[0][-1])]
+        options = options | {"eos_token_id": ends}
+        plain, assisted, assistant = sampled_batch(model, rows, **options)
+        assert assistant.stats.last.accepted > 0
+    else:
+        inputs = padded(rows)
+        plain, assisted, assistant = _several(model, inputs, options)
+    assert torch.equal(plain[0], assisted[0])
+    assert torch.equal(plain[1], assisted[1])
+    assert assistant.stats.last.keeps_seed
+
+
+def _several(model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> Any:
+    results = []
+    assistant = knowing(torch.tensor([[1, 2, 3, 4, 5]]))
+    for keyword in ({}, {"assistant": assistant}):
+        torch.manual_seed(4)
+        call = {"do_sample": True, "max_new_tokens": NEW_TOKENS, **options, **keyword}
+        results.append((model.generate(**inputs, **call), torch.get_rng_state()))
+    return *results, assistant
+
+
+class Foreign(LogitsProcessor):
+    """Counts what it is shown."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen += len(scores)
+        return scores
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_foresight_is_the_choice_of_the_walk(do_sample: bool, batch_size: int) -> None:
+    """Along a path of drafted tokens, with warpers and processors that look at the text."""
+    foreign = Foreign()
+    processors = LogitsProcessorList(
+        [
+            transformers.RepetitionPenaltyLogitsProcessor(1.7),
+            transformers.NoRepeatNGramLogitsProcessor(2),
+            transformers.TemperatureLogitsWarper(0.8),
+            transformers.TopKLogitsWarper(20),
+            foreign,
+        ]
+    )
+    rows = rows_of(batch_size)
+    select = TokenSelector(processors, do_sample, batch_size)
+    torch.manual_seed(6)
+    dice = Dice(rows)
+    foresights = [RowForesight(select, dice, row) for row in rows]
+    logits = [law.log() for law in laws(batch_size, VOCAB, 5)]
+    foreseen = []
+    for row, foresight in zip(rows, foresights, strict=True):
+        path: list[int] = []
+        for step in logits:
+            scores, ids = foresight.best(step[row.index : row.index + 1], [path], 3)
+            assert (scores.diff() <= 0).all()
+            path = [*path, int(ids[0, 0])]
+        foreseen.append(path)
+        assert foresight.knows(VOCAB)
+    assert not foreign.seen
+    for step in logits:
+        scores = select.process(rows, step.clone())
+        for row, token in zip(
+            rows, select.choose(scores, lambda p: dice.draw(p, rows)), strict=True
+        ):
+            row.generated.append(token)
+    assert [row.generated for row in rows] == foreseen
+
+
+@pytest.mark.parametrize("columns", [3, 600, 4096, 5000])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_largest_is_topk(columns: int, count: int) -> None:
+    scores = torch.randn((4, columns), generator=torch.Generator().manual_seed(0))
+    expected = scores.topk(min(count, columns))
+    values, ids = largest(scores, count)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(ids, expected.indices)

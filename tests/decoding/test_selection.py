@@ -1,0 +1,142 @@
+"""Every processor and criterion of transformers: rows one by one, or plain decoding's batches."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, LogitsProcessorList
+from transformers.generation import logits_process, stopping_criteria
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.decoding.selection import TokenSelector, follows_rows
+from hf_retrieval_assist.row_text import RowText
+from tests.lossless import build
+
+ROWS, LENGTH, VOCAB = 3, 9, 67
+IDS = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)) % 9 + 3
+
+# How those that are asked row by row are made.
+MAKERS = {
+    "MinLengthLogitsProcessor": lambda c: c(20, 2),
+    "MinNewTokensLengthLogitsProcessor": lambda c: c(4, 9, 2),
+    "TemperatureLogitsWarper": lambda c: c(0.7),
+    "RepetitionPenaltyLogitsProcessor": lambda c: c(1.5),
+    "EncoderRepetitionPenaltyLogitsProcessor": lambda c: c(1.5, IDS),
+    "TopPLogitsWarper": lambda c: c(0.6),
+    "TopKLogitsWarper": lambda c: c(5),
+    "MinPLogitsWarper": lambda c: c(0.1),
+    "TypicalLogitsWarper": lambda c: c(0.6),
+    "EpsilonLogitsWarper": lambda c: c(0.02),
+    "EtaLogitsWarper": lambda c: c(0.02),
+    "NoRepeatNGramLogitsProcessor": lambda c: c(2),
+    "EncoderNoRepeatNGramLogitsProcessor": lambda c: c(2, IDS),
+    "SequenceBiasLogitsProcessor": lambda c: c([[[5], 3.0], [[int(IDS[0, -1]), 8], 4.0]]),
+    "NoBadWordsLogitsProcessor": lambda c: c([[5], [int(IDS[0, -1]), 8]], 2),
+    "ForcedBOSTokenLogitsProcessor": lambda c: c(1),
+    "ForcedEOSTokenLogitsProcessor": lambda c: c(LENGTH + 1, 2),
+    "InfNanRemoveLogitsProcessor": lambda c: c(),
+    "ExponentialDecayLengthPenalty": lambda c: c((2, 1.5), 2, 3),
+    "LogitNormalization": lambda c: c(),
+    "SuppressTokensAtBeginLogitsProcessor": lambda c: c([5, 6], LENGTH),
+    "SuppressTokensLogitsProcessor": lambda c: c([5, 6]),
+    "BarkEosPrioritizerLogitsProcessor": lambda c: c(2, 0.01),
+    "WatermarkLogitsProcessor": lambda c: c(VOCAB, "cpu"),
+    "MaxLengthCriteria": lambda c: c(LENGTH),
+    "MaxTimeCriteria": lambda c: c(1e9),
+    "EosTokenCriteria": lambda c: c([int(IDS[1, -1])]),
+}
+
+# These keep something of all rows, look at one row for all, or call what they were given; or they
+# are of models whose rows are not texts.
+TOGETHER = {
+    *("TopHLogitsWarper", "PrefixConstrainedLogitsProcessor", "WhisperTimeStampLogitsProcessor"),
+    *("WhisperNoSpeechDetection", "ClassifierFreeGuidanceLogitsProcessor"),
+    *("AlternatingCodebooksLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    *("SynthIDTextWatermarkLogitsProcessor", "DiaClassifierFreeGuidanceLogitsProcessor"),
+    *("DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor"),
+    *("ConfidenceCriteria",),
+}
+
+# Strings need a tokenizer; tests/decoding/test_generate_inputs.py has them.
+ELSEWHERE = {"StopStringCriteria"}
+
+
+def classes():
+    kinds = {
+        logits_process: logits_process.LogitsProcessor,
+        stopping_criteria: stopping_criteria.StoppingCriteria,
+    }
+    return {
+        name: found
+        for module, base in kinds.items()
+        for name, found in vars(module).items()
+        if inspect.isclass(found) and issubclass(found, base) and found is not base
+    }
+
+
+def bare(found):
+    return found.__new__(found)
+
+
+def test_each_class_is_asked_in_a_way_that_is_known():
+    known = classes()
+    together = {name for name, found in known.items() if follows_rows(bare(found))}
+    assert together == TOGETHER & known.keys()
+    assert known.keys() - together - ELSEWHERE == MAKERS.keys() & known.keys()
+
+
+@pytest.mark.parametrize("name", [n for n in MAKERS if n in classes()])
+def test_rows_one_by_one_are_the_batches_rows(name):
+    made = MAKERS[name](classes()[name])
+    scores = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(1))
+    if isinstance(made, stopping_criteria.StoppingCriteria):
+        single = [made(IDS[i : i + 1], None) for i in (2, 0, 0, 1)]
+        assert torch.equal(made(IDS, None), torch.cat([single[2], single[3], single[0]]))
+        return
+    rows = [RowText(i, ids, 4) for i, ids in enumerate(IDS)]
+    select = TokenSelector(LogitsProcessorList([made]), do_sample=False, batch_size=ROWS)
+    # In another order than the batch's, and one of them twice.
+    single = {i: select.process([rows[i]], scores[i : i + 1].clone()) for i in (2, 0, 0, 1)}
+    expected = made(IDS, scores.clone())
+    assert torch.equal(expected, torch.cat([single[i] for i in range(ROWS)]))
+
+
+def test_a_subclass_may_keep_anything():
+    class Counting(logits_process.TopKLogitsWarper):
+        pass
+
+    assert follows_rows(Counting(5))
+
+
+def prefixes():
+    """What `prefix_allowed_tokens_fn` may be: it checks its text, or follows each row."""
+
+    def follow():
+        seen = {}
+
+        def allowed(row, text):
+            seen[row] = seen.get(row, 0) + 1
+            return [token for token in range(3, VOCAB) if token % 4 != seen[row] % 4]
+
+        return allowed
+
+    def check():
+        def allowed(row, text):
+            assert torch.equal(text[:LENGTH], IDS[row])
+            return list(range(3, VOCAB))
+
+        return allowed
+
+    return [follow, check]
+
+
+@pytest.mark.parametrize("make", prefixes())
+def test_allowed_tokens_are_asked_of_every_row_with_its_own_text(make):
+    model = build(LlamaForCausalLM)
+    options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 16, "do_sample": False}
+    plain = model.generate(IDS, prefix_allowed_tokens_fn=make(), **options)
+    assistant = SamAssistant(plain[:1].tolist(), budget=8)
+    again = model.generate(IDS, prefix_allowed_tokens_fn=make(), assistant=assistant, **options)
+    assert torch.equal(plain, again)

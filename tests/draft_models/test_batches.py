@@ -1,0 +1,220 @@
+"""Texts of a batch are drafted for together: the same drafts, one forward a level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hf_retrieval_assist import EagleHead, EarlyExit, MtpHead
+from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers
+from hf_retrieval_assist.draft_models.rows import chain, parts
+from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
+from hf_retrieval_assist.drafters.base import Drafter, Target
+from hf_retrieval_assist.presets import fallback_drafters
+from hf_retrieval_assist.token_tree import TokenTree
+from tests.draft_models.test_dflash import block_drafter
+from tests.draft_models.test_feature_drafters import head_of
+from tests.feature_following import features_of, seen
+from tests.lossless import build
+from tests.tiny_models import VOCAB, randomise
+
+NAMES = ["DFlash", "EAGLE head", "MTP head", "draft model", "windows", "early exit"]
+# Known of each text when it starts.
+LENGTHS = [3, 9, 1, 17, 9, 30, 5, 12]
+BUDGET = 12
+
+
+@pytest.fixture(autouse=True)
+def _one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of draft models are not solved for again while drafts are compared."""
+    monkeypatch.setattr(ShapeChooser, "_has_changed", lambda self: False)
+
+
+def text_of(row: int) -> list[int]:
+    return torch.randint(1, VOCAB, (60,), generator=torch.Generator().manual_seed(row)).tolist()
+
+
+class Batch:
+    """A drafter, and texts that are told to it together or one by one."""
+
+    def __init__(self, name: str) -> None:
+        self.target = build(transformers.LlamaForCausalLM)
+        self.drafter: Drafter
+        if name == "early exit":
+            self.drafter = EarlyExit(2)
+        else:
+            (self.drafter,) = fallback_drafters(self._fallback(name))
+        layers = self.drafter.needs.hidden_layers
+        self.features = {
+            row: features_of(self.target, layers, text_of(row)) if layers else None
+            for row in range(len(LENGTHS))
+        }
+        self.known = list(LENGTHS)
+        self.sessions = [self.start(row, length) for row, length in enumerate(LENGTHS)]
+
+    def _fallback(self, name: str) -> Any:
+        if name == "DFlash":
+            return block_drafter(window=6)
+        if name in ("EAGLE head", "MTP head"):
+            return head_of(EagleHead if name == "EAGLE head" else MtpHead, self.target)
+        kind = "Gemma3ForCausalLM" if name == "windows" else "LlamaForCausalLM"
+        model = build(getattr(transformers, kind))
+        randomise(model, 0.3)
+        return model
+
+    def start(self, row: int, length: int) -> Any:
+        target = Target(VOCAB, model=self.target)
+        session = self.drafter.start(np.array(text_of(row)[:length], np.int32), target)
+        self.commit(session, row, 0, length)
+        return session
+
+    def commit(self, session: Any, row: int, first: int, last: int) -> None:
+        """The token at `last` is new, and hidden states of those from `first` on are known."""
+        features = self.features[row]
+        text = text_of(row)
+        new = text[last : last + 1] if first == 0 else text[first + 1 : last + 1]
+        session.commit(new, None if features is None else seen(features[first:last]))
+
+    def grow(self, row: int, count: int) -> None:
+        self.commit(self.sessions[row], row, self.known[row], self.known[row] + count)
+        self.known[row] += count
+
+    def alone(self, row: int) -> TokenTree:
+        """What a session that knows this text alone drafts."""
+        return self.start(row, self.known[row]).propose(BUDGET)
+
+    def check(self, rows: list[int], trees: list[TokenTree]) -> None:
+        for row, tree in zip(rows, trees, strict=True):
+            tree.check_invariants()
+            expected = self.alone(row)
+            assert tree.token_ids.tolist() == expected.token_ids.tolist()
+            assert tree.parents.tolist() == expected.parents.tolist()
+            np.testing.assert_allclose(tree.probs, expected.probs, rtol=2e-3)
+
+    def propose(self, rows: list[int]) -> list[TokenTree]:
+        sessions = [self.sessions[row] for row in rows]
+        return self.drafter.propose_rows(sessions, [BUDGET] * len(rows))
+
+    @contextmanager
+    def counted(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+        """An entry for each forward."""
+        forwards: list[int] = []
+
+        def count(*given: Any) -> None:
+            forwards.append(1)
+
+        with monkeypatch.context() as patch:
+            hooks = [
+                module.register_forward_hook(count)
+                for module in (getattr(self.drafter, "model", None), self._head())
+                if module is not None
+            ]
+            run = MtpLayers.run
+            patch.setattr(MtpLayers, "run", lambda *args: forwards.append(1) or run(*args))
+            yield forwards
+            for hook in hooks:
+                hook.remove()
+
+    def _head(self) -> Any:
+        if isinstance(self.drafter, EarlyExit):
+            return self.sessions[0].drafter.model
+        return getattr(self.drafter, "head", None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_takes_the_forwards_of_one_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch(name)
+    rows = list(range(len(LENGTHS)))
+    batch.check(rows, batch.propose(rows))
+    for row in rows:
+        batch.grow(row, 1 + row % 3)
+    with batch.counted(monkeypatch) as forwards:
+        trees = batch.propose(rows)
+    depth = max(int(tree.depths.max()) for tree in trees)
+    batch.check(rows, trees)
+    if name == "DFlash":
+        assert len(forwards) == 1
+    elif name in ("draft model", "windows", "early exit"):
+        assert len(forwards) == depth > 1
+    else:
+        # The head reads what is new in the texts, then the nodes level by level.
+        assert 1 < len(forwards) <= 6
+        assert len(forwards) >= depth
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_come_and_go(name: str) -> None:
+    batch = Batch(name)
+    rows = list(range(len(LENGTHS)))
+    batch.propose(rows[:5])
+    for row in rows[:5]:
+        batch.grow(row, 2)
+    # Some wait, which costs them nothing.
+    batch.check([1, 3], batch.propose([1, 3]))
+    batch.grow(1, 4)
+    batch.sessions[0].close()
+    batch.check([4, 1, 2], batch.propose([4, 1, 2]))
+    # Others join, and those that waited come back.
+    batch.check([3, 6, 1, 7], batch.propose([3, 6, 1, 7]))
+    for row in (1, 6):
+        batch.grow(row, 3)
+    batch.check([6, 1], batch.propose([6, 1]))
+    batch.check([5], batch.propose([5]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_text_has_a_budget_of_its_own(name: str) -> None:
+    batch = Batch(name)
+    budgets = [0, 1, 12, 5, 2, 0, 7, 3]
+    trees = batch.drafter.propose_rows(batch.sessions, budgets)
+    for tree, budget in zip(trees, budgets, strict=True):
+        assert len(tree) <= budget
+        assert len(tree) or not budget
+        tree.check_invariants()
+
+
+@pytest.mark.parametrize("name", ["draft model", "windows"])
+def test_what_a_text_went_on_with_is_not_fed_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that accepted different nodes, beside rows that accepted none."""
+    batch = Batch(name)
+    rows = [0, 1, 3]
+    trees = batch.propose(rows)
+    texts = {row: text_of(row)[: batch.known[row] + 1] for row in rows}
+    for row, tree, length in zip(rows, trees, (3, 0, 1), strict=True):
+        path = tree.path(int(tree.depths.argmax()))[:length]
+        new = [*tree.token_ids[path].tolist(), 5]
+        batch.sessions[row].commit(new, None)
+        texts[row] += new
+    fed: list[Any] = []
+    hook = batch.drafter.model.register_forward_pre_hook(  # type: ignore[attr-defined]
+        lambda _, args, kwargs: fed.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    trees = batch.propose(rows)
+    hook.remove()
+    assert fed[0].shape[0] == 3
+    assert fed[0].shape[1] <= 2
+    for row, tree in zip(rows, trees, strict=True):
+        fresh = batch.drafter.start(np.array(texts[row], np.int32), Target(VOCAB))
+        expected = fresh.propose(BUDGET)
+        assert tree.token_ids.tolist() == expected.token_ids.tolist()
+
+
+def test_the_newest_of_every_text_are_fed_last() -> None:
+    assert list(parts([5, 0, 2], 2)) == [
+        [range(0, 1), range(0), range(0)],
+        [range(1, 3), range(0), range(0)],
+        [range(3, 5), range(0), range(0, 2)],
+    ]
+    assert not list(parts([0, 0], 4))
+    depths, attends = chain([1, 3], torch.device("cpu"))
+    assert depths.tolist() == [[0, 0, 0], [0, 1, 2]]
+    assert attends[0].tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    assert attends[1].tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]

@@ -1,0 +1,168 @@
+"""Drafts of block drafters: transformers' candidates, and trees of the likeliest paths."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
+
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.draft_models import features
+from hf_retrieval_assist.draft_models.dflash import DFlashDrafter, product_tree
+from hf_retrieval_assist.token_tree import TokenTree
+from tests.feature_following import TEXT, features_of, seen, session_of
+from tests.lossless import run
+from tests.tiny_models import randomise
+
+BLOCK = 5
+NEW = 16
+
+
+def block_drafter(window: int = 64, **changes: Any) -> Any:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "block_size": BLOCK,
+        "mask_token_id": 2,
+        "target_layer_ids": [0, 1],
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
+    }
+    torch.manual_seed(0)
+    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**(sizes | changes))).eval()
+    randomise(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Any:
+    return block_drafter()
+
+
+@pytest.mark.parametrize("window", [64, 6])
+def test_the_chain_is_transformers_own(
+    llama: Any, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting = block_drafter(window)
+    candidates: dict[tuple[int, ...], list[int]] = {}
+    drafts: dict[tuple[int, ...], list[int]] = {}
+    theirs, ours = DFlashTokenCandidateGenerator.get_candidates, features.draft_rows
+
+    def record_theirs(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = theirs(self, input_ids, *args, **kwargs)
+        candidates[tuple(input_ids[0].tolist())] = result[0][0, input_ids.shape[1] :].tolist()
+        return result
+
+    def record_ours(sessions: Any, budgets: Any) -> list[TokenTree]:
+        trees = ours(sessions, budgets)
+        for session, tree in zip(sessions, trees, strict=True):
+            drafts[tuple(session.tokens)] = tree.token_ids.tolist()
+        return trees
+
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", record_theirs)
+    monkeypatch.setattr(features, "draft_rows", record_ours)
+    options = {"max_new_tokens": NEW}
+    expected = run(llama, assistant_model=drafting, speculation_type="dflash", **options)
+    assistant = Assistant([DFlashDrafter(drafting, top_k=1)], budget=BLOCK - 1)
+    assert run(llama, assistant=assistant, **options).tolist() == expected.tolist()
+    compared = 0
+    for text, chain in candidates.items():
+        if chain and text in drafts:
+            assert drafts[text] == chain
+            compared += 1
+    assert compared >= NEW // 2
+
+
+def test_product_trees_hold_the_likeliest_paths() -> None:
+    """Against all paths, enumerated."""
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        probs = np.sort(generator.dirichlet(np.ones(4), 3).astype(np.float32))[:, ::-1][:, :3]
+        ids = np.stack([generator.permutation(20)[:3] for _ in range(3)]).astype(np.int32)
+        tree = product_tree(ids, np.log(probs), 10)
+        tree.check_invariants()
+        everything = {
+            tuple(int(ids[d, r]) for d, r in enumerate(ranks)): float(
+                np.prod([probs[d, r] for d, r in enumerate(ranks)])
+            )
+            for length in (1, 2, 3)
+            for ranks in itertools.product(range(3), repeat=length)
+        }
+        best = sorted(everything, key=everything.__getitem__, reverse=True)[:10]
+        paths = [tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))]
+        assert set(paths) == set(best)
+        for path, prob in zip(paths, tree.probs, strict=True):
+            assert prob == pytest.approx(everything[path], rel=1e-4)
+
+
+def test_a_tree_needs_no_more_than_there_is() -> None:
+    tree = product_tree(np.array([[3], [4]], np.int32), np.log(np.full((2, 1), 0.5)), 30)
+    assert tree.token_ids.tolist() == [3, 4]
+    assert tree.is_chain
+
+
+def test_one_forward_catches_up(llama: Any, drafting: Any, monkeypatch: Any) -> None:
+    forwards: list[int] = []
+    original = type(drafting).forward
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forwards.append(kwargs["context_hidden_states"].shape[1])
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(drafting), "forward", count)
+    features = features_of(llama, (1, 2))
+    session = session_of(DFlashDrafter(drafting), llama, TEXT[:9])
+    session.commit(TEXT[9:10], seen(features[:9]))
+    for position in range(9, 30):
+        session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
+    session.propose(4)
+    assert forwards == [30]
+
+
+def test_hidden_states_wait_in_bounded_numbers(llama: Any, drafting: Any) -> None:
+    """A model that is never asked holds no more of a long text than its cache."""
+    features = features_of(llama, (1, 2))
+    session = session_of(DFlashDrafter(drafting), llama, TEXT[:9])
+    session.follower.chunk = 8
+    session.commit(TEXT[9:10], seen(features[:9]))
+    for position in range(9, 30):
+        session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
+        assert session.waiting < 8
+    whole = session_of(DFlashDrafter(drafting), llama, TEXT[:30])
+    whole.commit(TEXT[30:31], seen(features[:30]))
+    tree, expected = session.propose(12), whole.propose(12)
+    assert tree.token_ids.tolist() == expected.token_ids.tolist()
+    np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, "hidden size of 32, got one for 64"),
+        ({"mask_token_id": 67}, "below the target's 67 ids, got 67"),
+        ({"target_layer_ids": [0, 9]}, "boundaries: expected -1 or 0 to 2"),
+    ],
+)
+def test_one_for_another_target_is_refused(
+    llama: Any, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(llama, assistant=SamAssistant(fallback=block_drafter(**changes)))
+
+
+def test_other_models_are_refused(llama: Any) -> None:
+    with pytest.raises(ValueError, match="expected a DFlash model"):
+        DFlashDrafter(llama)
+    with pytest.raises(ValueError, match="top_k: expected at least 1, got 0"):
+        DFlashDrafter(block_drafter(), top_k=0)

@@ -1,0 +1,382 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
+
+from hf_retrieval_assist.assistants import Assistant
+from hf_retrieval_assist.decoding import dice
+from hf_retrieval_assist.draft_models.draft_model import PRIORS, DraftModelDrafter, classes_by_rank
+from hf_retrieval_assist.draft_models.residual import verify_node
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.token_tree import TokenTree
+from tests.lossless import build, run
+
+VOCAB = 48
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def llama(seed=0, **changes):
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(SIZES | changes))).eval()
+    with torch.no_grad():
+        model.lm_head.weight *= 20  # decided, so that rounding cannot reorder the candidates
+    return model
+
+
+def gemma(seed=0):
+    torch.manual_seed(seed)
+    config = Gemma3TextConfig(
+        **SIZES, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+    )
+    return Gemma3ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module", params=[llama, gemma], ids=["llama", "gemma"])
+def model(request):
+    return request.param()
+
+
+def next_logits(model, text):
+    with torch.no_grad():
+        return model(torch.tensor([text])).logits[0, -1]
+
+
+def start(drafter, prompt, vocab_size=VOCAB):
+    return drafter.start(np.array(prompt, np.int32), Target(vocab_size))
+
+
+def assert_best_candidates(model, text, tree, ranks):
+    """Every node is the candidate of its rank in a forward over the text and its path."""
+    tree.check_invariants()
+    for node in range(len(tree)):
+        above = tree.token_ids[tree.path(node)[:-1]].tolist()
+        best = next_logits(model, text + above).topk(8).indices
+        assert tree.token_ids[node] == best[ranks[node]]
+
+
+def test_drafts_are_the_models_best_candidates_as_the_text_goes_on(model):
+    session = start(DraftModelDrafter(model, max_nodes=12, max_levels=5, width=3), [3, 1, 4, 1, 5])
+    text = [3, 1, 4, 1, 5]
+    rng = np.random.default_rng(0)
+    for _ in range(8):
+        tree = session.propose(12)
+        assert len(tree) == 12
+        assert_best_candidates(model, text, tree, session._schedule.shape.ranks)
+        # Along the draft for a while, then away from it.
+        node = int(rng.integers(-1, len(tree)))
+        new = [*tree.token_ids[tree.path(node)].tolist(), int(rng.integers(VOCAB))]
+        session.commit(new, None)
+        text += new
+
+
+def test_may_be_asked_twice_or_not_at_all(model):
+    session = start(DraftModelDrafter(model, max_nodes=6), [1, 2, 3])
+    once, again = session.propose(6), session.propose(6)
+    assert np.array_equal(once.token_ids, again.token_ids)
+    for new in ([4], [5, 6], [7] * 20):
+        session.commit(new, None)
+    tree = session.propose(6)
+    text = [1, 2, 3, 4, 5, 6, *[7] * 20]
+    assert_best_candidates(model, text, tree, session._schedule.shape.ranks)
+    session.close()
+
+
+@pytest.mark.parametrize("budget", ["auto", "paper", 6])
+def test_assisted_generation_is_plain_generation(model, budget):
+    draft = llama(3)
+    assistant = Assistant([DraftModelDrafter(draft, max_nodes=8, max_levels=3)], budget=budget)
+    prompts = torch.randint(1, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 12, "attention_mask": torch.ones_like(prompts), "pad_token_id": 0}
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
+        torch.manual_seed(5)
+        plain = model.generate(prompts[:1], **(options | {"attention_mask": None}), **sampling)
+        torch.manual_seed(5)
+        assisted = model.generate(
+            prompts[:1],
+            custom_generate=assistant,
+            **(options | {"attention_mask": None}),
+            **sampling,
+        )
+        assert torch.equal(plain, assisted)
+    plain = model.generate(prompts, do_sample=False, **options)
+    assisted = model.generate(prompts, do_sample=False, custom_generate=assistant, **options)
+    assert torch.equal(plain, assisted)
+
+
+def count_forwards(model):
+    calls = []
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    return calls, handle
+
+
+def test_one_forward_per_level():
+    model = llama()
+    drafter = DraftModelDrafter(model, max_nodes=12, max_levels=4, width=3)
+    session = start(drafter, [1, 2, 3])
+    session.propose(12)
+    levels = session._schedule.shape.levels - 1
+    session.commit([9], None)
+    calls, handle = count_forwards(model)
+    tree = session.propose(12)
+    handle.remove()
+    assert len(calls) == levels == int(tree.depths.max())
+
+
+def test_accepted_nodes_are_not_fed_again():
+    session = start(DraftModelDrafter(llama(), max_nodes=10, max_levels=5, width=2), [1, 2, 3])
+    tree = session.propose(10)
+    deepest = tree.path(int(tree.depths.argmax()))
+    session.commit([*tree.token_ids[deepest].tolist(), 5], None)
+    # The leaf was never fed; it and the last token are new.
+    assert len(session.text) - session.group.caches[0].slots.lengths[0] - len(session.accepted) == 2
+
+
+def test_small_budgets_are_kept():
+    session = start(DraftModelDrafter(llama(), max_nodes=12), [1, 2])
+    assert [len(session.propose(budget)) for budget in (0, 1, 5, 12, 99)] == [0, 1, 5, 12, 12]
+
+
+def test_measures_which_ranks_are_accepted():
+    model = llama()
+    drafter = DraftModelDrafter(model, max_nodes=8, max_levels=2, width=4)
+    text = [1, 2, 3]
+    session = start(drafter, text)
+    for _ in range(40):
+        second = int(next_logits(model, text).topk(2).indices[1])
+        session.propose(8)
+        session.commit([second], None)
+        text.append(second)
+    vector = drafter.chooser("").counts.vector
+    assert vector[1] > 0.8
+    assert drafter.chooser("other").counts.vector[1] < 0.5
+
+
+def test_the_shape_follows_the_cost_of_the_target():
+    drafter = DraftModelDrafter(llama(), max_nodes=16, max_levels=4, width=4)
+    session = start(drafter, [1, 2, 3])
+    wide = session.propose(16)
+    session.chooser.set_seconds(0.01 * np.arange(1, 18))
+    for _ in range(40):
+        session.commit([1], None)
+        session.propose(16)
+    assert len(session.propose(16)) < len(wide)
+    session.chooser.set_seconds(np.full(17, 10.0))
+    for _ in range(40):
+        session.commit([1], None)
+        session.propose(16)
+    assert len(session.propose(16)) == 16
+
+
+def test_classes_are_within_the_priors():
+    priors = DraftModelDrafter(llama()).priors()
+    rates = np.linspace(0, 1, 50, dtype=np.float32)
+    classes = classes_by_rank(rates, np.arange(50, dtype=np.int32) % 7)
+    assert classes.min() >= 0
+    assert classes.max() < len(priors)
+    assert np.abs(priors[classes] - rates).max() < 0.09
+
+
+def test_rejects_another_vocabulary():
+    with pytest.raises(ValueError, match="assistant_tokenizer: expected a tokenizer"):
+        start(DraftModelDrafter(llama()), [1], vocab_size=50)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_nodes": 0}, {"max_levels": 0}, {"width": 0}, {"temperature": 0.0}]
+)
+def test_rejects_other_options(options):
+    with pytest.raises(ValueError, match=f"^{next(iter(options))}: expected"):
+        DraftModelDrafter(llama(), **options)
+
+
+def test_rejects_models_without_a_cache_of_tokens():
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 16,
+        "attention_hidden_size": 16,
+        "num_hidden_layers": 2,
+    }
+    with pytest.raises(ValueError, match="token trees, got RwkvForCausalLM"):
+        DraftModelDrafter(RwkvForCausalLM(RwkvConfig(**sizes)))
+
+
+def test_proposals_tell_what_was_drawn_below_every_fed_node():
+    drafter = DraftModelDrafter(llama(), max_nodes=12, max_levels=4, width=3, temperature=0.8)
+    session = start(drafter, [3, 1, 4])
+    torch.manual_seed(0)
+    tree = session.propose(12)
+    tree.check_invariants()
+    for node in range(-1, len(tree)):
+        path = tree.token_ids[tree.path(node)].tolist()
+        children = tree.token_ids[tree.parents == node].tolist()
+        draw = session.draw_at(path)
+        if not children:
+            assert draw is None
+            continue
+        expected = torch.softmax(next_logits(drafter.model, [3, 1, 4, *path]) / 0.8, dim=-1)
+        assert draw.children.tolist() == children
+        assert torch.allclose(draw.draft, expected, atol=1e-4)
+    assert session.draw_at([VOCAB]) is None
+    session.commit([1], None)
+    assert session.draw_at([]) is None
+
+
+def test_without_a_temperature_nothing_is_drawn():
+    session = start(DraftModelDrafter(llama(), max_nodes=4), [3, 1, 4])
+    session.propose(4)
+    assert session.draw_at([]) is None
+
+
+def target_law(logits, temperature, top_p):
+    """Softmax at a temperature, cut to the smallest set of tokens with at least top_p."""
+    law = torch.softmax(logits.float() / temperature, dim=-1)
+    order = law.argsort(descending=True)
+    cut = law[order].cumsum(0) - law[order] >= top_p
+    law[order[cut]] = 0
+    return law / law.sum()
+
+
+def residual_step(session, law_of, text):
+    """One step: draft, then walk down with residual verification; returns the new tokens."""
+    session.propose(6)
+    new = []
+    while True:
+        law = law_of([*text, *new])
+        draw = session.draw_at(new)
+        if draw is None:
+            return [*new, int(torch.multinomial(law, 1))]
+        rank, token = verify_node(law, draw.draft, draw.children)
+        new.append(token)
+        if rank < 0:
+            return new
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p"),
+    [
+        (1.5, 0.6),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(0.2, 1.0), (0.7, 1.0), (1.0, 0.8), (1.5, 1.0)]
+        ),
+    ],
+)
+def test_the_law_of_two_tokens_is_the_targets(temperature, top_p):
+    size = 6
+    target, draft = (llama(seed, vocab_size=size) for seed in (1, 2))
+    for model in (target, draft):
+        with torch.no_grad():
+            model.lm_head.weight *= 0.2
+    laws = {}
+
+    def law_of(text):
+        if tuple(text) not in laws:
+            laws[tuple(text)] = target_law(next_logits(target, text), temperature, top_p)
+        return laws[tuple(text)]
+
+    expected = np.zeros((size, size))
+    first = law_of([1, 2]).double()
+    for token in range(size):
+        expected[token] = (first[token] * law_of([1, 2, token]).double()).numpy()
+    drafter = DraftModelDrafter(draft, max_nodes=6, max_levels=3, width=3, temperature=1.0)
+    torch.manual_seed(0)
+    observed = np.zeros((size, size))
+    for _ in range(COUNT):
+        session = start(drafter, [1, 2], size)
+        text = [1, 2]
+        while len(text) < 4:
+            new = residual_step(session, law_of, text)
+            session.commit(new, None)
+            text += new
+        observed[text[2], text[3]] += 1
+    seen = expected > 0
+    assert observed[~seen].sum() == 0
+    cells = COUNT * expected[seen]
+    statistic = ((observed[seen] - cells) ** 2 / cells).sum()
+    # The statistic's variance is above 2(k − 1) where cells are small.
+    variance = 2 * (len(cells) - 1) + (1 / cells).sum()
+    assert statistic < len(cells) - 1 + 5 * np.sqrt(variance)
+
+
+COUNT = 400
+
+
+def test_drafting_on_the_targets_own_model_is_accepted_to_the_end():
+    model = llama()
+    session = start(DraftModelDrafter(model, max_nodes=4, max_levels=4, width=1), [1, 2, 3])
+    text = [1, 2, 3]
+    for _ in range(6):
+        tree = session.propose(4)
+        assert tree.is_chain
+        new = []
+        for _ in range(5):
+            new.append(int(next_logits(model, text + new).argmax()))
+        assert len(tree.follow(new)) == 4
+        session.commit(new, None)
+        text += new
+
+
+def test_an_empty_tree_is_no_draft():
+    session = start(DraftModelDrafter(llama()), [1, 2])
+    session.chooser.set_seconds(np.full(64, 1e-9))
+    for _ in range(64):
+        session.commit([1], None)
+        tree = session.propose(8)
+    assert tree is TokenTree.empty()
+    session.commit([4], None)
+
+
+def perturbed(model):
+    """Much like a model, as a good draft model of it is."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return draft
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.5}, {"top_k": 12, "repetition_penalty": 1.2}]
+)
+def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
+    """More is accepted than of the most probable tokens; the text is plain's either way."""
+    steps, target = {}, build(LlamaForCausalLM)
+    options = {"do_sample": True, "max_new_tokens": 40, **options}
+    for foreseen in (True, False):
+        if not foreseen:
+            monkeypatch.setattr(dice, "draws_by_quotients", lambda *key: False)
+        steps[foreseen] = 0
+        for seed in range(4):
+            plain, left = run(target, seed=seed, **options), torch.get_rng_state()
+            assistant = Assistant([DraftModelDrafter(perturbed(target))], budget=8)
+            ours = run(target, seed=seed, assistant=assistant, **options)
+            assert torch.equal(ours, plain)
+            assert torch.equal(torch.get_rng_state(), left)
+            steps[foreseen] += assistant.stats.last.steps
+    assert steps[True] < 0.8 * steps[False]
+
+
+def test_foreseen_nodes_have_classes_of_their_own():
+    rates, ranks = np.array([0.2, 0.7, 0.99], np.float32), np.array([2, 1, 0], np.int32)
+    drawn = classes_by_rank(rates, ranks, foreseen=True)
+    assert (drawn == classes_by_rank(rates, ranks) + len(PRIORS) // 2).all()
+    assert drawn.max() < len(PRIORS)
+    assert PRIORS[drawn].argmax() == 2

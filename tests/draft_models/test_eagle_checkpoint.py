@@ -1,0 +1,435 @@
+"""Checkpoints as they are published, damaged ones, and ones for another target."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
+
+from hf_retrieval_assist.draft_models import EagleHead
+from tests.eagle_fixtures import CASES, Case, load_case, tiny_target, write_config
+
+Tensors = dict[str, torch.Tensor]
+
+
+def outputs(head: EagleHead) -> torch.Tensor:
+    """Logits of three tokens after each other, for fixed features."""
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(1, 3, head.config.feature_width, generator=generator)
+    cache = DynamicCache()
+    with torch.inference_mode():
+        hidden = head.fuse(features.to(head.device, head.dtype))
+        ids, mask = torch.tensor([[5, 6, 7]]), torch.ones(3, 3, dtype=torch.bool).tril()
+        return head.logits(head(hidden, ids, torch.arange(3)[None], mask, cache)).float()
+
+
+def save_bin(tensors: Tensors, folder: Path) -> None:
+    torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def save_safetensors_shards(tensors: Tensors, folder: Path) -> None:
+    save_shards(tensors, folder, "model", "safetensors", save_file)
+
+
+def save_bin_shards(tensors: Tensors, folder: Path) -> None:
+    save_shards(tensors, folder, "pytorch_model", "bin", torch.save)
+
+
+def save_shards(
+    tensors: Tensors, folder: Path, stem: str, suffix: str, save: Callable[[Tensors, Path], None]
+) -> None:
+    weight_map = {}
+    for number, half in enumerate((list(tensors)[::2], list(tensors)[1::2])):
+        name = f"{stem}-{number}.{suffix}"
+        save({key: tensors[key] for key in half}, folder / name)
+        weight_map |= dict.fromkeys(half, name)
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def save_under_model_prefix(tensors: Tensors, folder: Path) -> None:
+    save_bin({f"model.{name}": tensor for name, tensor in tensors.items()}, folder)
+
+
+@pytest.mark.parametrize(
+    "save", [save_bin, save_safetensors_shards, save_bin_shards, save_under_model_prefix]
+)
+@pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
+def test_files_of_every_kind(
+    name: str, save: Callable[[Tensors, Path], None], tmp_path: Path
+) -> None:
+    case, target = load_case(name), load_case(name).target()
+    folders = [tmp_path / "plain", tmp_path / "other"]
+    for folder in folders:
+        folder.mkdir()
+        write_config(folder, case.config)
+    save_file(case.published(), folders[0] / "model.safetensors")
+    save(case.published(), folders[1])
+    first, second = (EagleHead.from_pretrained(folder, target) for folder in folders)
+    torch.testing.assert_close(outputs(first), outputs(second), rtol=0, atol=0)
+
+
+def as_speculators(case: Case) -> tuple[Tensors, dict[str, object]]:
+    """A SafeAILab EAGLE-3 checkpoint as the `speculators` format has it."""
+    tensors = {k.replace("midlayer.", "layers.0."): v for k, v in case.published().items()}
+    config = {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": case.config["draft_vocab_size"],
+        "norm_before_residual": False,
+        "transformer_layer_config": {"model_type": "llama", **case.config},
+    }
+    return tensors, config
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("eagle3")])
+def test_the_speculators_format(name: str, tmp_path: Path) -> None:
+    case, target = load_case(name), load_case(name).target()
+    (tmp_path / "safeai").mkdir()
+    expected = outputs(EagleHead.from_pretrained(case.save(tmp_path / "safeai"), target))
+    tensors, config = as_speculators(case)
+    write_config(tmp_path, config)
+    save_file(tensors, tmp_path / "model.safetensors")
+    head = EagleHead.from_pretrained(tmp_path, target)
+    torch.testing.assert_close(outputs(head), expected, rtol=0, atol=0)
+    config["norm_before_residual"] = True
+    write_config(tmp_path, config)
+    head = EagleHead.from_pretrained(tmp_path, target)
+    assert not torch.allclose(outputs(head), expected, atol=1e-2)
+
+
+def test_speculators_names_of_eagle1(tmp_path: Path) -> None:
+    case, target = load_case("eagle1_fcbias"), load_case("eagle1_fcbias").target()
+    (tmp_path / "safeai").mkdir()
+    expected = outputs(EagleHead.from_pretrained(case.save(tmp_path / "safeai"), target))
+    tensors = {
+        k.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): v
+        for k, v in case.published().items()
+    }
+    config = {"speculators_model_type": "eagle", "transformer_layer_config": case.config}
+    write_config(tmp_path, config)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(outputs(EagleHead.from_pretrained(tmp_path, target)), expected)
+
+
+def test_boundaries_follow_the_config_when_it_names_them(tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    tensors, config = as_speculators(case)
+    save_file(tensors, tmp_path / "model.safetensors")
+    write_config(tmp_path, config)
+    assert EagleHead.from_pretrained(tmp_path, case.target()).config.boundaries == (2, 5, 7)
+    write_config(tmp_path, {**config, "eagle_aux_hidden_state_layer_ids": [1, 4, 9]})
+    assert EagleHead.from_pretrained(tmp_path, case.target()).config.boundaries == (1, 4, 9)
+
+
+def edit(case: Case, tensors: Tensors | None = None, without: str = "") -> Tensors:
+    return {k: v for k, v in {**case.published(), **(tensors or {})}.items() if k != without}
+
+
+MISFITS = {
+    "fc.weight: expected (64, 192) for the target's boundaries [2, 5, 7] of width 64 each, found "
+    "(64, 150)": {"fc.weight": torch.zeros(64, 150)},
+    "norm.weight: expected (64,), found (32,)": {"norm.weight": torch.ones(32)},
+    "layers.0.mlp.down_proj.weight: expected (64, 160), found (64, 80)": {
+        "midlayer.mlp.down_proj.weight": torch.zeros(64, 80)
+    },
+    "t2d: expected (128,), found (100,)": {"t2d": torch.ones(100, dtype=torch.bool)},
+    "surprise: expected no such tensor, found (1,)": {"surprise": torch.zeros(1)},
+    "norm.weight: expected finite values": {"norm.weight": torch.full((64,), torch.nan)},
+    "d2t: expected offsets to ids in [0, 128), found the id 130": {
+        "d2t": torch.cat([torch.zeros(95, dtype=torch.long), torch.tensor([35])])
+    },
+    "d2t: expected offsets to the ids that t2d marks": {
+        "d2t": torch.zeros(96, dtype=torch.long),
+        "t2d": torch.arange(128) >= 32,
+    },
+    "d2t: expected integers": {"d2t": torch.zeros(96)},
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_the_first_tensor_that_does_not_fit_is_named(message: str, tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    write_config(tmp_path, case.config)
+    save_file(edit(case, MISFITS[message]), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        EagleHead.from_pretrained(tmp_path, case.target())
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("norm.weight", "norm.weight: expected (64,), found no such tensor"),
+        ("t2d", "t2d: expected (128,), found no such tensor"),
+        ("d2t", "lm_head.weight: expected 128 rows"),
+        ("midlayer.self_attn.o_proj.weight", "expected a matrix layers.0.self_attn.o_proj.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(missing: str, message: str, tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    write_config(tmp_path, case.config)
+    save_file(edit(case, without=missing), tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        EagleHead.from_pretrained(tmp_path, case.target())
+    assert message in str(caught.value)
+
+
+def test_a_target_of_another_width_or_vocabulary(tmp_path: Path) -> None:
+    case = load_case("eagle1_fcbias")
+    with pytest.raises(ValueError, match=r"fc.weight: expected \(32, 64\), found \(64, 128\)"):
+        EagleHead.from_pretrained(case.save(tmp_path), tiny_target(32))
+    with pytest.raises(ValueError, match=r"embed_tokens.weight: expected \(99, 64\)"):
+        EagleHead.from_pretrained(tmp_path, tiny_target(64, vocab_size=99))
+    case = load_case("eagle3_target_hidden48_theta5e5")
+    save_file(edit(case, without="embed_tokens.weight"), tmp_path / "model.safetensors")
+    write_config(tmp_path, case.config)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight: expected in the checkpoint"):
+        EagleHead.from_pretrained(tmp_path, case.target())
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, ("touch evil-was-run",)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_pickle_that_runs_code_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path, load_case("eagle3_d2t").config)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Evil()}))
+    with pytest.raises(ValueError, match=r"pytorch_model.bin: expected a file of tensors"):
+        EagleHead.from_pretrained(tmp_path, tiny_target())
+    assert not (tmp_path / "evil-was-run").exists()
+
+
+@pytest.mark.parametrize("size", [0, 7, 5000])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_truncated_file_is_one_value_error(name: str, size: int, tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    case.save(tmp_path)
+    save_bin(case.published(), tmp_path)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_bytes(content[:size])
+    with pytest.raises(ValueError, match=f"{name}: expected a file of tensors"):
+        EagleHead.from_pretrained(tmp_path, case.target())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weight: weight.to(torch.float8_e4m3fn), "expected float64, .* found .*float8"),
+        (lambda weight: weight.to(torch.int8), "expected float64, .* found torch.int8"),
+        (lambda weight: weight.to(torch.complex64), "expected float64, .* found torch.complex64"),
+        (lambda weight: weight[0, 0], "at least 1 dimension, found torch.float32 of 0"),
+        (lambda weight: weight.to(torch.int64), "expected floating point, found torch.int64"),
+    ],
+)
+@pytest.mark.parametrize("save", [save_bin, save_safetensors_shards])
+def test_tensors_of_other_kinds_are_refused_by_name(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    message: str,
+    save: Callable[[Tensors, Path], None],
+    tmp_path: Path,
+) -> None:
+    case = load_case("eagle3_d2t")
+    write_config(tmp_path, case.config)
+    published = case.published()
+    save({**published, "fc.weight": change(published["fc.weight"]).clone()}, tmp_path)
+    with pytest.raises(ValueError, match=rf"fc.weight: .*{message}"):
+        EagleHead.from_pretrained(tmp_path, case.target())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "expected a readable JSON file"),
+        ("[1]", "expected a JSON object, found list"),
+        ("{}", "num_attention_heads: expected a number"),
+        ("[" * 100_000, "expected a readable JSON file"),
+        ('{"transformer_layer_config": 3}', "config.json: expected an object, found 3"),
+    ],
+)
+def test_a_damaged_config(content: str, message: str, tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    (case.save(tmp_path) / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        EagleHead.from_pretrained(tmp_path, case.target())
+
+
+HOSTILE = (
+    *(0, -1, 1.5, 2**70, 1e400, float("nan"), True, "", "x", "1e4", [], [1], {}, {"x": 1}, [[1]]),
+    *("default", "linear", {"rope_type": "linear"}, {"rope_type": []}, {"type": "yarn"}),
+    {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "long"},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0},
+    {"rope_type": "default", "rope_theta": -5.0},
+    {"full_attention": {"rope_theta": 1e4}},
+)
+FIELDS = (
+    *("num_attention_heads", "rope_theta", "rope_parameters", "rope_scaling", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps", "hidden_act", "transformer_layer_config"),
+    *("eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_output"),
+)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
+def test_hostile_settings_are_refused_by_name_or_harmless(
+    name: str, field: str, tmp_path: Path
+) -> None:
+    case, target = load_case(name), load_case(name).target()
+    case.save(tmp_path)
+    refused = []
+    for value in HOSTILE:
+        write_config(tmp_path, {**case.config, field: value})
+        try:
+            head = EagleHead.from_pretrained(tmp_path, target)
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            assert outputs(head).isfinite().all(), value
+    assert all("expected" in message for message in refused)
+    # EAGLE-1 heads have no boundaries to name, and any value is true or false.
+    harmless = ("norm_before_residual", "norm_output", "eagle_aux_hidden_state_layer_ids")
+    assert len(refused) > 3 or field in harmless
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_theta": 0.5}, "rope_theta: expected a number from"),
+        ({"rope_scaling": {"type": "linear"}}, "factor: expected a number .* got None"),
+        ({"rope_parameters": "default"}, "rope_parameters: expected one set"),
+        ({"rope_scaling": {"type": ["linear"]}}, "rope_type to be one of"),
+        ({"vocab_size": 3}, r"vocab_size: expected at least"),
+        ({"vocab_size": "many"}, "vocab_size: expected a number"),
+        ({"hidden_act": {"silu": 1}}, "hidden_act: expected one of"),
+        ({"num_attention_heads": 7}, "num_attention_heads: expected even parts of"),
+        ({"num_attention_heads": 2.0}, "num_attention_heads: expected a whole number"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}, "layer_ids: expected a list"),
+    ],
+)
+def test_a_bad_setting_is_named(settings: dict[str, object], message: str, tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    case.save(tmp_path)
+    write_config(tmp_path, {**case.config, **settings})
+    with pytest.raises(ValueError, match=message):
+        EagleHead.from_pretrained(tmp_path, case.target())
+
+
+def test_layers_that_skip_a_number_are_refused(tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    write_config(tmp_path, case.config)
+    tensors = {**case.published(), "layers.1000000000.mlp.up_proj.weight": torch.ones(1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="layers: expected them numbered from 0 on"):
+        EagleHead.from_pretrained(tmp_path, case.target())
+
+
+def test_an_index_that_leaves_its_folder(tmp_path: Path) -> None:
+    write_config(tmp_path, load_case("eagle3_d2t").config)
+    index = {"weight_map": {"fc.weight": "../elsewhere.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="to name files of the same folder"):
+        EagleHead.from_pretrained(tmp_path, tiny_target())
+
+
+def test_a_folder_without_weights_and_an_unknown_override(tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    write_config(tmp_path, case.config)
+    with pytest.raises(ValueError, match=r"expected model.safetensors or pytorch_model.bin"):
+        EagleHead.from_pretrained(tmp_path, case.target())
+    with pytest.raises(TypeError, match="rope_thta"):
+        EagleHead.from_pretrained(case.save(tmp_path), case.target(), rope_thta=1.0)
+
+
+def test_dtype_follows_the_target_and_may_be_given(tmp_path: Path) -> None:
+    case = load_case("eagle1_fcbias")
+    folder = case.save(tmp_path)
+    head = EagleHead.from_pretrained(folder, case.target())
+    half = EagleHead.from_pretrained(folder, case.target().to(torch.bfloat16))
+    assert (head.dtype, half.dtype) == (torch.float32, torch.bfloat16)
+    assert EagleHead.from_pretrained(folder, case.target(), dtype=torch.float64).dtype == (
+        torch.float64
+    )
+    torch.testing.assert_close(outputs(half), outputs(head), atol=1.0, rtol=0.1)
+
+
+def test_moving_a_head_leaves_the_target_alone(tmp_path: Path) -> None:
+    case = load_case("eagle3_d2t")
+    target = case.target()
+    head = EagleHead.from_pretrained(case.save(tmp_path), target)
+    weight = target.model.embed_tokens.weight
+    assert head.borrowed.embedding_weight.data_ptr() == weight.data_ptr()
+    assert not any("embed" in name for name in head.state_dict())
+    head.to(torch.float64)
+    assert target.model.embed_tokens.weight.dtype == torch.float32
+
+
+def test_an_offloaded_target(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    for name in ("eagle1_fcbias", "eagle3_d2t"):
+        case = load_case(name)
+        folder = case.save(tmp_path)
+        expected = outputs(EagleHead.from_pretrained(folder, case.target()))
+        target = accelerate.cpu_offload(copy.deepcopy(case.target()), torch.device("cpu"))
+        assert target.model.embed_tokens.weight.device.type == "meta"
+        head = EagleHead.from_pretrained(folder, target)
+        torch.testing.assert_close(outputs(head), expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantised_target(tmp_path: Path) -> None:
+    """The embeddings stay floats; an EAGLE-1 head drafts through the quantised output layer."""
+    case = load_case("eagle1_fcbias")
+    target = torch.ao.quantization.quantize_dynamic(
+        copy.deepcopy(case.target()), {torch.nn.Linear}, dtype=torch.qint8
+    )
+    quantised = EagleHead.from_pretrained(case.save(tmp_path), target, dtype=torch.float32)
+    exact = EagleHead.from_pretrained(tmp_path, case.target())
+    torch.testing.assert_close(outputs(quantised), outputs(exact), atol=0.5, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"feature_norm": "each", "norm_output": True},
+        {"feature_norm": "none", "norm_before_residual": False, "qk_norm": True},
+        {"rope_theta": 5e5, "boundaries": (1, 3), "qkv_bias": True, "num_layers": 2},
+    ],
+)
+def test_a_saved_head_is_read_back(overrides: dict[str, object], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    target = tiny_target()
+    head = EagleHead.for_target(target, draft_ids=torch.arange(3, 128, 4), **overrides)
+    head.save_pretrained(tmp_path)
+    again = EagleHead.from_pretrained(tmp_path, target)
+    assert again.config == head.config
+    assert torch.equal(outputs(again), outputs(head))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    assert "embed_tokens.weight" not in load_file(tmp_path / "model.safetensors")
+
+
+def test_eagle1_heads_have_no_place_in_the_saved_format(tmp_path: Path) -> None:
+    case = load_case("eagle1_fcbias")
+    head = EagleHead.from_pretrained(case.save(tmp_path), case.target())
+    with pytest.raises(ValueError, match="expected an EAGLE-3 head"):
+        head.save_pretrained(tmp_path)
+
+
+def test_draft_ids_out_of_range() -> None:
+    for ids in (torch.tensor([], dtype=torch.long), torch.tensor([-1, 2]), torch.tensor([128])):
+        with pytest.raises(ValueError, match=r"draft_ids: expected ids in \[0, 128\)"):
+            EagleHead.for_target(tiny_target(), draft_ids=ids)

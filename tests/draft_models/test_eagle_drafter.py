@@ -1,0 +1,257 @@
+"""Sessions of an EAGLE head: what they draft must depend on the text alone, not on how it came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.draft_models import EagleHead
+from hf_retrieval_assist.draft_models.eagle import EagleDrafter
+from hf_retrieval_assist.draft_models.features import FeatureSession
+from hf_retrieval_assist.drafters.base import Feedback, FeedbackNeeds, Target
+from hf_retrieval_assist.host.feature_taps import FeatureTap
+from hf_retrieval_assist.token_tree import TokenTree
+from tests.eagle_fixtures import tiny_target
+
+VOCAB = 128
+DRAFT_IDS = torch.arange(1, VOCAB, 2)
+
+
+@pytest.fixture(scope="module")
+def target() -> torch.nn.Module:
+    return tiny_target(32)
+
+
+@pytest.fixture(scope="module")
+def head(target: torch.nn.Module) -> EagleHead:
+    torch.manual_seed(2)
+    fresh = EagleHead.for_target(target, draft_ids=DRAFT_IDS).requires_grad_(False)
+    # A peaked output, so that the probabilities of candidates differ.
+    fresh.lm_head.weight.mul_(60)
+    return fresh
+
+
+@pytest.fixture(scope="module")
+def text() -> list[int]:
+    return torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+@pytest.fixture(scope="module")
+def features(target: torch.nn.Module, head: EagleHead, text: list[int]) -> torch.Tensor:
+    """[40, width], the target's features of the text."""
+    with torch.no_grad(), FeatureTap(target, head.config.boundaries) as tap:
+        target(torch.tensor([text]))
+    return tap.features[0]
+
+
+def start(head: EagleHead, prompt: Sequence[int], **sizes: float) -> FeatureSession:
+    drafter = EagleDrafter(head, **{"top_k": 4, "depth": 3, "total": 12, **sizes})
+    return drafter.start(np.array(prompt, np.int32), Target(vocab_size=VOCAB))
+
+
+def seen(features: torch.Tensor) -> Feedback:
+    fed = np.zeros(len(features), np.int32)
+    return Feedback(fed, np.arange(len(features), dtype=np.int32), hidden_states=features)
+
+
+def draft_at_once(
+    head: EagleHead, text: Sequence[int], features: torch.Tensor, **sizes: float
+) -> TokenTree:
+    session = start(head, text[:-1], **sizes)
+    session.commit(text[-1:], seen(features[: len(text) - 1]))
+    return session.propose(100)
+
+
+def assert_same(tree: TokenTree, other: TokenTree) -> None:
+    assert tree.token_ids.tolist() == other.token_ids.tolist()
+    assert tree.parents.tolist() == other.parents.tolist()
+    np.testing.assert_allclose(tree.probs, other.probs, rtol=1e-3)
+
+
+def test_needs_are_the_heads_boundaries(head: EagleHead) -> None:
+    assert EagleDrafter(head).needs == FeedbackNeeds(hidden_layers=(2, 5, 7))
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=6))
+def test_drafts_do_not_depend_on_the_steps(
+    head: EagleHead, text: list[int], features: torch.Tensor, steps: list[tuple[int, bool]]
+) -> None:
+    """Steps of any length, with or without a draft in between."""
+    session, known = start(head, text[:8]), 8
+    session.commit(text[8:9], seen(features[:8]))
+    for length, ask in steps:
+        if ask:
+            session.propose(11)
+        first, known = known, known + length
+        session.commit(text[first + 1 : known + 1], seen(features[first:known]))
+    tree = session.propose(11)
+    tree.check_invariants()
+    assert_same(tree, draft_at_once(head, text[: known + 1], features))
+
+
+def test_a_draft_leaves_no_trace(head: EagleHead, text: list[int], features: torch.Tensor) -> None:
+    session = start(head, text[:20])
+    session.commit(text[20:21], seen(features[:20]))
+    trees = [session.propose(11) for _ in range(3)]
+    assert_same(trees[0], trees[1])
+    assert_same(trees[0], trees[2])
+
+
+@pytest.mark.parametrize("budget", [-1, 0])
+def test_no_budget_no_draft(
+    head: EagleHead, text: list[int], features: torch.Tensor, budget: int
+) -> None:
+    session = start(head, text[:5])
+    session.commit(text[5:6], seen(features[:5]))
+    assert len(session.propose(budget)) == 0
+
+
+def test_nothing_is_drafted_without_features_of_the_newest_token(
+    head: EagleHead, text: list[int], features: torch.Tensor
+) -> None:
+    session = start(head, text[:5])
+    assert len(session.propose(10)) == 0
+    session.commit(text[5:6], None)
+    assert len(session.propose(10)) == 0
+    session.commit(text[6:8], seen(features[5:7]))
+    assert len(session.propose(10)) == 10
+    session.commit(text[8:9], Feedback(np.zeros(1, np.int32), np.zeros(1, np.int32)))
+    assert len(session.propose(10)) == 0
+
+
+def test_a_tail_of_the_prompt_is_enough(
+    head: EagleHead, text: list[int], features: torch.Tensor
+) -> None:
+    """Positions count from the first token of the text, also when its features are not known."""
+    session, whole = start(head, text[:20]), start(head, text[14:20])
+    session.commit(text[20:21], seen(features[14:20]))
+    whole.commit(text[20:21], seen(features[14:20]))
+    # RoPE is relative, so a text that begins with the tail drafts the same.
+    assert_same(session.propose(11), whole.propose(11))
+
+
+def test_tokens_that_ended_the_text_early_are_harmless(
+    head: EagleHead, text: list[int], features: torch.Tensor
+) -> None:
+    session = start(head, text[:20])
+    session.commit(text[20:21], seen(features[:20]))
+    session.commit(text[21:22], seen(features[20:24]))
+    assert_same(session.propose(11), draft_at_once(head, text[:22], features))
+
+
+def test_features_wait_in_bounded_numbers(
+    head: EagleHead, text: list[int], features: torch.Tensor
+) -> None:
+    session = start(head, text[:20])
+    session.follower.chunk = 8
+    session.commit(text[20:21], seen(features[:20]))
+    for position in range(20, 39):
+        session.commit(text[position + 1 : position + 2], seen(features[position : position + 1]))
+        assert session.waiting < 8
+    assert_same(session.propose(11), draft_at_once(head, text, features))
+
+
+def test_far_beyond_the_trained_positions(head: EagleHead) -> None:
+    length = 3 * head.config.trained_positions
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(VOCAB, (length,), generator=generator).tolist()
+    session = start(head, prompt)
+    session.commit([3], seen(torch.randn(length, head.config.feature_width, generator=generator)))
+    tree = session.propose(11)
+    tree.check_invariants()
+    assert len(tree) == 11
+
+
+def test_what_a_tree_may_contain(head: EagleHead, text: list[int], features: torch.Tensor) -> None:
+    drafter = EagleDrafter(head)
+    tree = draft_at_once(head, text, features)
+    assert set(tree.token_ids.tolist()) <= set(DRAFT_IDS.tolist())
+    assert tree.depths.max() <= 4
+    priors = drafter.priors()
+    assert tree.classes.min() >= 0
+    assert tree.classes.max() < len(priors)
+    # The class is read from the probability given the parent, so its prior is close to it.
+    above = np.where(tree.parents < 0, 1, tree.probs[tree.parents])
+    np.testing.assert_allclose(priors[tree.classes], tree.probs / above, atol=0.11)
+
+
+def test_min_prob_leaves_unlikely_nodes_unexpanded(
+    head: EagleHead, text: list[int], features: torch.Tensor
+) -> None:
+    session = start(head, text[:-1], min_prob=0.2, total=200)
+    session.commit(text[-1:], seen(features[: len(text) - 1]))
+    tree = session.propose(199)
+    parents = tree.parents[tree.parents >= 0]
+    assert len(parents)
+    assert (tree.probs[parents] > 0.2).all()
+    assert len(tree) < len(draft_at_once(head, text, features)) + 60
+
+
+def test_equal_probabilities_keep_the_tree_closed(
+    target: torch.nn.Module, text: list[int], features: torch.Tensor
+) -> None:
+    """All-equal logits: cumulative probabilities tie at every level."""
+    flat = EagleHead.for_target(target).requires_grad_(False)
+    flat.lm_head.weight.zero_()
+    tree = draft_at_once(flat, text, features, min_prob=0.0)
+    tree.check_invariants()
+    assert len(tree) == 11
+
+
+def test_certain_tokens_keep_the_tree_closed(
+    target: torch.nn.Module, text: list[int], features: torch.Tensor
+) -> None:
+    """Probabilities that round to 1: a child's score equals its parent's."""
+    sure = EagleHead.for_target(target).requires_grad_(False)
+    sure.lm_head.weight.mul_(1e6)
+    tree = draft_at_once(sure, text, features)
+    tree.check_invariants()
+    assert tree.depths.max() == 4
+
+
+def test_sessions_of_several_threads_share_a_head(
+    head: EagleHead, text: list[int], features: torch.Tensor
+) -> None:
+    expected = [draft_at_once(head, text[:n], features) for n in range(10, 40)]
+    with ThreadPoolExecutor(4) as pool:
+        drafts = list(pool.map(lambda n: draft_at_once(head, text[:n], features), range(10, 40)))
+    for tree, other in zip(drafts, expected, strict=True):
+        assert_same(tree, other)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"top_k": 0}, {"depth": -1}, {"total": 1}, {"min_prob": 1.0}, {"min_prob": -0.1}]
+)
+def test_sizes_out_of_range(head: EagleHead, sizes: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(sizes))}: expected"):
+        EagleDrafter(head, **sizes)
+
+
+def test_a_head_for_more_ids_than_the_target_has(head: EagleHead) -> None:
+    with pytest.raises(ValueError, match="expected at most 100 ids"):
+        EagleDrafter(head).start(np.array([1], np.int32), Target(vocab_size=100))
+
+
+def test_features_of_another_width(head: EagleHead, text: list[int]) -> None:
+    session = start(head, text[:5])
+    with pytest.raises(ValueError, match=r"feedback.hidden_states: expected \[accepted, 96\]"):
+        session.commit(text[5:6], seen(torch.zeros(5, 32)))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_drafts_on_cuda_are_those_on_the_cpu(text: list[int], features: torch.Tensor) -> None:
+    trees = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(2)
+        head = EagleHead.for_target(tiny_target(32).to(device), draft_ids=DRAFT_IDS)
+        head.requires_grad_(False).lm_head.weight.mul_(60)
+        trees.append(draft_at_once(head, text, features.to(device)))
+    assert trees[0].follow(trees[1].token_ids[:1]).size == 1

@@ -1,0 +1,109 @@
+"""Drafts of the target's first layers: transformers' early exit, as a tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
+
+from hf_retrieval_assist import Assistant, EarlyExit, SamAssistant
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.host.first_layers import first_layers
+from tests.lossless import NEW_TOKENS, PROMPT, build, knowing, run
+from tests.tiny_models import VOCAB
+
+FAMILIES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("layer", [1, 2])
+def test_logits_are_those_of_the_first_layers(name: str, layer: int) -> None:
+    """Against the hidden states that the whole model has there."""
+    model = build(getattr(transformers, name))
+    with torch.no_grad():
+        states = model(PROMPT, output_hidden_states=True).hidden_states
+        decoder = model.get_decoder()
+        norm = decoder.ln_f if name.startswith("GPT2") else decoder.norm
+        expected = model.get_output_embeddings()(norm(states[layer]))
+        before = model(PROMPT).logits
+        found = first_layers(model, layer)(PROMPT).logits
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(model(PROMPT).logits, before)
+
+
+def test_no_weight_is_copied(llama: Any) -> None:
+    shared = {parameter.data_ptr() for parameter in llama.parameters()}
+    shallow = first_layers(llama, 1)
+    assert {parameter.data_ptr() for parameter in shallow.parameters()} < shared
+    assert llama.config.num_hidden_layers == 3
+
+
+def test_the_chain_is_transformers_own(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind every text, transformers' candidates and ours."""
+    candidates: dict[tuple[int, ...], list[int]] = {}
+    original = EarlyExitCandidateGenerator.get_candidates
+
+    def record(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        # Otherwise it stops where it is not sure.
+        self.generation_config.assistant_confidence_threshold = 0.0
+        result = original(self, input_ids, **kwargs)
+        candidates[tuple(input_ids[0].tolist())] = result[0][0, input_ids.shape[1] :].tolist()
+        return result
+
+    monkeypatch.setattr(EarlyExitCandidateGenerator, "get_candidates", record)
+    run(llama, assistant_early_exit=2)
+    assert sum(map(len, candidates.values())) > NEW_TOKENS
+    drafter, compared = EarlyExit(2, width=1, max_levels=8), 0
+    for text, chain in candidates.items():
+        session = drafter.start(np.array(text[:-1], np.int32), Target(VOCAB, model=llama))
+        session.commit(text[-1:], None)
+        tree = session.propose(len(chain))
+        tokens = tree.token_ids.tolist()
+        assert tree.is_chain
+        assert tokens == chain[: len(tokens)]
+        compared += len(tokens)
+    assert compared > NEW_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("rows", "sampling"),
+    [(1, {}), (3, {}), (1, {"do_sample": True})],
+    ids=["greedy", "batch", "seeded"],
+)
+def test_output_is_plain(llama: Any, rows: int, sampling: dict[str, Any]) -> None:
+    ids = torch.randint(1, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(2))
+    expected = run(llama, ids, **sampling)
+    for assistant in (
+        Assistant([EarlyExit(2)], budget=8),
+        SamAssistant(expected.tolist(), fallback=[EarlyExit(1), "token_recycling"], budget=16),
+    ):
+        assert run(llama, ids, assistant=assistant, **sampling).tolist() == expected.tolist()
+        assert assistant.stats.total.drafted > 0
+
+
+def test_beside_retrieval(llama: Any) -> None:
+    plain = run(llama)
+    assistant = knowing(plain, fallback=EarlyExit(1))
+    assert run(llama, assistant=assistant).tolist() == plain.tolist()
+    assert assistant.stats.last.accepted > 0
+
+
+@pytest.mark.parametrize("layer", [3, 7])
+def test_a_target_of_too_few_layers_is_refused(llama: Any, layer: int) -> None:
+    with pytest.raises(ValueError, match="layer: expected 1 to 2 for a LlamaForCausalLM"):
+        run(llama, assistant=SamAssistant(fallback=EarlyExit(layer)))
+
+
+def test_no_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="layer: expected at least 1, got 0"):
+        EarlyExit(0)
+
+
+def test_a_target_without_trees_is_refused() -> None:
+    model = build(transformers.Qwen3NextForCausalLM)
+    with pytest.raises(ValueError, match="fed token trees"):
+        run(model, assistant=SamAssistant(fallback=EarlyExit(1)))

@@ -1,0 +1,90 @@
+"""What holds of every drafter that follows the target's hidden states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hf_retrieval_assist import Assistant, EagleHead, MtpHead, SamAssistant
+from hf_retrieval_assist.presets import fallback_drafters
+from tests.draft_models.test_dflash import block_drafter
+from tests.feature_following import TEXT, features_of, seen, session_of
+from tests.lossless import build, run
+from tests.tiny_models import VOCAB, randomise
+
+
+def head_of(kind: type[EagleHead | MtpHead], target: Any) -> Any:
+    """One that drafts every second id."""
+    head = kind.for_target(target, draft_ids=torch.arange(1, VOCAB, 2))
+    randomise(head)
+    return head.requires_grad_(False)
+
+
+def make(name: str) -> tuple[Any, Any]:
+    """(target, fallback)."""
+    kind = "Gemma3ForCausalLM" if name == "MTP head of Gemma 3" else "LlamaForCausalLM"
+    target = build(getattr(transformers, kind))
+    if name == "DFlash model":
+        return target, block_drafter()
+    return target, head_of(EagleHead if name == "EAGLE head" else MtpHead, target)
+
+
+NAMES = ["DFlash model", "EAGLE head", "MTP head", "MTP head of Gemma 3"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_do_not_depend_on_the_steps(name: str) -> None:
+    target, fallback = make(name)
+    (drafter,) = fallback_drafters(fallback)
+    features = features_of(target, drafter.needs.hidden_layers)
+    whole = session_of(drafter, target, TEXT[:29])
+    whole.commit(TEXT[29:30], seen(features[:29]))
+    expected = whole.propose(12)
+    for steps in ([1] * 20, [4, 1, 7, 8], [20]):
+        session, known = session_of(drafter, target, TEXT[:9]), 9
+        session.commit(TEXT[9:10], seen(features[:9]))
+        for length in steps:
+            if length % 2:
+                session.propose(12)
+            session.commit(TEXT[known + 1 : known + 1 + length], seen(features[known:][:length]))
+            known += length
+        for tree in (session.propose(12), session.propose(12)):
+            assert tree.token_ids.tolist() == expected.token_ids.tolist()
+            np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["EAGLE head", "MTP head"])
+def test_a_long_text_is_followed_in_parts(name: str) -> None:
+    target, fallback = make(name)
+    (drafter,) = fallback_drafters(fallback)
+    features = features_of(target, drafter.needs.hidden_layers)
+    trees = []
+    for chunk in (512, 7):
+        session = session_of(drafter, target, TEXT[:29])
+        session.follower.chunk = chunk
+        session.commit(TEXT[29:30], seen(features[:29]))
+        trees.append(session.propose(12))
+    assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
+    np.testing.assert_allclose(trees[0].probs, trees[1].probs, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("rows", "sampling"),
+    [(1, {}), (3, {}), (1, {"do_sample": True})],
+    ids=["greedy", "batch", "seeded"],
+)
+def test_output_is_plain(name: str, rows: int, sampling: dict[str, Any]) -> None:
+    target, fallback = make(name)
+    ids = torch.randint(1, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(2))
+    expected = run(target, ids, **sampling)
+    for assistant in (
+        Assistant(fallback_drafters(fallback), budget=8),
+        SamAssistant(expected.tolist(), fallback=[fallback, "token_recycling"], budget=16),
+    ):
+        assert run(target, ids, assistant=assistant, **sampling).tolist() == expected.tolist()
+        assert assistant.stats.total.drafted > 0

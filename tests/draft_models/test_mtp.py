@@ -1,0 +1,417 @@
+"""Drafts of a model's own MTP layers: transformers' candidates, and trees of the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
+from hf_retrieval_assist import Assistant, MtpHead, SamAssistant
+from hf_retrieval_assist.draft_models import features
+from hf_retrieval_assist.draft_models.mtp import MtpDrafter
+from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers, mtp_layers
+from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.verification.service import choose_service
+from tests.feature_following import TEXT, features_of, seen, session_of
+from tests.lossless import PHRASE, build, knowing
+from tests.mtp_models import FAMILIES, saved_with_mtp
+from tests.tiny_models import VOCAB, randomise
+
+TIERS = {
+    "DeepseekV3ForCausalLM": "tree",
+    "Glm4MoeForCausalLM": "tree",
+    "MellumForCausalLM": "tree",
+    "Step3p7ForConditionalGeneration": "tree",
+    "InklingForCausalLM": "chain",
+    "Qwen3NextForCausalLM": "replay",
+    "Qwen3_5ForCausalLM": "replay",
+    "Qwen3_5MoeForCausalLM": "replay",
+    "BailingHybridForCausalLM": "replay",
+}
+IDS = torch.tensor([[*PHRASE, 5, 9]])
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    transformers.logging.set_verbosity_error()
+
+    class Models(dict):
+        def __missing__(self, name: str) -> Any:
+            folder = tmp_path_factory.mktemp(name)
+            self[name] = saved_with_mtp(getattr(transformers, name), folder, **FAMILIES[name])
+            return self[name]
+
+    return Models()
+
+
+@pytest.fixture(scope="module")
+def glm(models: dict[str, Any]) -> Any:
+    """A model with three MTP layers, on the tree tier."""
+    return models["Glm4MoeForCausalLM"]
+
+
+def reference_logits(
+    layers: MtpLayers, features: torch.Tensor, text: Sequence[int], path: Sequence[int]
+) -> torch.Tensor:
+    """[ids], what follows `path` below `text`: transformers' layers run afresh, in columns.
+
+    Column c of layer k holds the token k + 1 places behind the hidden state's. Levels below the
+    last layer's are its continuation on its own output.
+    """
+    module = layers.module
+    output = before = hidden = features[None, : len(text) - 1]
+    tokens = torch.tensor([[*text, *path]])
+    for level in range(len(path) + 1):
+        layer = min(level, len(layers) - 1)
+        first = 1 + min(level, layer)
+        if level > layer:
+            # The rows so far and one more, of the last layer's own output.
+            hidden = torch.cat([before, output[:, -1:]], dim=1)
+        count = hidden.shape[1]
+        positions = torch.arange(first, first + count)[None]
+        cache = transformers.cache_utils.MtpCache(config=layers.config)
+        before = hidden
+        with torch.no_grad():
+            output = module.forward_layer(
+                layer, hidden, positions, cache, input_ids=tokens[:, first : first + count]
+            )
+        if level < len(layers) - 1:
+            hidden = output
+    return layers.logits(output[0, -1]).detach()
+
+
+def draft_at_once(model: Any, text: Sequence[int], **sizes: Any) -> TokenTree:
+    session = session_of(MtpDrafter(**sizes), model, text[:-1])
+    session.commit(text[-1:], seen(features_of(model, text=text)[: len(text) - 1]))
+    return session.propose(100)
+
+
+@pytest.fixture
+def candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[int, ...], list[int]]]:
+    """What transformers' own generator drafts behind each text."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    original = MTPCandidateGenerator.get_candidates
+
+    def record(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, input_ids, *args, **kwargs)
+        new = result[0][0, input_ids.shape[1] :].tolist()
+        if new:
+            found[tuple(input_ids[0].tolist())] = new
+        return result
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", record)
+    return found
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
+    """What ours drafts behind each text."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    ours = features.draft_rows
+
+    def record(sessions: Any, budgets: Any) -> list[TokenTree]:
+        trees = ours(sessions, budgets)
+        for session, tree in zip(sessions, trees, strict=True):
+            found[tuple(session.tokens)] = tree.token_ids.tolist()
+        return trees
+
+    monkeypatch.setattr(features, "draft_rows", record)
+    return found
+
+
+def chain_of(model: Any) -> Assistant:
+    """Drafts what `use_mtp` does: the likeliest token of each layer."""
+    count = len(mtp_layers(model))
+    return Assistant([MtpDrafter(top_k=1, depth=count - 1, min_prob=0.0)], budget=count)
+
+
+@pytest.mark.parametrize("name", [n for n, tier in TIERS.items() if tier != "replay"])
+def test_the_chain_is_transformers_own(
+    name: str,
+    models: dict[str, Any],
+    candidates: dict[tuple[int, ...], list[int]],
+    drafts: dict[tuple[int, ...], list[int]],
+) -> None:
+    model = models[name]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    expected = model.generate(IDS, use_mtp=True, **options)
+    found = model.generate(IDS, assistant=chain_of(model), **options)
+    assert found.tolist() == expected.tolist()
+    assert len(candidates) >= NEW // 2
+    for text, chain in candidates.items():
+        # transformers drafts one last time when a single token is left.
+        assert drafts[text] == chain or len(text) == IDS.shape[1] + NEW - 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_drafts_what_its_layers_say(name: str, models: dict[str, Any]) -> None:
+    """Also the families that transformers refuses to assist, against its layers run afresh."""
+    model = models[name]
+    assert choose_service(model, {}).tier.value == TIERS[name]
+    layers, features = mtp_layers(model), features_of(model)
+    depth = len(layers) + 1
+    for length in (2, 9, 30):
+        text, path = TEXT[:length], []
+        tree = draft_at_once(model, text, top_k=1, depth=depth, min_prob=0.0)
+        assert tree.is_chain
+        assert len(tree) == depth + 1
+        above = 1.0
+        for token, prob in zip(tree.token_ids.tolist(), tree.probs.tolist(), strict=True):
+            logits = reference_logits(layers, features, text, path)
+            assert token == int(logits.argmax())
+            assert prob / above == pytest.approx(float(logits.softmax(-1).max()), rel=1e-3)
+            path, above = [*path, token], prob
+
+
+@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "a head of LlamaForCausalLM"])
+def test_every_node_of_a_tree_has_the_layers_probability(name: str, models: dict[str, Any]) -> None:
+    if name in FAMILIES:
+        model, head = models[name], None
+        layers: MtpLayers = mtp_layers(model)
+    else:
+        model = build(transformers.LlamaForCausalLM)
+        layers = head = MtpHead.for_target(model, torch.arange(1, VOCAB, 2))
+        randomise(head, 0.3)
+    features = features_of(model)
+    tree = draft_at_once(model, TEXT, top_k=3, depth=4, total=40, min_prob=0.0, head=head)
+    tree.check_invariants()
+    assert tree.depths.max() == 5
+    assert not tree.is_chain
+    for node in range(len(tree)):
+        path = tree.path(node)[:-1]
+        logits = reference_logits(layers, features, TEXT, tree.token_ids[path].tolist())
+        above = tree.probs[path[-1]] if len(path) else 1.0
+        ids = layers.to_target_ids(torch.arange(len(logits))).tolist()
+        given = float(logits.softmax(-1)[ids.index(tree.token_ids[node])])
+        assert tree.probs[node] / above == pytest.approx(given, rel=2e-3)
+
+
+@settings(max_examples=15, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=6))
+@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "InklingForCausalLM"])
+def test_drafts_do_not_depend_on_the_steps(
+    name: str, models: dict[str, Any], steps: list[tuple[int, bool]]
+) -> None:
+    """Steps of any length, with or without a draft in between: the text alone decides."""
+    model, known = models[name], 3
+    features, sizes = features_of(model), {"top_k": 3, "total": 20}
+    session = session_of(MtpDrafter(**sizes), model, TEXT[:2])
+    session.commit(TEXT[2:3], seen(features[:2]))
+    for length, ask in steps:
+        if ask:
+            session.propose(11)
+        first, known = known - 1, known + length
+        session.commit(TEXT[first + 1 : known], seen(features[first : known - 1]))
+    tree, expected = session.propose(100), draft_at_once(model, TEXT[:known], **sizes)
+    assert tree.token_ids.tolist() == expected.token_ids.tolist()
+    assert tree.parents.tolist() == expected.parents.tolist()
+    np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
+
+
+def test_one_pass_catches_up_on_what_was_missed(glm: Any, monkeypatch: Any) -> None:
+    session, features = session_of(MtpDrafter(depth=0), glm, TEXT[:8]), features_of(glm)
+    session.commit(TEXT[8:9], seen(features[:8]))
+    for position in range(8, 20):
+        session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
+    passes: list[int] = []
+    original = MtpLayers.run
+    monkeypatch.setattr(
+        MtpLayers, "run", lambda *args: passes.append(args[2].shape[1]) or original(*args)
+    )
+    session.propose(5)
+    # Each layer starts one token later than the one before.
+    assert passes == [20, 19, 18]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sampling"),
+    [(1, {}), (3, {}), (1, {"do_sample": True, "temperature": 0.8})],
+    ids=["greedy", "batch", "seeded"],
+)
+@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "MellumForCausalLM"])
+def test_output_is_plain(
+    name: str, rows: int, sampling: dict[str, Any], models: dict[str, Any]
+) -> None:
+    model = models[name]
+    ids = torch.randint(1, VOCAB, (rows, 11), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        ids[row, : 2 * row], mask[row, : 2 * row] = 0, 0
+    options = {"attention_mask": mask, "max_new_tokens": NEW} | sampling
+    torch.manual_seed(5)
+    expected = model.generate(ids, **options)
+    corpus = [row.tolist() for row in expected]
+    for assistant in (
+        Assistant([MtpDrafter(top_k=4)], budget=10),
+        SamAssistant(corpus, fallback="mtp", budget=12),
+    ):
+        torch.manual_seed(5)
+        assert model.generate(ids, assistant=assistant, **options).tolist() == expected.tolist()
+        assert assistant.stats.total.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["InklingForCausalLM", "Qwen3_5ForCausalLM"])
+def test_beside_retrieval_on_lower_tiers(name: str, models: dict[str, Any]) -> None:
+    model = models[name]
+    expected = model.generate(IDS, max_new_tokens=NEW, do_sample=False)
+    assistant = knowing(expected, fallback="mtp")
+    found = model.generate(IDS, max_new_tokens=NEW, do_sample=False, assistant=assistant)
+    assert found.tolist() == expected.tolist()
+    assert assistant.stats.last.accepted > 0
+
+
+def test_several_turns(glm: Any) -> None:
+    """A second turn's prefill shows the hidden states of its own tokens only."""
+    assistant, ids = Assistant([MtpDrafter(top_k=4)], budget=10), IDS
+    for _ in range(2):
+        plain = glm.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+        cached = glm.generate(
+            ids,
+            max_new_tokens=6,
+            do_sample=False,
+            return_dict_in_generate=True,
+            assistant=assistant,
+        )
+        assert cached.sequences.tolist() == plain.sequences.tolist()
+        more = torch.cat([plain.sequences, torch.tensor([[3, 8, 2]])], dim=1)
+        again = glm.generate(
+            more,
+            past_key_values=cached.past_key_values,
+            max_new_tokens=6,
+            do_sample=False,
+            assistant=assistant,
+        )
+        ids = glm.generate(more, max_new_tokens=6, do_sample=False)
+        assert again.tolist() == ids.tolist()
+        assert assistant.stats.last.drafted > 0
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    model = build(transformers.LlamaForCausalLM)
+    with pytest.raises(ValueError, match=r"num_mtp_layers.*LlamaForCausalLM"):
+        model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
+
+
+def test_a_checkpoint_without_such_layers_is_refused(tmp_path: Path) -> None:
+    build(transformers.Glm4MoeForCausalLM, num_mtp_layers=1).save_pretrained(tmp_path)
+    model = transformers.Glm4MoeForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="fallback 'mtp': expected MTP layers"):
+        model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
+
+
+def test_a_model_that_was_never_saved_is_refused() -> None:
+    model = build(transformers.Glm4MoeForCausalLM, num_mtp_layers=1)
+    with pytest.raises(ValueError, match="fallback 'mtp': expected MTP layers"):
+        model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
+
+
+def test_layers_are_loaded_once(glm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = mtp_layers(glm)
+    monkeypatch.setattr(MtpModel, "from_pretrained", None)
+    assert mtp_layers(glm) is first
+
+
+class PlainQwenMtp:
+    """The MTP layer of Qwen3-Next and Qwen3.5 written out, from a checkpoint's tensors.
+
+    A norm each for the embedding and the hidden state, a projection of both, one block with gated
+    full attention, a norm. Norms multiply by one plus their weight.
+    """
+
+    def __init__(self, folder: str, config: Any) -> None:
+        tensors = load_file(Path(folder) / "model.safetensors")
+        self.mtp = {n[4:]: t for n, t in tensors.items() if n.startswith("mtp.")}
+        self.embeddings = next(t for n, t in tensors.items() if n.endswith("embed_tokens.weight"))
+        self.head = tensors["lm_head.weight"]
+        self.config = config
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return scaled * (1 + self.mtp[f"{name}.weight"])
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ self.mtp[f"{name}.weight"].T
+
+    def logits(self, features: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
+        """[ids], of the token after the text, from the target's hidden states before its last."""
+        embedded = self.norm(self.embeddings[torch.tensor(text[1:])], "pre_fc_norm_embedding")
+        hidden = self.norm(features[: len(text) - 1], "pre_fc_norm_hidden")
+        x = self.linear(torch.cat([embedded, hidden], dim=-1), "fc")
+        x = x + self.attention(self.norm(x, "layers.0.input_layernorm"))
+        x = x + self.feed_forward(self.norm(x, "layers.0.post_attention_layernorm"))
+        return self.norm(x, "norm")[-1] @ self.head.T
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        heads, width = self.config.num_attention_heads, self.config.head_dim
+        q, gate = self.linear(x, "layers.0.self_attn.q_proj").view(len(x), heads, -1).chunk(2, -1)
+        k = self.linear(x, "layers.0.self_attn.k_proj").view(len(x), -1, width)
+        v = self.linear(x, "layers.0.self_attn.v_proj").view(len(x), -1, width)
+        q = self.rotate(self.norm(q, "layers.0.self_attn.q_norm"))
+        k = self.rotate(self.norm(k, "layers.0.self_attn.k_norm"))
+        k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / width**0.5
+        future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hqk,khd->qhd", weights, v) * gate.sigmoid()
+        return self.linear(mixed.flatten(1), "layers.0.self_attn.o_proj")
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """Rotary positions in the first share of each head."""
+        rope = self.config.rope_parameters
+        width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
+        rates = rope["rope_theta"] ** (-torch.arange(0, width, 2) / width)
+        angles = torch.arange(len(x))[:, None, None] * rates
+        first, second = x[..., : width // 2], x[..., width // 2 : width]
+        turned = [
+            first * angles.cos() - second * angles.sin(),
+            second * angles.cos() + first * angles.sin(),
+        ]
+        return torch.cat([*turned, x[..., width:]], dim=-1)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "layers.0.mlp.gate_proj.weight" in self.mtp:
+            return self.swiglu(x, "layers.0.mlp")
+        routed = self.linear(x, "layers.0.mlp.gate").softmax(-1)
+        best = routed.topk(self.config.num_experts_per_tok, dim=-1)
+        shares = best.values / best.values.sum(-1, keepdim=True)
+        gate = self.linear(x, "layers.0.mlp.shared_expert_gate").sigmoid()
+        total = gate * self.swiglu(x, "layers.0.mlp.shared_expert")
+        for row, (experts, weights) in enumerate(zip(best.indices, shares, strict=True)):
+            for expert, weight in zip(experts, weights, strict=True):
+                total[row] += weight * self.expert(x[row], int(expert))
+        return total
+
+    def swiglu(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        gated = torch.nn.functional.silu(self.linear(x, f"{name}.gate_proj"))
+        return self.linear(gated * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def expert(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        gate, up = (self.mtp["layers.0.mlp.experts.gate_up_proj"][number] @ x).chunk(2)
+        down = self.mtp["layers.0.mlp.experts.down_proj"][number]
+        return down @ (torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
+)
+def test_qwen_layers_are_as_written_out(name: str, models: dict[str, Any]) -> None:
+    model = models[name]
+    plain = PlainQwenMtp(model.config.name_or_path, model.config.get_text_config())
+    features = features_of(model)
+    for length in range(2, len(TEXT)):
+        text = TEXT[:length]
+        tree = draft_at_once(model, text, top_k=3, depth=0, min_prob=0.0)
+        best = plain.logits(features, text).softmax(-1).topk(3)
+        assert tree.token_ids.tolist() == best.indices.tolist()
+        np.testing.assert_allclose(tree.probs, best.values.numpy(), rtol=1e-3)

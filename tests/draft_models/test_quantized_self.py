@@ -1,0 +1,375 @@
+"""Drafts of the target itself in eight bits."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import DynamicCache
+
+from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant
+from hf_retrieval_assist.draft_models import quantized_self as module
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.kernels import quantized_model
+from hf_retrieval_assist.kernels.linear import quantized_weights
+from hf_retrieval_assist.verification.own_forwards import OwnForwards
+from tests.decoding.test_batches import padded
+from tests.decoding.test_conversations import Interrupt, InterruptedForward
+from tests.lossless import PROMPT, build, run
+from tests.oracle_drafter import sequences_of
+from tests.tiny_models import VOCAB
+from tests.watching import Fed
+
+# Windows of six tokens, soft caps, chunks, experts in one tensor, several position ids, no linears.
+FAMILIES = [
+    "LlamaForCausalLM",
+    "Gemma3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Llama4ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MixtralForCausalLM",
+    "GPT2LMHeadModel",
+]
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "hot": {"do_sample": True, "temperature": 1.5},
+    "top": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    "processed": {"do_sample": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+}
+NEW = 30
+
+
+@pytest.fixture(autouse=True)
+def small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny models' linears are packed; adapters on them stay small."""
+    monkeypatch.setattr(quantized_model, "LEAST_ELEMENTS", 1000)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build(transformers.LlamaForCausalLM)
+
+
+def assistant(**options: Any) -> Assistant:
+    return Assistant([QuantizedSelf(**options)], budget=16)
+
+
+class Calls(Fed):
+    """Scope that notes the shape of every forward's input ids."""
+
+    def __enter__(self) -> Calls:
+        super().__enter__()
+        return self
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_output_is_plain(name: str, sampling: str) -> None:
+    """Tokens and random state; most drafts are accepted."""
+    model = build(getattr(transformers, name))
+    options = SAMPLINGS[sampling] | {"max_new_tokens": NEW}
+    plain, left = run(model, **options), torch.get_rng_state()
+    drafting = assistant()
+    assert torch.equal(run(model, **options, assistant=drafting), plain)
+    assert torch.equal(torch.get_rng_state(), left)
+    stats = drafting.stats.last
+    assert stats.tier == "tree"
+    assert stats.keeps_seed
+    assert stats.steps < NEW / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = build(transformers.LlamaForCausalLM).to(dtype)
+    drafting = assistant()
+    run(model, max_new_tokens=NEW, assistant=drafting)
+    assert drafting.stats.last.steps < NEW / 2
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_batches_are_plain(name: str, sampling: str) -> None:
+    """Rows with padding that get on unequally and end early."""
+    model = build(getattr(transformers, name))
+    options = {"do_sample": False, "max_new_tokens": NEW} | SAMPLINGS[sampling]
+    torch.manual_seed(3)
+    free = model.generate(**padded(4), **options)
+    options["eos_token_id"] = [int(free[0, 18 + 7]), int(free[2, 18 + 15])]
+    results = []
+    drafting = assistant()
+    for keyword in ({}, {"assistant": drafting}):
+        torch.manual_seed(3)
+        results.append((model.generate(**padded(4), **options, **keyword), torch.get_rng_state()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert drafting.stats.last.accepted > drafting.stats.last.steps
+
+
+def test_a_level_is_one_forward_for_all_rows(llama: Any) -> None:
+    llama.generate(**padded(3), max_new_tokens=2, assistant=assistant())  # tests the model
+    with Calls(llama) as calls:
+        drafting = assistant(max_levels=3)
+        llama.generate(**padded(3), do_sample=False, max_new_tokens=NEW, assistant=drafting)
+    drafted = [shape for shape in calls.shapes[1:] if shape[0] == 3 and shape[1] <= 3]
+    steps = drafting.stats.last.forwards
+    # A prefill, and for each verification at most three levels, the first of which feeds the roots.
+    assert len(calls.shapes) <= 1 + 4 * steps
+    assert drafted.count((3, 1)) >= steps - 1
+
+
+def test_no_level_is_drafted_that_no_token_is_left_for(llama: Any) -> None:
+    """Of five tokens the prefill brings one, and the last one needs no node."""
+    run(llama, max_new_tokens=2, assistant=assistant())  # tests the model
+    with Calls(llama) as calls:
+        run(llama, max_new_tokens=5, assistant=assistant())
+    assert [shape[1] for shape in calls.shapes[1:4]] == [1, *[s[1] for s in calls.shapes[2:4]]]
+    assert len(calls.shapes) == 1 + 3 + 1
+
+
+def test_the_cache_is_as_it_was_after_every_draft(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    original = QuantizedSelf.propose_rows
+
+    def compare(self: Any, sessions: Any, budgets: Any) -> Any:
+        cache = sessions[0].target.own.forwards._verifier.cache
+        before = [layer.keys.clone() for layer in cache.slot_layers]
+        lengths = list(cache.slots.lengths)
+        drafts = original(self, sessions, budgets)
+        after = [layer.keys for layer in cache.slot_layers]
+        for one, other in zip(before, after, strict=True):
+            assert one.shape == other.shape
+            for row, length in enumerate(lengths):
+                assert torch.equal(one[row, :, :length], other[row, :, :length])
+        assert cache.slots.lengths == lengths
+        assert cache.slots.places is cache.slots.extent is None
+        seen.append(len(set(lengths)))
+        return drafts
+
+    monkeypatch.setattr(QuantizedSelf, "propose_rows", compare)
+    llama.generate(**padded(3), do_sample=False, max_new_tokens=NEW, assistant=assistant())
+    assert max(seen) > 1
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+@pytest.mark.parametrize("forwards", [2, 3, 5, 8])
+def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name: str, forwards: int) -> None:
+    model = build(getattr(transformers, name))
+    plain = run(model, max_new_tokens=NEW)
+    drafting = assistant()
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(Interrupt), InterruptedForward(model, forwards):
+        run(model, max_new_tokens=NEW, past_key_values=cache, assistant=drafting)
+    assert F.linear is torch._C._nn.linear
+    assert not quantized_weights()
+    held = plain[:, : max(PROMPT.shape[1], cache.get_seq_length() + 1)]
+    rest = NEW - (held.shape[1] - PROMPT.shape[1])
+    again = run(model, held, max_new_tokens=rest, past_key_values=cache, assistant=drafting)
+    assert torch.equal(again, plain)
+
+
+def test_the_next_turn_goes_on_from_the_same_cache(llama: Any) -> None:
+    turns = {}
+    for name, keyword in (("plain", {}), ("ours", {"assistant": assistant()})):
+        ids, cache, texts = PROMPT, DynamicCache(config=llama.config), []
+        for turn in range(3):
+            result = run(
+                llama,
+                ids,
+                seed=turn,
+                do_sample=turn == 1,
+                max_new_tokens=11,
+                past_key_values=cache,
+                **keyword,
+            )
+            texts.append(result)
+            ids = torch.cat([result, torch.tensor([[3 + turn, 8]])], dim=1)
+        turns[name] = texts
+    for one, other in zip(turns["plain"], turns["ours"], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weights_are_packed_once_and_anew_when_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = []
+    original = quantized_model.WEIGHTS.of
+
+    def count(weight: Any) -> Any:
+        found = original(weight)
+        packed.append((id(weight), found))
+        return found
+
+    monkeypatch.setattr(quantized_model.WEIGHTS, "of", count)
+    model = build(transformers.LlamaForCausalLM, tie_word_embeddings=True)
+    for _ in range(2):
+        run(model, assistant=assistant())
+    assert len({id(found) for _, found in packed}) == len({key for key, _ in packed})
+    before = dict(packed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.roll(1, 0))
+    packed.clear()
+    drafting = assistant()
+    assert torch.equal(run(model, assistant=drafting), run(model))
+    assert drafting.stats.last.steps < 10
+    assert not {id(found) for _, found in packed} & {id(found) for found in before.values()}
+
+
+def test_nothing_is_left_on_the_model(llama: Any) -> None:
+    before = [dict(vars(layer)) for layer in llama.modules()]
+    run(llama, assistant=assistant())
+    assert [dict(vars(layer)) for layer in llama.modules()] == before
+    assert F.linear is torch._C._nn.linear
+
+
+def test_other_threads_and_models_compute_as_always(llama: Any) -> None:
+    """A forward of another thread, and one of another model inside of a hook."""
+    expected = llama(PROMPT).logits
+    other = build(transformers.Qwen3ForCausalLM)
+    results: list[torch.Tensor] = []
+    expected_other = other(PROMPT).logits
+
+    def look(*_: Any) -> None:
+        if not quantized_weights():
+            return
+        thread = threading.Thread(target=lambda: results.append(llama.model(PROMPT)[0]))
+        thread.start()
+        thread.join()
+        handle.remove()
+        torch.testing.assert_close(other(PROMPT).logits, expected_other)
+
+    handle = llama.model.layers[1].mlp.register_forward_pre_hook(look)
+    run(llama, assistant=assistant())
+    assert torch.equal(llama.lm_head(results[0]), expected)
+
+
+def test_adapters_stay_as_they_are() -> None:
+    peft = pytest.importorskip("peft")
+    base = build(transformers.LlamaForCausalLM)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, lora_alpha=32)
+    model = peft.get_peft_model(base, config)
+    model.add_adapter("other", config)
+    drafting = assistant()
+    texts = []
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        plain = run(model, max_new_tokens=NEW)
+        assert torch.equal(run(model, max_new_tokens=NEW, assistant=drafting), plain)
+        assert drafting.stats.last.steps < NEW / 2
+        texts.append(plain)
+    assert not torch.equal(*texts)
+    with model.disable_adapter():
+        plain = run(model, max_new_tokens=NEW)
+        assert torch.equal(run(model, max_new_tokens=NEW, assistant=drafting), plain)
+    small = {id(p) for n, p in model.named_parameters() if "lora" in n}
+    assert not small & quantized_model.quantized_model(model).weights.keys()
+
+
+def test_it_drafts_beside_retrieval_in_every_preset(llama: Any) -> None:
+    plain = run(llama)
+    drafting = SamAssistant(fallback=["token_recycling", "quantized_self"], budget=16)
+    assert torch.equal(run(llama, assistant=drafting), plain)
+    assert drafting.stats.last.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("Qwen3NextForCausalLM", "recurrent state"),
+        ("Lfm2ForCausalLM", "convolution state"),
+        ("BloomForCausalLM", "no position_ids"),
+        ("T5ForConditionalGeneration", "encoder-decoder"),
+    ],
+)
+def test_models_that_take_no_trees_are_refused(name: str, match: str) -> None:
+    model = build(getattr(transformers, name))
+    with pytest.raises(ValueError, match=match):
+        run(model, assistant=assistant())
+
+
+def test_what_it_cannot_do_is_one_error(llama: Any) -> None:
+    with pytest.raises(ValueError, match="bits: expected 8, got 4"):
+        QuantizedSelf(bits=4)
+    with pytest.raises(ValueError, match="width: expected at least 1, got 0"):
+        QuantizedSelf(width=0)
+    ids = np.array([1, 2], np.int32)
+    with pytest.raises(ValueError, match="expected the target model, got none"):
+        QuantizedSelf().start(ids, Target(VOCAB))
+    session = QuantizedSelf().start(ids, Target(VOCAB, model=llama))
+    with pytest.raises(ValueError, match="expected a call of generate"):
+        session.propose(4)
+    with pytest.raises(ValueError, match="on a CPU, got one on meta"):
+        QuantizedSelf().start(
+            ids, Target(VOCAB, model=build(transformers.LlamaForCausalLM).to("meta"))
+        )
+
+
+def test_a_compiled_call_is_not_drafted_for(llama: Any) -> None:
+    """Its forwards are the compiled ones, and none of them has eight bits."""
+    forwards = OwnForwards()
+    forwards.begin(object(), [], lambda row: None)  # type: ignore[arg-type]
+    assert not forwards.ready
+
+
+@pytest.fixture
+def priced(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds of a level, for the drafter."""
+    price = {"level": 0.0}
+
+    class Fixed:
+        def seconds(self, nodes: int) -> float:
+            return price["level"]
+
+        def observe(self, nodes: int, seconds: float) -> None:
+            pass
+
+    monkeypatch.setattr(module, "CostModel", Fixed)
+    return price
+
+
+@pytest.mark.parametrize(("level", "least", "most"), [(1e-4, 4, 8), (1.0, 1, 1)])
+def test_a_draft_grows_while_a_level_pays(
+    llama: Any, priced: dict[str, float], level: float, least: int, most: int
+) -> None:
+    """At 10 ms for a verification of any width."""
+    priced["level"] = level
+    drafter = QuantizedSelf()
+    depths = []
+    original = drafter.propose_rows
+
+    def propose(sessions: Any, budgets: Any) -> Any:
+        for session in sessions:
+            session.see_cost(lambda n: np.full(n, 0.01))
+        drafts = original(sessions, budgets)
+        depths.append(int(drafts[0].depths.max(initial=0)))
+        return drafts
+
+    drafter.propose_rows = propose  # type: ignore[method-assign]
+    run(llama, assistant=Assistant([drafter], budget=16), max_new_tokens=NEW)
+    assert least <= max(depths) <= most
+
+
+def test_close_choices_fork_and_clear_ones_do_not() -> None:
+    close = np.log(np.array([[0.4, 0.39, 0.2]], np.float32))
+    clear = np.log(np.array([[0.9, 0.05, 0.04]], np.float32))
+    first, second = (
+        module.PRIORS[module.evidence_classes(scores, known=True)][0] for scores in (close, clear)
+    )
+    assert first[1] > 0.25 > second[1]
+    assert second[0] > 0.9 > first[0]
+    chances = module.PRIORS[module.evidence_classes(close, known=False)][0]
+    assert chances == pytest.approx([0.37, 0.37, 0.17])
+
+
+def test_the_log_says_what_was_packed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger=quantized_model.__name__):
+        run(build(transformers.MixtralForCausalLM), assistant=assistant())
+    assert "linear layers in eight bits" in caplog.text
+    assert sequences_of(run(build(transformers.MixtralForCausalLM))).shape[1] > 0

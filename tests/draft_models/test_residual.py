@@ -1,0 +1,202 @@
+import json
+from fractions import Fraction
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.draft_models import residual
+from hf_retrieval_assist.draft_models.residual import child_acceptance, draw_children, verify_node
+
+FIXTURE = Path(__file__).parents[1] / "fixtures/sequoia_examples.json"
+EXAMPLES = json.loads(FIXTURE.read_text())["verification"]["examples"]
+
+
+def floats(fractions):
+    return torch.tensor([float(Fraction(value)) for value in fractions], dtype=torch.float64)
+
+
+def draw_probability(draft, order):
+    """Probability of drawing `order` without replacement; uniform once Q's support is used up."""
+    probability, left = 1.0, draft.clone()
+    remaining = torch.ones_like(left)
+    for token in order:
+        weights = left if left.sum() > 0 else remaining
+        probability *= float(weights[token] / weights.sum())
+        left[token] = remaining[token] = 0.0
+    return probability
+
+
+def enumerate_law(target, draft, count, rates_of=child_acceptance):
+    """Output distribution and acceptance by rank, over all draws and all decisions."""
+    law, accepted = torch.zeros_like(target), np.zeros(count)
+    for order in permutations(range(len(target)), count):
+        weight = draw_probability(draft, order)
+        if weight == 0:
+            continue
+        rates, otherwise = rates_of(target, draft, torch.tensor(order, dtype=torch.long))
+        for rank, (token, rate) in enumerate(zip(order, rates.tolist(), strict=True)):
+            law[token] += weight * rate
+            accepted[rank] += weight * rate
+            weight *= 1 - rate
+        law += weight * otherwise
+    return law, accepted
+
+
+@pytest.mark.parametrize("case", EXAMPLES, ids=lambda case: f"{case['name']}-{case['k']}")
+def test_worked_examples(case):
+    target, draft = floats(case["target_P"]), floats(case["draft_Q"])
+    law, accepted = enumerate_law(target, draft, case["k"])
+    assert law == pytest.approx(floats(case["output_distribution"]), abs=1e-12)
+    assert accepted == pytest.approx(case["acceptance_vector_float"], abs=1e-12)
+
+
+@st.composite
+def distributions(draw, size=4):
+    """Some with zeros, some very uneven."""
+    kinds = st.sampled_from([0.0, 1e-30, 1e-9, 0.1, 0.5, 1.0, 3.0])
+    weights = draw(st.lists(kinds, min_size=size, max_size=size).filter(any))
+    return torch.tensor(weights, dtype=torch.float64) / sum(weights)
+
+
+@given(distributions(), distributions(), st.integers(0, 4))
+def test_the_law_is_the_targets(target, draft, count):
+    law, accepted = enumerate_law(target, draft, count)
+    assert law == pytest.approx(target, abs=1e-9)
+    if count == 4:
+        assert accepted.sum() == pytest.approx(1)
+
+
+@given(distributions(), distributions())
+def test_one_child_is_accepted_where_the_laws_overlap(target, draft):
+    _, accepted = enumerate_law(target, draft, 1)
+    assert accepted[0] == pytest.approx(1 - 0.5 * float((target - draft).abs().sum()))
+
+
+@given(distributions(), st.integers(1, 4))
+def test_equal_laws_accept_the_first_child(law, count):
+    for order in permutations(range(4), count):
+        if draw_probability(law, order):
+            assert child_acceptance(law, law, torch.tensor(order))[0][0] == 1
+
+
+@given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 4))
+def test_point_masses(at, drafted, count):
+    target, draft = torch.eye(4, dtype=torch.float64)[[at, drafted]]
+    law, _ = enumerate_law(target, draft, count)
+    assert law == pytest.approx(target)
+
+
+def remove_before_update(target, draft, children):
+    """The rule with its two updates exchanged: wrong."""
+    left, proposal, rates = target.clone(), draft.clone(), []
+    for token in children.tolist():
+        rates.append(min(1.0, float(left[token] / proposal[token])))
+        proposal[token] = 0
+        proposal = proposal / proposal.sum().clamp_min(1e-300)
+        left = (left - proposal).clamp_min(0)
+        left = left / left.sum().clamp_min(1e-300)
+    return torch.tensor(rates), left
+
+
+def test_the_order_of_the_updates_matters():
+    target, draft = floats(EXAMPLES[2]["target_P"]), floats(EXAMPLES[2]["draft_Q"])
+    law, _ = enumerate_law(target, draft, 2, remove_before_update)
+    assert float((law - target).abs().max()) > 0.01
+
+
+def test_float32_rows_of_a_large_vocabulary():
+    torch.manual_seed(0)
+    target = torch.softmax(6 * torch.randn(3, 5000), dim=-1)
+    draft = torch.softmax(6 * torch.randn(3, 5000), dim=-1)
+    rates, otherwise = child_acceptance(target, draft, draw_children(draft, 16))
+    assert rates.shape == (3, 16)
+    assert ((rates >= 0) & (rates <= 1)).all()
+    assert otherwise.sum(-1) == pytest.approx(torch.ones(3, dtype=torch.float64))
+    assert (otherwise >= 0).all()
+
+
+def test_rows_are_independent():
+    torch.manual_seed(1)
+    target, draft = torch.softmax(torch.randn(2, 3, 6), dim=-1)
+    children = draw_children(draft, 3)
+    rates, otherwise = child_acceptance(target, draft, children)
+    for row in range(3):
+        alone = child_acceptance(target[row], draft[row], children[row])
+        assert torch.equal(rates[row], alone[0])
+        assert torch.equal(otherwise[row], alone[1])
+
+
+def chi_square(observed, expected):
+    """The statistic and its mean plus five standard deviations."""
+    seen = expected > 0
+    assert observed[~seen].sum() == 0
+    statistic = ((observed - expected)[seen] ** 2 / expected[seen]).sum()
+    freedom = seen.sum() - 1
+    return statistic, freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_draws_are_without_replacement_and_in_order():
+    draft = torch.tensor([0.6, 0.3, 0.1, 0.0])
+    generator = torch.Generator().manual_seed(0)
+    drawn = draw_children(draft.expand(20000, 4), 4, generator)
+    assert torch.equal(drawn.sort(-1).values, torch.arange(4).expand(20000, 4))
+    assert (drawn[:, 3] == 3).all()
+    orders = list(permutations(range(4)))
+    numbers = {order: i for i, order in enumerate(orders)}
+    observed = np.bincount([numbers[tuple(row)] for row in drawn.tolist()], minlength=24)
+    expected = 20000 * np.array([draw_probability(draft, order) for order in orders])
+    statistic, limit = chi_square(observed, expected)
+    assert statistic < limit
+
+
+def test_beyond_the_support_draws_are_uniform():
+    generator = torch.Generator().manual_seed(0)
+    draft = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    drawn = draw_children(draft.expand(12000, 4), 2, generator)
+    assert (drawn[:, 0] == 1).all()
+    counts = np.bincount(drawn[:, 1], minlength=4)
+    statistic, limit = chi_square(counts, np.array([4000, 0, 4000, 4000]))
+    assert statistic < limit
+
+
+def test_verified_tokens_follow_the_target():
+    target = torch.tensor([0.1, 0.4, 0.3, 0.2, 0.0])
+    draft = torch.tensor([0.7, 0.1, 0.0, 0.1, 0.1])
+    generator = torch.Generator().manual_seed(0)
+    observed = np.zeros(5)
+    for _ in range(4000):
+        children = draw_children(draft, 2, generator)
+        rank, token = verify_node(target, draft, children, generator)
+        assert rank < 0 or children[rank] == token
+        observed[token] += 1
+    statistic, limit = chi_square(observed, 4000 * target.numpy())
+    assert statistic < limit
+
+
+def test_a_leaf_samples_from_the_target():
+    target = torch.tensor([0.0, 1.0, 0.0])
+    assert verify_node(target, target, torch.empty(0, dtype=torch.long)) == (-1, 1)
+
+
+def test_more_children_than_tokens():
+    with pytest.raises(ValueError, match="count <= 3"):
+        draw_children(torch.ones(3), 4)
+
+
+def test_every_child_gets_its_own_draw(monkeypatch):
+    drawn = []
+
+    def rand(shape, **options):
+        drawn.append(tuple(shape))
+        return torch.full(shape, 0.999999, dtype=torch.float64)
+
+    monkeypatch.setattr(residual.torch, "rand", rand)
+    law = torch.tensor([0.5, 0.5, 0.0])
+    verify_node(law, law, torch.tensor([0, 1]))
+    verify_node(law, law, torch.tensor([1]))
+    assert drawn == [(2,), (1,)]

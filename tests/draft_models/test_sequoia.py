@@ -1,0 +1,194 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.draft_models.sequoia import (
+    AcceptanceCounts,
+    OptimalTrees,
+    ShapeChooser,
+    TreeShape,
+)
+
+EXAMPLES = json.loads((Path(__file__).parents[1] / "fixtures/sequoia_examples.json").read_text())
+TREES = EXAMPLES["trees"]
+
+
+def paths(shape):
+    """0-based child indices from the root to every node, in one order."""
+    spelt = []
+    for node in range(len(shape)):
+        parent = shape.parents[node]
+        above = [] if parent < 0 else spelt[parent]
+        spelt.append([*above, int(shape.ranks[node])])
+    return sorted(spelt)
+
+
+def check_case(shape, expected, acceptance):
+    shape.check_invariants()
+    assert shape.expected_tokens(acceptance) == pytest.approx(expected["F"], abs=1e-12)
+    if expected["unique"]:
+        assert paths(shape) == sorted(expected["paths"])
+
+
+def test_there_are_49_cases():
+    assert len(TREES) == 49
+
+
+@pytest.mark.parametrize("case", TREES, ids=lambda case: f"{case['p'][:2]}-{case['n']}")
+def test_unbounded_depth(case):
+    solved = OptimalTrees(case["p"], case["n"])
+    assert solved.values[case["n"], 0] == pytest.approx(case["unbounded"]["F"], abs=1e-12)
+    shape = solved.tree(case["n"])
+    assert len(shape) == case["n"] - 1
+    check_case(shape, case["unbounded"], case["p"])
+
+
+@pytest.mark.parametrize("case", TREES, ids=lambda case: f"{case['p'][:2]}-{case['n']}")
+def test_bounded_depth(case):
+    solved = OptimalTrees(case["p"], case["n"], max(map(int, case["bounded"])))
+    for levels, expected in case["bounded"].items():
+        value = solved.values[case["n"], int(levels)]
+        if expected is None:
+            assert value == -np.inf
+            continue
+        assert value == pytest.approx(expected["F"], abs=1e-12)
+        shape = solved.tree(case["n"], int(levels))
+        assert shape.levels <= int(levels)
+        check_case(shape, expected, case["p"])
+
+
+def test_an_infeasible_size_gives_the_best_smaller_tree():
+    shape = OptimalTrees([0.5, 0.3], 4, 2).tree(4)
+    assert paths(shape) == [[0], [1]]
+
+
+@st.composite
+def vectors(draw):
+    weights = np.array(draw(st.lists(st.floats(0, 1), min_size=1, max_size=5)))
+    return weights / max(weights.sum(), 1.0)
+
+
+@given(vectors(), st.integers(1, 12), st.integers(1, 5))
+def test_values_are_those_of_the_trees_and_grow_with_size_and_depth(vector, nodes, levels):
+    solved = OptimalTrees(vector, nodes, levels)
+    for size in range(1, nodes + 1):
+        for bound in range(1, levels + 1):
+            value = solved.values[size, bound]
+            shape = solved.tree(size, bound)
+            shape.check_invariants()
+            assert shape.levels <= bound
+            if np.isfinite(value):
+                assert len(shape) == size - 1
+                assert shape.expected_tokens(vector) == pytest.approx(value)
+    # A deeper bound only adds trees, and so does a larger size where it is feasible.
+    feasible = np.where(np.isfinite(solved.values), solved.values, 0)
+    assert (np.diff(feasible[1:, 1:], axis=1) >= 0).all()
+    for column in feasible[1:, 1:].T:
+        assert (np.diff(column[column > 0]) >= -1e-12).all()
+
+
+@given(vectors(), st.integers(1, 10))
+def test_a_bound_as_large_as_the_tree_is_none(vector, nodes):
+    unbounded, bounded = OptimalTrees(vector, nodes), OptimalTrees(vector, nodes, nodes)
+    assert unbounded.values[1:, 0] == pytest.approx(bounded.values[1:, nodes])
+
+
+SPEEDUP = EXAMPLES["speedup"]
+TIMES = list(SPEEDUP["t_of_n"].values())
+
+
+def test_speedup_grid():
+    rates = OptimalTrees(SPEEDUP["p"], 7, 7).speedups(TIMES, SPEEDUP["c"])
+    for cell, expected in SPEEDUP["grid"].items():
+        size, levels = map(int, cell.split(","))
+        assert rates[size, levels] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_fastest_tree():
+    solved = OptimalTrees(SPEEDUP["p"], 7, 7)
+    shape = solved.fastest(TIMES, SPEEDUP["c"])
+    assert f"{1 + len(shape)},{shape.levels}" == SPEEDUP["argmax"]
+    milliseconds = [30 * t for t in TIMES]
+    assert paths(solved.fastest(milliseconds, 30 * SPEEDUP["c"])) == paths(shape)
+
+
+def test_a_slow_draft_model_is_not_asked():
+    assert len(OptimalTrees(SPEEDUP["p"], 7, 7).fastest(TIMES, 10.0)) == 0
+
+
+def test_paper_sized_trees_are_solved_in_time():
+    vector = 0.6 * 0.4 ** np.arange(32)
+    solved = OptimalTrees(vector, 128, 10)
+    shape = solved.tree(128)
+    assert shape.expected_tokens(vector) == pytest.approx(solved.values[128, 10])
+
+
+def test_shape_views():
+    shape = TreeShape(np.array([-1, -1, 0, 0, 2], np.int32), np.array([0, 1, 0, 1, 0], np.int32))
+    shape.check_invariants()
+    assert shape.level_sizes == [2, 2, 1]
+    assert shape.child_counts.tolist() == [2, 2, 0, 1, 0, 0]
+    assert shape.path_values([0.5, 0.2]) == pytest.approx([0.5, 0.2, 0.25, 0.1, 0.125])
+    assert len(shape.truncate(3)) == 4
+    assert len(shape.truncate(1)) == 0
+
+
+@pytest.mark.parametrize("vector", [[0.9, 0.2], [-0.1], [[0.5]], [float("nan")]])
+def test_rejects_vectors_that_are_no_probabilities(vector):
+    with pytest.raises(ValueError, match="probabilities of disjoint events"):
+        OptimalTrees(vector, 4)
+
+
+def test_rejects_impossible_requests():
+    with pytest.raises(ValueError, match="max_nodes and max_levels"):
+        OptimalTrees([0.5], 0)
+    with pytest.raises(ValueError, match="1 <= nodes <= 4"):
+        OptimalTrees([0.5], 4).tree(5)
+    with pytest.raises(ValueError, match="max_levels=None"):
+        OptimalTrees([0.5], 4).tree(3, 2)
+    with pytest.raises(ValueError, match="expected 4 times"):
+        OptimalTrees([0.5], 4, 4).speedups([1.0], 0.1)
+    with pytest.raises(ValueError, match="solved with max_levels"):
+        OptimalTrees([0.5], 4).speedups([1.0] * 4, 0.1)
+
+
+def test_acceptance_is_measured_though_nodes_have_few_children():
+    truth = np.array([0.5, 0.2, 0.1])
+    counts, rng = AcceptanceCounts(3), np.random.default_rng(0)
+    assert counts.vector[0] == pytest.approx(0.6)
+    for _ in range(6000):
+        rank = int(rng.choice(4, p=[*truth, 0.2]))
+        children = int(rng.integers(1, 4))
+        counts.observe(children, rank if rank < children else -1)
+    assert counts.vector == pytest.approx(truth, abs=0.04)
+    assert counts.vector.sum() <= 1
+
+
+def test_acceptance_follows_a_change():
+    counts = AcceptanceCounts(2)
+    for _ in range(5000):
+        counts.observe(2, 0)
+    for _ in range(5000):
+        counts.observe(2, 1)
+    assert counts.vector[1] > 0.85
+
+
+def test_acceptance_rejects_impossible_ranks():
+    with pytest.raises(ValueError, match="accepted < 2, got 2"):
+        AcceptanceCounts(4).observe(2, 2)
+
+
+def test_one_budget_has_one_shape_until_the_tree_is_solved_for_again():
+    chooser = ShapeChooser(4, 16, 4)
+    small, smaller = chooser.shape(6), chooser.shape(3)
+    assert (len(small), len(smaller)) == (6, 3)
+    assert chooser.shape(6) is small
+    assert chooser.shape(3) is smaller
+    for _ in range(500):
+        chooser.observe(4, 3)
+    shapes = {id(shape): shape for shape in (chooser.shape(6) for _ in range(100))}
+    assert len(shapes) == 2

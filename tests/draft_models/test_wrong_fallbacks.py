@@ -1,0 +1,86 @@
+"""A fallback that does not fit is one error before the prompt is processed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_retrieval_assist import EagleHead, EarlyExit, MtpHead, SamAssistant
+from hf_retrieval_assist.host import transformers_private as private
+from tests.draft_models.test_dflash import block_drafter
+from tests.eagle_fixtures import tiny_target
+from tests.lossless import build, run
+from tests.tiny_models import VOCAB
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private, "prefill", lambda *_, **__: pytest.fail("generation began"))
+
+
+def head_for(kind: type[EagleHead | MtpHead] = EagleHead, **shape: Any) -> EagleHead | MtpHead:
+    """A head made for another target than the tests' own."""
+    torch.manual_seed(0)
+    return kind.for_target(tiny_target(**shape))
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "no MTP layers": (lambda: "mtp", r"fallback 'mtp': .*num_mtp_layers.*LlamaForCausalLM"),
+    "no EAGLE boundaries": (
+        lambda: head_for(hidden_size=32, vocab_size=VOCAB),
+        "boundaries: expected -1 or 0 to 2 for a model of 3 blocks",
+    ),
+    "EAGLE head of more ids": (
+        lambda: head_for(hidden_size=32, vocab_size=VOCAB + 1, num_layers=3),
+        f"expected at most {VOCAB} ids, the target's, got one of {VOCAB + 1}",
+    ),
+    "EAGLE head of another width": (
+        lambda: head_for(hidden_size=64, vocab_size=VOCAB, num_layers=3),
+        "EAGLE head: expected one for the target's hidden size of 32, got one for 64",
+    ),
+    "MTP head of more ids": (
+        lambda: head_for(MtpHead, hidden_size=32, vocab_size=VOCAB + 1),
+        f"MTP head: expected at most {VOCAB} ids, the target's, got one of {VOCAB + 1}",
+    ),
+    "MTP head of another width": (
+        lambda: head_for(MtpHead, hidden_size=64, vocab_size=VOCAB),
+        "MTP head: expected one for the target's hidden size of 32, got one for 64",
+    ),
+    "DFlash model of another width": (
+        lambda: block_drafter(hidden_size=64),
+        "DFlash model: expected one for the target's hidden size of 32, got one for 64",
+    ),
+    "draft model of another tokenizer": (
+        lambda: build(transformers.LlamaForCausalLM, vocab_size=VOCAB + 1),
+        "assistant_tokenizer: expected a tokenizer",
+    ),
+    "more layers than there are": (lambda: EarlyExit(3), "layer: expected 1 to 2"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_it_is_named_before_the_prompt_is_processed(llama: Any, name: str) -> None:
+    make, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        run(llama, assistant=SamAssistant(fallback=make()))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_one_that_fits_beside_it_does_not_hide_it(llama: Any, name: str) -> None:
+    make, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        run(llama, assistant=SamAssistant(fallback=["token_recycling", make()]))
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(ValueError, match="'mtp', 'quantized_self', got 'eagle'"):
+        SamAssistant(fallback="eagle")
+
+
+def test_something_that_cannot_draft() -> None:
+    with pytest.raises(TypeError, match=r"fallback: expected .* got Linear"):
+        SamAssistant(fallback=torch.nn.Linear(2, 2))

@@ -1,0 +1,168 @@
+"""Drafts of what a grammar forces, with a grammar of a few lines in a library's place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
+from hf_retrieval_assist.drafters import grammar
+from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.grammars.constraint import Constraint
+from tests.lossless import PROMPT, run
+
+# A record of two fields, each of one to three free tokens; 0 ends the text.
+KEYS = [[50, 51, 52, 53], [54, 55, 56], [57]]
+FREE = range(10, 40)
+
+
+class Record:
+    """Where a text is in the record: which key, how many of its tokens, how many free ones."""
+
+    def __init__(self):
+        self.states = [(0, 0, 0)]
+
+    def allowed(self):
+        field, key, free = self.states[-1]
+        if field == len(KEYS):
+            return [0]
+        if key < len(KEYS[field]) and not free:
+            return [KEYS[field][key]]
+        following = [KEYS[field + 1][0]] if field + 1 < len(KEYS) else [0]
+        return [*(FREE if free < 3 else ()), *(following if free else ())]
+
+    def advance(self, token):
+        if token not in self.allowed():
+            return False
+        field, key, free = self.states[-1]
+        if key < len(KEYS[field]) and not free:
+            key += 1
+            self.states.append((field + 1, 0, 0) if field == 2 else (field, key, 0))
+        elif token in FREE:
+            self.states.append((field, key, free + 1))
+        else:
+            self.states.append((3, 0, 0) if field + 1 == 2 else (field + 1, 1, 0))
+        return True
+
+
+class RecordProcessor(LogitsProcessor):
+    """Lets each row write its record; advances by one token a call, as the libraries' do."""
+
+    def __init__(self):
+        self.rows = None
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.rows is None:
+            self.rows = [Record() for _ in input_ids]
+        else:
+            for row, ids in zip(self.rows, input_ids, strict=True):
+                if row.allowed() != [0]:
+                    assert row.advance(int(ids[-1]))
+        masked = torch.full_like(scores, -torch.inf)
+        for row, one, other in zip(self.rows, masked, scores, strict=True):
+            one[row.allowed()] = other[row.allowed()]
+        return masked
+
+
+class RecordConstraint(Constraint):
+    def __init__(self):
+        self.record = Record()
+
+    def advance(self, token):
+        return self.record.advance(token)
+
+    def rollback(self, count):
+        if count:
+            del self.record.states[-count:]
+
+    def forced(self, limit):
+        tokens = []
+        while len(tokens) < limit and len(allowed := self.record.allowed()) == 1:
+            if not self.advance(allowed[0]):
+                break
+            tokens += allowed
+        self.rollback(len(tokens))
+        return tokens
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """The library of this test is known."""
+
+    def constraint_of(processors, row):
+        return (
+            RecordConstraint() if any(isinstance(p, RecordProcessor) for p in processors) else None
+        )
+
+    monkeypatch.setattr(grammar, "constraint_of", constraint_of)
+
+
+def constrained(model, processor, **options):
+    return run(model, logits_processor=LogitsProcessorList([processor]), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "seed": 4}])
+def test_keys_are_drafted_and_outputs_are_plains(llama, known, options):
+    plain_processor, processor = RecordProcessor(), RecordProcessor()
+    plain = constrained(llama, plain_processor, max_new_tokens=9, **options)
+    assistant = Assistant([], budget=8)
+    assert torch.equal(
+        plain, constrained(llama, processor, max_new_tokens=9, assistant=assistant, **options)
+    )
+    assert processor.calls == plain_processor.calls
+    assert assistant.stats.last.accepted >= 3  # of the first key
+
+
+def test_no_node_is_spent_on_what_cannot_be_chosen(llama, known):
+    plain = constrained(llama, RecordProcessor(), max_new_tokens=9)
+    # It drafts the records of texts that went on otherwise.
+    assistant = SamAssistant([[*PROMPT[0].tolist(), 1, 2, 3, 4] * 3], budget=8)
+    assert torch.equal(
+        plain, constrained(llama, RecordProcessor(), max_new_tokens=9, assistant=assistant)
+    )
+    assert assistant.stats.last.accepted >= 3
+
+
+def test_pruning_keeps_what_the_grammar_allows():
+    tree = TokenTree.build(
+        [50, 51, 12, 9, 52, 51], [-1, 0, -1, 0, 1, 2], [0.9, 0.8, 0.5, 0.4, 0.3, 0.2]
+    )
+    constraint = RecordConstraint()
+    kept = constraint.prune(tree)
+    assert kept.token_ids.tolist() == [50, 51, 52]
+    assert kept.parents.tolist() == [-1, 0, 1]
+    assert constraint.record.states == [(0, 0, 0)]
+    assert constraint.prune(kept) is kept
+
+
+def test_a_text_that_leaves_the_grammar_is_drafted_for_as_any_other(known):
+    target = Target(vocab_size=67, processors=(RecordProcessor(),))
+    session = grammar.GrammarDrafter().start(np.array([1], np.int32), target)
+    assert session.propose(2).token_ids.tolist() == [50, 51]
+    session.commit([50], None)
+    assert session.propose(9).token_ids.tolist() == [51, 52, 53]
+    session.commit([7], None)
+    assert not len(session.propose(9))
+    tree = TokenTree.chain([1, 2], [0.5, 0.5])
+    assert session.restrict(tree) is tree
+
+
+def test_processors_of_no_library_are_left_alone():
+    target = Target(vocab_size=67, processors=(RecordProcessor(),))
+    session = grammar.GrammarDrafter().start(np.array([1], np.int32), target)
+    assert not len(session.propose(9))
+
+
+def test_rows_of_a_batch_have_a_state_each(llama, known):
+    ids = PROMPT.repeat(3, 1)
+    plain = constrained(llama, RecordProcessor(), ids=ids, max_new_tokens=9, do_sample=True)
+    assistant = Assistant([], budget=8)
+    found = constrained(
+        llama, RecordProcessor(), ids=ids, max_new_tokens=9, do_sample=True, assistant=assistant
+    )
+    assert torch.equal(plain, found)
+    assert assistant.stats.last.accepted > 0

@@ -1,0 +1,197 @@
+"""Captured boundaries must be those transformers reports, however the model is wrapped."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_retrieval_assist.draft_models import default_boundaries
+from hf_retrieval_assist.host.feature_taps import FeatureTap, find_blocks
+from tests.eagle_fixtures import tiny_target
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 50,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": {},
+    "qwen3": {},
+    "gpt_neox": {},
+    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "mixtral": {"num_local_experts": 2},
+    "olmo3": {},
+}
+
+
+@pytest.fixture
+def token_ids() -> torch.Tensor:
+    return torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(1))
+
+
+def build(model_type: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **ARCHITECTURES[model_type]})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def reported(model: nn.Module, token_ids: torch.Tensor, boundaries: list[int]) -> torch.Tensor:
+    hidden = model(token_ids, output_hidden_states=True).hidden_states
+    return torch.cat([hidden[k] for k in boundaries], dim=-1)
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@torch.no_grad()
+def test_boundaries_are_those_of_output_hidden_states(
+    model_type: str, token_ids: torch.Tensor
+) -> None:
+    model = build(model_type)
+    expected = reported(model, token_ids, [0, 2, 3, -1])
+    tap = FeatureTap(model, (0, 2, 3, -1))
+    with tap:
+        model(token_ids, logits_to_keep=1)
+    torch.testing.assert_close(tap.features, expected)
+
+
+@torch.no_grad()
+def test_the_papers_boundaries_of_ten_blocks(token_ids: torch.Tensor) -> None:
+    """Blocks 2, 5 and 7 are entered by the captured states; one block later is another thing."""
+    target = tiny_target(num_layers=10)
+    boundaries = default_boundaries(10)
+    assert boundaries == (2, 5, 7)
+    with FeatureTap(target, boundaries) as tap:
+        target(token_ids)
+    torch.testing.assert_close(tap.features, reported(target, token_ids, [2, 5, 7]))
+    assert not torch.allclose(tap.features, reported(target, token_ids, [3, 6, 8]), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "boundaries"),
+    [(1, (0,)), (2, (1,)), (3, (0, 1, 2)), (4, (1, 2)), (5, (2,)), (6, (2, 3)), (7, (2, 3, 4))],
+)
+def test_boundaries_of_small_targets(num_layers: int, boundaries: tuple[int, ...]) -> None:
+    assert default_boundaries(num_layers) == boundaries
+
+
+@torch.no_grad()
+def test_the_last_forward_counts_and_nothing_stays(token_ids: torch.Tensor) -> None:
+    model = tiny_target(num_layers=3)
+    before = hooks_of(model)
+    tap = FeatureTap(model, (1,))
+    for part in (token_ids, token_ids[:, :3]):
+        with tap:
+            model(token_ids)
+            model(part)
+        assert tap.features.shape == (2, part.shape[1], 64)
+        assert hooks_of(model) == before
+    with tap:
+        pass
+    with pytest.raises(RuntimeError, match="no hidden states at boundaries"):
+        tap.features  # noqa: B018
+
+
+def test_hooks_are_removed_when_the_forward_fails(token_ids: torch.Tensor) -> None:
+    model = tiny_target(num_layers=3)
+    before = hooks_of(model)
+    with pytest.raises(IndexError), FeatureTap(model, (1, -1)):
+        model(token_ids + 1000)
+    assert hooks_of(model) == before
+
+
+@pytest.mark.parametrize("boundary", [-2, 3, 4])
+def test_a_boundary_that_does_not_exist(boundary: int) -> None:
+    with pytest.raises(ValueError, match="boundaries: expected"):
+        FeatureTap(tiny_target(num_layers=3), (boundary,))
+
+
+def test_a_module_that_is_no_decoder() -> None:
+    with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
+        FeatureTap(nn.Linear(2, 2), (0,))
+    model = tiny_target(num_layers=3)
+    model.config.num_hidden_layers = 17
+    with pytest.raises(ValueError, match=r"num_hidden_layers = 17 blocks in LlamaForCausalLM"):
+        FeatureTap(model, (0,))
+
+
+def test_the_blocks_are_told_from_smaller_lists_of_the_same_length() -> None:
+    model = tiny_target(num_layers=3)
+    model.model.scales = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    assert find_blocks(model) == (model.model, model.model.layers)
+
+
+@torch.no_grad()
+def test_another_threads_forward_is_not_captured(token_ids: torch.Tensor) -> None:
+    model = tiny_target(num_layers=3)
+    expected = reported(model, token_ids, [1])
+    with FeatureTap(model, (1,)) as tap:
+        model(token_ids)
+        other = threading.Thread(target=lambda: model(token_ids[:1]))
+        other.start()
+        other.join()
+    torch.testing.assert_close(tap.features, expected)
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.cpu_offload(model, torch.device("cpu"))
+
+
+def quantised(model: nn.Module) -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:`is_gradient")
+@pytest.mark.parametrize("wrap", [with_lora, offloaded, quantised])
+@torch.no_grad()
+def test_wrapped_models(wrap: Callable[[nn.Module], nn.Module], token_ids: torch.Tensor) -> None:
+    model = wrap(copy.deepcopy(tiny_target(num_layers=4)))
+    with FeatureTap(model, (1, 2, -1)) as tap:
+        model(token_ids)
+    torch.testing.assert_close(tap.features, reported(model, token_ids, [1, 2, -1]))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@torch.no_grad()
+def test_a_compiled_model(token_ids: torch.Tensor) -> None:
+    """Compiled under the hooks it is captured, by the next tap as well."""
+    model = tiny_target(num_layers=3)
+    compiled = torch.compile(model, backend="eager")
+    for ids in (token_ids, token_ids.flip(1)):
+        with FeatureTap(compiled, (1, -1)) as tap:
+            compiled(ids)
+        torch.testing.assert_close(tap.features, reported(model, ids, [1, -1]))
+
+
+@torch.no_grad()
+def test_a_model_compiled_too_early_says_so(token_ids: torch.Tensor) -> None:
+    torch.compiler.reset()
+    model = tiny_target(num_layers=3)
+    model.forward = torch.compile(model.forward, backend="eager")
+    model(token_ids)
+    with FeatureTap(model, (1,)) as tap:
+        model(token_ids)
+    with pytest.raises(RuntimeError, match="compiled before the tap was entered"):
+        tap.features  # noqa: B018

@@ -1,0 +1,118 @@
+"""What tells models apart, and what does not."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from hf_retrieval_assist import SuffixAssistant
+from hf_retrieval_assist.host.fingerprint import _SAMPLED, _sample, config_fingerprint, fingerprint
+from tests.lossless import PROMPT, build
+
+
+def changed(model, **settings):
+    other = copy.deepcopy(model)
+    for name, value in settings.items():
+        setattr(other.config, name, value)
+    return other
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(LlamaForCausalLM)
+
+
+@pytest.fixture
+def adapted():
+    """A model with adapters "a" and "b", "a" in use."""
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(build(LlamaForCausalLM), lora, adapter_name="a")
+    wrapped.add_adapter("b", lora)
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transformers_version": "6.0.0"},
+        {"dtype": "bfloat16"},
+        {"output_hidden_states": True},
+        {"_name_or_path": "/data/a/model"},
+    ],
+)
+def test_passing_settings_leave_a_model_itself(model, settings):
+    other = changed(model, **settings)
+    assert fingerprint(other) == fingerprint(model)
+    assert config_fingerprint(other.config) == config_fingerprint(model.config)
+
+
+def test_attention_implementations_and_dtypes_share_what_was_learnt(model):
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    assert fingerprint(other) == fingerprint(model)
+    assert fingerprint(copy.deepcopy(model).to(torch.bfloat16)) == fingerprint(model)
+
+
+def test_a_copy_in_another_folder_is_the_same_model(model, tmp_path):
+    found = set()
+    for name in ("a", "b"):
+        model.save_pretrained(tmp_path / name)
+        found.add(fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path / name)))
+    assert found == {fingerprint(model)}
+
+
+def test_other_sizes_and_other_weights_are_told_apart(model):
+    assert fingerprint(changed(model, num_hidden_layers=7)) != fingerprint(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[-1].mlp.up_proj.weight.mul_(1.1)
+    assert fingerprint(other) != fingerprint(model)
+
+
+def test_a_model_in_training_keeps_what_it_learnt(model):
+    trained = copy.deepcopy(model)
+    before = fingerprint(trained)
+    with torch.no_grad():
+        trained.lm_head.weight.add_(1)
+    assert fingerprint(trained) == before
+
+
+def test_adapters_are_told_apart_and_others_beside_them_do_not_matter(adapted):
+    base, found = adapted.get_base_model(), {}
+    for name in ("a", "b"):
+        adapted.set_adapter(name)
+        found[name] = fingerprint(base)
+    with adapted.disable_adapter():
+        found["none"] = fingerprint(base)
+    assert len(set(found.values())) == 3
+    adapted.delete_adapter("b")
+    adapted.set_adapter("a")
+    alone = copy.deepcopy(adapted).get_base_model()
+    assert fingerprint(alone) == found["a"]
+    with torch.no_grad():
+        alone.model.layers[0].self_attn.q_proj.lora_A["a"].weight.add_(1)
+    assert fingerprint(copy.deepcopy(alone)) != found["a"]
+
+
+def test_each_adapter_has_outputs_of_its_own(adapted):
+    assistant = SuffixAssistant(budget=8)
+    for name in ("a", "b", "a"):
+        adapted.set_adapter(name)
+        adapted.generate(input_ids=PROMPT, assistant=assistant, max_new_tokens=12, do_sample=False)
+    memory, base = assistant.memory, adapted.get_base_model()
+    lengths = {}
+    for name in ("a", "b"):
+        adapted.set_adapter(name)
+        lengths[name] = len(memory.tree(fingerprint(base)))
+    assert lengths == {"a": 2, "b": 1}
+
+
+def test_a_model_whose_weights_are_elsewhere_has_one(model):
+    assert fingerprint(copy.deepcopy(model).to("meta")) != fingerprint(model)
+
+
+def test_a_parameter_of_more_elements_than_single_precision_counts():
+    """The embedding matrix of a vocabulary of 262,144 ids has so many."""
+    assert _sample(torch.zeros(1).expand(262_144 * 640)) == bytes(4 * _SAMPLED)

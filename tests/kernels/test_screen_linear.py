@@ -1,0 +1,145 @@
+"""The screened output layer against the whole one: the same token, whatever the weights are."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_retrieval_assist import demo_model
+from hf_retrieval_assist.kernels.quantized import QuantizedWeight
+from hf_retrieval_assist.kernels.screen import Screen
+from hf_retrieval_assist.kernels.skinny import skinny_linear
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def screen_of(weight: torch.Tensor) -> Screen:
+    return Screen(weight, QuantizedWeight.pack(weight))
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def plain_draw(x, weight, noise, temperature):
+    logits = skinny_linear(x, weight).float() / temperature
+    return (torch.softmax(logits, -1) / noise).argmax(-1)
+
+
+@st.composite
+def layers(draw):
+    """Rows of x and a matrix with what might mislead: equal rows, zeros, special numbers."""
+    outputs, depth, n = draw(st.integers(1, 120)), draw(st.integers(1, 90)), draw(st.integers(1, 3))
+    seed, dtype = draw(st.integers(0, 999)), draw(st.sampled_from(DTYPES))
+    weight = torch.randn(outputs, depth, generator=generator(seed))
+    x = torch.randn(n, depth, generator=generator(seed + 1))
+    if draw(st.booleans()):  # few values: many ties
+        weight, x = weight.round(), x.round()
+    row = st.integers(0, outputs - 1)
+    for to, by in draw(st.lists(st.tuples(row, row), max_size=6)):
+        weight[to] = weight[by] * draw(st.sampled_from([1, 1, 1.001, -1, 0, 1e-20, 1e6]))
+    for special in draw(st.lists(st.sampled_from([0, 1e30, -1e30, 3e38, 1e-40]), max_size=2)):
+        weight[draw(row), draw(st.integers(0, depth - 1))] = special
+    for special in draw(
+        st.lists(st.sampled_from([float("inf"), float("-inf"), float("nan")]), max_size=1)
+    ):
+        weight[draw(row), draw(st.integers(0, depth - 1))] = special
+    scale = draw(st.sampled_from([1, 1, 1, 0, 1e-25, 1e-38, 1e25, 3e38, float("inf")]))
+    x[draw(st.integers(0, n - 1))] *= scale
+    return x.to(dtype), weight.to(dtype)
+
+
+@settings(deadline=None, max_examples=300)
+@given(layer=layers())
+def test_the_greatest_logit_is_that_of_the_whole_layer(layer):
+    x, weight = layer
+    assert torch.equal(screen_of(weight).argmax(x), skinny_linear(x, weight).argmax(-1))
+
+
+@settings(deadline=None, max_examples=300)
+@given(layer=layers(), seed=st.integers(0, 99), temperature=st.sampled_from([0.3, 1.0, 1.5]))
+def test_the_drawn_token_is_that_of_the_whole_layer(layer, seed, temperature):
+    x, weight = layer
+    noise = torch.empty(len(x), len(weight)).exponential_(generator=generator(seed))
+    drawn = screen_of(weight).draw(x, noise, temperature)
+    assert torch.equal(drawn, plain_draw(x, weight, noise, temperature))
+
+
+@settings(deadline=None, max_examples=100)
+@given(layer=layers(), data=st.data())
+def test_logits_have_the_whole_layers_bits_and_hold_what_was_asked_for(layer, data):
+    x, weight = layer
+    also = data.draw(st.lists(st.integers(0, len(weight) - 1), unique=True, max_size=5))
+    whole = skinny_linear(x, weight)
+    found = screen_of(weight).logits(x, torch.tensor(also, dtype=torch.int64))
+    for (ids, logits), row in zip(found, whole, strict=True):
+        assert torch.equal(ids, ids.unique())
+        assert set(also) <= set(ids.tolist())
+        assert torch.equal(logits.nan_to_num(), row[ids].nan_to_num())
+        # Whatever becomes of those asked for, the greatest of the others is there.
+        others = row.clone()
+        others[also] = -torch.inf
+        if not others.isneginf().all():
+            assert int(others.argmax()) in ids.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_few_of_many_tokens_are_computed(dtype):
+    weight = torch.randn(20_000, 256, generator=generator(0)).to(dtype)
+    x = torch.randn(50, 256, generator=generator(1)).to(dtype)
+    screen = screen_of(weight)
+    counts = [len(ids) for ids, _ in screen.logits(x)]
+    assert max(counts) < 200
+    assert sum(counts) < 50 * 20
+    assert torch.equal(screen.argmax(x), skinny_linear(x, weight).argmax(-1))
+
+
+def test_the_first_of_equals_wins():
+    weight = torch.randn(5000, 64, generator=generator(0)).to(torch.bfloat16)
+    x = weight[4321][None] * 3
+    weight[[77, 1234]] = weight[4321].clone()
+    assert screen_of(weight).argmax(x).tolist() == [77]
+
+
+def test_logits_that_rounding_makes_equal_are_all_found():
+    """In bfloat16 two different sums become one logit, of which the first token wins."""
+    weight = torch.zeros(3000, 64, dtype=torch.bfloat16)
+    weight[:, :2] = 0.0625
+    weight[100, :2] = torch.tensor([256.0, 0.25])
+    weight[200, :2] = torch.tensor([256.0, 0.5])
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    x[0, :2] = 1
+    screen = screen_of(weight)
+    assert screen.argmax(x).tolist() == [100]
+    assert screen.logits(x)[0][0].tolist() == [100, 200]
+
+
+def test_no_rows():
+    weight = torch.randn(10, 8)
+    assert screen_of(weight).argmax(torch.empty(0, 8)).shape == (0,)
+    assert screen_of(weight).draw(torch.empty(0, 8), torch.empty(0, 10)).shape == (0,)
+
+
+def test_bad_arguments_are_named():
+    weight = torch.randn(10, 8)
+    with pytest.raises(ValueError, match=r"packed: expected \[10, 8\], got \[10, 7\]"):
+        Screen(weight, QuantizedWeight.pack(weight[:, :7]))
+    with pytest.raises(ValueError, match="temperature: expected a positive"):
+        screen_of(weight).draw(torch.ones(1, 8), torch.ones(1, 10), 0.0)
+    with pytest.raises(TypeError, match=r"x: expected torch\.float32"):
+        screen_of(weight).argmax(torch.ones(1, 8).half())
+
+
+@pytest.mark.demo
+@torch.inference_mode()
+def test_real_rows_of_the_demo_model():
+    model, tokenizer = demo_model.load_demo_model()
+    inputs = tokenizer("Question: Why is the sky blue?\nAnswer:", return_tensors="pt")
+    text = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    x = model.model(input_ids=text).last_hidden_state[0, -24:]
+    weight = model.lm_head.weight
+    screen, whole = screen_of(weight), skinny_linear(x, weight)
+    assert torch.equal(screen.argmax(x), whole.argmax(-1))
+    noise = torch.empty_like(whole).exponential_(generator=generator(0))
+    assert torch.equal(screen.draw(x, noise), plain_draw(x, weight, noise, 1.0))
+    assert max(len(ids) for ids, _ in screen.logits(x)) < 1000

@@ -1,0 +1,321 @@
+"""The account of time: how much is believed, whom it asks, and which calls rest."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hf_retrieval_assist import Assistant, simulate
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession
+from hf_retrieval_assist.drafting import policy
+from hf_retrieval_assist.planning.account import Account
+from hf_retrieval_assist.planning.cost_model import CostModel
+from hf_retrieval_assist.planning.planner import Planner
+from hf_retrieval_assist.token_tree import TokenTree
+
+FLAT = CostModel.fixed(lambda n: 1.0)
+TOKENS = 64
+
+
+def make(*costly):
+    return Account(Planner(), costly or (False,))
+
+
+def ask(account, steps, spent, brought=lambda step: 0.0, cost=FLAT, width=1, missed=1.0):
+    """Steps of an account with one drafter. Which asked it, and the time lost to that."""
+    asked, lost = [], 0.0
+    for step in range(steps):
+        drafting = account.begin(cost)
+        asked.append(drafting.asks(0, missed))
+        if asked[-1]:
+            drafting.spend(0, spent, promised=1.0)
+            lost += spent + cost.seconds(width) - cost.seconds(1) - brought(step)
+        drafting.settle(width, [brought(step) if asked[-1] else 0.0])
+    return asked, lost
+
+
+@pytest.mark.parametrize("spent", [0.01, 0.3, 1.0, 5.0])
+@pytest.mark.parametrize("costly", [False, True])
+def test_fruitless_drafting_loses_a_small_share(spent, costly):
+    steps = 5000
+    asked, lost = ask(make(costly), steps, spent)
+    assert asked[0]
+    # The first credit, one draft beyond it, and what is lent from then on.
+    assert lost <= (4 if costly else 0.75) + spent + steps / 100
+    late = ask(make(costly), 20_000, spent)[0][10_000:]
+    assert sum(late) * spent <= 10_000 / 250 + spent
+    assert any(late), "asked again, now and then"
+
+
+def test_a_first_text_without_anything_to_retrieve_loses_less_than_a_step():
+    asked, lost = ask(make(False), 31, 0.05)
+    assert lost < 0.03 * 31
+    assert asked[0]
+
+
+def test_pauses_grow_with_what_asking_takes():
+    cheap, dear = (sum(ask(make(), 4000, spent)[0]) for spent in (0.2, 2.0))
+    assert 5 * dear < cheap < 400
+
+
+def test_drafting_that_pays_is_always_asked():
+    asked, lost = ask(make(), 500, 0.4, lambda step: 0.5)
+    assert all(asked)
+    assert lost < 0
+
+
+def test_a_draft_dearer_than_the_credit_goes_on_while_it_pays():
+    assert all(ask(make(True), 100, 6.3, lambda step: 7.0)[0])
+    # One in ten brings a little less than it takes.
+    assert all(ask(make(True), 100, 6.3, lambda step: 5.5 if step % 10 == 1 else 7.0)[0])
+
+
+def test_rare_tokens_pay_for_cheap_drafting():
+    # One step in fifty brings a token, and asking takes a hundredth of a step.
+    assert all(ask(make(), 1000, 0.01, lambda step: float(step % 50 == 49))[0])
+
+
+def test_a_text_that_becomes_repetitive_is_noticed():
+    account = make()
+    ask(account, 2000, 0.5)
+    assert all(ask(account, 600, 0.5, lambda step: 3.0)[0][400:])
+
+
+def test_past_success_does_not_pay_for_long():
+    account = make()
+    ask(account, 500, 0.5, lambda step: 5.0)
+    assert sum(ask(account, 200, 0.5)[0]) <= 2 * 8 + 10
+
+
+def test_what_a_wider_forward_takes_is_not_gained():
+    steep = CostModel.fixed(lambda n: float(n))
+    flat, wide = (
+        sum(ask(make(), 300, 0.5, lambda step: 1.0, cost, width=2)[0]) for cost in (FLAT, steep)
+    )
+    assert flat == 300
+    assert wide < 10
+
+
+def test_a_costly_drafter_is_asked_for_what_others_lack():
+    account = make(True)
+    ask(account, 50, 0.5, lambda step: 2.0)
+    assert sum(ask(account, 10, 0.5, missed=0.05)[0]) == 0
+    assert all(ask(account, 10, 0.5, lambda step: 1.0, missed=0.5)[0])
+
+
+def test_each_drafter_pays_for_itself():
+    account = make(False, True)
+    asked = np.zeros(2)
+    for _ in range(2000):
+        drafting = account.begin(FLAT)
+        for number, spent in enumerate((0.01, 0.7)):
+            if drafting.asks(number):
+                asked[number] += 1
+                drafting.spend(number, spent, promised=1.0)
+        drafting.settle(2, [1.0, 0.0])
+    assert asked[0] == 2000
+    assert asked[1] < 40
+    assert account.entries[0].pays
+    assert not account.entries[1].pays
+
+
+def test_promises_are_believed_as_far_as_they_come_true():
+    planner = make().planner
+    assert planner.belief == 0.5
+    for _ in range(100):
+        planner.learn(2.0, 2)
+    assert planner.belief > 0.95
+    for _ in range(100):
+        planner.learn(2.0, 0)
+    assert planner.belief < 0.2
+
+
+def test_a_doubtful_draft_is_not_verified_before_any_came_true():
+    tree = TokenTree.chain([1, 2], [0.9, 0.8])
+    cost = CostModel.fixed(lambda n: 1.0 if n == 1 else 1.9)
+    planner = make().planner
+    assert len(planner.plan(tree, cost)) == 0
+    planner.learn(50.0, 50)
+    assert len(planner.plan(tree, cost)) == 2
+
+
+class Clock:
+    """Stands still but for what drafters take."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Source(Drafter):
+    """Knows every so many of the steps' next tokens, for so much time."""
+
+    def __init__(self, clock, seconds, text, known, costly):
+        self.clock, self.seconds, self.text, self.known = clock, seconds, text, known
+        self.costly = costly
+        self.spent = 0.0
+
+    def start(self, prompt_ids, target):
+        return SourceSession(self, len(prompt_ids))
+
+
+class SourceSession(DraftSession):
+    def __init__(self, source, length):
+        self.source, self.length = source, length
+
+    def propose(self, budget):
+        source = self.source
+        source.clock.now += source.seconds
+        source.spent += source.seconds
+        tokens = source.text[self.length : self.length + 3]
+        if not source.known or self.length % source.known:
+            tokens = [999 for _ in tokens]
+        return TokenTree.chain(tokens, [0.6, 0.5, 0.4][: len(tokens)])
+
+    def commit(self, token_ids, feedback):
+        self.length += len(token_ids)
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, 2.0])
+def test_a_costly_drafter_that_does_not_pay_slows_no_others_down(monkeypatch, seconds):
+    """In simulated seconds, its drafting included: law 7."""
+    text = list(range(10, 3010))
+    request = (text[:10], text[10:])
+
+    def duration(*costly):
+        clock = Clock()
+        monkeypatch.setattr(policy, "time", clock)
+        sources = [Source(clock, 0.01, text, 2, False)]
+        sources += [Source(clock, price, text, 0, True) for price in costly]
+        report = simulate(Assistant(sources), [request], lambda n: 1 + 0.01 * (n - 1))
+        return report.cost + sum(source.spent for source in sources)
+
+    assert duration(seconds) < duration() / 0.97
+
+
+# --------------------------------------------------------------------------------- calls
+
+
+def run(calls, drafted, account=None, plain=1.0, tokens=TOKENS):
+    """Calls whose drafted pace is `drafted(call)` against `plain`. Which of them rested."""
+    account = account or make()
+    rested = []
+    for call in range(calls):
+        rested.append(account.rests())
+        if rested[-1]:
+            account.count_plain(plain * tokens, tokens, account.reroutes())
+        else:
+            account.count_drafted(drafted(call) * tokens, tokens, plain)
+    return rested
+
+
+def lost(rested, drafted):
+    """Share of plain's time that the calls took more, or less."""
+    return sum(0 if rests else drafted(i) - 1 for i, rests in enumerate(rested)) / len(rested)
+
+
+@pytest.mark.parametrize("excess", [1.05, 1.2, 1.5])
+def test_a_loop_that_is_slower_is_left_for_ever_longer(excess):
+    rested = run(400, lambda call: excess)
+    assert lost(rested, lambda call: excess) < 0.05 * (excess - 1) + 8 * excess / 400
+    assert not all(rested[200:]), "drafts are given another chance, now and then"
+
+
+def test_no_call_rests_while_a_drafter_pays():
+    account = make(False, True)
+    for _ in range(100):
+        drafting = account.begin(FLAT)
+        drafting.asks(0)
+        drafting.spend(0, 0.01, promised=1.0)
+        drafting.settle(2, [1.0, 0.0])
+    assert not any(run(100, lambda call: 1.5, account))
+
+
+@pytest.mark.parametrize("pace", [0.3, 0.8])
+def test_calls_that_drafts_make_faster_are_all_drafted_for(pace):
+    assert not any(run(300, lambda call: pace))
+
+
+def test_a_tie_is_looked_into_ever_more_seldom():
+    rested = run(600, lambda call: 1.0)
+    assert sum(rested[:100]) <= 6
+    assert 1 <= sum(rested[300:]) <= 5
+
+
+def test_rare_calls_with_large_gains_count():
+    random = np.random.default_rng(0)
+    paces = np.where(random.random(4000) < 0.15, 0.2, 1.06)
+    always = np.mean(paces - 1)
+    assert lost(run(len(paces), paces.item), paces.item) < 0.6 * always < 0
+
+
+def test_drafts_that_begin_to_pay_are_found():
+    account = make()
+    run(300, lambda call: 1.4, account)
+    assert not any(run(200, lambda call: 0.4, account)[80:])
+
+
+def test_the_first_calls_do_not_count():
+    assert not any(run(40, lambda call: 50.0 if call < 2 else 0.7))
+
+
+def test_short_calls_are_taken_together():
+    rested = run(40, lambda call: 1.5, tokens=4)
+    assert not any(rested[: 2 + 8])
+    assert any(rested)
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_plain_calls_run_by_the_faster_kernels(faster):
+    account, chosen = make(), []
+    for call in range(200):
+        chosen.append(account.reroutes())
+        usual = faster if call < 100 else not faster
+        account.count_plain(TOKENS * (1.0 if chosen[-1] is usual else 1.2), TOKENS, chosen[-1])
+    assert set(chosen[:2]) == {True, False}
+    assert 85 <= chosen[:100].count(faster) <= 97
+    assert chosen[160:].count(not faster) >= 35
+
+
+def test_short_plain_calls_try_both_kernels():
+    account, chosen = make(), []
+    for _ in range(20):
+        chosen.append(account.reroutes())
+        account.count_plain(4 * (1.2 if chosen[-1] else 1.0), 4, chosen[-1])
+    assert chosen == 8 * [True] + 12 * [False]
+
+
+def test_drafts_compete_with_the_faster_kernels():
+    account = make()
+    run(60, lambda call: 0.9 if call < 40 else 1.1, account, plain=1.0)
+    for rerouted in (True, False):
+        account.count_plain((0.7 if rerouted else 1.5) * TOKENS, TOKENS, rerouted)
+    account.count_drafted(0.9 * TOKENS, TOKENS, 1.0)
+    assert account.rests()
+
+
+def test_a_drafter_pays_where_it_gains_more_than_it_spends():
+    for gained, pays in ((0.5, True), (0.2, False)):
+        entry = make().entries[0]
+        for _ in range(20):
+            entry.settle(missed=1.0, gained=gained, spent=0.3)
+        assert entry.pays is pays
+
+
+def test_a_token_is_credited_to_the_first_drafter_that_has_it():
+    credited = []
+    drafting = SimpleNamespace(
+        account=SimpleNamespace(planner=SimpleNamespace(learn=lambda *_: None)),
+        settle=lambda width, brought: credited.append(brought),
+    )
+    first, second = TokenTree.chain([1, 2], [0.9, 0.8]), TokenTree.chain([1, 2, 3], [0.9, 0.8, 0.7])
+    for drafts, brought in (((first, second), [2.0, 1.0]), ((second, first), [3.0, 0.0])):
+        session = SimpleNamespace(drafts=drafts)
+        sources = [Source(None, 0, [], 0, False) for _ in drafts]
+        assistant = Assistant(sources, budget="paper")
+        assistant.settle(drafting, [session], [second], [[1, 2, 3, 9]], 4)
+        assert credited.pop() == brought

@@ -1,0 +1,384 @@
+"""Continuous batching with drafts generates what it would without them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, SuffixAssistant
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
+from hf_retrieval_assist.token_tree import TokenTree
+
+from .lossless import build
+
+if Version(transformers.__version__) < Version("5.23"):
+    pytest.skip("drafts from transformers 5.23 on", allow_module_level=True)
+
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+
+LENGTH = 16
+
+
+def greedy(**options):
+    return GenerationConfig(
+        **({"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": -1} | options)
+    )
+
+
+def prompts(count=8, seed=0):
+    random.seed(seed)
+    lengths = [random.randrange(2, 30) for _ in range(count)]
+    return [[random.randrange(1, 60) for _ in range(length)] for length in lengths]
+
+
+def small(**options):
+    """A configuration whose cache takes little: by default it takes most of the memory there is."""
+    options = {"page_size": 16, "max_batch_tokens": 64, "num_blocks": 64} | options
+    return ContinuousBatchingConfig(**options)
+
+
+def run(model, inputs, config=None, assistant=None, **options):
+    """The generated tokens of each request."""
+    results = model.generate_batch(
+        inputs,
+        generation_config=config or greedy(),
+        continuous_batching_config=small(**options),
+        warmup=False,
+        **({} if assistant is None else {"assistant": assistant}),
+    )
+    assert all(output.error is None for output in results.values())
+    return [output.generated_tokens for output in results.values()]
+
+
+def half_knowing(inputs, outputs, **options):
+    """An assistant that drafts the outputs, every seventh token of which it knows wrongly."""
+    texts = [[*prompt, *output] for prompt, output in zip(inputs, outputs, strict=True)]
+    for text in texts:
+        text[6::7] = [1 + token % 50 for token in text[6::7]]
+    return SamAssistant(texts, **({"budget": 5} | options))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build(LlamaForCausalLM)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 256, "num_blocks": 8},
+        {"max_batch_tokens": 12},
+        {"allow_block_sharing": False},
+        {"num_blocks": 12},  # not all requests fit side by side
+        {"scheduler_type": "prefill_first"},
+        {"max_requests_per_batch": 3},
+    ],
+    ids=str,
+)
+def test_greedy_requests(llama, options):
+    inputs = prompts()
+    plain = run(llama, inputs, **options)
+    assistant = half_knowing(inputs, plain)
+    assert run(llama, inputs, assistant=assistant, **options) == plain
+    total = assistant.stats.total
+    assert total.calls == len(inputs)
+    assert total.tokens == len(inputs) * LENGTH
+    assert 0 < total.accepted < total.drafted
+    # The prompt brings the first token of each, and every accepted one saves a step.
+    assert total.steps == total.tokens - total.calls - total.accepted
+
+
+@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "MistralForCausalLM"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_windows_that_go_round(name, attention):
+    model = build(getattr(transformers, name))
+    model.set_attn_implementation(attention)
+    inputs = prompts(seed=1)
+    plain = run(model, inputs, greedy(max_new_tokens=40))
+    assistant = half_knowing(inputs, plain)
+    assert run(model, inputs, greedy(max_new_tokens=40), assistant) == plain
+    assert 0 < assistant.stats.total.accepted < assistant.stats.total.drafted
+
+
+@pytest.mark.parametrize("budget", [5, 24])
+def test_drafts_are_no_longer_than_the_windows(budget):
+    """A window keeps no more of what is fed at once than its size."""
+    model = build(transformers.MistralForCausalLM, sliding_window=6)
+    inputs = prompts(seed=1)
+    plain = run(model, inputs, greedy(max_new_tokens=40))
+    assistant = half_knowing(inputs, plain, budget=budget)
+    assert run(model, inputs, greedy(max_new_tokens=40), assistant) == plain
+    assert 0 < assistant.stats.total.accepted < assistant.stats.total.drafted
+
+
+def test_requests_end_where_they_would(llama):
+    inputs = prompts()
+    tokens = Counter(token for text in run(llama, inputs) for token in text)
+    ends = [token for token, _ in tokens.most_common(3)]
+    config = greedy(eos_token_id=ends, max_new_tokens=30)
+    plain = run(llama, inputs, config)
+    assert len({*map(len, plain)}) > 1
+    assistant = half_knowing(inputs, run(llama, inputs, greedy(max_new_tokens=30)))
+    assert run(llama, inputs, config, assistant) == plain
+
+
+def test_several_sequences_of_a_prompt_and_shared_prefixes(llama):
+    inputs = [[7, 8, 9] * 12 + [token] for token in range(1, 6)]
+    config = greedy(num_return_sequences=2, do_sample=True, top_k=1)
+    plain = run(llama, inputs, config)
+    assistant = SuffixAssistant(budget=5)
+    assert run(llama, inputs, config, assistant) == plain
+    assert assistant.stats.total.accepted > 0
+
+
+def test_what_requests_wrote_is_drafted_to_later_ones(llama):
+    inputs = prompts()
+    assistant = SuffixAssistant(memory=OutputMemory(), budget=8)
+    plain = run(llama, inputs)
+    assert run(llama, inputs, assistant=assistant) == plain
+    before = assistant.stats.total.steps
+    assert run(llama, inputs, assistant=assistant) == plain
+    assert assistant.stats.total.steps - before < 0.7 * before
+
+
+def test_attached_assistants_serve(llama):
+    inputs = prompts(3)
+    plain = run(llama, inputs)
+    with half_knowing(inputs, plain).attached(llama) as assistant:
+        assert run(llama, inputs) == plain
+        assert assistant.stats.total.accepted > 0
+        calls = assistant.stats.total.calls
+        results = llama.generate_batch(inputs, greedy(), small(), assistant=None, warmup=False)
+        assert [output.generated_tokens for output in results.values()] == plain
+        assert assistant.stats.total.calls == calls
+
+
+def manager_of(model, assistant, config=None, **options):
+    return model.continuous_batching_context_manager(
+        generation_config=config or greedy(),
+        continuous_batching_config=small(**options),
+        warmup=False,
+        **({} if assistant is None else {"assistant": assistant}),
+    )
+
+
+def outputs(manager, requests):
+    """What a manager delivers until so many requests have finished; fails where its loop ends."""
+    while requests:
+        output = manager.get_result(timeout=1)
+        if output is None:
+            assert manager.is_running(), "the loop has ended before its requests"
+            continue
+        assert output.error is None
+        requests -= output.is_finished()
+        yield output
+
+
+def streamed(model, inputs, assistant):
+    """The lengths at which each request's stream was, and its tokens; requests arrive in turn."""
+    seen = {}
+    with manager_of(model, assistant) as manager:
+        for number, prompt in enumerate(inputs):
+            manager.add_request(prompt, request_id=str(number), max_new_tokens=12, streaming=True)
+        for output in outputs(manager, len(inputs)):
+            seen.setdefault(output.request_id, []).append([*output.generated_tokens])
+    return seen
+
+
+def test_streams_get_every_token(llama):
+    inputs = prompts(4)
+    plain = streamed(llama, inputs, None)
+    assistant = half_knowing(inputs, run(llama, inputs))
+    assert streamed(llama, inputs, assistant) == plain
+    assert assistant.stats.total.accepted > 0
+
+
+def test_cancelled_requests_leave_no_block_behind(llama):
+    inputs = prompts(6)
+    plain = run(llama, inputs)
+    assistant = half_knowing(inputs, plain)
+    with manager_of(llama, assistant) as manager:
+        for number, prompt in enumerate(inputs):
+            manager.add_request(prompt, request_id=str(number), max_new_tokens=LENGTH)
+        manager.add_request(inputs[0], request_id="cancelled", max_new_tokens=500)
+        manager.cancel_request("cancelled")
+        found = {out.request_id: out.generated_tokens for out in outputs(manager, len(inputs))}
+        manager.add_request(inputs[0], request_id="last", max_new_tokens=2)
+        assert [output.request_id for output in outputs(manager, 1)] == ["last"]
+        cache = manager.batch_processor.cache
+        cache.evict_cached_blocks()
+        cache.pool.try_to_free_sectors()
+        assert cache.compute_free_capacity() == 1.0
+        assert all(not allocator.block_table for allocator in cache.cache_allocators.values())
+    assert [found[str(number)] for number in range(len(inputs))] == plain
+    assert assistant.stats.total.calls >= len(inputs) + 1
+
+
+class _Guess(Drafter):
+    """Drafts one token behind every text, or what breaks the contract."""
+
+    name = "guess"
+
+    def __init__(self, token):
+        self.token = token
+
+    def start(self, prompt_ids, target):
+        return _GuessSession(self.token)
+
+
+class _GuessSession(DraftSession):
+    def __init__(self, token):
+        self.token = token
+
+    def propose(self, budget):
+        return TokenTree.chain([self.token] * 2, [0.9, 0.8])
+
+    def commit(self, token_ids, feedback):
+        """Nothing is learnt."""
+
+
+def test_drawn_tokens_have_plain_decodings_distribution():
+    """Chi-squared over the second and third token behind one prompt, against the exact law."""
+    model = build(LlamaForCausalLM, vocab_size=6, num_hidden_layers=1)
+    prompt = [1, 2, 3]
+    config = greedy(do_sample=True, max_new_tokens=3, top_k=None)
+    count = 3000
+    found = Counter(
+        tuple(tokens)
+        for tokens in run(
+            model,
+            [prompt] * count,
+            config,
+            Assistant([_Guess(4)], budget=2),
+            seed=3,
+            num_blocks=512,
+        )
+    )
+    statistic, cells = 0.0, 0
+    with torch.no_grad():
+        for a in range(6):
+            first = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)[a]
+            for b in range(6):
+                second = model(torch.tensor([[*prompt, a]])).logits[0, -1].softmax(-1)[b]
+                third = model(torch.tensor([[*prompt, a, b]])).logits[0, -1].softmax(-1)
+                for c in range(6):
+                    expected = count * float(first * second * third[c])
+                    if expected >= 5:
+                        statistic += (found[a, b, c] - expected) ** 2 / expected
+                        cells += 1
+    assert cells > 20
+    # The 99.9th percentile, by the normal approximation of Wilson and Hilferty.
+    assert statistic < cells * (1 - 2 / (9 * cells) + 3.09 * (2 / (9 * cells)) ** 0.5) ** 3
+
+
+def test_warpers_are_each_requests_own(llama):
+    inputs = prompts(4)
+    config = greedy(do_sample=True, temperature=0.7, top_k=5)
+    plain = run(llama, inputs)
+    assistant = half_knowing(inputs, plain)
+    with manager_of(llama, assistant, config, per_request_processors=True) as manager:
+        for number, prompt in enumerate(inputs):
+            cold = {"temperature": 1e-4} if number % 2 else {"top_k": 1}
+            manager.add_request(prompt, request_id=str(number), max_new_tokens=LENGTH, **cold)
+        found = {out.request_id: out.generated_tokens for out in outputs(manager, len(inputs))}
+    # So cold that they are as good as greedy.
+    assert [found[str(number)] for number in range(len(inputs))] == plain
+    assert assistant.stats.total.accepted > 0
+
+
+def test_log_probabilities_are_those_of_each_token(llama):
+    inputs = prompts(3)
+    options = {"continuous_batching_config": small(return_logprobs=True)}
+    plain = llama.generate_batch(inputs, greedy(), warmup=False, **options)
+    assistant = half_knowing(inputs, [output.generated_tokens for output in plain.values()])
+    found = llama.generate_batch(inputs, greedy(), warmup=False, assistant=assistant, **options)
+    for one, other in zip(plain.values(), found.values(), strict=True):
+        assert one.generated_tokens == other.generated_tokens
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert assistant.stats.total.accepted > 0
+
+
+def test_an_unknown_release_decodes_plainly_and_says_so(llama, monkeypatch, caplog):
+    from hf_retrieval_assist.host import continuous_batching
+
+    monkeypatch.setattr(continuous_batching, "KNOWN", {(4, 0)})
+    inputs = prompts(2)
+    plain = run(llama, inputs)
+    assistant = half_knowing(inputs, plain)
+    with caplog.at_level(logging.WARNING):
+        assert run(llama, inputs, assistant=assistant) == plain
+    assert "continuous batching without the assistant" in caplog.text
+    assert assistant.stats.total.steps == 0
+
+
+def processor(**changes):
+    """What is looked at of a processor before it drafts."""
+    known = {
+        "use_async_batching": False,
+        "model_runner": SimpleNamespace(pad_inputs=False),
+        "distributed_helper": SimpleNamespace(tp_size=1),
+        "logit_processor": SimpleNamespace(logits_processor=[]),
+    }
+    return SimpleNamespace(**(known | changes))
+
+
+def test_why_a_configuration_leaves_no_room_for_drafts():
+    from hf_retrieval_assist.host.continuous_batching import _why_not
+
+    counting = SimpleNamespace(logits_processor=[transformers.LogitsProcessor()])
+    assert _why_not(processor()) is None
+    assert "use_async_batching=False" in _why_not(processor(use_async_batching=True))
+    recorded = SimpleNamespace(pad_inputs=True)
+    assert "use_cuda_graph=False" in _why_not(processor(model_runner=recorded))
+    assert "ranks" in _why_not(processor(distributed_helper=SimpleNamespace(tp_size=2)))
+    assert "LogitsProcessor" in _why_not(processor(logit_processor=counting))
+
+
+def test_configurations_without_room_decode_plainly_and_say_so(llama, monkeypatch, caplog):
+    from hf_retrieval_assist.host import continuous_batching
+
+    monkeypatch.setattr(continuous_batching, "_why_not", lambda processor: "for this test")
+    inputs = prompts(2)
+    plain = run(llama, inputs)
+    assistant = half_knowing(inputs, plain)
+    with caplog.at_level(logging.WARNING):
+        assert run(llama, inputs, assistant=assistant) == plain
+    assert "continuous batching without the assistant (for this test)" in caplog.text
+    assert assistant.stats.total.steps == 0
+
+
+def test_refuses_what_cannot_draft_here(llama):
+    with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got str"):
+        run(llama, prompts(1), assistant="sam")
+    reader = _Guess(4)
+    reader.needs = FeedbackNeeds(hidden_layers=(-1,))
+    with pytest.raises(ValueError, match="hidden states"):
+        run(llama, prompts(1), assistant=Assistant([reader]))
+
+
+def test_a_wrong_draft_is_each_requests_error(llama):
+    results = llama.generate_batch(
+        prompts(2), greedy(), small(), assistant=Assistant([_Guess(99_999)], budget=2), warmup=False
+    )
+    assert all(output.error for output in results.values())
+    assert any("guess" in output.error for output in results.values())
+
+
+def test_windows_are_tested(llama):
+    """The models of this module have what their tests are about."""
+    model = build(transformers.Gemma3ForCausalLM)
+    with manager_of(model, SamAssistant()) as manager:
+        manager.add_request([1, 2, 3], max_new_tokens=2)
+        assert len([*outputs(manager, 1)]) == 1
+        assert SLIDING_ATTENTION in manager.batch_processor.cache.cache_allocators
+    assert model.config.get_text_config().sliding_window < 40

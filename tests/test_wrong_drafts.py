@@ -1,0 +1,87 @@
+"""Drafts of drafters from outside, which nothing may believe unread."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_retrieval_assist import Assistant, TokenTree
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession
+from tests.lossless import run
+
+
+class _FixedDrafter(Drafter):
+    """Drafts the same arrays at every step."""
+
+    name = "outsider"
+
+    def __init__(self, tree, n_classes=0):
+        self.tree = tree
+        self.n_classes = n_classes
+
+    def start(self, prompt_ids, target):
+        return _FixedSession(self.tree)
+
+    def priors(self):
+        return np.full(self.n_classes, 0.5, np.float32)
+
+
+class _FixedSession(DraftSession):
+    def __init__(self, tree):
+        self.tree = tree
+
+    def propose(self, budget):
+        return self.tree
+
+    def commit(self, token_ids, feedback):
+        """Nothing is learnt."""
+
+
+def tree(token_ids, parents, probs, classes=None):
+    return TokenTree.build(token_ids, parents, probs, classes)
+
+
+WRONG = {
+    "log-probabilities": (tree([5, 9], [-1, 0], [-0.7, -1.9]), "probabilities"),
+    "large negative": (tree([5, 9], [-1, 0], [-7e6, -9e6]), "probabilities"),
+    "NaN": (tree([5], [-1], [np.nan]), "probabilities"),
+    "a node more probable than its parent": (tree([5, 9], [-1, 0], [0.2, 0.9]), "parent"),
+    "an id beyond the vocabulary": (tree([9999], [-1], [0.9]), "token_ids"),
+    "a negative id": (tree([-1], [-1], [0.9]), "token_ids"),
+    "a parent behind its child": (tree([5, 6], [1, -1], [0.5, 0.5]), "parents"),
+    "a parent that is none": (tree([5, 6], [-1, -70000], [0.5, 0.5]), "parents"),
+    "equal siblings": (tree([5, 5], [-1, -1], [0.5, 0.5]), "siblings"),
+    "an unknown class": (tree([5], [-1], [0.5], [3]), "classes"),
+    "unequal lengths": (
+        TokenTree(
+            np.array([5, 6], np.int32),
+            np.array([-1], np.int32),
+            np.array([0.5], np.float32),
+            np.array([-1], np.int32),
+        ),
+        "lengths",
+    ),
+    "another dtype": (
+        TokenTree(
+            np.array([5]),
+            np.array([-1], np.int32),
+            np.array([0.5], np.float32),
+            np.array([-1], np.int32),
+        ),
+        "int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("budget", [8, "auto"])
+def test_wrong_drafts_are_one_error_that_names_the_drafter(llama, kind, budget):
+    wrong, words = WRONG[kind]
+    with pytest.raises(ValueError, match="outsider") as raised:
+        run(llama, assistant=Assistant([_FixedDrafter(wrong)], budget=budget))
+    assert words in str(raised.value)
+
+
+def test_right_drafts_of_any_shape_are_taken(llama):
+    right = tree([5, 6, 9, 7], [-1, -1, 0, 2], [0.5, 0.4, 0.5, 0.1], [1, -1, 0, 1])
+    assistant = Assistant([_FixedDrafter(right, n_classes=2)], budget=8)
+    assert torch.equal(run(llama, assistant=assistant), run(llama))

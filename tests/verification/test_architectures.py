@@ -1,0 +1,176 @@
+"""Every causal language model of transformers: assisted output equals plain output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.verification.kv_cache import HybridSlotLayer, IndexedSlotLayer, SlotCache
+from hf_retrieval_assist.verification.workspace import WORKSPACES
+from tests.architectures import (
+    BELOW_KNOWN,
+    SKIPPED,
+    TABLE,
+    architectures,
+    build,
+    known_tiers,
+    table_row,
+)
+from tests.op_recorder import serve_in_place
+from tests.oracle_drafter import both, sequences_of
+
+# Longer than the windows and chunks of the tiny models.
+PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50, 3, 29]])
+NEW_TOKENS = 14
+TIERS = ("tree", "chain", "replay", "plain")
+
+# The table is of one version; others have fewer classes, and serve some of them at lower tiers.
+TABLED = f"transformers {transformers.__version__}:" in TABLE.read_text()
+with_table = pytest.mark.skipif(not TABLED, reason="the table is of another transformers version")
+
+# XLM puts out NaN once its positions exceed the padding index, with or without an assistant.
+LOOSE = {"XLMWithLMHeadModel"}
+
+# Forwards whose routing of experts asks the device for numbers, or takes them for granted.
+UNRECORDED = {
+    "DbrxForCausalLM": "waits for the device",
+    "JetMoeForCausalLM": "of their spread",
+    "LongcatFlashForCausalLM": "waits for the device",
+}
+
+
+@pytest.fixture(scope="module")
+def lines():
+    """The table's line on each class."""
+    rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    return {line.split("|")[1].strip(): line for line in rows[1:]}
+
+
+@pytest.fixture(scope="module")
+def served(lines):
+    """Tier of one row and of a batch per class, as the table shows them."""
+    cells = {name: line.split("|") for name, line in lines.items()}
+    return {name: (cell[2].strip(), cell[3].strip()) for name, cell in cells.items()}
+
+
+def relative_error(expected, actual):
+    finite = expected.isfinite()
+    assert torch.equal(finite, actual.isfinite())
+    return float((expected - actual)[finite].abs().max() / expected[finite].std())
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_class_generates_as_without_assistant(name, lines, served):
+    model = build(name)
+    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    length = {"max_new_tokens": NEW_TOKENS}
+
+    plain, assisted, assistant = both(model, inputs, do_sample=False, **length)
+    assert torch.equal(plain, assisted)
+    if TABLED:
+        assert assistant.stats.tier == served[name][0]
+        assert table_row(name, model) == lines[name]
+    if assistant.stats.tier != "plain":
+        assert assistant.stats.last.accepted > 0
+
+    outputs = {"return_dict_in_generate": True, "output_logits": True}
+    plain, assisted, _ = both(model, inputs, seed=1, do_sample=True, **length, **outputs)
+    assert torch.equal(plain.sequences, assisted.sequences)
+    if name not in LOOSE:
+        for expected, actual in zip(plain.logits, assisted.logits, strict=True):
+            assert relative_error(expected, actual) < 1e-3
+
+
+def padded_batch():
+    prompts = torch.cat([PROMPT, PROMPT.flip(1)])
+    mask = torch.ones_like(prompts)
+    mask[1, :5] = prompts[1, :5] = 0
+    return {"input_ids": prompts, "attention_mask": mask}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures())
+def test_class_generates_padded_batches_as_without_assistant(name, served):
+    inputs = padded_batch()
+    length = {"max_new_tokens": NEW_TOKENS}
+    plain, assisted, assistant = both(build(name), inputs, do_sample=False, **length)
+    assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    if TABLED:
+        assert assistant.stats.tier == served[name][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures())
+def test_class_is_served_from_recordings(name, served, monkeypatch):
+    """Padded batches in memory that stays in place, a recorder standing where CUDA graphs are."""
+    if served.get(name, ("", ""))[1] != "tree":
+        pytest.skip("no trees, so nothing is recorded")
+    serve_in_place(monkeypatch)
+    model, verifiers, settle = build(name), [], FixedVerifier.finish
+
+    def noted(verifier, tokens):
+        verifiers.append(verifier)
+        settle(verifier, tokens)
+
+    monkeypatch.setattr(FixedVerifier, "finish", noted)
+    for _ in range(2):
+        options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+        plain, assisted, assistant = both(model, padded_batch(), **options)
+        assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    if TABLED:
+        assert assistant.stats.tier == "tree"
+    # Layers that keep more than keys and values stay as they are.
+    more = IndexedSlotLayer, HybridSlotLayer
+    simple = not any(isinstance(layer, more) for layer in SlotCache(model.config).layers)
+    assert bool(verifiers) == simple
+    assert UNRECORDED.get(name, "") in WORKSPACES._faults.get(model, "")
+    if simple and name not in UNRECORDED:
+        steps = WORKSPACES._idle[model][-1]._steps.values()
+        assert any(step.replay._trusted for step in steps)
+        assert all(step.replay.fault is None for step in steps)
+
+
+def hybrids():
+    """Classes with a recurrent state; a sweep over most of them is long."""
+    known = known_tiers()
+    names = [n for n in architectures() if known.get(n) == "replay" and n not in BELOW_KNOWN]
+    quick = "Mamba2ForCausalLM", "Qwen3NextForCausalLM"
+    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("name", hybrids())
+def test_hybrids_in_batches_take_fewer_forwards(name, pads):
+    """Three rows in step, greedy and sampled; drafts are right but for every tenth token."""
+    prompts = torch.cat([PROMPT, PROMPT.flip(1), PROMPT.roll(3)])
+    mask = torch.ones_like(prompts)
+    if pads:
+        mask[1, :5] = prompts[1, :5] = 0
+    inputs = {"input_ids": prompts, "attention_mask": mask}
+    model, length = build(name), {"max_new_tokens": 32, "eos_token_id": None}
+    for do_sample in (False, True):
+        plain, assisted, assistant = both(model, inputs, do_sample=do_sample, **length)
+        assert torch.equal(plain, assisted)
+        assert assistant.stats.tier == "replay"
+        assert assistant.stats.last.forwards < 28
+        assert assistant.stats.last.keeps_seed
+
+
+@with_table
+def test_table_lists_every_class(served):
+    assert sorted(served) == sorted(architectures())
+    text = TABLE.read_text()
+    assert all(name in text for name in SKIPPED)
+
+
+@with_table
+def test_no_class_is_served_below_its_known_tier_without_a_reason(served):
+    known = known_tiers()
+    lower = {
+        name
+        for name, (tier, _) in served.items()
+        if TIERS.index(tier) > TIERS.index(known.get(name, "plain"))
+    }
+    assert lower == set(BELOW_KNOWN)

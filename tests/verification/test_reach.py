@@ -1,0 +1,139 @@
+"""Models that make something else of a position when others are fed beside it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, Phi3ForCausalLM
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.verification.reach import Reach
+from hf_retrieval_assist.verification.service import choose_service
+from tests.lossless import build
+from tests.oracle_drafter import oracle_assistant
+from tests.watching import Fed
+
+ORIGINAL = 32
+LONG = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+ROPES = {
+    "default": {"rope_type": "default"},
+    "yarn": {"rope_type": "yarn", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {"rope_type": "longrope", **LONG},
+}
+
+
+def rope_model(kind, model_class=LlamaForCausalLM, **overrides):
+    rope = ROPES[kind] | {"rope_theta": 1e4}
+    if kind in ("yarn", "longrope"):
+        rope["original_max_position_embeddings"] = ORIGINAL
+    model = build(model_class, max_position_embeddings=ORIGINAL, rope_parameters=rope, **overrides)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def phi3():
+    config = {"original_max_position_embeddings": ORIGINAL}
+    model = rope_model("longrope", Phi3ForCausalLM, **config)
+    assert model.config.original_max_position_embeddings == ORIGINAL
+    return model
+
+
+def inputs(lengths, seed):
+    """Rows of these lengths, padded on the left."""
+    width, generator = max(lengths), torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 67, (len(lengths), width), generator=generator)
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("kind", "reach"),
+    [
+        ("default", Reach()),
+        ("yarn", Reach()),
+        ("longrope", Reach(borders=(ORIGINAL,))),
+        ("dynamic", Reach(borders=(ORIGINAL, ORIGINAL + 1), apart_from=ORIGINAL)),
+    ],
+)
+def test_borders_are_found_by_asking(kind, reach):
+    assert choose_service(rope_model(kind), {}).reach == reach
+
+
+def test_lengths_at_which_the_cache_is_dropped_are_found():
+    assert choose_service(phi3(), {}).reach.restarts == (ORIGINAL + 1,)
+
+
+def test_room_ends_at_borders():
+    reach = Reach(borders=(8, 20), apart_from=30)
+    assert [reach.room(position) for position in (0, 7, 8, 19, 29, 30, 99)] == [
+        *(7, 0, 11, 0, 0, 0, 0)
+    ]
+    assert Reach().room(5) is None
+    assert Reach(borders=(8,)).room(8) is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "do_sample"),
+    [([20], False), ([20], True), ([20, 9, 14], False), ([40], False), ([40, 36], False)],
+)
+@pytest.mark.parametrize("kind", ROPES)
+def test_texts_across_the_original_length(kind, lengths, do_sample):
+    accepted = 0
+    for seed in range(2):
+        model = rope_model(kind)
+        options = inputs(lengths, seed) | {"max_new_tokens": 30, "do_sample": do_sample}
+        torch.manual_seed(seed)
+        # Frequencies that have grown stay grown for the next text.
+        plain = copy.deepcopy(model).generate(**options)
+        assistant = oracle_assistant(plain, options["attention_mask"])
+        torch.manual_seed(seed)
+        assert torch.equal(plain, model.generate(**options, assistant=assistant))
+        accepted += assistant.stats.last.accepted
+    # Beyond the original length of dynamic ones each token has frequencies of its own.
+    assert (accepted == 0) == (kind == "dynamic" and min(lengths) >= ORIGINAL)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "new", "tier"),
+    [([14], 40, "plain"), ([14], 12, "tree"), ([40], 20, "plain"), ([14, 11, 6], 30, "plain")],
+)
+def test_a_cache_that_the_model_drops(lengths, new, tier):
+    model = phi3()
+    for seed in range(3):
+        options = inputs(lengths, seed) | {"max_new_tokens": new, "do_sample": False}
+        plain = model.generate(**options)
+        for assistant in (oracle_assistant(plain, options["attention_mask"]), SamAssistant()):
+            assert torch.equal(plain, model.generate(**options, assistant=assistant))
+            assert assistant.stats.tier == tier
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_asking_leaves_the_model_as_it_was(kind):
+    model = rope_model(kind)
+    model.generate(**inputs([20], 0), max_new_tokens=30, do_sample=False)
+    rotary = model.model.rotary_emb
+    before = copy.deepcopy({n: v for n, v in vars(rotary).items() if not n.startswith("_")})
+    buffers = {name: (b, b.clone()) for name, b in rotary.named_buffers()}
+    choose_service(model, {})
+    assert str(before) == str({n: v for n, v in vars(rotary).items() if not n.startswith("_")})
+    for name, value in rotary.named_buffers():
+        assert value is buffers[name][0]
+        assert torch.equal(value, buffers[name][1])
+
+
+def test_models_without_borders_are_drafted_for_across_their_lengths():
+    model = rope_model("yarn")
+    options = inputs([20], 0) | {"max_new_tokens": 30, "do_sample": False}
+    plain = model.generate(**options)
+    assistant = oracle_assistant(plain, miss=0.0)
+    model.generate(**options, assistant=assistant)
+    with Fed(model) as shapes:
+        model.generate(**options, assistant=assistant)
+    assert len(shapes) < 20

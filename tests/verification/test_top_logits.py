@@ -1,0 +1,62 @@
+"""The largest logits, against torch.topk."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_retrieval_assist.verification import top_logits
+from hf_retrieval_assist.verification.top_logits import ComputedTop, FoundTop, top_k
+
+
+@given(st.integers(1, 8), st.integers(0, 600), st.integers(0, 2**32 - 1), st.booleans())
+def test_top_k_is_torch_topk(k, extra, seed, padded):
+    torch.manual_seed(seed)
+    vocab_size = max(k, extra) + (9000 if seed % 2 else 0)
+    logits = torch.randn(4, vocab_size)
+    if padded:
+        logits[:, vocab_size // 2 :] = -torch.inf
+    rows = torch.tensor([0, 2, 3])
+    values, indices = top_k(logits, rows, k)
+    assert torch.equal(values, logits[rows].topk(k, 1).values)
+    assert torch.equal(logits[rows].gather(1, indices), values)
+    assert all(len(set(row)) == k for row in indices.tolist())
+
+
+def test_both_ways_leave_out_what_fills_the_vocabulary_up(monkeypatch):
+    monkeypatch.setattr(top_logits, "_CHUNK_CELLS", 20)
+    logits = torch.randn(5, 12)
+    logits[:, 9:] = 100
+    nodes = np.array([0, 2, 4])
+    expected = logits[nodes, :9].topk(3)
+    ids, values = ComputedTop(logits).of(nodes, 3, 9)
+    assert (ids == expected.indices.numpy()).all()
+    assert (values == expected.values.numpy()).all()
+    best = logits[:, :9].topk(4)
+    found = FoundTop(best.indices.numpy(), best.values.numpy())
+    assert len(found) == len(ComputedTop(logits)) == 5
+    for one, other in zip(found.of(nodes, 3, 9), (ids, values), strict=True):
+        assert (one == other).all()
+
+
+def test_tokens_of_several_rows_are_looked_at_as_one():
+    logits = torch.randn(9, 30)
+    parts = [np.arange(1, 3), np.arange(4, 5), np.arange(5, 9)]
+    first, *others = (ComputedTop(logits, part) for part in parts)
+    best = logits.topk(4)
+    found = [FoundTop(best.indices.numpy()[part], best.values.numpy()[part]) for part in parts]
+    nodes = np.array([0, 2, 3, 6])
+    expected = logits[np.array([1, 4, 5, 8])].topk(3)
+    for top in (first.joined(others), found[0].joined(found[1:])):
+        assert len(top) == 7
+        ids, values = top.of(nodes, 3, 30)
+        assert (ids == expected.indices.numpy()).all()
+        assert (values == expected.values.numpy()).all()
+    with pytest.raises(ValueError, match="one forward"):
+        first.joined([ComputedTop(logits.clone())])
+
+
+def test_nothing_is_found_behind_nothing():
+    ids, values = ComputedTop(torch.randn(2, 9)).of(np.empty(0, np.int64), 3, 9)
+    assert ids.shape == values.shape == (0, 3)

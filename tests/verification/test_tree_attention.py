@@ -1,0 +1,155 @@
+"""Masks of token trees against their definition, written out slot by slot."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.verification.fed_tokens import FedTokens
+from hf_retrieval_assist.verification.kv_cache import RowSlots
+from hf_retrieval_assist.verification.tree_attention import (
+    FedTrees,
+    LayerMask,
+    TreeAttention,
+)
+
+RULES = {
+    "everything": LayerMask(),
+    "window": LayerMask(window=6),
+    "narrow window": LayerMask(window=2),
+    "chunks": LayerMask(chunk=5),
+    "explicit": LayerMask(explicit=True),
+}
+
+
+def random_tree(rng, nodes, depth):
+    """A tree whose first nodes are a path of the given depth."""
+    parents = [i - 1 if i < depth else int(rng.integers(-1, i)) for i in range(nodes)]
+    return TokenTree.build(
+        np.arange(nodes) + 100, parents, np.linspace(0.9, 0.1, max(nodes, 1))[:nodes]
+    )
+
+
+def expected(rule, lengths, trees, padding, shown):
+    """bool [batch, width, slots]: what the nodes of each row may see of slots `shown`."""
+    width = 1 + max(len(tree) for tree in trees)
+    allowed = np.zeros((len(lengths), width, len(shown)), bool)
+    for row, (length, tree) in enumerate(zip(lengths, trees, strict=True)):
+        depths = [0, *tree.depths.tolist()]
+        parents = [0, *(tree.parents + 1).tolist()]
+        kept = {slot: slot for slot in range(padding[row], length)}
+        for query in range(1 + len(tree)):
+            line = [query]
+            while line[-1]:
+                line.append(parents[line[-1]])
+            # Where in the text each slot's token stands.
+            places = kept | {length + node: length + depths[node] for node in line}
+            for column, slot in enumerate(shown):
+                if slot in places:
+                    allowed[row, query, column] = reaches(
+                        rule, length + depths[query], places[slot], padding[row]
+                    )
+    return allowed
+
+
+def reaches(rule, query, key, start):
+    """Whether a layer that sees everything, a window or a chunk looks from one place to another."""
+    if rule.chunk is not None:
+        return (query - start) // rule.chunk == (key - start) // rule.chunk
+    return rule.window is None or query - key < rule.window
+
+
+def built(rule, lengths, trees, padding, per_type):
+    """The mask as the package builds it, and the slots that its columns stand for."""
+    slots = RowSlots(lengths)
+    prompt_mask = None
+    if any(padding):
+        prompt_mask = torch.ones((len(lengths), min(lengths)), dtype=torch.bool)
+        for row, skip in enumerate(padding):
+            prompt_mask[row, :skip] = False
+    rules = {"kind": rule} if per_type else rule
+    attention = TreeAttention(rules, prompt_mask, torch.float32)
+    fed = FedTokens.of([7] * len(lengths), trees, lengths).lines(torch.device("cpu"))
+    masks = attention.masks(fed, slots)
+    mask = masks["kind"] if per_type else masks
+    first = slots.view_from if rule.reach and slots.view_from is not None else 0
+    shown = range(first, max(lengths) + fed.width)
+    hidden = expected(rule, lengths, trees, padding, range(first))
+    assert not hidden.any()
+    if mask is None:
+        return np.ones((len(lengths), fed.width, len(shown)), bool), shown
+    assert mask.shape == (len(lengths), 1, fed.width, len(shown))
+    assert set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
+    return (mask[:, 0] == 0).numpy(), shown
+
+
+@pytest.mark.parametrize("per_type", [False, True])
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+@pytest.mark.parametrize("seed", range(12))
+def test_masks_are_their_definition(rule, per_type, seed):
+    rng = np.random.default_rng(seed)
+    batch = int(rng.integers(1, 4))
+    lengths = rng.integers(4, 14, batch).tolist() if seed % 3 else [9] * batch
+    padding = rng.integers(0, 4, batch).tolist() if seed % 2 else [0] * batch
+    # Deeper than every window, as long chains are; and rows at rest.
+    trees = [random_tree(rng, int(rng.integers(0, 12)), int(rng.integers(0, 9))) for _ in lengths]
+    actual, shown = built(rule, lengths, trees, padding, per_type)
+    wanted = expected(rule, lengths, trees, padding, shown)
+    for row, tree in enumerate(trees):
+        # Rows of fill-up tokens may see what they like: nobody looks at them.
+        nodes = 1 + len(tree)
+        np.testing.assert_array_equal(actual[row, :nodes], wanted[row, :nodes])
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+def test_every_query_sees_something(rule):
+    """Softmax over nothing is NaN, which would spread from fill-up tokens."""
+    trees = [TokenTree.empty(), random_tree(np.random.default_rng(0), 7, 7)]
+    actual, _ = built(rule, [3, 11], trees, [0, 2], per_type=True)
+    assert actual.any(axis=-1).all()
+
+
+def test_layout_of_trees():
+    trees = [TokenTree.build([4, 5, 6], [-1, 0, -1], [0.9, 0.8, 0.7]), TokenTree.empty()]
+    fed = FedTokens.of([1, 2], trees, [5, 9]).lines(torch.device("cpu"))
+    assert fed.token_ids.tolist() == [[1, 4, 5, 6], [2, 2, 2, 2]]
+    assert fed.depths.tolist() == [[0, 1, 2, 1], [0, 0, 0, 0]]
+    assert fed.attends[0].tolist() == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [True, True, True, False],
+        [True, False, False, True],
+    ]
+    assert fed.attends[1, :, 0].all()
+    assert not fed.attends[1, :, 1:].any()
+    assert fed.max_depth == 2
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+def test_levels_fed_one_after_the_other_see_what_one_tree_sees(rule):
+    """Columns of earlier forwards stand behind the kept slots."""
+    tree = random_tree(np.random.default_rng(3), 9, 4)
+    order = np.argsort(tree.depths, kind="stable")
+    tree = TokenTree.build(
+        tree.token_ids[order],
+        [-1 if p < 0 else int(np.flatnonzero(order == p)[0]) for p in tree.parents[order]],
+        tree.probs,
+    )
+    whole, shown = built(rule, [10], [tree], [0], per_type=False)
+    fed = FedTokens.of([7], [tree], [10]).lines(torch.device("cpu"))
+    last = int(tree.depths.max())
+    level = [0, *tree.depths.tolist()].index(last)
+    late = FedTrees(
+        token_ids=fed.token_ids[:, level:],
+        depths=fed.depths[:, level:],
+        attends=fed.attends[:, level:],
+        max_depth=last,
+        column_depths=fed.depths,
+    )
+    slots = RowSlots([10])
+    mask = TreeAttention(rule, None, torch.float32).masks(late, slots)
+    actual = (mask[:, 0] == 0).numpy()
+    assert actual.shape == (1, fed.width - level, len(shown))
+    np.testing.assert_array_equal(actual[0], whole[0, level:])

@@ -1,0 +1,424 @@
+"""Rows of a batch behind one another in a forward give what padded rows give, for less."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    Gemma3ForCausalLM,
+    GPTNeoXForCausalLM,
+    Llama4ForCausalLM,
+    LlamaForCausalLM,
+)
+
+from hf_retrieval_assist import Assistant, SamAssistant, reroute
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession
+from hf_retrieval_assist.kernels.linear import MAX_ROWS
+from hf_retrieval_assist.kernels.packed_attention import PackedSpan, spans_of
+from hf_retrieval_assist.kernels.scopes import attending
+from hf_retrieval_assist.row_text import RowText
+from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.verification.fixed_verifier import ForwardOptions
+from hf_retrieval_assist.verification.kv_cache import SlotCache, SlotLayer
+from hf_retrieval_assist.verification.service import choose_service
+from hf_retrieval_assist.verification.tiers import Service, Tier
+from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
+from hf_retrieval_assist.verification.verifiers import TreeVerifier
+from tests.lossless import build
+from tests.oracle_drafter import oracle_assistant, sequences_of
+from tests.watching import Fed
+
+from .test_tree_attention import random_tree
+
+ROWS, LENGTH = 4, 11
+
+
+def arguments(pads):
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    for row in range(ROWS):
+        mask[row, : (3 * row) % 7] = 0 if pads else 1
+    ids = torch.randint(3, 60, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return ids * mask, {
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "use_cache": True,
+    }
+
+
+def started(model, packed, pads):
+    """A verifier behind a prefill, and rows of one generated token."""
+    config = model.config.get_text_config(decoder=True)
+    ids, kwargs = arguments(pads)
+    kwargs["past_key_values"] = cache = SlotCache(config)
+    model(input_ids=ids, **kwargs)
+    cache.begin(ROWS)
+    rules = layer_masks(config) or single_mask(config)
+    service = Service(Tier.TREE, "", rules, packed=packed)
+    verifier = service.verifier(model, cache, kwargs, ids, ForwardOptions())
+    rows = [RowText(row, ids[row], 32) for row in range(ROWS)]
+    for row in rows:
+        row.generated.append(7 + row.index)
+    return verifier, rows
+
+
+def small(tree):
+    """The tree with tokens of a tiny vocabulary."""
+    return TokenTree.build(tree.token_ids - 90, tree.parents, tree.probs)
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize(
+    "model_class", [LlamaForCausalLM, Gemma3ForCausalLM, GPTNeoXForCausalLM, Llama4ForCausalLM]
+)
+@torch.no_grad()
+def test_logits_are_those_of_padded_rows(model_class, pads):
+    """Over some steps of unequal trees and progress, in which rows end one after another."""
+    model = build(model_class)
+    packed, rows = started(model, True, pads)
+    padded, _ = started(model, False, pads)
+    rng = np.random.default_rng(0)
+    for step in range(6):
+        running = [row for row in rows if not row.finished]
+        sizes = [0 if row.finished or step == 3 else int(rng.integers(0, 6)) for row in rows]
+        trees = [small(random_tree(rng, size, min(size, 2))) for size in sizes]
+        found, expected = (v.forward(rows, trees) for v in (packed, padded))
+        assert found.width == sum(1 + sizes[row.index] for row in running)
+        assert expected.width == 1 + max(sizes)
+        for row in running:
+            torch.testing.assert_close(
+                found.of_row(row.index, sizes[row.index]),
+                expected.of_row(row.index, sizes[row.index]),
+                atol=1e-3,
+                rtol=1e-3,
+            )
+        accepted = [[] if row.finished else [0] for row in rows]
+        for row, tree in zip(rows, trees, strict=True):
+            if len(tree) and rng.random() < 0.7:
+                accepted[row.index] += (1 + tree.path(len(tree) - 1)).tolist()
+            row.generated += [int(rng.integers(3, 60)) for _ in accepted[row.index]]
+        for verifier in (packed, padded):
+            verifier.keep(rows, found if verifier is packed else expected, accepted)
+        assert packed.processed == padded.processed
+        assert packed.cache.slots.lengths == padded.cache.slots.lengths
+        if step % 2:
+            rows[step // 2].finished = True
+    assert len({*packed.processed}) > 1
+
+
+def run(model, ids, mask, assistant=None, **options):
+    return model.generate(
+        ids, attention_mask=mask, do_sample=False, pad_token_id=0, assistant=assistant, **options
+    )
+
+
+@pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
+def model(request):
+    return build(request.param)
+
+
+def ending(model):
+    """A batch whose rows end at different tokens, and what ends them."""
+    ids, kwargs = arguments(True)
+    free = run(model, ids, kwargs["attention_mask"], max_new_tokens=30, eos_token_id=None)
+    new = free[:, LENGTH:].tolist()
+    eos = [new[0][3], new[1][8]]
+    return ids, kwargs["attention_mask"], {"max_new_tokens": 30, "eos_token_id": eos}
+
+
+def test_rows_that_have_ended_leave(model):
+    ids, mask, options = ending(model)
+    plain = run(model, ids, mask, **options)
+    assistant = oracle_assistant(plain, mask)
+    run(model, ids, mask, assistant, **options)
+    assistant = oracle_assistant(plain, mask)
+    with Fed(model) as shapes:
+        assisted = run(model, ids, mask, assistant, **options)
+    assert torch.equal(plain, assisted)
+    steps = shapes[1:]
+    # Side by side while all are there and fed equally much.
+    assert {rows for rows, _ in steps} <= {1, ROWS}
+    assert steps[-1][0] == 1
+    # Every root and every node once, and nothing else.
+    stats = assistant.stats.last
+    assert sum(rows * tokens for rows, tokens in steps) == stats.steps + stats.drafted
+    assert stats.steps < ROWS * len(steps)
+    assert stats.accepted > 0
+
+
+def test_the_returned_cache_holds_rows_that_left(model):
+    ids, mask, options = ending(model)
+    options |= {"return_dict_in_generate": True}
+    plain = run(model, ids, mask, **options)
+    assisted = run(model, ids, mask, oracle_assistant(sequences_of(plain), mask), **options)
+    assert torch.equal(plain.sequences, assisted.sequences)
+    lengths = [result.past_key_values.get_seq_length() for result in (plain, assisted)]
+    assert lengths[0] == lengths[1]
+    ids = torch.cat([plain.sequences, torch.tensor([[9], [5], [33], [21]])], dim=1)
+    mask = torch.cat([mask, torch.ones_like(ids[:, LENGTH:])], dim=1)
+    turns = []
+    for result in (plain, assisted):
+        again = options | {"past_key_values": result.past_key_values, "eos_token_id": None}
+        turns.append(run(model, ids, mask, **again | {"max_new_tokens": 12}).sequences)
+    assert torch.equal(*turns)
+
+
+@pytest.mark.parametrize("nodes", [0, 3])
+@torch.no_grad()
+def test_rows_that_need_no_filler_stand_side_by_side(model, nodes):
+    rng = np.random.default_rng(nodes)
+    packed, rows = started(model, True, True)
+    padded, _ = started(model, False, True)
+    trees = [small(random_tree(rng, nodes, 2)) for _ in rows]
+    with Fed(model) as shapes:
+        found, expected = (v.forward(rows, trees) for v in (packed, padded))
+    assert shapes == [(ROWS, 1 + nodes)] * 2
+    assert found.width == ROWS * (1 + nodes)
+    for row in range(ROWS):
+        assert torch.equal(found.of_row(row, nodes), expected.of_row(row, nodes))
+    # Once one has left they stand behind one another.
+    packed.keep(rows, found, [[0]] * ROWS)
+    rows[1].finished = True
+    with Fed(model) as shapes:
+        assert packed.forward(rows, [TokenTree.empty()] * ROWS).width == ROWS - 1
+    assert shapes == [(1, ROWS - 1)]
+
+
+@torch.no_grad()
+def test_a_forward_to_keep_others_company_feeds_something(model):
+    verifier, rows = started(model, True, True)
+    for row in rows:
+        row.finished = True
+    before = list(verifier.cache.slots.lengths)
+    found = verifier.forward(rows, [TokenTree.empty()] * ROWS)
+    assert found.width == 1
+    verifier.keep(rows, found, [[]] * ROWS)
+    assert verifier.cache.slots.lengths == before
+
+
+def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch):
+    def without_memory(verifier, indices):
+        raise MemoryError
+
+    ids, mask, options = ending(model)
+    plain = run(model, ids, mask, **options)
+    run(model, ids, mask, oracle_assistant(plain, mask), **options)  # the model passes its test
+    cache = DynamicCache(config=model.config)
+    assistant = oracle_assistant(plain, mask)
+    with monkeypatch.context() as patched:
+        patched.setattr(TreeVerifier, "_on_device", without_memory)
+        with pytest.raises(MemoryError):
+            run(model, ids, mask, assistant, past_key_values=cache, **options)
+    assert cache.get_seq_length() == LENGTH
+    ids = plain[:, : LENGTH + 1]
+    mask = torch.cat([mask, mask.new_ones(ROWS, 1)], dim=1)
+    options |= {"max_new_tokens": 29}
+    expected = run(model, ids, mask, **options)
+    assert torch.equal(expected, run(model, ids, mask, past_key_values=cache, **options))
+
+
+@pytest.mark.parametrize("other_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+def test_a_hook_may_call_another_model(model, other_class):
+    """A probe or a reward model, with attention that is looked up under the same name."""
+    other = build(other_class, hidden_size=48)
+    probe, expected = torch.tensor([[7, 5, 9], [3, 4, 8]]), []
+    with torch.no_grad():
+        logits = other(probe).logits
+    block = model.get_decoder().layers[0]
+    ids, mask, options = ending(model)
+    plain = run(model, ids, mask, **options)
+
+    def call_other(*arguments):
+        expected.append(other(probe).logits)
+
+    handle = block.register_forward_hook(call_other)
+    try:
+        with Fed(model) as shapes:
+            assisted = run(model, ids, mask, oracle_assistant(plain, mask), **options)
+    finally:
+        handle.remove()
+    assert torch.equal(plain, assisted)
+    assert any(rows == 1 for rows, _ in shapes)
+    assert len(expected) == len(shapes)
+    for found in expected:
+        torch.testing.assert_close(found, logits)
+
+
+def test_a_cache_goes_on_from_a_layer_that_was_interrupted_at_its_first_write(model, monkeypatch):
+    ids, mask, options = ending(model)
+    plain = run(model, ids, mask, **options)
+    assistant = oracle_assistant(plain, mask)
+    run(model, ids, mask, assistant, **options)
+    cache, layers = DynamicCache(config=model.config), []
+
+    def interrupted(layer, *states):
+        layers.append(layer)
+        if len(layers) == 2:
+            raise KeyboardInterrupt
+        show(layer, *states)
+
+    with monkeypatch.context() as patched:
+        show = SlotLayer._show
+        patched.setattr(SlotLayer, "_show", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, ids, mask, assistant, past_key_values=cache, **options)
+    assert layers[1].is_initialized
+    assert cache.get_seq_length() == 0
+    assert torch.equal(plain, run(model, ids, mask, past_key_values=cache, **options))
+
+
+@pytest.mark.parametrize("tested", [False, True])
+@pytest.mark.parametrize("scope", [attending, reroute])
+def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(model, scope, tested, monkeypatch):
+    """Python may raise KeyboardInterrupt before `__exit__` has begun."""
+    model = build(type(model))
+    ids, mask, options = ending(model)
+    plain = run(model, ids, mask, **options)
+    if tested:
+        run(model, ids, mask, oracle_assistant(plain, mask), **options)
+    cache, assistant = DynamicCache(config=model.config), oracle_assistant(plain, mask)
+    with monkeypatch.context() as patched, Fed(model) as shapes:
+        leave = scope.__exit__
+
+        def exit_or_raise(self, *error):
+            if shapes[-1][0] == 1:
+                raise KeyboardInterrupt
+            leave(self, *error)
+
+        patched.setattr(scope, "__exit__", exit_or_raise)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, ids, mask, assistant, past_key_values=cache, **options)
+    assert torch.equal(plain, run(model, ids, mask, **options))
+    length = cache.get_seq_length()
+    assert (length >= LENGTH) == (tested or scope is reroute)
+    length = max(length + 1, LENGTH)
+    ids = plain[:, :length]
+    mask = torch.cat([mask, mask.new_ones(ROWS, length - LENGTH)], dim=1)
+    options |= {"max_new_tokens": plain.shape[1] - length, "eos_token_id": None}
+    expected = run(model, ids, mask, **options)
+    assert torch.equal(expected, run(model, ids, mask, past_key_values=cache, **options))
+
+
+def test_what_is_packed(model):
+    _, kwargs = arguments(True)
+    kwargs = {"attention_mask": kwargs["attention_mask"]}
+    assert choose_service(model, kwargs, ROWS).packed
+    # One row has nothing to pack; of other inputs nobody knows what they say of which row.
+    assert not choose_service(model, {"attention_mask": kwargs["attention_mask"][1:2]}).packed
+    assert not choose_service(model, kwargs | {"row_scales": torch.ones(ROWS)}, ROWS).packed
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_batches_are_packed_whether_or_not_they_are_padded(model, pads, monkeypatch):
+    """`generate` may drop a mask that hides nothing, and with it the number of rows."""
+    widths = []
+    feed = TreeVerifier._feed
+
+    def counting(self, roots, trees, rows):
+        verified = feed(self, roots, trees, rows)
+        widths.append((verified.width, sum(1 + len(trees[row.index]) for row in rows)))
+        return verified
+
+    monkeypatch.setattr(TreeVerifier, "_feed", counting)
+    ids, kwargs = arguments(pads)
+    assistant = SamAssistant(budget=4)
+    model.generate(
+        ids, attention_mask=kwargs["attention_mask"], max_new_tokens=6, assistant=assistant
+    )
+    assert widths
+    assert all(width == tokens for width, tokens in widths)
+
+
+def test_compiled_models_are_padded():
+    model = build(LlamaForCausalLM)
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert not choose_service(model, {"attention_mask": mask}, ROWS).packed
+    del model.forward
+    assert choose_service(model, {"attention_mask": mask}, ROWS).packed
+    model.compile(backend="eager")
+    assert not choose_service(model, {"attention_mask": mask}, ROWS).packed
+
+
+def test_models_that_compute_attention_themselves_are_padded():
+    model = build(LlamaForCausalLM)
+    model.set_attn_implementation("eager")
+    _, kwargs = arguments(True)
+    service = choose_service(model, {"attention_mask": kwargs["attention_mask"]}, ROWS)
+    assert service.tier is Tier.TREE
+    assert not service.packed
+
+
+def test_neighbours_are_one_span_where_that_takes_little_filler():
+    spans = spans_of([0, 1, 2, 4, 5, 7], [1, 1, 9, 3, 1, 3], [9, 12, 13, 11, 10, 8])
+    assert spans == [
+        PackedSpan(0, [1, 1], 0, 12),
+        PackedSpan(2, [9], 2, 13),
+        PackedSpan(4, [3, 1], 11, 11),
+        PackedSpan(7, [3], 15, 8),
+    ]
+    packed = torch.arange(18.0)[None, None, :, None]
+    assert spans[0].rows(packed).flatten(1).tolist() == [[0], [1]]
+    assert spans[2].rows(packed).flatten(1).tolist() == [[11, 12, 13], [14, 14, 14]]
+    for span in spans:
+        back = span.behind_one_another(span.rows(packed).transpose(1, 2))
+        assert torch.equal(back, packed.transpose(1, 2)[:, span.begin : span.begin + span.tokens])
+
+
+class ManyDrafter(Drafter):
+    """Drafts as many nodes as it is asked for, in chains below the root."""
+
+    name = "many"
+
+    def start(self, prompt_ids, target):
+        return ManySession()
+
+
+class ManySession(DraftSession):
+    def commit(self, token_ids, feedback):
+        pass
+
+    def propose(self, budget):
+        return TokenTree.build(
+            [3 + node % 50 for node in range(budget)],
+            [node - 50 if node >= 50 else -1 for node in range(budget)],
+            [0.9] * budget,
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "rerouted", "limited"),
+    [
+        (torch.bfloat16, 1, True, True),
+        (torch.bfloat16, ROWS, True, True),
+        (torch.bfloat16, 1, False, False),
+        (torch.float32, 1, True, False),
+        (torch.bfloat16, MAX_ROWS + 1, True, False),
+    ],
+)
+def test_half_precision_is_fed_what_the_kernels_serve(dtype, rows, rerouted, limited):
+    """Beyond, a token would not round as in plain decoding by the same kernels."""
+    model = build(LlamaForCausalLM).to(dtype)
+    ids = arguments(False)[0][:1].repeat(rows, 1)
+    assistant = Assistant([ManyDrafter()], budget=100, reroute=rerouted)
+    options = {"do_sample": False, "assistant": assistant}
+    # The self-test, which is of any width, comes first.
+    model.generate(ids, max_new_tokens=1, **options)
+    with Fed(model) as shapes:
+        model.generate(ids, max_new_tokens=6, **options)
+    fed = [batch * tokens for batch, tokens in shapes if tokens != LENGTH or batch == 1]
+    assert (max(fed) <= MAX_ROWS) == limited
+    assert assistant.stats.last.drafted > 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_fits_is_shared_alike(packed):
+    verifier, _ = started(build(LlamaForCausalLM), packed, False)
+    trees = [TokenTree.chain([*range(n)], [0.5] * n) for n in (30, 2, 30, 0)]
+    assert [len(tree) for tree in verifier.fit(trees)] == [30, 2, 30, 0]
+    verifier.most_tokens = 65
+    sizes = [len(tree) for tree in verifier.fit(trees)]
+    assert sizes == ([29, 2, 29, 0] if packed else [15, 2, 15, 0])
+    if not packed:
+        assert len(verifier.fit(trees, backlog=5)[0]) == 10

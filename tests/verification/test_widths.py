@@ -1,0 +1,143 @@
+"""Models whose forward depends on how many tokens it is fed, and verdicts that follow the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, SwitchTransformersForConditionalGeneration
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.host.feature_taps import FeatureTap
+from hf_retrieval_assist.verification import service, tiers
+from hf_retrieval_assist.verification.reach import PositionModules
+from hf_retrieval_assist.verification.service import Demand, choose_service
+from hf_retrieval_assist.verification.tiers import Tier
+from tests.lossless import PROMPT, build, equal, knowing, run
+
+
+def steer(module, args, out):
+    """Changes the last position of a forward only."""
+    hidden = (out[0] if isinstance(out, tuple) else out).clone()
+    hidden[:, -1] += torch.linspace(-2, 2, hidden.shape[-1])
+    return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
+
+
+@pytest.mark.parametrize(("capacity", "budget", "new"), [(8, 16, 40), (64, 16, 40), (64, 128, 110)])
+def test_experts_that_drop_tokens_above_their_capacity(capacity, budget, new):
+    model = build(
+        SwitchTransformersForConditionalGeneration, expert_capacity=capacity, num_experts=2
+    )
+    for seed in range(2):
+        ids = torch.randint(3, 67, (1, 9), generator=torch.Generator().manual_seed(seed))
+        plain = run(model, ids, max_new_tokens=new)
+        assistant = SamAssistant(plain.tolist(), budget=budget)
+        assert torch.equal(plain, run(model, ids, max_new_tokens=new, assistant=assistant))
+        assert assistant.stats.tier == "chain"
+        assert assistant.stats.last.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tier", "width"),
+    [
+        ([5, 9, 33, 21, 60, 40, 41], "plain", None),
+        ([5, 40, 41, 33, 21, 60, 7, 9], "tree", 4),
+        ([40, 41, *range(3, 21)], "tree", 17),
+    ],
+)
+def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, monkeypatch):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "v_proj", "o_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+        alora_invocation_tokens=[40, 41],
+    )
+    base = build(LlamaForCausalLM)
+    run(base, assistant=SamAssistant())
+    model = peft.get_peft_model(base, config).eval()
+    asked, examined = [], service.examined
+    monkeypatch.setattr(service, "examined", lambda *a: asked.append(examined(*a)) or asked[-1])
+    ids = torch.tensor([prompt])
+    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options |= {"max_new_tokens": 40, "do_sample": False}
+    plain = model.generate(**options)
+    assistant = SamAssistant(plain.tolist(), budget=16)
+    for _ in range(2):
+        assert torch.equal(plain, model.generate(**options, assistant=assistant))
+        assert assistant.stats.tier == tier
+    if width is not None:
+        # Its hooks are others in every call, and say the same.
+        assert [found.width for found in asked] == [width]
+
+
+def test_hooks_come_and_go():
+    model = build(LlamaForCausalLM)
+    _, _ = equal(model)
+    for _ in range(2):
+        handle = model.model.layers[1].register_forward_hook(steer)
+        plain = run(model)
+        assistant = knowing(plain)
+        assert torch.equal(plain, run(model, assistant=assistant))
+        assert assistant.stats.tier == "plain"
+        handle.remove()
+        equal(model)
+
+
+def test_an_adapter_comes_and_goes():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(LlamaForCausalLM), peft.LoraConfig(task_type="CAUSAL_LM"))
+    states = [service.model_settings(model)]
+    with model.disable_adapter():
+        states.append(service.model_settings(model))
+    states.append(service.model_settings(model))
+    assert states[0] == states[2] != states[1]
+
+
+def test_what_another_thread_taps_is_no_other_model():
+    model = build(LlamaForCausalLM)
+    settings = service.model_settings(model)
+    with FeatureTap(model, (0, 1)), PositionModules(model):
+        assert service.model_settings(model) == settings
+
+
+def test_hooks_that_are_new_in_every_call_are_not_tested_in_every_call(monkeypatch):
+    model, tests = build(LlamaForCausalLM), []
+    examined = service.examined
+    monkeypatch.setattr(service, "examined", lambda *a: tests.append(1) or examined(*a))
+    for _ in range(20):
+        handle = model.register_forward_hook(lambda *_: None)
+        found = choose_service(model, {})
+        handle.remove()
+    assert len(tests) < 10
+    assert found.tier is Tier.PLAIN
+    assert "in every call" in found.reason
+
+
+def test_wider_forwards_are_tested_when_they_are_wanted():
+    model = build(LlamaForCausalLM)
+    narrow = choose_service(model, {}, demand=Demand(width=9))
+    assert narrow.width == 9
+    assert choose_service(model, {}, demand=Demand(width=5)) is narrow
+    assert choose_service(model, {}, demand=Demand(width=129)).width == 129
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"output_hidden_states": True}])
+def test_the_verifier_that_serves_is_the_one_that_was_tested(compiled, options, monkeypatch):
+    made, make = [], tiers.Service.verifier
+
+    def noted(self, *arguments):
+        made.append(make(self, *arguments))
+        return made[-1]
+
+    monkeypatch.setattr(tiers.Service, "verifier", noted)
+    model = build(LlamaForCausalLM)
+    if compiled:
+        model.forward = torch.compile(model.forward, backend="eager")
+    returned = {"return_dict_in_generate": True} | options if options else {}
+    run(model, PROMPT, max_new_tokens=6, assistant=SamAssistant(budget=4), **returned)
+    kinds = {(type(verifier), verifier.widths) for verifier in made}
+    assert len(kinds) <= 1
+    assert made or (compiled and options)
