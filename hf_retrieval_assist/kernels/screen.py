@@ -162,9 +162,11 @@ class Screen:
             best = scores.topk(min(2, len(scores)))
             first = int(best.indices[0])
             lead = float(best.values[0] - best.values[1]) if len(scores) > 1 else math.inf
-            deep = logits[first].item() / temperature < peak - CERTAIN_DEPTH
-            # A logit that is not finite leaves no probability what it would be without.
-            if lead > CERTAIN_LEAD and best.values[0] < math.inf and not deep:
+            # In float32, as softmax will take it: one that is not finite leaves no probability
+            # what it would be without.
+            logit = (logits[first].float() / temperature).item()
+            deep = logit < peak - CERTAIN_DEPTH
+            if lead > CERTAIN_LEAD and logit < math.inf and not deep:
                 return int(ids[first])
         logits = skinny_linear(row, self._weight)
         return int((torch.softmax(logits.float() / temperature, -1) / noise).argmax())

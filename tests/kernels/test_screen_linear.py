@@ -65,6 +65,13 @@ def test_the_drawn_token_is_that_of_the_whole_layer(layer, seed, temperature):
     assert torch.equal(drawn, plain_draw(x, weight, noise, temperature))
 
 
+def test_a_logit_that_the_temperature_makes_infinite():
+    x, weight = torch.ones(1, 1), torch.tensor([[1.5], [2e38]])
+    noise = torch.ones(1, 2)
+    drawn = screen_of(weight).draw(x, noise, 0.3)
+    assert torch.equal(drawn, plain_draw(x, weight, noise, 0.3))
+
+
 @settings(deadline=None, max_examples=100)
 @given(layer=layers(), data=st.data())
 def test_logits_have_the_whole_layers_bits_and_hold_what_was_asked_for(layer, data):
