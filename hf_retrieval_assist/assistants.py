@@ -36,6 +36,9 @@ class Assistant(DraftingPolicy):
             fastest method for few rows; see :class:`~hf_retrieval_assist.kernels.reroute.reroute`.
         graphs: on a CUDA device, launch a verification forward at once, as a graph; see
             :mod:`~hf_retrieval_assist.verification.fixed_verifier`.
+        extra_memory: bytes that copies of a model's weights in eight bits may take, from which its
+            forwards on a CPU gain; None: an eighth of the memory that is free. Copies are shared by
+            all assistants and go with the model.
         residual: verify sampled drafts by residual sampling; for drafters that record what they
             drew from.
         costs: measured costs, to share between assistants; None: its own. With
@@ -54,6 +57,7 @@ class Assistant(DraftingPolicy):
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        extra_memory: int | None = None,
         residual: bool = False,
         costs: CostModels | None = None,
     ):
@@ -63,6 +67,7 @@ class Assistant(DraftingPolicy):
             max_nodes=max_nodes,
             reroute=reroute,
             graphs=graphs,
+            extra_memory=extra_memory,
             residual=residual,
             costs=costs,
         )

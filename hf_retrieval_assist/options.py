@@ -30,6 +30,7 @@ class Options:
     budget: Budget = "auto"
     reroute: bool = True
     graphs: bool = True
+    extra_memory: int | None = None
 
     def to_json(self) -> str:
         """A JSON object with a member for each option.

@@ -138,6 +138,7 @@ class Preset(Assistant):
             max_nodes=max_nodes,
             reroute=options.reroute,
             graphs=options.graphs,
+            extra_memory=options.extra_memory,
             residual=residual,
             costs=costs,
         )
@@ -178,6 +179,7 @@ class SamAssistant(Preset):
         max_nodes: as for :class:`Assistant`.
         reroute: as for :class:`Assistant`.
         graphs: as for :class:`Assistant`.
+        extra_memory: as for :class:`Assistant`.
         costs: as for :class:`Assistant`.
 
     Raises:
@@ -199,6 +201,7 @@ class SamAssistant(Preset):
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
         options = SamOptions(
@@ -210,6 +213,7 @@ class SamAssistant(Preset):
             max_nodes=max_nodes,
             reroute=reroute,
             graphs=graphs,
+            extra_memory=extra_memory,
         )
         require_paper(options, "min_match", "corpus_bias", "max_draft")
         if corpus_bias is not None and corpus is None:
@@ -267,6 +271,7 @@ class SuffixAssistant(Preset):
         max_nodes: as for :class:`Assistant`.
         reroute: as for :class:`Assistant`.
         graphs: as for :class:`Assistant`.
+        extra_memory: as for :class:`Assistant`.
         costs: as for :class:`Assistant`.
 
     Raises:
@@ -288,6 +293,7 @@ class SuffixAssistant(Preset):
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
         options = SuffixOptions(
@@ -301,6 +307,7 @@ class SuffixAssistant(Preset):
             max_nodes=max_nodes,
             reroute=reroute,
             graphs=graphs,
+            extra_memory=extra_memory,
         )
         require_paper(options, "threshold")
         if memory is not None:
@@ -343,6 +350,7 @@ class RolloutAssistant(Preset):
         max_nodes: as for :class:`Assistant`.
         reroute: as for :class:`Assistant`.
         graphs: as for :class:`Assistant`.
+        extra_memory: as for :class:`Assistant`.
         costs: as for :class:`Assistant`.
 
     Raises:
@@ -362,6 +370,7 @@ class RolloutAssistant(Preset):
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
         options = RolloutOptions(
@@ -374,6 +383,7 @@ class RolloutAssistant(Preset):
             max_nodes=max_nodes,
             reroute=reroute,
             graphs=graphs,
+            extra_memory=extra_memory,
         )
         for name in ("half_life", "max_bytes"):
             if memory is not None and getattr(options, name) is not None:
@@ -402,6 +412,7 @@ class RestAssistant(Preset):
         budget: as for :class:`Assistant`.
         reroute: as for :class:`Assistant`.
         graphs: as for :class:`Assistant`.
+        extra_memory: as for :class:`Assistant`.
         costs: as for :class:`Assistant`.
     """
 
@@ -415,6 +426,7 @@ class RestAssistant(Preset):
         budget: Budget = "auto",
         reroute: bool = True,
         graphs: bool = True,
+        extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
         options = RestOptions(
@@ -424,6 +436,7 @@ class RestAssistant(Preset):
             budget=budget,
             reroute=reroute,
             graphs=graphs,
+            extra_memory=extra_memory,
         )
         _require(Datastore, datastore=datastore)
         self.datastore = datastore
@@ -453,6 +466,7 @@ class SequoiaAssistant(Preset):
         budget: as for :class:`Assistant`.
         reroute: as for :class:`Assistant`.
         graphs: as for :class:`Assistant`.
+        extra_memory: as for :class:`Assistant`.
         costs: as for :class:`Assistant`.
 
     Raises:
@@ -470,6 +484,7 @@ class SequoiaAssistant(Preset):
         budget: Budget = "auto",
         reroute: bool = True,
         graphs: bool = True,
+        extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
         options = SequoiaOptions(
@@ -480,6 +495,7 @@ class SequoiaAssistant(Preset):
             budget=budget,
             reroute=reroute,
             graphs=graphs,
+            extra_memory=extra_memory,
         )
         _require(torch.nn.Module, draft_model=draft_model)
         rule = Sequoia(temperature, max_nodes, max_levels, width)

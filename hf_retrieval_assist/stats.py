@@ -31,8 +31,8 @@ class CallStats:
             sampling draws otherwise, as do rows of a batch that get on at their own pace where
             random numbers cannot be told beforehand, from the same distributions.
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
-            tokens) and cache (keeping the accepted path); `total` is the whole call, prefill
-            included.
+            tokens) and cache (keeping the accepted path); prefill; pack (rounding weights to eight
+            bits, once for each model); `total` is the whole call.
     """
 
     tier: str = ""
@@ -46,7 +46,7 @@ class CallStats:
     expected_rejected: int = 0
     keeps_seed: bool = True
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys((*PHASES, "prefill", "total"), 0.0)
+        default_factory=lambda: dict.fromkeys((*PHASES, "prefill", "pack", "total"), 0.0)
     )
 
     @property

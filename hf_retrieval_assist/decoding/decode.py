@@ -106,7 +106,8 @@ def _decode_the_faster_way(
     started = time.perf_counter()
     generation = Generation(call, assistant, service, counts, None)
     result = generation.run()
-    seconds = time.perf_counter() - started - counts.seconds["prefill"]
+    once = counts.seconds["prefill"] + counts.seconds["pack"]
+    seconds = time.perf_counter() - started - once
     account.count_drafted(seconds, generation.tokens - 1, generation.plain_step)
     return result
 

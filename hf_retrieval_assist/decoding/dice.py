@@ -11,12 +11,13 @@ tokens, same state of the generator after.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 
 from ..drafters.base import Foresight
+from ..kernels.screen import largest
 from ..row_text import RowText
 from .selection import TokenSelector
 
@@ -24,10 +25,6 @@ from .selection import TokenSelector
 _MOST_BYTES = 64 << 20
 
 _TRIALS = 3
-
-# From here on the largest of a row are looked for in blocks, of which few are looked into.
-_BLOCK = 512
-_LEAST_BLOCKS = 8
 
 
 class Dice:
@@ -90,13 +87,38 @@ class Dice:
             self._at += 1
             self._forget(self._at)
             return self._together(probs, rows)
-        if min(places) < min(self._states):
-            # Somebody else has used the generator, and rows that are behind lost their place.
+        tokens = self._each(rows, vocab_size, lambda i, noise: _token(probs[i], noise))
+        if tokens is None:
             self.plain = False
             return _drawn(probs)
+        return tokens
+
+    def draw_by(
+        self, rows: Sequence[RowText], vocab_size: int, choose: Callable[[int, torch.Tensor], int]
+    ) -> list[int] | None:
+        """The next tokens of rows, chosen by whoever knows which one has the greatest quotient.
+
+        Args:
+            choose: is given the number of a row among `rows`, and its noise.
+
+        Returns:
+            None where the noise is not known.
+        """
+        if not self.works(vocab_size):
+            return None
+        self._anchor(vocab_size)
+        return self._each(rows, vocab_size, choose)
+
+    def _each(
+        self, rows: Sequence[RowText], vocab_size: int, choose: Callable[[int, torch.Tensor], int]
+    ) -> list[int] | None:
+        places = [len(row.generated) for row in rows]
+        if min(places) < min(self._states):
+            # Somebody else has used the generator, and rows that are behind lost their place.
+            return None
         tokens = [
-            self._one(law, row.index, place)
-            for law, row, place in zip(probs, rows, places, strict=True)
+            choose(i, self.noise(row.index, place, vocab_size))
+            for i, (row, place) in enumerate(zip(rows, places, strict=True))
         ]
         self._go_to(max(self._at, max(places) + 1))
         self._forget(min(len(row.generated) for row in self._rows if not row.finished))
@@ -125,13 +147,6 @@ class Dice:
         everywhere = probs.new_ones((len(self._rows), probs.shape[1]))
         everywhere[places] = probs
         return torch.multinomial(everywhere, num_samples=1)[places, 0].tolist()
-
-    def _one(self, law: torch.Tensor, row: int, place: int) -> int:
-        token = int((law / self.noise(row, place, len(law))).argmax())
-        if not law[token] > 0:
-            # No distribution: as plain decoding, which raises.
-            return _drawn(law[None])[0]
-        return token
 
     def _anchor(self, vocab_size: int) -> None:
         """Start anew where somebody else has used the generator since."""
@@ -213,6 +228,14 @@ class RowForesight(Foresight):
         return best.log(), ids
 
 
+def _token(law: torch.Tensor, noise: torch.Tensor) -> int:
+    token = int((law / noise).argmax())
+    if not law[token] > 0:
+        # No distribution: as plain decoding, which raises.
+        return _drawn(law[None])[0]
+    return token
+
+
 def _drawn(probs: torch.Tensor) -> list[int]:
     return torch.multinomial(probs, num_samples=1)[:, 0].tolist()
 
@@ -251,24 +274,3 @@ def draws_by_quotients(device: torch.device, rows: int, vocab_size: int) -> bool
         if not alike or not torch.equal(own.get_state(), twin.get_state()):
             return False
     return True
-
-
-def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch.topk` of contiguous [rows, columns], for few of many columns, in less time."""
-    rows, columns = scores.shape
-    count = min(count, columns)
-    blocks = columns // _BLOCK
-    if blocks < _LEAST_BLOCKS or blocks < count:
-        found = scores.topk(count, dim=-1)
-        return found.values, found.indices
-    cut = blocks * _BLOCK
-    parts = scores[:, :cut].view(rows, blocks, _BLOCK)
-    best = parts.amax(dim=-1).topk(count, dim=-1).indices
-    among = parts.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-    inside = torch.arange(_BLOCK, device=scores.device)
-    ids = (best[:, :, None] * _BLOCK + inside).flatten(1)
-    if cut < columns:
-        rest = torch.arange(cut, columns, device=scores.device).expand(rows, -1)
-        among, ids = torch.cat([among, scores[:, cut:]], 1), torch.cat([ids, rest], 1)
-    found = among.topk(count, dim=-1)
-    return found.values, ids.gather(1, found.indices)

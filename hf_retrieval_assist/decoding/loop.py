@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,16 +29,18 @@ from ..planning.cost_views import PackedCost, stepped
 from ..record import CallRecord
 from ..row_text import Path, RowText
 from ..stats import CallStats
+from ..system.memory import may_take
 from ..token_tree import TokenTree
 from ..verification.fixed_verifier import ForwardOptions, stays_in_place
 from ..verification.kv_cache import SlotCache
 from ..verification.own_forwards import OwnForwards, RowForwards
 from ..verification.tiers import Service, cache_for
 from ..verification.verified import Verified
-from ..verification.verifiers import Verifier
+from ..verification.verifiers import TreeVerifier, Verifier
 from .call import Call
 from .dice import Dice, RowForesight
 from .in_step import StepWalk, drafts_in_step
+from .output_layer import OutputLayer
 from .recorder import OutputRecorder
 from .selection import TokenSelector
 from .stopping import Stopping
@@ -106,6 +108,7 @@ class Generation:
         # Every rank has to compute the same bits, which methods chosen by timings need not give.
         rerouted = assistant.reroute and not self.ranks.several
         self.reroute = reroute(rerouted and call.input_ids.device.type == "cpu")
+        self.output_layer = self._output_layer()
         self.cost_key = cost_key(call.model, call.input_ids)
         # Accounts of time differ between ranks, which have to ask together.
         self.account = None if self.ranks.several else assistant.account(self.cost_key)
@@ -136,6 +139,9 @@ class Generation:
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
         running = self.running
+        layer = self.output_layer
+        if layer is not None and not layer.screens and layer.is_worth_packing():
+            self._screen(verifier, layer)
         self.cache.require_room(1 + max(self.cache.slots.lengths[row.index] for row in running))
         cost = self._cost(verifier)
         price = self._price(cost, verifier, len(running))
@@ -144,7 +150,7 @@ class Generation:
             trees = self._drafts(running, verifier, price, drafting)
         self.unasked = self.unasked + 1 if drafting is not None and not drafting.uses else 0
         with self._timed("forward") as forward, self.taps, self.reroute:
-            verified = verifier.forward(self.rows, trees)
+            verified = self._forward(verifier, trees)
             verified.wait()
         self.counts.forwards += 1
         with self._timed("walk") as walked:
@@ -210,7 +216,8 @@ class Generation:
         """transformers' own prefill, and the first token of every row."""
         call = self.call
         with self._timed("prefill"):
-            with self.taps, self.reroute:
+            layer = self.output_layer or nullcontext()
+            with self.taps, self.reroute, layer:
                 outputs = private.prefill(
                     self.model, call.input_ids, call.config, self.model_kwargs
                 )
@@ -219,6 +226,7 @@ class Generation:
             verifier = self.service.verifier(
                 self.model, self.cache, self.model_kwargs, call.input_ids, self._options()
             )
+            self._watch_output_layer(verifier, outputs.logits)
             self.own_forwards.begin(verifier, self.rows, self._max_depth)
             self.outputs.prefill(outputs, self.cache)
             last = Verified(outputs.logits[:, -1:], [0] * call.batch_size, outputs)
@@ -232,6 +240,49 @@ class Generation:
         if self.record is not None:
             self.record.begin(paths)
         return verifier
+
+    def _output_layer(self) -> OutputLayer | None:
+        """What may stand for the model's output layer; None where all of its logits are needed, or
+        it is not known how they would be computed."""
+        screens = self.select.shortlist > 0 or self.select.temperature is not None
+        needed = self.outputs.wants_tokens or self.residual or self.step_walk is not None
+        if not self.reroute.enabled or needed or not screens:
+            return None
+        layer = OutputLayer.of(self.model)
+        if layer is None or layer.is_packed or may_take(layer.nbytes, self.assistant.extra_memory):
+            return layer
+        return None
+
+    def _watch_output_layer(self, verifier: Verifier, logits: torch.Tensor) -> None:
+        """Screen forwards to come, if the prompt's has shown nothing against it."""
+        layer = self.output_layer
+        if layer is None or type(verifier) is not TreeVerifier or not layer.shows(logits):
+            self.output_layer = None
+        elif layer.is_packed:
+            self._screen(verifier, layer)
+
+    def _screen(self, verifier: Verifier, layer: OutputLayer) -> None:
+        with self._timed("pack"):
+            layer.pack()
+        verifier.manner = "screened"
+
+    def _forward(self, verifier: Verifier, trees: Sequence[TokenTree]) -> Verified:
+        layer = self.output_layer
+        if layer is None:
+            return verifier.forward(self.rows, trees)
+        with layer:
+            verified = verifier.forward(self.rows, trees)
+        if layer.shows(verified.outputs.logits):
+            verified.screened = layer.screened
+            return verified
+        # The model makes something else of its logits, this time.
+        self.output_layer = None
+        verifier.manner = ""
+        if layer.screened is None:
+            return verified
+        assert isinstance(verifier, TreeVerifier)
+        verifier.forget()
+        return verifier.forward(self.rows, trees)
 
     def _options(self) -> ForwardOptions:
         """What this call wants of its forwards."""

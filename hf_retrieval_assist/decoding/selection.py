@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
@@ -42,6 +43,7 @@ from transformers.generation.stopping_criteria import (
 from ..draft_models.residual import verify_node
 from ..drafters.base import ChildDraw
 from ..row_text import RowText
+from ..system.lazy import cached_property
 
 Draw = Callable[[torch.Tensor], list[int]]
 
@@ -95,6 +97,31 @@ _ROWWISE = (
 )
 
 
+def _of_text(processor: Any, row: RowText) -> torch.Tensor:
+    return row.ids[0]
+
+
+def _listed(name: str) -> Callable[[Any, RowText], torch.Tensor]:
+    return lambda processor, row: torch.as_tensor(getattr(processor, name)).flatten().cpu().long()
+
+
+def _last_of_sequences(processor: Any, row: RowText) -> torch.Tensor:
+    return torch.tensor([ids[-1] for ids in processor.sequence_bias], dtype=torch.long)
+
+
+# Processors of transformers that change the logits of known tokens only, whatever others are.
+_TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
+    MinLengthLogitsProcessor: _listed("eos_token_id"),
+    MinNewTokensLengthLogitsProcessor: _listed("eos_token_id"),
+    NoBadWordsLogitsProcessor: _last_of_sequences,
+    NoRepeatNGramLogitsProcessor: _of_text,
+    RepetitionPenaltyLogitsProcessor: _of_text,
+    SequenceBiasLogitsProcessor: _last_of_sequences,
+    SuppressTokensAtBeginLogitsProcessor: _listed("begin_suppress_tokens"),
+    SuppressTokensLogitsProcessor: _listed("suppress_tokens"),
+}
+
+
 class TokenSelector:
     """The logits processors on the true prefix, then argmax or one random draw.
 
@@ -109,6 +136,41 @@ class TokenSelector:
         self.do_sample = do_sample
         self.batch_size = batch_size
         self.blind = all(type(processor) in _BLIND for processor in processors)
+
+    @cached_property
+    def shortlist(self) -> int:
+        """How many of a row's greatest logits its token is chosen from, where only they and those
+        of `touched` matter; 0 where all do, or processors are not known.
+
+        What follows on a top-k warper sees nothing else. So does whoever takes the greatest.
+        """
+        count = 0 if self.do_sample else 1
+        for processor in self.processors:
+            if count and type(processor) in _BLIND and self.do_sample:
+                continue  # behind top-k
+            if type(processor) is TopKLogitsWarper:
+                count = processor.top_k
+            elif type(processor) not in (TemperatureLogitsWarper, *_TOUCHING):
+                return 0
+        return count
+
+    @cached_property
+    def temperature(self) -> float | None:
+        """With which tokens are drawn from all others; None where something else decides."""
+        kinds = [type(processor) for processor in self.processors]
+        if not self.do_sample or kinds not in ([], [TemperatureLogitsWarper]):
+            return None
+        return float(self.processors[0].temperature) if kinds else 1.0
+
+    def touched(self, row: RowText, vocab_size: int) -> torch.Tensor | None:
+        """int64 [n], different: the tokens whose logits processors may change; None: none."""
+        found = [
+            _TOUCHING[type(one)](one, row) for one in self.processors if type(one) in _TOUCHING
+        ]
+        if not found:
+            return None
+        ids = torch.cat(found).unique()
+        return ids[(ids >= 0) & (ids < vocab_size)]
 
     @property
     def greedy(self) -> bool:

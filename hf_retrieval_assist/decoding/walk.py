@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..drafters.base import ChildDraw
+from ..kernels.screen import Screened
 from ..row_text import Path, RowText
 from ..token_tree import TokenTree
 from ..verification.verified import Verified
@@ -105,9 +106,15 @@ class Walk:
         nodes = [paths[i].accepted[-1] for i in places]
         if self.select.greedy and not self.recorder.wants_tokens:
             return verified.best(places, nodes)
-        # A copy in float32 on the prompt's device, as plain decoding makes one.
-        device = walking[0].device
-        raw = verified.logits(places, nodes).to(copy=True, dtype=torch.float32, device=device)
+        if verified.screened is None:
+            # A copy in float32 on the prompt's device, as plain decoding makes one.
+            device = walking[0].device
+            raw = verified.logits(places, nodes).to(copy=True, dtype=torch.float32, device=device)
+        else:
+            found = self._drawn_from(verified.screened, walking, verified.places(places, nodes))
+            if found is not None:
+                return found
+            raw = self._decisive(verified.screened, walking, verified.places(places, nodes))
         scores = self.select.process(walking, raw)
         self.recorder.tokens(walking, scores, raw)
         if drawn is None:
@@ -119,6 +126,33 @@ class Walk:
             else self.select.verify(one[0], found)
             for one, found in zip(scores.split(1), proposals, strict=True)
         ]
+
+    def _drawn_from(
+        self, screened: Screened, walking: Sequence[RowText], places: Sequence[int]
+    ) -> list[int] | None:
+        """The tokens, where they are drawn from all and the draws are known beforehand."""
+        temperature = self.select.temperature
+        if temperature is None:
+            return None
+        return self.dice.draw_by(
+            walking,
+            screened.near.shape[1],
+            lambda i, noise: screened.draw(places[i], noise, temperature),
+        )
+
+    def _decisive(
+        self, screened: Screened, walking: Sequence[RowText], places: Sequence[int]
+    ) -> torch.Tensor:
+        """float32 [rows, vocab_size]: the logits that their tokens are chosen from, others −inf;
+        all of them where that is not known."""
+        count, vocab_size = self.select.shortlist, screened.near.shape[1]
+        if not count:
+            return torch.stack([screened.whole(place).float() for place in places])
+        raw = screened.near.new_full((len(places), vocab_size), -torch.inf)
+        for line, row, place in zip(raw, walking, places, strict=True):
+            ids, logits = screened.logits(place, self.select.touched(row, vocab_size), count)
+            line[ids] = logits.float()
+        return raw
 
 
 def _follow(tree: TokenTree, path: Path, token: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from ..drafters.base import Drafter, DraftSession, Feedback, Float64Array, Target
 from ..host.ranks import require_whole
 from ..host.transformers_private import input_device
-from ..kernels.quantized_model import QuantizedModel, quantized_model
+from ..kernels.quantized import QuantizedWeight
+from ..kernels.quantized_model import quantized_model
+from ..kernels.reroute import standing_in
 from ..planning.acceptance import Calibrator
 from ..planning.cost_model import CostModel
 from ..system.locks import Lock
@@ -45,6 +47,10 @@ _LEAST_DRAFTED = 0.02
 _LEAST_EXPANDED = 0.08
 
 _MEMORY = 0.1  # share of a new draft in how likely a first choice is taken to be
+
+
+Weights = Mapping[int, QuantizedWeight]
+"""Of linear layers in eight bits, by the identity of the parameter."""
 
 
 class QuantizedSelf(Drafter):
@@ -79,9 +85,7 @@ class QuantizedSelf(Drafter):
         self.bits, self.max_levels, self.width = bits, max_levels, width
         self._calibrator = Calibrator(PRIORS)
         self._levels: dict[str, CostModel] = {}
-        self._models: weakref.WeakKeyDictionary[OwnForwards, QuantizedModel] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._weights: weakref.WeakKeyDictionary[OwnForwards, Weights] = weakref.WeakKeyDictionary()
         self._lock = Lock()
         self._certainty = 0.9  # of a first choice, lately
 
@@ -102,15 +106,15 @@ class QuantizedSelf(Drafter):
             )
         session = QuantizedSession(self, target, self._calibrator)
         if target.own is not None:
-            session.model = self._model_of(target.own.forwards, model)
+            session.weights = self._weights_of(target.own.forwards, model)
         return session
 
-    def _model_of(self, forwards: OwnForwards, model: Any) -> QuantizedModel:
-        """The weights as they are in this call, the same for all of its rows."""
+    def _weights_of(self, forwards: OwnForwards, model: Any) -> Weights:
+        """As they are in this call, the same for all of its rows."""
         with self._lock:
-            if forwards not in self._models:
-                self._models[forwards] = quantized_model(model)
-            return self._models[forwards]
+            if forwards not in self._weights:
+                self._weights[forwards] = quantized_model(model)
+            return self._weights[forwards]
 
     def propose_rows(self, sessions: Sequence[Any], budgets: Sequence[int]) -> list[TokenTree]:
         own = sessions[0].target.own
@@ -121,7 +125,7 @@ class QuantizedSelf(Drafter):
             for session, budget in zip(sessions, budgets, strict=True)
         ]
         if own.forwards.ready and not torch.is_autocast_enabled("cpu"):
-            with own.forwards.drafting(), sessions[0].model.serving():
+            with own.forwards.drafting(), standing_in(sessions[0].weights):
                 self._grow(own.forwards, growths)
         return [growth.tree() for growth in growths]
 
@@ -182,14 +186,14 @@ class QuantizedSession(DraftSession):
 
     Attributes:
         target: the model, as this text sees it.
-        model: its weights in eight bits; None in a call that nothing is drafted for.
+        weights: its own in eight bits; none in a call that nothing is drafted for.
         curve: seconds of a step by the tokens that it feeds; None while nobody has told.
     """
 
     def __init__(self, drafter: QuantizedSelf, target: Target, calibrator: Calibrator) -> None:
         self._drafter = drafter
         self.target = target
-        self.model: QuantizedModel | None = None
+        self.weights: Weights = {}
         self.curve: Callable[[int], Float64Array] | None = None
         self.calibration = calibrator.session()
 

@@ -50,6 +50,7 @@ class DraftingPolicy:
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        extra_memory: int | None = None,
         residual: bool = False,
         costs: CostModels | None = None,
     ):
@@ -58,6 +59,7 @@ class DraftingPolicy:
         self.planner = Planner(budget, max_nodes)
         self.reroute = reroute
         self.graphs = graphs
+        self.extra_memory = extra_memory
         self.residual = residual
         self.costs = CostModels() if costs is None else costs
         self._accounts: dict[CostKey, Account] = {}

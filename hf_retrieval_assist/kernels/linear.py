@@ -15,7 +15,7 @@ are verified beside it; neither is promised of the others.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .quantized import QuantizedWeight, quantized_linear
 from .skinny import MAX_ROWS, kernel_linear, routed_linear, set_chooser, skinny_linear
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
 if TYPE_CHECKING:
     from .skinny import LinearMethod
 
-__all__ = ["MAX_ROWS", "METHODS", "LinearTuning", "linear", "plain_linear"]
+__all__ = ["MAX_ROWS", "METHODS", "LinearTuning", "is_kernel", "linear", "plain_linear"]
 
 plain_linear = torch._C._nn.linear
 
@@ -120,6 +119,11 @@ class LinearTuning(Tuning):
         return METHODS[self.name(key, lambda: fastest_method(weight))]
 
 
+def is_kernel(weight: torch.Tensor) -> bool:
+    """Whether the kernel, whose bits do not depend on rows, serves a weight."""
+    return TUNING.choose(weight) is kernel_linear
+
+
 TUNING = LinearTuning()
 set_chooser(TUNING.choose, LEAST_ELEMENTS)
 
@@ -132,24 +136,28 @@ def linear(
     """
     if torch.compiler.is_compiling():
         return plain_linear(input, weight, bias)
-    quantized = _thread.weights.get(id(weight))
-    if quantized is not None:
-        return quantized_linear(input, quantized, bias)
+    stand_in = _thread.stand_ins.get(id(weight))
+    if stand_in is not None:
+        return stand_in(input, bias)
     return routed_linear(input, weight, bias)
 
 
+StandIn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(x, bias) -> `x @ weight.T + bias`, of the weight that it stands for, or nearly so."""
+
+
 class _Thread(threading.local):
-    weights: Mapping[int, QuantizedWeight] = MappingProxyType({})
+    stand_ins: Mapping[int, StandIn] = MappingProxyType({})
 
 
 _thread = _Thread()
 
 
-def quantized_weights() -> Mapping[int, QuantizedWeight]:
+def stand_ins() -> Mapping[int, StandIn]:
     """What stands for weights in this thread, by the identity of the parameter."""
-    return _thread.weights
+    return _thread.stand_ins
 
 
-def set_quantized_weights(weights: Mapping[int, QuantizedWeight]) -> None:
+def set_stand_ins(others: Mapping[int, StandIn]) -> None:
     """Let others stand for them."""
-    _thread.weights = weights
+    _thread.stand_ins = others

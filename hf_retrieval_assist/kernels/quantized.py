@@ -18,7 +18,7 @@ from .skinny import INT8_GROUP, int8_linear, pack_int8
 __all__ = ["QuantizedWeight", "QuantizedWeights", "quantized_linear"]
 
 # So many elements, evenly spread over a weight, tell whether it has been written to unnoticed.
-SAMPLED = 4096
+SAMPLED = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,10 @@ class QuantizedWeight:
         """The memory it takes, in bytes."""
         parts = (self.values, self.factors, self.scales, self.left_out, self.norms)
         return sum(part.nbytes for part in parts)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See :func:`quantized_linear`."""
+        return quantized_linear(x, self, bias)
 
     def dequantized(self) -> torch.Tensor:
         """The matrix that its products are of, float32 [outputs, depth]."""
@@ -126,6 +130,7 @@ class QuantizedWeights:
     def __init__(self) -> None:
         self._lock = Lock()
         self._of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._uses: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._of_state: WeakValueDictionary[_State, QuantizedWeight] = WeakValueDictionary()
 
     def of(self, weight: torch.Tensor) -> QuantizedWeight:
@@ -142,9 +147,22 @@ class QuantizedWeights:
             packed = self._of_state.get(state)
             if packed is None:
                 self._of_tensor.pop(weight, None)  # its old copy makes room first
+                self._uses.pop(weight, None)
                 packed = self._of_state[state] = QuantizedWeight.pack(weight)
             self._of_tensor[weight] = (state, packed)
             return packed
+
+    def knows(self, weight: torch.Tensor) -> bool:
+        """Whether the weight, as it is now, was packed already."""
+        with self._lock:
+            return _state_of(weight) in self._of_state
+
+    def count_use(self, weight: torch.Tensor) -> int:
+        """Count a time when a weight's copy would have been of use; how many there were."""
+        with self._lock:
+            uses: int = self._uses.get(weight, 0) + 1
+            self._uses[weight] = uses
+            return uses
 
     def nbytes(self) -> int:
         """The memory that all copies take, in bytes."""

@@ -17,7 +17,7 @@ thirds of that. A model that comes compiled is served as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .linear import linear, plain_linear, quantized_weights, set_quantized_weights
+from .linear import StandIn, linear, plain_linear, set_stand_ins, stand_ins
 from .scopes import Exchange, innermost, leave_to, settle
 from .skinny import route_depth, set_route_depth
 
-__all__ = ["all_scopes_left", "reroute", "tune_linears"]
+__all__ = ["all_scopes_left", "reroute", "standing_in", "tune_linears"]
 
 
 def _put() -> None:
@@ -59,12 +59,12 @@ def all_scopes_left() -> Iterator[None]:
     Python may raise KeyboardInterrupt before the first line of a scope's `__exit__`. Such a scope
     would go on for ever, and later forwards of the thread would be taken for those inside of it.
     """
-    depth, scope, weights = route_depth(), innermost(), quantized_weights()
+    depth, scope, outer = route_depth(), innermost(), stand_ins()
     try:
         yield
     finally:
         leave_to(scope)
-        set_quantized_weights(weights)
+        set_stand_ins(outer)
         _go_to_depth(depth)
 
 
@@ -115,6 +115,24 @@ class reroute:  # noqa: N801, a context manager reads as a verb
     ) -> None:
         if (depth := self._outer.pop()) is not None:
             _go_to_depth(depth)
+
+
+@contextmanager
+def standing_in(others: Mapping[int, StandIn]) -> Iterator[None]:
+    """Scope in which `others`, and nothing else, stand for weights of this thread's linear layers.
+
+    They are called for what `torch.nn.functional.linear` is given with a weight of that identity.
+    Nothing is stored on the model, and other threads see nothing of it. Inside a mode that watches
+    operators it does nothing, as `reroute`.
+    """
+    outer = stand_ins()
+    with reroute():
+        try:
+            if not is_observed():
+                set_stand_ins(others)
+            yield
+        finally:
+            set_stand_ins(outer)
 
 
 def tune_linears(model: torch.nn.Module) -> None:

@@ -9,13 +9,15 @@ win; their logits alone are computed in full, by the kernel that would have comp
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
 from .quantized import QuantizedWeight, quantized_linear
 from .skinny import skinny_linear
 
-__all__ = ["Screen"]
+__all__ = ["Screen", "Screened", "largest"]
 
 # A row of weights or of x whose norm is greater, or a row of x whose norm is less, might overflow
 # or underflow on the way; it is computed in full.
@@ -30,6 +32,12 @@ MOST_CANDIDATES = 1 / 16
 # probability that is less than the greatest by so much may be rounded to zero.
 CERTAIN_LEAD = 1e-4
 CERTAIN_DEPTH = 80.0
+
+# From here on the largest of a row are looked for in blocks, of which few are looked into.
+_BLOCK = 512
+_LEAST_BLOCKS = 8
+
+_Bounds: TypeAlias = tuple[torch.Tensor, float, torch.Tensor]
 
 
 class Screen:
@@ -49,49 +57,91 @@ class Screen:
     def __init__(self, weight: torch.Tensor, packed: QuantizedWeight) -> None:
         if weight.shape != packed.shape:
             raise ValueError(f"packed: expected {list(weight.shape)}, got {list(packed.shape)}")
-        self._weight = weight.detach()
-        self._packed = packed
-        # What rounding x to 16 bits adds to an approximation, and summing in float32 to both.
-        depth = packed.depth
-        rounding = 1.01 * math.sqrt(depth) / 65534 + (2 * depth + 64) * 2.0**-24
-        norms, left_out = packed.norms, packed.left_out
-        bounds = (left_out + rounding * (norms + left_out)) * (1 + 2.0**-20)
-        self._bounds = bounds.masked_fill_(~(norms < MOST_NORM), math.inf)
+        self.weight = weight.detach()
+        self.packed = packed
+        # Of a row of x of norm 1.
+        self.bounds, self.most_bound, self.unknown = _bounds_of(packed)
+
+    def look(self, x: torch.Tensor) -> Screened:
+        """What eight bits tell of rows of x, [n, depth] of the weight's dtype."""
+        return Screened(self, x)
+
+
+class Screened:
+    """Rows of x before an output layer; of each, the logits that matter can be asked for.
+
+    Attributes:
+        near: float32 [n, tokens], approximate logits; what is not known to be finite is 0.
+    """
+
+    def __init__(self, screen: Screen, x: torch.Tensor) -> None:
+        self._screen = screen
+        self._x = x
+        self.near = quantized_linear(x.float(), screen.packed)
+        if len(screen.unknown):
+            self.near[:, screen.unknown] = 0.0
+        # Rounded up.
+        self._norms = (x.double().norm(dim=1) * (1 + 2.0**-20)).tolist()
+
+    def whole(self, row: int) -> torch.Tensor:
+        """All logits of a row, [tokens] of x's dtype."""
+        return skinny_linear(self._x[row], self._screen.weight)
 
     def logits(
-        self, x: torch.Tensor, also: torch.Tensor | None = None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The tokens that may have the greatest logit, for each row of x.
+        self, row: int, also: torch.Tensor | None = None, count: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens that may be among the greatest of a row.
 
         Args:
-            x: [n, depth] of the weight's dtype.
             also: int64 [m], tokens whose logits somebody is going to change: they are among those
                 returned, and the others are those that may be the greatest without them.
+            count: how many of the greatest, equals of the last one included.
 
         Returns:
-            for each row, token ids in ascending order, int64, and their logits in x's dtype.
+            token ids in ascending order, int64, and their logits in x's dtype.
         """
-        approximate, norms = self._approximate(x)
-        rows = zip(x, approximate, norms.tolist(), strict=True)
-        return [self._reaching(row, near, norm, also) for row, near, norm in rows]
+        screen, near, norm = self._screen, self.near[row], self._norms[row]
+        count += len(screen.unknown)
+        lacking = 0 if also is None else len(also)
+        if not LEAST_NORM < norm < MOST_NORM or count + lacking >= len(near):
+            return torch.arange(len(near)), self.whole(row)
+        others = near
+        if lacking:
+            others = near.clone()
+            others[also] = -math.inf
+        norm *= 1 + 2.0**-20
+        found, ids = largest(others[None], count)
+        lower = found[0] - screen.bounds[ids[0]] * norm
+        least = _rounded_down(lower.min() - LEAST_MARGIN, self._x.dtype)
+        # Few reach it with the greatest bound of all tokens, and fewer with their own.
+        ids = (others >= least - screen.most_bound * norm - LEAST_MARGIN).nonzero()[:, 0]
+        ids = ids[others[ids] + screen.bounds[ids] * norm + LEAST_MARGIN >= least]
+        if lacking or len(screen.unknown):
+            more = [screen.unknown] if also is None else [screen.unknown, also]
+            ids = torch.cat([ids, *more]).unique()
+        return self._some(row, ids)
 
-    def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """int64 [n]: the first token of the greatest logit for each row of x [n, depth].
+    def _some(self, row: int, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(ids) > MOST_CANDIDATES * self.near.shape[1]:
+            return torch.arange(self.near.shape[1]), self.whole(row)
+        return ids, skinny_linear(self._x[row], self._screen.weight[ids])
+
+    def argmax(self, row: int) -> int:
+        """The first token of the greatest logit of a row.
 
         As `torch.argmax` of all logits would, it takes a NaN for the greatest.
         """
-        chosen = [ids[logits.argmax()] for ids, logits in self.logits(x)]
-        return torch.stack(chosen) if chosen else torch.empty(0, dtype=torch.int64)
+        ids, logits = self.logits(row)
+        return int(ids[logits.argmax()])
 
-    def draw(self, x: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        """int64 [n]: the token of the greatest p / noise, with p = softmax(logits / temperature).
+    def draw(self, row: int, noise: torch.Tensor, temperature: float = 1.0) -> int:
+        """The token of the greatest p / noise, with p = softmax(logits / temperature).
 
         So `torch.multinomial` draws one token where `noise` is what it takes from the generator.
         Where rounding could decide between two tokens, the whole layer is computed.
 
         Args:
-            x: [n, depth] of the weight's dtype.
-            noise: float32 [n, tokens], positive, of the exponential distribution.
+            noise: float32 [tokens], positive, of the exponential distribution.
             temperature: positive.
 
         Raises:
@@ -99,64 +149,17 @@ class Screen:
         """
         if not temperature > 0:
             raise ValueError(f"temperature: expected a positive number, got {temperature}")
-        approximate, norms = self._approximate(x)
-        drawn = [
-            self._draw_one(x[i], approximate[i], norms[i].item(), noise[i], temperature)
-            for i in range(len(x))
-        ]
-        return torch.tensor(drawn, dtype=torch.int64)
-
-    def _approximate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits from eight bits, float32 [n, tokens], and the norms of x, rounded up."""
-        norms = x.double().norm(dim=1) * (1 + 2.0**-20)
-        return quantized_linear(x.float(), self._packed), norms
-
-    def _margins(self, norm: float) -> torch.Tensor | None:
-        """How far a logit may lie from its approximation, float32 [tokens]; None: anywhere."""
-        if not LEAST_NORM < norm < MOST_NORM:
-            return None
-        return self._bounds * (norm * (1 + 2.0**-20)) + LEAST_MARGIN
-
-    def _all(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.arange(len(self._weight)), skinny_linear(row, self._weight)
-
-    def _some(self, row: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(ids) > MOST_CANDIDATES * len(self._weight):
-            return self._all(row)
-        return ids, skinny_linear(row, self._weight[ids])
-
-    def _reaching(
-        self, row: torch.Tensor, near: torch.Tensor, norm: float, also: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        margins = self._margins(norm)
-        if margins is None:
-            return self._all(row)
-        lower, upper = near - margins, near + margins
-        if also is not None:
-            lower[also], upper[also] = -math.inf, math.inf
-        least = _rounded_down(lower.nan_to_num(nan=-math.inf).amax(), row.dtype)
-        # What is not below is above, or NaN, which is not known to be below.
-        return self._some(row, (upper < least).logical_not_().nonzero()[:, 0])
-
-    def _draw_one(
-        self,
-        row: torch.Tensor,
-        near: torch.Tensor,
-        norm: float,
-        noise: torch.Tensor,
-        temperature: float,
-    ) -> int:
-        margins = self._margins(norm)
-        if margins is not None:
+        screen, near, norm = self._screen, self.near[row], self._norms[row]
+        if LEAST_NORM < norm < MOST_NORM and not len(screen.unknown):
+            margins = screen.bounds * (norm * (1 + 2.0**-20)) + LEAST_MARGIN
             gains = noise.log().neg_()
             middle = near / temperature + gains
             # Rounding of the lines above, and of the logit to its dtype.
-            spread = margins + near.abs() * torch.finfo(row.dtype).eps
+            spread = margins + near.abs() * torch.finfo(self._x.dtype).eps
             spread = spread / temperature + middle.abs() * 2.0**-20 + gains.abs() * 2.0**-20
-            lower = (middle - spread).nan_to_num(nan=-math.inf)
-            ids = (middle + spread < lower.amax()).logical_not_().nonzero()[:, 0]
+            ids = (middle + spread >= (middle - spread).amax()).nonzero()[:, 0]
             # The greatest logit tells how small a probability is.
-            peak = (near - margins).nan_to_num(nan=-math.inf).amax().item() / temperature
+            peak = (near - margins).amax().item() / temperature
             ids, logits = self._some(row, ids)
             scores = logits.double() / temperature + gains[ids].double()
             best = scores.topk(min(2, len(scores)))
@@ -168,8 +171,26 @@ class Screen:
             deep = logit < peak - CERTAIN_DEPTH
             if lead > CERTAIN_LEAD and logit < math.inf and not deep:
                 return int(ids[first])
-        logits = skinny_linear(row, self._weight)
-        return int((torch.softmax(logits.float() / temperature, -1) / noise).argmax())
+        return int((torch.softmax(self.whole(row).float() / temperature, -1) / noise).argmax())
+
+
+_known_bounds: WeakKeyDictionary[QuantizedWeight, _Bounds] = WeakKeyDictionary()
+
+
+def _bounds_of(packed: QuantizedWeight) -> _Bounds:
+    """How far logits may lie from their approximations, float32 [tokens], for x of norm 1; the
+    greatest of these; int64 [m], the tokens of which nothing is known, whose bounds are 0."""
+    known = _known_bounds.get(packed)
+    if known is not None:
+        return known
+    # What rounding x to 16 bits adds to an approximation, and summing in float32 to both.
+    rounding = 1.01 * math.sqrt(packed.depth) / 65534 + (2 * packed.depth + 64) * 2.0**-24
+    bounds = packed.left_out + rounding * (packed.norms + packed.left_out)
+    unfit = ~(packed.norms < MOST_NORM)
+    bounds = (bounds * (1 + 2.0**-20)).masked_fill_(unfit, 0.0)
+    most = float(bounds.max()) if len(bounds) else 0.0
+    known = _known_bounds[packed] = bounds, most, unfit.nonzero()[:, 0]
+    return known
 
 
 def _rounded_down(value: torch.Tensor, dtype: torch.dtype) -> float:
@@ -177,3 +198,24 @@ def _rounded_down(value: torch.Tensor, dtype: torch.dtype) -> float:
     info = torch.finfo(dtype)
     rounded = min(value.to(dtype).item(), info.max)
     return rounded - abs(rounded) * info.eps - info.smallest_normal
+
+
+def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `torch.topk` of contiguous [rows, columns], for few of many columns, in less time."""
+    rows, columns = scores.shape
+    count = min(count, columns)
+    blocks = columns // _BLOCK
+    if blocks < _LEAST_BLOCKS or blocks < count:
+        found = scores.topk(count, dim=-1)
+        return found.values, found.indices
+    cut = blocks * _BLOCK
+    parts = scores[:, :cut].view(rows, blocks, _BLOCK)
+    best = parts.amax(dim=-1).topk(count, dim=-1).indices
+    among = parts.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
+    inside = torch.arange(_BLOCK, device=scores.device)
+    ids = (best[:, :, None] * _BLOCK + inside).flatten(1)
+    if cut < columns:
+        rest = torch.arange(cut, columns, device=scores.device).expand(rows, -1)
+        among, ids = torch.cat([among, scores[:, cut:]], 1), torch.cat([ids, rest], 1)
+    found = among.topk(count, dim=-1)
+    return found.values, ids.gather(1, found.indices)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.screen import Screened
 from .top_logits import ComputedTop, TopLogits
 
 
@@ -29,9 +30,11 @@ class Verified:
         typical: whether the forward took the time that others like it will take.
         width: tokens fed per row, or of all packed rows.
         roots: the place of each row's root among the tokens of all rows, row by row.
+        screened: what tells the logits exactly, where they are approximations.
     """
 
     typical = True
+    screened: Screened | None = None
 
     def __init__(self, logits: torch.Tensor, roots: Sequence[int], outputs: Any):
         self.outputs = outputs
@@ -43,13 +46,14 @@ class Verified:
 
     def logits(self, rows: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
         """[rows, vocab_size] behind one fed token of each of these rows."""
-        places = self._places(rows, nodes)
+        places = self.places(rows, nodes)
         step = places[1] - places[0] if len(places) > 1 else 1
         if step > 0 and places == [*range(places[0], places[-1] + 1, step)]:
             return self._logits[places[0] : places[-1] + 1 : step]
         return self._logits[places]
 
-    def _places(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    def places(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        """The places of fed tokens, one of each of these rows, among the tokens of all rows."""
         return [self.roots[row] + node for row, node in zip(rows, nodes, strict=True)]
 
     def of_row(self, row: int, nodes: int) -> torch.Tensor:
@@ -69,11 +73,13 @@ class Verified:
 
     def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
         """The most probable token behind one fed token of each of these rows."""
+        if self.screened is not None:
+            return [self.screened.argmax(place) for place in self.places(rows, nodes)]
         if self._logits.device.type == "cpu":
             # A token's logits cost as much as the walk saves by not looking at them.
             return self.logits(rows, nodes).argmax(dim=-1).tolist()
         best = self._find_best()
-        return [best[place] for place in self._places(rows, nodes)]
+        return [best[place] for place in self.places(rows, nodes)]
 
     def _find_best(self) -> list[int]:
         if self._best is None:

@@ -10,8 +10,9 @@ import transformers
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from hf_retrieval_assist.decoding import dice as module
-from hf_retrieval_assist.decoding.dice import Dice, RowForesight, draws_by_quotients, largest
+from hf_retrieval_assist.decoding.dice import Dice, RowForesight, draws_by_quotients
 from hf_retrieval_assist.decoding.selection import TokenSelector
+from hf_retrieval_assist.kernels.screen import largest
 from hf_retrieval_assist.row_text import RowText
 from tests.decoding.test_batches import late_token, padded
 from tests.lossless import NEW_TOKENS, build, knowing, run

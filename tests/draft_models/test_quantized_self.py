@@ -16,7 +16,7 @@ from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant
 from hf_retrieval_assist.draft_models import quantized_self as module
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.kernels import quantized_model
-from hf_retrieval_assist.kernels.linear import quantized_weights
+from hf_retrieval_assist.kernels.linear import stand_ins
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
 from tests.decoding.test_batches import padded
 from tests.decoding.test_conversations import Interrupt, InterruptedForward
@@ -167,7 +167,7 @@ def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name: str, forwards: 
     with pytest.raises(Interrupt), InterruptedForward(model, forwards):
         run(model, max_new_tokens=NEW, past_key_values=cache, assistant=drafting)
     assert F.linear is torch._C._nn.linear
-    assert not quantized_weights()
+    assert not stand_ins()
     held = plain[:, : max(PROMPT.shape[1], cache.get_seq_length() + 1)]
     rest = NEW - (held.shape[1] - PROMPT.shape[1])
     again = run(model, held, max_new_tokens=rest, past_key_values=cache, assistant=drafting)
@@ -237,7 +237,7 @@ def test_other_threads_and_models_compute_as_always(llama: Any) -> None:
     expected_other = other(PROMPT).logits
 
     def look(*_: Any) -> None:
-        if not quantized_weights():
+        if not stand_ins():
             return
         thread = threading.Thread(target=lambda: results.append(llama.model(PROMPT)[0]))
         thread.start()
@@ -269,7 +269,7 @@ def test_adapters_stay_as_they_are() -> None:
         plain = run(model, max_new_tokens=NEW)
         assert torch.equal(run(model, max_new_tokens=NEW, assistant=drafting), plain)
     small = {id(p) for n, p in model.named_parameters() if "lora" in n}
-    assert not small & quantized_model.quantized_model(model).weights.keys()
+    assert not small & quantized_model.quantized_model(model).keys()
 
 
 def test_it_drafts_beside_retrieval_in_every_preset(llama: Any) -> None:

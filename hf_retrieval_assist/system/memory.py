@@ -1,0 +1,33 @@
+"""How much memory there is for what would only make things faster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")
+
+# Of the memory that is free, what copies of weights may take where nobody has said.
+_SHARE = 8
+
+
+def may_take(nbytes: int, limit: int | None) -> bool:
+    """Whether copies of so many bytes fit a limit; None: an eighth of the memory that is free."""
+    return nbytes <= (free_memory() // _SHARE if limit is None else limit)
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take without anything being swapped out or killed; 0 where
+    the system does not say (it does on Linux)."""
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+        fields = dict(line.split(":", 1) for line in lines)
+        free = 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError, IndexError):
+        return 0
+    try:
+        limit = int((_GROUP / "memory.max").read_text())  # "max": none, a ValueError
+        taken = int((_GROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return max(0, min(free, limit - taken))

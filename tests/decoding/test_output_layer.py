@@ -1,0 +1,278 @@
+"""Calls whose output layer is read in eight bits: the same tokens and the same random numbers."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.decoding import output_layer
+from hf_retrieval_assist.decoding.selection import TokenSelector
+from hf_retrieval_assist.kernels.quantized_model import WEIGHTS
+from hf_retrieval_assist.kernels.reroute import reroute
+from hf_retrieval_assist.kernels.screen import Screened
+from hf_retrieval_assist.system import memory
+from tests.decoding.test_batches import padded
+from tests.lossless import PROMPT, build, knowing, run
+
+# Large enough for the kernels.
+TOKENS, HIDDEN = 4096, 64
+
+SAMPLED = {"do_sample": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "repetition penalty": {"repetition_penalty": 1.4},
+    "bans": {
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[7], [5, 9], [4000]],
+        "suppress_tokens": [3, 80],
+        "begin_suppress_tokens": [11],
+    },
+    "bias": {"sequence_bias": {(17,): 4.0, (5, 9): -3.0, (4095,): 2.5}},
+    "length": {"min_new_tokens": 9, "eos_token_id": [5, 9, 33, 21, 60, 7, 44]},
+    "top-k": {**SAMPLED, "top_k": 30, "temperature": 0.8},
+    "top-k and more": {
+        **{**SAMPLED, "top_k": 50, "top_p": 0.8, "typical_p": 0.9, "min_p": 0.01},
+        "repetition_penalty": 1.2,
+    },
+    "temperature": {**SAMPLED, "top_k": 0, "temperature": 1.0},
+    "hot": {**SAMPLED, "top_k": 0, "temperature": 1.7},
+    "cold": {**SAMPLED, "top_k": 0, "temperature": 0.1},
+}
+# Of which no bound is known, so that all logits are computed.
+WHOLE: dict[str, dict[str, Any]] = {
+    "top-p": {**SAMPLED, "top_k": 0, "top_p": 0.9},
+    "scores": {"output_scores": True, "return_dict_in_generate": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_layer, "_PATIENCE", 1)
+
+
+def model_of(kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
+    model = build(kind, vocab_size=TOKENS, hidden_size=HIDDEN, tie_word_embeddings=False, **options)
+    # So that a token follows on the last one with some certainty, as in trained models.
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        weight = model.get_output_embeddings().weight
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return model_of()
+
+
+class Watch:
+    """Scope that counts the rows that were screened, and those of which all logits were asked."""
+
+    def __init__(self) -> None:
+        self.screened = self.whole = 0
+
+    def __enter__(self) -> Watch:
+        init, whole = Screened.__init__, Screened.whole
+
+        def look(found: Any, screen: Any, x: torch.Tensor) -> None:
+            self.screened += len(x)
+            init(found, screen, x)
+
+        def compute(found: Any, row: int) -> torch.Tensor:
+            self.whole += 1
+            return whole(found, row)
+
+        self._patches = [
+            mock.patch.object(Screened, "__init__", look),
+            mock.patch.object(Screened, "whole", compute),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+def both(model: Any, **options: Any) -> tuple[Watch, Assistant]:
+    """A call that has good drafts, equal to plain's in tokens and random state."""
+    plain, left = run(model, **options), torch.get_rng_state()
+    assistant = knowing(plain)
+    with Watch() as watch:
+        ours = run(model, **options, assistant=assistant)
+    assert torch.equal(torch.get_rng_state(), left)
+    if isinstance(plain, torch.Tensor):
+        assert torch.equal(ours, plain)
+    else:
+        assert torch.equal(ours.sequences, plain.sequences)
+        for found, expected in zip(ours.scores, plain.scores, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert assistant.stats.last.accepted > 0
+    return watch, assistant
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_output_is_plain(llama: Any, name: str) -> None:
+    watch, assistant = both(llama, **OPTIONS[name])
+    assert watch.screened >= assistant.stats.last.steps - 1
+    assert watch.whole == 0
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_all_logits_where_they_are_needed(llama: Any, name: str) -> None:
+    watch, _ = both(llama, **WHOLE[name])
+    assert watch.screened == 0
+
+
+@pytest.mark.parametrize("name", ["greedy", "top-k", "temperature"])
+def test_batches(llama: Any, name: str) -> None:
+    """Rows with padding that get on unequally and end early."""
+    options = {"do_sample": False, "max_new_tokens": 20} | OPTIONS[name]
+    torch.manual_seed(3)
+    free = llama.generate(**padded(4), **options)
+    options["eos_token_id"] = [int(free[0, 18 + 7]), int(free[2, 18 + 15])]
+    results = []
+    with Watch() as watch:
+        for keyword in ({}, {"assistant": SamAssistant(budget=4)}):
+            torch.manual_seed(3)
+            results.append(
+                (llama.generate(**padded(4), **options, **keyword), torch.get_rng_state())
+            )
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert watch.screened > 0
+
+
+def test_half_precision_rounds_as_plain_decoding_by_the_kernels() -> None:
+    model = model_of().bfloat16()
+    with mock.patch.object(output_layer, "is_kernel", return_value=True):
+        with reroute():
+            plain = run(model)
+        with Watch() as watch:
+            ours = run(model, assistant=knowing(plain))
+    assert torch.equal(ours, plain)
+    assert watch.screened > 0
+    with mock.patch.object(output_layer, "is_kernel", return_value=False), Watch() as watch:
+        run(model, assistant=SamAssistant())
+    assert watch.screened == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_logits_that_a_model_changes_in_place(mode: Any) -> None:
+    class Suppressing(transformers.LlamaForCausalLM):
+        @wraps(transformers.LlamaForCausalLM.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            with torch.no_grad():
+                output.logits[..., 100:].sub_(3.0)
+            return output
+
+    model = model_of(Suppressing)
+    with mode():
+        watch, _ = both(model)
+    assert watch.screened == 0
+
+
+def test_logits_that_are_scaled_or_capped() -> None:
+    model = model_of(transformers.Gemma2ForCausalLM, final_logit_softcapping=5.0)
+    assert both(model)[0].screened == 0
+
+
+def test_hooks_on_the_layer(llama: Any) -> None:
+    handle = llama.lm_head.register_forward_hook(lambda layer, args, output: output * -1)
+    try:
+        assert both(llama)[0].screened == 0
+    finally:
+        handle.remove()
+    assert both(llama)[0].screened > 0
+
+
+def test_a_model_that_changes_its_mind() -> None:
+    """Logits that are the layer's own behind the prompt, and not in later forwards."""
+
+    class Fickle(transformers.LlamaForCausalLM):
+        @wraps(transformers.LlamaForCausalLM.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            length = kwargs["past_key_values"].get_seq_length()
+            if length > PROMPT.shape[1] + 6:
+                output.logits = output.logits * 1.0
+            return output
+
+    assert both(model_of(Fickle))[0].screened > 0
+
+
+def test_packed_once_and_anew_for_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_layer, "_PATIENCE", 10)
+    model = model_of()
+    known = WEIGHTS.nbytes()
+    run(model, assistant=SamAssistant(), max_new_tokens=9)
+    assert WEIGHTS.nbytes() == known
+    assistant = SamAssistant()
+    run(model, assistant=assistant, max_new_tokens=9)
+    packed = WEIGHTS.nbytes()
+    assert packed > known
+    assert assistant.stats.last.seconds["pack"] > 0
+    assert both(model)[0].screened > 0
+    assert WEIGHTS.nbytes() == packed
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1.0)
+    watch, _ = both(model, max_new_tokens=9)  # computed in full until it has paid again
+    assert watch.screened == 0
+    run(model, assistant=SamAssistant())
+    run(model, assistant=SamAssistant())
+    assert both(model)[0].screened > 0
+
+
+def test_memory_is_the_users_to_give(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, known = model_of(), WEIGHTS.nbytes()
+    for limit in (0, HIDDEN * TOKENS):
+        run(model, assistant=SamAssistant(extra_memory=limit))
+        assert WEIGHTS.nbytes() == known
+    with mock.patch.object(memory, "free_memory", return_value=8 * HIDDEN * TOKENS):
+        run(model, assistant=SamAssistant())
+        assert WEIGHTS.nbytes() == known
+        run(model, assistant=SamAssistant(extra_memory=2 * HIDDEN * TOKENS))
+    assert 0 < WEIGHTS.nbytes() - known < 2 * HIDDEN * TOKENS
+    del model
+
+
+def test_free_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 << 20 < memory.free_memory() < 1 << 50
+    monkeypatch.setattr(memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    assert memory.free_memory() == 0
+    (tmp_path / "meminfo").write_text("MemTotal: 999 kB\nMemAvailable:  500 kB\n")
+    assert memory.free_memory() == 500 << 10
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("100000\n")
+    assert memory.free_memory() == 500 << 10
+    (tmp_path / "memory.max").write_text("300000\n")
+    assert memory.free_memory() == 200_000
+    assert memory.may_take(25_000, None)
+    assert not memory.may_take(25_001, None)
+
+
+def test_processors_that_are_not_known_leave_nothing_out() -> None:
+    class Own(transformers.LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+            return scores
+
+    def shortlist(*processors: Any, do_sample: bool = False) -> int:
+        return TokenSelector(transformers.LogitsProcessorList(processors), do_sample, 1).shortlist
+
+    top, warm = transformers.TopKLogitsWarper(20), transformers.TemperatureLogitsWarper(0.5)
+    assert shortlist() == 1
+    assert shortlist(Own()) == 0
+    assert shortlist(do_sample=True) == 0
+    assert shortlist(warm, do_sample=True) == 0
+    assert shortlist(warm, top, transformers.TopPLogitsWarper(0.5), do_sample=True) == 20
+    assert shortlist(transformers.TopPLogitsWarper(0.5), top, do_sample=True) == 0
+    assert shortlist(warm, top, Own(), do_sample=True) == 0
