@@ -249,9 +249,9 @@ class Generation:
         if not self.reroute.enabled or needed or not screens:
             return None
         layer = OutputLayer.of(self.model)
-        if layer is None or layer.is_packed or may_take(layer.nbytes, self.assistant.extra_memory):
-            return layer
-        return None
+        if layer is None or not may_take(layer.extra_bytes, self.assistant.extra_memory):
+            return None
+        return layer
 
     def _watch_output_layer(self, verifier: Verifier, logits: torch.Tensor) -> None:
         """Screen forwards to come, if the prompt's has shown nothing against it."""

@@ -58,9 +58,9 @@ class OutputLayer:
         return cls(weight)
 
     @property
-    def nbytes(self) -> int:
-        """What its copy in eight bits takes, nearly."""
-        return self._weight.numel() * 17 // 16
+    def extra_bytes(self) -> int:
+        """What its copy in eight bits will take, nearly; 0 where there is one already."""
+        return 0 if self.is_packed else self._weight.numel() * 17 // 16
 
     @property
     def is_packed(self) -> bool:

@@ -12,8 +12,14 @@ _SHARE = 8
 
 
 def may_take(nbytes: int, limit: int | None) -> bool:
-    """Whether copies of so many bytes fit a limit; None: an eighth of the memory that is free."""
-    return nbytes <= (free_memory() // _SHARE if limit is None else limit)
+    """Whether copies of so many bytes more may be used under a limit.
+
+    Args:
+        limit: None: an eighth of the memory that is free; 0: no copies, those of others included.
+    """
+    if limit is None:
+        return nbytes == 0 or nbytes <= free_memory() // _SHARE
+    return 0 < limit >= nbytes
 
 
 def free_memory() -> int:

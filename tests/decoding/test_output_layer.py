@@ -233,7 +233,7 @@ def test_packed_once_and_anew_for_other_weights(monkeypatch: pytest.MonkeyPatch)
 
 def test_memory_is_the_users_to_give(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, known = model_of(), WEIGHTS.nbytes()
-    for limit in (0, HIDDEN * TOKENS):
+    for limit in (0, HIDDEN * TOKENS):  # without the scales
         run(model, assistant=SamAssistant(extra_memory=limit))
         assert WEIGHTS.nbytes() == known
     with mock.patch.object(memory, "free_memory", return_value=8 * HIDDEN * TOKENS):
@@ -241,7 +241,10 @@ def test_memory_is_the_users_to_give(llama: Any, monkeypatch: pytest.MonkeyPatch
         assert WEIGHTS.nbytes() == known
         run(model, assistant=SamAssistant(extra_memory=2 * HIDDEN * TOKENS))
     assert 0 < WEIGHTS.nbytes() - known < 2 * HIDDEN * TOKENS
-    del model
+    for limit, uses in ((0, False), (1, True), (None, True)):
+        with Watch() as watch:
+            run(model, assistant=SamAssistant(extra_memory=limit))
+        assert bool(watch.screened) == uses
 
 
 def test_free_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
