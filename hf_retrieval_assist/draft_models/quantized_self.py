@@ -48,6 +48,15 @@ _LEAST_EXPANDED = 0.08
 
 _MEMORY = 0.1  # share of a new draft in how likely a first choice is taken to be
 
+# A draft has to promise this much more tokens per second than a step without, since neither time
+# nor certainty is known exactly. Where it does not, one level is tried in so many steps: forwards
+# take longer behind longer texts, and levels were perhaps timed while the machine was busy.
+_MARGIN = 1.05
+_TRIAL_PERIOD = 64
+
+# What a level takes, by the nodes that it feeds; of models by their fingerprints.
+_prices: dict[str, CostModel] = {}
+
 
 Weights = Mapping[int, QuantizedWeight]
 """Of linear layers in eight bits, by the identity of the parameter."""
@@ -84,7 +93,7 @@ class QuantizedSelf(Drafter):
                 raise ValueError(f"{label}: expected at least 1, got {value}")
         self.bits, self.max_levels, self.width = bits, max_levels, width
         self._calibrator = Calibrator(PRIORS)
-        self._levels: dict[str, CostModel] = {}
+        self._refusals = 0
         self._weights: weakref.WeakKeyDictionary[OwnForwards, Weights] = weakref.WeakKeyDictionary()
         self._lock = Lock()
         self._certainty = 0.9  # of a first choice, lately
@@ -137,7 +146,7 @@ class QuantizedSelf(Drafter):
         for depth in range(self.max_levels):
             open_rows = [growth for growth in growths if growth.left(depth, self.max_levels)]
             left = max((growth.left(depth, self.max_levels) for growth in open_rows), default=0)
-            if not left or not (depth == 0 or self._pays(growths, price, spent, left)):
+            if not left or not self._goes_on(growths, price, spent, left):
                 break
             started = time.perf_counter()
             first = forwards.columns
@@ -156,7 +165,18 @@ class QuantizedSelf(Drafter):
     def _price(self, fingerprint: str) -> CostModel:
         """What a level takes, by the nodes that it feeds."""
         with self._lock:
-            return self._levels.setdefault(fingerprint, CostModel())
+            return _prices.setdefault(fingerprint, CostModel())
+
+    def _goes_on(
+        self, growths: Sequence[_Growth], price: CostModel, spent: float, further: int
+    ) -> bool:
+        """Whether another level is worth its time; while nobody knows that, one tells."""
+        if spent == 0.0 and not price.timed:
+            return True
+        if price.timed and self._pays(growths, price, spent, further):
+            return True
+        self._refusals += spent == 0.0
+        return spent == 0.0 and self._refusals % _TRIAL_PERIOD == 0
 
     def _pays(
         self, growths: Sequence[_Growth], price: CostModel, spent: float, further: int
@@ -176,7 +196,7 @@ class QuantizedSelf(Drafter):
             steps = np.outer(self._certainty ** np.arange(1, more + 1), best).ravel()
             probs = np.sort(np.concatenate([drafted, steps]))[::-1]
             tokens = np.concatenate([[rows], probs]).cumsum()
-            if float((tokens / (seconds[: len(tokens)] + more * level)).max()) > now:
+            if float((tokens / (seconds[: len(tokens)] + more * level)).max()) > _MARGIN * now:
                 return True
         return False
 
@@ -245,7 +265,10 @@ class _Growth:
     @property
     def best(self) -> float:
         """How likely the best node to be fed next is reached."""
-        return max((self.probs[node] for node in self.frontier), default=0.0)
+        return max((self._reached(node) for node in self.frontier), default=0.0)
+
+    def _reached(self, node: int) -> float:
+        return 1.0 if node < 0 else self.probs[node]
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first level to this one."""
@@ -276,7 +299,7 @@ class _Growth:
         rates = self.session.calibration.rates(classes.ravel()).reshape(classes.shape)
         added: list[int] = []
         for place, parent in enumerate(self.frontier):
-            reached = 1.0 if parent < 0 else self.probs[parent]
+            reached = self._reached(parent)
             self.certainty.append(float(rates[place, 0]))
             for choice in range(ids.shape[1]):
                 prob = reached * float(rates[place, choice])

@@ -324,6 +324,8 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     price = {"level": 0.0}
 
     class Fixed:
+        timed = True
+
         def seconds(self, nodes: int) -> float:
             return price["level"]
 
@@ -331,10 +333,11 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
             pass
 
     monkeypatch.setattr(module, "CostModel", Fixed)
+    monkeypatch.setattr(module, "_prices", {})
     return price
 
 
-@pytest.mark.parametrize(("level", "least", "most"), [(1e-4, 4, 8), (1.0, 1, 1)])
+@pytest.mark.parametrize(("level", "least", "most"), [(1e-4, 4, 8), (1.0, 0, 0)])
 def test_a_draft_grows_while_a_level_pays(
     llama: Any, priced: dict[str, float], level: float, least: int, most: int
 ) -> None:
@@ -354,6 +357,31 @@ def test_a_draft_grows_while_a_level_pays(
     drafter.propose_rows = propose  # type: ignore[method-assign]
     run(llama, assistant=Assistant([drafter], budget=16), max_new_tokens=NEW)
     assert least <= max(depths) <= most
+
+
+def test_what_a_level_takes_is_tried_now_and_then(
+    llama: Any, priced: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it was dear, one level in so many steps; where nobody knows, one."""
+    priced["level"] = 1.0
+    monkeypatch.setattr(module, "_TRIAL_PERIOD", 4)
+    depths = []
+    original = QuantizedSelf.propose_rows
+
+    def propose(drafter: Any, sessions: Any, budgets: Any) -> Any:
+        for session in sessions:
+            session.see_cost(lambda n: np.full(n, 0.01))
+        drafts = original(drafter, sessions, budgets)
+        depths.append(int(drafts[0].depths.max(initial=0)))
+        return drafts
+
+    monkeypatch.setattr(QuantizedSelf, "propose_rows", propose)
+    run(llama, assistant=Assistant([QuantizedSelf()], budget=16), max_new_tokens=NEW)
+    assert depths[:8] == [0, 0, 0, 1, 0, 0, 0, 1]
+    depths.clear()
+    monkeypatch.setattr(module.CostModel, "timed", False)
+    run(llama, assistant=Assistant([QuantizedSelf()], budget=16), max_new_tokens=NEW)
+    assert depths[:4] == [1, 1, 1, 1]
 
 
 def test_close_choices_fork_and_clear_ones_do_not() -> None:
