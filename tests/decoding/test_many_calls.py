@@ -80,7 +80,7 @@ def later(pieces, name):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="it reads /proc")
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("max_bytes", [SMALL, 256 << 20])
+@pytest.mark.parametrize("max_bytes", [SMALL, pytest.param(256 << 20, marks=pytest.mark.slow)])
 def test_work_and_memory_stay_level(max_bytes, count):
     model = build(LlamaForCausalLM, num_hidden_layers=1)
     assistant = SamAssistant(memory=OutputMemory(max_bytes), budget=8)

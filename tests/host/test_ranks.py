@@ -84,7 +84,13 @@ def lacking(case):
     return ""
 
 
-@pytest.mark.parametrize("case", CASES)
+# Each starts two interpreters; these take the longest, and others run most of the same code.
+LONG = ("distributed_config", "offloaded", "own_batches")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in LONG else ()) for case in CASES]
+)
 def test_two_processes(case, folder, tmp_path):
     if reason := lacking(case):
         pytest.skip(reason)
