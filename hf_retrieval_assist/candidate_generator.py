@@ -67,7 +67,7 @@ class RetrievalCandidateGenerator(CandidateGenerator):
         """
         if len(input_ids) != 1:
             raise ValueError(f"input_ids: expected one row, got {len(input_ids)}")
-        text = input_ids[0].tolist()
+        text = self.target.known(input_ids[0].cpu()).tolist()
         if self._session is None:
             self._start(text)
         self._commit(text)
@@ -80,7 +80,7 @@ class RetrievalCandidateGenerator(CandidateGenerator):
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
     ) -> None:
         """Learn from the loop's verdict, int64 [1, length] being the text after it."""
-        self._commit(input_ids[0].tolist())
+        self._commit(self.target.known(input_ids[0].cpu()).tolist())
 
     def close(self) -> None:
         """Release the draft session; a next text starts a new one."""

@@ -135,7 +135,7 @@ class _Text:
     """What a request's drafters know of its text."""
 
     def __init__(self, assistant: Assistant, target: Target, state: Any):
-        prompt = np.array(state.initial_tokens, np.int32)
+        prompt = target.known(state.initial_tokens)
         self.session: AssistantSession = assistant.start(prompt, target)
         self.counts = CallStats(tier="continuous batching", calls=1)
         self.known = len(prompt)

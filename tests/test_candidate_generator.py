@@ -112,3 +112,15 @@ def test_example(capsys):
     example = Path(__file__).parents[1] / "examples" / "candidate_generator.py"
     runpy.run_path(str(example), run_name="__main__")
     assert "same tokens: True" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("placeholder", [-200, 2**31 + 5])
+def test_placeholders_are_drafted_behind(placeholder):
+    text = torch.tensor([[5, 9, placeholder, 7, 44, 5, 9, placeholder]])
+    generator = RetrievalCandidateGenerator(SuffixAssistant(budget=4), Target(67))
+    candidates, _ = generator.get_candidates(text)
+    assert torch.equal(candidates[:, :8], text)
+    longer = torch.cat([text, torch.tensor([[7]])], dim=1)
+    generator.update_candidate_strategy(longer, None, 1)
+    candidates, _ = generator.get_candidates(longer)
+    assert candidates[0, 9:11].tolist() == [44, 5]

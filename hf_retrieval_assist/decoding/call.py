@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import (
     GenerationConfig,
@@ -83,11 +82,11 @@ class Call:
 
     @cached_property
     def prompts(self) -> list[Int32Array]:
-        """int32 [length] for each row, without padding."""
+        """int32 [length] for each row, without padding, as drafters are told them."""
         rows = strip_padding(self.input_ids, self.model_kwargs.get("attention_mask"))
-        return [ids.cpu().numpy().astype(np.int32) for ids in rows]
+        return [self.target.known(ids.cpu()) for ids in rows]
 
-    @property
+    @cached_property
     def target(self) -> Target:
         """What is told to drafters of the model."""
         return Target(

@@ -7,13 +7,14 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from transformers import StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteriaList
 
 from ..drafting.policy import DraftingPolicy
 from ..host import transformers_private
 from ..kernels.reroute import reroute
 from ..record import CallRecord
 from ..stats import CallStats
+from ..verification.kv_cache import go_back, has_slots
 from .call import Call
 from .stopping import Stopping
 
@@ -42,16 +43,21 @@ def decode_at_rest(call: Call, assistant: DraftingPolicy, counts: CallStats, rer
 def _sampled(call: Call, counts: CallStats) -> tuple[Any, list[list[int]]]:
     """What transformers' own loop returns, and the rows' generated tokens without padding."""
     watch = _Watch(call)
-    result = transformers_private.sample(
-        call.model,
-        call.input_ids,
-        logits_processor=call.processors,
-        stopping_criteria=watch,
-        generation_config=call.config,
-        synced_gpus=call.synced_gpus,
-        streamer=call.streamer,
-        **call.model_kwargs,
-    )
+    try:
+        result = transformers_private.sample(
+            call.model,
+            call.input_ids,
+            logits_processor=call.processors,
+            stopping_criteria=watch,
+            generation_config=call.config,
+            synced_gpus=call.synced_gpus,
+            streamer=call.streamer,
+            **call.model_kwargs,
+        )
+    except BaseException:
+        if watch.cache is not None:
+            go_back(watch.cache, call.model.config, watch.held)
+        raise
     counts.seconds["forward"] = time.perf_counter() - watch.started
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     texts = sequences[:, call.input_ids.shape[1] :].tolist()
@@ -68,16 +74,25 @@ class _Watch(StoppingCriteriaList):
     Attributes:
         started: on the clock of `time.perf_counter`.
         lengths: int64 [batch], tokens that were generated before a row had ended.
+        cache: the caller's own; None where `generate` made it.
+        held: tokens per row in that cache after the last forward that ended; 0 where its layers
+            keep something else.
     """
 
     def __init__(self, call: Call) -> None:
         super().__init__(call.criteria)
         self.started = 0.0
-        self.lengths = torch.zeros_like(call.input_ids[:, 0])
+        self.lengths = call.input_ids.new_zeros(call.batch_size)
         self._growing = torch.ones_like(self.lengths, dtype=torch.bool)
+        given = filter(transformers_private.is_callers, call.model_kwargs.values())
+        self.cache: Any = next(given, None)
+        own = getattr(self.cache, "self_attention_cache", self.cache)
+        self._slots = own if has_slots(own) else DynamicCache()
+        self.held = self._slots.get_seq_length()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.started = self.started or time.perf_counter()
+        self.held = self._slots.get_seq_length()
         self.lengths = self.lengths + self._growing
         done = super().__call__(input_ids, scores, **kwargs)
         self._growing = self._growing & ~done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ class Stopping:
         self.others = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
-                limits = {criterion.max_length, self.max_length} - {None}
-                self.max_length = min(limits)
+                # A float or a tensor, where the caller said so; no text gets to infinity or NaN.
+                if math.isfinite(limit := float(criterion.max_length)):
+                    self.max_length = min({math.ceil(limit), self.max_length} - {None})
             elif type(criterion) is EosTokenCriteria:
                 ids = torch.as_tensor(criterion.eos_token_id).flatten().tolist()
                 self.eos_ids = self.eos_ids | frozenset(ids)

@@ -80,6 +80,16 @@ class Target:
     processors: tuple[Any, ...] = ()
     row: int = 0
 
+    def known(self, token_ids: Any) -> Int32Array:
+        """A text's ids as drafters are told them, int32 of the same shape.
+
+        Placeholders, which stand for no token of the vocabulary, become its last one: whatever
+        looks ids up can, and what it drafts for them is verified like all else.
+        """
+        ids = np.asarray(token_ids)
+        last = self.vocab_size - 1
+        return np.where((ids >= 0) & (ids <= last), ids, last).astype(np.int32)
+
     def require_model(self, drafter: str) -> Any:
         """The model, for a drafter that cannot do without.
 

@@ -439,6 +439,28 @@ def has_slots(cache: Any) -> bool:
     )
 
 
+def go_back(cache: Any, config: PreTrainedConfig, length: int) -> None:
+    """Leave a caller's cache as it was before the forward of plain decoding that was interrupted, or
+    empty where its layers cannot go back.
+
+    Args:
+        cache: that of the decoder, or with one for the encoder beside it.
+        config: the model's.
+        length: tokens per row before the forward.
+    """
+    own = getattr(cache, "self_attention_cache", cache)
+    forgetful = any(type(layer) is DynamicSlidingWindowLayer for layer in own.layers)
+    if isinstance(own, SlotCache) or (length and has_slots(own) and not forgetful):
+        slots = SlotCache.around(own, config)
+        if slots.state_layers:
+            slots.forget()
+        slots.truncate(length)
+    elif isinstance(own, DynamicCache):
+        own.layers = DynamicCache(config=config).layers
+    else:
+        own.reset()
+
+
 def has_static_slots(cache: StaticCache, config: PreTrainedConfig) -> bool:
     """Whether a model's static cache keeps every token as far as its layers see, and nothing else.
 

@@ -21,7 +21,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import (
     BartForCausalLM,
     DynamicCache,
@@ -40,6 +39,7 @@ from hf_retrieval_assist import (
 )
 from hf_retrieval_assist.kernels import quantized_model
 from hf_retrieval_assist.verification.kv_cache import SlotCache, has_slots
+from tests.interrupts import Interrupt, InterruptedForward
 from tests.oracle_drafter import oracle_assistant
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -60,32 +60,6 @@ MANY_EXAMPLES = 250
 def model_of(model_class):
     overrides = {"is_encoder_decoder": False} if model_class is BartForCausalLM else {}
     return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
-
-
-class Interrupt(KeyboardInterrupt):
-    """What a user's Ctrl-C raises wherever the call is."""
-
-
-class InterruptedForward:
-    """Scope in which the model's last block raises at its n-th forward."""
-
-    def __init__(self, model, forwards):
-        self.left = forwards
-        blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-        self.block = blocks[-1]
-        # A hook of the model's own would be another model's to the self-test.
-        self.handle = register_module_forward_pre_hook(self.count)
-
-    def count(self, module, args):
-        self.left -= module is self.block
-        if self.left < 0:
-            raise Interrupt
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.handle.remove()
 
 
 class Conversation(RuleBasedStateMachine):

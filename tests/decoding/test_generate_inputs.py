@@ -16,6 +16,8 @@ from transformers import (
     WatermarkingConfig,
 )
 
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from tests.oracle_drafter import both, oracle_assistant, sequences_of
 from tests.tiny_models import tiny_config, tiny_model
 
@@ -92,6 +94,29 @@ def test_prompt_of_one_token(llama):
     ids = torch.tensor([[5]])
     _, _, assistant = equal(llama, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     assert assistant.stats.last.accepted > 0
+
+
+def taking_placeholders():
+    """Ids that the vocabulary lacks stand for something else, as LLaVA's -200 for an image."""
+    model = build(LlamaForCausalLM)
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: (args[0].clamp(0, module.num_embeddings - 1),)
+    )
+    return model
+
+
+@pytest.mark.parametrize("placeholder", [-200, -1, 67, 2**31 - 1, 2**31 + 5, 2**40])
+def test_placeholders_among_the_ids(placeholder):
+    model = taking_placeholders()
+    ids = torch.tensor([[5, 9, placeholder, placeholder, 7, 44, 5, 9, placeholder]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    _, _, assistant = equal(model, inputs)
+    assert assistant.stats.last.accepted > 0
+    options = {"do_sample": False, "max_new_tokens": 16}
+    drafts = DraftModelDrafter(build(LlamaForCausalLM))
+    for assistant in (SamAssistant(budget=8), Assistant([drafts], budget=8)):
+        ours = model.generate(**inputs, **options, assistant=assistant)
+        assert torch.equal(model.generate(**inputs, **options), ours)
 
 
 @pytest.mark.slow

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import (
+    BartForConditionalGeneration,
+    DynamicCache,
+    EncoderDecoderCache,
+    Gemma3ForCausalLM,
     GenerationConfig,
     LlamaForCausalLM,
+    Mamba2ForCausalLM,
+    Qwen3NextForCausalLM,
+    StaticCache,
     StoppingCriteria,
     TextStreamer,
     set_seed,
@@ -16,7 +25,9 @@ from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.decoding.loop import cost_key
 from hf_retrieval_assist.drafting.policy import AssistantSession
 from hf_retrieval_assist.planning.account import Account
-from tests.tiny_models import tiny_config, tiny_model
+from hf_retrieval_assist.verification.kv_cache import SlotCache
+from tests.interrupts import Interrupt, InterruptedForward
+from tests.lossless import build
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
 MASK = (PROMPTS > 0).long()
@@ -24,7 +35,7 @@ MASK = (PROMPTS > 0).long()
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(LlamaForCausalLM, tiny_config(LlamaForCausalLM.config_class))
+    return build(LlamaForCausalLM)
 
 
 @pytest.fixture
@@ -181,3 +192,101 @@ def test_calls_of_both_kinds_are_timed(model):
     run(model, max_new_tokens=40, assistant=assistant)
     assert account._drafted.seconds > 0
     assert account._plain[True].seconds > 0
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+@pytest.mark.parametrize("tier", ["at rest", "plain"])
+def test_embeddings_in_place_of_ids(model, resting, tier, with_ids):
+    embeds = model.get_input_embeddings()(PROMPTS).detach()
+    ids = {"input_ids": PROMPTS} if with_ids else {}
+    inputs = ids | {"inputs_embeds": embeds, "attention_mask": MASK}
+    options = {"max_new_tokens": 12, "do_sample": False}
+    # What rows of unequal progress are not asked for.
+    states = {"return_dict_in_generate": True, "output_hidden_states": tier == "plain"}
+    plain = model.generate(**inputs, **options)
+    assistant = SamAssistant()
+    ours = model.generate(**inputs, **options, **states, assistant=assistant)
+    assert torch.equal(plain, ours.sequences)
+    assert (assistant.stats.last.tier, assistant.stats.last.tokens) == (tier, 24)
+
+
+class Cut(StoppingCriteria):
+    """Raises at its second token: between two forwards."""
+
+    left = 1
+
+    def __call__(self, ids, scores, **kwargs):
+        self.left -= 1
+        if self.left < 0:
+            raise Interrupt
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def encoder_decoder_cache(config):
+    return EncoderDecoderCache(dynamic_cache(config), dynamic_cache(config))
+
+
+def dynamic_cache(config):
+    return DynamicCache(config=config)
+
+
+def cache_of_unknown_layers(config):
+    return DynamicCache()
+
+
+def static_cache(config):
+    return StaticCache(config, 64)
+
+
+# The model, the cache that the caller gives, and whether its text stays there.
+INTERRUPTED = [
+    (LlamaForCausalLM, dynamic_cache, True),
+    (LlamaForCausalLM, cache_of_unknown_layers, True),
+    (LlamaForCausalLM, SlotCache, True),
+    (LlamaForCausalLM, static_cache, False),
+    (Gemma3ForCausalLM, dynamic_cache, False),
+    (Gemma3ForCausalLM, SlotCache, True),
+    (BartForConditionalGeneration, encoder_decoder_cache, True),
+    (Qwen3NextForCausalLM, dynamic_cache, False),
+    (Qwen3NextForCausalLM, SlotCache, False),
+    (Mamba2ForCausalLM, dynamic_cache, False),
+]
+
+
+@pytest.mark.parametrize("where", ["prefill", "later prefill", "step", "between steps"])
+@pytest.mark.parametrize(("model_class", "make", "stays"), INTERRUPTED)
+def test_an_interrupted_call_leaves_the_callers_cache_to_go_on_from(
+    model_class, make, stays, where, resting
+):
+    encodes = model_class is BartForConditionalGeneration
+    model = build(model_class, **({"is_encoder_decoder": True} if encodes else {}))
+    model.generation_config.forced_eos_token_id = None
+    name = "cache_params" if model_class is Mamba2ForCausalLM else "past_key_values"
+    cache, prompts = make(model.config), PROMPTS[:, 2:].clone()
+    prompts[:, 0] = 2  # Bart's decoder starts with it
+
+    def text(ids, **options):
+        inputs = {"input_ids": prompts, "decoder_input_ids": ids} if encodes else {"input_ids": ids}
+        mask = torch.ones_like(inputs["input_ids"])
+        options = {"max_length": 18, "do_sample": False, "num_beams": 1, name: cache} | options
+        return model.generate(**inputs, attention_mask=mask, **options)
+
+    # The model's test, which takes forwards too, is over then.
+    plain = text(prompts, **{name: None}, assistant=SamAssistant())
+    assert torch.equal(plain, text(prompts, **{name: None}))
+    known = plain[:, :-12]
+    if where == "later prefill":
+        known = text(known, max_length=9)
+        assert torch.equal(known, plain[:, :9])
+    between = where == "between steps"
+    # Blocks behind the second lack what those before them have.
+    cut = nullcontext() if between else InterruptedForward(model, 2 * (where == "step"), block=1)
+    criteria = [Cut()] if between else []
+    with pytest.raises(Interrupt), cut:
+        text(known, stopping_criteria=criteria, assistant=SamAssistant())
+    held = 0 if name == "cache_params" else cache.get_seq_length()
+    if where != "prefill":
+        assert (held > 0) == stays
+    stop = max(known.shape[1], held + 1)
+    assert stop < plain.shape[1]
+    assert torch.equal(text(plain[:, :stop]), plain)

@@ -56,6 +56,19 @@ def test_longest_text(tokens, done):
     assert finished(stop, [row]) == [done]
 
 
+@pytest.mark.parametrize("limit", [6.5, 7.0, torch.tensor(7), torch.tensor(6.5)])
+def test_a_limit_of_another_kind_is_met_where_plain_decoding_meets_it(limit):
+    stop = stopping(MaxLengthCriteria(limit), MaxLengthCriteria(9.0))
+    row = rows_of([1, 1])[0]
+    assert (stop.max_length, type(stop.max_length)) == (7, int)
+    assert stop.remaining(row) == 2
+
+
+@pytest.mark.parametrize("limit", [float("inf"), float("nan")])
+def test_a_limit_that_no_text_gets_to_is_none(limit):
+    assert stopping(MaxLengthCriteria(limit)).max_length is None
+
+
 def test_no_limit():
     stop = stopping(EosTokenCriteria(4))
     assert stop.remaining(rows_of([1])[0]) is None
