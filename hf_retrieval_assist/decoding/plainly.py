@@ -86,8 +86,8 @@ class _Watch(StoppingCriteriaList):
         self._growing = torch.ones_like(self.lengths, dtype=torch.bool)
         given = filter(transformers_private.is_callers, call.model_kwargs.values())
         self.cache: Any = next(given, None)
-        own = getattr(self.cache, "self_attention_cache", self.cache)
-        self._slots = own if has_slots(own) else DynamicCache()
+        own: Any = getattr(self.cache, "self_attention_cache", self.cache)
+        self._slots: DynamicCache = own if has_slots(own) else DynamicCache()
         self.held = self._slots.get_seq_length()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:

@@ -30,7 +30,8 @@ class Stopping:
             if type(criterion) is MaxLengthCriteria:
                 # A float or a tensor, where the caller said so; no text gets to infinity or NaN.
                 if math.isfinite(limit := float(criterion.max_length)):
-                    self.max_length = min({math.ceil(limit), self.max_length} - {None})
+                    limits: set[Any] = {math.ceil(limit), self.max_length}
+                    self.max_length = min(limits - {None})
             elif type(criterion) is EosTokenCriteria:
                 ids = torch.as_tensor(criterion.eos_token_id).flatten().tolist()
                 self.eos_ids = self.eos_ids | frozenset(ids)

@@ -440,7 +440,7 @@ def has_slots(cache: Any) -> bool:
 
 
 def go_back(cache: Any, config: PreTrainedConfig, length: int) -> None:
-    """Leave a caller's cache as it was before the forward of plain decoding that was interrupted, or
+    """Leave a caller's cache as it was before a forward of plain decoding that was interrupted, or
     empty where its layers cannot go back.
 
     Args:

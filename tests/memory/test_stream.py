@@ -547,7 +547,7 @@ def test_the_end_of_a_process_waits_for_its_outputs(server):
 
 
 @needs_redis
-@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(120, marks=pytest.mark.slow)])
 def test_snapshots_kills_and_forgetting(tmp_path, kills):
     """Nothing that was forgotten comes back; what the server still had when it died stays."""
     rng = np.random.default_rng(11)
