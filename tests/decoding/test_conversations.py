@@ -1,18 +1,23 @@
 """Whole conversations, assisted and plain side by side: every turn leaves what plain decoding does.
 
-A machine makes up conversations on tiny models: turns with and without the assistant, rows that end
-early, returned and callers' caches, caches cut back, calls interrupted in the middle of a forward,
-sampling, other models in between, private turns, and memories that forget.
+A machine makes up conversations on tiny models, some of which cross lengths at which their forwards
+change: turns with and without the assistant, at rest and plain, of ids and of embeddings, rows that
+end early, callables that tell rows apart, returned and callers' caches, caches cut back, calls
+interrupted in the middle of a forward, sampling, hooks and adapters that come and go, other models
+in between, private turns, and memories that forget.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -25,9 +30,12 @@ from transformers import (
     BartForCausalLM,
     DynamicCache,
     Gemma3ForCausalLM,
+    GlmMoeDsaForCausalLM,
     Lfm2ForCausalLM,
     LlamaForCausalLM,
+    Phi3ForCausalLM,
     Qwen3NextForCausalLM,
+    StoppingCriteria,
 )
 
 from hf_retrieval_assist import (
@@ -38,41 +46,121 @@ from hf_retrieval_assist import (
     SuffixAssistant,
 )
 from hf_retrieval_assist.kernels import quantized_model
-from hf_retrieval_assist.verification.kv_cache import SlotCache, has_slots
+from hf_retrieval_assist.planning.account import Account
+from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.interrupts import Interrupt, InterruptedForward
+from tests.lossless import build
 from tests.oracle_drafter import oracle_assistant
-from tests.tiny_models import tiny_config, tiny_model
 
-# Trees, trees with windows, chains, chains with convolutions, replay.
-CLASSES = (
-    LlamaForCausalLM,
-    Gemma3ForCausalLM,
-    BartForCausalLM,
-    Lfm2ForCausalLM,
-    Qwen3NextForCausalLM,
-)
+# Assisted calls, by model and tier, and what else came about.
+REACHED: Counter[str] = Counter()
+
 LONGEST = 70  # tokens, from which on no turn begins
-EXAMPLES = 20
+EXAMPLES = 25
 MANY_EXAMPLES = 250
 
 
-@functools.cache
-def model_of(model_class):
-    overrides = {"is_encoder_decoder": False} if model_class is BartForCausalLM else {}
-    return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
+def rope_model(model_class, kind, **rope):
+    """One whose frequencies change in the middle of a conversation."""
+    rope |= {"rope_type": kind, "rope_theta": 1e4}
+    overrides = {} if kind == "dynamic" else {"original_max_position_embeddings": 24}
+    rope |= overrides
+    return build(model_class, max_position_embeddings=24, rope_parameters=rope, **overrides)
+
+
+LONG = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+
+
+def adapted_model():
+    """One with two adapters, neither of them active."""
+    peft = pytest.importorskip("peft")
+    model = build(LlamaForCausalLM)
+    for name in ("first", "second"):
+        torch.manual_seed(len(name))
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model.add_adapter(config, name)
+    model.disable_adapters()
+    return model.eval()
+
+
+# Each tier, and forwards that change at a length or with a setting.
+MODELS = {
+    "trees": lambda: build(LlamaForCausalLM),
+    "windows": lambda: build(Gemma3ForCausalLM),
+    "chains": lambda: build(BartForCausalLM, is_encoder_decoder=False),
+    "convolutions": lambda: build(Lfm2ForCausalLM),
+    "recurrences": lambda: build(Qwen3NextForCausalLM),
+    "adapters": adapted_model,
+    "few keys": lambda: build(GlmMoeDsaForCausalLM, index_topk=24),
+    "dynamic rope": lambda: rope_model(LlamaForCausalLM, "dynamic", factor=2.0),
+    "longrope": lambda: rope_model(LlamaForCausalLM, "longrope", **LONG),
+    "cache dropped": lambda: rope_model(Phi3ForCausalLM, "longrope", **LONG),
+}
+# What they compute of a text depends on the pieces that it was fed in.
+BY_PIECES = ("dynamic rope", "longrope", "cache dropped")
+
+# Who drafts, if anybody.
+KINDS = ("oracle", 0, "self", 1, "by time", "rest", "plain", "none")
+
+model_of = functools.cache(lambda name: MODELS[name]())
+
+
+def steer(module, args, out):
+    """A hook that changes every position alike."""
+    hidden = out[0] if isinstance(out, tuple) else out
+    hidden = hidden + torch.linspace(-0.5, 0.5, hidden.shape[-1])
+    return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
+
+
+def steer_last(module, args, out):
+    """One that changes the last position of a forward only."""
+    hidden = (out[0] if isinstance(out, tuple) else out).clone()
+    hidden[:, -1] += torch.linspace(-2, 2, hidden.shape[-1])
+    return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
+
+
+class AllowedOfRows:
+    """Allows tokens by row and by how often the row was asked about, as incremental parsers do."""
+
+    def __init__(self, ids):
+        self.ids, self.asked = ids, [0] * len(ids)
+
+    def __call__(self, row, text):
+        assert torch.equal(text[: self.ids.shape[1]], self.ids[row])
+        self.asked[row] += 1
+        return [token for token in range(3, 67) if (token + row) % 4 != self.asked[row] % 4]
+
+
+class RowsEnd(StoppingCriteria):
+    """Ends rows one after another."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, ids, scores, **kwargs):
+        return ids.shape[1] >= self.length + torch.arange(len(ids))
+
+
+@contextmanager
+def resting(kind):
+    """Scope in which calls rest from drafting if they may, or never do."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Account, "rests", lambda account: kind == "rest")
+        yield
 
 
 class Conversation(RuleBasedStateMachine):
     """One conversation twice: `plain` never sees an assistant."""
 
     @initialize(
-        model_class=st.sampled_from(CLASSES),
+        name=st.sampled_from(list(MODELS)),
         rows=st.sampled_from([2, 3, 1]),
         seed=st.integers(0, 2**16),
         given=st.booleans(),
     )
-    def begin(self, model_class, rows, seed, given):
-        self.model = model_of(model_class)
+    def begin(self, name, rows, seed, given):
+        self.name, self.model, self.hook = name, model_of(name), None
+        REACHED["conversations"] += 1
         self.random = torch.Generator().manual_seed(seed)
         length = 9
         self.ids = self.new_tokens(rows, length)
@@ -85,10 +173,21 @@ class Conversation(RuleBasedStateMachine):
             SuffixAssistant(self.memory, budget=8),
             SamAssistant(memory=self.memory, budget=12),
         ]
+        self.by_time = SamAssistant(memory=self.memory)
         self.drafts_itself = Assistant([QuantizedSelf()], budget=8)
-        self.caches = {"plain": None, "ours": None}
+        self.start_over()
         if given:
             self.caches = {name: DynamicCache(config=self.model.config) for name in self.caches}
+
+    def teardown(self):
+        # Other conversations have the same model.
+        if hasattr(self, "model"):
+            self.set_up("nothing")
+
+    def start_over(self):
+        self.caches = {"plain": None, "ours": None}
+        # Whether a cache can be filled again as it was filled at first.
+        self.refillable = self.name not in BY_PIECES and self.hook is None
 
     def new_tokens(self, rows, length):
         """A phrase of few words, so that drafts are found."""
@@ -98,31 +197,26 @@ class Conversation(RuleBasedStateMachine):
     def rows(self):
         return len(self.ids)
 
-    @property
-    def is_assisted(self):
-        """Whether a call that is given our cache is served with drafts: what plain decoding leaves
-        of a recurrent state when it is interrupted, nobody can use."""
-        cache = self.caches["ours"]
-        return cache is not None and (isinstance(cache, SlotCache) or has_slots(cache))
-
-    def generate(self, who, ids=None, mask=None, **options):
+    def generate(self, who, ids=None, mask=None, kind="", **options):
         ids = self.ids if ids is None else ids
         mask = self.mask if mask is None else mask
+        inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": self.caches[who]}
         options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None} | options
-        return self.model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=self.caches[who],
-            return_dict_in_generate=True,
-            output_logits=True,
-            **options,
-        )
+        # Rows of unequal progress are not asked for states.
+        options |= {"output_hidden_states": kind == "plain"}
+        with resting(kind):
+            result = self.model.generate(
+                **(inputs | options), return_dict_in_generate=True, output_logits=True
+            )
+        if (assistant := options.get("assistant")) is not None:
+            REACHED[f"{self.name}: {assistant.stats.last.tier}"] += 1
+        return result
 
     def extend(self, new):
         self.ids = torch.cat([self.ids, new], dim=1)
         self.mask = torch.cat([self.mask, torch.ones_like(new)], dim=1)
 
-    def keep(self, plain, ours, masks_padding, eos):
+    def keep(self, plain, ours, masks_padding=False, eos=None):
         """Both went the same way; the conversation goes on from there."""
         assert torch.equal(plain.sequences, ours.sequences)
         for one, other in zip(plain.logits, ours.logits, strict=True):
@@ -139,16 +233,17 @@ class Conversation(RuleBasedStateMachine):
     def assistant(self, kind, plain):
         if kind == "oracle":
             return oracle_assistant(plain.sequences, self.mask, seed=self.ids.shape[1])
-        if kind == "self":
-            takes_trees = type(self.model) in (LlamaForCausalLM, Gemma3ForCausalLM)
-            return self.drafts_itself if takes_trees else self.assistants[0]
-        return None if kind == "none" else self.assistants[kind]
+        if kind == "self" and self.name in ("trees", "windows"):
+            return self.drafts_itself
+        if kind in ("rest", "by time"):
+            return self.by_time
+        return None if kind == "none" else self.assistants[kind == 1]
 
     @rule(
         before=st.sampled_from(["", "", "", "", "start over", "forget", "another model"]),
         asked=st.integers(1, 4),
         new=st.sampled_from([6, 9, 14, 2, 1]),
-        kind=st.sampled_from(["oracle", 0, "self", 1, "none"]),
+        kind=st.sampled_from(KINDS),
         private=st.booleans(),
         ends=st.sampled_from([True, True, False]),
         masks_padding=st.booleans(),
@@ -157,7 +252,7 @@ class Conversation(RuleBasedStateMachine):
     @precondition(lambda self: self.ids.shape[1] < LONGEST or self.caches["plain"] is None)
     def turn(self, before, asked, new, kind, private, ends, masks_padding):
         if before == "start over":
-            self.caches = {"plain": None, "ours": None}
+            self.start_over()
         elif before == "forget":
             self.memory.forget()
         elif before == "another model":
@@ -181,13 +276,12 @@ class Conversation(RuleBasedStateMachine):
         if private and assistant is not None:
             assistant = assistant.private()
         before = torch.get_rng_state()
-        ours = self.generate("ours", max_new_tokens=new, eos_token_id=eos, assistant=assistant)
+        options = {"max_new_tokens": new, "eos_token_id": eos, "assistant": assistant}
+        ours = self.generate("ours", kind=kind, **options)
         assert torch.equal(before, torch.get_rng_state())
         self.keep(plain, ours, masks_padding, eos)
 
-    @rule(
-        new=st.integers(1, 8), seed=st.integers(0, 99), kind=st.sampled_from(["oracle", 0, "self"])
-    )
+    @rule(new=st.integers(1, 8), seed=st.integers(0, 99), kind=st.sampled_from(KINDS))
     @precondition(lambda self: self.ids.shape[1] < LONGEST)
     def sampled_turn(self, new, seed, kind):
         self.extend(self.new_tokens(self.rows, 1))
@@ -196,14 +290,65 @@ class Conversation(RuleBasedStateMachine):
         plain = self.generate("plain", **options)
         left = torch.get_rng_state()
         torch.manual_seed(seed)
-        ours = self.generate("ours", **options, assistant=self.assistant(kind, plain))
+        ours = self.generate("ours", kind=kind, **options, assistant=self.assistant(kind, plain))
         assert torch.equal(torch.get_rng_state(), left)
-        self.keep(plain, ours, False, None)
+        self.keep(plain, ours)
 
-    @rule(
-        forwards=st.integers(0, 6), new=st.integers(2, 12), kind=st.sampled_from(["oracle", "self"])
+    @rule(new=st.integers(2, 14), alone=st.booleans(), kind=st.sampled_from(KINDS))
+    @precondition(lambda self: self.ids.shape[1] < LONGEST)
+    def turn_of_embeddings(self, new, alone, kind):
+        """The text so far as the caller embeds it, with its ids or without."""
+        self.extend(self.new_tokens(self.rows, 2))
+        self.start_over()
+        embeds = self.model.get_input_embeddings()(self.ids).detach()
+        options = {"inputs_embeds": embeds, "max_new_tokens": new}
+        options |= {"input_ids": None} if alone else {}
+        plain = self.generate("plain", **options)
+        assistant = self.assistant(kind, plain)
+        ours = self.generate("ours", kind=kind, **options, assistant=assistant)
+        for result in (plain, ours) if alone else ():
+            result.sequences = torch.cat([self.ids, result.sequences], dim=1)
+        self.keep(plain, ours)
+
+    @rule(new=st.integers(2, 14), kind=st.sampled_from(KINDS), ends=st.booleans())
+    @precondition(lambda self: self.ids.shape[1] < LONGEST)
+    def turn_of_callables(self, new, kind, ends):
+        """Callables that know rows by their numbers and remember what they were asked."""
+        self.extend(self.new_tokens(self.rows, 1))
+
+        def called(who, **options):
+            if ends:
+                options["stopping_criteria"] = [RowsEnd(self.ids.shape[1] + 2)]
+            allowed = AllowedOfRows(self.ids)
+            options |= {"max_new_tokens": new, "prefix_allowed_tokens_fn": allowed}
+            return self.generate(who, **options)
+
+        plain = called("plain")
+        self.keep(plain, called("ours", kind=kind, assistant=self.assistant(kind, plain)))
+
+    @rule(state=st.sampled_from(["nothing", "steer", "steer last", "first", "second"]))
+    def set_up(self, state):
+        """Change the model's hooks or adapters, with which later tokens are computed."""
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        blocks = next(m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList))
+        if state.startswith("steer"):
+            hook = steer if state == "steer" else steer_last
+            self.hook = blocks[1].register_forward_hook(hook)
+        if self.name == "adapters":
+            self.model.disable_adapters()
+            if state in ("first", "second"):
+                self.model.enable_adapters()
+                self.model.set_adapter(state)
+        self.refillable = False
+
+    @rule(forwards=st.integers(0, 6), new=st.integers(2, 12), kind=st.sampled_from(KINDS))
+    @precondition(
+        lambda self: (
+            self.refillable and self.caches["ours"] is not None and self.ids.shape[1] < LONGEST
+        )
     )
-    @precondition(lambda self: self.is_assisted and self.ids.shape[1] < LONGEST)
     def interrupted_turn(self, forwards, new, kind):
         """Ctrl-C in the middle of a forward; the caller goes on from what the cache holds."""
         self.extend(self.new_tokens(self.rows, 2))
@@ -211,9 +356,10 @@ class Conversation(RuleBasedStateMachine):
         cache, length = self.caches["ours"], self.ids.shape[1]
         try:
             with InterruptedForward(self.model, forwards):
-                self.generate("ours", max_new_tokens=new, assistant=self.assistant(kind, plain))
+                assistant = self.assistant(kind, plain) or self.by_time
+                self.generate("ours", kind=kind, max_new_tokens=new, assistant=assistant)
         except Interrupt:
-            pass
+            REACHED[f"{self.name}: interrupted"] += 1
         everything = plain.sequences
         # A cache of all but the last token has nothing left to say.
         if (stop := max(length, cache.get_seq_length() + 1)) < everything.shape[1]:
@@ -237,28 +383,31 @@ class Conversation(RuleBasedStateMachine):
             self.caches["plain"].crop(-tokens)
         except RuntimeError:
             # A window of plain decoding cannot go back; the conversation starts over.
-            self.caches = {"plain": None, "ours": None}
+            self.start_over()
             return
         self.caches["ours"].crop(-tokens)
         self.ids, self.mask = self.ids[:, :-tokens], self.mask[:, :-tokens]
 
     def ask_another_model(self):
         """One call of the same assistant to a model of the other kind."""
-        model = model_of(CLASSES[self.model is model_of(CLASSES[0])])
+        model = model_of("windows" if self.name == "trees" else "trees")
         options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
         plain = model.generate(self.ids[:1], **options)
         ours = model.generate(self.ids[:1], **options, assistant=self.assistants[0])
         assert torch.equal(plain, ours)
 
 
-def converse(examples, steps):
+def converse(examples, steps, seed=None):
+    machine = type("SeededConversation", (Conversation,), {})
+    if seed is not None:
+        machine = hypothesis_seed(seed)(machine)
     run_state_machine_as_test(
-        Conversation,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
             deadline=None,
-            derandomize=True,
+            derandomize=seed is None,
             database=None,
             # What fails is told as it was found; making it small takes minutes.
             phases=[Phase.generate],
@@ -279,12 +428,16 @@ def test_conversations_are_plain_decoding():
 
 @pytest.mark.slow
 def test_many_conversations_are_plain_decoding():
-    converse(int(os.environ.get("HFRA_CONVERSATIONS", MANY_EXAMPLES)), 10)
+    seed = os.environ.get("HFRA_SEED")
+    examples = int(os.environ.get("HFRA_CONVERSATIONS", MANY_EXAMPLES))
+    REACHED.clear()
+    converse(examples, 10, None if seed is None else int(seed))
+    print(*(f"{what}: {times}" for what, times in sorted(REACHED.items())), sep="\n")
 
 
 def test_returned_caches_are_slot_caches():
     """The machine would find nothing if its caches were those of plain decoding."""
-    model = model_of(LlamaForCausalLM)
+    model = model_of("trees")
     prompt = torch.tensor([[5, 6, 7, 5, 6]])
     result = model.generate(
         prompt,
