@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import Command
+from .values import at_least, device, dtype, loaded
 
 if TYPE_CHECKING:
     from ..planning.cost_model import CostModel
@@ -17,12 +18,12 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("model", help="path or hub id of the model")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, …")
-    parser.add_argument("--device", help="default: the first GPU, otherwise the CPU")
+    parser.add_argument("--dtype", type=dtype, default="auto", help="auto, float32, bfloat16, ...")
+    parser.add_argument("--device", type=device, help="default: the first GPU, otherwise the CPU")
     parser.add_argument("--attention", help="implementation, such as sdpa or eager")
-    parser.add_argument("--batch-size", type=_positive, default=1, metavar="N")
-    parser.add_argument("--cache-length", type=_positive, default=1024, metavar="N")
-    parser.add_argument("--max-tokens", type=_positive, default=64, help="the largest n (64)")
+    parser.add_argument("--batch-size", type=at_least(1), default=1, metavar="N")
+    parser.add_argument("--cache-length", type=at_least(1), default=1024, metavar="N")
+    parser.add_argument("--max-tokens", type=at_least(1), default=64, help="the largest n (64)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve as .png or .svg")
 
 
@@ -44,25 +45,18 @@ def _run(args: argparse.Namespace) -> None:
         _plot(pyplot, cost, sizes, args.plot)
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
-    return number
-
-
 def _load(args: argparse.Namespace) -> Any:
     """The model, which will not stop at any token."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=args.dtype, attn_implementation=args.attention
+    place = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = loaded(
+        AutoModelForCausalLM, args.model, dtype=args.dtype, attn_implementation=args.attention
     )
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    return model.eval().to(device)
+    return model.eval().to(place)
 
 
 def _print_curve(cost: CostModel, sizes: list[int]) -> None:

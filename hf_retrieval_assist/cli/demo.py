@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from .command import Command
+from .values import at_least, device
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,8 +14,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure", action="store_true", help="medians of several silent runs, as a table"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each kind for --measure")
-    parser.add_argument("--device", default="cpu", help="torch device, e.g. cuda")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=3, help="runs of each kind for --measure"
+    )
+    parser.add_argument("--device", type=device, default="cpu", help="torch device, e.g. cuda")
     parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="record the first task as an animated picture"
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..system.files import BlankLineError, read_json_lines
 from .command import Command
+from .values import above_zero, at_least, dtype, loaded
 
 if TYPE_CHECKING:
     from ..training.data import Example
@@ -31,18 +32,23 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default="eagle3",
         help="an EAGLE-3 head or an MTP layer",
     )
-    parser.add_argument("--draft-vocabulary", type=int, default=8192, metavar="N")
-    parser.add_argument("--steps", type=int, default=5, help="unrolled steps (5)")
-    parser.add_argument("--max-length", type=int, default=512, help="tokens of a piece of text")
-    parser.add_argument("--response-length", type=int, default=256, help="tokens of an answer")
+    count = at_least(1)
+    parser.add_argument("--draft-vocabulary", type=count, default=8192, metavar="N")
+    parser.add_argument("--steps", type=count, default=5, help="unrolled steps (5)")
+    parser.add_argument("--max-length", type=at_least(3), default=512, help="tokens of a piece")
+    parser.add_argument("--response-length", type=count, default=256, help="tokens of an answer")
     parser.add_argument("--temperature", type=float, default=1.0, help="of answers; 0: greedy")
-    parser.add_argument("--epochs", type=float, default=1.0)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--save-steps", type=int, default=500, help="steps between checkpoints")
+    parser.add_argument("--epochs", type=above_zero, default=1.0)
+    parser.add_argument("--batch-size", type=count, default=4)
+    parser.add_argument("--learning-rate", type=above_zero, default=5e-4)
+    parser.add_argument("--save-steps", type=count, default=500, help="steps between checkpoints")
     parser.add_argument("--features", type=Path, help="folder to keep the model's features in")
-    parser.add_argument("--held-out", type=int, default=8, help="texts kept for the evaluation")
-    parser.add_argument("--dtype", default="auto", help="of the model: auto, float32, bfloat16, …")
+    parser.add_argument(
+        "--held-out", type=at_least(0), default=8, help="texts kept for the evaluation"
+    )
+    parser.add_argument(
+        "--dtype", type=dtype, default="auto", help="of the model: auto, float32, bfloat16, ..."
+    )
     parser.add_argument("--restart", action="store_true", help="do not resume from a checkpoint")
 
 
@@ -53,8 +59,8 @@ def _run(args: argparse.Namespace) -> None:
     from ..training.trainer import train_head
 
     records = read_records(args.data)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    target = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
+    tokenizer = loaded(AutoTokenizer, args.model)
+    target = loaded(AutoModelForCausalLM, args.model, dtype=args.dtype).eval()
     target.to(_device())
     examples = _examples(records, target, tokenizer, args)
     held_out = examples[: min(args.held_out, len(examples) // 2)]

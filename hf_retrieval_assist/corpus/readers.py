@@ -141,6 +141,8 @@ def _read_parquet(path: Path, field: str) -> Iterator[Text]:
 
 
 def _read_dataset(name: str, field: str, split: str) -> Iterator[Text]:
+    if not name:
+        raise ValueError(f"{DATASET_PREFIX}: expected a Hub id or a folder behind it, got nothing")
     datasets = _import("datasets", "data sets")
     if (Path(name) / "dataset_info.json").is_file():
         rows = datasets.load_from_disk(name)

@@ -114,6 +114,7 @@ class OutputLog:
                 database.execute("ROLLBACK")
         except ValueError:  # nobody can use it
             self._empty()
+            self._database = None
         self._epoch, self._last_read = epoch, 0
         self._writers.clear()
         with self._transaction():
@@ -142,9 +143,11 @@ class OutputLog:
             finally:
                 if database.in_transaction:
                     database.execute("ROLLBACK")
-        except sqlite3.OperationalError as error:
-            raise OSError(f"{self.path}: {error}") from error
         except (sqlite3.Error, OverflowError) as error:
+            # A file that may be written to is not read-only, whatever its damaged header says.
+            damaged = "readonly" in str(error) and os.access(self.path, os.W_OK)
+            if isinstance(error, sqlite3.OperationalError) and not damaged:
+                raise OSError(f"{self.path}: {error}") from error
             raise ValueError(f"{self.path}: expected a log of outputs, got {error}") from error
 
     def _connected(self) -> sqlite3.Connection:

@@ -215,17 +215,26 @@ def open_feature_cache(folder: Path, **made_from: Any) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     manifest = folder / "manifest.json"
-    content = {name: _digest(value) for name, value in made_from.items()}
+    content = digests(**made_from)
     if manifest.is_file():
-        found = json.loads(manifest.read_text(encoding="utf-8"))
-        changed = [name for name in content if found.get(name) != content[name]]
-        if changed:
-            raise ValueError(f"{folder}: expected features of the same {', '.join(changed)}")
+        require_same(manifest, content, "features")
     elif any(folder.iterdir()):
         raise ValueError(f"{folder}: expected an empty folder or one of features")
     else:
         manifest.write_text(json.dumps(content), encoding="utf-8")
     return folder
+
+
+def digests(**made_from: Any) -> dict[str, str]:
+    """What a manifest says of ingredients: ids, tensors, and what has a string of its own."""
+    return {name: _digest(value) for name, value in made_from.items()}
+
+
+def require_same(manifest: Path, content: dict[str, str], what: str) -> None:
+    """ValueError for what was made from other ingredients, or from nobody knows which."""
+    found = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
+    if changed := [name for name in content if found.get(name) != content[name]]:
+        raise ValueError(f"{manifest.parent}: expected {what} of the same {', '.join(changed)}")
 
 
 def _digest(value: Any) -> str:

@@ -9,6 +9,7 @@ features are never regressed.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -33,11 +34,16 @@ from .data import (
     Supervisor,
     choose_draft_ids,
     collate,
+    digests,
     examples_of_texts,
     open_feature_cache,
+    require_same,
 )
 
 STAGING = ".saving-"
+
+# In a checkpoint: what its head is made from.
+_MANIFEST = "made_from.json"
 
 Head = EagleHead | MtpHead
 
@@ -131,7 +137,8 @@ def train_head(
 
     Raises:
         ImportError: accelerate, on which transformers' `Trainer` runs, is not installed.
-        ValueError: there is no text of three or more tokens, or `feature_dir` belongs to others.
+        ValueError: there is no text of three or more tokens, or `feature_dir` or the checkpoint
+            belongs to another target, other texts or another vocabulary of drafts.
     """
     training, output = training or HeadTraining(), Path(output_dir)
     examples = _examples(texts, tokenizer, training.max_length)
@@ -147,7 +154,17 @@ def train_head(
         train_dataset=dataset,
         data_collator=collate,
     )
-    trainer.train(resume_from_checkpoint=_last_checkpoint(output) if resume else None)
+    trainer.made_from = digests(
+        kind=training.kind,
+        target=_weights_digest(target),
+        draft_vocabulary=draft_ids,
+        texts=[(example.token_ids, example.learn_from) for example in examples],
+    )
+    checkpoint = _last_checkpoint(output) if resume else None
+    if checkpoint is not None:
+        what = "a checkpoint to go on from (resume=False, --restart: from the start)"
+        require_same(Path(checkpoint, _MANIFEST), trainer.made_from, what)
+    trainer.train(resume_from_checkpoint=checkpoint)
     head.save_pretrained(output)
     return head.requires_grad_(False).eval()
 
@@ -268,8 +285,13 @@ class UnrolledHead(nn.Module):
 
 
 class HeadTrainer(Trainer):
-    """transformers' trainer, whose checkpoints are heads and appear in one step."""
+    """transformers' trainer, whose checkpoints are heads and appear in one step.
 
+    Attributes:
+        made_from: digests of what the head is made from, which checkpoints keep.
+    """
+
+    made_from: dict[str, str]
     _staging: str | None = None
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -280,6 +302,8 @@ class HeadTrainer(Trainer):
         final.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=final, prefix=STAGING) as self._staging:
             super()._save_checkpoint(model, trial)
+            manifest = Path(self._staging, name, _MANIFEST)
+            manifest.write_text(json.dumps(self.made_from), encoding="utf-8")
             if (final / name).exists():
                 os.replace(final / name, Path(self._staging, "replaced"))
             os.replace(Path(self._staging, name), final / name)

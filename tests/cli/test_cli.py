@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_retrieval_assist import cli
 from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.cli.command import Command
 from hf_retrieval_assist.cli.datastore import byte_count
 from hf_retrieval_assist.corpus.datastore import Datastore
+from tests.lossless import build
+
+
+def tokenizer_of_letters():
+    letters = {chr(code): code for code in range(128)}
+    inner = Tokenizer(models.WordLevel(letters, unk_token="\0"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="\0")
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """A folder with a transformers tokenizer of single characters."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = {chr(code): code for code in range(128)}
-    inner = Tokenizer(models.WordLevel(letters, unk_token="\0"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="\0").save_pretrained(folder)
+    tokenizer_of_letters().save_pretrained(folder)
     return str(folder)
 
 
@@ -90,6 +96,7 @@ def test_summary_of_a_build(tmp_path, corpus, tokenizer, capsys):
         (["build", "new", "{corpus}", "--memory", "100"], "memory: expected at least"),
         (["build", "{corpus}", "{corpus}"], "exists"),
         (["build", "new", "{corpus}", "--append"], "no datastore at new"),
+        (["build", "new", "datasets:"], "expected a Hub id or a folder behind it"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(
@@ -129,12 +136,62 @@ def test_verify_finds_an_altered_file(store, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["unheard-of"], ["build", "x"], ["info"], ["compact", "x", "--memory", "lots"]],
+    [
+        *([], ["unheard-of"], ["build", "x"], ["info"], ["compact", "x", "--memory", "lots"]),
+        *(["calibrate", "x", "--dtype", name] for name in ("nosuch", "int8", "nn")),
+        *(["calibrate", "x", "--device", name] for name in ("nosuch", "privateuseone")),
+        ["demo", "--device", "nosuch"],
+        *(
+            ["train-head", "model", "data", "output", *option.split()]
+            for option in (
+                *("--max-length 0", "--max-length 2", "--max-length x", "--held-out -1"),
+                *("--epochs 0", "--epochs -1", "--epochs nan", "--epochs inf", "--epochs x"),
+                *("--batch-size 0", "--save-steps 0", "--response-length 0", "--steps 0"),
+                *("--learning-rate 0", "--draft-vocabulary 0", "--dtype nosuch"),
+            )
+        ),
+    ],
+    ids=" ".join,
 )
 def test_wrong_usage_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(capsys):
+    with pytest.raises(SystemExit):
+        main(["calibrate", "x", "--device", "cuda"])
+    assert "--device: expected a device of PyTorch, got cuda" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["calibrate", "train-head"])
+def test_a_truncated_model_is_one_line(command, tmp_path, capsys):
+    model = build(LlamaForCausalLM, num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    data = tmp_path / "data.txt"
+    data.write_text("some text")
+    options = {"calibrate": [], "train-head": [str(data), str(tmp_path / "head")]}[command]
+    words = tokenizer_of_letters()
+    words.save_pretrained(tmp_path / "model")
+    assert main([command, str(tmp_path / "model"), *options]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hf-retrieval-assist: error: ")
+    assert "expected files of transformers, got SafetensorError" in error
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    if command == "train-head":
+        assert main([command, str(tmp_path / "model"), *options]) == 1
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_is_written_in_any_encoding(command, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main([command, "--help"][not command :])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out.isascii()
 
 
 def test_interruption_exits_with_130(monkeypatch, capsys):

@@ -91,7 +91,8 @@ MODELS = {
     "convolutions": lambda: build(Lfm2ForCausalLM),
     "recurrences": lambda: build(Qwen3NextForCausalLM),
     "adapters": adapted_model,
-    "few keys": lambda: build(GlmMoeDsaForCausalLM, index_topk=24),
+    # With few heads many scores are exactly 0, and which of equal ones are kept is nobody's choice.
+    "few keys": lambda: build(GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
     "dynamic rope": lambda: rope_model(LlamaForCausalLM, "dynamic", factor=2.0),
     "longrope": lambda: rope_model(LlamaForCausalLM, "longrope", **LONG),
     "cache dropped": lambda: rope_model(Phi3ForCausalLM, "longrope", **LONG),

@@ -169,13 +169,17 @@ def test_what_makes_room_leaves_no_byte(tmp_path):
     assert not on_disk(path)
 
 
-@pytest.mark.parametrize("place", [0, 20, 30, 100, 5000])
-def test_a_damaged_log_can_be_forgotten(tmp_path, place):
+@pytest.mark.parametrize(
+    ("place", "length"),
+    # Of which the second says that the file must not be written to.
+    [(0, 9), (18, 1), (20, 9), (30, 9), (100, 9), (5000, 9)],
+)
+def test_a_damaged_log_can_be_forgotten(tmp_path, place, length):
     path = tmp_path / "log"
     memory = OutputMemory(path=path)
     memory.add(SECRET)
     data = bytearray(path.read_bytes())
-    data[place : place + 9] = b"\xff" * 9
+    data[place : place + length] = b"\xff" * length
     path.write_bytes(data)
     memory.forget()
     assert not on_disk(path)

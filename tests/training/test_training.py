@@ -451,3 +451,18 @@ def test_replay_counts_steps(target: torch.nn.Module, texts: list[list[int]]) ->
     np.testing.assert_allclose(
         mean_accepted_tokens(KnownText(texts[1], 0), target, [(texts[1][:8], texts[1][8:])]), 1.0
     )
+
+
+def test_another_run_s_checkpoint_is_refused(
+    target: torch.nn.Module, texts: list[list[int]], tmp_path: Path
+) -> None:
+    train_head(target, texts[:4], tmp_path, plan(1, save_steps=1))
+    with pytest.raises(ValueError, match=r"expected a checkpoint .* of the same .*texts"):
+        train_head(target, texts[1:5], tmp_path, plan(2, save_steps=1))
+    with pytest.raises(ValueError, match=r"of the same kind"):
+        train_head(target, texts[:4], tmp_path, plan(2, "mtp", save_steps=1))
+    for checkpoint in tmp_path.glob("checkpoint-*"):
+        (checkpoint / "made_from.json").unlink()
+    with pytest.raises(ValueError, match=r"expected a checkpoint .* of the same .*target"):
+        train_head(target, texts[:4], tmp_path, plan(2, save_steps=1))
+    train_head(target, texts[1:5], tmp_path, plan(2, save_steps=1), resume=False)

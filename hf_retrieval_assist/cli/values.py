@@ -1,0 +1,73 @@
+"""Values of arguments, and models and tokenizers from the paths that arguments name."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+
+def at_least(least: int) -> Any:
+    """The type of a whole number with a lower bound."""
+
+    def number(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            found = least - 1
+        if found < least:
+            raise argparse.ArgumentTypeError(f"expected a number of at least {least}, got {text}")
+        return found
+
+    return number
+
+
+def above_zero(text: str) -> float:
+    """The type of a number that is neither 0 nor infinite."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return found
+
+
+def dtype(text: str) -> str:
+    """The type of a model's dtype."""
+    import torch
+
+    found = getattr(torch, text, None)
+    if text != "auto" and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise argparse.ArgumentTypeError(f"expected auto, float32, bfloat16 or such, got {text}")
+    return text
+
+
+def device(text: str) -> str:
+    """The type of a torch device that is here."""
+    import torch
+
+    try:
+        torch.empty(0, device=text)
+    # A build without CUDA asserts that there is one.
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a device of PyTorch, got {text}: {error}"
+        ) from None
+    return text
+
+
+def loaded(auto_class: Any, path: str, **options: Any) -> Any:
+    """A model or tokenizer of transformers.
+
+    Raises:
+        ValueError: its files cannot be read, whatever the libraries that read them raise.
+        OSError, ImportError: as transformers explains them.
+    """
+    try:
+        return auto_class.from_pretrained(path, **options)
+    except (OSError, ValueError, ImportError):
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise ValueError(f"{path}: expected files of transformers, got {kind}: {error}") from error
