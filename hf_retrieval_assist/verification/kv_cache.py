@@ -222,6 +222,14 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
         self.indexer_position_ids = layer.indexer_position_ids
         self.is_indexer_initialized = layer.is_indexer_initialized
 
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write the keys `[batch, n, dim]` behind each row, as `update` does; show all of them."""
+        keys = super().update_indexer(indexer_key_states)
+        if not self.slots.uniform:
+            places = self.slots.index(indexer_key_states.shape[1], keys.device)
+            keys[places] = indexer_key_states
+        return keys
+
     def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
         super().move(source, destination, rows)
         if self.indexer_keys is not None:

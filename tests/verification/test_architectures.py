@@ -20,6 +20,7 @@ from tests.architectures import (
 )
 from tests.op_recorder import serve_in_place
 from tests.oracle_drafter import both, sequences_of
+from tests.tiny_models import tiny_config, tiny_model
 
 # Longer than the windows and chunks of the tiny models.
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50, 3, 29]])
@@ -32,6 +33,8 @@ with_table = pytest.mark.skipif(not TABLED, reason="the table is of another tran
 
 # XLM puts out NaN once its positions exceed the padding index, with or without an assistant.
 LOOSE = {"XLMWithLMHeadModel"}
+
+SLOW = pytest.mark.slow
 
 # Forwards whose routing of experts asks the device for numbers, or takes them for granted.
 UNRECORDED = {
@@ -99,6 +102,43 @@ def test_class_generates_padded_batches_as_without_assistant(name, served):
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
     if TABLED:
         assert assistant.stats.tier == served[name][1]
+
+
+def with_near_thresholds(name):
+    """A model of a class whose frequencies or choice of keys change within the text; None: nothing
+    of the kind is known of the class."""
+    model_class = architectures()[name]
+    config = tiny_config(model_class.config_class)
+    text, changed = config.get_text_config(decoder=True), False
+    rope = getattr(text, "rope_parameters", None)
+    if hasattr(text, "index_topk"):
+        # Of few heads many scores are exactly 0, and which of equal ones are kept is no rule.
+        text.index_topk, text.index_n_heads, changed = 16, 16, True
+    elif isinstance(rope, dict) and rope.get("rope_type") == "default":
+        text.rope_parameters = rope | {"rope_type": "dynamic", "factor": 2.0}
+        text.max_position_embeddings, changed = 24, True
+    return tiny_model(model_class, config) if changed else None
+
+
+# A row that ends at its threshold, and a batch whose rows cross it one after another.
+PAST = [
+    pytest.param(name, marks=() if name in ("LlamaForCausalLM", "GlmMoeDsaForCausalLM") else SLOW)
+    for name in architectures()
+]
+
+
+@pytest.mark.parametrize("name", PAST)
+def test_class_generates_past_its_thresholds(name):
+    model = with_near_thresholds(name)
+    if model is None:
+        pytest.skip("no such threshold")
+    single = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    for inputs in (single, padded_batch()):
+        plain, assisted, _ = both(model, inputs, **options, max_new_tokens=24)
+        assert torch.equal(plain.sequences, assisted.sequences)
+        for expected, actual in zip(plain.logits, assisted.logits, strict=True):
+            assert relative_error(expected, actual) < 1e-3
 
 
 @pytest.mark.slow
