@@ -142,6 +142,20 @@ class RowsEnd(StoppingCriteria):
         return ids.shape[1] >= self.length + torch.arange(len(ids))
 
 
+def frequencies_of(model):
+    """What the model's RoPE keeps from forward to forward."""
+    modules = [module for module in model.modules() if hasattr(module, "max_seq_len_cached")]
+    return [
+        (m, m.max_seq_len_cached, m.inv_freq.clone()) for m in modules if hasattr(m, "inv_freq")
+    ]
+
+
+def set_frequencies(frequencies):
+    for module, length, inv_freq in frequencies:
+        module.max_seq_len_cached = length
+        module.register_buffer("inv_freq", inv_freq.clone(), persistent=False)
+
+
 @contextmanager
 def resting(kind):
     """Scope in which calls rest from drafting if they may, or never do."""
@@ -205,6 +219,11 @@ class Conversation(RuleBasedStateMachine):
         options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None} | options
         # Rows of unequal progress are not asked for states.
         options |= {"output_hidden_states": kind == "plain"}
+        # Frequencies that have grown with a text stay so: both calls begin with the same ones.
+        if who == "plain":
+            self.frequencies = frequencies_of(self.model)
+        else:
+            set_frequencies(self.frequencies)
         with resting(kind):
             result = self.model.generate(
                 **(inputs | options), return_dict_in_generate=True, output_logits=True

@@ -1,7 +1,10 @@
 """The output memory: its bound, its prompts and models, several threads."""
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,3 +254,39 @@ def test_many_groups_under_a_bound():
     memory.forget()
     memory.check_invariants()
     assert memory.nbytes == 0
+
+
+MANY_RUNNING = """
+import gc, sys
+import numpy as np
+from hf_retrieval_assist import OutputMemory
+
+def resident():
+    gc.collect()
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+path, bound, rng = sys.argv[1] or None, 16 << 20, np.random.default_rng(0)
+OutputMemory(1 << 20, path=path).add([1, 2, 3])
+memory = OutputMemory(bound, path=path)
+before = peak = resident()
+running = [memory.start("m") for _ in range(256)]
+for _ in range(20):
+    for _ in range(5):
+        for output in running:
+            output.append(rng.integers(0, 50_000, 20).astype(np.int32))
+    assert memory.nbytes <= bound
+    peak = max(peak, resident())
+assert len(memory) < 256, "nothing had to go"
+print((peak - before) / bound)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="it reads /proc")
+@pytest.mark.parametrize("log", ["", "log"])
+def test_256_running_outputs_take_the_bound_of_the_process(tmp_path, log):
+    path = str(tmp_path / log) if log else ""
+    command = [sys.executable, "-c", MANY_RUNNING, path]
+    share = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    print(f"{share:.2f} of the bound, {log or 'no log'}")
+    assert share < 1.1
