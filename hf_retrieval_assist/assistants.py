@@ -84,7 +84,12 @@ class Assistant(DraftingPolicy):
         return assistant
 
     def expecting(
-        self, *texts: Text, rows: Sequence[Sequence[Text]] = (), tokenizer: Any = None
+        self,
+        *texts: Text,
+        rows: Sequence[Sequence[Text]] = (),
+        schema: Any = None,
+        tools: Sequence[Any] = (),
+        tokenizer: Any = None,
     ) -> Assistant:
         """This assistant for outputs that are expected to resemble `texts`.
 
@@ -92,19 +97,29 @@ class Assistant(DraftingPolicy):
         has to be in the prompt. Retrieval drafts from them as from the prompt and joins them
         again after each change. `stats` tells how many of their tokens came out.
 
+        Where a model is asked for JSON, or may call tools, the brackets, keys and names that it
+        will write are known: `schema` and `tools` draft them. Nothing is constrained.
+
         Args:
             texts: strings or token ids, for every row of a batch.
             rows: the texts of each row of a batch alone. Where `generate` returns several
                 sequences of each prompt, one entry a prompt.
-            tokenizer: of the model; for strings.
+            schema: of the JSON that is expected: a JSON schema, or a pydantic model class.
+            tools: that may be called, as `apply_chat_template` takes them; their calls are
+                rendered by the tokenizer's chat template.
+            tokenizer: of the model; for strings, `schema` and `tools`.
 
         Raises:
-            TypeError: a string without a tokenizer, or ids that are no integers.
-            ValueError: an id that no vocabulary has. `generate` raises it for a batch whose size is
-                no multiple of `rows`.
+            TypeError: a string, `schema` or `tools` without a tokenizer, ids that are no integers,
+                or a schema or tool of another kind.
+            ValueError: an id that no vocabulary has; a tool without a name; a chat template that
+                writes no tool calls; `schema` or `tools` under `budget="paper"`. `generate` raises
+                it for a batch whose size is no multiple of `rows`.
         """
         assistant = copy.copy(self)
-        assistant.expected = Expected.of(texts, rows, tokenizer)
+        assistant.expected = Expected.of(texts, rows, tokenizer, schema, tools)
+        if assistant.expected.forms and self.planner.budget == "paper":
+            raise ValueError('expecting: no paper drafts from schema or tools, got budget="paper"')
         return assistant
 
     def attached(self, model: Any) -> AbstractContextManager[Assistant]:

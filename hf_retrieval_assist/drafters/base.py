@@ -18,6 +18,7 @@ from ..verification.top_logits import TopLogits
 if TYPE_CHECKING:
     # It takes transformers with it, which other engines draft without.
     from ..verification.own_forwards import RowForwards
+    from .forms import Forms
 
 Float64Array = NDArray[np.float64]
 
@@ -61,6 +62,7 @@ class Target:
         model: the model itself, for drafters that share its embeddings; None in a simulation.
         learn: whether the text may teach other sessions anything.
         expected: int32 [n] each, texts that the output is expected to resemble.
+        forms: that the output is expected to fill in; None: none.
         foresight: what the call would choose of a drafter's logits, its random draws included; None
             where there is no call, as in a simulation.
         own: the model's forwards behind the text; None where nothing is drafted for, as in a call
@@ -75,6 +77,7 @@ class Target:
     model: Any = None
     learn: bool = True
     expected: tuple[Int32Array, ...] = ()
+    forms: Forms | None = None
     foresight: Foresight | None = None
     own: RowForwards | None = None
     processors: tuple[Any, ...] = ()

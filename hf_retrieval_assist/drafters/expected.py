@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from ..structures.suffix_automaton import SuffixAutomaton
 from ..token_tree import Int32Array
+from .forms import Forms
+from .rendered_forms import schema_forms, tool_forms
 
 Text: TypeAlias = "str | Sequence[int] | NDArray[np.integer]"
 
@@ -39,28 +41,43 @@ def expected_ids(text: Text, tokenizer: Any) -> Int32Array:
 
 @dataclass(frozen=True)
 class Expected:
-    """The texts that a caller expects.
+    """What a caller expects.
 
     Attributes:
         texts: int32 [n] each, in every row of a batch.
         rows: those of each row alone; of as many neighbours where a batch has several times as
             many rows.
+        forms: to be filled in, in every row; None: none.
     """
 
     texts: tuple[Int32Array, ...] = ()
     rows: tuple[tuple[Int32Array, ...], ...] = ()
+    forms: Forms | None = None
 
     @classmethod
-    def of(cls, texts: Sequence[Text], rows: Sequence[Sequence[Text]], tokenizer: Any) -> Expected:
-        """From strings or ids; raises as `expected_ids`."""
+    def of(
+        cls,
+        texts: Sequence[Text],
+        rows: Sequence[Sequence[Text]],
+        tokenizer: Any,
+        schema: Any = None,
+        tools: Sequence[Any] = (),
+    ) -> Expected:
+        """See `Assistant.expecting`, which raises the same."""
 
         def all_ids(given: Sequence[Text]) -> tuple[Int32Array, ...]:
             return tuple(expected_ids(text, tokenizer) for text in given)
 
-        return cls(all_ids(texts), tuple(map(all_ids, rows)))
+        forms = None
+        if schema is not None or tools:
+            if tokenizer is None:
+                raise TypeError("expecting: expected a tokenizer with schema or tools, got None")
+            found = schema_forms(schema) if schema is not None else []
+            forms = Forms([*found, *tool_forms(tools, tokenizer)], tokenizer)
+        return cls(all_ids(texts), tuple(map(all_ids, rows)), forms)
 
     def __bool__(self) -> bool:
-        return bool(self.texts or self.rows)
+        return bool(self.texts or self.rows or self.forms)
 
     def of_row(self, row: int, batch_size: int) -> tuple[Int32Array, ...]:
         """What one row expects.

@@ -1,5 +1,7 @@
 """Drafts what a call's grammar forces, and keeps other drafts within it.
 
+Without a grammar, drafts what the forms print that the caller expects to be filled in.
+
 The brackets, keys and punctuation of structured output have no alternative. They are drafted as
 evidence with a calibrated probability and verified like everything else: a forced *string* is not
 forced tokens, and the model decides how it is cut.
@@ -15,19 +17,24 @@ from numpy.typing import NDArray
 from ..grammars.constraint import Constraint, constraint_of
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
+from .form_session import FORM_PRIORS, FormSession
 
 # Rates of the first forced token, and of later ones, before any observation.
-_PRIORS = np.array([0.95, 0.97], np.float32)
+_FORCED = np.array([0.95, 0.97], np.float32)
+_PRIORS = np.concatenate([FORM_PRIORS, _FORCED])
 
 
 class GrammarDrafter(Drafter):
-    """Drafts from the constraint that it finds among the call's logits processors."""
+    """Drafts from the constraint that it finds among the call's logits processors, or forms."""
 
     name = "grammar"
     certain = True
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> GrammarSession:
-        return GrammarSession(constraint_of(target.processors, target.row))
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
+        constraint = constraint_of(target.processors, target.row)
+        if constraint is None and target.forms is not None:
+            return FormSession(target.forms, target.vocab_size)
+        return GrammarSession(constraint)
 
     def priors(self) -> Float32Array:
         return _PRIORS
@@ -43,7 +50,7 @@ class GrammarSession(DraftSession):
         if self._constraint is None:
             return TokenTree.empty()
         tokens = self._constraint.forced(budget)
-        classes = [0] + [1] * (len(tokens) - 1) if tokens else []
+        classes = len(FORM_PRIORS) + np.minimum(np.arange(len(tokens)), 1)
         return TokenTree.chain(tokens, _PRIORS[classes].cumprod(), classes)
 
     def restrict(self, tree: TokenTree) -> TokenTree:

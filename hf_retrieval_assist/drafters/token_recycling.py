@@ -186,7 +186,7 @@ class TokenRecyclingDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         table = self._table_of(target)
-        if target.expected or not target.learn:
+        if target.expected or target.forms or not target.learn:
             # What a caller expects is told in confidence, and so is what comes of it.
             table = PrivateTable(table)
         for expected in target.expected:

@@ -118,9 +118,8 @@ class DraftingPolicy:
     ) -> AssistantSession:
         """A session for one prompt (int32 [length], without padding), a row of a batch."""
         expected = self.expected.of_row(row, batch_size)
-        return AssistantSession(
-            self, prompt_ids, replace(target, learn=self.learn, expected=expected, row=row)
-        )
+        target = replace(target, expected=expected, forms=self.expected.forms)
+        return AssistantSession(self, prompt_ids, replace(target, learn=self.learn, row=row))
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         """What `budget="paper"` verifies of the calibrated drafts, one of each session."""
