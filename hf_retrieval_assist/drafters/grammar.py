@@ -45,11 +45,16 @@ class GrammarSession(DraftSession):
 
     def __init__(self, constraint: Constraint | None):
         self._constraint = constraint
+        self._forced: list[int] = []  # what is known to follow, so that no mask is computed twice
 
     def propose(self, budget: int) -> TokenTree:
         if self._constraint is None:
             return TokenTree.empty()
-        tokens = self._constraint.forced(budget)
+        known = len(self._forced)
+        if known < budget and all(map(self._constraint.advance, self._forced)):
+            self._forced += self._constraint.forced(budget - known)
+            self._constraint.rollback(known)
+        tokens = self._forced[:budget]
         classes = len(FORM_PRIORS) + np.minimum(np.arange(len(tokens)), 1)
         return TokenTree.chain(tokens, _PRIORS[classes].cumprod(), classes)
 
@@ -57,6 +62,8 @@ class GrammarSession(DraftSession):
         return tree if self._constraint is None else self._constraint.prune(tree)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        came = list(token_ids)
+        self._forced = self._forced[len(came) :] if self._forced[: len(came)] == came else []
         # A text that the grammar does not know (its end, most often) has no state any more.
         if self._constraint is not None and not all(map(self._constraint.advance, token_ids)):
             self._constraint = None

@@ -17,9 +17,11 @@ def constraint_of(processor: Any, row: int) -> Constraint | None:
     if grammars is None:
         grammars = getattr(processor, "compiled_grammar", None)
     grammars = grammars if isinstance(grammars, list) else [grammars]
-    if not isinstance(grammars[0], xgrammar.CompiledGrammar):
+    # Too few for the batch's rows are for the processor to complain about.
+    own = grammars[row:][:1] if len(grammars) > 1 else grammars
+    if not own or not isinstance(own[0], xgrammar.CompiledGrammar):
         return None
-    return XGrammarConstraint(grammars[row if len(grammars) > 1 else 0])
+    return XGrammarConstraint(own[0])
 
 
 class XGrammarConstraint(Constraint):

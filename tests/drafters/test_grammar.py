@@ -71,6 +71,7 @@ class RecordProcessor(LogitsProcessor):
 class RecordConstraint(Constraint):
     def __init__(self):
         self.record = Record()
+        self.looked_at = []  # states whose legal tokens were asked for
 
     def advance(self, token):
         return self.record.advance(token)
@@ -81,8 +82,10 @@ class RecordConstraint(Constraint):
 
     def forced(self, limit):
         tokens = []
-        while len(tokens) < limit and len(allowed := self.record.allowed()) == 1:
-            if not self.advance(allowed[0]):
+        while len(tokens) < limit:
+            self.looked_at.append(self.record.states[-1])
+            allowed = self.record.allowed()
+            if len(allowed) > 1 or not self.advance(allowed[0]):
                 break
             tokens += allowed
         self.rollback(len(tokens))
@@ -149,6 +152,18 @@ def test_a_text_that_leaves_the_grammar_is_drafted_for_as_any_other(known):
     assert not len(session.propose(9))
     tree = TokenTree.chain([1, 2], [0.5, 0.5])
     assert session.restrict(tree) is tree
+
+
+def test_what_is_forced_is_looked_for_once():
+    constraint = RecordConstraint()
+    session = grammar.GrammarSession(constraint)
+    assert session.propose(2).token_ids.tolist() == [50, 51]
+    session.commit([50], None)
+    assert session.propose(1).token_ids.tolist() == [51]
+    assert session.propose(2).token_ids.tolist() == [51, 52]
+    session.commit([51, 52], None)
+    assert session.propose(1).token_ids.tolist() == [53]
+    assert len(constraint.looked_at) == len(set(constraint.looked_at)) == 4
 
 
 def test_processors_of_no_library_are_left_alone():

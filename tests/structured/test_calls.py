@@ -1,0 +1,178 @@
+"""Calls under the real libraries' processors: outputs and the processors' calls are plain's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+
+from hf_retrieval_assist import SamAssistant
+from tests.lossless import build, run
+
+from .libraries import EOS, LIBRARIES, SCHEMA, VOCABULARY, Counted, tokenizer, xgrammar_processor
+
+# llguidance says so of rows that have ended, with an assistant and without.
+pytestmark = pytest.mark.filterwarnings("ignore:Error in LLMatcher")
+
+PROMPT = [5, 6, 7]
+SAMPLING = {
+    "greedy": {},
+    "seeded": {"do_sample": True, "top_k": 8, "seed": 3},
+    "temperature 1": {"do_sample": True, "temperature": 1.0, "top_k": 0},
+}
+OTHER = {"type": "array", "items": {"enum": [10, 100]}, "minItems": 2, "maxItems": 3}
+ROWS = [SCHEMA, OTHER, {"const": "count"}, {"type": "boolean"}]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(LlamaForCausalLM, vocab_size=len(VOCABULARY))
+
+
+def call(model, make, assistant=None, rows=1, **options):
+    """A call under a new processor, and the texts that the processor saw."""
+    processor = Counted(make())
+    options = {
+        "ids": torch.tensor([PROMPT] * rows),
+        "max_new_tokens": 24,
+        "eos_token_id": EOS,
+        "pad_token_id": 0,
+        "logits_processor": LogitsProcessorList([processor]),
+    } | options
+    return run(model, assistant=assistant, **options), processor.texts
+
+
+def assert_plains(model, make, **options):
+    assistant = SamAssistant(budget=8)
+    plain, seen = call(model, make, **options)
+    ours, seen_by_ours = call(model, make, assistant, **options)
+    assert torch.equal(plain, ours)
+    assert seen_by_ours == seen
+    assert assistant.stats.last.accepted > 0
+    return ours
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_batches(model, library, sampling, rows):
+    assert_plains(model, LIBRARIES[library], rows=rows, **SAMPLING[sampling])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_several_sequences_of_a_prompt(model, library):
+    found = assert_plains(model, LIBRARIES[library], rows=2, num_return_sequences=2, do_sample=True)
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_a_constraint_for_each_row_and_rows_that_end_early(model, sampling):
+    found = assert_plains(model, lambda: xgrammar_processor(*ROWS), rows=4, **SAMPLING[sampling])
+    lengths = (found[:, len(PROMPT) :] != 0).sum(1)
+    assert lengths.max() > lengths.min()
+
+
+def test_too_few_grammars_are_the_librarys_to_refuse(model):
+    for assistant in (None, SamAssistant(budget=8)):
+        with pytest.raises(AssertionError, match="number of compiled grammars"):
+            call(model, lambda: xgrammar_processor(*ROWS[:2]), assistant, rows=4)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_chat_of_three_turns(model, library, sampling):
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    ids, assistant = torch.tensor([PROMPT]), SamAssistant(budget=8)
+    for turn in range(3):
+        results = [
+            call(
+                model, LIBRARIES[library], one, ids=ids, past_key_values=cache, **SAMPLING[sampling]
+            )
+            for one, cache in zip((None, assistant), caches, strict=True)
+        ]
+        (plain, seen), (ours, seen_by_ours) = results
+        assert torch.equal(plain, ours)
+        assert seen_by_ours == seen
+        assert caches[0].get_seq_length() == caches[1].get_seq_length()
+        ids = torch.cat([ours, torch.tensor([[8 + turn, 9]])], 1)
+
+
+class Interrupt(KeyboardInterrupt):
+    pass
+
+
+class Listener(BaseStreamer):
+    """Keeps what it hears, and stops the call at a token."""
+
+    def __init__(self, stop_at=None):
+        self.heard, self.stop_at, self.ended = [], stop_at, False
+
+    def put(self, value):
+        self.heard += value.flatten().tolist()
+        if self.stop_at is not None and len(self.heard) - len(PROMPT) >= self.stop_at:
+            raise Interrupt
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_streaming(model, library):
+    plain, ours = Listener(), Listener()
+    call(model, LIBRARIES[library], streamer=plain)
+    call(model, LIBRARIES[library], SamAssistant(budget=8), streamer=ours)
+    assert ours.heard == plain.heard
+    assert ours.ended
+
+
+@pytest.mark.parametrize("stop", ['e":', 'count":', "0}"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_stop_strings(model, library, stop):
+    found = assert_plains(model, LIBRARIES[library], stop_strings=stop, tokenizer=tokenizer())
+    assert tokenizer().decode(found[0, len(PROMPT) :]).count(stop) == 1
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_call_after_an_interrupted_one(model, library):
+    plain, _ = call(model, LIBRARIES[library])
+    assistant = SamAssistant(budget=8)
+    for stop_at in (1, 4, 7):
+        listener = Listener(stop_at)
+        with pytest.raises(Interrupt):
+            call(model, LIBRARIES[library], assistant, streamer=listener)
+        assert listener.heard == plain[0, : len(listener.heard)].tolist()
+        assert torch.equal(call(model, LIBRARIES[library], assistant)[0], plain)
+
+
+HOSTILE = {
+    "empty": {},
+    "recursive": {"properties": {"a": {"$ref": "#"}}, "additionalProperties": False},
+    "enormous": {
+        "properties": {f"key {n}": {"const": n} for n in range(40)},
+        "required": [f"key {n}" for n in range(40)],
+        "additionalProperties": False,
+    },
+    "contradictory": {"type": "string", "minLength": 3, "maxLength": 1},
+    "impossible": {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    "no choice": {"enum": []},
+    "no such type": {"type": "nothing"},
+}
+
+
+def outcome(model, make, assistant=None):
+    """The output and what the processor saw, or what the library says."""
+    try:
+        found, seen = call(model, make, assistant, do_sample=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return found.tolist(), seen
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_a_library_says_of_a_hostile_schema_reaches_the_user(model, library, kind):
+    def make():
+        return LIBRARIES[library](HOSTILE[kind])
+
+    assert outcome(model, make, SamAssistant(budget=8)) == outcome(model, make)
