@@ -29,6 +29,7 @@ from . import (
     roofline,
     spec_bench,
     step,
+    structured,
     structures,
     whole,
 )
@@ -53,6 +54,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "whole": whole,
     "step": step,
     "overhead": overhead,
+    "structured": structured,
 }
 # About what each takes with its default settings on two cores, in minutes.
 UNKNOWN_MINUTES = 5.0
@@ -75,6 +77,7 @@ MINUTES = {
     "whole": 1.5,
     "step": 4.0,
     "overhead": 4.0,
+    "structured": 15.0,
 }
 
 
