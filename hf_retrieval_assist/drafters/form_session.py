@@ -19,6 +19,8 @@ _SKIPPED = 3  # parts that an output may leave out before another one of its for
 _TELLING = 4  # characters of a part that is recognised out of turn
 _CHOICES = 16  # ways to fill in a blank that are drafted at once
 _LONGEST_CHOICE = 200  # characters
+_UNFINISHED = "\ufffd"  # stands for a character of which some bytes are missing
+_MOST_BYTES = 4  # of a character
 
 # What a draft rests on: that the text ends with some of the part that is due; a choice; some of the
 # first part; some of a part after skipped ones; one character of the first part; nothing but the
@@ -50,13 +52,18 @@ class FormSession(DraftSession):
         self._vocab_size = vocab_size
         self._due: dict[int, int] = {}  # of each form being filled in, the part that comes next
         self._typed = ""  # into the blank
+        self._unread: tuple[int, ...] = ()  # tokens of a character that is not complete
         # Of each part, by form and number, how much of it the text ends with.
         self._met: dict[tuple[int, int], int] = {}
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         for token in token_ids:
-            for char in self._forms.text_of(token):
-                self._read(char)
+            self._unread += (token,)
+            text = self._forms.text_of(self._unread)
+            if not text.endswith(_UNFINISHED) or len(self._unread) == _MOST_BYTES:
+                self._unread = ()
+                for char in text:
+                    self._read(char)
 
     def _read(self, char: str) -> None:
         if len(self._typed) <= _LONGEST_CHOICE:

@@ -34,19 +34,19 @@ class Forms:
         self.forms = tuple(dict.fromkeys(form for form in forms if form.parts[0]))
         self._tokenizer = tokenizer
         self._anchor = self._encoded("a")[-1:]
-        self._texts: dict[int, str] = {}
+        self._texts: dict[tuple[int, ...], str] = {}
         self._ids: dict[str, list[int]] = {}
         self.beginning: dict[str, list[int]] = defaultdict(list)
         for number, form in enumerate(self.forms):
             self.beginning[form.parts[0][0]].append(number)
 
-    def text_of(self, token: int) -> str:
-        """What a token adds to a text."""
-        if token not in self._texts:
+    def text_of(self, tokens: tuple[int, ...]) -> str:
+        """What tokens add to a text."""
+        if tokens not in self._texts:
             # Behind another token: tokenizers drop a space in front of the first one.
-            before, after = map(self._decoded, (self._anchor, [*self._anchor, token]))
-            self._texts[token] = after[len(before) :]
-        return self._texts[token]
+            before, after = map(self._decoded, (self._anchor, [*self._anchor, *tokens]))
+            self._texts[tokens] = after[len(before) :]
+        return self._texts[tokens]
 
     def ids_of(self, text: str) -> list[int]:
         """The tokens that go on with `text`; empty where the tokenizer spells it otherwise."""
@@ -58,8 +58,7 @@ class Forms:
         # Behind another text where the tokenizer puts a space in front of the first one.
         for before in ("", "\n", "a"):
             ids = self._encoded(before + text)
-            texts = list(map(self.text_of, ids))
-            yield from (ids[n:] for n in range(len(ids)) if "".join(texts[n:]) == text)
+            yield from (ids[n:] for n in range(3) if self.text_of(tuple(ids[n:])) == text)
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids

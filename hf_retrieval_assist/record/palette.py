@@ -13,8 +13,9 @@ _OWN = {
     "token recycling": "#cc79a7",
     "draft model": "#d55e00",
     "eagle": "#d55e00",
+    "grammar": "#56b4e9",
 }
-_OTHERS = ("#56b4e9", "#f0e442", "#999999")
+_OTHERS = ("#f0e442", "#999999")
 
 
 def colours(origins: Iterable[str]) -> dict[str, str]:
