@@ -51,8 +51,10 @@ def test_example(name, capsys):
     assert "tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["explore", "compare"])
+@pytest.mark.parametrize("name", ["explore", "compare", "structured"])
 def test_notebook(name, monkeypatch, capsys):
+    if name == "structured":
+        pytest.importorskip("xgrammar", reason="make test-structured")
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
     notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
@@ -68,6 +70,10 @@ def test_notebook(name, monkeypatch, capsys):
     if name == "explore":
         assert names["record"].calls[0].generated(0).tolist() == names["output"][0, -128:].tolist()
         assert len(names["largest"].tree) > 0
+    elif name == "structured":
+        for record in (names["record"], names["unconstrained"]):
+            assert record.by_origin()["grammar"][1] > 0
+        assert torch.equal(names["output"], names["constrained"]())
     else:
         assert names["suggestion"].best.identical == len(names["prompts"])
         assert names["suggestion"].best.name in capsys.readouterr().out

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..structures import draft_tree
 from ..token_tree import Float32Array, TokenTree
@@ -18,6 +19,7 @@ from .forms import Forms
 _SKIPPED = 3  # parts that an output may leave out before another one of its form is recognised
 _TELLING = 4  # characters of a part that is recognised out of turn
 _CHOICES = 16  # ways to fill in a blank that are drafted at once
+_PROMPT = 32  # tokens at the end of a prompt in which a form may begin
 _LONGEST_CHOICE = 200  # characters
 _UNFINISHED = "\ufffd"  # stands for a character of which some bytes are missing
 _MOST_BYTES = 4  # of a character
@@ -47,7 +49,7 @@ FORM_PRIORS: Float32Array = np.stack([_RATES, 0.8 * _RATES], 2).ravel()
 class FormSession(DraftSession):
     """One text, and how much of which form it ends with."""
 
-    def __init__(self, forms: Forms, vocab_size: int) -> None:
+    def __init__(self, forms: Forms, prompt_ids: NDArray[np.int32], vocab_size: int) -> None:
         self._forms = forms
         self._vocab_size = vocab_size
         self._due: dict[int, int] = {}  # of each form being filled in, the part that comes next
@@ -55,6 +57,8 @@ class FormSession(DraftSession):
         self._unread: tuple[int, ...] = ()  # tokens of a character that is not complete
         # Of each part, by form and number, how much of it the text ends with.
         self._met: dict[tuple[int, int], int] = {}
+        # A prompt may end with the beginning of the output.
+        self.commit(prompt_ids[-_PROMPT:].tolist(), None)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         for token in token_ids:

@@ -33,7 +33,7 @@ class GrammarDrafter(Drafter):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         constraint = constraint_of(target.processors, target.row)
         if constraint is None and target.forms is not None:
-            return FormSession(target.forms, target.vocab_size)
+            return FormSession(target.forms, prompt_ids, target.vocab_size)
         return GrammarSession(constraint)
 
     def priors(self) -> Float32Array:

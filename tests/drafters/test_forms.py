@@ -68,8 +68,10 @@ def encoded(tokenizer, text):
 
 def drafts_behind(forms, text, budget=64, vocab_size=256):
     """The texts of the paths that are drafted."""
-    session = FormSession(forms, vocab_size)
-    session.commit(encoded(forms._tokenizer, text), None)
+    ids = encoded(forms._tokenizer, text)
+    # What the prompt ends with counts as well.
+    session = FormSession(forms, np.array(ids[:2], np.int32), vocab_size)
+    session.commit(ids[2:], None)
     tree = session.propose(budget)
     tree.check_invariants()
     assert tree.fault(vocab_size, 36) is None
