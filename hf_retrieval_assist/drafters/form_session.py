@@ -7,6 +7,7 @@ a printed part, the rest of that part is likely to follow.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,6 +158,4 @@ def _tree(paths: Sequence[tuple[int, Sequence[int]]]) -> TokenTree:
         share = count / (len(paths) if parent < 0 else passing[parent])
         classes.append(6 * kind + 2 * (0 if share == 1 else 1 if share >= 0.5 else 2) + last)
     tree = TokenTree.build(tokens, parents, FORM_PRIORS[classes], classes)
-    return TokenTree.build(
-        tokens, parents, draft_tree.path_products(tree.parents, tree.probs), classes
-    )
+    return replace(tree, probs=draft_tree.path_products(tree.parents, tree.probs))

@@ -10,17 +10,21 @@ forced tokens, and the model decides how it is cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..grammars.constraint import Constraint, constraint_of
+from ..structures import draft_tree
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 from .form_session import FORM_PRIORS, FormSession
 
-# Rates of the first forced token, and of later ones, before any observation.
-_FORCED = np.array([0.95, 0.97], np.float32)
+# Before any observation, the rates of the first forced token, of later ones, of the last one, which
+# may be part of a longer one, and of the shorter ones that may stand in the place of any.
+_FORCED = np.array([0.8, 0.9, 0.6, 0.2, 0.1, 0.1, 0.1], np.float32)
+_FIRST, _NEXT, _LAST, _SHORTER = range(4)
 _PRIORS = np.concatenate([FORM_PRIORS, _FORCED])
 
 
@@ -45,25 +49,40 @@ class GrammarSession(DraftSession):
 
     def __init__(self, constraint: Constraint | None):
         self._constraint = constraint
-        self._forced: list[int] = []  # what is known to follow, so that no mask is computed twice
+        # What is known to follow, so that no mask is computed twice.
+        self._forced: list[list[int]] = []
 
     def propose(self, budget: int) -> TokenTree:
         if self._constraint is None:
             return TokenTree.empty()
         known = len(self._forced)
-        if known < budget and all(map(self._constraint.advance, self._forced)):
+        if known < budget and all(self._constraint.advance(cuts[0]) for cuts in self._forced):
             self._forced += self._constraint.forced(budget - known)
             self._constraint.rollback(known)
-        tokens = self._forced[:budget]
-        classes = len(FORM_PRIORS) + np.minimum(np.arange(len(tokens)), 1)
-        return TokenTree.chain(tokens, _PRIORS[classes].cumprod(), classes)
+        parents: list[int] = []
+        kinds: list[int] = []
+        parent = -1
+        spans = [cuts[: len(_FORCED) - _LAST] for cuts in self._forced[:budget]]
+        for depth, cuts in enumerate(spans):
+            kinds.append(_NEXT if depth else _FIRST)
+            if depth == len(spans) - 1 < budget - 1:
+                kinds[-1] = _LAST
+            kinds += range(_SHORTER, _SHORTER + len(cuts) - 1)
+            parents += [parent] * len(cuts)
+            parent = len(parents) - len(cuts)
+        tokens = [token for cuts in spans for token in cuts]
+        classes = len(FORM_PRIORS) + np.array(kinds, np.int32)
+        tree = TokenTree.build(tokens, parents, _PRIORS[classes], classes)
+        probs = draft_tree.path_products(tree.parents, tree.probs)
+        return replace(tree, probs=probs).prune(budget)
 
     def restrict(self, tree: TokenTree) -> TokenTree:
         return tree if self._constraint is None else self._constraint.prune(tree)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         came = list(token_ids)
-        self._forced = self._forced[len(came) :] if self._forced[: len(came)] == came else []
+        known = [cuts[0] for cuts in self._forced[: len(came)]] == came
+        self._forced = self._forced[len(came) :] if known else []
         # A text that the grammar does not know (its end, most often) has no state any more.
         if self._constraint is not None and not all(map(self._constraint.advance, token_ids)):
             self._constraint = None

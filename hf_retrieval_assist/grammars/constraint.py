@@ -33,11 +33,11 @@ class Constraint(ABC):
         """Take back the last `count` tokens."""
 
     @abstractmethod
-    def forced(self, limit: int) -> list[int]:
+    def forced(self, limit: int) -> list[list[int]]:
         """At most `limit` tokens that have to follow, cut as a tokenizer would cut them.
 
-        How the end of a forced span is cut depends on what follows it, which the model decides, so
-        the span's last token may be left out.
+        Each comes with the others that a model may write in its place, the longest first, since the
+        same text can be cut otherwise. Fewer than `limit` reach to the end of what is forced.
         """
 
     def prune(self, tree: TokenTree) -> TokenTree:

@@ -32,5 +32,6 @@ class LLGuidanceConstraint(Constraint):
         if count:
             self._matcher.rollback(count)
 
-    def forced(self, limit: int) -> list[int]:
-        return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()[:limit]
+    def forced(self, limit: int) -> list[list[int]]:
+        tokens = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()[:limit]
+        return [[token] for token in tokens]

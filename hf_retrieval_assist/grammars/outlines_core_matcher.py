@@ -36,12 +36,12 @@ class OutlinesConstraint(Constraint):
         if count:
             self._guide.rollback_state(count)
 
-    def forced(self, limit: int) -> list[int]:
-        tokens: list[int] = []
+    def forced(self, limit: int) -> list[list[int]]:
+        tokens: list[list[int]] = []
         while len(tokens) < limit:
             allowed = self._guide.get_tokens()
             if len(allowed) != 1 or not self.advance(allowed[0]):
                 break
-            tokens.append(allowed[0])
+            tokens.append(allowed)
         self.rollback(len(tokens))
         return tokens

@@ -40,31 +40,32 @@ class XGrammarConstraint(Constraint):
         if count:
             self._matcher.rollback(count)
 
-    def forced(self, limit: int) -> list[int]:
+    def forced(self, limit: int) -> list[list[int]]:
         if self._matcher.is_terminated():
             return []
         left = self._matcher.find_jump_forward_string().encode()
-        tokens: list[int] = []
+        tokens: list[list[int]] = []
         while left and len(tokens) < limit:
-            token = self._longest(left)
-            if token is None or not self._matcher.accept_token(token):
+            fitting = self._fitting(left)
+            if not fitting or not self._matcher.accept_token(fitting[0]):
                 break
-            tokens.append(token)
-            left = left[len(self._text_of(token)) :]
+            tokens.append(fitting)
+            left = left[len(self._text_of(fitting[0])) :]
         self.rollback(len(tokens))
-        # The last token of the span may be part of a longer one.
-        return tokens if left else tokens[:-1]
+        return tokens
 
-    def _longest(self, text: bytes) -> int | None:
-        """Of the legal tokens that the text begins with, the longest one."""
+    def _fitting(self, text: bytes) -> list[int]:
+        """The legal tokens that the text begins with, the longest first."""
         self._matcher.fill_next_token_bitmask(self._mask)
         bits = np.unpackbits(self._mask[0].numpy().view(np.uint8), bitorder="little")
-        fitting = [
-            token
+        # Of tokens that spell the same the last one: bytes, which stand in front, spell what has no
+        # token of its own.
+        fitting = {
+            len(self._text_of(token)): token
             for token in np.flatnonzero(bits[: self._info.vocab_size]).tolist()
             if self._text_of(token) and text.startswith(self._text_of(token))
-        ]
-        return max(fitting, key=lambda token: len(self._text_of(token)), default=None)
+        }
+        return [fitting[length] for length in sorted(fitting, reverse=True)]
 
     def _text_of(self, token: int) -> bytes:
         if self._texts is None:

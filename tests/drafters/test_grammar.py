@@ -87,7 +87,7 @@ class RecordConstraint(Constraint):
             allowed = self.record.allowed()
             if len(allowed) > 1 or not self.advance(allowed[0]):
                 break
-            tokens += allowed
+            tokens.append(allowed)
         self.rollback(len(tokens))
         return tokens
 
@@ -152,6 +152,46 @@ def test_a_text_that_leaves_the_grammar_is_drafted_for_as_any_other(known):
     assert not len(session.propose(9))
     tree = TokenTree.chain([1, 2], [0.5, 0.5])
     assert session.restrict(tree) is tree
+
+
+class Spelling(Constraint):
+    """Forces "abcd", letters of which are the tokens 1 to 4, with the tokens 12, 34 and 123."""
+
+    def __init__(self):
+        self.cuts = {0: [123, 12, 1], 1: [2], 2: [34, 3], 3: [4]}
+        self.lengths = [0]
+
+    def advance(self, token):
+        if token not in self.cuts.get(self.lengths[-1], ()):
+            return False
+        self.lengths.append(self.lengths[-1] + len(str(token)))
+        return True
+
+    def rollback(self, count):
+        del self.lengths[len(self.lengths) - count :]
+
+    def forced(self, limit):
+        found = []
+        while len(found) < limit and self.lengths[-1] < 4:
+            found.append(self.cuts[self.lengths[-1]])
+            assert self.advance(found[-1][0])
+        self.rollback(len(found))
+        return found
+
+
+def test_a_forced_text_may_be_cut_otherwise():
+    session = grammar.GrammarSession(Spelling())
+    tree = session.propose(8)
+    assert tree.token_ids.tolist() == [123, 12, 1, 4]
+    assert tree.parents.tolist() == [-1, -1, -1, 0]
+    assert len(set(tree.classes.tolist())) == 4
+    tree.check_invariants()
+    assert session.propose(2).token_ids.tolist() == [123, 4]
+    session.commit([12], None)
+    tree = session.propose(8)
+    assert tree.token_ids.tolist() == [34, 3]
+    session.commit([34], None)
+    assert not len(session.propose(8))
 
 
 def test_what_is_forced_is_looked_for_once():

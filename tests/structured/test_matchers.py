@@ -19,8 +19,10 @@ def test_what_is_forced_and_what_is_forbidden(library):
     key, brace, word = VOCABULARY.index(b'{"na'), ord("{"), VOCABULARY.index(b"true")
     tree = TokenTree.build([key, 5, word, brace], [-1, -1, 0, -1], [0.5, 0.3, 0.1, 0.1])
     assert constraint.prune(tree).token_ids.tolist() == [key, brace]
-    for token in constraint.forced(8):
-        assert constraint.advance(token)
+    for cuts in constraint.forced(8):
+        assert all(map(constraint.advance, cuts[-1:]))
+        constraint.rollback(1)
+        assert constraint.advance(cuts[0])
     assert not constraint.advance(5)
 
 
@@ -34,8 +36,9 @@ def test_a_processor_without_a_grammar_has_none(grammars):
 def test_every_row_has_the_grammar_at_its_place():
     other = {"const": [True]}
     processor = xgrammar_processor(SCHEMA, other)
-    begun = [constraint_of([processor], row).forced(1) for row in range(2)]
-    assert begun == [[VOCABULARY.index(b'{"na')], [ord("[")]]
+    ((cuts,), (other_cuts,)) = (constraint_of([processor], row).forced(1) for row in range(2))
+    assert cuts == [VOCABULARY.index(b'{"na'), ord("{")]
+    assert other_cuts == [ord("[")]
     assert constraint_of([processor], 2) is None
 
 
