@@ -69,6 +69,8 @@ class XGrammarConstraint(Constraint):
 
     def _text_of(self, token: int) -> bytes:
         if self._texts is None:
-            # Copied for the whole vocabulary, so only once something is forced.
-            self._texts = self._info.decoded_vocab
+            # The public list is made anew for every grammar, which takes a second for a large
+            # vocabulary. What it is made of takes milliseconds, where it can be had.
+            array = getattr(getattr(self._info, "_handle", None), "decoded_vocab", None)
+            self._texts = array() if callable(array) else self._info.decoded_vocab
         return self._texts[token]

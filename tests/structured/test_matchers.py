@@ -42,6 +42,19 @@ def test_every_row_has_the_grammar_at_its_place():
     assert constraint_of([processor], 2) is None
 
 
+def test_the_vocabulary_is_not_listed_anew_for_every_grammar(monkeypatch):
+    xgrammar = pytest.importorskip("xgrammar", reason="make test-structured")
+    listed = []
+    texts = xgrammar.TokenizerInfo.decoded_vocab
+    monkeypatch.setattr(
+        xgrammar.TokenizerInfo,
+        "decoded_vocab",
+        property(lambda info: listed.append(info) or texts.fget(info)),
+    )
+    assert constraint_of([xgrammar_processor()], 0).forced(1)
+    assert not listed
+
+
 def test_the_mask_of_a_node_is_computed_once(monkeypatch):
     """However little of what is forced a step verifies; pruning needs no mask."""
     xgrammar = pytest.importorskip("xgrammar", reason="make test-structured")
