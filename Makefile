@@ -87,7 +87,7 @@ test-ecosystem: .venv-ecosystem/.installed
 	touch $@
 
 test-structured: .venv-structured/.installed
-	.venv-structured/bin/python -m pytest -q tests/structured "tests/test_examples.py::test_notebook[structured]"
+	.venv-structured/bin/python -m pytest -q tests/structured tests/benchmarks/test_structured.py "tests/test_examples.py::test_notebook[structured]"
 
 # Two processes that hold a model's weights by DeepSpeed's third stage, for which it compiles an
 # operator. 40 MB, a minute.

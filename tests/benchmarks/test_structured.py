@@ -1,0 +1,77 @@
+"""The benchmark of structured output, on a small random model and whatever libraries there are."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from benchmarks import structured
+from benchmarks.__main__ import parse
+from benchmarks.report import Report
+from benchmarks.schemas import SIZES, schemas
+from benchmarks.tool_calls import CALLS, TOOLS
+from tests.test_examples import small_model
+
+
+def silent(text):
+    pass
+
+
+@pytest.fixture(scope="module")
+def report():
+    arguments = parse(["structured", "--quick", "--structured-tokens", "24"])
+    found = Report("structured", {})
+    model, tokenizer = small_model()
+    tokenizer.eos_token = "<pad>"
+    structured.measure(found, model, tokenizer, arguments, silent, everything=True)
+    return found
+
+
+def rows(report, title):
+    (table,) = (table for table in report.tables if table.title.startswith(title))
+    return table.rows
+
+
+def test_schemas_are_sixty_of_three_sizes():
+    found = [asked.schema for size in SIZES for asked in schemas(size, 20, 0)]
+    assert len({str(schema) for schema in found}) == 60
+    assert list(schemas("large", 3, 0)) == list(schemas("large", 3, 0))
+    members = [len(schema["properties"]) for schema in found]
+    assert members[0] < members[20] < members[40]
+
+
+def test_recorded_calls_are_of_the_tools():
+    parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    assert len(parameters) == 12
+    assert len(CALLS) == 40
+    for call in CALLS:
+        known = parameters[call.name]
+        assert set(known["required"]) <= set(call.arguments) <= set(known["properties"])
+
+
+def test_first_calls_take_fewer_forwards_with_tools(report):
+    found = rows(report, "First calls")
+    assert len(found) == 7
+    assert all(row["with"] > 1.5 * row["without"] >= 1.5 for row in found)
+
+
+@pytest.mark.skipif(find_spec("xgrammar") is None, reason="make test-structured")
+def test_outputs_under_the_libraries_are_plains(report):
+    found = rows(report, "The same calls")
+    assert {row["library"] for row in found} >= {"xgrammar"}
+    ours = [row for row in found if row["method"] == "SamAssistant"]
+    assert {(row["equal"], row["raised"]) for row in ours} == {("1 of 1", "0")}
+    lookup = [row for row in found if row["method"] == "prompt lookup"]
+    assert {row["equal"] for row in lookup if row["library"] == "xgrammar"} == {"0 of 1"}
+    by_method = {(row["size"], row["method"]): row for row in rows(report, "Schemas of three")}
+    for size in SIZES:
+        grammar, retrieval = by_method[size, "with grammar"], by_method[size, "retrieval"]
+        assert grammar["per_forward"] > retrieval["per_forward"]
+        assert grammar["equal"] == "1 of 1"
+
+
+def test_what_is_not_installed_is_named(report):
+    missing = {"xgrammar", "llguidance", "outlines-core"}
+    missing -= {row["library"] for row in rows(report, "The same calls")}
+    assert sorted(report.notes) == sorted(f"{name} is not installed" for name in missing)
