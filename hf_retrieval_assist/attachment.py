@@ -8,7 +8,6 @@ pickles and checkpoints do not know of it.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +18,9 @@ import torch
 from transformers import GenerationMixin
 
 from .drafting.policy import DraftingPolicy
+from .system.log import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Policy = TypeVar("Policy", bound=DraftingPolicy)
 

@@ -284,9 +284,12 @@ def test_repr_tells_the_figures(model, plain):
     run(model, assistant=assistant)
     text = repr(assistant.stats)
     last = assistant.stats.last
-    assert f"{last.tokens} tokens in {last.steps} steps (tree)" in text
-    assert f"{last.accepted} of {last.drafted} accepted" in text
-    assert "1 calls" in text
+    assert (
+        f"{last.tokens} tokens in {last.steps + 1} forwards ({last.tokens_per_forward:.2f} a"
+        in text
+    )
+    assert f"{last.accepted} of {last.drafted}" in text
+    assert "all 1 calls" in text
     assert "suffix: expected" in text
 
 

@@ -213,12 +213,12 @@ def test_misses_the_tokenizer(model, option, given):
         model.generate(assistant=SamAssistant(), **given, **option, **LENGTH)
 
 
-def test_stop_strings_of_the_model_are_left_to_transformers(model, monkeypatch, caplog):
+def test_stop_strings_of_the_model_are_left_to_transformers(model, monkeypatch, told):
     monkeypatch.setattr(model.generation_config, "stop_strings", ["x"])
     assistant = SamAssistant()
     with pytest.raises(ValueError, match="could not locate a tokenizer"):
         model.generate(PROMPT, assistant=assistant, **LENGTH)
-    assert "decoding without the assistant" in caplog.text
+    assert "decoding without the assistant" in told.text
     assert assistant.stats.total.calls == 0
 
 
