@@ -18,6 +18,7 @@ import torch
 from transformers import GenerationMixin
 
 from .drafting.policy import DraftingPolicy
+from .system.arguments import kind_of
 from .system.log import get_logger
 
 logger = get_logger(__name__)
@@ -64,7 +65,7 @@ def attach(model: Any, assistant: DraftingPolicy) -> None:
         ValueError: an assistant that expects texts row by row, of batches that others make.
     """
     if not isinstance(assistant, DraftingPolicy):
-        raise TypeError(f"assistant: expected an Assistant, got {type(assistant).__name__}")
+        raise TypeError(f"assistant: expected an Assistant, got {kind_of(assistant)}")
     if assistant.expected.rows:
         raise ValueError(
             "assistant: expected texts for all rows where others make the batches, got "

@@ -24,6 +24,7 @@ from .attachment import attached_to
 from .continuous_batching import draft_for
 from .decoding.call import refused_mode
 from .host.transformers_private import shards_need_company
+from .system.arguments import kind_of
 from .system.log import get_logger
 
 logger = get_logger(__name__)
@@ -218,7 +219,7 @@ def _named(assistant: Any) -> dict[str, Any]:
 
 def _check_kind(assistant: Any) -> None:
     if not isinstance(assistant, Assistant):
-        raise TypeError(f"assistant: expected an Assistant, got {type(assistant).__name__}")
+        raise TypeError(f"assistant: expected an Assistant, got {kind_of(assistant)}")
 
 
 def _check(assistant: Any, kwargs: dict[str, Any]) -> None:

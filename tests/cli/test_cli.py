@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -12,8 +11,8 @@ import pytest
 from hf_retrieval_assist import cli
 from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.cli.command import Command
-from hf_retrieval_assist.cli.datastore import byte_count
 from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.system.arguments import byte_count
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +156,7 @@ def test_byte_counts(text, count):
 
 @pytest.mark.parametrize("text", ["", "G", "many", "infG"])
 def test_what_is_no_byte_count(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="expected bytes"):
+    with pytest.raises(ValueError, match="expected bytes"):
         byte_count(text)
 
 
