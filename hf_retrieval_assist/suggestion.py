@@ -207,10 +207,8 @@ def suggest(
             )
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
     plain = Trial(PLAIN, None, Record(tokenizer))
-    baselines = [plain]
-    for name in (KERNELS, LOOKUP):
-        if _serves(model, name, inputs[0], options):
-            baselines.append(Trial(name, None, Record(tokenizer), plain))
+    others = [name for name in (KERNELS, LOOKUP) if _serves(model, name, inputs[0], options)]
+    baselines = [plain, *(Trial(name, None, Record(tokenizer), plain) for name in others)]
     trials = [Trial(name, make, Record(tokenizer), plain) for name, make in makers.items()]
     every = [*baselines, *trials]
     different: set[tuple[str, int]] = set()

@@ -50,7 +50,7 @@ def test_prompts_may_be_texts_and_sampled():
     )
     assert [trial.name for trial in found.trials] == ["mine"]
     assert found.best.identical == 1
-    assert "text" in found.best.sources
+    assert "text" in found.best.record.origins
 
 
 def test_a_model_without_prompt_lookup_is_measured_without_it(monkeypatch):
