@@ -35,8 +35,9 @@ class CallStats:
             sampling draws otherwise, as do rows of a batch that get on at their own pace where
             random numbers cannot be told beforehand, from the same distributions.
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
-            tokens) and cache (keeping the accepted path); `total` is the whole call, prefill
-            included.
+            tokens) and cache (keeping the accepted path). Before them `test`, which finds out how
+            the model is served and takes time in its first call, and `prefill`. `total` is the
+            whole call.
     """
 
     tier: str = ""
@@ -53,7 +54,7 @@ class CallStats:
     saved_seconds: float = 0.0
     keeps_seed: bool = True
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys((*PHASES, "prefill", "total"), 0.0)
+        default_factory=lambda: dict.fromkeys(("test", "prefill", *PHASES, "total"), 0.0)
     )
 
     @property
@@ -152,11 +153,10 @@ class CallStats:
     def __str__(self) -> str:
         expected = self.expected_accepted + self.expected_rejected
         came = f"; {self.expected_accepted} of {expected} expected tokens came" if expected else ""
-        share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in PHASES)
+        phases = ("test", "prefill", *PHASES)
+        share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in phases)
         tier = f" [{self.tier}]" if self.tier else ""
-        return (
-            f"{self.summary}{came}{tier} (ms: prefill {1e3 * self.seconds['prefill']:.0f} {share})"
-        )
+        return f"{self.summary}{came}{tier} (ms: {share})"
 
 
 class Stats:

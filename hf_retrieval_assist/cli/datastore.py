@@ -26,7 +26,10 @@ def _bytes(text: str) -> int:
 def _add_sorting_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="the datastore's directory")
     parser.add_argument(
-        "--memory", type=_bytes, default="4G", help="for sorting; decides the size of a shard"
+        "--memory",
+        type=_bytes,
+        default="4G",
+        help="bytes for sorting, such as 750M; decides the size of a shard",
     )
     parser.add_argument("--workers", type=int, default=1, help="shards sorted at the same time")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -53,8 +56,8 @@ def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="folder or Hub id of a transformers tokenizer, or a SentencePiece .model file",
     )
-    parser.add_argument("--field", default="text", help="column with the text (default: text)")
-    parser.add_argument("--split", default="train", help="split of a data set (default: train)")
+    parser.add_argument("--field", default="text", help="column with the text")
+    parser.add_argument("--split", default="train", help="split of a data set")
     parser.add_argument(
         "--vocab-size",
         type=int,

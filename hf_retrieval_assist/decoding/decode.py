@@ -72,10 +72,11 @@ def decode(
     )
     if (refusal := refused_mode(generation_config)) is not None:
         raise ValueError(refusal)
+    started = time.perf_counter()
     service = call.service(assistant.planner)
     counts = CallStats(tier=service.tier.value, calls=1)
+    counts.seconds["test"] = time.perf_counter() - started
     record = observe(call.prompts, counts)
-    started = time.perf_counter()
     if service.tier is Tier.PLAIN:
         result = decode_plainly(call, counts, record)
     else:

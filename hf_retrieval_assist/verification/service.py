@@ -127,6 +127,10 @@ def choose_service(
             return known
         if not verdicts.settles:
             return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
+        logger.warning_once(
+            f"{type(model).__name__}: the first call with an assistant tests how drafts are "
+            "verified, measures forwards and chooses kernels; later ones start at once"
+        )
         try:
             service = _first_right(model, model_kwargs, several, packs, demand)
         except SHORTAGES as shortage:
