@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from hf_retrieval_assist import demo_model
 
@@ -25,7 +27,12 @@ def blocks_of(page):
     "page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.name
 )
 def test_code_of_a_page_runs(page, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(demo_model, "load_demo_model", lambda *_: small_model())
+    model, tokenizer = small_model()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    monkeypatch.setattr(demo_model, "load_demo_model", lambda *_: (model, tokenizer))
+    for auto, made in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
+        loader = SimpleNamespace(from_pretrained=lambda *_, made=made, **__: made)
+        monkeypatch.setattr(transformers, auto, loader)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = {"__name__": page.stem}
