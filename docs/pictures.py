@@ -19,8 +19,7 @@ def measured_curves():
 
 # Readers of a dark page see dark diagrams, whose hues stay.
 _DARK = (
-    "<style>@media (prefers-color-scheme:dark)"
-    "{svg{filter:invert(.88) hue-rotate(180deg)}}</style>"
+    "<style>@media (prefers-color-scheme:dark){svg{filter:invert(.88) hue-rotate(180deg)}}</style>"
 )
 
 
