@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from hf_retrieval_assist import RestAssistant, SamAssistant
@@ -56,3 +58,9 @@ def test_what_is_no_corpus(tokenizer):
         SamAssistant(corpus=Datastore)
     with pytest.raises(TypeError, match=r"^corpus: expected documents, .*got int"):
         SamAssistant(corpus=3)
+
+
+def test_building_without_the_extra_says_what_to_install(ids, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydivsufsort", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf-retrieval-assist\[corpus\]'"):
+        Datastore.build(ids, tmp_path / "store", vocab_size=300)
