@@ -39,7 +39,7 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         budget: how many nodes a step verifies. "auto": as many as pay for themselves at the
             measured cost of this model on this machine, maybe none. "paper": the rule of the
             preset's paper. A number: that many.
-        max_nodes: nodes that drafters are asked for at most under "auto".
+        max_nodes: the most nodes that a drafter may propose under "auto".
         reroute: on a CPU, compute linear layers and attention of verification forwards by the
             fastest method for few rows; see :class:`~hf_retrieval_assist.kernels.reroute.reroute`.
         graphs: on a CUDA device, launch a verification forward at once, as a graph; see

@@ -188,7 +188,7 @@ class SamAssistant(Preset):
         tokenizer: of the model; for a corpus of texts.
         budget: nodes that a step verifies: "auto", as many as pay for themselves by measured
             costs; "paper", the paper's rule; or a number.
-        max_nodes: nodes that drafters are asked for at most under "auto".
+        max_nodes: the most nodes that a drafter may propose under "auto".
         reroute: on a CPU, let the kernels for few rows compute verification forwards.
         graphs: on a CUDA device, launch a verification forward at once, as a graph.
         costs: measured costs, to share between assistants; None: its own.
