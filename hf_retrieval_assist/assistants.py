@@ -23,7 +23,15 @@ from .record.html import assistant_html
 from .stats import CallStats
 
 
-class Assistant(DraftingPolicy):
+class _OfUsers(type):
+    """A class whose list of names, which `help` shows, leaves out what only the loop calls."""
+
+    def __dir__(cls) -> list[str]:
+        hidden = {name for name in vars(DraftingPolicy) if not name.startswith("_")}
+        return [name for name in super().__dir__() if name not in hidden]
+
+
+class Assistant(DraftingPolicy, metaclass=_OfUsers):
     """Drafts for `model.generate(..., assistant=...)`; reusable over calls, models and threads.
 
     Args:
@@ -31,7 +39,7 @@ class Assistant(DraftingPolicy):
         budget: how many nodes a step verifies. "auto": as many as pay for themselves at the
             measured cost of this model on this machine, maybe none. "paper": the rule of the
             preset's paper. A number: that many.
-        max_nodes: nodes that drafters are asked for at most under "auto".
+        max_nodes: the most nodes that a drafter may propose under "auto".
         reroute: on a CPU, compute linear layers and attention of verification forwards by the
             fastest method for few rows; see :class:`~hf_retrieval_assist.kernels.reroute.reroute`.
         graphs: on a CUDA device, launch a verification forward at once, as a graph; see
@@ -126,6 +134,18 @@ class Assistant(DraftingPolicy):
         """A scope in which calls of `model.generate` by others are assisted; see `attach`."""
         return attached(model, self)
 
+    def __repr__(self) -> str:
+        expected = len(self.expected.texts) + sum(map(len, self.expected.rows))
+        twin = "" if self.learn else ".private()"
+        twin += f".expecting(<{expected} texts>)" if expected else ""
+        return f"{type(self).__name__}({self._arguments()}){twin}"
+
+    def _arguments(self) -> str:
+        return f"[{', '.join(self._names)}], budget={self.planner.budget!r}"
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *vars(self)})
+
     def __copy__(self) -> Assistant:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
@@ -159,7 +179,7 @@ class Assistant(DraftingPolicy):
             logits_processor,
             stopping_criteria,
             generation_config,
-            observe=self.observe,
+            observe=self._observe,
             **model_kwargs,
         )
 
@@ -182,7 +202,7 @@ class Assistant(DraftingPolicy):
             with self._lock:
                 self._records.remove(record)
 
-    def observe(self, prompts: Sequence[NDArray[np.int32]], call: CallStats) -> CallRecord | None:
+    def _observe(self, prompts: Sequence[NDArray[np.int32]], call: CallStats) -> CallRecord | None:
         """What a call that starts now has to tell its steps to; None where nobody records."""
         with self._lock:
             records = list(self._records)

@@ -8,7 +8,6 @@ pickles and checkpoints do not know of it.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +18,10 @@ import torch
 from transformers import GenerationMixin
 
 from .drafting.policy import DraftingPolicy
+from .system.arguments import kind_of
+from .system.log import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 Policy = TypeVar("Policy", bound=DraftingPolicy)
 
@@ -64,7 +65,7 @@ def attach(model: Any, assistant: DraftingPolicy) -> None:
         ValueError: an assistant that expects texts row by row, of batches that others make.
     """
     if not isinstance(assistant, DraftingPolicy):
-        raise TypeError(f"assistant: expected an Assistant, got {type(assistant).__name__}")
+        raise TypeError(f"assistant: expected an Assistant, got {kind_of(assistant)}")
     if assistant.expected.rows:
         raise ValueError(
             "assistant: expected texts for all rows where others make the batches, got "

@@ -8,7 +8,6 @@ nothing.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +23,10 @@ from .planning.cost_store import CostKey, size_bucket
 from .planning.cost_views import PackedCost
 from .stats import CallStats
 from .structures import draft_tree
+from .system.log import get_logger
 from .token_tree import TokenTree
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def draft_for(manager: Any, assistant: Assistant) -> None:

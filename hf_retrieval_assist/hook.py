@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -25,8 +24,10 @@ from .attachment import attached_to
 from .continuous_batching import draft_for
 from .decoding.call import refused_mode
 from .host.transformers_private import shards_need_company
+from .system.arguments import kind_of
+from .system.log import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # The value of `assistant=` in a call that does not name it. None leaves an attached assistant out.
 _UNNAMED: Any = object()
@@ -218,7 +219,7 @@ def _named(assistant: Any) -> dict[str, Any]:
 
 def _check_kind(assistant: Any) -> None:
     if not isinstance(assistant, Assistant):
-        raise TypeError(f"assistant: expected an Assistant, got {type(assistant).__name__}")
+        raise TypeError(f"assistant: expected an Assistant, got {kind_of(assistant)}")
 
 
 def _check(assistant: Any, kwargs: dict[str, Any]) -> None:

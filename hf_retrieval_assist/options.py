@@ -101,7 +101,7 @@ class RolloutOptions(Options):
     """Of :class:`~hf_retrieval_assist.RolloutAssistant`."""
 
     half_life: float | None = None
-    max_bytes: int | None = None
+    max_bytes: int | str | None = None
     max_depth: int = 64
     min_prob: float = 0.02
     fallback: Fallback = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -11,7 +12,9 @@ from transformers import PreTrainedModel
 
 from . import give_generate_its_keyword
 from .assistants import Assistant
+from .corpus.build import Ids
 from .corpus.datastore import Datastore
+from .corpus.texts import Corpus, tokenised
 from .draft_models.dflash import DFlashDrafter, is_dflash
 from .draft_models.draft_model import DraftModelDrafter
 from .draft_models.eagle import EagleDrafter
@@ -19,7 +22,6 @@ from .draft_models.eagle_head import EagleHead
 from .draft_models.mtp import MtpDrafter
 from .draft_models.mtp_head import MtpHead
 from .draft_models.quantized_self import QuantizedSelf
-from .drafters.automaton import Tokens
 from .drafters.base import Drafter, DraftSession
 from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
@@ -41,6 +43,7 @@ from .papers.sequoia import Sequoia
 from .papers.suffix_decoding import SuffixDecoding
 from .planning.cost_store import CostModels
 from .planning.planner import Budget
+from .system.arguments import kind_of
 from .token_tree import TokenTree
 
 # The longest draft from a corpus where the planner says how much of it pays.
@@ -89,7 +92,7 @@ def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
         return _drafter_of_model(fallback)
     raise TypeError(
         f"fallback: expected {names}, a draft model, an EagleHead, an MtpHead, a drafter, a list "
-        f"of these or None, got {type(fallback).__name__}"
+        f"of these or None, got {kind_of(fallback)}"
     )
 
 
@@ -104,7 +107,7 @@ def _require(kind: type, **arguments: Any) -> None:
     """TypeError where an argument is of another kind."""
     for name, value in arguments.items():
         if not isinstance(value, kind):
-            raise TypeError(f"{name}: expected {kind.__name__}, got {type(value).__name__}")
+            raise TypeError(f"{name}: expected {kind.__name__}, got {kind_of(value)}")
 
 
 Made = TypeVar("Made", bound="Preset")
@@ -153,19 +156,27 @@ class Preset(Assistant):
             return super().choose(sessions, drafts)
         return self._rule(sessions, drafts)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.options})"
+    def _arguments(self) -> str:
+        held = {name: getattr(self, name, None) for name in ("memory", "datastore")}
+        resources = [f"{name}={value!r}" for name, value in held.items() if value is not None]
+        return ", ".join(filter(None, (*resources, str(self.options))))
 
 
 class SamAssistant(Preset):
     """Drafts from suffix trees of the text, a memory and a corpus, mixed by their worth.
+
+        assistant = SamAssistant(corpus=["Terms and conditions ..."], tokenizer=tokenizer)
+        model.generate(**inputs, assistant=assistant)
+        print(assistant.stats)
 
     Under `budget="paper"` it drafts as SAM-Decoding does (Hu et al., 2024), from suffix automata.
     The paper's rule and its automata stand in :mod:`~hf_retrieval_assist.papers.sam_decoding`. A
     `Datastore` drafts beside the trees, or in the second automaton's place.
 
     Args:
-        corpus: documents as sequences of token ids, indexed once, in memory; or a `Datastore`.
+        corpus: documents, indexed once, in memory: texts, rows of a data set with a "text", or
+            sequences of token ids. Or the path of a text file or of a folder of them, or
+            "datasets:NAME". Or a `Datastore`, or its path.
         fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers;
             "quantized_self", the target itself with weights in eight bits; a draft model, of any
             tokenizer; a DFlash model; an `EagleHead`; an `MtpHead`; a drafter; None. Or a list of
@@ -175,28 +186,31 @@ class SamAssistant(Preset):
             "paper" alone. None: the paper's 5.
         max_draft: longest draft from a match; under "paper" alone. None: the paper's 40.
         memory: earlier outputs to draft from, and to teach; None learns nothing.
-        budget: as for :class:`Assistant`.
-        max_nodes: as for :class:`Assistant`.
-        reroute: as for :class:`Assistant`.
-        graphs: as for :class:`Assistant`.
-        extra_memory: as for :class:`Assistant`.
-        costs: as for :class:`Assistant`.
+        tokenizer: of the model; for a corpus of texts.
+        budget: nodes that a step verifies: "auto", as many as pay for themselves by measured
+            costs; "paper", the paper's rule; or a number.
+        max_nodes: the most nodes that a drafter may propose under "auto".
+        reroute: on a CPU, let the kernels for few rows compute verification forwards.
+        graphs: on a CUDA device, launch a verification forward at once, as a graph.
+        extra_memory: bytes that copies of weights in eight bits may take; see :class:`Assistant`.
+        costs: measured costs, to share between assistants; None: its own.
 
     Raises:
-        ValueError: a bad size or an empty corpus; a parameter that does not apply; from `generate`,
-            a corpus id outside the model's vocabulary.
+        ValueError: a bad size or an empty corpus; texts without a tokenizer; a parameter that does
+            not apply; from `generate`, a corpus id outside the model's vocabulary.
         TypeError: an argument of another kind than said.
     """
 
     def __init__(
         self,
-        corpus: Iterable[Tokens] | Datastore | None = None,
+        corpus: Corpus | None = None,
         fallback: Fallback = "token_recycling",
         min_match: int | None = None,
         corpus_bias: int | None = None,
         max_draft: int | None = None,
         memory: OutputMemory | None = None,
         *,
+        tokenizer: Any = None,
         budget: Budget = "auto",
         max_nodes: int = 256,
         reroute: bool = True,
@@ -219,7 +233,7 @@ class SamAssistant(Preset):
         if corpus_bias is not None and corpus is None:
             raise ValueError(f"corpus_bias: expected None without a corpus, got {corpus_bias}")
         if corpus is not None:
-            _require(Iterable if not isinstance(corpus, Datastore) else Datastore, corpus=corpus)
+            corpus = tokenised(corpus, tokenizer)
         if memory is not None:
             _require(OutputMemory, memory=memory)
         self.memory = memory
@@ -237,7 +251,7 @@ class SamAssistant(Preset):
 
 
 def _mixed_sources(
-    corpus: Iterable[Tokens] | Datastore | None, memory: OutputMemory | None
+    corpus: Iterable[Ids] | Datastore | None, memory: OutputMemory | None
 ) -> list[Drafter]:
     """One drafter for the text, the memory and a corpus in memory; one more for a datastore."""
     on_disk = isinstance(corpus, Datastore)
@@ -342,7 +356,7 @@ class RolloutAssistant(Preset):
         half_life: outputs of a prompt after which an older one counts half, of a new memory; see
             :class:`OutputMemory`. None: 16.
         max_bytes: of a new memory. The oldest outputs go first, so that room for an epoch's outputs
-            (50 to 80 bytes a token) is enough. None: 1 GiB.
+            (50 to 80 bytes a token) is enough; a number, or "4GB". None: 1 GiB.
         max_depth: longest match plus draft, in tokens.
         min_prob: no node is drafted that is estimated to be less probable.
         fallback: as for :class:`SamAssistant`.
@@ -361,7 +375,7 @@ class RolloutAssistant(Preset):
         self,
         memory: OutputMemory | None = None,
         half_life: float | None = None,
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         max_depth: int = 64,
         min_prob: float = 0.02,
         fallback: Fallback = None,
@@ -405,7 +419,7 @@ class RestAssistant(Preset):
     (:mod:`~hf_retrieval_assist.papers.rest`), otherwise the next shorter ones do as well.
 
     Args:
-        datastore: of the model's tokenizer.
+        datastore: of the model's tokenizer; or its path.
         max_match: the longest context looked up, in tokens.
         max_nodes: of a draft.
         continuation: tokens of a draft's longest path.
@@ -418,7 +432,7 @@ class RestAssistant(Preset):
 
     def __init__(
         self,
-        datastore: Datastore,
+        datastore: Datastore | str | os.PathLike[str],
         max_match: int = 16,
         max_nodes: int = 64,
         continuation: int = 10,
@@ -438,6 +452,8 @@ class RestAssistant(Preset):
             graphs=graphs,
             extra_memory=extra_memory,
         )
+        if isinstance(datastore, (str, os.PathLike)):
+            datastore = Datastore.open(datastore)
         _require(Datastore, datastore=datastore)
         self.datastore = datastore
         if budget == "paper":

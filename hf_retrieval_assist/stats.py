@@ -21,41 +21,57 @@ class CallStats:
         calls: calls summed up here.
         steps: forwards after the prefill, per row that was running.
         forwards: the same, rows of one forward counted once.
+        saved_forwards: that plain decoding would have needed besides.
         tokens: generated tokens, all rows together.
         drafted: verified nodes.
         accepted: nodes that became tokens.
         expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
             over rows.
         expected_rejected: the others of them.
+        rests: calls that were decoded plainly because drafts had made calls like them slower.
+        saved_seconds: what plain steps would have taken, at the time of one that was measured
+            while drafting, less what the steps took; negative where drafts were slower.
         keeps_seed: whether sampled tokens are those of plain decoding under the same seed. Residual
             sampling draws otherwise, as do rows of a batch that get on at their own pace where
             random numbers cannot be told beforehand, from the same distributions.
         seconds: wall clock per phase: draft (propose, plan and commit), forward, walk (choosing
-            tokens) and cache (keeping the accepted path); prefill; pack (rounding weights to eight
-            bits, once for each model); `total` is the whole call.
+            tokens) and cache (keeping the accepted path). Before them `test`, which finds out how
+            the model is served and takes time in its first call, and `prefill`; between them
+            `pack` (rounding weights to eight bits, once for each model). `total` is the whole call.
     """
 
     tier: str = ""
     calls: int = 0
     steps: int = 0
     forwards: int = 0
+    saved_forwards: int = 0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     expected_accepted: int = 0
     expected_rejected: int = 0
+    rests: int = 0
+    saved_seconds: float = 0.0
     keeps_seed: bool = True
     seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys((*PHASES, "prefill", "pack", "total"), 0.0)
+        default_factory=lambda: dict.fromkeys(("test", "prefill", *PHASES, "pack", "total"), 0.0)
     )
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """Tokens per forward, the one that plain decoding would have brought included.
-
-        The first token of a call comes from the prefill, and is not counted.
-        """
+        """Tokens per forward after the prefill, which brings the first token; as papers count."""
         return (self.tokens - self._from_prefill) / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens of a row per forward, the prefill among them: 1 is plain decoding."""
+        made = self.steps + self._from_prefill
+        return self.tokens / made if made else 0.0
+
+    @property
+    def plain_seconds(self) -> float:
+        """What plain steps would have taken, with all that is no step as it was: an estimate."""
+        return self.seconds["total"] + self.saved_seconds
 
     @property
     def nodes_per_step(self) -> float:
@@ -92,22 +108,55 @@ class CallStats:
                     mine[key] = mine.get(key, 0) + value
             elif isinstance(mine, bool):
                 setattr(self, item.name, mine and theirs)
-            elif isinstance(mine, int):
+            elif isinstance(mine, (int, float)):
                 setattr(self, item.name, mine + theirs)
             else:
                 setattr(self, item.name, theirs or mine)
 
+    @property
+    def summary(self) -> str:
+        """Whether the assistant helped, in a sentence."""
+        if not self.calls:
+            return "no call yet"
+        total = self.seconds["total"]
+        made = f"{self.tokens:,} tokens in {self.forwards + self.calls:,} forwards"
+        rate = f"{self.tokens / total:.1f} tokens/s" if total else ""
+        if self.tier == "plain" and not self.drafted:
+            return f"not assisted, the log says why: {made}, {rate}"
+        per_row = " a row" if self._from_prefill > self.calls else ""
+        made += f" ({self.tokens_per_forward:.2f}{per_row} a forward"
+        made += f", {self.saved_forwards:,} forwards saved)"
+        rests = f"; {self.rests} of {self.calls} calls rested" if self.rests else ""
+        if not total or not self.saved_seconds:
+            return f"{made}, {rate}{rests}"
+        ratio = self.plain_seconds / total
+        speed = f"{ratio:.2f} times as fast as plain steps"
+        return (
+            f"{'about ' if ratio >= 1 else 'only '}{speed}: {made}, {rate}, {total:.2f} s where "
+            f"plain steps take about {self.plain_seconds:.2f} s{rests}"
+        )
+
+    def cells(self) -> tuple[str, ...]:
+        """The figures under the columns of `Stats`."""
+        total, forward = self.seconds["total"], self.seconds["forward"] + self.seconds["prefill"]
+        return (
+            self.tier,
+            f"{self.tokens:,}",
+            f"{self.forwards + self.calls:,}",
+            f"{self.tokens_per_forward:.2f}",
+            f"{self.nodes_per_step:.1f}",
+            f"{self.accepted:,} of {self.drafted:,}",
+            f"{total:.2f}",
+            f"{forward / total:.0%}" if total else "",
+        )
+
     def __str__(self) -> str:
         expected = self.expected_accepted + self.expected_rejected
-        came = f"{self.expected_accepted} of {expected} expected tokens came; " if expected else ""
-        share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in PHASES)
-        return (
-            f"{self.tokens} tokens in {self.steps} steps ({self.tier or 'no call yet'}): "
-            f"{self.mean_accepted_tokens:.2f} tokens/step, {self.nodes_per_step:.1f} nodes/step, "
-            f"{self.accepted} of {self.drafted} accepted; {came}"
-            f"{self.seconds['total']:.2f} s "
-            f"(ms: prefill {1e3 * self.seconds['prefill']:.0f} {share})"
-        )
+        came = f"; {self.expected_accepted} of {expected} expected tokens came" if expected else ""
+        phases = ("test", "prefill", *PHASES)
+        share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in phases)
+        tier = f" [{self.tier}]" if self.tier else ""
+        return f"{self.summary}{came}{tier} (ms: {share})"
 
 
 class Stats:
@@ -142,7 +191,13 @@ class Stats:
         self.total.add(call)
 
     def __repr__(self) -> str:
-        lines = [f"last call: {self.last}", f"{self.total.calls} calls: {self.total}"]
+        calls = self._calls()
+        if not self.total.calls:
+            return "no call yet"
+        lines = [f"{title}: {call.summary}." for title, call in calls]
+        rows = [("", *_COLUMNS), *((title, *call.cells()) for title, call in calls)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ["  ".join(map(str.rjust, row, widths)) for row in rows]
         for name, found in self.reliability.items():
             if found.trials.sum():
                 lines.append(
@@ -152,27 +207,21 @@ class Stats:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
-        calls = [("last call", self.last), (f"{self.total.calls} calls", self.total)]
-        rows = [_html_row("th", "", *_HTML_COLUMNS)]
-        rows += [_html_row("td", title, *_html_cells(call)) for title, call in calls]
-        return f"<table>{''.join(rows)}</table>"
+        """The same for notebooks."""
+        calls = self._calls()
+        said = "".join(f"<div>{title}: {html.escape(call.summary)}.</div>" for title, call in calls)
+        rows = [_html_row("th", "", *_COLUMNS)]
+        rows += [_html_row("td", title, *call.cells()) for title, call in calls]
+        return f"{said}<table>{''.join(rows)}</table>"
+
+    def _calls(self) -> tuple[tuple[str, CallStats], ...]:
+        return ("last call", self.last), (f"all {self.total.calls} calls", self.total)
 
 
-_HTML_COLUMNS = ("tier", "tokens", "steps", "tokens/step", "nodes/step", "seconds", "in forward")
-
-
-def _html_cells(call: CallStats) -> tuple[str, ...]:
-    total, forward = call.seconds["total"], call.seconds["forward"] + call.seconds["prefill"]
-    return (
-        call.tier,
-        f"{call.tokens:,}",
-        f"{call.steps:,}",
-        f"{call.mean_accepted_tokens:.2f}",
-        f"{call.nodes_per_step:.1f}",
-        f"{total:.2f}",
-        f"{forward / total:.0%}" if total else "",
-    )
+_COLUMNS = (
+    *("tier", "tokens", "forwards", "tokens/forward", "nodes/forward", "accepted", "seconds"),
+    "in forwards",
+)
 
 
 def _html_row(tag: str, *cells: str) -> str:

@@ -4,51 +4,69 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 
 from .assistants import Assistant
+from .kernels.reroute import reroute
 from .planning.cost_store import CostModels
 from .presets import SamAssistant, SuffixAssistant
 from .record.html import table
 from .record.record import MODEL, Record
+from .system.arguments import kind_of
 
 _WORTHWHILE = 1.05  # times as fast as plain decoding
+_LOOKUP_TOKENS = 10  # of prompt lookup's drafts, as in transformers' examples
 _SEED = 0
+PLAIN, KERNELS, LOOKUP = "plain generate", "plain in reroute()", "prompt lookup"
 
 
 @dataclass
 class Trial:
-    """One assistant over all prompts.
+    """One way of decoding over all prompts.
 
     Attributes:
         name: as it would be written in code.
-        make: gives such an assistant that has learnt nothing.
-        record: of its calls.
-        seconds: of each call.
-        plain_seconds: of the same call without an assistant.
-        identical: calls that brought the tokens of plain `generate`.
+        make: gives such an assistant that has learnt nothing; None: no assistant decodes.
+        record: of its first calls, which were not timed.
+        plain: plain `generate`; None: this is it.
+        rounds: seconds of each prompt's call, in each repeat.
+        identical: prompts whose calls all brought the tokens of plain `generate`.
     """
 
     name: str
-    make: Callable[[], Assistant]
+    make: Callable[[], Assistant] | None
     record: Record
-    seconds: list[float] = field(default_factory=list)
-    plain_seconds: list[float] = field(default_factory=list)
+    plain: Trial | None = None
+    rounds: list[list[float]] = field(default_factory=list)
     identical: int = 0
 
     @property
+    def ratios(self) -> list[float]:
+        """Times as fast as plain `generate` in each repeat, all prompts together."""
+        plain = self.plain or self
+        pairs = zip(plain.rounds, self.rounds, strict=True)
+        return [sum(theirs) / sum(mine) for theirs, mine in pairs]
+
+    @property
     def ratio(self) -> float:
-        """Times as fast as plain `generate`, all prompts together."""
-        return sum(self.plain_seconds) / sum(self.seconds)
+        """The median of these."""
+        return median(self.ratios)
 
     @property
     def worst_ratio(self) -> float:
         """The same for the prompt that gained least."""
-        pairs = zip(self.plain_seconds, self.seconds, strict=True)
-        return min(plain / assisted for plain, assisted in pairs)
+        plain = (self.plain or self).seconds
+        return min(theirs / mine for theirs, mine in zip(plain, self.seconds, strict=True))
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each prompt's call: the median over repeats."""
+        return [median(times) for times in zip(*self.rounds, strict=True)]
 
     @property
     def sources(self) -> str:
@@ -56,20 +74,25 @@ class Trial:
         tokens = {name: counts[2] for name, counts in self.record.by_origin().items()}
         total = max(1, sum(tokens.values()))
         shares = sorted(tokens.items(), key=lambda item: -item[1])
-        return ", ".join(f"{name} {n / total:.0%}" for name, n in shares if name != MODEL)
+        return ", ".join(f"{name} {n / total:.0%}" for name, n in shares if n and name != MODEL)
 
     def cells(self) -> tuple[str, ...]:
+        counts = self.record.stats
         return (
             self.name,
             f"{self.ratio:.2f}",
+            f"{min(self.ratios):.2f} to {max(self.ratios):.2f}",
             f"{self.worst_ratio:.2f}",
-            f"{self.record.stats.mean_accepted_tokens:.2f}",
+            f"{counts.tokens_per_forward:.2f}" if counts.calls else "",
             f"{self.identical} of {len(self.seconds)}",
             self.sources,
         )
 
 
-_COLUMNS = ("assistant", "x plain", "worst x", "tokens/forward", "identical", "tokens drafted by")
+_COLUMNS = (
+    *("decoded by", "x plain", "in repeats", "worst x", "tokens/forward", "identical"),
+    "tokens drafted by",
+)
 
 
 @dataclass
@@ -77,38 +100,54 @@ class Suggestion:
     """What :func:`suggest` measured; a table when printed or shown in a notebook.
 
     Attributes:
-        trials: the fastest first.
+        baselines: without an assistant: plain `generate` first, then plain by the kernels of
+            `reroute` on a CPU, and transformers' prompt lookup where the model can.
+        trials: of assistants. Those that the repeats do not tell from the fastest come first, in
+            the order in which they were given; then the others, the faster first.
     """
 
+    baselines: list[Trial]
     trials: list[Trial]
+
+    def __post_init__(self) -> None:
+        fastest = max(self.trials, key=lambda trial: trial.ratio)
+        self.tied = [t for t in self.trials if max(t.ratios) >= min(fastest.ratios)]
+        others = [trial for trial in self.trials if trial not in self.tied]
+        self.trials = [*self.tied, *sorted(others, key=lambda trial: -trial.ratio)]
 
     @property
     def best(self) -> Trial:
-        """The fastest assistant, even where plain decoding is faster."""
+        """The first of the assistants that are fastest, even where plain decoding is faster."""
         return self.trials[0]
 
     @property
     def advice(self) -> str:
-        """A sentence."""
+        """In words: what to use, what it brings, and which assistants would do as well."""
         best = self.best
+        spread = f"{best.ratio:.2f} ({min(best.ratios):.2f} to {max(best.ratios):.2f})"
         if best.ratio < _WORTHWHILE:
-            return (
-                f"Nothing tried here pays: {best.name} was the fastest, at {best.ratio:.2f} times "
-                "the speed of plain generate."
-            )
-        return (
-            f"Use {best.name}: {best.ratio:.2f} times as fast as plain generate on these prompts, "
-            f"at worst {best.worst_ratio:.2f}. Drafted tokens: {best.sources}."
-        )
+            return f"Nothing tried here pays: {best.name} is {spread} times as fast as plain."
+        said = f"Use {best.name}: {spread} times as fast as plain generate on these prompts"
+        if kernels := next((t for t in self.baselines if t.name == KERNELS), None):
+            said += f", {kernels.ratio:.2f} of it by kernels and {best.ratio / kernels.ratio:.2f} "
+            said += "by drafts"
+        said += f"; at worst {best.worst_ratio:.2f}."
+        if min(best.ratios) < 1:
+            said += " The repeats differ so much that it may as well bring nothing."
+        if len(self.tied) > 1:
+            names = ", ".join(trial.name for trial in self.tied[1:])
+            said += f" These repeats do not tell it from {names}."
+        return said
 
     def __str__(self) -> str:
-        rows = [_COLUMNS, *(trial.cells() for trial in self.trials)]
+        rows = [_COLUMNS, *(trial.cells() for trial in (*self.baselines, *self.trials))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([*lines, self.advice])
 
     def _repr_html_(self) -> str:
-        return table(_COLUMNS, [trial.cells() for trial in self.trials], self.advice)
+        rows = [trial.cells() for trial in (*self.baselines, *self.trials)]
+        return table(_COLUMNS, rows, self.advice)
 
 
 def default_candidates() -> dict[str, Callable[[], Assistant]]:
@@ -129,44 +168,92 @@ def suggest(
     tokenizer: Any = None,
     candidates: Mapping[str, Callable[[], Assistant]] | None = None,
     max_new_tokens: int = 64,
+    repeats: int = 3,
     **options: Any,
 ) -> Suggestion:
-    """Measure assistants against plain `generate`, prompt by prompt in turn.
+    """Measure assistants against plain `generate` and prompt lookup.
 
-    Every candidate is made once and sees the prompts in order, so one that learns from outputs
-    shows what that brings. A short call of each comes first, uncounted.
+    In every repeat each way of decoding sees the prompts in order, beginning from an assistant that
+    has learnt nothing; whose turn is first changes from prompt to prompt and from repeat to repeat.
+    A first pass, which is not timed, warms up and records where tokens come from. Assistants are
+    ranked only as far as the repeats tell them apart.
 
     Args:
         model: a transformers model.
         prompts: texts, or int64 [1, length]; ten or more that resemble each other as those in use
             do say most.
         tokenizer: for texts.
-        candidates: name -> what makes an assistant; None for those of `default_candidates`.
+        candidates: name -> what makes an assistant; None for those of `default_candidates`. The
+            one that you would rather use stands first.
         max_new_tokens: of each call.
+        repeats: of every call; more of them on a busy machine.
         **options: further arguments of `generate`; without any, decoding is greedy.
 
     Raises:
-        ValueError: no prompts, or texts without a tokenizer.
+        ValueError: no prompts, candidates or repeats, or texts without a tokenizer.
+        TypeError: a candidate that is an assistant, and does not make one.
     """
     inputs = [_inputs(model, prompt, tokenizer) for prompt in prompts]
-    if not inputs:
-        raise ValueError("prompts: expected at least one, got none")
-    options = {"do_sample": False, **options}
     makers = default_candidates() if candidates is None else candidates
-    trials = [Trial(name, make, Record(tokenizer)) for name, make in makers.items()]
-    for each in (None, *trials):
-        _call(model, inputs[0], None if each is None else each.make(), 8, options)
-    assistants = [trial.make() for trial in trials]
-    for prompt in inputs:
-        plain_seconds, plain = _call(model, prompt, None, max_new_tokens, options)
-        for trial, assistant in zip(trials, assistants, strict=True):
-            with assistant.record(tokenizer) as record:
-                seconds, ids = _call(model, prompt, assistant, max_new_tokens, options)
-            trial.record.calls += record.calls
-            trial.seconds.append(seconds)
-            trial.plain_seconds.append(plain_seconds)
-            trial.identical += torch.equal(plain, ids)
-    return Suggestion(sorted(trials, key=lambda trial: -trial.ratio))
+    for name, given in {"prompts": len(inputs), "candidates": len(makers)}.items():
+        if not given:
+            raise ValueError(f"{name}: expected at least one, got none")
+    if repeats < 1:
+        raise ValueError(f"repeats: expected at least 1, got {repeats}")
+    for name, make in makers.items():
+        if isinstance(make, Assistant) or not callable(make):
+            raise TypeError(
+                f"candidates: expected a function that makes {name}, got {kind_of(make)}"
+            )
+    options = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
+    plain = Trial(PLAIN, None, Record(tokenizer))
+    others = [name for name in (KERNELS, LOOKUP) if _serves(model, name, inputs[0], options)]
+    baselines = [plain, *(Trial(name, None, Record(tokenizer), plain) for name in others)]
+    trials = [Trial(name, make, Record(tokenizer), plain) for name, make in makers.items()]
+    every = [*baselines, *trials]
+    different: set[tuple[str, int]] = set()
+    for turn in range(-1, repeats):  # the first one is not timed
+        assistants = {trial.name: trial.make() for trial in trials if trial.make is not None}
+        times: dict[str, list[float]] = {trial.name: [] for trial in every}
+        for number, prompt in enumerate(inputs):
+            first = (turn + 1 + number) % len(every)
+            texts = {}
+            for trial in [*every[first:], *every[:first]]:
+                assistant = assistants.get(trial.name)
+                scope: Any = nullcontext(trial.record)
+                if assistant is not None and turn < 0:
+                    scope = assistant.record(tokenizer)
+                with scope as record:
+                    seconds, texts[trial.name] = _call(
+                        model, prompt, trial.name, assistant, options
+                    )
+                if record is not trial.record:
+                    trial.record.calls += record.calls
+                times[trial.name].append(seconds)
+            different |= {
+                (name, number)
+                for name, text in texts.items()
+                if not torch.equal(text, texts[PLAIN])
+            }
+        if turn >= 0:
+            for trial in every:
+                trial.rounds.append(times[trial.name])
+    for trial in every:
+        trial.identical = sum(
+            (trial.name, number) not in different for number in range(len(inputs))
+        )
+    return Suggestion(baselines, trials)
+
+
+def _serves(model: Any, name: str, prompt: dict[str, torch.Tensor], options: Any) -> bool:
+    """Whether a way of decoding without an assistant is one on this model."""
+    if name == KERNELS:
+        return bool(model.device.type == "cpu")
+    try:
+        _call(model, prompt, name, None, {**options, "max_new_tokens": 2})
+    except ValueError:  # how transformers refuses
+        return False
+    return True
 
 
 def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> dict[str, torch.Tensor]:
@@ -181,12 +268,16 @@ def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> dict[str,
 def _call(
     model: Any,
     inputs: dict[str, torch.Tensor],
+    name: str,
     assistant: Assistant | None,
-    max_new_tokens: int,
     options: dict[str, Any],
 ) -> tuple[float, torch.Tensor]:
-    """Seconds and token ids of a call under a seed."""
+    """Seconds and token ids of a call under a seed, decoded as a trial's name says."""
+    if name == LOOKUP:
+        options = options | {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
     torch.manual_seed(_SEED)
-    started = time.perf_counter()
-    ids = model.generate(**inputs, max_new_tokens=max_new_tokens, assistant=assistant, **options)
-    return time.perf_counter() - started, ids.cpu()
+    with reroute(name == KERNELS):
+        started = time.perf_counter()
+        ids = model.generate(**inputs, assistant=assistant, **options)
+        seconds = time.perf_counter() - started
+    return seconds, ids.cpu()

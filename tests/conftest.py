@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import logging
 import os
 
 import hypothesis
@@ -28,6 +29,18 @@ def pytest_configure():
 
 def pytest_report_header():
     return f"transformers {transformers.__version__}, torch {torch.__version__}"
+
+
+@pytest.fixture
+def told(caplog):
+    """`caplog` with what the package's log shows to users who have set nothing up."""
+    root = logging.getLogger("transformers")
+    logging.Logger.warning_once.cache_clear()
+    root.addHandler(caplog.handler)
+    transformers.logging.set_verbosity_warning()
+    yield caplog
+    transformers.logging.set_verbosity_error()
+    root.removeHandler(caplog.handler)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import Assistant, SamAssistant, TokenTree, simulate
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree, simulate
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.drafters.feedback import prompt_feedback
@@ -284,9 +285,12 @@ def test_repr_tells_the_figures(model, plain):
     run(model, assistant=assistant)
     text = repr(assistant.stats)
     last = assistant.stats.last
-    assert f"{last.tokens} tokens in {last.steps} steps (tree)" in text
-    assert f"{last.accepted} of {last.drafted} accepted" in text
-    assert "1 calls" in text
+    assert (
+        f"{last.tokens} tokens in {last.steps + 1} forwards ({last.tokens_per_forward:.2f} a"
+        in text
+    )
+    assert f"{last.accepted} of {last.drafted}" in text
+    assert "all 1 calls" in text
     assert "suffix: expected" in text
 
 
@@ -341,3 +345,33 @@ def test_no_drafters_is_plain_decoding(model, plain):
     assert torch.equal(plain, run(model, assistant=assistant))
     assert assistant.stats.last.steps == NEW_TOKENS - 1
     assert assistant.stats.last.drafted == 0
+
+
+def test_an_assistant_says_what_it_is(model):
+    memory = OutputMemory("1GB")
+    assistant = SamAssistant(memory=memory, budget=8)
+    assert memory.max_bytes == 1 << 30
+    assert repr(memory).startswith("OutputMemory(0 outputs of 0 tokens, 0.0 of 1,024 MiB")
+    assert repr(assistant) == f"SamAssistant(memory={memory!r}, budget=8)"
+    assert repr(assistant.private()) == f"{assistant!r}.private()"
+    twin = assistant.expecting([1, 2], rows=[[[3]], [[4]]])
+    assert repr(twin) == f"{assistant!r}.expecting(<3 texts>)"
+    assert repr(Assistant([AutomatonDrafter()])) == "Assistant([automaton, grammar], budget='auto')"
+
+
+def test_what_only_the_loop_calls_is_not_among_a_users_names():
+    names, of_class = dir(SamAssistant()), dir(SamAssistant)
+    assert {"record", "private", "expecting", "attached"} <= {*of_class} <= {*names}
+    assert {"stats", "options", "memory", "costs"} <= {*names}
+    assert not {"propose", "commit", "calibrators", "account", "settle"} & {*names}
+    assert "assistant = SamAssistant(" in SamAssistant.__doc__
+    for name in inspect.signature(SamAssistant).parameters:
+        assert f"\n        {name}: " in SamAssistant.__doc__
+
+
+def test_a_class_in_an_objects_place_is_named(model):
+    said = "the class SamAssistant instead of an object; write SamAssistant"
+    with pytest.raises(TypeError, match=f"^assistant: expected an Assistant, got {said}"):
+        run(model, assistant=SamAssistant)
+    with pytest.raises(TypeError, match=r"^memory: expected OutputMemory, got the class Output"):
+        SamAssistant(memory=OutputMemory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import subprocess
 import sys
 
@@ -213,12 +214,12 @@ def test_misses_the_tokenizer(model, option, given):
         model.generate(assistant=SamAssistant(), **given, **option, **LENGTH)
 
 
-def test_stop_strings_of_the_model_are_left_to_transformers(model, monkeypatch, caplog):
+def test_stop_strings_of_the_model_are_left_to_transformers(model, monkeypatch, told):
     monkeypatch.setattr(model.generation_config, "stop_strings", ["x"])
     assistant = SamAssistant()
     with pytest.raises(ValueError, match="could not locate a tokenizer"):
         model.generate(PROMPT, assistant=assistant, **LENGTH)
-    assert "decoding without the assistant" in caplog.text
+    assert "decoding without the assistant" in told.text
     assert assistant.stats.total.calls == 0
 
 
@@ -234,6 +235,7 @@ assert set(hf_retrieval_assist.__all__) == set(hf_retrieval_assist._MODULES)
 assert GenerationMixin.generate is original
 hf_retrieval_assist.SamAssistant
 assert GenerationMixin.generate is not original
+assert not {"pydivsufsort", "sentencepiece", "rich", "matplotlib", "datasets"} & set(sys.modules)
 hf_retrieval_assist.uninstall()
 assert set(hf_retrieval_assist.__all__) <= set(dir(hf_retrieval_assist))
 assert all(getattr(hf_retrieval_assist, name) for name in hf_retrieval_assist.__all__)
@@ -241,8 +243,14 @@ assert GenerationMixin.generate is original
 """
 
 
-def test_generate_gets_its_keyword_with_the_first_name_that_is_used():
-    subprocess.run([sys.executable, "-c", LAZY], check=True)
+def test_generate_gets_its_keyword_with_the_first_name_that_is_used(tmp_path):
+    kept = tmp_path / "hf_retrieval_assist" / "linear_tuning.json"
+    kept.parent.mkdir()
+    kept.write_text("kept")
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", LAZY], check=True, env=environment)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
+    assert kept.read_text() == "kept"
 
 
 def test_an_unknown_name_is_refused():

@@ -35,7 +35,7 @@ KINDS = {
     RestAssistant: RestOptions,
     SequoiaAssistant: SequoiaOptions,
 }
-RESOURCES = {"corpus", "memory", "datastore", "draft_model", "costs"}
+RESOURCES = {"corpus", "memory", "datastore", "draft_model", "costs", "tokenizer"}
 
 
 @pytest.mark.parametrize("preset", KINDS)

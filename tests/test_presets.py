@@ -254,7 +254,6 @@ BAD_SIZES = [
     (SamAssistant, {"corpus": []}),
     (SamAssistant, {"corpus": [[], []]}),
     (SamAssistant, {"corpus": [[1, -2]]}),
-    (SamAssistant, {"corpus": "text"}),
     (SamAssistant, {"fallback": "prompt_lookup"}),
     (SuffixAssistant, {"fallback": "token-recycling"}),
     (SuffixAssistant, {"alpha": 0.0}),

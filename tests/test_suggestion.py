@@ -5,27 +5,35 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import SamAssistant, suggest
+from hf_retrieval_assist import SamAssistant, SuffixAssistant, suggest
 from hf_retrieval_assist import suggestion as module
 from hf_retrieval_assist.record.record import Record
-from hf_retrieval_assist.suggestion import Suggestion, Trial
+from hf_retrieval_assist.suggestion import KERNELS, LOOKUP, PLAIN, Suggestion, Trial
 
 from .lossless import PROMPT, build
 from .test_examples import small_model
 
 
-def test_all_candidates_see_all_prompts_and_write_what_plain_does():
+def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypatch):
     model = build(LlamaForCausalLM)
-    prompts = [PROMPT, PROMPT.flip(1)]
-    found = suggest(model, prompts, max_new_tokens=12)
-    assert {trial.name for trial in found.trials} == set(module.default_candidates())
-    for trial in found.trials:
-        assert trial.identical == len(trial.seconds) == len(trial.plain_seconds) == 2
-        assert len(trial.record.calls) == 2
-        assert isinstance(trial.make(), type(module.default_candidates()[trial.name]()))
-    ratios = [trial.ratio for trial in found.trials]
-    assert ratios == sorted(ratios, reverse=True)
+    calls, call = [], module._call
+    monkeypatch.setattr(module, "_call", lambda *args: (calls.append(args[2]), call(*args))[1])
+    candidates = {"sam": SamAssistant, "suffix": lambda: SuffixAssistant(fallback=None)}
+    found = suggest(
+        model, [PROMPT, PROMPT.flip(1)], candidates=candidates, max_new_tokens=8, repeats=2
+    )
+    assert {trial.name for trial in found.trials} == {"sam", "suffix"}
+    assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, LOOKUP]
+    for trial in (*found.baselines, *found.trials):
+        assert trial.identical == 2
+        assert [len(times) for times in trial.rounds] == [2, 2]
+        # The pass that was not timed.
+        assert len(trial.record.calls) == (2 if trial.make else 0)
+    names = [PLAIN, KERNELS, LOOKUP, "sam", "suffix"]
+    rounds = [calls[1:][i : i + 5] for i in range(0, 30, 5)]
+    assert rounds == [names[k:] + names[:k] for k in (0, 1, 1, 2, 2, 3)]
     assert found.best.name in str(found)
+    assert isinstance(found.best.make(), SamAssistant | SuffixAssistant)
 
 
 def test_prompts_may_be_texts_and_sampled():
@@ -37,31 +45,82 @@ def test_prompts_may_be_texts_and_sampled():
         tokenizer=tokenizer,
         candidates=candidates,
         max_new_tokens=12,
+        repeats=1,
         do_sample=True,
     )
     assert [trial.name for trial in found.trials] == ["mine"]
     assert found.best.identical == 1
-    assert "text" in found.best.sources
+    assert "text" in found.best.record.origins
 
 
-def trial(name, seconds, plain):
-    return Trial(name, SamAssistant, Record(), seconds=seconds, plain_seconds=plain, identical=2)
+def test_a_model_without_prompt_lookup_is_measured_without_it(monkeypatch):
+    def refuse(model, inputs, name, assistant, options):
+        if name == LOOKUP:
+            raise ValueError("not this model")
+        return call(model, inputs, name, assistant, options)
+
+    call = module._call
+    monkeypatch.setattr(module, "_call", refuse)
+    candidates = {"sam": SamAssistant}
+    found = suggest(
+        build(LlamaForCausalLM), [PROMPT], candidates=candidates, max_new_tokens=4, repeats=1
+    )
+    assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS]
+
+
+def suggestion_of(kernels=None, **ratios):
+    """From the ratios of each repeat to plain."""
+    plain = Trial(PLAIN, None, Record(), rounds=[[1.0, 3.0]] * 3)
+
+    def trial(name, ratios, make=SamAssistant):
+        rounds = [[1 / ratio, 3 / ratio] for ratio in ratios]
+        return Trial(name, make, Record(), plain, rounds, identical=2)
+
+    baselines = [plain] if kernels is None else [plain, trial(KERNELS, kernels, None)]
+    return Suggestion(baselines, [trial(name, found) for name, found in ratios.items()])
+
+
+def test_what_repeats_do_not_tell_apart_is_not_ranked():
+    # Five looks at the same two assistants on a machine with other work.
+    looks = [
+        ([2.0, 2.2, 1.8], [2.1, 2.3, 1.9]),
+        ([2.4, 2.0, 1.9], [2.3, 1.9, 2.0]),
+        ([1.7, 2.0, 2.1], [2.6, 1.9, 2.2]),
+        ([2.0, 2.0, 2.0], [1.9, 2.0, 2.0]),
+        ([1.9, 2.6, 2.1], [2.2, 2.1, 1.8]),
+    ]
+    for first, second in looks:
+        found = suggestion_of(first=first, second=second, slow=[1.1, 1.2, 1.3])
+        assert [trial.name for trial in found.trials] == ["first", "second", "slow"]
+        assert found.advice.startswith("Use first: ")
+        assert found.advice.endswith("These repeats do not tell it from second.")
 
 
 def test_advice_follows_the_figures():
-    good = Suggestion(
-        [trial("good<b>", [1.0, 1.0], [3.0, 1.5]), trial("bad", [2.0, 2.0], [3, 1.5])]
+    good = suggestion_of(bad=[1.0, 1.0, 1.1], **{"good<b>": [2.0, 2.4, 2.2]}, kernels=[1.1] * 3)
+    assert [trial.name for trial in good.trials] == ["good<b>", "bad"]
+    assert good.best.ratio == pytest.approx(2.2)
+    assert good.advice == (
+        "Use good<b>: 2.20 (2.00 to 2.40) times as fast as plain generate on these prompts, 1.10 "
+        "of it by kernels and 2.00 by drafts; at worst 2.20."
     )
-    assert good.best.ratio == 2.25
-    assert good.best.worst_ratio == 1.5
-    assert good.advice.startswith("Use good<b>: 2.25 times")
     assert "good&lt;b&gt;" in good._repr_html_()
-    assert Suggestion([trial("bad", [2.0], [2.0])]).advice.startswith("Nothing tried here pays")
+    assert good.baselines[0].ratio == 1
+    nothing = suggestion_of(bad=[1.0, 0.9, 1.1])
+    assert nothing.advice.startswith("Nothing tried here pays: bad is 1.00 (0.90 to 1.10) times")
+    noisy = suggestion_of(noisy=[0.5, 1.5, 2.5])
+    assert "may as well bring nothing" in noisy.advice
 
 
 def test_wrong_arguments():
     model = build(LlamaForCausalLM)
     with pytest.raises(ValueError, match="prompts: expected at least one"):
         suggest(model, [])
+    with pytest.raises(ValueError, match="candidates: expected at least one"):
+        suggest(model, [PROMPT], candidates={})
+    with pytest.raises(ValueError, match="repeats: expected at least 1"):
+        suggest(model, [PROMPT], repeats=0)
     with pytest.raises(ValueError, match="tokenizer: expected one"):
         suggest(model, ["text"])
+    with pytest.raises(TypeError, match="expected a function that makes mine, got SamAssistant"):
+        suggest(model, [PROMPT], candidates={"mine": SamAssistant()})

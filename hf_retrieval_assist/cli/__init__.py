@@ -9,25 +9,39 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import calibrate, datastore, demo, train_head
+from .. import __version__
+from . import cache, calibrate, datastore, demo, suggest, train_head
 
 PROGRAM = "hf-retrieval-assist"
 
 COMMANDS = {
     **datastore.COMMANDS,
+    "cache": cache.COMMAND,
     "calibrate": calibrate.COMMAND,
     "demo": demo.COMMAND,
+    "suggest": suggest.COMMAND,
     "train-head": train_head.COMMAND,
 }
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that names every default that is a value, unless the text does."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = action.default is None or action.default is False or "default" in (action.help or "")
+        return action.help if told else super()._get_help_string(action)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description="Retrieval-based speculative decoding for transformers."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
+        subparser = subparsers.add_parser(
+            name, help=command.summary, description=command.summary, formatter_class=_Help
+        )
         command.add_arguments(subparser)
     return parser
 

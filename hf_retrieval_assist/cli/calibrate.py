@@ -21,9 +21,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=dtype, default="auto", help="auto, float32, bfloat16, ...")
     parser.add_argument("--device", type=device, help="default: the first GPU, otherwise the CPU")
     parser.add_argument("--attention", help="implementation, such as sdpa or eager")
-    parser.add_argument("--batch-size", type=at_least(1), default=1, metavar="N")
-    parser.add_argument("--cache-length", type=at_least(1), default=1024, metavar="N")
-    parser.add_argument("--max-tokens", type=at_least(1), default=64, help="the largest n (64)")
+    parser.add_argument(
+        "--batch-size", type=at_least(1), default=1, metavar="N", help="rows of a forward"
+    )
+    parser.add_argument(
+        "--cache-length", type=at_least(1), default=1024, metavar="N", help="tokens before them"
+    )
+    parser.add_argument(
+        "--max-tokens", type=at_least(1), default=64, metavar="N", help="the largest n"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curve as .png or .svg")
 
 

@@ -12,28 +12,24 @@ from ..corpus.build import Ids
 from ..corpus.cluster import RayExecutor
 from ..corpus.datastore import Datastore
 from ..corpus.readers import Skipped, load_encoder, read_texts
+from ..system.arguments import byte_count
 from .command import Command
 
-_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
-
-def byte_count(text: str) -> int:
-    """Bytes from a number with an optional unit: `750M`, `4G`, `4GiB`."""
-    digits = text.upper().removesuffix("IB").removesuffix("B")
-    unit = _UNITS.get(digits[-1:], 1)
-    number = digits[:-1] if digits[-1:] in _UNITS else digits
+def _bytes(text: str) -> int:
     try:
-        return int(float(number) * unit)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(
-            f"expected bytes such as 750M or 4G, got {text!r}"
-        ) from None
+        return byte_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_sorting_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="the datastore's directory")
     parser.add_argument(
-        "--memory", type=byte_count, default="4G", help="for sorting; decides the size of a shard"
+        "--memory",
+        type=_bytes,
+        default="4G",
+        help="bytes for sorting, such as 750M; decides the size of a shard",
     )
     parser.add_argument("--workers", type=int, default=1, help="shards sorted at the same time")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -60,8 +56,8 @@ def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="folder or Hub id of a transformers tokenizer, or a SentencePiece .model file",
     )
-    parser.add_argument("--field", default="text", help="column with the text (default: text)")
-    parser.add_argument("--split", default="train", help="split of a data set (default: train)")
+    parser.add_argument("--field", default="text", help="column with the text")
+    parser.add_argument("--split", default="train", help="split of a data set")
     parser.add_argument(
         "--vocab-size",
         type=int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from .command import Command
 from .values import at_least, device
@@ -22,26 +23,45 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--svg", type=Path, metavar="FILE", help="record the first task as an animated picture"
     )
 
+    parser.add_argument("--model", help="path or hub id of another model; default: Gemma-3-270M")
+    parser.add_argument("--prompt", help="a text to go on from; default: four tasks")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="tokens after --prompt"
+    )
+
+
+def _load(name: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+    return model, AutoTokenizer.from_pretrained(name)
+
 
 def _run(args: argparse.Namespace) -> None:
     """Plain and assisted decoding side by side on a real model."""
     from .. import demo_model
-    from ..demo.comparison import warm_up
+    from ..demo.comparison import TASKS, Task, warm_up
     from ..demo.measure import measure
     from ..demo.picture import animation
     from ..demo.show import show
     from ..planning.cost_store import CostModels
 
-    print("Gemma-3-270M (base), float32; prepared once, then kept.", flush=True)
-    model, tokenizer = demo_model.load_demo_model()
+    tasks: tuple[Task, ...] = TASKS
+    if args.prompt is not None:
+        tasks = (Task("your prompt", "", args.max_new_tokens, text=args.prompt),)
+    if args.model is None:
+        print("Gemma-3-270M (base), float32; prepared once, then kept.", flush=True)
+        model, tokenizer = demo_model.load_demo_model()
+    else:
+        model, tokenizer = _load(args.model)
     model.to(args.device)
     costs = CostModels()
     print("Warming up.\n", flush=True)
     warm_up(model, tokenizer, costs)
     if args.measure:
-        measure(model, tokenizer, costs, args.repeats)
+        measure(model, tokenizer, costs, args.repeats, tasks)
         return
-    found = show(model, tokenizer, costs)
+    found = show(model, tokenizer, costs, tasks)
     if args.svg is not None:
         args.svg.write_text(animation(found[0]), encoding="utf-8")
 

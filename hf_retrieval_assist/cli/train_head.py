@@ -33,14 +33,22 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an EAGLE-3 head or an MTP layer",
     )
     count = at_least(1)
-    parser.add_argument("--draft-vocabulary", type=count, default=8192, metavar="N")
-    parser.add_argument("--steps", type=count, default=5, help="unrolled steps (5)")
-    parser.add_argument("--max-length", type=at_least(3), default=512, help="tokens of a piece")
+    parser.add_argument(
+        "--draft-vocabulary",
+        type=count,
+        default=8192,
+        metavar="N",
+        help="tokens that the head can draft",
+    )
+    parser.add_argument("--steps", type=count, default=5, metavar="N", help="unrolled steps")
+    parser.add_argument(
+        "--max-length", type=at_least(3), default=512, help="tokens of a piece of text"
+    )
     parser.add_argument("--response-length", type=count, default=256, help="tokens of an answer")
     parser.add_argument("--temperature", type=float, default=1.0, help="of answers; 0: greedy")
-    parser.add_argument("--epochs", type=above_zero, default=1.0)
-    parser.add_argument("--batch-size", type=count, default=4)
-    parser.add_argument("--learning-rate", type=above_zero, default=5e-4)
+    parser.add_argument("--epochs", type=above_zero, default=1.0, help="passes over the texts")
+    parser.add_argument("--batch-size", type=count, default=4, help="texts of a step")
+    parser.add_argument("--learning-rate", type=above_zero, default=5e-4, help="the highest one")
     parser.add_argument("--save-steps", type=count, default=500, help="steps between checkpoints")
     parser.add_argument("--features", type=Path, help="folder to keep the model's features in")
     parser.add_argument(

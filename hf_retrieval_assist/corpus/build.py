@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from filelock import Timeout
 from numpy.typing import NDArray
-from pydivsufsort import divsufsort
 from tqdm.auto import tqdm
 
 from ..structures.suffix_sort import align_suffixes, bucket_starts, rank_codes
@@ -149,7 +148,9 @@ def build_shards(
         ValueError: a document is not a flat sequence of ids below the vocabulary's size.
         TypeError: a document is not made of integers.
         OSError: the disk is full or not writable.
+        ImportError: the `corpus` extra is not installed.
     """
+    _divsufsort()  # rather than after all documents were read
     shards: list[Shard] = []
     running: deque[Future[Shard]] = deque()
     sorting: AbstractContextManager[Executor] = (
@@ -269,13 +270,23 @@ def _encode(batch: list[NDArray[np.int64]], vocab_size: int) -> NDArray[np.uint8
     return np.ascontiguousarray(code_bytes[:, 4 - code_width(vocab_size) :])
 
 
+def _divsufsort() -> Callable[[NDArray[np.uint8]], Any]:
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError as error:
+        raise ImportError(
+            "building a datastore needs: pip install 'hf-retrieval-assist[corpus]'"
+        ) from error
+    return divsufsort
+
+
 def _index(text: _Contents, directory: Path, vocab_size: int) -> Shard:
     """Write the suffix array and bucket table of a tokens file."""
     width = code_width(vocab_size)
     codes = np.fromfile(directory / f"{text.name}.tokens", np.uint8)
     suffixes = np.empty(text.tokens, np.uint32)
     ranks, rank_width = rank_codes(codes, width, vocab_size)  # fewer bytes sort faster
-    align_suffixes(divsufsort(ranks), rank_width, text.documents, suffixes)
+    align_suffixes(_divsufsort()(ranks), rank_width, text.documents, suffixes)
     del ranks
     shift = _bucket_shift(vocab_size, text.tokens)
     starts = np.empty((vocab_size >> shift) + 2, np.uint32)

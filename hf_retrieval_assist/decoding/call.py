@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ..host.fingerprint import fingerprint
 from ..planning.planner import Planner
 from ..row_text import strip_padding
 from ..system.lazy import cached_property
+from ..system.log import get_logger
 from ..token_tree import Int32Array
 from ..verification.fixed_verifier import stays_in_place
 from ..verification.kv_cache import SlotCache, has_slots, has_static_slots
@@ -31,7 +31,7 @@ from ..verification.tiers import Service, Tier
 from .selection import follows_rows
 from .stopping import Stopping
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # What asks for other ways of decoding.
 _MODE_ARGUMENTS = {
@@ -102,36 +102,52 @@ class Call:
         width = 1 + planner.most_nodes(few=not stays_in_place(self.input_ids.device))
         demand = Demand(width, self._compiled is not None, self._returns_states)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
-        why = self._why_plain(service)
+        why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
         if why is None:
             return service
-        if service.tier is not Tier.PLAIN:
-            logger.info("%s: plain for this call (%s)", type(self.model).__name__, why)
+        logger.warning_once(f"{type(self.model).__name__}: the assistant cannot draft here: {why}")
         return Service(Tier.PLAIN, why)
 
     def _why_plain(self, service: Service) -> str | None:
         config = self.config
         if config.use_cache is False:
-            return "use_cache=False"
+            return "use_cache is False; set it to True"
         if config.cache_implementation not in (None, "dynamic", "static"):
-            return f"cache_implementation={config.cache_implementation!r}"
+            return (
+                f"cache_implementation is {config.cache_implementation!r}; leave it out, or use "
+                '"dynamic" or "static"'
+            )
         cache = self.model_kwargs.get(service.cache_name)
         if not _can_serve(cache, service, self.model.config):
-            return "past_key_values is a cache whose tokens cannot be dropped one by one"
+            return "tokens of past_key_values cannot be dropped one by one; pass a DynamicCache"
         states = self._returns_states
         if self.batch_size > 1 and states:
-            return "attentions and hidden states of rows with unequal progress do not fit together"
+            return (
+                "attentions and hidden states of rows with unequal progress do not fit together; "
+                "ask for none, or pass one row at a time"
+            )
         start, stop = self._lengths
         if service.reach.restarts_before(stop):
-            return "the model drops its cache at a length that the text may get to"
+            return (
+                "the model drops its cache at a length that the text may get to; ask for fewer new "
+                "tokens"
+            )
         if service.tier is Tier.REPLAY and service.reach.meets(start, stop - 1):
-            return "the model processes positions that the text may get to one by one"
+            return (
+                "the model processes positions that the text may get to one by one; ask for fewer "
+                "new tokens"
+            )
         if self.compiled(service) is None:
             return None
         if service.tier is not Tier.TREE:
-            return f"its forwards are compiled, and not for the {service.tier.value} tier"
+            return (
+                f"its forwards are compiled, and not for the {service.tier.value} tier; do not "
+                "compile it"
+            )
         if states or transformers_private.why_no_mask(self.model.config) is not None:
-            return "its forwards are compiled, and take no masks or return states"
+            return (
+                "its forwards are compiled, and take no masks or return states; do not compile it"
+            )
         return None
 
     @property

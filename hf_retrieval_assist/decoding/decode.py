@@ -15,12 +15,17 @@ from ..host.ranks import Ranks
 from ..kernels.reroute import all_scopes_left
 from ..planning.account import Account
 from ..record import CallRecord
-from ..stats import CallStats
+from ..stats import PHASES, CallStats
+from ..system.log import get_logger
 from ..token_tree import Int32Array
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
 from .loop import Generation, cost_key
 from .plainly import decode_at_rest, decode_plainly
+
+logger = get_logger(__name__)
+
+_MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
 
 
 def _unobserved(prompts: Sequence[Int32Array], counts: CallStats) -> None:
@@ -67,16 +72,19 @@ def decode(
     )
     if (refusal := refused_mode(generation_config)) is not None:
         raise ValueError(refusal)
+    started = time.perf_counter()
     service = call.service(assistant.planner)
     counts = CallStats(tier=service.tier.value, calls=1)
+    counts.seconds["test"] = time.perf_counter() - started
     record = observe(call.prompts, counts)
-    started = time.perf_counter()
     if service.tier is Tier.PLAIN:
         result = decode_plainly(call, counts, record)
-    elif record is not None or (account := _account(call, assistant, service)) is None:
-        result = Generation(call, assistant, service, counts, record).run()
     else:
-        result = _decode_the_faster_way(call, assistant, service, counts, account)
+        account = None if record is not None else _account(call, assistant, service)
+        if account is not None and account.rests():
+            result = _decode_at_rest(call, assistant, counts, account)
+        else:
+            result = _decode_with_drafts(call, assistant, service, counts, record, account)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
     assistant.costs.save_at_times(fingerprint(model))
@@ -93,22 +101,43 @@ def _account(call: Call, assistant: DraftingPolicy, service: Service) -> Account
     return assistant.account(cost_key(call.model, call.input_ids)) if assistant.may_rest() else None
 
 
-def _decode_the_faster_way(
-    call: Call, assistant: DraftingPolicy, service: Service, counts: CallStats, account: Account
+def _decode_at_rest(
+    call: Call, assistant: DraftingPolicy, counts: CallStats, account: Account
 ) -> Any:
-    """With drafts, or plainly while those make calls slower; timed from the first token on."""
-    if account.rests():
-        counts.tier = "at rest"
-        rerouted = _reroutes(call, assistant, account)
-        result = decode_at_rest(call, assistant, counts, rerouted)
-        account.count_plain(counts.seconds["forward"], counts.forwards, rerouted)
-        return result
+    """Plainly while drafts make calls slower; timed from the first token on."""
+    counts.tier, counts.rests = "at rest", 1
+    rerouted = _reroutes(call, assistant, account)
+    result = decode_at_rest(call, assistant, counts, rerouted)
+    account.count_plain(counts.seconds["forward"], counts.forwards, rerouted)
+    total = assistant.stats.total
+    if total.rests >= _MANY_RESTS and 2 * total.rests > total.calls:
+        logger.warning_once(
+            f"{type(call.model).__name__}: drafts made calls like this one slower, so most calls "
+            "are decoded plainly and drafts are tried now and then; `suggest` measures other "
+            "assistants, and budget= a number drafts always"
+        )
+    return result
+
+
+def _decode_with_drafts(
+    call: Call,
+    assistant: DraftingPolicy,
+    service: Service,
+    counts: CallStats,
+    record: CallRecord | None,
+    account: Account | None,
+) -> Any:
+    """By the loop; timed from the first token on."""
     started = time.perf_counter()
-    generation = Generation(call, assistant, service, counts, None)
+    generation = Generation(call, assistant, service, counts, record)
     result = generation.run()
     once = counts.seconds["prefill"] + counts.seconds["pack"]
     seconds = time.perf_counter() - started - once
-    account.count_drafted(seconds, generation.tokens - 1, generation.plain_step)
+    plain_steps, plain_step = generation.tokens - 1, generation.plain_step
+    counts.saved_forwards = plain_steps - counts.forwards
+    counts.saved_seconds = plain_steps * plain_step - sum(counts.seconds[name] for name in PHASES)
+    if account is not None:
+        account.count_drafted(seconds, plain_steps, plain_step)
     return result
 
 

@@ -407,14 +407,14 @@ class Generation:
         return self.assistant.costs.get(self.cost_key)
 
     def _price(self, cost: CostModel, verifier: Verifier, rows: int) -> CostModel:
-        """The same for what one of the running rows is given."""
+        """t(n) as the tokens of one running row see it, the other rows being fed beside it."""
         if not verifier.packed:
             return stepped(cost, verifier.widths)
         return PackedCost(cost, rows, alike=self.step_walk is not None)
 
     def rest(self, verifier: Verifier) -> None:
         """A forward after the rows have ended: it feeds what the cache still lacks of them, or
-        nothing but keeps other processes company."""
+        nothing, because other processes still wait in their own forwards."""
         if self._lacks_tokens():
             with self._timed("cache"), self.taps, self.reroute:
                 verifier.catch_up(self.rows, self.stopping.end(self.rows))

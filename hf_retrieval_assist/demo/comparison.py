@@ -22,13 +22,23 @@ _DATA = Path(__file__).parent / "data"
 
 @dataclass(frozen=True)
 class Task:
+    """What is to be written.
+
+    Attributes:
+        file: with the prompt, among the demo's own.
+        text: the prompt itself, where there is no file.
+    """
+
     title: str
     file: str
     new_tokens: int
     sampling: bool = False
+    text: str = ""
 
     @property
     def prompt(self) -> str:
+        if not self.file:
+            return self.text
         return (_DATA / self.file).read_text(encoding="utf-8")
 
     @property
@@ -42,6 +52,7 @@ TASKS = (
     Task("edit a Python file", "edit.txt", 192),
     Task("quote from a document", "extract.txt", 64),
     Task("open-ended text, sampled", "open.txt", 64, sampling=True),
+    Task("fill in JSON", "json.txt", 96),
 )
 
 
@@ -75,6 +86,11 @@ class Run:
     tokens: list[Written] = field(default_factory=list)
     ids: torch.Tensor | None = None
     forwards: int = 0
+
+    def until(self, seconds: float) -> Run:
+        """What there was of it so many seconds after its start."""
+        tokens = [token for token in self.tokens if token.seconds <= seconds]
+        return Run(self.assisted, tokens)
 
     @property
     def seconds(self) -> float:

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ..planning.cost_store import CostModels
-from .comparison import TASKS, Comparison, Task, compare
+from .comparison import Comparison, Task, compare
 
-_HEADER = (
+HEADER = (
     f"{'task':<26}{'tokens':>7}{'plain/s':>10}{'assisted/s':>11}{'speedup':>9}"
     f"{'tokens/forward':>16}{'identical':>11}"
 )
 
 
-def measure(model: Any, tokenizer: Any, costs: CostModels, repeats: int) -> None:
+def measure(
+    model: Any, tokenizer: Any, costs: CostModels, repeats: int, tasks: Sequence[Task]
+) -> None:
     """Print a row for each task."""
-    print(_HEADER)
-    for task in TASKS:
+    print(HEADER)
+    for task in tasks:
         found = []
         for repeat in range(repeats):
             print(f"{task.title}: run {repeat + 1} of {repeats}", file=sys.stderr)
             found.append(compare(model, tokenizer, task, costs, lambda run: None))
-        print(_row(task, found))
+        print(row(task, found))
 
 
-def _row(task: Task, found: list[Comparison]) -> str:
+def row(task: Task, found: list[Comparison]) -> str:
     plain = statistics.median(each.plain.seconds for each in found)
     assisted = statistics.median(each.assisted.seconds for each in found)
     last = found[-1].assisted

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ..planning.cost_store import CostModels
 from ..record.palette import colours, text_on
 from ..record.pieces import readable
 from ..record.record import MODEL
-from .comparison import TASKS, Comparison, Run, Task, compare
+from .comparison import Comparison, Run, Task, compare
+from .measure import HEADER, row
 
 _FRAMES = 12  # a second, at most
 _LINES = 20  # of text, where the terminal has room for them
 
 
-def show(model: Any, tokenizer: Any, costs: CostModels) -> list[Comparison]:
-    """Run the tasks and show them: live on a terminal, as lines elsewhere.
+def show(model: Any, tokenizer: Any, costs: CostModels, tasks: Sequence[Task]) -> list[Comparison]:
+    """Run the tasks and show them: on a terminal both runs of a task from one start, each at its
+    own speed, elsewhere as lines. A table of all tasks ends it.
 
     Raises:
         ImportError: rich is not installed.
@@ -31,11 +34,12 @@ def show(model: Any, tokenizer: Any, costs: CostModels) -> list[Comparison]:
     console = Console(highlight=False)
     stage = _Stage(console) if console.is_terminal else _Lines()
     found = []
-    for task in TASKS:
+    for task in tasks:
         stage.begin(task)
-        comparison = compare(model, tokenizer, task, costs, stage.watch)
+        comparison = compare(model, tokenizer, task, costs, lambda run: None)
         stage.end(comparison)
         found.append(comparison)
+    console.print(HEADER, *(row(each.task, [each]) for each in found), sep="\n", soft_wrap=True)
     return found
 
 
@@ -62,9 +66,6 @@ class _Lines:
     def begin(self, task: Task) -> None:
         print(f"{task.title}:", flush=True)
 
-    def watch(self, run: Run) -> None:
-        pass
-
     def end(self, comparison: Comparison) -> None:
         for name, run in (("plain", comparison.plain), ("assisted", comparison.assisted)):
             print(f"  {name:<9}{run.rate:7.1f} tokens/s  {tally(run)}")
@@ -79,32 +80,26 @@ class _Stage:
 
         self._console = console
         self._live_class = Live
-        self._drawn = 0.0
 
     def begin(self, task: Task) -> None:
         self._task = task
-        self._runs = [Run(assisted=False), Run(assisted=True)]
-        self._live = self._live_class(
-            console=self._console, auto_refresh=False, transient=True, screen=False
-        )
-        self._live.start()
-        self._draw()
-
-    def watch(self, run: Run) -> None:
-        self._runs[run.assisted] = run
-        if time.perf_counter() - self._drawn > 1 / _FRAMES:
-            self._draw()
+        self._console.print(f"{task.title}: recording both runs", style="dim")
 
     def end(self, comparison: Comparison) -> None:
-        self._live.stop()
+        runs = (comparison.plain, comparison.assisted)
+        end = max(run.seconds for run in runs)
+        live = self._live_class(console=self._console, auto_refresh=False, transient=True)
+        started = time.perf_counter()
+        with live:
+            while (now := time.perf_counter() - started) < end:
+                self._runs = [run.until(now) for run in runs]
+                live.update(self._frame(), refresh=True)
+                time.sleep(1 / _FRAMES)
+        self._runs = list(runs)
         self._console.print(self._frame(done=True))
         style = "bold green" if comparison.identical else "bold red"
         self._console.print(f"  {verdict(comparison)}", style=style, end="")
         self._console.print(f"   ({tally(comparison.assisted)})\n", markup=False)
-
-    def _draw(self) -> None:
-        self._drawn = time.perf_counter()
-        self._live.update(self._frame(), refresh=True)
 
     def _frame(self, done: bool = False) -> Any:
         from rich.console import Group

@@ -225,7 +225,8 @@ class Drafter(ABC):
     Attributes:
         name: one lower-case word or two, shown in `stats`.
         needs: see :class:`FeedbackNeeds`.
-        costly: drafting takes a share of a forward's time, so it is asked only where that pays.
+        costly: drafting takes a share of a forward's time, so the loop drafts with it only where
+            that pays.
         certain: its estimate of a node counts even where an earlier drafter has estimated the node.
     """
 

@@ -86,7 +86,7 @@ class DraftingPolicy:
             return self._calibrators[fingerprint]
 
     def _calibrator(self, number: int) -> Calibrator:
-        # Costly drafters are asked for a better judgement, which stands; papers know of no others.
+        # The judgement of costly drafters is better and stays; papers know of no others.
         drafter = self.drafters[number]
         beside = number > 0 and drafter.defers and self.planner.budget != "paper"
         return Calibrator(drafter.priors(), beside=beside)
@@ -133,14 +133,14 @@ class DraftingPolicy:
         budget: int | None = None,
         drafting: Drafting | None = None,
     ) -> list[TokenTree]:
-        """One tree for each text of what the drafters propose, each of which is asked once.
+        """One tree for each text, merged of what each drafter proposes in one call.
 
         Args:
             sessions: the texts.
             max_depths: of each text's tree; None: any.
             cost: t(n); None where only tokens are counted.
-            budget: nodes that every drafter is asked for; None: what the planner asks for.
-            drafting: the step of an account, which says whom to ask; None: all are asked.
+            budget: the most nodes of each drafter; None: the planner's number.
+            drafting: the step of an account, which says who drafts; None: all do.
 
         Raises:
             ValueError: a draft breaks the contract of a token tree; names the drafter.
@@ -233,8 +233,8 @@ class DraftingPolicy:
     ) -> None:
         """Append to texts the tokens of a step, and learn what they and the forward show.
 
-        Drafters that the step did not ask learn the tokens when they are asked again, except those
-        that read hidden states.
+        Drafters that sat the step out learn the tokens before they draft again, except those that
+        read hidden states.
         """
         for session, token_ids in zip(sessions, tokens, strict=True):
             session.expected.follow(token_ids)
@@ -366,7 +366,7 @@ class AssistantSession:
         # Asked in every step, so without those that know of nothing.
         knows = DraftSession.restrict
         self._restricting = [s for s in self.sessions if type(s).restrict is not knows]
-        # Of each drafter, tokens that it learns when it is asked again.
+        # Of each drafter, tokens that it learns before it drafts again.
         self.deferred: list[list[int]] = [[] for _ in self.sessions]
         calibrators = assistant.calibrators(target.fingerprint)
         self.calibrations = [calibrator.session() for calibrator in calibrators]
@@ -410,7 +410,7 @@ class AssistantSession:
         self.assistant.commit([self], [token_ids], [feedback])
 
     def defer(self, number: int, token_ids: Sequence[int]) -> None:
-        """Append tokens that a drafter learns before it is asked again, and then all at once."""
+        """Append tokens that a drafter learns before it drafts again, and then all at once."""
         self.deferred[number] += token_ids
 
     def learn_plain(self, token_ids: Sequence[int]) -> None:

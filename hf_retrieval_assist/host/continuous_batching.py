@@ -9,7 +9,6 @@ and takes the rest back before the next step.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -29,7 +28,9 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
-logger = logging.getLogger(__name__)
+from ..system.log import get_logger
+
+logger = get_logger(__name__)
 
 # The releases whose continuous batching this module knows.
 KNOWN = {(5, 23)}

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..structures.suffix_tree import SuffixTree
+from ..system.arguments import byte_count
 from ..system.locks import Lock
 from .log import OutputLog
 from .outputs import SharedOutputs
@@ -72,7 +73,7 @@ class OutputMemory:
     after so many: counts then weigh outputs by their age, and a group stays small.
 
     Args:
-        max_bytes: bound on the memory that all trees together occupy.
+        max_bytes: bound on the memory that all trees together occupy; a number, or "1GB".
         max_depth: longest context plus draft, in tokens.
         path: log file; None keeps outputs in memory only.
         url: server, `redis://`, `rediss://` or `unix://` as the `redis` client reads it, with a
@@ -92,12 +93,13 @@ class OutputMemory:
 
     def __init__(
         self,
-        max_bytes: int = 256 << 20,
+        max_bytes: int | str = 256 << 20,
         max_depth: int = 64,
         path: str | os.PathLike[str] | None = None,
         url: str | None = None,
         half_life: float | None = None,
     ) -> None:
+        max_bytes = byte_count(max_bytes)
         smallest = SuffixTree(max_depth).nbytes
         if max_bytes < 2 * smallest:
             raise ValueError(f"max_bytes: expected at least {2 * smallest}, got {max_bytes}")
@@ -133,6 +135,13 @@ class OutputMemory:
         """Number of tokens remembered."""
         with self.lock:
             return sum(tree.token_count for tree in self._trees.values())
+
+    def __repr__(self) -> str:
+        kept = {OutputLog: ", on disk", OutputStream: ", shared"}.get(type(self._log), "")
+        return (
+            f"OutputMemory({len(self)} outputs of {self.token_count:,} tokens, "
+            f"{self.nbytes / 2**20:.1f} of {self.max_bytes / 2**20:,.0f} MiB{kept})"
+        )
 
     def __len__(self) -> int:
         """Number of outputs remembered, running ones included."""

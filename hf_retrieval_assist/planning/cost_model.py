@@ -100,7 +100,7 @@ class CostModel:
         device_type: "cpu", or an accelerator's type: chooses the prior shape of t(n)/t(1).
 
     Attributes:
-        company: tokens that other rows bring in the forward that t(n) is the price of.
+        company: tokens of other rows that share the forward whose time t(n) is.
     """
 
     company = 0

@@ -41,7 +41,7 @@ class Planner:
     Attributes:
         budget: "auto" does the above; "paper" leaves drafts as their drafters sized them; a number
             keeps that many nodes.
-        max_nodes: the most that drafters are asked for under "auto".
+        max_nodes: the most nodes that a drafter may propose under "auto".
         exploration: share of the time that trials may lose, in [0, 1).
         lock: held while what was learnt changes.
     """

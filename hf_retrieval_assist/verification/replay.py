@@ -8,7 +8,6 @@ computation itself gives.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..system.locks import Lock
-
-logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 

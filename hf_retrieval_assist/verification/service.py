@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -27,13 +26,14 @@ from ..host.transformers_private import (
 from ..kernels.scopes import is_exchangeable
 from ..kernels.split_attention import can_split
 from ..system.locks import Lock
+from ..system.log import get_logger
 from .fixed_verifier import stays_in_place
 from .kv_cache import SLOT_LAYERS
 from .self_test import SHORTAGES, examined, forward_parameters, has_padding
 from .tiers import Service, Tier
 from .tree_attention import layer_masks, single_mask
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Inputs that a prompt's tokens bring, of which steps know what becomes of them.
 _OF_TOKENS = frozenset(
@@ -117,7 +117,7 @@ def choose_service(
         return Service(Tier.PLAIN, why)
     padded, piped = has_padding(model_kwargs), is_pipeline(model)
     if padded and piped:
-        return Service(Tier.PLAIN, "later stages of a pipeline see no padding")
+        return Service(Tier.PLAIN, "later stages of a pipeline see no padding; pass one row")
     packs = batch_size > 1 and _packs(model, model_kwargs)
     several = padded or (batch_size > 1 and not piped)
     with _lock:
@@ -126,12 +126,15 @@ def choose_service(
         if (known := verdicts.get(key, demand.width)) is not None:
             return known
         if not verdicts.settles:
-            return Service(Tier.PLAIN, "its hooks or settings are others in every call")
+            return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
+        logger.warning_once(
+            f"{type(model).__name__}: the first call with an assistant tests how drafts are "
+            "verified, measures forwards and chooses kernels; later ones start at once"
+        )
         try:
             service = _first_right(model, model_kwargs, several, packs, demand)
         except SHORTAGES as shortage:
-            why = f"no memory to test how its drafts are verified: {shortage!r}"
-            logger.warning("%s: plain for this call (%s)", type(model).__name__, why)
+            why = f"no memory to test how drafts are verified ({shortage!r}); free some of it"
             return Service(Tier.PLAIN, why)
         verdicts.add(key, demand.width, service)
         logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
@@ -150,9 +153,9 @@ def _why_plain_in_training(model: Any) -> str | None:
     ]
     rates += [layer.p for layer in model.modules() if isinstance(layer, nn.Dropout)]
     if any(rates):
-        return "the model is in train mode and drops out"
+        return "the model is in train mode and drops out; call model.eval()"
     if keeps_no_activations(model):
-        return "gradient checkpointing keeps no cache"
+        return "gradient checkpointing keeps no cache; call model.eval()"
     return None
 
 

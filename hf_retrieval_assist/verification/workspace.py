@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from ..system.locks import Lock
+from ..system.log import get_logger
 from . import replay
 from .arena import Arena
 from .fixed_masks import FixedMasks
@@ -20,7 +20,7 @@ from .recorded_state import is_autocast, recorded_state
 from .replay import Record, Replay
 from .tree_attention import LayerMask
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Slots by which one step moves an accepted path in the copy that all of its inputs share.
 MOST_MOVED = 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -13,12 +12,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_retrieval_assist import cli
+import hf_retrieval_assist
+from hf_retrieval_assist import cli, suggestion
 from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.cli.command import Command
-from hf_retrieval_assist.cli.datastore import byte_count
 from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.system.arguments import byte_count
 from tests.lossless import build
+from tests.test_examples import small_model
 
 
 def tokenizer_of_letters():
@@ -214,7 +215,7 @@ def test_byte_counts(text, count):
 
 @pytest.mark.parametrize("text", ["", "G", "many", "infG"])
 def test_what_is_no_byte_count(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="expected bytes"):
+    with pytest.raises(ValueError, match="expected bytes"):
         byte_count(text)
 
 
@@ -222,3 +223,74 @@ def test_module_runs_as_a_program():
     command = [sys.executable, "-m", "hf_retrieval_assist.cli", "--help"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "verify" in run.stdout
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"hf-retrieval-assist {hf_retrieval_assist.__version__}\n"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_argument_is_explained_with_its_default(command, capsys):
+    parser = cli._parser()._subparsers._group_actions[0].choices[command]
+    for action in parser._actions:
+        assert action.help, action.dest
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for action in parser._actions:
+        if isinstance(action.default, (int, float)) and not isinstance(action.default, bool):
+            assert f"(default: {action.default})" in said
+    assert "default: None" not in said
+    assert "default: False" not in said
+
+
+def test_what_is_kept_is_shown_and_cleared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cli.cache, "user_cache_directory", lambda: tmp_path)
+    (tmp_path / "linear_tuning.json").write_text("{}")
+    (tmp_path / "cost").mkdir()
+    (tmp_path / "cost" / "model.json").write_text("x" * (1 << 20))
+    (tmp_path / "gemma-3").mkdir()
+    assert main(["cache", "show"]) == 0
+    shown = capsys.readouterr().out
+    assert "1.00 MiB" in shown
+    assert shown.count("MiB") == 3
+    assert main(["cache", "clear"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["gemma-3"]
+    assert main(["cache", "clear", "model"]) == 0
+    assert not list(tmp_path.iterdir())
+    assert main(["cache", "clear", "everything"]) == 1
+    assert "expected some of kernels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.txt", "one two\n\nthree\n\n\n"),
+        ("a.jsonl", '{"prompt": "one two"}\n{"prompt": "three"}\n'),
+    ],
+)
+def test_suggest_reads_prompts(name, text, tmp_path, monkeypatch, capsys):
+    model, tokenizer = small_model()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / name).write_text(text)
+    seen = []
+    monkeypatch.setattr(
+        suggestion,
+        "suggest",
+        lambda model, prompts, **given: seen.append((prompts, given)) or "said",
+    )
+    command = ["suggest", str(tmp_path / "model"), str(tmp_path / name), "--repeats", "2"]
+    assert main(command) == 0
+    assert capsys.readouterr().out == "said\n"
+    ((prompts, given),) = seen
+    assert prompts == ["one two", "three"]
+    assert (given["repeats"], given["max_new_tokens"]) == (2, 64)
+
+
+def test_prompts_that_are_none_are_named(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}')
+    assert main(["suggest", "model", str(tmp_path / "a.jsonl")]) == 1
+    assert 'a.jsonl:1: expected an object with a text as "prompt"' in capsys.readouterr().err

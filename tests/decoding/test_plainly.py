@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
 from transformers import (
     BartForConditionalGeneration,
     DynamicCache,
@@ -290,3 +291,60 @@ def test_an_interrupted_call_leaves_the_callers_cache_to_go_on_from(
     stop = max(known.shape[1], held + 1)
     assert stop < plain.shape[1]
     assert torch.equal(text(plain[:, :stop]), plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"use_cache": False}, "use_cache is False; set it to True"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "pass one row at a time"),
+    ],
+)
+def test_a_call_that_cannot_be_assisted_says_so_once(model, told, options, why):
+    assistant = SamAssistant()
+    for _ in range(2):
+        run(model, assistant=assistant, **options)
+    (said,) = [text for text in told.messages if "cannot draft here: " in text]
+    assert why in said
+    assert assistant.stats.last.summary.startswith("not assisted, the log says why")
+
+
+def test_a_model_that_cannot_be_assisted_says_so_once(model, told, monkeypatch):
+    fresh = build(LlamaForCausalLM).train()
+    fresh.config.attention_dropout = 0.3
+    for _ in range(2):
+        run(fresh, assistant=SamAssistant())
+    assert [text.partition("; ")[2] for text in told.messages] == ["call model.eval()"]
+
+
+def test_most_calls_at_rest_are_told_of_once(model, told, monkeypatch):
+    assistant = SamAssistant()
+    run(model, assistant=assistant, max_new_tokens=2)
+    told.clear()
+    monkeypatch.setattr(Account, "rests", lambda self: True)
+    for _ in range(20):
+        run(model, assistant=assistant, max_new_tokens=2)
+        assert len(told.messages) == (assistant.stats.total.rests > 16)
+    assert "most calls are decoded plainly" in told.text
+    assert assistant.stats.total.summary.endswith("20 of 21 calls rested")
+
+
+def test_the_log_is_as_loud_as_transformers(model, told):
+    transformers.logging.set_verbosity_error()
+    run(model, assistant=SamAssistant(), use_cache=False)
+    assert not told.messages
+    transformers.logging.set_verbosity_info()
+    run(model.to(torch.float64), assistant=SamAssistant())
+    model.to(torch.float32)
+    assert "LlamaForCausalLM: tree (" in told.text
+
+
+def test_the_first_call_of_a_model_says_what_takes_its_time(told):
+    fresh = build(LlamaForCausalLM)
+    assistant = SamAssistant()
+    for _ in range(2):
+        run(fresh, assistant=assistant)
+    (said,) = told.messages
+    assert said.startswith("LlamaForCausalLM: the first call with an assistant tests how drafts")
+    assert 0 < assistant.stats.last.seconds["test"] < assistant.stats.total.seconds["test"]
+    assert " (ms: test " in str(assistant.stats.last)

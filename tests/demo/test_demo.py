@@ -11,7 +11,7 @@ import torch
 
 from hf_retrieval_assist import demo_model
 from hf_retrieval_assist.cli import main
-from hf_retrieval_assist.demo import comparison, measure, show
+from hf_retrieval_assist.demo import comparison, show
 from hf_retrieval_assist.demo.comparison import Comparison, Run, Task, Written, compare
 from hf_retrieval_assist.demo.picture import animation
 from hf_retrieval_assist.planning.cost_store import CostModels
@@ -25,8 +25,8 @@ SHORT = tuple(Task(task.title, task.file, 24, task.sampling) for task in compari
 @pytest.fixture(autouse=True)
 def short_demo(monkeypatch):
     monkeypatch.setattr(demo_model, "load_demo_model", lambda *_: small_model())
-    monkeypatch.setattr(show, "TASKS", SHORT)
-    monkeypatch.setattr(measure, "TASKS", SHORT)
+    monkeypatch.setattr(comparison, "TASKS", SHORT)
+    monkeypatch.setattr(show.time, "sleep", lambda seconds: None)
 
 
 def test_lines_where_output_is_no_terminal(capsys):
@@ -39,13 +39,33 @@ def test_lines_where_output_is_no_terminal(capsys):
     plain = [line for line in out.splitlines() if line.startswith("  plain")]
     assert len(plain) == len(SHORT)
     assert all(line.endswith("24 tokens in 24 forwards: the model 24") for line in plain)
+    # The table at the end.
+    assert [line.split()[-1] for line in out.splitlines()[-4:]] == ["yes"] * 4
+
+
+def test_another_model_and_a_prompt_of_ones_own(tmp_path, capsys):
+    model, tokenizer = small_model()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    command = ["demo", "--model", str(tmp_path), "--prompt", "one two", "--max-new-tokens", "8"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "Gemma" not in out
+    assert "8 tokens in 8 forwards: the model 8" in out
+
+
+def test_a_run_is_replayed_as_it_went():
+    found = a_comparison()
+    halves = [len(run.until(1.7).tokens) for run in (found.plain, found.assisted)]
+    assert halves == [1, 3]
+    assert found.plain.until(found.plain.seconds).tokens == found.plain.tokens
 
 
 def test_medians(capsys):
     assert main(["demo", "--measure", "--repeats", "2"]) == 0
-    heading, *rows = capsys.readouterr().out.splitlines()[-4:]
+    heading, *rows = capsys.readouterr().out.splitlines()[-5:]
     assert heading.split()[-1] == "identical"
-    assert [row.split()[-1] for row in rows] == ["yes"] * 3
+    assert [row.split()[-1] for row in rows] == ["yes"] * 4
 
 
 def test_panels_on_a_terminal(monkeypatch):
@@ -60,10 +80,10 @@ def test_panels_on_a_terminal(monkeypatch):
 
     monkeypatch.setattr(rich_console, "Console", Terminal)
     model, tokenizer = small_model()
-    found = show.show(model, tokenizer, FixedCosts(lambda n: 1.0))
+    found = show.show(model, tokenizer, FixedCosts(lambda n: 1.0), SHORT)
     shown = screen.getvalue()
     assert "plain generate" in shown
-    assert shown.count("as fast, identical text") == len(found) == 3
+    assert shown.count("as fast, identical text") == len(found) == 4
     # Blue, the colour of drafts from the text.
     assert "48;2;0;114;178m" in shown
 

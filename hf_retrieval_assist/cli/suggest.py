@@ -1,0 +1,57 @@
+"""The command `hf-retrieval-assist suggest`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..system.files import read_json_lines
+from .command import Command
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("model", help="path or hub id of the model")
+    parser.add_argument(
+        "prompts",
+        type=Path,
+        metavar="PROMPTS",
+        help='a text file, its prompts separated by blank lines, or JSON lines with "prompt"',
+    )
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, …")
+    parser.add_argument("--device", default="cpu", help="torch device, such as cuda")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="tokens of each output"
+    )
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of every call")
+
+
+def _run(args: argparse.Namespace) -> None:
+    """Measure which assistant pays for a model on these prompts."""
+    prompts = _prompts(args.prompts)
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..suggestion import suggest
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(args.device)
+    counts = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
+    print(suggest(model.eval(), prompts, tokenizer=tokenizer, **counts))
+
+
+def _prompts(path: Path) -> list[str]:
+    if path.suffix != ".jsonl":
+        pieces = path.read_text(encoding="utf-8").split("\n\n")
+        return [piece.strip() for piece in pieces if piece.strip()]
+    prompts = []
+    for place, row in read_json_lines(path):
+        if isinstance(row, ValueError):
+            raise row
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            raise ValueError(f'{place}: expected an object with a text as "prompt"')
+        prompts.append(row["prompt"])
+    return prompts
+
+
+COMMAND = Command("measure which assistant pays on your prompts", _add_arguments, _run)
