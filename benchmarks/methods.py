@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +30,13 @@ class Method:
         options: keyword arguments made anew for every call, so that nothing learnt in one run of
             a comparison helps the next.
         max_batch: the largest batch it supports; None without limit.
+        scope: that the call is made in.
     """
 
     name: str
     options: Callable[[], dict[str, Any]]
     max_batch: int | None = None
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def baselines() -> list[Method]:
@@ -131,7 +133,7 @@ def run_method(method: Method, model: Any, inputs: dict[str, Any], **options: An
     """Call `generate` once, watched."""
     clock = ForwardClock(model.device)
     own = method.options()
-    with clock.watching(model):
+    with clock.watching(model), method.scope():
         started = time.perf_counter()
         ids = model.generate(**inputs, **options, **own)
         if model.device.type == "cuda":

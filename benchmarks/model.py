@@ -1,6 +1,8 @@
 """A real model over real prompts: Gemma-3-270M, greedy and sampled.
 
 Prompts stand in `prompts/`, one file per category of Spec-Bench, written for a small base model.
+`--model-prompts benchmarks/prompts/untuned --greedy-prompts 20` takes twenty that nothing was tuned
+on.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant
+from hf_retrieval_assist import SamAssistant, SuffixAssistant, reroute
 from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.planning.cost_store import CostModels
 
@@ -101,6 +103,7 @@ def methods() -> list[Method]:
     costs = CostModels()
     return [
         *baselines(),
+        Method("plain in reroute", dict, scope=reroute),
         assisted("SamAssistant", partial(SamAssistant, costs=costs)),
         assisted("SuffixAssistant", partial(SuffixAssistant, costs=costs)),
     ]
@@ -196,6 +199,7 @@ def _summarise(table: Table, category: str, comparisons: list[Comparison]) -> No
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="folder or hub id (default: Gemma-3-270M)")
+    parser.add_argument("--model-prompts", type=Path, default=PROMPTS, help="folder of them")
     parser.add_argument("--model-dtype", default="float32", help="of the weights")
     parser.add_argument("--model-device", default="cpu", help="torch device")
     parser.add_argument("--model-tokens", type=int, help="tokens to generate per prompt")
@@ -211,7 +215,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     model.to(arguments.model_device)
     arguments.new_tokens = arguments.model_tokens or (16 if arguments.quick else 32)
     arguments.repeats = 1 if arguments.quick else arguments.model_repeats
-    return measure(model, tokenizer, read_prompts(), arguments, progress)
+    return measure(model, tokenizer, read_prompts(arguments.model_prompts), arguments, progress)
 
 
 def measure(
