@@ -379,7 +379,8 @@ def test_real_model_benchmark_on_a_random_one(small_model, tokenizer, tmp_path):
         everything = "4 of 4" if kind == "greedy" else "2 of 2"
         assert same["all", "SamAssistant"] == same["all", "SuffixAssistant"] == everything
     batch = rows(report, "Real model, a batch of prompts to copy from")
-    assert [row["method"] for row in batch] == ["plain", "SamAssistant", "SuffixAssistant"]
+    kernels = "plain in reroute"
+    assert [row["method"] for row in batch] == ["plain", kernels, "SamAssistant", "SuffixAssistant"]
     assert {(row["rows"], row["same"]) for row in batch} == {(2, "2 of 2")}
     pytest.importorskip("matplotlib")
     assert [path.stem for path in plots.draw(report, tmp_path)] == ["model-0", "model-1"]
