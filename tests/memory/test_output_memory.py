@@ -265,12 +265,12 @@ def resident():
     gc.collect()
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
-path, bound, rng = sys.argv[1] or None, 16 << 20, np.random.default_rng(0)
+path, bound, rng = sys.argv[1] or None, 32 << 20, np.random.default_rng(0)
 OutputMemory(1 << 20, path=path).add([1, 2, 3])
 memory = OutputMemory(bound, path=path)
 before = peak = resident()
 running = [memory.start("m") for _ in range(256)]
-for _ in range(20):
+for _ in range(40):
     for _ in range(5):
         for output in running:
             output.append(rng.integers(0, 50_000, 20).astype(np.int32))
