@@ -158,11 +158,21 @@ class Call:
     def _lengths(self) -> tuple[int, int]:
         """The length of the shortest prompt, and one that no row's text gets to."""
         limit = Stopping(self.criteria).max_length
-        stop = sys.maxsize if limit is None else max(limit, self.input_ids.shape[1] + 1)
+        length = self.input_ids.shape[1]
+        # Embeddings in the place of ids are not counted among a text's tokens.
+        unseen = self.prompt_length - length
+        stop = sys.maxsize if limit is None else max(limit, length + 1) + unseen
         mask = self.model_kwargs.get("attention_mask")
-        if self.input_ids.shape[1] == 0 or mask is None or mask.ndim != 2:
+        if mask is None or mask.ndim != 2:
             return 0, stop
         return int(mask.sum(-1).min()), stop
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens per row that the prefill processes or finds in the cache."""
+        length = self.input_ids.shape[1]
+        embeds = self.model_kwargs.get("inputs_embeds")
+        return length or (0 if embeds is None else embeds.shape[1])
 
     @cached_property
     def _compiled(self) -> Callable[..., Any] | None:

@@ -99,7 +99,7 @@ class Generation:
         self.keeps_cache = call.keeps_cache(service)
         # Where forwards get memory that stays in place, it is made after the prefill.
         views = not stays_in_place(call.input_ids.device)
-        self.cache = self._slot_cache(call.input_ids.shape[1] + self.room if views else 0)
+        self.cache = self._slot_cache(call.prompt_length + self.room if views else 0)
         self.verifier: Verifier | None = None
         self.ranks = Ranks.of(call.model)
         if self.residual and self.ranks.several:
@@ -289,7 +289,7 @@ class Generation:
         return ForwardOptions(
             taps=self.taps,
             top_k=self.assistant.top_k,
-            capacity=self.call.input_ids.shape[1] + self.room,
+            capacity=self.call.prompt_length + self.room,
             keeps_cache=self.keeps_cache,
             most_tokens=self._most_tokens(),
             recorded=self.assistant.graphs and not self.call.synced_gpus and not self.ranks.several,

@@ -110,7 +110,8 @@ class Verifier:
     def _first_root(self) -> int:
         """The furthest position at which a row's first generated token stands."""
         if self.positions is None:
-            return self.prompt_ids.shape[1]
+            # More than there are ids of, where the prompt was embedded by the caller.
+            return max(self.prompt_ids.shape[1], self.cache.slots.longest)
         return int(self.next_position.max())
 
     def fit(self, trees: Sequence[TokenTree], backlog: int = 0) -> list[TokenTree]:

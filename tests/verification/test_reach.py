@@ -137,3 +137,18 @@ def test_models_without_borders_are_drafted_for_across_their_lengths():
     with Fed(model) as shapes:
         model.generate(**options, assistant=assistant)
     assert len(shapes) < 20
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "phi3"])
+def test_embeddings_in_place_of_ids_count(kind):
+    """Where no ids tell how long the prompts are."""
+    for seed in range(4):
+        model = phi3() if kind == "phi3" else rope_model(kind)
+        options = inputs([20, 9, 14], seed)
+        told = torch.cat([options["input_ids"], options["input_ids"]], dim=1)
+        options["inputs_embeds"] = model.get_input_embeddings()(options.pop("input_ids")).detach()
+        options |= {"max_new_tokens": 26, "do_sample": False, "pad_token_id": 0}
+        plain = copy.deepcopy(model).generate(**options)
+        assistant = SamAssistant([*told.tolist(), *plain.tolist()], budget=8)
+        assert torch.equal(plain, model.generate(**options, assistant=assistant))
+        assert assistant.stats.tier == ("plain" if kind == "phi3" else "tree")
