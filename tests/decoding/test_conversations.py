@@ -248,6 +248,8 @@ class Conversation(RuleBasedStateMachine):
             new = self.ids[:, -len(plain.logits) :]
             ended = (new == eos).int().cumsum(dim=1) - (new == eos).int() > 0
             self.mask[:, -new.shape[1] :][ended] = 0
+            # A state has seen the padding, and would not if the text were fed once more.
+            self.refillable &= self.name not in ("convolutions", "recurrences")
         self.caches = {"plain": plain.past_key_values, "ours": ours.past_key_values}
 
     def assistant(self, kind, plain):
