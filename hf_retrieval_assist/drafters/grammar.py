@@ -1,6 +1,6 @@
 """Drafts what a call's grammar forces, and keeps other drafts within it.
 
-Without a grammar, drafts what the forms print that the caller expects to be filled in.
+Where nothing is forced, drafts what the forms print that the caller expects to be filled in.
 
 The brackets, keys and punctuation of structured output have no alternative. They are drafted as
 evidence with a calibrated probability and verified like everything else: a forced *string* is not
@@ -35,10 +35,10 @@ class GrammarDrafter(Drafter):
     certain = True
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
-        constraint = constraint_of(target.processors, target.row)
-        if constraint is None and target.forms is not None:
-            return FormSession(target.forms, prompt_ids, target.vocab_size)
-        return GrammarSession(constraint)
+        forms = None
+        if target.forms is not None:
+            forms = FormSession(target.forms, prompt_ids, target.vocab_size)
+        return GrammarSession(constraint_of(target.processors, target.row), forms)
 
     def priors(self) -> Float32Array:
         return _PRIORS
@@ -47,12 +47,17 @@ class GrammarDrafter(Drafter):
 class GrammarSession(DraftSession):
     """One text, and its grammar's state; no state where there is no grammar."""
 
-    def __init__(self, constraint: Constraint | None):
+    def __init__(self, constraint: Constraint | None, forms: FormSession | None = None):
         self._constraint = constraint
+        self._forms = forms
         # What is known to follow, so that no mask is computed twice.
         self._forced: list[list[int]] = []
 
     def propose(self, budget: int) -> TokenTree:
+        tree = self._propose_forced(budget)
+        return self._forms.propose(budget) if self._forms and not len(tree) else tree
+
+    def _propose_forced(self, budget: int) -> TokenTree:
         if self._constraint is None:
             return TokenTree.empty()
         known = len(self._forced)
@@ -80,6 +85,8 @@ class GrammarSession(DraftSession):
         return tree if self._constraint is None else self._constraint.prune(tree)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        if self._forms is not None:
+            self._forms.commit(token_ids, feedback)
         came = list(token_ids)
         known = [cuts[0] for cuts in self._forced[: len(came)]] == came
         self._forced = self._forced[len(came) :] if known else []

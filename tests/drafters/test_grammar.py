@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters import grammar
-from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.drafters.base import DraftSession, Target
 from hf_retrieval_assist.grammars.constraint import Constraint
 from tests.lossless import PROMPT, run
 
@@ -192,6 +192,28 @@ def test_a_forced_text_may_be_cut_otherwise():
     assert tree.token_ids.tolist() == [34, 3]
     session.commit([34], None)
     assert not len(session.propose(8))
+
+
+class Form(DraftSession):
+    """Expects 1, 2, 3, ... whatever came."""
+
+    def __init__(self):
+        self.came = []
+
+    def propose(self, budget):
+        return TokenTree.chain([1, 2, 3][:budget], [0.9, 0.8, 0.7])
+
+    def commit(self, token_ids, feedback):
+        self.came += token_ids
+
+
+def test_forms_are_drafted_where_nothing_is_forced():
+    form = Form()
+    session = grammar.GrammarSession(Spelling(), form)
+    assert session.propose(3).token_ids.tolist() == [123, 12, 4]
+    session.commit([123, 4], None)
+    assert session.propose(3).token_ids.tolist() == [1, 2, 3]
+    assert form.came == [123, 4]
 
 
 def test_what_is_forced_is_looked_for_once():
