@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,11 +16,15 @@ from .decoding.decode import decode
 from .drafters.base import Drafter
 from .drafters.expected import Expected, Text
 from .drafting.policy import DraftingPolicy
+from .host.fingerprint import fingerprint
 from .planning.cost_store import CostModels
 from .planning.planner import Budget
 from .record import CallRecord, Record, Step
 from .record.html import assistant_html
 from .stats import CallStats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class _OfUsers(type):
@@ -213,6 +217,23 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         for record in records:
             record.calls.append(observed)
         return observed
+
+    def plot_cost(self, model: Any, axis: Axes | None = None) -> Axes:
+        """Draw t(n), the milliseconds of a forward over n tokens, as it was measured while calls
+        of `model` went on. Needs matplotlib.
+
+        Raises:
+            ValueError: nothing was measured of this model yet.
+        """
+        from .record.plots import plot_cost
+
+        timed = self.costs.timed(fingerprint(model))
+        if not timed:
+            raise ValueError("model: expected one that this assistant has served, got another")
+        named = {
+            f"{k.batch_size} x {k.cache_length} tokens in the cache": m for k, m in timed.items()
+        }
+        return plot_cost(named, axis)
 
     def _repr_html_(self) -> str:
         """Drafters and figures, for notebooks."""

@@ -151,6 +151,8 @@ class CallStats:
         )
 
     def __str__(self) -> str:
+        if not self.calls:
+            return self.summary
         expected = self.expected_accepted + self.expected_rejected
         came = f"; {self.expected_accepted} of {expected} expected tokens came" if expected else ""
         phases = ("test", "prefill", *PHASES)

@@ -42,6 +42,7 @@ _STYLE = """
 .hfra .hint{opacity:.6}
 .hfra .panel{display:none;position:absolute;left:0;right:0;bottom:0;z-index:1;white-space:normal;
  cursor:auto;font:13px/1.5 system-ui,sans-serif;color:var(--hfra-fg);background:var(--hfra-bg)}
+.hfra .first .panel{display:block;z-index:0}
 .hfra .step:focus .panel,.hfra .step:focus-within .panel{display:block}
 .hfra .step:hover .panel{display:block;z-index:2}
 .hfra .sub,.hfra .kids{display:flex;align-items:flex-start}
@@ -115,7 +116,7 @@ def _tint(colour: str | None) -> str:
 def _table_of_origins(record: Record) -> str:
     palette = colours(record.origins)
     rows = [_cells("th", "source", "nodes proposed", "verified", "tokens")]
-    for name, (proposed, verified, tokens) in record.by_origin().items():
+    for name, (proposed, verified, tokens) in record.shown_origins().items():
         nodes = ("", "") if name == MODEL else (f"{proposed:,}", f"{verified:,}")
         key = f'<span class="key"{_tint(palette.get(name))}>{escape(name)}</span>'
         cells = "".join(f'<td class="num">{cell}</td>' for cell in (*nodes, f"{tokens:,}"))
@@ -138,6 +139,8 @@ def _row(record: Record, call: CallRecord, row: int) -> str:
     pieces = record.pieces(call.generated(row), call.prompts[row])
     palette = colours(record.origins)
     shown = []
+    # Until the reader chooses a step, the one that brought most is open.
+    most = max(call.of_row(row), key=lambda step: len(step.token_ids), default=None)
     for number, step in enumerate(call.of_row(row)):
         mine = pieces[step.position : step.position + len(step.token_ids)]
         if mine:
@@ -146,14 +149,15 @@ def _row(record: Record, call: CallRecord, row: int) -> str:
                 _token(piece, palette.get(name))
                 for piece, name in zip(mine, step.credits, strict=False)
             )
-            shown.append(f'<span class="step" tabindex="0">{tokens}{panel}</span>')
+            chosen = " first" if step is most else ""
+            shown.append(f'<span class="step{chosen}" tabindex="0">{tokens}{panel}</span>')
     title = f"<div>row {row}</div>" if len(call.prompts) > 1 else ""
     hint = "Every mark between tokens is a forward: hover over its tokens, or click, for its tree."
     if len(shown) > _MOST_TREES + 1:
         hint += f" The first {_MOST_TREES} have one."
     return (
-        f'<div class="row">{title}<div class="text">{"".join(shown)}</div>'
-        f'<div class="hint">{hint}</div></div>'
+        f'<div class="row">{title}<div>{hint}</div><div class="text">{"".join(shown)}</div>'
+        '<div class="hint"></div></div>'
     )
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..planning.cost_model import CostModel
 from ..stats import PHASES
 from .palette import colours
 from .pieces import readable
@@ -13,6 +14,8 @@ from .record import MODEL, Record, Step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_MOST_NODES = 24  # of a drawn tree, besides the accepted ones
 
 
 def new_axis(width: float, height: float) -> Axes:
@@ -57,15 +60,32 @@ def plot_time(record: Record, axis: Axes | None = None) -> Axes:
     return axis
 
 
+def plot_cost(costs: dict[str, CostModel], axis: Axes | None = None) -> Axes:
+    """Milliseconds of a forward over 1 to 64 tokens, a line for each name."""
+    axis = new_axis(5, 3) if axis is None else axis
+    for name, cost in costs.items():
+        axis.plot(range(1, 65), 1e3 * cost.curve(64), label=name)
+    axis.set(xlabel="tokens of a forward", ylabel="milliseconds", ylim=(0, None))
+    axis.legend()
+    return axis
+
+
 def plot_tree(record: Record, step: Step, axis: Axes | None = None) -> Axes:
     """From left to right by depth, a line for every leaf."""
     tree = step.tree
     depths = np.append(tree.depths, 0)
-    rows = _rows(tree.parents)
-    axis = new_axis(2 + 1.1 * depths.max(), 1 + 0.3 * rows.max()) if axis is None else axis
+    likely = np.argsort(-tree.probs, kind="stable")[:_MOST_NODES]
+    # Closed under parents: none is less probable than its child, and paths are accepted whole.
+    shown = np.union1d(likely, step.accepted).astype(int)
+    place = np.full(len(tree) + 1, -1)  # among the shown ones; the root's stays -1
+    place[shown] = np.arange(len(shown))
+    rows = np.zeros(len(tree) + 1, dtype=int)
+    rows[[*shown, -1]] = _rows(place[tree.parents[shown]])
+    if axis is None:
+        axis = new_axis(2 + 1.3 * depths[shown].max(initial=0), 1 + 0.3 * rows.max())
     palette = colours(record.origins)
     accepted = set(step.accepted.tolist())
-    for node in range(len(tree)):
+    for node in shown.tolist():
         parent = int(tree.parents[node])
         style: dict[str, Any] = {"color": palette.get(step.credit(node), "0.7")}
         axis.plot(
@@ -78,7 +98,7 @@ def plot_tree(record: Record, step: Step, axis: Axes | None = None) -> Axes:
         axis.annotate(
             f"{piece!r} {tree.probs[node]:.2f}",
             (depths[node], rows[node]),
-            fontsize=7,
+            fontsize=8,
             fontweight="bold" if node in accepted else "normal",
             parse_math=False,
         )

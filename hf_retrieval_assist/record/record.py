@@ -321,13 +321,18 @@ class Record:
             tokens += call.tokens_by_origin()
         return {name: (proposed[name], verified[name], tokens[name]) for name in self.origins}
 
+    def shown_origins(self) -> dict[str, tuple[int, int, int]]:
+        """The entries of `by_origin` for sources that brought a token, and for the model."""
+        found = self.by_origin().items()
+        return {name: counts for name, counts in found if counts[2] or name == MODEL}
+
     def pieces(self, token_ids: Sequence[int] | Int32Array, context: Int32Array) -> list[str]:
         """The text that each token adds behind a context, ids where there is no tokenizer."""
         return text_pieces(self.tokenizer, token_ids, context)
 
     def __str__(self) -> str:
         lines = [str(self.stats), f"{'source':<18}{'proposed':>10}{'verified':>10}{'tokens':>10}"]
-        for name, (proposed, verified, tokens) in self.by_origin().items():
+        for name, (proposed, verified, tokens) in self.shown_origins().items():
             shown = ("", "") if name == MODEL else (proposed, verified)
             lines.append(f"{name:<18}{shown[0]:>10}{shown[1]:>10}{tokens:>10}")
         return "\n".join(lines)
@@ -369,7 +374,8 @@ class Record:
         return plot_time(self, axis)
 
     def plot_tree(self, step: Step, axis: Axes | None = None) -> Axes:
-        """The verified tree of a step, accepted nodes in bold."""
+        """The verified tree of a step, accepted nodes in bold; of a large one the most probable
+        nodes beside them."""
         from .plots import plot_tree
 
         return plot_tree(self, step, axis)

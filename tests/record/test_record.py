@@ -11,12 +11,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GPT2LMHeadModel, OpenAIGPTLMHeadModel
+from transformers import GPT2LMHeadModel, LlamaForCausalLM, OpenAIGPTLMHeadModel
 
 from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, TokenTree
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
+from hf_retrieval_assist.host.fingerprint import fingerprint
+from hf_retrieval_assist.record import plots
 from hf_retrieval_assist.record.pieces import readable, text_pieces
 from hf_retrieval_assist.record.record import MODEL, same_paths
 
@@ -225,6 +227,7 @@ def test_json_holds_everything(recorded):
 def test_print_shows_sources(recorded):
     lines = str(recorded[1]).splitlines()
     assert any(line.startswith("corpus") for line in lines)
+    assert not any(line.startswith("grammar") for line in lines)  # it brought no token
     assert lines[-1].split() == [*MODEL.split(), str(recorded[1].by_origin()[MODEL][2])]
 
 
@@ -313,7 +316,7 @@ def test_empty_records_can_be_shown():
         pass
     assert Page(record.to_html()).tags >= {"html", "table"}
     assert json.loads(record.to_json())["calls"] == []
-    assert "0 tokens" in str(record)
+    assert str(record).startswith("no call yet\n")
 
 
 def test_assistants_show_their_drafters(recorded):
@@ -323,7 +326,7 @@ def test_assistants_show_their_drafters(recorded):
     assert "text, memory, corpus" in text
 
 
-def test_plots_draw_a_bar_for_every_step(recorded):
+def test_plots_draw_a_bar_for_every_step(recorded, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     text, record, _ = recorded
@@ -332,8 +335,25 @@ def test_plots_draw_a_bar_for_every_step(recorded):
     assert len(record.plot_time().patches) == 5
     step = max(record.steps, key=lambda step: len(step.tree))
     axis = record.plot_tree(step)
-    assert len(axis.lines) == len(step.tree)
-    assert len(axis.texts) == len(step.tree)
+    assert len(axis.lines) == len(axis.texts) == len(step.tree)
+    monkeypatch.setattr(plots, "_MOST_NODES", 2)
+    axis = record.plot_tree(step)
+    assert len(step.accepted) <= len(axis.texts) <= 2 + len(step.accepted)
+    assert len(axis.texts) < len(step.tree)
+    matplotlib.pyplot.close("all")
+
+
+def test_what_forwards_cost_is_drawn(recorded):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    model = build(LlamaForCausalLM)
+    assistant = SamAssistant(budget=4)
+    with pytest.raises(ValueError, match="expected one that this assistant has served"):
+        assistant.plot_cost(model)
+    run(model, assistant=assistant)
+    axis = assistant.plot_cost(model)
+    assert len(axis.lines) == len(assistant.costs.timed(fingerprint(model))) > 0
+    assert "tokens in the cache" in axis.lines[0].get_label()
     matplotlib.pyplot.close("all")
 
 
