@@ -18,7 +18,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PROMPTS",
         help='a text file, its prompts separated by blank lines, or JSON lines with "prompt"',
     )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, …")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
     parser.add_argument("--device", default="cpu", help="torch device, such as cuda")
     parser.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="tokens of each output"

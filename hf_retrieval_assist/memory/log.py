@@ -114,7 +114,7 @@ class OutputLog:
                 database.execute("ROLLBACK")
         except ValueError:  # nobody can use it
             self._empty()
-        self._database = None  # it remembers what a damaged header said
+            self._database = None
         self._epoch, self._last_read = epoch, 0
         self._writers.clear()
         with self._transaction():

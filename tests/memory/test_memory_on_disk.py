@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -169,25 +169,18 @@ def test_what_makes_room_leaves_no_byte(tmp_path):
     assert not on_disk(path)
 
 
-# Of the header, 18 says that the file must not be written to, and 43 that it has no tables.
 @pytest.mark.parametrize(
-    ("place", "damage"),
-    [*((place, b"\xff" * 9) for place in (0, 20, 30, 100, 5000)), (18, b"\xff"), (43, b"\0")],
+    ("place", "length"),
+    # Of which the second says that the file must not be written to.
+    [(0, 9), (18, 1), (20, 9), (30, 9), (100, 9), (5000, 9)],
 )
-@pytest.mark.parametrize("begun", ["before", "after", "with an older copy"])
-def test_a_damaged_log_can_be_forgotten(tmp_path, place, damage, begun):
+def test_a_damaged_log_can_be_forgotten(tmp_path, place, length):
     path = tmp_path / "log"
     memory = OutputMemory(path=path)
     memory.add(SECRET)
     data = bytearray(path.read_bytes())
-    data[place : place + len(damage)] = damage
-    if begun == "with an older copy":
-        memory.forget()
+    data[place : place + length] = b"\xff" * length
     path.write_bytes(data)
-    if begun == "after":
-        with suppress(ValueError):
-            memory = OutputMemory(path=path)
-            memory.add([1, 2])
     memory.forget()
     assert not on_disk(path)
     memory.add([1, 2])
