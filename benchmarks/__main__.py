@@ -85,7 +85,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "benchmark",
         nargs="*",
-        help=f"any of {', '.join(BENCHMARKS)} (default: all but structured; accelerator on a GPU only)",
+        help=f"any of {', '.join(BENCHMARKS)} (default: all but structured; accelerator on a GPU)",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--seed", type=int, default=0)
