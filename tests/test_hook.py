@@ -229,13 +229,14 @@ import sys
 import hf_retrieval_assist.memory.output_memory, hf_retrieval_assist.drafters.suffix
 assert "transformers" not in sys.modules
 from transformers import GenerationMixin
+own = set(sys.modules)
 original = GenerationMixin.generate
 import hf_retrieval_assist
 assert set(hf_retrieval_assist.__all__) == set(hf_retrieval_assist._MODULES)
 assert GenerationMixin.generate is original
 hf_retrieval_assist.SamAssistant
 assert GenerationMixin.generate is not original
-assert not {"pydivsufsort", "sentencepiece", "rich", "matplotlib", "datasets"} & set(sys.modules)
+assert not {"pydivsufsort", "sentencepiece", "rich", "matplotlib", "datasets"} & set(sys.modules) - own
 hf_retrieval_assist.uninstall()
 assert set(hf_retrieval_assist.__all__) <= set(dir(hf_retrieval_assist))
 assert all(getattr(hf_retrieval_assist, name) for name in hf_retrieval_assist.__all__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -212,6 +213,7 @@ def test_a_model_that_changes_its_mind() -> None:
 def test_packed_once_and_anew_for_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_layer, "_PATIENCE", 10)
     model = model_of()
+    gc.collect()  # copies of other tests' models
     known = WEIGHTS.nbytes()
     run(model, assistant=SamAssistant(), max_new_tokens=9)
     assert WEIGHTS.nbytes() == known
@@ -232,6 +234,7 @@ def test_packed_once_and_anew_for_other_weights(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_memory_is_the_users_to_give(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # copies of other tests' models
     model, known = model_of(), WEIGHTS.nbytes()
     for limit in (0, HIDDEN * TOKENS):  # without the scales
         run(model, assistant=SamAssistant(extra_memory=limit))

@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import LlamaForCausalLM, Phi3ForCausalLM
 
 from hf_retrieval_assist import SamAssistant
@@ -111,7 +113,9 @@ def test_a_cache_that_the_model_drops(lengths, new, tier):
         plain = model.generate(**options)
         for assistant in (oracle_assistant(plain, options["attention_mask"]), SamAssistant()):
             assert torch.equal(plain, model.generate(**options, assistant=assistant))
-            assert assistant.stats.tier == tier
+            # Where this was written; older versions may be served more cautiously.
+            if Version(transformers.__version__) >= Version("5.23"):
+                assert assistant.stats.tier == tier
 
 
 @pytest.mark.parametrize("kind", ROPES)
