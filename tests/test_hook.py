@@ -236,7 +236,8 @@ assert set(hf_retrieval_assist.__all__) == set(hf_retrieval_assist._MODULES)
 assert GenerationMixin.generate is original
 hf_retrieval_assist.SamAssistant
 assert GenerationMixin.generate is not original
-assert not {"pydivsufsort", "sentencepiece", "rich", "matplotlib", "datasets"} & set(sys.modules) - own
+late = {"pydivsufsort", "sentencepiece", "rich", "matplotlib", "datasets"}
+assert not late & set(sys.modules) - own
 hf_retrieval_assist.uninstall()
 assert set(hf_retrieval_assist.__all__) <= set(dir(hf_retrieval_assist))
 assert all(getattr(hf_retrieval_assist, name) for name in hf_retrieval_assist.__all__)
