@@ -11,6 +11,8 @@ import transformers
 from tests.lossless import build
 
 transformers.logging.set_verbosity_error()
+# Where CI=true is set, transformers' log reaches the root logger as well: `told` would see it twice.
+transformers.logging.disable_propagation()
 # The models are tiny; threads would only wait for each other.
 torch.set_num_threads(1)
 # Nothing depends on how busy the machine is.
