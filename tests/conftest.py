@@ -11,7 +11,7 @@ import transformers
 from tests.lossless import build
 
 transformers.logging.set_verbosity_error()
-# Where CI=true is set, transformers' log reaches the root logger as well: `told` would see it twice.
+# With CI=true in the environment transformers' log reaches the root logger too, and `told` twice.
 transformers.logging.disable_propagation()
 # The models are tiny; threads would only wait for each other.
 torch.set_num_threads(1)

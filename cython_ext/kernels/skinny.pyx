@@ -77,6 +77,21 @@ cdef extern from "paths.h" nogil:
     int kernel_paths(kernel_path *paths)
 
 
+cdef extern from "norm_kernel.h" nogil:
+    ctypedef struct norm_problem:
+        const char *x
+        const char *weight
+        char *y
+        int64_t rows, depth
+        float epsilon
+        int dtype
+        int lanes
+        int shifted
+        int rounded
+
+    int rms_norm(const norm_problem *)
+
+
 cdef kernel_path _paths[MAX_PATHS]
 cdef int _path_count = kernel_paths(_paths)
 
@@ -89,6 +104,7 @@ cdef dict _dtypes = {
 }
 cdef object _strided = torch.strided
 cdef object _get_num_threads = torch.get_num_threads
+cdef object _empty_like = torch.empty_like
 cdef object _tensor = torch.Tensor
 cdef object _parameter = torch.nn.Parameter
 cdef object _is_grad_enabled = torch.is_grad_enabled
@@ -163,3 +179,4 @@ OPENMP = _share_openmp()
 include "linear.pxi"
 include "int8.pxi"
 include "attention.pxi"
+include "norm.pxi"

@@ -2,7 +2,7 @@
 
 Within :class:`reroute` the running thread's linear layers (`torch.nn.functional.linear`) and
 transformers' `sdpa` attention function are computed by the method that is fastest for few rows; see
-:mod:`linear` and :mod:`attention`.
+:mod:`linear` and :mod:`attention`. Norms of known models take one operation; see :mod:`norm`.
 
 The functions are exchanged where modules look them up while any thread is in a scope, and put back
 after the last one. Code outside of scopes, other threads among it, then reaches the plain functions
@@ -26,28 +26,31 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .linear import StandIn, linear, plain_linear, set_stand_ins, stand_ins
+from .norm import put_norms, take_norms_back
 from .scopes import Exchange, innermost, leave_to, settle
 from .skinny import route_depth, set_route_depth
 
-__all__ = ["all_scopes_left", "reroute", "standing_in", "tune_linears"]
+__all__ = ["all_scopes_left", "reroute", "standing_in"]
 
 
 def _put() -> None:
     if F.linear is plain_linear:
         F.linear = linear
+    put_norms()
 
 
 def _take_back() -> None:
     if F.linear is linear:
         F.linear = plain_linear
+    take_norms_back()
 
 
-_linears = Exchange(_put, _take_back)
+_exchange = Exchange(_put, _take_back)
 
 
 def _go_to_depth(depth: int) -> None:
     """Let the running thread be in so many scopes."""
-    _linears.want(depth > 0)
+    _exchange.want(depth > 0)
     settle("sdpa", innermost(), depth)
     set_route_depth(depth)
 
@@ -133,19 +136,3 @@ def standing_in(others: Mapping[int, StandIn]) -> Iterator[None]:
             yield
         finally:
             set_stand_ins(outer)
-
-
-def tune_linears(model: torch.nn.Module) -> None:
-    """Choose for every linear layer of the model now, so that no timed step does.
-
-    Takes well under a second for a model of a few hundred million parameters, and almost nothing
-    where the cache knows the shapes.
-    """
-    weights = {
-        (layer.weight.shape, layer.weight.dtype): layer.weight
-        for layer in model.modules()
-        if isinstance(layer, torch.nn.Linear)
-    }
-    with torch.no_grad(), reroute():
-        for weight in weights.values():
-            F.linear(weight.new_zeros(1, weight.shape[1]), weight)

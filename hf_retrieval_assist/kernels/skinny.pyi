@@ -9,6 +9,7 @@ MAX_QUERIES: int
 PATHS: tuple[str, ...]
 OPENMP: str | None
 INT8_GROUP: int
+NORM_LANES: tuple[int, ...]
 
 def skinny_linear(
     x: Tensor,
@@ -52,3 +53,6 @@ def kernel_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> Tensor: ...
 def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool: ...
+def fused_norm(
+    x: Tensor, weight: Tensor, epsilon: float, shifted: bool, rounded: bool, lanes: int
+) -> Tensor | None: ...

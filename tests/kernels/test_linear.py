@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_retrieval_assist.kernels import linear as module
 from hf_retrieval_assist.kernels import tuning as tuning_module
 from hf_retrieval_assist.kernels.linear import MAX_ROWS, METHODS, LinearTuning
-from hf_retrieval_assist.kernels.reroute import reroute, tune_linears
+from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.skinny import kernel_linear, set_chooser
 
 PLAIN = F.linear
@@ -334,16 +334,3 @@ def test_a_place_that_cannot_be_written_to_is_reported_once(tmp_path, monkeypatc
     with pytest.warns(RuntimeWarning) as caught:
         assert tuning.choose(W) is tuning.choose(W[:3]) is METHODS["kernel"]
     assert len(caught) == 1
-
-
-def test_tune_linears_meets_every_layer_once(tuning, monkeypatch):
-    asked = measure_as(monkeypatch, "kernel")
-    set_chooser(tuning.choose)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)
-    )
-    tune_linears(model)
-    assert asked == [(8, 8), (3, 8)]
-    with torch.no_grad(), reroute():
-        model(torch.ones(2, 8))
-    assert len(asked) == 2

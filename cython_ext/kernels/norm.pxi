@@ -1,0 +1,65 @@
+# Root mean square norms in one operation, where transformers' modules take eight.
+
+NORM_LANES = (4, 8, 16)
+
+# More elements are worth PyTorch's threads.
+cdef int64_t _most_normed = 1 << 18
+
+
+cdef bint _can_norm(object x, object weight):
+    dtype = getattr(weight, "dtype", None)
+    if dtype not in _dtypes or not _is_plain(weight, dtype) or not _is_plain(x, dtype):
+        return False
+    if weight.dim() != 1 or weight.numel() == 0 or not weight.is_contiguous():
+        return False
+    if x.dim() < 1 or x.size(-1) != weight.numel() or not 0 < x.numel() <= _most_normed:
+        return False
+    if x.stride(-1) != 1:  # then PyTorch adds in another order
+        return False
+    return not (_is_recorded(x, weight, None) or _is_transformed())
+
+
+def fused_norm(x, weight, float epsilon, bint shifted, bint rounded, int lanes):
+    """`x / sqrt(mean(x ** 2) + epsilon) * weight` of the rows of x, in the roundings of PyTorch's
+    operators one after another; squares are added as PyTorch does with vectors of `lanes` floats.
+
+    Args:
+        x: [..., depth] on the CPU, a row's elements adjacent.
+        weight: [depth] of the same dtype.
+        epsilon: what is added to the mean.
+        shifted: whether `1 + weight` multiplies, in float32.
+        rounded: whether the quotient is rounded to the dtype before.
+        lanes: one of `NORM_LANES`.
+
+    Returns:
+        A tensor like x; None where the arguments are not of this kind, or autograd, autocast or a
+        function transform would have to see the operators.
+
+    Raises:
+        ValueError: `lanes` is none of them.
+        MemoryError: there is none for a row.
+    """
+    cdef norm_problem problem
+    cdef int failed
+    if lanes not in NORM_LANES:
+        raise ValueError(f"lanes: expected one of {NORM_LANES}, got {lanes}")
+    if not _can_norm(x, weight):
+        return None
+    y = _empty_like(x)
+    # A dense tensor's rows lie one after another, in whatever order of its dimensions.
+    if y.stride() != x.stride():
+        x = x.contiguous()
+        y = _empty_like(x)
+    problem.x = <char *><uintptr_t>x.data_ptr()
+    problem.weight = <char *><uintptr_t>weight.data_ptr()
+    problem.y = <char *><uintptr_t>y.data_ptr()
+    problem.depth = weight.numel()
+    problem.rows = <int64_t>x.numel() // problem.depth
+    problem.epsilon = epsilon
+    problem.dtype = _dtypes[weight.dtype]
+    problem.lanes, problem.shifted, problem.rounded = lanes, shifted, rounded
+    with nogil:
+        failed = rms_norm(&problem)
+    if failed:
+        raise MemoryError(f"no memory for a row of {problem.depth}")
+    return y
