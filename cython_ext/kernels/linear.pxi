@@ -29,7 +29,10 @@ cdef int _check_weight(object weight) except -1:
 
 cdef int _check_linear(object x, object weight, object bias, object out) except -1:
     _check_weight(weight)
-    dtype = weight.dtype
+    return _check_rows(x, weight, bias, out, weight.dtype)
+
+
+cdef int _check_rows(object x, object weight, object bias, object out, object dtype) except -1:
     _check_plain("x", x, dtype)
     if x.dim() < 1 or x.size(-1) != weight.size(1):
         raise ValueError(f"x: expected shape [..., {weight.size(1)}], got {list(x.shape)}")
@@ -117,6 +120,25 @@ def skinny_linear(x, weight, bias=None, out=None, *, path=None, threads=None):
 def kernel_linear(x, weight, bias):
     """`skinny_linear` with its defaults, on arguments that `routed_linear` has looked at."""
     return _multiply(x, weight, bias, None, _path_count - 1, _get_num_threads())
+
+
+def compact_linear(x, weight, bias=None, *, path=None, threads=None):
+    """`skinny_linear` of float32 rows with a bfloat16 weight: the bits of the same weight in float32,
+    from half the bytes.
+
+    Args:
+        x: float32 [..., in_features], any strides.
+        weight: bfloat16 [out_features, in_features], adjacent columns.
+        bias: float32 [out_features] or None.
+        path, threads: as for `skinny_linear`.
+
+    Raises:
+        TypeError, ValueError: as for `skinny_linear`.
+    """
+    _check_plain("weight", weight, torch.bfloat16)
+    _check_weight(weight)
+    _check_rows(x, weight, bias, None, torch.float32)
+    return _multiply(x, weight, bias, None, _path_index(path, PATHS), _thread_count(threads))
 
 
 cdef object _plain_linear = torch._C._nn.linear

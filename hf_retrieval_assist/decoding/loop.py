@@ -31,13 +31,14 @@ from ..row_text import Path, RowText
 from ..stats import CallStats
 from ..system.memory import may_take
 from ..token_tree import TokenTree
-from ..verification.fixed_verifier import ForwardOptions, stays_in_place
+from ..verification.fixed_verifier import FixedVerifier, ForwardOptions, stays_in_place
 from ..verification.kv_cache import SlotCache
 from ..verification.own_forwards import OwnForwards, RowForwards
 from ..verification.tiers import Service, cache_for
 from ..verification.verified import Verified
 from ..verification.verifiers import TreeVerifier, Verifier
 from .call import Call
+from .compact_layers import CompactLayers
 from .dice import Dice, RowForesight
 from .in_step import StepWalk, drafts_in_step
 from .output_layer import OutputLayer
@@ -109,6 +110,7 @@ class Generation:
         rerouted = assistant.reroute and not self.ranks.several
         self.reroute = reroute(rerouted and call.input_ids.device.type == "cpu")
         self.output_layer = self._output_layer()
+        self.compact = self._compact_layers()
         self.cost_key = cost_key(call.model, call.input_ids)
         # Accounts of time differ between ranks, which have to ask together.
         self.account = None if self.ranks.several else assistant.account(self.cost_key)
@@ -139,9 +141,9 @@ class Generation:
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
         running = self.running
-        layer = self.output_layer
-        if layer is not None and not layer.screens and layer.is_worth_packing():
-            self._screen(verifier, layer)
+        for copy in (self.output_layer, self.compact):
+            if copy is not None and not copy.serves and copy.is_worth_packing():
+                self._pack(verifier, copy)
         self.cache.require_room(1 + max(self.cache.slots.lengths[row.index] for row in running))
         cost = self._cost(verifier)
         price = self._price(cost, verifier, len(running))
@@ -226,7 +228,7 @@ class Generation:
             verifier = self.service.verifier(
                 self.model, self.cache, self.model_kwargs, call.input_ids, self._options()
             )
-            self._watch_output_layer(verifier, outputs.logits)
+            self._begin_copies(verifier, outputs.logits)
             self.own_forwards.begin(verifier, self.rows, self._max_depth)
             self.outputs.prefill(outputs, self.cache)
             last = Verified(outputs.logits[:, -1:], [0] * call.batch_size, outputs)
@@ -253,36 +255,58 @@ class Generation:
             return None
         return layer
 
-    def _watch_output_layer(self, verifier: Verifier, logits: torch.Tensor) -> None:
-        """Screen forwards to come, if the prompt's has shown nothing against it."""
-        layer = self.output_layer
-        if layer is None or type(verifier) is not TreeVerifier or not layer.shows(logits):
-            self.output_layer = None
-        elif layer.is_packed:
-            self._screen(verifier, layer)
+    def _compact_layers(self) -> CompactLayers | None:
+        """What may stand for the model's float32 layers."""
+        compact = CompactLayers.of(self.model) if self.reroute.enabled else None
+        beside = 0 if self.output_layer is None else self.output_layer.copy_bytes
+        limit = self.assistant.extra_memory
+        if compact is None or not may_take(compact.extra_bytes, limit, beside):
+            return None
+        return compact
 
-    def _screen(self, verifier: Verifier, layer: OutputLayer) -> None:
+    def _begin_copies(self, verifier: Verifier, logits: torch.Tensor) -> None:
+        """Read copies in forwards to come, those that there are and the prompt's forward has shown
+        nothing against."""
+        if isinstance(verifier, FixedVerifier):  # recorded or compiled
+            self.compact = None
+        layer = self.output_layer
+        if layer is not None and not (type(verifier) is TreeVerifier and layer.shows(logits)):
+            self.output_layer = None
+        for copy in (self.output_layer, self.compact):
+            if copy is not None and copy.extra_bytes == 0:
+                self._pack(verifier, copy)
+
+    def _pack(self, verifier: Verifier, copy: OutputLayer | CompactLayers) -> None:
         with self._timed("pack"):
-            layer.pack()
-        verifier.manner = "screened"
+            copy.pack()
+        if not copy.serves:  # the values of all weights need float32
+            self.compact = None
+        self._name_manner(verifier)
+
+    def _name_manner(self, verifier: Verifier) -> None:
+        """Say what is read in forwards to come, which then have a time of their own."""
+        copies = {"screened": self.output_layer, "compact": self.compact}
+        names = [name for name, copy in copies.items() if copy is not None and copy.serves]
+        verifier.manner = " ".join(names)
 
     def _forward(self, verifier: Verifier, trees: Sequence[TokenTree]) -> Verified:
         layer = self.output_layer
-        if layer is None:
+        with self.compact or nullcontext():
+            if layer is None:
+                return verifier.forward(self.rows, trees)
+            with layer:
+                verified = verifier.forward(self.rows, trees)
+            if layer.shows(verified.outputs.logits):
+                verified.screened = layer.screened
+                return verified
+            # The model makes something else of its logits, this time.
+            self.output_layer = None
+            self._name_manner(verifier)
+            if layer.screened is None:
+                return verified
+            assert isinstance(verifier, TreeVerifier)
+            verifier.forget()
             return verifier.forward(self.rows, trees)
-        with layer:
-            verified = verifier.forward(self.rows, trees)
-        if layer.shows(verified.outputs.logits):
-            verified.screened = layer.screened
-            return verified
-        # The model makes something else of its logits, this time.
-        self.output_layer = None
-        verifier.manner = ""
-        if layer.screened is None:
-            return verified
-        assert isinstance(verifier, TreeVerifier)
-        verifier.forget()
-        return verifier.forward(self.rows, trees)
 
     def _options(self) -> ForwardOptions:
         """What this call wants of its forwards."""

@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from ..host.transformers_private import hooks_of
-from ..kernels.linear import MAX_ROWS, is_kernel
-from ..kernels.quantized_model import WEIGHTS, packable
+from ..kernels.linear import MAX_ROWS, is_kernel, stand_ins
+from ..kernels.quantized_model import WEIGHTS
 from ..kernels.reroute import standing_in
 from ..kernels.screen import Screen, Screened
 from ..kernels.skinny import routed_linear
+from ..kernels.weight_copies import packable
 
 # Forwards that cost as much by being computed in full as packing costs, on whatever machine: both
 # go with the weight's bytes.
-_PATIENCE = 24
+PATIENCE = 24
 
 
 class OutputLayer:
@@ -58,9 +59,14 @@ class OutputLayer:
         return cls(weight)
 
     @property
+    def copy_bytes(self) -> int:
+        """What its copy in eight bits takes, nearly."""
+        return self._weight.numel() * 17 // 16
+
+    @property
     def extra_bytes(self) -> int:
-        """What its copy in eight bits will take, nearly; 0 where there is one already."""
-        return 0 if self.is_packed else self._weight.numel() * 17 // 16
+        """What that will take which is not there yet."""
+        return 0 if self.is_packed else self.copy_bytes
 
     @property
     def is_packed(self) -> bool:
@@ -72,20 +78,20 @@ class OutputLayer:
         self._screen = Screen(self._weight, WEIGHTS.of(self._weight))
 
     @property
-    def screens(self) -> bool:
+    def serves(self) -> bool:
         """Whether it has been packed for this call."""
         return self._screen is not None
 
     def is_worth_packing(self) -> bool:
         """Whether so many forwards were not screened by now that the time they would have saved is
         that of packing; to be called once for each."""
-        return WEIGHTS.count_use(self._weight) >= _PATIENCE
+        return WEIGHTS.count_use(self._weight) >= PATIENCE
 
     def __enter__(self) -> OutputLayer:
         """Begin the scope of one forward."""
         self.screened = self._returned = self._copy = None
         stands = not torch.is_autocast_enabled("cpu")
-        self._scope = standing_in({id(self._weight): self} if stands else {})
+        self._scope = standing_in({**stand_ins(), id(self._weight): self} if stands else {})
         self._scope.__enter__()
         return self
 

@@ -7,18 +7,12 @@ bits for each weight, and rounding takes about half a percent of the weights' no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..system.locks import Lock
 from .skinny import INT8_GROUP, int8_linear, pack_int8
 
-__all__ = ["QuantizedWeight", "QuantizedWeights", "quantized_linear"]
-
-# So many elements, evenly spread over a weight, tell whether it has been written to unnoticed.
-SAMPLED = 256
+__all__ = ["QuantizedWeight", "quantized_linear"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,74 +91,3 @@ def quantized_linear(
     if x.shape[-1:] != (weight.depth,):
         raise ValueError(f"x: expected shape [..., {weight.depth}], got {list(x.shape)}")
     return int8_linear(x, weight.values, weight.factors, weight.scales, bias)
-
-
-# Where a weight lies and how often it was written to; what a sample of its values adds up to.
-_State = tuple[int, torch.Size, tuple[int, ...], torch.dtype, int, int]
-
-
-def _sample_of(weight: torch.Tensor) -> int:
-    """The sum of a sample's bits. Writing through `.data` leaves no other trace."""
-    flat = weight.detach().reshape(-1)
-    bits = torch.int32 if weight.element_size() == 4 else torch.int16
-    return int(flat[:: max(1, len(flat) // SAMPLED)].view(bits).sum())
-
-
-def _state_of(weight: torch.Tensor) -> _State:
-    version = 0 if weight.is_inference() else weight._version
-    return (
-        *(weight.data_ptr(), weight.shape, weight.stride(), weight.dtype),
-        *(version, _sample_of(weight)),
-    )
-
-
-class QuantizedWeights:
-    """Weights of models in eight bits: each packed once, shared by all, and freed with its model.
-
-    A weight that was written to, moved or replaced is packed anew when it is next asked for. (Of
-    writes through `.data`, which PyTorch does not count, those are seen that reach one of `SAMPLED`
-    evenly spread elements.) Parameters that share memory share the packed copy. Safe to use from
-    several threads.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._uses: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._of_state: WeakValueDictionary[_State, QuantizedWeight] = WeakValueDictionary()
-
-    def of(self, weight: torch.Tensor) -> QuantizedWeight:
-        """The weight in eight bits.
-
-        Raises:
-            TypeError, ValueError: as :meth:`QuantizedWeight.pack`.
-        """
-        with self._lock:
-            state = _state_of(weight)
-            known = self._of_tensor.get(weight)
-            if known is not None and known[0] == state:
-                return known[1]
-            packed = self._of_state.get(state)
-            if packed is None:
-                self._of_tensor.pop(weight, None)  # its old copy makes room first
-                self._uses.pop(weight, None)
-                packed = self._of_state[state] = QuantizedWeight.pack(weight)
-            self._of_tensor[weight] = (state, packed)
-            return packed
-
-    def knows(self, weight: torch.Tensor) -> bool:
-        """Whether the weight, as it is now, was packed already."""
-        with self._lock:
-            return _state_of(weight) in self._of_state
-
-    def count_use(self, weight: torch.Tensor) -> int:
-        """Count a time when a weight's copy would have been of use; how many there were."""
-        with self._lock:
-            uses: int = self._uses.get(weight, 0) + 1
-            self._uses[weight] = uses
-            return uses
-
-    def nbytes(self) -> int:
-        """The memory that all copies take, in bytes."""
-        with self._lock:
-            return sum(packed.nbytes for packed in self._of_state.values())

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
-import torch
 from torch import nn
 
-from .linear import LEAST_ELEMENTS
-from .quantized import QuantizedWeight, QuantizedWeights
+from .quantized import QuantizedWeight
+from .weight_copies import WeightCopies, packable
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-WEIGHTS = QuantizedWeights()
+WEIGHTS = WeightCopies(QuantizedWeight.pack)
 """Of all models in this process."""
 
 
@@ -40,20 +36,3 @@ def quantized_model(model: nn.Module) -> dict[int, QuantizedWeight]:
             *(WEIGHTS.nbytes() / 1e6, time.perf_counter() - started),
         )
     return packed
-
-
-def packable(layer: nn.Module) -> Any:
-    """The weight of a linear layer that is worth packing; None otherwise."""
-    # Not by attribute: a parametrised layer would compute it.
-    weight = dict(layer.named_parameters(recurse=False)).get("weight")
-    weight = weight if isinstance(layer, nn.Linear) else None
-    if (
-        type(weight) is not nn.Parameter
-        or weight.device.type != "cpu"
-        or weight.layout != torch.strided
-        or weight.dtype not in _DTYPES
-        or weight.stride(-1) != 1
-        or weight.numel() < LEAST_ELEMENTS
-    ):
-        return None
-    return weight

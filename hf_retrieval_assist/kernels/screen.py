@@ -44,7 +44,7 @@ class Screen:
     """Finds which token an output layer without bias would choose, from its weights in eight bits.
 
     Results are those of :func:`skinny_linear` over all tokens, to the bit; the weights must be what
-    was packed (see :class:`QuantizedWeights`).
+    was packed (see :class:`WeightCopies`).
 
     Args:
         weight: [tokens, depth], float32, bfloat16 or float16, dense on the CPU.

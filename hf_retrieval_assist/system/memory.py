@@ -11,15 +11,18 @@ _GROUP = Path("/sys/fs/cgroup")
 _SHARE = 8
 
 
-def may_take(nbytes: int, limit: int | None) -> bool:
+def may_take(nbytes: int, limit: int | None, beside: int = 0) -> bool:
     """Whether copies of so many bytes more may be used under a limit.
 
     Args:
         limit: None: an eighth of the memory that is free; 0: no copies, those of others included.
+        beside: bytes of other copies that count against the limit.
     """
+    if nbytes == 0:
+        return limit != 0
     if limit is None:
-        return nbytes == 0 or nbytes <= free_memory() // _SHARE
-    return 0 < limit >= nbytes
+        return nbytes <= free_memory() // _SHARE
+    return nbytes + beside <= limit
 
 
 def free_memory() -> int:

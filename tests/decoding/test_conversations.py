@@ -45,7 +45,7 @@ from hf_retrieval_assist import (
     SamAssistant,
     SuffixAssistant,
 )
-from hf_retrieval_assist.kernels import quantized_model
+from hf_retrieval_assist.kernels import weight_copies
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.interrupts import Interrupt, InterruptedForward
@@ -441,7 +441,7 @@ def converse(examples, steps, seed=None):
 @pytest.fixture(autouse=True)
 def small_layers_too(monkeypatch):
     """The tiny models' linears are packed in eight bits."""
-    monkeypatch.setattr(quantized_model, "LEAST_ELEMENTS", 1000)
+    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
 
 
 def test_conversations_are_plain_decoding():

@@ -54,7 +54,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_layer, "_PATIENCE", 1)
+    monkeypatch.setattr(output_layer, "PATIENCE", 1)
 
 
 def model_of(kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
@@ -211,7 +211,7 @@ def test_a_model_that_changes_its_mind() -> None:
 
 
 def test_packed_once_and_anew_for_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_layer, "_PATIENCE", 10)
+    monkeypatch.setattr(output_layer, "PATIENCE", 10)
     model = model_of()
     gc.collect()  # copies of other tests' models
     known = WEIGHTS.nbytes()

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant
 from hf_retrieval_assist.draft_models import quantized_self as module
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.kernels import quantized_model
+from hf_retrieval_assist.kernels import quantized_model, weight_copies
 from hf_retrieval_assist.kernels.linear import stand_ins
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
 from tests.decoding.test_batches import padded
@@ -47,7 +47,7 @@ NEW = 30
 @pytest.fixture(autouse=True)
 def small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny models' linears are packed; adapters on them stay small."""
-    monkeypatch.setattr(quantized_model, "LEAST_ELEMENTS", 1000)
+    monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.kernels.quantized import (
-    QuantizedWeight,
-    QuantizedWeights,
-    quantized_linear,
-)
+from hf_retrieval_assist.kernels.quantized import QuantizedWeight, quantized_linear
 from hf_retrieval_assist.kernels.skinny import PATHS, int8_linear, pack_int8
+from hf_retrieval_assist.kernels.weight_copies import WeightCopies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -225,7 +222,7 @@ def test_a_packed_parameter_multiplies():
 
 
 def test_a_weight_is_packed_once_for_all_who_share_it():
-    weights = QuantizedWeights()
+    weights = WeightCopies(QuantizedWeight.pack)
     embedding, head = torch.nn.Embedding(50, 32), torch.nn.Linear(32, 50, bias=False)
     head.weight = embedding.weight
     other = torch.nn.Parameter(embedding.weight.detach())
@@ -236,7 +233,7 @@ def test_a_weight_is_packed_once_for_all_who_share_it():
 
 
 def test_copies_go_with_their_model():
-    weights = QuantizedWeights()
+    weights = WeightCopies(QuantizedWeight.pack)
     layers = [torch.nn.Linear(32, 50), torch.nn.Linear(32, 20)]
     for layer in layers:
         weights.of(layer.weight)
@@ -250,7 +247,7 @@ def test_copies_go_with_their_model():
 @pytest.mark.parametrize("change", ["copy", "data", "merge", "replace", "dtype"])
 @torch.no_grad()
 def test_a_weight_that_changed_is_packed_anew_and_its_old_copy_freed(change):
-    weights = QuantizedWeights()
+    weights = WeightCopies(QuantizedWeight.pack)
     layer = torch.nn.Linear(32, 50)
     before = weights.of(layer.weight).dequantized()
     changed = torch.randn(50, 32)
@@ -276,4 +273,4 @@ def test_a_weight_that_changed_is_packed_anew_and_its_old_copy_freed(change):
 def test_inference_tensors_are_packed():
     with torch.inference_mode():
         weight = torch.randn(5, 32)
-        assert QuantizedWeights().of(weight).shape == (5, 32)
+        assert WeightCopies(QuantizedWeight.pack).of(weight).shape == (5, 32)

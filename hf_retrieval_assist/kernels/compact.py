@@ -1,0 +1,80 @@
+"""Float32 weights whose values are all bfloat16's, read as bfloat16: half of the bytes.
+
+Most checkpoints are bfloat16. Loaded in float32, half of each weight is zeros, and a forward of few
+rows is a read of the weights. The kernels widen what they read to float32 and multiply as always,
+so that products have the bits that the weights in memory give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from .linear import StandIn, is_kernel
+from .skinny import compact_linear, routed_linear
+from .weight_copies import WeightCopies, packable
+
+__all__ = ["COMPACT", "CompactWeight", "compactable", "stand_in"]
+
+# More rows spend more on widening than they save on reading.
+MOST_ROWS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class CompactWeight:
+    """A float32 matrix in bfloat16.
+
+    Attributes:
+        values: bfloat16 [outputs, depth]; None where the matrix has other values.
+    """
+
+    values: torch.Tensor | None
+
+    @classmethod
+    def pack(cls, weight: torch.Tensor) -> CompactWeight:
+        """A matrix as bfloat16, if that loses nothing."""
+        weight = weight.detach()
+        # Most others show it at once.
+        for part in (weight[:1], weight):
+            values = part.to(torch.bfloat16)
+            if not torch.equal(values.float(), part):
+                return cls(None)
+        return cls(values)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory it takes, in bytes."""
+        return 0 if self.values is None else self.values.nbytes
+
+
+COMPACT = WeightCopies(CompactWeight.pack)
+"""Of all models in this process."""
+
+
+def compactable(model: nn.Module) -> list[torch.Tensor]:
+    """The weights of a model's linear layers that may have a copy: float32, multiplied by the
+    kernel, and the greatest has bfloat16's values as far as its first row tells."""
+    found = {id(weight): weight for weight in map(packable, model.modules()) if weight is not None}
+    weights = [weight for weight in found.values() if weight.dtype == torch.float32]
+    greatest = max(weights, key=torch.Tensor.numel, default=None)
+    if greatest is None or CompactWeight.pack(greatest[:1]).values is None:
+        return []
+    return [weight for weight in weights if is_kernel(weight)]
+
+
+def stand_in(weight: torch.Tensor) -> StandIn | None:
+    """What multiplies in a weight's place; None where its values are not bfloat16's."""
+    values = COMPACT.of(weight).values
+    return None if values is None else partial(_product, weight, values)
+
+
+def _product(
+    weight: torch.Tensor, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    few = 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+    if not few or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        return routed_linear(x, weight, bias)
+    return compact_linear(x, values, bias)
