@@ -48,7 +48,7 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             fastest method for few rows; see :class:`~hf_retrieval_assist.kernels.reroute.reroute`.
         graphs: on a CUDA device, launch a verification forward at once, as a graph; see
             :mod:`~hf_retrieval_assist.verification.fixed_verifier`.
-        extra_memory: bytes that copies of a model's weights in eight bits may take, from which its
+        extra_memory: bytes that smaller copies of a model's weights may take, from which its
             forwards on a CPU gain; None: an eighth of the memory that is free; 0: there are none.
             Copies are shared by all assistants and go with the model.
         residual: verify sampled drafts by residual sampling; for drafters that record what they

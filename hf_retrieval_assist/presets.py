@@ -192,7 +192,7 @@ class SamAssistant(Preset):
         max_nodes: the most nodes that a drafter may propose under "auto".
         reroute: on a CPU, let the kernels for few rows compute verification forwards.
         graphs: on a CUDA device, launch a verification forward at once, as a graph.
-        extra_memory: bytes that copies of weights in eight bits may take; see :class:`Assistant`.
+        extra_memory: bytes that smaller copies of weights may take; see :class:`Assistant`.
         costs: measured costs, to share between assistants; None: its own.
 
     Raises:

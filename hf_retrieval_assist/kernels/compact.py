@@ -22,6 +22,9 @@ __all__ = ["COMPACT", "CompactWeight", "compactable", "stand_in"]
 # More rows spend more on widening than they save on reading.
 MOST_ROWS = 8
 
+# Elements that are copied and compared at a time, within the caches.
+PART = 1 << 18
+
 
 @dataclass(frozen=True, eq=False)
 class CompactWeight:
@@ -37,10 +40,10 @@ class CompactWeight:
     def pack(cls, weight: torch.Tensor) -> CompactWeight:
         """A matrix as bfloat16, if that loses nothing."""
         weight = weight.detach()
-        # Most others show it at once.
-        for part in (weight[:1], weight):
-            values = part.to(torch.bfloat16)
-            if not torch.equal(values.float(), part):
+        values = torch.empty_like(weight, dtype=torch.bfloat16)
+        rows = max(1, PART // weight.shape[1])
+        for part, copy in zip(weight.split(rows), values.split(rows), strict=True):
+            if not torch.equal(copy.copy_(part).float(), part):
                 return cls(None)
         return cls(values)
 
