@@ -60,6 +60,10 @@ _PER_TOKEN = (
 # Steps without drafts are all alike: one in so many is timed.
 _TIMING_PERIOD = 8
 
+# Of forwards for which the experts' weights may be copied token by token; plain decoding does so
+# for one token a row.
+_FEW_TOKENS = 2
+
 
 @dataclass
 class Span:
@@ -111,6 +115,7 @@ class Generation:
         self.reroute = reroute(rerouted and call.input_ids.device.type == "cpu")
         self.output_layer = self._output_layer()
         self.compact = self._compact_layers()
+        self.decode_scope = private.OptimisedForDecode(call.model)
         self.cost_key = cost_key(call.model, call.input_ids)
         # Accounts of time differ between ranks, which have to ask together.
         self.account = None if self.ranks.several else assistant.account(self.cost_key)
@@ -126,7 +131,7 @@ class Generation:
                 self._open_sessions(opened)
                 self.ranks.begin()
                 self.verifier = self.prefill()
-                opened.enter_context(private.optimised_for_decode(self.model))
+                opened.enter_context(self.decode_scope)
                 # The criteria may be met by the first token; other processes may still wait.
                 while private.has_unfinished(self.model, self.finished, synced, device):
                     if self.running:
@@ -290,6 +295,8 @@ class Generation:
         verifier.manner = " ".join(names)
 
     def _forward(self, verifier: Verifier, trees: Sequence[TokenTree]) -> Verified:
+        widest = 1 + max(map(len, trees))
+        self.decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
         layer = self.output_layer
         with self.compact or nullcontext():
             if layer is None:

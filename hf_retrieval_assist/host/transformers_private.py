@@ -126,11 +126,29 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
     return scope
 
 
-def optimised_for_decode(model: Any) -> AbstractContextManager[Any]:
-    """Scope of the forwards after the prefill, for which transformers may compute experts by
-    another method."""
-    scope: AbstractContextManager[Any] = model._optimize_model_for_decode()
-    return scope
+class OptimisedForDecode:
+    """transformers' scope of decoding steps, in which experts are computed on accelerators by a
+    method that copies their weights for each token: left while forwards feed more than a few.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._scope: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> OptimisedForDecode:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.want(False)
+
+    def want(self, wanted: bool) -> None:
+        """Be inside of it from now on, or outside."""
+        if wanted and self._scope is None:
+            self._scope = self._model._optimize_model_for_decode()
+            self._scope.__enter__()
+        elif not wanted and self._scope is not None:
+            scope, self._scope = self._scope, None
+            scope.__exit__(None, None, None)
 
 
 def why_no_mask(config: Any) -> str | None:

@@ -13,6 +13,7 @@ from transformers import (
     StaticCache,
 )
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification.fixed_verifier import COMPILED_WIDTHS, FixedVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.lossless import PROMPT, build, knowing, run
@@ -373,7 +374,7 @@ def test_its_memory_goes_with_the_model(compiler):
     assert model not in WORKSPACES._idle
 
 
-def test_experts_are_computed_after_the_prefill_as_plain_decoding_does(monkeypatch):
+def test_experts_are_computed_as_plain_decoding_does_where_few_tokens_are_fed(monkeypatch):
     model = build(MixtralForCausalLM)
     inside, seen = [], []
 
@@ -385,14 +386,20 @@ def test_experts_are_computed_after_the_prefill_as_plain_decoding_does(monkeypat
 
     monkeypatch.setattr(MixtralForCausalLM, "_optimize_model_for_decode", scope)
     plain = run(model)
-    model.register_forward_hook(lambda *_: seen.append(bool(inside)))
+
+    def look(module, arguments, options, output):
+        seen.append((options["input_ids"].shape[1], bool(inside)))
+
+    model.register_forward_hook(look, with_kwargs=True)
     # The self-test, which plain decoding has not, comes first.
     run(model, assistant=knowing(plain))
     seen.clear()
     run(model)
-    of_plain = seen.copy()
+    assert [alike for _, alike in seen] == [False] + [True] * (len(seen) - 1)
     seen.clear()
-    assert torch.equal(plain, run(model, assistant=knowing(plain)))
-    assert of_plain[:2] == seen[:2] == [False, True]
-    assert all([*of_plain[1:], *seen[1:]])
+    for assistant in (knowing(plain), SamAssistant(budget=1)):
+        assert torch.equal(plain, run(model, assistant=assistant))
+    # More than a few tokens would copy their experts' weights one by one; prompts are no steps.
+    assert all(alike == (width <= 2) for width, alike in seen)
+    assert {alike for _, alike in seen} == {False, True}
     assert not inside
