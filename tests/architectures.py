@@ -79,8 +79,9 @@ def table() -> str:
     lines = [
         "# How each architecture is served",
         "",
-        f"Found by `python -m tests.architectures` with tiny float32 models of transformers "
-        f"{transformers.__version__}: the tier that the self-test chose.",
+        "This page lists the model classes and the tier that the self-test chose for each. It is "
+        "for those who ask whether their model is assisted. `python -m tests.architectures` writes "
+        f"it, with tiny float32 models of transformers {transformers.__version__}.",
         "",
         "Batches are padded ones. On the replay tier their rows stay in step: a recurrent state "
         "can be kept after a whole forward or restored to what it was before, for all rows at the "
