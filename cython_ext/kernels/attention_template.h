@@ -179,20 +179,7 @@ TARGET static void NAMED(output_tile_of)(int64_t rows, int64_t vectors, int64_t 
                                          const float *weights, int64_t stride, const float *values,
                                          float *sums) {
     switch (rows) {
-        OUTPUT_CASE(1)
-        OUTPUT_CASE(2)
-#if PANEL_ROWS >= 3
-        OUTPUT_CASE(3)
-#endif
-#if PANEL_ROWS >= 4
-        OUTPUT_CASE(4)
-#endif
-#if PANEL_ROWS >= 5
-        OUTPUT_CASE(5)
-#endif
-#if PANEL_ROWS >= 6
-        OUTPUT_CASE(6)
-#endif
+        CASES(PANEL_ROWS, OUTPUT_CASE)
     }
 }
 

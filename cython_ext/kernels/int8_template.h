@@ -109,20 +109,7 @@ TARGET static ALWAYS_INLINE void NAMED(int8_tile)(const int rows, skinny_tile t,
 
 TARGET static void NAMED(int8_tile_of)(int64_t rows, skinny_tile t, const char *const *factors) {
     switch (rows) {
-        INT8_CASE(1)
-        INT8_CASE(2)
-#if PANEL_ROWS >= 3
-        INT8_CASE(3)
-#endif
-#if PANEL_ROWS >= 4
-        INT8_CASE(4)
-#endif
-#if PANEL_ROWS >= 5
-        INT8_CASE(5)
-#endif
-#if PANEL_ROWS >= 6
-        INT8_CASE(6)
-#endif
+        CASES(PANEL_ROWS, INT8_CASE)
     }
 }
 #undef INT8_CASE

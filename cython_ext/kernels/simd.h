@@ -49,6 +49,14 @@ static __forceinline int64_t skinny_fetch_add(int64_t *counter) {
 #error "expected a compiler with atomic additions: GCC, Clang or MSVC"
 #endif
 
+/* The cases of a switch over 1 to `count` rows, so that the compiler knows how many each has. */
+#define CASES_2(CASE) CASE(1) CASE(2)
+#define CASES_3(CASE) CASES_2(CASE) CASE(3)
+#define CASES_5(CASE) CASES_3(CASE) CASE(4) CASE(5)
+#define CASES_6(CASE) CASES_5(CASE) CASE(6)
+#define CASES_(count, CASE) CASES_##count(CASE)
+#define CASES(count, CASE) CASES_(count, CASE)
+
 #define PASTE_(name, isa) skinny_##name##_##isa
 #define PASTE(name, isa) PASTE_(name, isa)
 #define NAMED(name) PASTE(name, ISA)

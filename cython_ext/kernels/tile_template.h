@@ -118,20 +118,7 @@ TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, sk
 
 TARGET static void NAMED(tile_of)(int64_t rows, int dtype, skinny_tile t) {
     switch (rows) {
-        TILE_CASE(1)
-        TILE_CASE(2)
-#if PANEL_ROWS >= 3
-        TILE_CASE(3)
-#endif
-#if PANEL_ROWS >= 4
-        TILE_CASE(4)
-#endif
-#if PANEL_ROWS >= 5
-        TILE_CASE(5)
-#endif
-#if PANEL_ROWS >= 6
-        TILE_CASE(6)
-#endif
+        CASES(PANEL_ROWS, TILE_CASE)
     }
 }
 #endif
