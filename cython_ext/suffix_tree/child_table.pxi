@@ -1,10 +1,5 @@
 # Child table: (node, first token) to item, open addressing. A node with one child, the root apart,
 # is not in it: its child hangs in its list alone, and may be given another first token freely.
-import cython
-
-from libc.stdlib cimport free, realloc
-from suffix_tree.store cimport NO_ITEM, Slot, Store, fits, item_parent
-from common.types cimport int32_t, int64_t, token_t, uint32_t, uint64_t
 
 
 # Murmur3's finaliser, a bijection: children of one node have different tags, so that an entry of

@@ -1,8 +1,4 @@
 # What hangs below a node: inner nodes by descending count, leaves and ends.
-from suffix_tree.store cimport (
-    Group, Link, NIL, NO_ITEM, Node, ROOT, Store, group_at, label_token, link_at, node_at,
-)
-from common.types cimport int32_t, token_t
 
 
 # Lists of positions: a node's leaves and its ends

@@ -1,11 +1,4 @@
 # The contexts that end where a text does, in one suffix tree, and how they move along with it.
-from suffix_tree.mixing cimport Context, Contexts, LONGEST, ORDERS
-from suffix_tree.store cimport (
-    NO_ITEM, PAGE_BITS, PAGE_TOKENS, Place, ROOT, Sequence, Store, backward, item_count, item_depth,
-    link_at, node_at, page_of, sequence_at,
-)
-from common.prefetch cimport prefetch
-from common.types cimport int32_t, int64_t, token_t
 
 cdef int32_t[ORDERS] LENGTHS = [1, 2, 3, 4, 5, 6, 8, 11, 16, LONGEST]
 # Longest order of at most so many tokens, counted from 1.

@@ -2,12 +2,6 @@
 #
 # A copy is a place in the text that moves along with what is written. Where the two part, it waits
 # until the text comes back to some place near by: after tokens put in, left out, or put in for others.
-from suffix_tree.mixing cimport COPIES, Context, Copy, CopyNames
-from suffix_tree.store cimport (
-    NIL, Place, Store, backward, forward, item_depth, label_end, node_at, page_of, sequence_at,
-    start_of, token_at,
-)
-from common.types cimport int32_t, token_t
 
 cdef enum:
     PATIENCE = 64   # tokens after which a copy that the text has left is given up

@@ -1,14 +1,6 @@
 # How texts went on after two tokens and any third: what the trie, which has whole contexts only,
 # cannot tell. A table of at most GAPS_LIMIT entries counts the most frequent continuations of each
 # such pair. Where pairs contend for a place, the one that was seen more often keeps it.
-from libc.stdlib cimport calloc, free
-from libc.string cimport memset
-from suffix_tree.store cimport (
-    GAP_NAMES, Gap, PAGE_BITS, PAGE_TOKENS, Sequence, Store, backward, fits, forward, sequence_at,
-    token_at,
-)
-from common.prefetch cimport prefetch
-from common.types cimport int32_t, int64_t, token_t, uint16_t, uint32_t, uint64_t
 
 cdef enum:
     GAPS_AT_FIRST = 256

@@ -1,11 +1,4 @@
 # How the suffix tree takes in a token and lets go of a sequence.
-from suffix_tree.store cimport (
-    NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, ROOT, Sequence, Store, backward, forward,
-    item_count, item_depth, label_end, label_token, link_at, node_at, page_at, page_of,
-    pool_size, sequence_at, start_of, touch,
-)
-from common.prefetch cimport prefetch
-from common.types cimport int32_t, token_t
 
 # Growing
 

@@ -1,9 +1,4 @@
 # Where contexts lead in the trie.
-from suffix_tree.store cimport (
-    NO_ITEM, PAGE_BITS, PAGE_TOKENS, Place, ROOT, Sequence, Store, backward, item_depth,
-    label_token, link_at, sequence_at,
-)
-from common.types cimport int32_t, token_t
 
 
 cdef bint step(Store* s, Place* at, token_t token) noexcept nogil:

@@ -1,9 +1,4 @@
 # The most probable tokens, and those below them, drafted best first from mixed contexts.
-from libc.string cimport memmove
-from common.types cimport int32_t, token_t
-from suffix_tree.mixing cimport (
-    Contexts, Copy, Expansion, Guess, MixedDraft, Mixture, SOURCES, Sources, Trend,
-)
 
 
 cdef void queue_guess(MixedDraft* d, Guess guess) noexcept nogil:

@@ -1,13 +1,4 @@
 # Drafting from several suffix trees, as Python sees it.
-from libc.math cimport INFINITY
-from libc.stdlib cimport free, realloc
-from libc.string cimport memset
-from suffix_tree.mixing cimport (
-    CELLS, COPY_CELL, Cell, Contexts, Copy, Expansion, Guess, KNOWN, KnownNames, MixedDraft, Mixture, ORDERS,
-    SOURCES, Sources, Trend,
-)
-from suffix_tree.store cimport NIL, Place
-from common.types cimport int32_t, token_t
 
 
 cdef class TextState:

@@ -8,18 +8,6 @@
 #
 # A witness says one thing of all candidates that it does not name, so that sums run over what it
 # names alone.
-from libc.math cimport expf, logf
-from libc.string cimport memcpy, memset
-from suffix_tree.mixing cimport (
-    BIAS, BOTH, CANDIDATES, CONTEXTS, COPIES, COPY_CELL, COPY_KINDS, COPY_STATES, Cell, Contexts, Copy,
-    CopyNames, Expansion, Heard, INPUTS, KINDS, KnownNames, Mixture, Named, Names, OFFSETS, ORDERS,
-    Reading, SHARES, SOURCES, SUPPORTS, Sources, TABLE, Trend, Witness,
-)
-from suffix_tree.store cimport (
-    GAP_NAMES, Gap, NO_ITEM, Slot, Store, item_count, item_parent,
-)
-from common.prefetch cimport prefetch
-from common.types cimport int32_t, int64_t, token_t, uint32_t
 
 cdef float LEAST_PROB = 0.0005
 cdef float MOST_TRIALS = 400

@@ -2,13 +2,6 @@
 #
 # Continuations lie all over memory, so those of all contexts are read side by side, each step asking
 # for what the next one needs. What was read at a node is kept while the node's stamp stays.
-from suffix_tree.mixing cimport KNOWN, KnownNames, NAMES, Names, Reading
-from suffix_tree.store cimport (
-    NIL, NO_ITEM, Node, PAGE_TOKENS, Store, forward, item_count, item_depth, label_end, node_at, page_of,
-    sequence_at, start_of, token_at,
-)
-from common.prefetch cimport prefetch
-from common.types cimport int32_t, token_t, uint32_t
 
 
 # Evidence

@@ -1,7 +1,4 @@
 # Pools of items of equal size under the store's byte limit.
-from libc.stdlib cimport realloc
-from suffix_tree.store cimport NIL, Pool, Store, fits, pool_size
-from common.types cimport int32_t, int64_t
 
 
 cdef inline void pool_init(Pool* pool, size_t item_bytes) noexcept nogil:

@@ -1,10 +1,4 @@
 # Drafts by SuffixDecoding's Algorithm 1: the match whose draft has the highest score.
-from suffix_tree.drafting cimport Candidate, CandidateHeap, Draft
-from suffix_tree.store cimport (
-    NO_ITEM, Node, Place, Store, item_count, item_depth, label_token, node_at,
-)
-from common.heap cimport Entry, pop as heap_pop, push as heap_push
-from common.types cimport int32_t
 
 
 cdef bint below(

@@ -11,20 +11,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from libc.math cimport INFINITY
-from libc.stdlib cimport free, malloc, realloc
+cimport cython
+from libc.math cimport INFINITY, expf, logf
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcpy, memmove, memset
+
+from common.heap cimport Entry, pop as heap_pop, push as heap_push
+from common.prefetch cimport prefetch
+from common.types cimport int32_t, int64_t, token_t, uint16_t, uint32_t, uint64_t
 from suffix_tree.drafting cimport Candidate, CandidateHeap, Draft
 from suffix_tree.mixing cimport (
-    CANDIDATES, CELLS, COPIES, COPY_CELL, COPY_KINDS, Cell, Contexts, Copy, Expansion, GROUPS, Guess,
-    INPUTS, KINDS, MixedDraft, Mixture, Names, ORDERS, SHARES, SOURCES, SUPPORTS, Sources, Trend,
+    BIAS, BOTH, CANDIDATES, CELLS, CONTEXTS, COPIES, COPY_CELL, COPY_KINDS, COPY_STATES, Cell,
+    Context, Contexts, Copy, CopyNames, Expansion, GROUPS, Guess, Heard, INPUTS, KINDS, KNOWN,
+    KnownNames, LONGEST, MixedDraft, Mixture, NAMES, Named, Names, OFFSETS, ORDERS, Reading, SHARES,
+    SOURCES, SUPPORTS, Sources, TABLE, Trend, Witness,
 )
 from suffix_tree.store cimport (
-    GAP_NAMES, Gap, Group, NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, Page, Place, ROOT, Sequence, Store,
-    forward, group_at, item_count, item_depth, item_parent, label_token, link_at, node_at,
-    page_at, pool_size, sequence_at, start_of, store_bytes,
+    GAP_NAMES, Gap, Group, Link, NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, Page, Place, Pool,
+    ROOT, Sequence, Slot, Store, backward, fits, forward, group_at, item_count, item_depth,
+    item_parent, label_end, label_token, link_at, node_at, page_at, page_of, pool_size, sequence_at,
+    start_of, store_bytes, token_at, touch,
 )
-from common.heap cimport Entry
-from common.types cimport int32_t, int64_t, token_t
 
 include "pools.pxi"
 include "child_table.pxi"
