@@ -12,6 +12,7 @@ tokens, same state of the generator after.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -192,38 +193,38 @@ class Dice:
             del self._noise[key]
 
 
+@dataclass(eq=False)
 class RowForesight(Foresight):
     """What one row of a call would choose.
 
-    Args:
+    Attributes:
         select: how the call chooses.
         dice: the call's.
         row: the text.
     """
 
-    def __init__(self, select: TokenSelector, dice: Dice, row: RowText):
-        self._select = select
-        self._dice = dice
-        self._row = row
+    select: TokenSelector
+    dice: Dice
+    row: RowText
 
     @property
     def draws(self) -> bool:
-        return self._select.do_sample
+        return self.select.do_sample
 
     def knows(self, vocab_size: int) -> bool:
-        return not self._select.do_sample or self._dice.works(vocab_size)
+        return not self.select.do_sample or self.dice.works(vocab_size)
 
     def best(
         self, logits: torch.Tensor, paths: Sequence[Sequence[int]], count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self._select.foresee(self._row, logits, paths)
-        if not self._select.do_sample:
+        scores = self.select.foresee(self.row, logits, paths)
+        if not self.select.do_sample:
             return largest(scores, count)
         probs = scores.softmax(dim=-1)
-        if self._dice.works(probs.shape[1]):
-            known = len(self._row.generated)
+        if self.dice.works(probs.shape[1]):
+            known = len(self.row.generated)
             for law, path in zip(probs, paths, strict=True):
-                law /= self._dice.noise(self._row.index, known + len(path), len(law))
+                law /= self.dice.noise(self.row.index, known + len(path), len(law))
         best, ids = largest(probs, count)
         return best.log(), ids
 

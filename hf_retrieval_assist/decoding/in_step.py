@@ -8,7 +8,7 @@ Rows that have ended are fed padding, as plain decoding feeds it, until the last
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,40 +16,17 @@ import torch
 from ..row_text import Path, RowText
 from ..token_tree import TokenTree
 from ..verification.verified import Verified
-from .dice import Dice
-from .recorder import OutputRecorder
-from .selection import TokenSelector
-from .stopping import Stopping
+from .walk import Walker
 
 
-class StepWalk:
+@dataclass(eq=False)
+class StepWalk(Walker):
     """Generates tokens of all rows along their trees until one of them has no logits for its next.
 
-    Args:
-        rows: of the call.
-        select: chooses the tokens.
-        stopping: says after each token which rows have ended.
-        recorder: is told of the tokens' scores and logits where the call wants them.
-        dice: the call's random draws.
-        streamer: receives the next token of every row, int64 [batch]; None: nobody does.
+    A streamer receives the next token of every row at once, int64 [batch].
     """
 
-    def __init__(
-        self,
-        rows: Sequence[RowText],
-        select: TokenSelector,
-        stopping: Stopping,
-        recorder: OutputRecorder,
-        dice: Dice,
-        streamer: Any = None,
-    ):
-        self.rows = rows
-        self.select = select
-        self.stopping = stopping
-        self.recorder = recorder
-        self.dice = dice
-        self.streamer = streamer
-        self._scores: list[torch.Tensor] = []
+    _scores: list[torch.Tensor] = field(default_factory=list, init=False)
 
     def __call__(self, trees: Sequence[TokenTree], verified: Verified) -> list[Path]:
         """Walk all rows; one path for each."""

@@ -7,38 +7,7 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
-from transformers.generation.logits_process import (
-    BarkEosPrioritizerLogitsProcessor,
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    WatermarkLogitsProcessor,
-)
-from transformers.generation.stopping_criteria import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StopStringCriteria,
-)
+from transformers.generation import logits_process, stopping_criteria
 
 from ..draft_models.residual import verify_node
 from ..drafters.base import ChildDraw
@@ -49,33 +18,33 @@ Draw = Callable[[torch.Tensor], list[int]]
 
 # Processors of transformers that look at nothing but the scores.
 _BLIND = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.LogitNormalization,
+    logits_process.MinPLogitsWarper,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
 )
 
 # Processors of transformers that look at the text besides, and keep nothing of what they are shown.
 _TEXTUAL = (
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
 )
 
 # Processors of transformers that look up their own state by the row's number in the batch.
 _ROW_BOUND = (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
 )
 
 # Further ones, and criteria, that say of a row what its own text and scores say. All others keep
@@ -84,16 +53,16 @@ _ROWWISE = (
     *_BLIND,
     *_TEXTUAL,
     *_ROW_BOUND,
-    BarkEosPrioritizerLogitsProcessor,
-    EosTokenCriteria,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    StopStringCriteria,
-    SuppressTokensAtBeginLogitsProcessor,
-    WatermarkLogitsProcessor,
+    logits_process.BarkEosPrioritizerLogitsProcessor,
+    stopping_criteria.EosTokenCriteria,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+    logits_process.WatermarkLogitsProcessor,
 )
 
 
@@ -111,14 +80,14 @@ def _last_of_sequences(processor: Any, row: RowText) -> torch.Tensor:
 
 # Processors of transformers that change the logits of known tokens only, whatever others are.
 _TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
-    MinLengthLogitsProcessor: _listed("eos_token_id"),
-    MinNewTokensLengthLogitsProcessor: _listed("eos_token_id"),
-    NoBadWordsLogitsProcessor: _last_of_sequences,
-    NoRepeatNGramLogitsProcessor: _of_text,
-    RepetitionPenaltyLogitsProcessor: _of_text,
-    SequenceBiasLogitsProcessor: _last_of_sequences,
-    SuppressTokensAtBeginLogitsProcessor: _listed("begin_suppress_tokens"),
-    SuppressTokensLogitsProcessor: _listed("suppress_tokens"),
+    logits_process.MinLengthLogitsProcessor: _listed("eos_token_id"),
+    logits_process.MinNewTokensLengthLogitsProcessor: _listed("eos_token_id"),
+    logits_process.NoBadWordsLogitsProcessor: _last_of_sequences,
+    logits_process.NoRepeatNGramLogitsProcessor: _of_text,
+    logits_process.RepetitionPenaltyLogitsProcessor: _of_text,
+    logits_process.SequenceBiasLogitsProcessor: _last_of_sequences,
+    logits_process.SuppressTokensAtBeginLogitsProcessor: _listed("begin_suppress_tokens"),
+    logits_process.SuppressTokensLogitsProcessor: _listed("suppress_tokens"),
 }
 
 
@@ -148,9 +117,9 @@ class TokenSelector:
         for processor in self.processors:
             if count and type(processor) in _BLIND and self.do_sample:
                 continue  # behind top-k
-            if type(processor) is TopKLogitsWarper:
+            if type(processor) is logits_process.TopKLogitsWarper:
                 count = processor.top_k
-            elif type(processor) not in (TemperatureLogitsWarper, *_TOUCHING):
+            elif type(processor) not in (logits_process.TemperatureLogitsWarper, *_TOUCHING):
                 return 0
         return count
 
@@ -158,7 +127,7 @@ class TokenSelector:
     def temperature(self) -> float | None:
         """With which tokens are drawn from all others; None where something else decides."""
         kinds = [type(processor) for processor in self.processors]
-        if not self.do_sample or kinds not in ([], [TemperatureLogitsWarper]):
+        if not self.do_sample or kinds not in ([], [logits_process.TemperatureLogitsWarper]):
             return None
         return float(self.processors[0].temperature) if kinds else 1.0
 

@@ -9,6 +9,7 @@ at hand and the walk goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,36 +28,34 @@ from .stopping import Stopping
 Drawn = Callable[[Sequence[int]], ChildDraw | None]
 
 
-class Walk:
-    """Generates tokens of rows along verified trees until they have no logits for their next ones.
+@dataclass(eq=False)
+class Walker:
+    """What goes along verified trees.
 
-    All rows that still walk choose their next tokens together, which costs about what one of them
-    costs, and where they have got equally far is what plain decoding does.
-
-    Args:
+    Attributes:
         rows: of the call.
         select: chooses the tokens.
         stopping: says after each token which rows are finished.
         recorder: is told of each token's scores and logits where the call wants them.
         dice: the call's random draws.
-        streamer: receives each token; None: nobody does.
+        streamer: receives the new tokens; None: nobody does.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[RowText],
-        select: TokenSelector,
-        stopping: Stopping,
-        recorder: OutputRecorder,
-        dice: Dice,
-        streamer: Any = None,
-    ):
-        self.rows = rows
-        self.select = select
-        self.stopping = stopping
-        self.recorder = recorder
-        self.dice = dice
-        self.streamer = streamer
+    rows: Sequence[RowText]
+    select: TokenSelector
+    stopping: Stopping
+    recorder: OutputRecorder
+    dice: Dice
+    streamer: Any = None
+
+
+class Walk(Walker):
+    """Generates tokens of rows along verified trees until they have no logits for their next ones.
+
+    All rows that still walk choose their next tokens together, which costs about what one of them
+    costs, and where they have got equally far is what plain decoding does. A streamer receives one
+    token after the other.
+    """
 
     def __call__(
         self,
