@@ -94,40 +94,23 @@ class Averaged(Learnt):
         return np.zeros(max_tokens)
 
 
-class WithoutTrend(CalibrationSession):
-    odds_factor = 1.0  # type: ignore[assignment]
-
-
-class WithoutCounts(CalibrationSession):
-    def commit(self, token_ids: Any) -> None:
-        super().commit(token_ids)
-        self._own.counts[:] = 0
-
-
-class WithoutText(WithoutTrend, WithoutCounts):
-    """Rates as they are over all texts."""
-
-
-class Fixed(WithoutText):
+class Fixed(CalibrationSession):
     """The drafters' own priors."""
 
     def commit(self, token_ids: Any) -> None:
         pass
 
 
-def _calibrated(kind: type[CalibrationSession]) -> Callable[[Assistant], None]:
-    def change(assistant: Assistant) -> None:
-        class Changed(Calibrator):
-            def session(self) -> CalibrationSession:
-                return kind(self)
+def _uncalibrated(assistant: Assistant) -> None:
+    class Changed(Calibrator):
+        def session(self) -> CalibrationSession:
+            return Fixed(self)
 
-        made = assistant.calibrators
-        assistant.calibrators = lambda fingerprint: tuple(  # type: ignore[method-assign]
-            Changed(drafter.priors(), calibrator.beside)
-            for drafter, calibrator in zip(assistant.drafters, made(fingerprint), strict=True)
-        )
-
-    return change
+    made = assistant.calibrators
+    assistant.calibrators = lambda fingerprint: tuple(  # type: ignore[method-assign]
+        Changed(drafter.priors(), calibrator.beside)
+        for drafter, calibrator in zip(assistant.drafters, made(fingerprint), strict=True)
+    )
 
 
 def _without_trials(assistant: Assistant) -> None:
@@ -158,10 +141,7 @@ VARIANTS = {
     "whole": Variant(),
     "plain averages instead of the Kalman filter": Variant(cost=Averaged),
     "no trials": Variant(_without_trials),
-    "no trend of the text": Variant(_calibrated(WithoutTrend)),
-    "no counts of the text": Variant(_calibrated(WithoutCounts)),
-    "neither": Variant(_calibrated(WithoutText)),
-    "no calibration at all": Variant(_calibrated(Fixed)),
+    "no calibration at all": Variant(_uncalibrated),
     "always 8 nodes": Variant(_always(8)),
     "always 32 nodes": Variant(_always(32)),
 }

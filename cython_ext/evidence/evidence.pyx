@@ -44,56 +44,23 @@ cdef inline Py_ssize_t checked(int32_t evidence_class, Py_ssize_t classes) excep
     return evidence_class if evidence_class >= 0 else -1
 
 
-cdef inline double posterior(
-    Py_ssize_t c, const double[:, ::1] shared, const double[:, ::1] own, double odds_factor,
-    double strength,
-) noexcept nogil:
-    """Mean rate of a class from its `own` counts on a prior from the `shared` ones.
-
-    The prior is the shared rate with its odds times `odds_factor`, worth `strength` trials.
-    """
-    cdef double prior = shared[c, 1] / shared[c, 0]
-    prior = prior * odds_factor / (1 + (odds_factor - 1) * prior)
-    return (strength * prior + own[c, 1]) / (strength + own[c, 0])
-
-
-def rates(
-    const int32_t[::1] classes,
-    const double[:, ::1] shared,
-    const double[:, ::1] own,
-    double odds_factor,
-    double strength,
-):
-    """Posterior mean rates, float64 [n]; see `posterior`. 0 for a negative class."""
-    cdef Py_ssize_t n = classes.shape[0], i, c
-    out = np.zeros(n, dtype=np.float64)
-    cdef double[::1] rate = out
-    for i in range(n):
-        c = checked(classes[i], min(shared.shape[0], own.shape[0]))
-        if c >= 0:
-            rate[i] = posterior(c, shared, own, odds_factor, strength)
-    return out
-
-
 def calibrated(
     const int32_t[::1] parents,
     const float[::1] probs,
     const int32_t[::1] classes,
     const float[::1] known,
-    const double[:, ::1] shared,
-    const double[:, ::1] own,
-    double odds_factor,
-    double strength,
+    const double[:, ::1] counts,
 ):
     """Rates of a tree's nodes, given their parents, and the probabilities that follow from them.
 
-    A node of a negative class has the rate that `probs` give it. `known` [n] are probabilities that
+    A class has the rate of its hits among its trials, `counts` [classes, 2] being trials and hits. A
+    node of a negative class has the rate that `probs` give it. `known` [n] are probabilities that
     stand, −1 where there is none: there the class is one of the second half of the counts. None: all
     classes are as they are.
 
     Returns rates float64 [n], probabilities float32 [n], and the classes int32 [n] that are counted.
     """
-    cdef Py_ssize_t n = parents.shape[0], i, c, limit = min(shared.shape[0], own.shape[0])
+    cdef Py_ssize_t n = parents.shape[0], i, c, limit = counts.shape[0]
     cdef double above
     rates_out, probs_out = np.empty(n, dtype=np.float64), np.empty(n, dtype=np.float32)
     counted_out = np.empty(n, dtype=np.int32)
@@ -110,7 +77,7 @@ def calibrated(
             c += limit
         counted[i] = <int32_t>c
         if c >= 0:
-            rate[i] = posterior(c, shared, own, odds_factor, strength)
+            rate[i] = counts[c, 1] / counts[c, 0]
         else:
             above = 1 if parents[i] < 0 else probs[parents[i]]
             rate[i] = probs[i] / above if above > 0 else 0
@@ -172,28 +139,6 @@ cdef inline void count(double* cell, double hit, const double* prior, double mem
         cell[1] = 0.5 * (cell[1] + prior[1])
 
 
-cdef void follow_trend(
-    const Trial* trials, Py_ssize_t n, const double[:, ::1] shared, double[::1] sums, double memory
-) noexcept nogil:
-    """Add to `sums` [4] the hits and misses seen, and those due by the rates of the `shared` counts.
-
-    All are halved once more than `memory` trials are in them.
-    """
-    cdef Py_ssize_t i
-    cdef double rate
-    for i in range(n):
-        if trials[i].kind < 0:
-            continue
-        rate = shared[trials[i].kind, 1] / shared[trials[i].kind, 0]
-        sums[0] += trials[i].hit
-        sums[1] += 1 - trials[i].hit
-        sums[2] += rate
-        sums[3] += 1 - rate
-    if sums[0] + sums[1] > memory:
-        for i in range(4):
-            sums[i] *= 0.5
-
-
 def judge(
     const token_t[::1] token_ids,
     const int32_t[::1] parents,
@@ -202,46 +147,36 @@ def judge(
     const token_t[::1] tokens,
     Py_ssize_t known,
     double[:, ::1] bins,
-    double[:, ::1] shared,
+    double[:, ::1] counts,
     const double[:, ::1] priors,
-    double shared_memory,
-    double[:, ::1] own,
-    double own_memory,
-    double[::1] trend,
-    double trend_memory,
+    double memory,
 ):
     """Count what a text says of the nodes of a tree that it put to the test: those whose parent lies on
     its path, which are hit where they are on the path as well.
 
     `tokens` are the ones that followed the proposal; the nodes judged by the first `known` of them are
     left out. Their predicted `rates` [n] and hits are added to `bins` [k, 3] (trials, predicted and
-    observed hits) by predicted rate, in k equal steps. Those with a class are counted in the `shared`
-    trials and hits, on top of the `priors`, and in the text's `own`, [classes, 2] each, where a class
-    with more trials than the memory forgets half of them, and in the text's `trend` [4]: hits and
-    misses, and those that were due.
+    observed hits) by predicted rate, in k equal steps. Those with a class are counted in the trials
+    and hits `counts`, on top of the `priors`, [classes, 2] each, where a class with more trials than
+    the memory forgets half of what lies beyond the prior.
 
     Returns whether the path goes through the tree to its last token. O(n).
     """
     cdef Py_ssize_t m, i, k = bins.shape[0], b
     cdef bint inside
-    cdef double[2] nothing
     cdef Trial* trials
-    nothing[0] = nothing[1] = 0
-    if min(shared.shape[0], own.shape[0]) > priors.shape[0]:
-        raise ValueError(f"priors: expected {shared.shape[0]} classes, got {priors.shape[0]}")
+    if counts.shape[0] > priors.shape[0]:
+        raise ValueError(f"priors: expected {counts.shape[0]} classes, got {priors.shape[0]}")
     for i in range(classes.shape[0]):
-        checked(classes[i], min(shared.shape[0], own.shape[0]))
+        checked(classes[i], counts.shape[0])
     trials = put_to_test(token_ids, parents, classes, rates, tokens, known, &m, &inside)
     for i in range(m):
         b = min(<Py_ssize_t>(trials[i].rate * k), k - 1)
         bins[b, 0] += 1
         bins[b, 1] += trials[i].rate
         bins[b, 2] += trials[i].hit
-    follow_trend(trials, m, shared, trend, trend_memory)
-    for i in range(m):
         if trials[i].kind >= 0:
             b = trials[i].kind
-            count(&shared[b, 0], trials[i].hit, &priors[b, 0], shared_memory)
-            count(&own[b, 0], trials[i].hit, nothing, own_memory)
+            count(&counts[b, 0], trials[i].hit, &priors[b, 0], memory)
     free(trials)
     return inside

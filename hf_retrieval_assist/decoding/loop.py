@@ -33,7 +33,7 @@ from ..system.memory import may_take
 from ..token_tree import TokenTree
 from ..verification.fixed_verifier import FixedVerifier, ForwardOptions, stays_in_place
 from ..verification.kv_cache import SlotCache
-from ..verification.own_forwards import OwnForwards, RowForwards
+from ..verification.own_forwards import OwnForwards
 from ..verification.tiers import Service, cache_for
 from ..verification.verified import Verified
 from ..verification.verifiers import TreeVerifier, Verifier
@@ -526,8 +526,7 @@ class Generation:
         call = self.call
         for row, prompt_ids in enumerate(call.prompts):
             foresight = RowForesight(self.select, self.dice, self.rows[row])
-            own = RowForwards(self.own_forwards, row)
-            target = replace(call.target, foresight=foresight, own=own)
+            target = replace(call.target, foresight=foresight, own=self.own_forwards)
             session = self.assistant.start(prompt_ids, target, row, call.batch_size)
             opened.callback(self._close, session)
             self.sessions.append(session)

@@ -20,6 +20,7 @@ from ..kernels.quantized_model import quantized_model
 from ..kernels.reroute import standing_in
 from ..planning.acceptance import Calibrator
 from ..planning.cost_model import CostModel
+from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from ..verification.own_forwards import Level, OwnForwards
@@ -88,9 +89,7 @@ class QuantizedSelf(Drafter):
     def __init__(self, bits: int = 8, *, max_levels: int = 8, width: int = 3) -> None:
         if bits != 8:
             raise ValueError(f"bits: expected 8, got {bits}")
-        for label, value in (("max_levels", max_levels), ("width", width)):
-            if value < 1:
-                raise ValueError(f"{label}: expected at least 1, got {value}")
+        require_at_least(1, max_levels=max_levels, width=width)
         self.bits, self.max_levels, self.width = bits, max_levels, width
         self._calibrator = Calibrator(PRIORS)
         self._refusals = 0
@@ -115,7 +114,7 @@ class QuantizedSelf(Drafter):
             )
         session = QuantizedSession(self, target, self._calibrator)
         if target.own is not None:
-            session.weights = self._weights_of(target.own.forwards, model)
+            session.weights = self._weights_of(target.own, model)
         return session
 
     def _weights_of(self, forwards: OwnForwards, model: Any) -> Weights:
@@ -133,9 +132,9 @@ class QuantizedSelf(Drafter):
             _Growth(session, budget, self.width)
             for session, budget in zip(sessions, budgets, strict=True)
         ]
-        if own.forwards.ready and not torch.is_autocast_enabled("cpu"):
-            with own.forwards.drafting(), standing_in(sessions[0].weights):
-                self._grow(own.forwards, growths)
+        if own.ready and not torch.is_autocast_enabled("cpu"):
+            with own.drafting(), standing_in(sessions[0].weights):
+                self._grow(own, growths)
         return [growth.tree() for growth in growths]
 
     @torch.no_grad()
@@ -215,6 +214,7 @@ class QuantizedSession(DraftSession):
         self.target = target
         self.weights: Weights = {}
         self.curve: Callable[[int], Float64Array] | None = None
+        self.calibrator = calibrator
         self.calibration = calibrator.session()
 
     def propose(self, budget: int) -> TokenTree:
@@ -251,14 +251,13 @@ class _Growth:
 
     @property
     def row(self) -> int:
-        assert self.session.target.own is not None
-        return self.session.target.own.row
+        return self.session.target.row
 
     def left(self, depth: int, most: int) -> int:
         """How many levels may follow those of this depth; 0 where nothing is left to be fed."""
         own = self.session.target.own
         assert own is not None
-        deepest = own.forwards.deepest(own.row)
+        deepest = own.deepest(self.row)
         full = not self.frontier or len(self.tokens) >= self.budget
         return 0 if full else max(0, (most if deepest is None else min(most, deepest)) - depth)
 
@@ -296,7 +295,7 @@ class _Growth:
         paths = [[self.tokens[node] for node in self.path(node)] for node in self.frontier]
         scores, ids = foresight.best(logits, paths, CHOICES)
         classes = evidence_classes(scores.numpy(), foresight.knows(logits.shape[-1]))
-        rates = self.session.calibration.rates(classes.ravel()).reshape(classes.shape)
+        rates = self.session.calibrator.rates(classes)
         added: list[int] = []
         for place, parent in enumerate(self.frontier):
             reached = self._reached(parent)

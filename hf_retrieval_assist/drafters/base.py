@@ -17,7 +17,7 @@ from ..verification.top_logits import TopLogits
 
 if TYPE_CHECKING:
     # It takes transformers with it, which other engines draft without.
-    from ..verification.own_forwards import RowForwards
+    from ..verification.own_forwards import OwnForwards
     from .forms import Forms
 
 Float64Array = NDArray[np.float64]
@@ -65,8 +65,8 @@ class Target:
         forms: that the output is expected to fill in; None: none.
         foresight: what the call would choose of a drafter's logits, its random draws included; None
             where there is no call, as in a simulation.
-        own: the model's forwards behind the text; None where nothing is drafted for, as in a call
-            at rest.
+        own: the model's forwards behind the call's texts; None where nothing is drafted for, as in
+            a call at rest.
         processors: the call's logits processors, which a drafter may read and must not call.
         row: the text's place in the batch.
     """
@@ -79,7 +79,7 @@ class Target:
     expected: tuple[Int32Array, ...] = ()
     forms: Forms | None = None
     foresight: Foresight | None = None
-    own: RowForwards | None = None
+    own: OwnForwards | None = None
     processors: tuple[Any, ...] = ()
     row: int = 0
 

@@ -1,4 +1,4 @@
-"""Acceptance probabilities from counts: what a drafter's evidence was worth, here and lately.
+"""Acceptance probabilities from counts: what a drafter's evidence was worth lately.
 
 A drafter names for every node the evidence class its proposal rests on (source, match length,
 depth, rank). A node was tried when the text reached its parent, and hit when the text then went on
@@ -20,12 +20,8 @@ from ..token_tree import Float32Array, Int32Array, TokenTree
 
 Float64Array = NDArray[np.float64]
 
-_PRIOR_TRIALS = 4.0  # what a drafter's prior is worth against the assistant's counts
-_SHARED_TRIALS = 40.0  # what the assistant's counts are worth against one text's
-_SHARED_MEMORY = 2000.0  # trials of a class, after which half of its counts are forgotten
-_TEXT_MEMORY = 96.0
-_TREND_TRIALS = 30.0  # what "this text is like the others" is worth against its hits
-_TREND_MEMORY = 192.0
+_PRIOR_TRIALS = 4.0  # what a drafter's prior is worth against the counts
+_MEMORY = 2000.0  # trials of a class, after which half of its counts are forgotten
 _ALONE = 0.15  # of a prior, where earlier drafters have not drafted the same
 _MAX_OPEN = 4  # proposals that later tokens may still judge
 _BINS = 10
@@ -48,14 +44,8 @@ class Reliability:
     @classmethod
     def total(cls, parts: Iterable[Reliability]) -> Reliability:
         """The sum of several."""
-        found = cls(*np.zeros((3, _BINS)))
-        for part in parts:
-            found = cls(
-                found.trials + part.trials,
-                found.predicted + part.predicted,
-                found.observed + part.observed,
-            )
-        return found
+        found = [np.stack([part.trials, part.predicted, part.observed]) for part in parts]
+        return cls(*sum(found, np.zeros((3, _BINS))))
 
     @property
     def ratio(self) -> float:
@@ -95,13 +85,13 @@ class Calibrator:
         return len(self._counts)
 
     def rates(self, classes: Int32Array) -> Float32Array:
-        """float32 [n]: posterior mean rate of each class in `classes`, over all texts."""
+        """float32 [...]: posterior mean rate of each class in `classes`, over all texts."""
         counts = self._counts[classes]
-        return (counts[:, 1] / counts[:, 0]).astype(np.float32)
+        return (counts[..., 1] / counts[..., 0]).astype(np.float32)
 
-    def judge(self, draft: _OpenDraft, known: int, own: _TextCounts) -> bool:
-        """Count what a text tells of a proposal, behind its first `known` tokens, here and in the
-        text's own counts; whether the text is still inside the proposal."""
+    def judge(self, draft: _OpenDraft, known: int) -> bool:
+        """Count what a text tells of a proposal, behind its first `known` tokens; whether the text
+        is still inside the proposal."""
         tree = draft.tree
         with self._lock:
             return evidence.judge(
@@ -114,11 +104,7 @@ class Calibrator:
                 self._bins,
                 self._counts,
                 self._prior_counts,
-                _SHARED_MEMORY,
-                own.counts,
-                _TEXT_MEMORY,
-                own.trend,
-                _TREND_MEMORY,
+                _MEMORY,
             )
 
     def reliability(self) -> Reliability:
@@ -141,52 +127,17 @@ class _OpenDraft:
     tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
 
 
-@dataclass(frozen=True)
-class _TextCounts:
-    """What one text has shown.
-
-    Attributes:
-        counts: float64 [classes, 2], trials and hits.
-        trend: float64 [4], hits and misses that were seen, then those that the assistant's rates
-            made due.
-    """
-
-    counts: Float64Array
-    trend: Float64Array
-
-
 class CalibrationSession:
-    """Rates for one text: the assistant's, shifted by how this text has gone lately.
-
-    Two things are learnt from the text: whether its proposals hold more or less often than
-    elsewhere, as one factor on the odds of every class, and the counts of each class.
-    """
+    """The proposals for one text, calibrated, until the text has judged them."""
 
     def __init__(self, shared: Calibrator):
         self._shared = shared
-        self._own = _TextCounts(np.zeros_like(shared._counts), np.zeros(4))
         self._open: list[_OpenDraft] = []
 
     @property
     def n_classes(self) -> int:
         """Evidence classes that a draft may name."""
         return len(self._shared) // 2 if self._shared.beside else len(self._shared)
-
-    @property
-    def odds_factor(self) -> float:
-        """How much better the odds of a hit are in this text than elsewhere, lately."""
-        hits, misses, due_hits, due_misses = (self._own.trend + _TREND_TRIALS).tolist()
-        return (hits / due_hits) * (due_misses / misses)
-
-    def rates(self, classes: Int32Array) -> Float32Array:
-        """float32 [n]: the rate of each class in `classes` for the next token of this text."""
-        return evidence.rates(classes, *self._posterior).astype(np.float32)
-
-    @property
-    def _posterior(self) -> tuple[Float64Array, Float64Array, float, float]:
-        # Nothing is read of the trend where there are no classes that it could shift.
-        factor = self.odds_factor if len(self._shared) else 1.0
-        return self._shared._counts, self._own.counts, factor, _SHARED_TRIALS
 
     def calibrate(self, tree: TokenTree, earlier: TokenTree | None = None) -> TokenTree:
         """The tree with probabilities from the counts, remembered until the text has judged it.
@@ -204,7 +155,7 @@ class CalibrationSession:
         if self._shared.beside:
             known = (earlier or TokenTree.empty()).known_probs(tree)
         rates, probs, classes = evidence.calibrated(
-            tree.parents, tree.probs, tree.classes, known, *self._posterior
+            tree.parents, tree.probs, tree.classes, known, self._shared._counts
         )
         tree = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
         self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(tree, classes, rates)]
@@ -220,4 +171,4 @@ class CalibrationSession:
         """Learn what `new` tells of a proposal; whether the text is still inside it."""
         known = len(draft.tokens)
         draft.tokens = np.concatenate([draft.tokens, new]) if known else new
-        return self._shared.judge(draft, known, self._own)
+        return self._shared.judge(draft, known)

@@ -30,3 +30,10 @@ def kind_of(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__} instead of an object; write {value.__name__}(...)"
     return type(value).__name__
+
+
+def require_at_least(least: int, **arguments: int) -> None:
+    """ValueError for the first argument that is less."""
+    for name, value in arguments.items():
+        if value < least:
+            raise ValueError(f"{name}: expected at least {least}, got {value}")

@@ -113,11 +113,3 @@ class OwnForwards:
             column_depths=torch.from_numpy(self._depths).to(device),
         )
         return self._verifier.draft(fed)
-
-
-@dataclass(frozen=True)
-class RowForwards:
-    """The forwards of a call, and one of its rows."""
-
-    forwards: OwnForwards
-    row: int

@@ -138,7 +138,7 @@ def test_the_cache_is_as_it_was_after_every_draft(
     original = QuantizedSelf.propose_rows
 
     def compare(self: Any, sessions: Any, budgets: Any) -> Any:
-        cache = sessions[0].target.own.forwards._verifier.cache
+        cache = sessions[0].target.own._verifier.cache
         before = [layer.keys.clone() for layer in cache.slot_layers]
         lengths = list(cache.slots.lengths)
         drafts = original(self, sessions, budgets)
