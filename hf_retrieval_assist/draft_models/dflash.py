@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..drafters.base import FeedbackNeeds, Target
+from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, TokenTree
 from ..verification.tree_attention import LayerMask
 from .features import FeatureDrafter, FeatureSession, Follower, NewText
@@ -51,9 +52,8 @@ class DFlashDrafter(FeatureDrafter):
     name = "dflash"
 
     def __init__(self, model: Any, top_k: int = 8, total: int = 60) -> None:
-        for label, value, least in (("top_k", top_k, 1), ("total", total, 2)):
-            if value < least:
-                raise ValueError(f"{label}: expected at least {least}, got {value}")
+        require_at_least(1, top_k=top_k)
+        require_at_least(2, total=total)
         if not is_dflash(model):
             raise ValueError(
                 f"model: expected a DFlash model, whose configuration names {_SETTINGS}, got "

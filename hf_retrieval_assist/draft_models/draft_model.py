@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Foresight, Target
 from ..host.ranks import require_whole
 from ..structures import draft_tree
+from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from ..verification.service import choose_service
@@ -91,13 +92,7 @@ class DraftModelDrafter(Drafter):
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
         target_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        for label, value in (
-            ("max_nodes", max_nodes),
-            ("max_levels", max_levels),
-            ("width", width),
-        ):
-            if value < 1:
-                raise ValueError(f"{label}: expected at least 1, got {value}")
+        require_at_least(1, max_nodes=max_nodes, max_levels=max_levels, width=width)
         if temperature is not None and not temperature > 0:
             raise ValueError(f"temperature: expected None or a number > 0, got {temperature}")
         mask_rules(model)

@@ -213,7 +213,9 @@ def _boundaries(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) -> 
     rows, width = _shape(shapes, "fc.weight")
     named = raw.get("eagle_aux_hidden_state_layer_ids") or default_boundaries(target.num_layers)
     allowed = range(-1, target.num_layers + 1)
-    if not isinstance(named, list | tuple) or not all(_is_in(k, allowed) for k in named):
+    if not isinstance(named, list | tuple) or not all(
+        type(k) is int and k in allowed for k in named
+    ):
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids: expected a list of numbers from -1 to "
             f"{target.num_layers}, got {named!r}"
@@ -226,10 +228,6 @@ def _boundaries(shapes: Shapes, raw: Mapping[str, Any], target: TargetShape) -> 
             f"({rows}, {width})"
         )
     return boundaries
-
-
-def _is_in(value: Any, allowed: range) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value in allowed
 
 
 def _final_boundary(shapes: Shapes, target: TargetShape) -> tuple[int, ...]:

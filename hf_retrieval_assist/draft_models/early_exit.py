@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..drafters.base import Drafter, Target
 from ..host.first_layers import first_layers
+from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, TokenTree
 from .draft_model import PRIORS, DraftModelDrafter, DraftModelSession
@@ -35,8 +36,7 @@ class EarlyExit(Drafter):
     costly = True
 
     def __init__(self, layer: int, **sizes: Any) -> None:
-        if layer < 1:
-            raise ValueError(f"layer: expected at least 1, got {layer}")
+        require_at_least(1, layer=layer)
         self.layer = layer
         self._sizes = sizes
         self._drafters: weakref.WeakKeyDictionary[Any, DraftModelDrafter] = (

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
 # Evidence: how likely the drafting model holds the token after its parent, its place among the
@@ -105,9 +106,9 @@ class GrowthLimits:
     min_prob: float
 
     def __post_init__(self) -> None:
-        for label, least in (("top_k", 1), ("width", 1), ("depth", 0), ("total", 2)):
-            if getattr(self, label) < least:
-                raise ValueError(f"{label}: expected at least {least}, got {getattr(self, label)}")
+        require_at_least(1, top_k=self.top_k, width=self.width)
+        require_at_least(0, depth=self.depth)
+        require_at_least(2, total=self.total)
         if not 0 <= self.min_prob < 1:
             raise ValueError(f"min_prob: expected a value in [0, 1), got {self.min_prob}")
 

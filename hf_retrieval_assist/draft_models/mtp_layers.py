@@ -105,7 +105,9 @@ class MtpLayers(nn.Module):
         embeddings = embeddings.detach().to(self.device, self.dtype)
         rotary = None
         if module.rotary_emb is not None:
-            kind = {"layer_type": self.config.layer_types[layer]} if self._rotary_by_kind else {}
+            kind = (
+                {"layer_type": self.config.layer_types[layer]} if module.has_per_layer_rope else {}
+            )
             rotary = module.rotary_emb(embeddings, position_ids=positions, **kind)
         output = module.layers[layer](
             embeddings,
@@ -118,10 +120,6 @@ class MtpLayers(nn.Module):
         if module.use_shared_post_norm:
             output = module.shared_post_norm(output)
         return output
-
-    @property
-    def _rotary_by_kind(self) -> bool:
-        return self.module.has_per_layer_rope
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, ids] of the model's output layer, from outputs [n, hidden_size] of any layer."""

@@ -91,35 +91,29 @@ class TreeShape:
 class OptimalTrees:
     """The best trees of all sizes up to `max_nodes`, for one acceptance vector.
 
-    With `max_levels`, T(m, l, b) = max over y of T(y, l, b−1) + p_b·M(m−y, l−1), where M(m, l) is
-    the maximum over b (section 4.1 and appendix; O(N²·L·K) time). Without, subtrees have no bound
-    on their depth either, and l falls away (O(N²·K)). p need not be sorted.
+    T(m, l, b) = max over y of T(y, l, b−1) + p_b·M(m−y, l−1), where M(m, l) is the maximum over b
+    (section 4.1 and appendix; O(N²·L·K) time). p need not be sorted.
 
     Args:
         acceptance: [K], p_1, …, p_K; a node has at most K children.
         max_nodes: the largest size of interest, root included.
-        max_levels: the largest depth of interest, root included; None: unbounded.
+        max_levels: the largest depth of interest, root included; None: any.
 
     Attributes:
-        values: float64 [max_nodes + 1, max_levels + 1], or [max_nodes + 1, 1] without a bound: the
-            most expected tokens of a tree of exactly so many nodes on at most so many levels; −inf
-            where there is no such tree.
+        values: float64 [max_nodes + 1, max_levels + 1]: the most expected tokens of a tree of
+            exactly so many nodes on at most so many levels; −inf where there is no such tree.
     """
 
     def __init__(self, acceptance: ArrayLike, max_nodes: int, max_levels: int | None = None):
         self.acceptance = _checked_acceptance(acceptance)
-        if max_nodes < 1 or (max_levels is not None and max_levels < 1):
+        self.max_nodes = max_nodes
+        self.max_levels = max_nodes if max_levels is None else max_levels
+        if max_nodes < 1 or self.max_levels < 1:
             raise ValueError(
                 f"expected max_nodes and max_levels >= 1, got {max_nodes} and {max_levels}"
             )
-        self.max_nodes = max_nodes
-        self.max_levels = max_levels
         # The bound of a subtree, by the bound of its tree; bound 0 admits no tree at all.
-        self._subtree_bound = (
-            np.zeros(1, np.intp)
-            if max_levels is None
-            else np.maximum(np.arange(max_levels + 1) - 1, 0)
-        )
+        self._subtree_bound = np.maximum(np.arange(self.max_levels + 1) - 1, 0)
         self._solve()
 
     def _solve(self) -> None:
@@ -129,8 +123,7 @@ class OptimalTrees:
         self._left = np.zeros(table.shape, np.int32)
         self._branches = np.zeros(table.shape[:2], np.int32)
         self.values = np.full(table.shape[:2], -np.inf)
-        first = 0 if self.max_levels is None else 1
-        table[1, first:, 0] = self.values[1, first:] = 1.0
+        table[1, 1:, 0] = self.values[1, 1:] = 1.0
         for size in range(2, self.max_nodes + 1):
             best = self._best_splits(table, size)
             table[size, :, 1:] = best
@@ -147,17 +140,10 @@ class OptimalTrees:
         self._left[size, :, 1:] = left + 1
         return np.take_along_axis(totals, left[None], axis=0)[0]
 
-    def _bound(self, max_levels: int | None) -> int:
-        if self.max_levels is None:
-            if max_levels is not None:
-                raise ValueError("expected max_levels=None, as these trees were solved without it")
-            return 0
-        return self.max_levels if max_levels is None else min(max_levels, self.max_levels)
-
     def tree(self, nodes: int, max_levels: int | None = None) -> TreeShape:
         """A best tree of at most `nodes` nodes on at most `max_levels` levels, root included."""
-        bound = self._bound(max_levels)
-        if not 1 <= nodes <= self.max_nodes or (self.max_levels is not None and bound < 1):
+        bound = self.max_levels if max_levels is None else min(max_levels, self.max_levels)
+        if not 1 <= nodes <= self.max_nodes or bound < 1:
             raise ValueError(
                 f"expected 1 <= nodes <= {self.max_nodes} and max_levels >= 1, "
                 f"got {nodes} and {max_levels}"
@@ -201,10 +187,6 @@ class OptimalTrees:
         Returns:
             float64 [max_nodes + 1, max_levels + 1], 0 where there is no such tree.
         """
-        if self.max_levels is None:
-            raise ValueError(
-                "expected trees solved with max_levels: the draft's time depends on it"
-            )
         times = np.asarray(seconds, dtype=np.float64)[: self.max_nodes]
         if times.shape != (self.max_nodes,):
             raise ValueError(f"expected {self.max_nodes} times, got {len(times)}")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..structures import draft_tree, evidence
 from ..structures.suffix_automaton import Cursor, SuffixAutomaton
+from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .automaton_priors import CHAIN_PRIORS, TREE_PRIORS
 from .base import Drafter, DraftSession, Feedback, Target
@@ -118,7 +119,7 @@ class AutomatonDrafter(Drafter):
     origins = ("text",)
 
     def __init__(self, max_draft: int = 40, min_match: int = 1, latest: bool = True) -> None:
-        _require_positive(max_draft=max_draft, min_match=min_match)
+        require_at_least(1, max_draft=max_draft, min_match=min_match)
         self.max_draft = max_draft
         self.min_match = min_match
         self.latest = latest
@@ -187,7 +188,7 @@ class StaticAutomatonDrafter(Drafter):
         max_children: int = 8,
         min_prob: float = 0.0,
     ) -> None:
-        _require_positive(max_draft=max_draft, min_match=min_match, max_children=max_children)
+        require_at_least(1, max_draft=max_draft, min_match=min_match, max_children=max_children)
         self.max_draft = max_draft
         self.min_match = min_match
         self.max_children = max_children
@@ -219,9 +220,3 @@ def _index(corpus: Iterable[Tokens]) -> SuffixAutomaton:
         automaton.end_document()
     automaton.freeze()
     return automaton
-
-
-def _require_positive(**arguments: int) -> None:
-    for name, value in arguments.items():
-        if value < 1:
-            raise ValueError(f"{name}: expected at least 1, got {value}")

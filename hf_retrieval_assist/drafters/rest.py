@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..corpus.datastore import Datastore
 from ..structures.draft_tree import path_products
 from ..structures.suffix_array import SuffixMatcher, classes_by_count
+from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 
@@ -71,11 +72,8 @@ class RestDrafter(Drafter):
         continuation: int = 10,
         sources: int = 3,
     ) -> None:
-        settings = {"max_match": max_match, "max_nodes": max_nodes}
-        settings |= {"continuation": continuation, "sources": sources}
-        for setting, value in settings.items():
-            if value < 1:
-                raise ValueError(f"{setting}: expected at least 1, got {value}")
+        require_at_least(1, max_match=max_match, max_nodes=max_nodes)
+        require_at_least(1, continuation=continuation, sources=sources)
         self.datastore = datastore
         self.max_match = max_match
         self.max_nodes = max_nodes

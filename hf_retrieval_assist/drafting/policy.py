@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from ..drafters.feedback import RowFeedback, prompt_feedback
 from ..drafters.grammar import GrammarDrafter
 from ..planning.acceptance import Calibrator
 from ..planning.account import Account, Drafting
-from ..planning.cost_model import CostModel, Float64Array
+from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, CostModels
 from ..planning.planner import Budget, Planner
 from ..stats import CallStats, Stats
@@ -160,7 +160,7 @@ class DraftingPolicy:
             known = sum([tree.expected_tokens for tree in trees])
             if drafter.costly and cost is not None and self.planner.budget == "auto":
                 for session in sessions:
-                    session.sessions[number].see_cost(_of_step(cost))
+                    session.sessions[number].see_cost(cost.step_curve)
             drafts = self._ask(number, sessions, budget)
             for row, session in enumerate(sessions):
                 draft = session.calibrations[number].calibrate(drafts[row], trees[row])
@@ -343,11 +343,6 @@ def union(drafts: Sequence[TokenTree]) -> TokenTree:
     for draft in drafts:
         tree = tree.merge(draft)
     return tree
-
-
-def _of_step(cost: CostModel) -> Callable[[int], Float64Array]:
-    """Seconds of whole steps that feed 1, …, n tokens."""
-    return lambda most: cost.curve(most) + cost.overhead()
 
 
 class AssistantSession:

@@ -11,6 +11,7 @@ from ..drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter, Token
 from ..drafters.base import Drafter, DraftSession
 from ..drafters.rest import RestDrafter
 from ..drafting.policy import union
+from ..system.arguments import require_at_least
 from ..token_tree import TokenTree
 
 # Corpus continuations rarer than this cost more to look at than they bring.
@@ -38,10 +39,8 @@ class SamDecoding:
     max_draft: int = 40
 
     def __post_init__(self) -> None:
-        for name, least in (("min_match", 0), ("corpus_bias", 0), ("max_draft", 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name}: expected at least {least}, got {value}")
+        require_at_least(0, min_match=self.min_match, corpus_bias=self.corpus_bias)
+        require_at_least(1, max_draft=self.max_draft)
 
     def drafters(self, corpus: Iterable[Tokens] | Datastore | None) -> list[Drafter]:
         """What matches: the text, then a corpus."""

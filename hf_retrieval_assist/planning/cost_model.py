@@ -257,6 +257,10 @@ class CostModel:
         """Seconds per step spent on all kinds of work outside the forward."""
         return sum(self._overheads.copy().values())
 
+    def step_curve(self, max_tokens: int) -> Float64Array:
+        """float64 [max_tokens]: seconds of whole steps that feed 1, …, max_tokens tokens."""
+        return self.curve(max_tokens) + self.overhead()
+
     def state(self) -> dict[str, Any]:
         """What is known, in JSON's types; see `restore`."""
         with self._lock:

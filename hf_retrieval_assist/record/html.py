@@ -13,7 +13,6 @@ import numpy as np
 
 from ..drafting.policy import DraftingPolicy
 from ..stats import PHASES
-from ..token_tree import TokenTree
 from .palette import colours
 from .pieces import readable
 from .record import MODEL, CallRecord, Record, Step
@@ -180,7 +179,8 @@ def _panel(record: Record, call: CallRecord, step: Step, palette: dict[str, str]
 
 def _tree(record: Record, call: CallRecord, step: Step, palette: dict[str, str]) -> str:
     """The tree from left to right, nodes without a choice between them joined in one box."""
-    shown = set(_shown_nodes(step.tree, step.accepted))
+    likely = np.argsort(-step.tree.probs, kind="stable")[:_MOST_NODES]
+    shown = {*likely.tolist(), *step.accepted.tolist()}
     children: dict[int, list[int]] = {}
     for node in sorted(shown):
         children.setdefault(int(step.tree.parents[node]), []).append(node)
@@ -191,11 +191,6 @@ def _tree(record: Record, call: CallRecord, step: Step, palette: dict[str, str])
     hidden = len(step.tree) - len(shown)
     more = f"<span>and {hidden} less probable nodes</span>" if hidden else ""
     return f'<span class="kids">{boxes}{more}</span>'
-
-
-def _shown_nodes(tree: TokenTree, accepted: Sequence[int] | np.ndarray) -> list[int]:
-    likely = np.argsort(-tree.probs, kind="stable")[:_MOST_NODES].tolist()
-    return [*likely, *(int(node) for node in accepted)]
 
 
 def _token_before(call: CallRecord, step: Step) -> int:
@@ -216,7 +211,8 @@ def _subtree(
     accepted = {int(accepted) for accepted in step.accepted}
     run = [node]
     while (below := children.get(run[-1], [])) and len(below) == 1:
-        if not _alike(step, accepted, run[-1], below[0]):
+        same_fate = (run[-1] in accepted) == (below[0] in accepted)
+        if not same_fate or step.credit(run[-1]) != step.credit(below[0]):
             break
         run.append(below[0])
     tokens = step.tree.token_ids[run]
@@ -224,25 +220,17 @@ def _subtree(
     text = escape(readable(text).replace("\n", "↵"))
     prob = f"{step.tree.probs[run[-1]]:.2f}"
     hit = " hit" if node in accepted else ""
+    named_by = ", ".join(f"{named.origin} {named.prob:.2f}" for named in step.witnesses[run[-1]])
     inner = "".join(
         _subtree(record, step, child, int(tokens[-1]), children, palette) for child in below
     )
     box = (
         f'<span class="node{hit}"{_tint(palette.get(step.credit(node)))} '
-        f'title="{escape(_named_by(step, run[-1]))}">{text}<small>{prob}</small></span>'
+        f'title="{escape(named_by)}">{text}<small>{prob}</small></span>'
     )
     return (
         f'<span class="sub">{box}{f"""<span class="kids">{inner}</span>""" if inner else ""}</span>'
     )
-
-
-def _alike(step: Step, accepted: set[int], node: int, child: int) -> bool:
-    same_fate = (node in accepted) == (child in accepted)
-    return same_fate and step.credit(node) == step.credit(child)
-
-
-def _named_by(step: Step, node: int) -> str:
-    return ", ".join(f"{named.origin} {named.prob:.2f}" for named in step.witnesses[node])
 
 
 def _tokens_chart(call: CallRecord) -> str:
@@ -250,7 +238,9 @@ def _tokens_chart(call: CallRecord) -> str:
     forwards: dict[int, list[str]] = {}
     for step in call.steps:
         forwards.setdefault(step.forward, []).extend(step.credits)
-    counts = [sorted(credits, key=_model_first) for credits in forwards.values()]
+    counts = [
+        sorted(credits, key=lambda name: (name != MODEL, name)) for credits in forwards.values()
+    ]
     if not counts:
         return ""
     palette = colours(dict.fromkeys(name for credits in counts for name in credits))
@@ -265,10 +255,6 @@ def _tokens_chart(call: CallRecord) -> str:
         f"<div>tokens of each forward (at most {highest})</div>"
         f'<svg viewBox="0 0 {len(counts)} {highest}" preserveAspectRatio="none">{bars}</svg>'
     )
-
-
-def _model_first(name: str) -> tuple[bool, str]:
-    return name != MODEL, name
 
 
 def _runs(names: Sequence[str]) -> list[tuple[str, int, int]]:

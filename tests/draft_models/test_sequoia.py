@@ -41,7 +41,7 @@ def test_there_are_49_cases():
 @pytest.mark.parametrize("case", TREES, ids=lambda case: f"{case['p'][:2]}-{case['n']}")
 def test_unbounded_depth(case):
     solved = OptimalTrees(case["p"], case["n"])
-    assert solved.values[case["n"], 0] == pytest.approx(case["unbounded"]["F"], abs=1e-12)
+    assert solved.values[case["n"], -1] == pytest.approx(case["unbounded"]["F"], abs=1e-12)
     shape = solved.tree(case["n"])
     assert len(shape) == case["n"] - 1
     check_case(shape, case["unbounded"], case["p"])
@@ -89,12 +89,6 @@ def test_values_are_those_of_the_trees_and_grow_with_size_and_depth(vector, node
     assert (np.diff(feasible[1:, 1:], axis=1) >= 0).all()
     for column in feasible[1:, 1:].T:
         assert (np.diff(column[column > 0]) >= -1e-12).all()
-
-
-@given(vectors(), st.integers(1, 10))
-def test_a_bound_as_large_as_the_tree_is_none(vector, nodes):
-    unbounded, bounded = OptimalTrees(vector, nodes), OptimalTrees(vector, nodes, nodes)
-    assert unbounded.values[1:, 0] == pytest.approx(bounded.values[1:, nodes])
 
 
 SPEEDUP = EXAMPLES["speedup"]
@@ -148,12 +142,8 @@ def test_rejects_impossible_requests():
         OptimalTrees([0.5], 0)
     with pytest.raises(ValueError, match="1 <= nodes <= 4"):
         OptimalTrees([0.5], 4).tree(5)
-    with pytest.raises(ValueError, match="max_levels=None"):
-        OptimalTrees([0.5], 4).tree(3, 2)
     with pytest.raises(ValueError, match="expected 4 times"):
         OptimalTrees([0.5], 4, 4).speedups([1.0], 0.1)
-    with pytest.raises(ValueError, match="solved with max_levels"):
-        OptimalTrees([0.5], 4).speedups([1.0] * 4, 0.1)
 
 
 def test_acceptance_is_measured_though_nodes_have_few_children():
