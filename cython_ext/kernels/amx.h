@@ -215,14 +215,3 @@ TARGET static void NAMED(score_block)(const attention_pass *pass, int64_t unit, 
 #include "linear_template.h"
 #include "attention_template.h"
 #include "undef_templates.h"
-
-static int skinny_attention_with_amx(const attention_problem *problem, int threads) {
-    return problem->dtype == SKINNY_BFLOAT16 ? skinny_attention_amx(problem, threads)
-                                             : skinny_attention_avx512(problem, threads);
-}
-
-static int skinny_linear_with_amx(const linear_problem *problem, int threads) {
-    return problem->weight_dtype == SKINNY_BFLOAT16 && problem->dtype == SKINNY_BFLOAT16
-               ? skinny_linear_amx(problem, threads)
-               : skinny_linear_avx512(problem, threads);
-}

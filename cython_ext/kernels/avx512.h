@@ -86,13 +86,18 @@ static int skinny_cpu_has_avx512bf16(void) {
 #include "undef_vectors.h"
 
 /* What an extension does not know goes the common way. */
-static int skinny_linear_with_bf16(const linear_problem *problem, int threads) {
-    return problem->weight_dtype == SKINNY_BFLOAT16 && problem->dtype == SKINNY_BFLOAT16
-               ? skinny_linear_avx512bf16(problem, threads)
-               : skinny_linear_avx512(problem, threads);
-}
-
-static int skinny_attention_with_bf16(const attention_problem *problem, int threads) {
-    return problem->dtype == SKINNY_BFLOAT16 ? skinny_attention_avx512bf16(problem, threads)
-                                             : skinny_attention_avx512(problem, threads);
-}
+#define SKINNY_WITH(extension)                                                                  \
+    static int skinny_linear_with_##extension(const linear_problem *problem, int threads) {     \
+        return problem->weight_dtype == SKINNY_BFLOAT16 && problem->dtype == SKINNY_BFLOAT16    \
+                   ? skinny_linear_##extension(problem, threads)                                \
+                   : skinny_linear_avx512(problem, threads);                                    \
+    }                                                                                           \
+    static int skinny_attention_with_##extension(const attention_problem *problem, int threads) { \
+        return problem->dtype == SKINNY_BFLOAT16 ? skinny_attention_##extension(problem, threads) \
+                                                 : skinny_attention_avx512(problem, threads);   \
+    }
+SKINNY_WITH(avx512bf16)
+#if HAS_AMX
+SKINNY_WITH(amx)
+#endif
+#undef SKINNY_WITH

@@ -42,7 +42,8 @@ static int kernel_paths(kernel_path paths[MAX_PATHS]) {
         paths[count++] = (kernel_path){"avx512", skinny_linear_avx512, skinny_attention_avx512,
                                       skinny_pack_int8_avx512};
     if (skinny_cpu_has_avx512bf16())
-        paths[count++] = (kernel_path){"avx512bf16", skinny_linear_with_bf16, skinny_attention_with_bf16,
+        paths[count++] = (kernel_path){"avx512bf16", skinny_linear_with_avx512bf16,
+                                      skinny_attention_with_avx512bf16,
                                       skinny_pack_int8_avx512bf16};
 #if HAS_AMX
     if (skinny_cpu_has_amx())
