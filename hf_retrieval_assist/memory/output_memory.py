@@ -8,8 +8,10 @@ import random
 import sys
 import warnings
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,9 @@ _FEW = 64
 
 # Between a model's fingerprint and a prompt's name, which no fingerprint contains.
 _GROUP_MARK = "/"
+
+# Between a tenant's digest and a model's fingerprint.
+_TENANT_MARK = ":"
 
 
 def prompt_group(fingerprint: str, prompt_ids: NDArray[np.int32]) -> str:
@@ -91,6 +96,8 @@ class OutputMemory:
         ImportError: with `url`, if the `redis` extra is not installed.
     """
 
+    _prefix = ""  # of the fingerprints of a tenant's outputs
+
     def __init__(
         self,
         max_bytes: int | str = 256 << 20,
@@ -118,7 +125,8 @@ class OutputMemory:
         self._epoch = 0  # how often everything was forgotten
         self._outputs: dict[RunningOutput, None] = {}  # in order of age
         self._finished: dict[str, list[RunningOutput]] = {}  # those that fade, by fingerprint
-        self._chance = random.Random(0)
+        # By tenant, so that none can tell from its own outputs that others have finished some.
+        self._chances = defaultdict[str, random.Random](partial(random.Random, 0))
         self._log = _shared_outputs(path, url, max_bytes // _LOG_SHARE)
         self._behind = False  # finished outputs could not be written to the log
         while self._learn_news():
@@ -134,7 +142,8 @@ class OutputMemory:
     def token_count(self) -> int:
         """Number of tokens remembered."""
         with self.lock:
-            return sum(tree.token_count for tree in self._trees.values())
+            own = (name for name in self._trees if name.startswith(self._prefix))
+            return sum(self._trees[name].token_count for name in own)
 
     def __repr__(self) -> str:
         kept = {OutputLog: ", on disk", OutputStream: ", shared"}.get(type(self._log), "")
@@ -145,16 +154,35 @@ class OutputMemory:
 
     def __len__(self) -> int:
         """Number of outputs remembered, running ones included."""
-        return len(self._outputs)
+        with self.lock:
+            return sum(output.fingerprint.startswith(self._prefix) for output in self._outputs)
+
+    def namespace(self, tenant: str) -> OutputMemory:
+        """This memory for one tenant: what it writes is drafted to nobody else, nor is anything of
+        others to it.
+
+        Tenants share the bound of bytes, the log and the server. The oldest outputs go first,
+        whoever wrote them, so that a full memory shows that others write much, but not what. Give
+        each tenant an assistant of its own: whatever else assistants learn of texts stays in them.
+
+        Args:
+            tenant: any name; the log and the server are told a digest of it.
+
+        Raises:
+            ValueError: an empty name.
+        """
+        if not tenant:
+            raise ValueError("tenant: expected a name, got ''")
+        return _Namespace(self, tenant)
 
     def tree(self, fingerprint: str = "") -> SuffixTree | None:
         """The suffix tree of a model's outputs, to be used while holding `lock`.
 
         Finished outputs of no named model become this model's.
         """
-        if "" in self._trees and fingerprint and _GROUP_MARK not in fingerprint:
+        if self._prefix in self._trees and fingerprint and _GROUP_MARK not in fingerprint:
             self._adopt(fingerprint)
-        return self._trees.get(fingerprint)
+        return self._trees.get(self._prefix + fingerprint)
 
     def add(self, token_ids: Sequence[int] | NDArray[np.int32], fingerprint: str = "") -> None:
         """Learn a whole output, or any other text.
@@ -177,7 +205,7 @@ class OutputMemory:
         with self._tolerated():
             self._learn_news()
         with self.lock:
-            return RunningOutput(self, fingerprint)
+            return RunningOutput(self, self._prefix + fingerprint)
 
     def refresh(self) -> None:
         """Learn all that other processes have written to the log, or that has come from the server.
@@ -218,7 +246,8 @@ class OutputMemory:
         return reached
 
     def forget(self) -> None:
-        """Forget every output, running ones and those in the log or on the server included.
+        """Forget every output, running ones and those in the log or on the server included, of all
+        tenants.
 
         Other processes forget them when they next start or finish an output.
 
@@ -255,14 +284,15 @@ class OutputMemory:
             for tree in self._trees.values():
                 tree.check_invariants()
 
-    def _adopt(self, fingerprint: str) -> None:
+    def _adopt(self, model: str) -> None:
         """Make the finished outputs of no named model those of this one."""
-        unnamed = self._trees[""]
-        finished = [o for o in self._outputs if not o.fingerprint and o.finished]
+        nobody, fingerprint = self._prefix, self._prefix + model
+        unnamed = self._trees[nobody]
+        finished = [o for o in self._outputs if o.fingerprint == nobody and o.finished]
         if fingerprint not in self._trees and len(finished) == len(unnamed):
             # The whole tree, which a second one beside it would not leave room for.
-            self._trees[fingerprint] = self._trees.pop("")
-            if faded := self._finished.pop("", None):
+            self._trees[fingerprint] = self._trees.pop(nobody)
+            if faded := self._finished.pop(nobody, None):
                 self._finished[fingerprint] = faded
             for output in finished:
                 output.fingerprint = fingerprint
@@ -284,8 +314,9 @@ class OutputMemory:
         if self.half_life is None or newest.sequence is None:
             return
         lasting = 0.5 ** (1 / self.half_life)
+        chance = self._chances[newest.fingerprint.rpartition(_TENANT_MARK)[0]]
         for output in list(self._finished.get(newest.fingerprint, ())):
-            if self._chance.random() > lasting:
+            if chance.random() > lasting:
                 self._drop(output)
         self._finished.setdefault(newest.fingerprint, []).append(newest)
 
@@ -408,6 +439,17 @@ class OutputMemory:
             if not self._finished[name]:
                 del self._finished[name]
         output.sequence, output.full = None, True
+
+
+class _Namespace(OutputMemory):
+    """A memory as one tenant sees it."""
+
+    __slots__ = ("_prefix",)  # all else is the memory's
+
+    def __init__(self, memory: OutputMemory, tenant: str) -> None:
+        self.__dict__ = memory.__dict__
+        digest = hashlib.blake2b((memory._prefix + tenant).encode(), digest_size=12).hexdigest()
+        self._prefix = digest + _TENANT_MARK
 
 
 def _shared_outputs(
