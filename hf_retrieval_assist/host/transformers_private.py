@@ -7,7 +7,7 @@ Whatever differs between the supported versions is bridged here too.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -132,8 +132,9 @@ class OptimisedForDecode:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
-        self._scope: AbstractContextManager[None] | None = None
+        self.model = model
+        self.inside = ExitStack()
+        self.wanted = False
 
     def __enter__(self) -> OptimisedForDecode:
         return self
@@ -143,12 +144,11 @@ class OptimisedForDecode:
 
     def want(self, wanted: bool) -> None:
         """Be inside of it from now on, or outside."""
-        if wanted and self._scope is None:
-            self._scope = self._model._optimize_model_for_decode()
-            self._scope.__enter__()
-        elif not wanted and self._scope is not None:
-            scope, self._scope = self._scope, None
-            scope.__exit__(None, None, None)
+        if wanted and not self.wanted:
+            self.inside.enter_context(self.model._optimize_model_for_decode())
+        elif not wanted:
+            self.inside.close()
+        self.wanted = wanted
 
 
 def why_no_mask(config: Any) -> str | None:

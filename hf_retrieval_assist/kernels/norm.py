@@ -88,7 +88,7 @@ def _fused(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _norm(module: nn.Module, form: _Form, x: torch.Tensor) -> torch.Tensor | None:
-    weight = module._parameters["weight"]
+    weight: torch.Tensor | None = module.weight  # type: ignore[assignment]
     if weight is None or weight.dtype is not form.dtype:
         return None
     epsilon = getattr(module, form.epsilon)
@@ -104,8 +104,8 @@ def _may_be_norm(module: nn.Module) -> bool:
         and weight.dim() == 1
         and weight.is_cpu
         and not parameters
-        and not module._buffers
-        and not module._modules
+        and next(module.buffers(), None) is None
+        and next(module.children(), None) is None
         and "forward" in vars(type(module))
         and "forward" not in vars(module)
         and any(isinstance(vars(module).get(name), float) for name in _EPSILONS)
@@ -117,12 +117,13 @@ def _right_forms(module: nn.Module) -> Iterator[_Form]:
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     trials = _trials(weight.shape[0], weight.dtype)
     twin = copy(module)
-    twin.__dict__["_parameters"] = {"weight": nn.Parameter(trials[0][0, 0], requires_grad=False)}
+    weight_of_twin = nn.Parameter(trials[0][0, 0], requires_grad=False)
+    vars(twin)["_parameters"] = {**vars(module)["_parameters"], "weight": weight_of_twin}
     plain = _classes.get(type(module), (type(module).forward,))[0]
     try:
         with torch.no_grad():
             expected = [plain(twin, x) for x in trials]
-    except (RuntimeError, TypeError, ValueError):
+    except Exception:  # of a module that takes more than rows; it may be of any kind
         return
     names = [name for name in _EPSILONS if isinstance(vars(module).get(name), float)]
     kinds = itertools.product((weight.dtype,), names, (False, True), (False, True))

@@ -214,7 +214,7 @@ def test_older_outputs_fade(half_life):
     ages = np.zeros(60)
     for trial in range(40):
         memory = OutputMemory(half_life=half_life)
-        memory._chance.seed(trial)
+        memory._chances[""].seed(trial)
         for i in range(60):
             memory.add([i, i, i], "a")
         memory.check_invariants()
