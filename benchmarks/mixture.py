@@ -31,6 +31,7 @@ from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import RunningOutput
 from hf_retrieval_assist.planning.acceptance import CalibrationSession
 from hf_retrieval_assist.simulation import simulate
+from hf_retrieval_assist.structures.suffix_tree import CELL_SHAPE, COPY_SHAPE, WEIGHT_SHAPE
 from hf_retrieval_assist.token_tree import Float32Array
 
 from .acceptance import cpu_time, gpu_time
@@ -47,8 +48,39 @@ FIRST_RATE, LAST_RATE = 0.02, 0.003
 SIZES = (16, 32, 64)
 CURVES = {"CPU": cpu_time, "GPU": gpu_time}
 
+# Share of a context's continuations, at the middle of each bucket; no continuation is the first,
+# and the last: no continuation, where the context always went on alike.
+SHARES = (0.005, 0.01, 0.04, 0.1, 0.22, 0.4, 0.6, 0.85, 0.95, 0.005)
+
+# That a copy goes on, by how long it has been going on.
+COPIED = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+
+TRIALS_KEPT = 20  # of each cell, from training to another text
+
 PARTS = {"draft": "draft", "learn": "learn", "memory": "memory"}
 PARTS |= {"calibration": "calibration", "rest": "text and Python"}
+
+
+def untrained() -> Mixture:
+    """Every context counts alike, and is right as often as it was before."""
+    cells = np.zeros((*CELL_SHAPE, 2), np.float32)
+    trust = 0.5 + 0.08 * np.arange(CELL_SHAPE[2])
+    cells[..., 0] = (trust[:, None] * SHARES)[..., None]
+    copy_cells = np.zeros((*COPY_SHAPE, 2), np.float32)
+    copy_cells[..., 0] = 0.05, 0.5
+    going_on = np.repeat(COPIED, COPY_SHAPE[1] // len(COPIED))
+    copy_cells[0, :, :, 0] = np.stack([(1 - going_on) / 10, going_on], 1)
+    weights = np.zeros(WEIGHT_SHAPE, np.float32)
+    weights[0, :-2] = 0.12
+    return Mixture(cells, copy_cells, weights)
+
+
+def doubted(mixture: Mixture) -> Mixture:
+    """The same, tried so little that another kind of text soon moves it."""
+    cells, copies = mixture.cells.copy(), mixture.copy_cells.copy()
+    for found in (cells, copies):
+        found[..., 1] = np.minimum(found[..., 1], TRIALS_KEPT)
+    return replace(mixture, cells=cells, copy_cells=copies)
 
 
 def train(traces: Sequence[Trace], rounds: int = ROUNDS) -> Mixture:
@@ -57,7 +89,7 @@ def train(traces: Sequence[Trace], rounds: int = ROUNDS) -> Mixture:
     The weights are the mean over the second half of the way that they took (Polyak and Juditsky,
     1992): where it ends they lean to the trace that came last.
     """
-    mixture = Mixture.untrained()
+    mixture = untrained()
     weights: list[Float32Array] = [mixture.weights]
     drafters = [drafter for trace in traces for drafter in _drafters(trace)]
     served = [portions(trace) for trace in traces for _ in _sources(trace)]
@@ -73,7 +105,7 @@ def train(traces: Sequence[Trace], rounds: int = ROUNDS) -> Mixture:
             mixer = drafter.mixer
             mixture = Mixture(mixer.cells, mixer.copy_cells, mixer.weights)
             weights.append(mixture.weights)
-    return replace(mixture, weights=np.mean(weights[len(weights) // 2 :], axis=0)).doubted()
+    return doubted(replace(mixture, weights=np.mean(weights[len(weights) // 2 :], axis=0)))
 
 
 def _sources(trace: Trace) -> list[str]:
@@ -85,7 +117,7 @@ def _drafters(trace: Trace) -> Iterator[SuffixDrafter]:
         memory = warmed(trace.corpus) if source == "memory" else OutputMemory()
         corpus = trace.corpus if source == "corpus" else None
         learn = source != "text"
-        yield SuffixDrafter(memory, learn=learn, corpus=corpus, mixture=Mixture.untrained())
+        yield SuffixDrafter(memory, learn=learn, corpus=corpus, mixture=untrained())
 
 
 def portions(trace: Trace) -> Iterator[list[tuple[object, object]]]:

@@ -175,10 +175,6 @@ cdef class SuffixAutomaton:
         return 0
 
     @property
-    def frozen(self):
-        return self._frozen
-
-    @property
     def nbytes(self):
         """Bytes allocated."""
         cdef Automaton* a = &self.a
@@ -316,10 +312,6 @@ cdef class Cursor:
         for i in range(ids.shape[0]):
             advance(&self.automaton.a, &self.match, ids[i])
         return self.match.length
-
-    def reset(self):
-        """Back to the empty match."""
-        self.match.state, self.match.length = ROOT, 0
 
     def retreat(self):
         """Shorten the match to its longest suffix with more occurrences. Returns the new length."""

@@ -5,7 +5,6 @@ import pytest
 
 from benchmarks import mixture
 from benchmarks.traces import Trace
-from hf_retrieval_assist.drafters.mixture import Mixture
 from hf_retrieval_assist.simulation import simulate
 
 
@@ -38,7 +37,7 @@ def way(monkeypatch):
 def test_weights_are_the_mean_over_the_second_half_of_their_way(way):
     trained = mixture.train([phrases("a", 0), phrases("b", 1)], rounds=2)
     assert len(way) == 12  # two traces from three sources
-    late = np.mean([Mixture.untrained().weights, *way][6:], axis=0)
+    late = np.mean([mixture.untrained().weights, *way][6:], axis=0)
     assert np.array_equal(trained.weights, late)
     assert trained.weights.dtype == np.float32
     assert trained.cells[..., 1].max() <= 20
@@ -54,7 +53,7 @@ def test_a_trace_is_judged_with_weights_of_the_others(monkeypatch):
 
     def train(traces):
         trained_on.append([trace.name for trace in traces])
-        return Mixture.untrained()
+        return mixture.untrained()
 
     monkeypatch.setattr(mixture, "train", train)
     report = mixture.judge([phrases("a", 0), phrases("b", 1), phrases("c", 2)], requests=1)

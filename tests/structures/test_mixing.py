@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.mixture import doubted, untrained
 from hf_retrieval_assist.drafters.mixture import Mixture
 from hf_retrieval_assist.structures.suffix_tree import (
     CELL_SHAPE,
@@ -201,7 +202,7 @@ def test_learning_is_gradient_descent_on_the_coding_cost(memory, text, right):
 def test_learning_follows_the_text_it_is_given():
     """After 1 comes 2 or 3 in turn; the text goes on with 3 only."""
     evidence, _ = started([], [1, 2, 1, 3, 1, 2, 1, 3, 1], [])
-    mixer = Mixture.untrained().mixer()
+    mixer = untrained().mixer()
     before = dict(zip(*_root(mixer.draft(*evidence, 8, vocab_size=9)), strict=True))
     for _ in range(200):
         mixer.learn(*evidence, array([3]), vocab_size=9)
@@ -232,7 +233,7 @@ def test_the_latest_continuation_survives_a_removal():
     tree.remove(2)
     tree.check_invariants()
     draft = (
-        Mixture.untrained()
+        untrained()
         .mixer()
         .draft((tree, None, None), (None, None, None), array([1]), TextState(), 8, vocab_size=9)
     )
@@ -241,7 +242,7 @@ def test_the_latest_continuation_survives_a_removal():
 
 def test_ids_outside_the_vocabulary_are_no_candidates():
     evidence, _ = started([], [1, 7, 1, 2, 1], [])
-    draft = Mixture.untrained().mixer().draft(*evidence, 8, vocab_size=7)
+    draft = untrained().mixer().draft(*evidence, 8, vocab_size=7)
     assert 7 not in draft[0]
     assert 2 in draft[0]
 
@@ -264,9 +265,9 @@ def test_a_mixture_is_written_and_read(tmp_path):
 def test_what_is_doubted_says_the_same_and_is_moved_sooner():
     cells, copies, weights = mixture()
     sure = Mixture(cells, copies, weights)
-    doubted = sure.doubted()
-    assert np.array_equal(doubted.cells[..., 0], cells[..., 0])
-    assert np.array_equal(doubted.cells[..., 1], np.minimum(cells[..., 1], 20))
+    doubtful = doubted(sure)
+    assert np.array_equal(doubtful.cells[..., 0], cells[..., 0])
+    assert np.array_equal(doubtful.cells[..., 1], np.minimum(cells[..., 1], 20))
     assert np.array_equal(sure.cells, cells)
     assert Mixture.trained().cells[..., 1].max() == 20
 
