@@ -21,7 +21,7 @@ from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from ..verification.service import choose_service
-from ..verification.tiers import Tier
+from ..verification.tiers import Service, Tier
 from .growth import Growth, Level, grow
 from .other_vocabulary import Tokenizers, TranslatedText
 from .residual import draw_children
@@ -95,7 +95,7 @@ class DraftModelDrafter(Drafter):
         require_at_least(1, max_nodes=max_nodes, max_levels=max_levels, width=width)
         if temperature is not None and not temperature > 0:
             raise ValueError(f"temperature: expected None or a number > 0, got {temperature}")
-        mask_rules(model)
+        mask_rules(model, "draft_model")
         self.model = model
         self.max_nodes, self.max_levels, self.width = max_nodes, max_levels, width
         self.temperature = temperature
@@ -392,7 +392,9 @@ class DraftModelSession(RowSession):
         foresight: Foresight | None = None,
     ):
         config = drafter.model.config.get_text_config(decoder=True)
-        super().__init__([DraftCache(config, mask_rules(drafter.model), drafter.model.dtype)])
+        super().__init__(
+            [DraftCache(config, mask_rules(drafter.model, "draft_model"), drafter.model.dtype)]
+        )
         self.chooser = chooser
         self.text: list[int] = prompt_ids.tolist() if translated is None else list(translated.ids)
         self._valid = _ALL
@@ -479,12 +481,15 @@ class DraftModelSession(RowSession):
 
 
 @torch.no_grad()
-def mask_rules(model: Any) -> Rules:
+def mask_rules(model: Any, drafter: str) -> Rules:
     """The model's mask rules on the tree tier; ValueError where it can only be fed chains."""
-    service = choose_service(model, {})
-    if service.tier is not Tier.TREE or service.rules is None:
+    if model.config.is_encoder_decoder:
+        service = Service(Tier.PLAIN, "it is an encoder-decoder")
+    else:
+        service = choose_service(model, {})
+    if service.tier is not Tier.TREE:
         raise ValueError(
-            "expected a draft model that can be fed token trees, got "
+            f"{drafter}: expected a model that can be fed token trees, got "
             f"{type(model).__name__}: {service.reason}"
         )
     return service.rules

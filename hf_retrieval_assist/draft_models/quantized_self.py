@@ -24,8 +24,7 @@ from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from ..verification.own_forwards import Level, OwnForwards
-from ..verification.service import choose_service
-from ..verification.tiers import Tier
+from .draft_model import mask_rules
 
 # Evidence: the place among the model's choices, and how far the first one's score lies above the
 # second's (its own certainty) or, of others, above theirs. Where a choice is left to chance, the
@@ -103,15 +102,7 @@ class QuantizedSelf(Drafter):
         device = input_device(model)
         if device.type != "cpu":
             raise ValueError(f"QuantizedSelf: expected a model on a CPU, got one on {device}")
-        why = "it is an encoder-decoder"
-        if not model.config.is_encoder_decoder:
-            service = choose_service(model, {})
-            why = "" if service.tier is Tier.TREE else service.reason
-        if why:
-            raise ValueError(
-                "QuantizedSelf: expected a model that can be fed token trees, got "
-                f"{type(model).__name__}: {why}"
-            )
+        mask_rules(model, "QuantizedSelf")
         session = QuantizedSession(self, target, self._calibrator)
         if target.own is not None:
             session.weights = self._weights_of(target.own, model)

@@ -6,6 +6,7 @@ He, Zhong, Cai, Lee, He: "REST: Retrieval-Based Speculative Decoding", 2023, sec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,7 @@ def _priors() -> Float32Array:
 _PRIORS = _priors()
 
 
+@dataclass(eq=False)
 class RestDrafter(Drafter):
     """Proposes what followed the longest suffix of the text that the datastore holds.
 
@@ -64,21 +66,15 @@ class RestDrafter(Drafter):
     name = "rest"
     origins = ("corpus",)
 
-    def __init__(
-        self,
-        datastore: Datastore,
-        max_match: int = 16,
-        max_nodes: int = 64,
-        continuation: int = 10,
-        sources: int = 3,
-    ) -> None:
-        require_at_least(1, max_match=max_match, max_nodes=max_nodes)
-        require_at_least(1, continuation=continuation, sources=sources)
-        self.datastore = datastore
-        self.max_match = max_match
-        self.max_nodes = max_nodes
-        self.continuation = continuation
-        self.sources = sources
+    datastore: Datastore
+    max_match: int = 16
+    max_nodes: int = 64
+    continuation: int = 10
+    sources: int = 3
+
+    def __post_init__(self) -> None:
+        require_at_least(1, max_match=self.max_match, max_nodes=self.max_nodes)
+        require_at_least(1, continuation=self.continuation, sources=self.sources)
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> RestSession:
         """A session for a prompt; ValueError when the datastore has another vocabulary."""

@@ -243,7 +243,7 @@ class DraftingPolicy:
             asked = drafting is None or number in drafting.uses
             if not asked and not drafter.needs.hidden_layers:
                 for session, token_ids in zip(sessions, tokens, strict=True):
-                    session.defer(number, token_ids)
+                    session.deferred[number] += token_ids
                 continue
             started = time.perf_counter()
             self._learn_deferred(number, sessions)
@@ -361,7 +361,7 @@ class AssistantSession:
         # Asked in every step, so without those that know of nothing.
         knows = DraftSession.restrict
         self._restricting = [s for s in self.sessions if type(s).restrict is not knows]
-        # Of each drafter, tokens that it learns before it drafts again.
+        # Of each drafter, tokens that it learns all at once before it drafts again.
         self.deferred: list[list[int]] = [[] for _ in self.sessions]
         calibrators = assistant.calibrators(target.fingerprint)
         self.calibrations = [calibrator.session() for calibrator in calibrators]
@@ -404,15 +404,11 @@ class AssistantSession:
         """Append tokens to the text and learn what they and the forward show."""
         self.assistant.commit([self], [token_ids], [feedback])
 
-    def defer(self, number: int, token_ids: Sequence[int]) -> None:
-        """Append tokens that a drafter learns before it drafts again, and then all at once."""
-        self.deferred[number] += token_ids
-
     def learn_plain(self, token_ids: Sequence[int]) -> None:
         """Append a text that was decoded without drafts."""
         self.expected.follow(token_ids)
-        for number in range(len(self.sessions)):
-            self.defer(number, token_ids)
+        for waiting in self.deferred:
+            waiting += token_ids
 
     def close(self) -> None:
         """Close the drafters' sessions, the others too where one raises."""

@@ -89,10 +89,11 @@ class Calibrator:
         counts = self._counts[classes]
         return (counts[..., 1] / counts[..., 0]).astype(np.float32)
 
-    def judge(self, draft: _OpenDraft, known: int) -> bool:
-        """Count what a text tells of a proposal, behind its first `known` tokens; whether the text
-        is still inside the proposal."""
-        tree = draft.tree
+    def judge(self, draft: _OpenDraft, new: Int32Array) -> bool:
+        """Count what `new` tokens of a text tell of a proposal; whether the text is still inside
+        it."""
+        tree, known = draft.tree, len(draft.tokens)
+        draft.tokens = np.concatenate([draft.tokens, new]) if known else new
         with self._lock:
             return evidence.judge(
                 tree.token_ids,
@@ -165,10 +166,4 @@ class CalibrationSession:
         """Learn from the tokens by which the text went on; once per step, after `calibrate`."""
         if self._open:
             tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
-            self._open = [draft for draft in self._open if self._judge(draft, tokens)]
-
-    def _judge(self, draft: _OpenDraft, new: Int32Array) -> bool:
-        """Learn what `new` tells of a proposal; whether the text is still inside it."""
-        known = len(draft.tokens)
-        draft.tokens = np.concatenate([draft.tokens, new]) if known else new
-        return self._shared.judge(draft, known)
+            self._open = [draft for draft in self._open if self._shared.judge(draft, tokens)]

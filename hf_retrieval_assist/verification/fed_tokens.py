@@ -84,31 +84,15 @@ class FedTokens:
 
     def lines(self, device: torch.device) -> FedTrees:
         """On a device, row by row."""
-        return self._shown(device, self.token_ids, self.depths, self.sees)
+        return FedTrees.on(device, self.token_ids, self.depths, self.sees)
 
     def packed(self, device: torch.device) -> FedTrees:
         """On a device, a line for every token, whose columns are the tokens of its row."""
         real = self.real
-        return self._shown(
+        return FedTrees.on(
             device,
             self.token_ids[real][:, None],
             self.depths[real][:, None],
             self.sees[real][:, None],
             np.repeat(self.depths, self.counts, axis=0),
-        )
-
-    def _shown(
-        self,
-        device: torch.device,
-        token_ids: Int64Array,
-        depths: Int64Array,
-        sees: BoolArray,
-        columns: Int64Array | None = None,
-    ) -> FedTrees:
-        return FedTrees(
-            torch.from_numpy(token_ids).to(device),
-            torch.from_numpy(depths).to(device),
-            torch.from_numpy(sees).to(device),
-            int(self.depths.max()),
-            None if columns is None else torch.from_numpy(columns).to(device),
         )

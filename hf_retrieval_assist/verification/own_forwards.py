@@ -104,12 +104,5 @@ class OwnForwards:
                 attends[row, node, list(ancestors)] = True
         self._depths = np.concatenate([self._depths, depths], axis=1)
         self.columns = columns
-        device = self._verifier.device
-        fed = FedTrees(
-            token_ids=torch.from_numpy(ids).to(device),
-            depths=torch.from_numpy(depths).to(device),
-            attends=torch.from_numpy(attends).to(device),
-            max_depth=int(depths.max()),
-            column_depths=torch.from_numpy(self._depths).to(device),
-        )
+        fed = FedTrees.on(self._verifier.device, ids, depths, attends, self._depths)
         return self._verifier.draft(fed)

@@ -65,34 +65,32 @@ class Service:
         options: ForwardOptions,
     ) -> Verifier:
         """The verifier of this tier, for one call whose prefill is done."""
-        verifier = self._verifier(model, cache, model_kwargs, prompt_ids, options)
+        arguments = model, cache, model_kwargs, prompt_ids
+        stays = self.in_place and can_stay(cache, input_device(model))
+        unmasked = not stays and why_no_mask(model.config) is not None
+        verifier: Verifier
+        if self.tier is not Tier.TREE or unmasked:
+            verifier = ChainVerifier(*arguments, states=self._states(cache))
+        else:
+            mask: torch.Tensor | None = model_kwargs.get("attention_mask")
+            if mask is not None:
+                mask = None if bool(mask.all()) else mask.bool().to(input_device(model))
+            attention = TreeAttention(self.rules, mask, model.dtype)
+            if stays:
+                verifier = FixedVerifier(
+                    *arguments, attention=attention, options=options, split=self.split
+                )
+            else:
+                verifier = TreeVerifier(*arguments, attention=attention, packed=self.packed)
         verifier.most_tokens = options.most_tokens
         verifier.most_fed, verifier.reach = self.width, self.reach
         return verifier
 
-    def _verifier(
-        self,
-        model: Any,
-        cache: SlotCache,
-        model_kwargs: dict[str, Any],
-        prompt_ids: torch.Tensor,
-        options: ForwardOptions,
-    ) -> Verifier:
-        arguments = model, cache, model_kwargs, prompt_ids
+    def _states(self, cache: SlotCache) -> States:
+        """How its layers forget what they keep beside slots."""
         if self.tier is Tier.REPLAY:
-            return ChainVerifier(*arguments, states=SavedStates(cache))
-        stays = self.in_place and can_stay(cache, input_device(model))
-        unmasked = not stays and why_no_mask(model.config) is not None
-        if self.tier is Tier.CHAIN or unmasked:
-            states = CroppedStates if cache.state_layers else States
-            return ChainVerifier(*arguments, states=states(cache))
-        mask: torch.Tensor | None = model_kwargs.get("attention_mask")
-        if mask is not None:
-            mask = None if bool(mask.all()) else mask.bool().to(input_device(model))
-        attention = TreeAttention(self.rules, mask, model.dtype)
-        if stays:
-            return FixedVerifier(*arguments, attention=attention, options=options, split=self.split)
-        return TreeVerifier(*arguments, attention=attention, packed=self.packed)
+            return SavedStates(cache)
+        return CroppedStates(cache) if cache.state_layers else States(cache)
 
 
 def cache_for(model: Any, cache: SlotCache) -> Any:

@@ -105,6 +105,24 @@ class FedTrees:
     max_depth: int
     column_depths: torch.Tensor | None = None
 
+    @classmethod
+    def on(
+        cls,
+        device: torch.device,
+        token_ids: Int64Array,
+        depths: Int64Array,
+        attends: BoolArray,
+        column_depths: Int64Array | None = None,
+    ) -> FedTrees:
+        """Trees that were laid out on the host."""
+        return cls(
+            torch.from_numpy(token_ids).to(device),
+            torch.from_numpy(depths).to(device),
+            torch.from_numpy(attends).to(device),
+            int(depths.max()),
+            None if column_depths is None else torch.from_numpy(column_depths).to(device),
+        )
+
     @property
     def width(self) -> int:
         return self.token_ids.shape[1]
@@ -115,25 +133,19 @@ class FedTrees:
         return self.depths if self.column_depths is None else self.column_depths
 
 
+@dataclass(frozen=True, eq=False)
 class TreeAttention:
     """Builds the additive masks of one call to `generate`.
 
-    Args:
+    Attributes:
         rules: one rule per layer type, or a single rule for all layers.
         prompt_mask: bool [batch, prompt slots], False at padding; None without padding.
         dtype: of the masks, the model's.
     """
 
-    def __init__(
-        self,
-        rules: dict[str, LayerMask] | LayerMask,
-        prompt_mask: torch.Tensor | None,
-        dtype: torch.dtype,
-    ):
-        self.rules = rules
-        self.prompt_mask = prompt_mask
-        self.dtype = dtype
-        self.minimum = torch.finfo(dtype).min
+    rules: dict[str, LayerMask] | LayerMask
+    prompt_mask: torch.Tensor | None
+    dtype: torch.dtype
 
     def masks(
         self, fed: FedTrees, slots: RowSlots
@@ -167,8 +179,9 @@ class TreeAttention:
         batch, width, columns = nodes.shape
         kept, shown = slots.longest - first, slots.longest - first + columns
         mask = torch.zeros((batch, 1, width, shown), dtype=self.dtype, device=device)
+        hidden = torch.finfo(self.dtype).min
         if self._is_simple(slots) and _furthest_unseen(rule, fed, slots) < first:
-            mask[..., kept:].masked_fill_(~nodes[:, None], self.minimum)
+            mask[..., kept:].masked_fill_(~nodes[:, None], hidden)
             return mask
         # The slot of each row's first token.
         begin: Any = 0
@@ -191,7 +204,7 @@ class TreeAttention:
         else:
             rows, places = slots.index(columns, device)
             allowed.transpose(1, 2)[rows, places - first] = nodes.transpose(1, 2)
-        return mask.masked_fill_(~allowed[:, None], self.minimum)
+        return mask.masked_fill_(~allowed[:, None], hidden)
 
 
 def _furthest_unseen(rule: LayerMask, fed: FedTrees, slots: RowSlots) -> int:
