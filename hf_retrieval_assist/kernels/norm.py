@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from copy import copy
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -116,11 +116,10 @@ def _right_forms(module: nn.Module) -> Iterator[_Form]:
     """What gives a module's own bits, whatever its weights."""
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     trials = _trials(weight.shape[0], weight.dtype)
-    twin = copy(module)
-    weight_of_twin = nn.Parameter(trials[0][0, 0], requires_grad=False)
-    vars(twin)["_parameters"] = {**vars(module)["_parameters"], "weight": weight_of_twin}
     plain = _classes.get(type(module), (type(module).forward,))[0]
     try:
+        twin = deepcopy(module)
+        twin.weight = nn.Parameter(trials[0][0, 0], requires_grad=False)
         with torch.no_grad():
             expected = [plain(twin, x) for x in trials]
     except Exception:  # of a module that takes more than rows; it may be of any kind

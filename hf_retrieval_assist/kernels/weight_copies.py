@@ -104,7 +104,7 @@ def packable(layer: nn.Module) -> Any:
     if not isinstance(layer, nn.Linear):
         return None
     # Not by attribute: a parametrised layer would compute it.
-    weight = layer._parameters.get("weight")
+    weight = dict(layer.named_parameters(recurse=False)).get("weight")
     if (
         type(weight) is not nn.Parameter
         or weight.device.type != "cpu"

@@ -106,19 +106,20 @@ class OutputLog:
         epoch = max(_now(), (self._epoch or 0) + 1)
         self._patience = _FORGETTING
         try:
-            with self._transaction("EXCLUSIVE") as database:
+            with self._transaction() as database:
                 epoch = self._next_name(database)
                 database.execute("ROLLBACK")
                 database.execute("BEGIN EXCLUSIVE")
                 self._empty()
-                database.execute("ROLLBACK")
         except ValueError:  # nobody can use it
             self._empty()
-            self._database = None
+        self._database = None  # it remembers the tables
         self._epoch, self._last_read = epoch, 0
         self._writers.clear()
-        with self._transaction():
-            pass  # the new file is told the epoch
+        with self._transaction() as database:
+            # Processes that have not heard of it may have been quicker with the new file.
+            self._epoch = self._next_name(database)
+            self._agree_on_epoch(database)
         self._forgotten = False
 
     def sync(self, timeout: float) -> bool:
@@ -126,13 +127,14 @@ class OutputLog:
         return True
 
     @contextmanager
-    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Everything that the block does, or nothing; the epochs here and there are made one."""
         try:
             database = self._connected()
             database.execute(f"PRAGMA busy_timeout = {int(1000 * self._patience)}")
             self._patience = 0.0
-            database.execute(f"BEGIN {kind}")
+            database.execute("PRAGMA shrink_memory")  # the pages may be those of another file now
+            database.execute("BEGIN IMMEDIATE")
             self._patience = _PATIENCE
             try:
                 self._prepare(database)
@@ -143,11 +145,13 @@ class OutputLog:
             finally:
                 if database.in_transaction:
                     database.execute("ROLLBACK")
-        except (sqlite3.Error, OverflowError) as error:
+        # Messages that quote a damaged file are not always UTF-8.
+        except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             # A file that may be written to is not read-only, whatever its damaged header says.
             damaged = "readonly" in str(error) and os.access(self.path, os.W_OK)
             if isinstance(error, sqlite3.OperationalError) and not damaged:
                 raise OSError(f"{self.path}: {error}") from error
+            self._database = None  # it remembers what the header said
             raise ValueError(f"{self.path}: expected a log of outputs, got {error}") from error
 
     def _connected(self) -> sqlite3.Connection:
@@ -160,9 +164,9 @@ class OutputLog:
             self._opened = self._found()
             try:
                 self._database = self._connection()
-            except sqlite3.DatabaseError:
-                # Not before: to close a database's file would end the locks of this process on it.
-                if not is_former_log(self.path):
+            except sqlite3.DatabaseError as error:
+                # No database: to close the file of one would end this process's locks on it.
+                if isinstance(error, sqlite3.OperationalError) or not is_former_log(self.path):
                     raise
                 self._move_over()
                 self._opened = self._found()

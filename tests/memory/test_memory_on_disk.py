@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -169,22 +169,52 @@ def test_what_makes_room_leaves_no_byte(tmp_path):
     assert not on_disk(path)
 
 
-@pytest.mark.parametrize(
-    ("place", "length"),
-    # Of which the second says that the file must not be written to.
-    [(0, 9), (18, 1), (20, 9), (30, 9), (100, 9), (5000, 9)],
-)
-def test_a_damaged_log_can_be_forgotten(tmp_path, place, length):
+# Of the header, 18 says that the file must not be written to, 43 that its tables never changed.
+DAMAGE = [*((place, b"\xff" * 9) for place in (0, 20, 30, 100, 5000)), (18, b"\xff"), (43, b"\0")]
+
+
+@pytest.mark.parametrize(("place", "damage"), DAMAGE)
+@pytest.mark.parametrize("begun", ["before", "after", "with an older copy"])
+def test_a_damaged_log_can_be_forgotten(tmp_path, place, damage, begun):
     path = tmp_path / "log"
-    memory = OutputMemory(path=path)
+    memory, other = OutputMemory(path=path), OutputMemory(path=path)
     memory.add(SECRET)
+    running = other.start()
+    running.extend([*SECRET, 888888])
     data = bytearray(path.read_bytes())
-    data[place : place + length] = b"\xff" * length
+    data[place : place + len(damage)] = damage
+    if begun == "with an older copy":
+        memory.forget()
     path.write_bytes(data)
+    if begun == "after":
+        with suppress(ValueError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            memory = OutputMemory(path=path)
+            memory.add([1, 2])
     memory.forget()
     assert not on_disk(path)
+    running.close()
+    other.add([3, 4])
     memory.add([1, 2])
+    assert logged(path) == [[3, 4], [1, 2]]
+    assert not on_disk(path)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_running_outputs_stay_forgotten_though_they_end_while_the_log_is_emptied(
+    tmp_path, monkeypatch, damaged
+):
+    path = tmp_path / "log"
+    first, second = OutputMemory(path=path), OutputMemory(path=path)
+    running = second.start()
+    running.extend(SECRET)
+    if damaged:
+        path.write_bytes(b"something" * 1_000)
+    monkeypatch.setattr(first._log._writers, "clear", running.close)
+    first.forget()
+    second.add([1, 2])
     assert logged(path) == [[1, 2]]
+    assert not on_disk(path)
 
 
 def test_an_older_copy_does_not_bring_back_what_was_forgotten(tmp_path):
@@ -223,6 +253,31 @@ def test_a_log_that_is_restored_under_running_processes_is_read_anew(tmp_path, r
         assert [count(memory, t) for t in ([1, 2], [3, 4], [5, 6])] == [1, 1, 1]
         assert len(memory) == (3 if memory is third else 23)
     assert logged(path) == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_a_log_that_is_restored_with_as_many_changes_is_read_anew(tmp_path):
+    path, copy = tmp_path / "log", tmp_path / "copy"
+    first, second = OutputMemory(path=path), OutputMemory(path=path)
+    first.add([1, 2])
+    shutil.copy(path, copy)
+    second.add([7, 8])
+    shutil.copy(copy, path)
+    first.add([3, 4])
+    second.add([5, 6])
+    assert logged(path) == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_a_log_is_written_on_once_its_header_is_whole_again(tmp_path):
+    path = tmp_path / "log"
+    OutputMemory(path=path).add([1, 2])
+    good = path.read_bytes()
+    path.write_bytes(good[:18] + b"\xff" + good[19:])
+    view = OutputLog(path, 1 << 20)
+    with pytest.raises(ValueError, match="attempt to write a readonly database"):
+        view.append("m", np.array([3, 4], np.int32))
+    path.write_bytes(good)
+    assert view.append("m", np.array([3, 4], np.int32))
+    assert logged(path) == [[1, 2], [3, 4]]
 
 
 def test_a_log_that_is_deleted_under_running_processes_is_made_anew(tmp_path):
@@ -300,6 +355,27 @@ def test_a_log_that_is_held_is_waited_for_once_and_nobody_who_drafts_waits(tmp_p
         assert time.monotonic() - started < 0.4
     memory.add([5, 6])
     assert len(logged(path)) == 13
+
+
+TAKE = """
+import sqlite3, sys
+try:
+    sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None).execute("BEGIN EXCLUSIVE")
+except sqlite3.OperationalError as error:
+    print(error)
+"""
+
+
+@needs_posix
+def test_who_opens_a_log_that_is_held_leaves_it_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "_PATIENCE", 0.0)
+    path = tmp_path / "log"
+    OutputMemory(path=path)
+    with holding(path):
+        with pytest.raises(OSError, match="database is locked"):
+            OutputMemory(path=path)
+        taken = subprocess.run([sys.executable, "-c", TAKE, str(path)], stdout=-1, text=True)
+    assert taken.stdout == "database is locked\n"
 
 
 # The modules alone: importing the package would take most of a writer's life.
@@ -425,6 +501,16 @@ def test_a_disk_that_is_full_for_a_while(tmp_path):
     path = tmp_path / "log"
     subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], check=True)
     assert logged(path) == [[7, 7], *([i] * 2_000 for i in range(1, 5)), [6, 6]]
+
+
+def test_a_message_that_quotes_damage_names_the_file(tmp_path):
+    path = tmp_path / "log"
+    OutputMemory(path=path).add([1, 2])
+    path.write_bytes(
+        path.read_bytes().replace(b"TABLE outputs", b"TABLX \xff\xff\xff\xff\xff\xff\xff")
+    )
+    with pytest.raises(ValueError, match="log: expected a log of outputs, got"):
+        OutputMemory(path=path)
 
 
 def test_a_log_that_is_damaged_in_use_costs_no_output(tmp_path):

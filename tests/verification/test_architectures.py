@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -28,7 +30,9 @@ NEW_TOKENS = 14
 TIERS = ("tree", "chain", "replay", "plain")
 
 # The table is of one version; others have fewer classes, and serve some of them at lower tiers.
-TABLED = f"transformers {transformers.__version__}:" in TABLE.read_text()
+TABLED = (
+    re.findall(r"transformers (\d+\.\d+\.\d+)", TABLE.read_text())[0] == transformers.__version__
+)
 with_table = pytest.mark.skipif(not TABLED, reason="the table is of another transformers version")
 
 # XLM puts out NaN once its positions exceed the padding index, with or without an assistant.
