@@ -206,8 +206,10 @@ class Verifier:
         inputs = self.model.prepare_inputs_for_generation(
             input_ids, next_sequence_length=width, **(self.kwargs | arguments)
         )
-        # Some models would keep the last token's logits only, whatever is asked of them.
+        # Some models would keep the last token's logits only, whatever is asked of them, or drop
+        # their cache by the number of ids, of which packed rows have more than any text.
         inputs.pop("logits_to_keep", None)
+        inputs |= {n: v for n, v in self.kwargs.items() if n == "past_key_values"}
         rest = {n: v for n, v in inputs.items() if n not in arguments and n != self._ids_name}
         if all(value is self.kwargs.get(name) for name, value in rest.items()):
             self._steady = rest
