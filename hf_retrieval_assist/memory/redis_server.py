@@ -16,6 +16,7 @@ The part of the keys in braces lets a cluster keep both in one place.
 from __future__ import annotations
 
 import ipaddress
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -31,12 +32,12 @@ _OPTIONS = (
 )
 
 # One exchange. Outputs are not taken from a process that has not heard of the last forgetting; the
-# epoch in the answer tells it, and it forgets them too. One that has heard of none yet is asked how
-# long ago it began. A process that knows a later epoch than the server, which has come back from an
+# epoch in the answer tells it, and it forgets them too. One that has heard of none yet is asked when
+# it began, by the server's clock. A process that knows a later epoch than the server, which has come back from an
 # older copy, has it forget anew; what was written there since is named by a later time and stays.
 # An entry that was read last and is gone made room, or was lost with all that were read: what there
 # is now is read from the beginning.
-# ARGV: the writer's epoch or "", milliseconds since it began, the last entry it has read, entries
+# ARGV: the writer's epoch or "", the millisecond when it began, the last entry it has read, entries
 # to return at most, bytes to keep, then by, seq, model and ids of each output.
 _EXCHANGE = """
 local function size(entry)
@@ -57,9 +58,7 @@ if known and known > epoch then
   redis.call('HSET', KEYS[2], 'epoch', ARGV[1], 'forgotten', ARGV[1], 'bytes', bytes)
   epoch = known
 end
-local time = redis.call('TIME')
-local began = time[1] * 1000 + time[2] / 1000 - tonumber(ARGV[2])
-local forgotten = known and known < epoch or not known and stored('forgotten') > began
+local forgotten = known and known < epoch or not known and stored('forgotten') > tonumber(ARGV[2])
 if forgotten then return {string.format('%.0f', epoch), 1, {}} end
 if #ARGV > 5 then
   local kept = stored('bytes')
@@ -122,23 +121,25 @@ class RedisServer:
             socket_connect_timeout=_TIMEOUT,
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
         )
+        self._time = client.time
         self._exchange = client.register_script(_EXCHANGE)
         self._forget = client.register_script(_FORGET)
 
     def exchange(
         self,
         epoch: int | None,
-        age: float,
+        began: float,
         after: bytes,
         most: int,
         keep_bytes: int,
         outputs: Sequence[Output],
     ) -> tuple[int, bool, list[tuple[bytes, Output | None]]]:
-        """Write outputs and read others, in one round trip and as one operation.
+        """Write outputs and read others, as one operation and in one round trip, once the caller
+        knows an epoch.
 
         Args:
             epoch: the newest that the caller knows of, None if none.
-            age: seconds since the caller began.
+            began: `time.monotonic()` when the caller did.
             after: name of the last entry that was read; b"0" before the first.
             most: entries to return.
             keep_bytes: bound on what the server keeps.
@@ -150,11 +151,17 @@ class RedisServer:
             after `after` with their names, None in the place of one that is no output.
         """
         written = [part for output in outputs for part in output.fields()]
-        known = "" if epoch is None else epoch
-        args = [known, f"{1000 * age:.3f}", after, most, keep_bytes, *written]
+        known, start = ("", self._by_its_clock(began)) if epoch is None else (epoch, 0.0)
+        args = [known, f"{start:.3f}", after, most, keep_bytes, *written]
         answer = self._exchange(keys=_KEYS, args=args)
         entries = [(name, _parse(fields)) for name, fields in answer[2]]
         return int(answer[0]), bool(answer[1]), entries
+
+    def _by_its_clock(self, instant: float) -> float:
+        """The server's millisecond of a past `time.monotonic()`, or one somewhat before it: what
+        was on its way for long is not taken for younger than it is."""
+        seconds, microseconds = self._time()
+        return 1e3 * seconds + 1e-3 * microseconds - 1e3 * (time.monotonic() - instant)
 
     def forget(self, epoch: int | None) -> int:
         """Delete all outputs. Returns the new epoch, which is above `epoch`."""

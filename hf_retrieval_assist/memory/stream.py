@@ -167,9 +167,8 @@ class OutputStream:
         with self._changed:
             epoch, sent = self._epoch, self._pending.first(_BYTES_SENT)
         try:
-            age = time.monotonic() - self._began
             answer = self.server.exchange(
-                epoch, age, self._last_entry, _ENTRIES, self.keep_bytes, sent
+                epoch, self._began, self._last_entry, _ENTRIES, self.keep_bytes, sent
             )
         except self.server.errors as error:
             return self._wait_for_server(error)

@@ -72,7 +72,7 @@ class Keeper:
         self.held = 0  # answers on their way
         self.lose_answers = 0
 
-    def exchange(self, epoch, age, after, most, keep_bytes, outputs):
+    def exchange(self, epoch, began, after, most, keep_bytes, outputs):
         self.answers.wait()
         forgotten = epoch is not None and epoch < self.epoch
         self.epoch = max(self.epoch, epoch or 0)
@@ -373,6 +373,22 @@ def test_what_was_forgotten_before_the_first_exchange_is_not_delivered(server):
     assert late.sync(WAIT)
     assert known(late) == Counter()
     assert server.client.xlen("{hf-retrieval-assist}:2:outputs") == 0
+
+
+@needs_redis
+def test_who_was_on_its_way_while_all_was_forgotten_is_told(server):
+    late, other = RedisServer(server.url), RedisServer(server.url)
+    began, send = time.monotonic(), late._exchange
+
+    def send_late(**arguments):
+        other.forget(None)
+        return send(**arguments)
+
+    late._exchange = send_late
+    epoch, forgotten, _ = late.exchange(None, began, b"0", 1, 1 << 20, [])
+    assert forgotten
+    late._exchange = send
+    assert late.exchange(epoch, began, b"0", 1, 1 << 20, []) == (epoch, False, [])
 
 
 @needs_redis
