@@ -84,6 +84,21 @@ class RequestDrafts:
             cache_length=size_bucket(0),
         )
         self._texts: dict[str, _Text] = {}
+        self._assigned: dict[str, Assistant] = {}
+        self._forwards = 0  # behind a prefill, and not counted for `stats` yet
+
+    def assign(self, request_id: str, assistant: Assistant) -> None:
+        """Let a request that has not begun have a twin of the assistant.
+
+        Raises:
+            ValueError: another assistant, or texts by row.
+        """
+        if assistant.drafters != self.assistant.drafters or assistant.expected.rows:
+            raise ValueError(
+                "assistant: expected a twin of the manager's own, by private() or expecting(text), "
+                f"got {assistant!r}"
+            )
+        self._assigned[request_id] = assistant
 
     def propose(self, requests: Sequence[Any], room: int, longest: int) -> dict[str, list[int]]:
         """Drafts by request, whose expected tokens pay for the time they take."""
@@ -105,16 +120,21 @@ class RequestDrafts:
 
     def follow(self, requests: Sequence[Any]) -> None:
         """Learn by how much the texts have grown."""
+        self._forwards += any(state.generated_len() > 1 for state in requests)
         for state in requests:
             if state.generated_tokens:
                 self._text(state).follow(state)
 
     def keep(self, request_ids: set[str]) -> None:
         """Finish the texts of all other requests, from which later ones draft."""
+        going_on = {_root(request_id) for request_id in request_ids}
         for request_id in self._texts.keys() - request_ids:
             text = self._texts.pop(request_id)
-            text.session.close()
+            text.close()
+            text.counts.forwards, self._forwards = self._forwards, 0
             self.assistant.count(text.counts)
+            if (root := _root(request_id)) not in going_on:
+                self._assigned.pop(root, None)
 
     def count(self, request_id: str, drafted: int, accepted: int) -> None:
         """Count a step of a request, for `stats`."""
@@ -127,7 +147,8 @@ class RequestDrafts:
 
     def _text(self, state: Any) -> _Text:
         if state.request_id not in self._texts:
-            self._texts[state.request_id] = _Text(self.assistant, self.target, state)
+            assistant = self._assigned.get(_root(state.request_id), self.assistant)
+            self._texts[state.request_id] = _Text(assistant, self.target, state)
         return self._texts[state.request_id]
 
 
@@ -153,6 +174,16 @@ class _Text:
         self.known += len(new)
         self.counts.tokens += len(new)
         self._begun = True
+
+    def close(self) -> None:
+        """The text has ended."""
+        self.counts.count_expected(self.session.expected.accepted, self.session.expected.rejected)
+        self.session.close()
+
+
+def _root(request_id: str) -> str:
+    """The request that one of several sequences was asked for by."""
+    return request_id.partition("__child#")[0]
 
 
 def _left(state: Any, longest: int) -> int:

@@ -379,3 +379,49 @@ def test_windows_are_tested(llama):
         assert len([*outputs(manager, 1)]) == 1
         assert SLIDING_ATTENTION in manager.batch_processor.cache.cache_allocators
     assert model.config.get_text_config().sliding_window < 40
+
+
+def test_a_request_may_have_a_twin_of_the_assistant(llama):
+    inputs = prompts(3)
+    plain = run(llama, inputs)
+    memory = OutputMemory()
+    assistant = SamAssistant(memory=memory, budget=8, fallback=None)
+    outputs = {}
+    with llama.continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=small(), assistant=assistant
+    ) as manager:
+        twins = {
+            "usual": None,
+            "private": assistant.private(),
+            "expecting": assistant.expecting(plain[2]),
+        }
+        for (name, twin), prompt in zip(twins.items(), inputs, strict=True):
+            assert manager.add_request(prompt, request_id=name, assistant=twin) == name
+        assert manager.add_request(inputs[1], assistant=assistant.private()) not in twins
+        while len(outputs) < 4:
+            output = manager.get_result(timeout=60)
+            outputs[output.request_id] = output.generated_tokens
+        with pytest.raises(ValueError, match="a twin of the manager's own"):
+            manager.add_request(inputs[0], assistant=SamAssistant())
+    assert [outputs[name] for name in twins] == plain
+    assert {*map(tuple, outputs.values())} == {*map(tuple, plain)}
+    # The private ones were never known.
+    assert len(memory) == 2
+    total = assistant.stats.total
+    assert total.calls == 4
+    assert total.expected_accepted > LENGTH - 4
+    assert total.accepted > LENGTH // 2
+
+
+def test_twins_serve_every_sequence_of_a_request(llama):
+    memory = OutputMemory()
+    assistant = SamAssistant(memory=memory, budget=8)
+    with llama.continuous_batching_context_manager(
+        generation_config=greedy(num_return_sequences=3, do_sample=True),
+        continuous_batching_config=small(),
+        assistant=assistant,
+    ) as manager:
+        manager.add_request(prompts(1)[0], assistant=assistant.private())
+        for _ in range(3):
+            assert manager.get_result(timeout=60).error is None
+    assert len(memory) == 0

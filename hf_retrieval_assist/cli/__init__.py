@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import cache, calibrate, datastore, demo, suggest, train_head
+from . import cache, calibrate, datastore, demo, serve, suggest, train_head
 
 PROGRAM = "hf-retrieval-assist"
 
@@ -19,6 +19,7 @@ COMMANDS = {
     "cache": cache.COMMAND,
     "calibrate": calibrate.COMMAND,
     "demo": demo.COMMAND,
+    "serve": serve.COMMAND,
     "suggest": suggest.COMMAND,
     "train-head": train_head.COMMAND,
 }

@@ -10,6 +10,7 @@ and takes the rest back before the next step.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
@@ -40,6 +41,9 @@ _LONGEST = 4096  # tokens of a draft where nothing else bounds it
 
 class Drafts(Protocol):
     """Where the drafts of requests come from."""
+
+    def assign(self, request_id: str, assistant: Any) -> None:
+        """A request that has not begun drafts by an assistant of its own."""
 
     def propose(
         self, requests: Sequence[RequestState], room: int, longest: int
@@ -80,6 +84,27 @@ class DraftingManager(ContinuousBatchingManager):
     """A manager whose steps carry drafts."""
 
     drafts: Drafts
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        *args: Any,
+        assistant: Any = None,
+        **options: Any,
+    ) -> str | None:
+        """transformers' own, with an assistant for this request alone.
+
+        Args:
+            assistant: `private()` or `expecting(text)` of the manager's; None: the manager's.
+
+        Raises:
+            ValueError: another assistant.
+        """
+        if assistant is not None:
+            request_id = request_id or f"req_of_its_own_{uuid.uuid4()}"
+            self.drafts.assign(request_id, assistant)
+        return super().add_request(input_ids, request_id, *args, **options)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = super()._create_batch_processor()

@@ -32,9 +32,10 @@ _OPTIONS = (
 )
 
 # One exchange. Outputs are not taken from a process that has not heard of the last forgetting; the
-# epoch in the answer tells it, and it forgets them too. One that has heard of none yet is asked when
-# it began, by the server's clock. A process that knows a later epoch than the server, which has come back from an
-# older copy, has it forget anew; what was written there since is named by a later time and stays.
+# epoch in the answer tells it, and it forgets them too. One that has heard of none yet says when it
+# began, by the server's clock. A process that knows a later epoch than the server, which has come
+# back from an older copy, has it forget anew; what was written there since is named by a later time
+# and stays.
 # An entry that was read last and is gone made room, or was lost with all that were read: what there
 # is now is read from the beginning.
 # ARGV: the writer's epoch or "", the millisecond when it began, the last entry it has read, entries

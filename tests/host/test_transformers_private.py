@@ -10,8 +10,8 @@ from hf_retrieval_assist.host import transformers_private
 
 PACKAGE = Path(hf_retrieval_assist.__file__).parent
 HOST = Path(transformers_private.__file__)
-# The same for what runs requests side by side, whose classes it extends.
-HOSTS = (HOST, HOST.with_name("continuous_batching.py"))
+# The same for what runs requests side by side, and for the server, whose classes they extend.
+HOSTS = (HOST, HOST.with_name("continuous_batching.py"), PACKAGE / "serving.py")
 
 
 # PyTorch's fused attentions that tell the log-sum-exp.
