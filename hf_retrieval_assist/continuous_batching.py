@@ -9,22 +9,33 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from itertools import compress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 import transformers
 
 from .assistants import Assistant
 from .drafters.base import Target
+from .drafters.feedback import RowFeedback
 from .drafting.policy import AssistantSession
 from .host import transformers_private
 from .host.fingerprint import fingerprint
+from .kernels.norm import learn_norms
+from .kernels.reroute import reroute
+from .planning.account import Drafting
 from .planning.cost_store import CostKey, size_bucket
 from .planning.cost_views import PackedCost
 from .stats import CallStats
 from .structures import draft_tree
 from .system.log import get_logger
 from .token_tree import TokenTree
+from .verification.top_logits import ComputedTop
+
+if TYPE_CHECKING:
+    from .host.continuous_batching import FedRequest
 
 logger = get_logger(__name__)
 
@@ -85,7 +96,11 @@ class RequestDrafts:
         )
         self._texts: dict[str, _Text] = {}
         self._assigned: dict[str, Assistant] = {}
+        self._step: _Step | None = None
         self._forwards = 0  # behind a prefill, and not counted for `stats` yet
+        self._rerouted = assistant.reroute and model.device.type == "cpu"
+        if self._rerouted:
+            learn_norms(model)
 
     def assign(self, request_id: str, assistant: Assistant) -> None:
         """Let a request that has not begun have a twin of the assistant.
@@ -100,30 +115,74 @@ class RequestDrafts:
             )
         self._assigned[request_id] = assistant
 
+    def scope(self) -> reroute:
+        """In which steps are computed."""
+        return reroute(self._rerouted)
+
     def propose(self, requests: Sequence[Any], room: int, longest: int) -> dict[str, list[int]]:
         """Drafts by request, whose expected tokens pay for the time they take."""
         growing = [state for state in requests if _left(state, longest)] if room else []
+        self._step = None
         if not growing:
             return {}
-        texts = [self._text(state) for state in growing]
+        sessions = [self._text(state).session for state in growing]
+        depths = [_left(state, longest) for state in growing]
         cost = PackedCost(self.assistant.costs.get(self._key), len(requests))
-        trees = self.assistant.propose(
-            [text.session for text in texts], [_left(state, longest) for state in growing], cost
-        )
+        account = self.assistant.account(replace(self._key, batch_size=size_bucket(len(growing))))
+        drafting = None if account is None else account.begin(cost)
+        trees = self.assistant.propose(sessions, depths, cost, drafting=drafting)
         chains = [tree.best_chain() for tree in trees]
-        kept = _most_probable(self.assistant.plan(chains, cost, packed=True), room)
-        return {
-            state.request_id: chain.token_ids.tolist()
-            for state, chain in zip(growing, kept, strict=True)
-            if len(chain)
-        }
+        planned = self.assistant.plan(chains, cost, packed=True, drafting=drafting)
+        kept = _most_probable(planned, room)
+        by_request = {s.request_id: chain for s, chain in zip(growing, kept, strict=True)}
+        self._step = _Step(drafting, by_request)
+        return {name: chain.token_ids.tolist() for name, chain in by_request.items() if len(chain)}
 
-    def follow(self, requests: Sequence[Any]) -> None:
-        """Learn by how much the texts have grown."""
-        self._forwards += any(state.generated_len() > 1 for state in requests)
-        for state in requests:
-            if state.generated_tokens:
-                self._text(state).follow(state)
+    def follow(self, fed: Sequence[FedRequest], logits: torch.Tensor) -> None:
+        """Learn by how much the texts have grown, and what their logits show."""
+        begun = [(one, self._text(one.state)) for one in fed]
+        going_on = [(one, text) for one, text in begun if text.begun]
+        for one, text in begun:
+            if not text.begun:
+                shown = logits[one.place : one.place + 1] if self.assistant.needs_logits else None
+                text.begin(one.state, shown)
+        self._forwards += bool(going_on)
+        step, self._step = self._step or _Step(None, {}), None
+        sessions = [text.session for _, text in going_on]
+        tokens = [text.extend(one) for one, text in going_on]
+        feedbacks = [
+            self._feedback(one, new, logits) for (one, _), new in zip(going_on, tokens, strict=True)
+        ]
+        self.assistant.commit(sessions, tokens, feedbacks, step.drafting)
+        if step.drafting is not None:
+            asked = [one.state.request_id in step.chains for one, _ in going_on]
+            trees = [
+                step.chains.get(one.state.request_id, TokenTree.empty()).prune(len(one.draft))
+                for one, _ in going_on
+            ]
+            self.assistant.settle(
+                step.drafting,
+                list(compress(sessions, asked)),
+                list(compress(trees, asked)),
+                list(compress(tokens, asked)),
+                1 + sum(map(len, trees)),
+            )
+
+    def _feedback(
+        self, one: FedRequest, new: Sequence[int], logits: torch.Tensor
+    ) -> RowFeedback | None:
+        """What a step showed of a text that has got these tokens by it."""
+        if not self.assistant.needs_feedback or len(new) != one.kept:
+            return None
+        text = one.state.initial_tokens + one.state.generated_tokens
+        places = np.arange(one.place, one.place + 1 + len(one.draft))
+        return RowFeedback(
+            token_ids=np.array([text[-1 - len(new)], *one.draft], np.int32),
+            accepted=np.arange(len(new), dtype=np.int32),
+            logits=logits[places] if self.assistant.needs_all_logits else None,
+            hidden_states={},
+            top=ComputedTop(logits, places),
+        )
 
     def keep(self, request_ids: set[str]) -> None:
         """Finish the texts of all other requests, from which later ones draft."""
@@ -136,11 +195,6 @@ class RequestDrafts:
             if (root := _root(request_id)) not in going_on:
                 self._assigned.pop(root, None)
 
-    def count(self, request_id: str, drafted: int, accepted: int) -> None:
-        """Count a step of a request, for `stats`."""
-        if request_id in self._texts:
-            self._texts[request_id].counts.count_step(drafted, accepted)
-
     def time(self, tokens: int, seconds: float) -> None:
         """Learn what a step takes that feeds so many tokens."""
         self.assistant.costs.get(self._key).observe(tokens, seconds)
@@ -152,6 +206,13 @@ class RequestDrafts:
         return self._texts[state.request_id]
 
 
+class _Step(NamedTuple):
+    """What was proposed for a step."""
+
+    drafting: Drafting | None
+    chains: dict[str, TokenTree]  # by request
+
+
 class _Text:
     """What a request's drafters know of its text."""
 
@@ -160,20 +221,23 @@ class _Text:
         self.session: AssistantSession = assistant.start(prompt, target)
         self.counts = CallStats(tier="continuous batching", calls=1)
         self.known = len(prompt)
-        self._begun = False
+        self.begun = False
 
-    def follow(self, state: Any) -> None:
-        """Go on by what the request's text has more than is known."""
-        new = (state.initial_tokens + state.generated_tokens)[self.known :]
-        if not new:
-            return
-        if self._begun:
-            self.session.commit(new, None)
-        else:
-            self.session.begin(new)
+    def begin(self, state: Any, logits: torch.Tensor | None) -> None:
+        """Append what follows the prompt; `logits` [1, vocab_size] of its last token."""
+        self.session.begin(self._new(state), logits)
+        self.begun = True
+
+    def extend(self, one: FedRequest) -> list[int]:
+        """Count a step; the tokens that it brought."""
+        self.counts.count_step(len(one.draft), one.kept - 1)
+        return self._new(one.state)
+
+    def _new(self, state: Any) -> list[int]:
+        new: list[int] = (state.initial_tokens + state.generated_tokens)[self.known :]
         self.known += len(new)
         self.counts.tokens += len(new)
-        self._begun = True
+        return new
 
     def close(self) -> None:
         """The text has ended."""

@@ -14,6 +14,9 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, SuffixAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
+from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
+from hf_retrieval_assist.kernels import norm
+from hf_retrieval_assist.kernels.skinny import fused_norm
 from hf_retrieval_assist.token_tree import TokenTree
 
 from .lossless import build
@@ -425,3 +428,55 @@ def test_twins_serve_every_sequence_of_a_request(llama):
         for _ in range(3):
             assert manager.get_result(timeout=60).error is None
     assert len(memory) == 0
+
+
+class _Never(Drafter):
+    """Drafts a token that no text has."""
+
+    name = "never"
+    defers = False
+
+    def __init__(self):
+        self.asked = 0
+
+    def start(self, prompt_ids, target):
+        return _NeverSession(self)
+
+
+class _NeverSession(DraftSession):
+    def __init__(self, drafter):
+        self.drafter = drafter
+
+    def propose(self, budget):
+        self.drafter.asked += 1
+        return TokenTree.build([66], [-1], [0.9])
+
+    def commit(self, token_ids, feedback):
+        pass
+
+
+def test_a_drafter_that_brings_nothing_is_left_alone(llama):
+    never = _Never()
+    assistant = Assistant([never], budget="auto")
+    inputs = prompts(4)
+    config = greedy(max_new_tokens=48)
+    plain = run(llama, inputs, config)
+    for _ in range(4):
+        assert run(llama, inputs, config, assistant) == plain
+    assert 0 < never.asked < assistant.stats.total.steps / 3
+
+
+@pytest.mark.parametrize("rerouted", [True, False])
+def test_what_the_forwards_show_is_learnt(llama, rerouted, monkeypatch):
+    """Token Recycling knows nothing but what the forwards show; steps run by the kernels."""
+    normed = []
+    monkeypatch.setattr(norm, "fused_norm", lambda *x: normed.append(x) or fused_norm(*x))
+    inputs = prompts(4)
+    plain = run(llama, inputs)
+    normed.clear()
+    assistant = Assistant([TokenRecyclingDrafter()], budget=6, reroute=rerouted)
+    assert run(llama, inputs, assistant=assistant) == plain
+    first = assistant.stats.total.accepted
+    assert run(llama, inputs, assistant=assistant) == plain
+    assert assistant.stats.total.accepted - first > first > 0
+    assert bool(normed) == rerouted

@@ -12,8 +12,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from packaging.version import Version
@@ -26,6 +27,7 @@ from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
     ContinuousBatchProcessor,
 )
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
@@ -39,6 +41,21 @@ KNOWN = {(5, 23)}
 _LONGEST = 4096  # tokens of a draft where nothing else bounds it
 
 
+class FedRequest(NamedTuple):
+    """A decoding request, and what a step made of it.
+
+    Attributes:
+        draft: the tokens that were fed behind the last one of its text.
+        kept: tokens that its text got.
+        place: of the logits behind its last token; those behind the draft follow.
+    """
+
+    state: RequestState
+    draft: Sequence[int]
+    kept: int
+    place: int
+
+
 class Drafts(Protocol):
     """Where the drafts of requests come from."""
 
@@ -50,14 +67,14 @@ class Drafts(Protocol):
     ) -> dict[str, list[int]]:
         """Tokens behind each request's text: `longest` of each at most, and `room` in all."""
 
-    def follow(self, requests: Sequence[RequestState]) -> None:
-        """The texts of these requests have grown."""
+    def scope(self) -> AbstractContextManager[Any]:
+        """In which the forwards of steps run."""
+
+    def follow(self, fed: Sequence[FedRequest], logits: torch.Tensor) -> None:
+        """The texts of these requests have grown; `logits` [places, vocab_size] are processed."""
 
     def keep(self, request_ids: set[str]) -> None:
         """Only these requests go on."""
-
-    def count(self, request_id: str, drafted: int, accepted: int) -> None:
-        """So many drafted tokens of a request were verified and accepted in a step."""
 
     def time(self, tokens: int, seconds: float) -> None:
         """A step that fed nothing but these tokens of decoding requests took so long."""
@@ -121,6 +138,7 @@ class DraftingManager(ContinuousBatchingManager):
         kind: Any = type(scheduler)
         scheduler.__class__ = _drafting(kind)
         processor.__class__ = DraftingProcessor
+        processor.model_runner.__class__ = _DraftingRunner
         processor.drafts = scheduler.drafts = self.drafts
         return processor
 
@@ -208,6 +226,16 @@ class _DraftingScheduler(Scheduler):
         self.drafted[state.request_id] = tokens[1:token_budget]
 
 
+class _DraftingRunner(ModelRunner):
+    """Shows the logits [places, vocab_size] from which tokens are chosen."""
+
+    scores: torch.Tensor
+
+    def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        self.scores = scores[0]
+        super()._sample(scores, output_ids)
+
+
 class DraftingProcessor(ContinuousBatchProcessor):
     """Reads the logits of drafted places, and keeps what plain decoding would have generated.
 
@@ -228,9 +256,13 @@ class DraftingProcessor(ContinuousBatchProcessor):
 
     def _generation_step(self, model: torch.nn.Module) -> None:
         drafted = self.scheduler.drafted
-        if not drafted:
-            super()._generation_step(model)
-            return
+        with self.drafts.scope():
+            if drafted:
+                self._drafted_step(model, drafted)
+            else:
+                super()._generation_step(model)
+
+    def _drafted_step(self, model: torch.nn.Module, drafted: dict[str, list[int]]) -> None:
         io = self.inputs_and_outputs
         for future in io.requests_in_batch:
             self._remember(future.state, drafted.get(future.state.request_id, ()))
@@ -282,6 +314,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
         tokens = chosen[0].tolist()
         logprobs = chosen[1].view(torch.float32).tolist() if self.return_logprobs else None
         place = row = 0
+        shown = []
         for future in io.requests_in_batch:
             if not future.has_new_token:
                 continue
@@ -294,11 +327,12 @@ class DraftingProcessor(ContinuousBatchProcessor):
                 if state.streaming:
                     self.output_router.deliver(state.to_generation_output())
             io.output_ids[:, row] = chosen[:, place + len(kept) - 1]
-            self.drafts.count(state.request_id, len(draft), len(kept) - 1)
+            shown.append(FedRequest(state, draft, len(kept), place))
             place, row = place + 1 + len(draft), row + 1
         fed = sum(future.query_length for future in io.requests_in_batch)
         super().update_batch()
-        self.drafts.follow(states)
+        self.drafts.follow(shown, self.model_runner.scores)
+        del self.model_runner.scores
         if fed == places:
             self.drafts.time(places, time.perf_counter() - self._started)
 
