@@ -74,7 +74,7 @@ MINUTES = {
     "spec_bench": 4.5,
     "fallbacks": 3.5,
     "repeated": 5.0,
-    "requests": 12.0,
+    "requests": 4.0,
     "kernel": 2.5,
     "roofline": 1.0,
     "whole": 1.5,

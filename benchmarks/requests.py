@@ -35,17 +35,17 @@ COLUMNS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests-tokens", type=int, help="to generate (default: 32, quick: 8)")
-    parser.add_argument("--requests-repeats", type=int, help="(default: 3, quick: 1)")
+    parser.add_argument("--requests-repeats", type=int, help="besides the first (default: 1)")
     parser.add_argument(
-        "--requests-together", type=int, nargs="+", help="(default: 1 4 16 64, quick: 4)"
+        "--requests-together", type=int, nargs="+", help="(default: 4 16, quick: 4)"
     )
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     quick = arguments.quick
     new_tokens = arguments.requests_tokens or (8 if quick else 32)
-    repeats = arguments.requests_repeats or (1 if quick else 3)
-    together = arguments.requests_together or ([4] if quick else [1, 4, 16, 64])
+    repeats = arguments.requests_repeats or 1
+    together = arguments.requests_together or ([4] if quick else [4, 16])
     progress("loading the model")
     model, tokenizer = load_demo_model()
     texts = [prompt.text for prompt in read_prompts(UNTUNED)]

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,7 +15,6 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, SuffixAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
-from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.kernels import norm
 from hf_retrieval_assist.kernels.skinny import fused_norm
 from hf_retrieval_assist.token_tree import TokenTree
@@ -466,17 +466,40 @@ def test_a_drafter_that_brings_nothing_is_left_alone(llama):
     assert 0 < never.asked < assistant.stats.total.steps / 3
 
 
+class _Seeing(_Never):
+    """Notes which tokens the logits say come next, behind the accepted ones, and which came."""
+
+    needs = FeedbackNeeds(top_k=1)
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.came = [], []
+
+    def start(self, prompt_ids, target):
+        return _SeeingSession(self)
+
+
+class _SeeingSession(_NeverSession):
+    def commit(self, token_ids, feedback):
+        if feedback is not None:
+            best, _ = feedback.top.of(feedback.accepted.astype(np.int64), 1, 67)
+            self.drafter.seen.append(best[:, 0].tolist())
+            self.drafter.came.append(list(token_ids))
+
+
 @pytest.mark.parametrize("rerouted", [True, False])
-def test_what_the_forwards_show_is_learnt(llama, rerouted, monkeypatch):
-    """Token Recycling knows nothing but what the forwards show; steps run by the kernels."""
+def test_drafters_are_shown_what_the_forwards_showed(llama, rerouted, monkeypatch):
+    """Whoever had drafted the tokens; and the steps run by the kernels."""
     normed = []
     monkeypatch.setattr(norm, "fused_norm", lambda *x: normed.append(x) or fused_norm(*x))
     inputs = prompts(4)
     plain = run(llama, inputs)
+    knowing = half_knowing(inputs, plain)
     normed.clear()
-    assistant = Assistant([TokenRecyclingDrafter()], budget=6, reroute=rerouted)
+    seeing = _Seeing()
+    assistant = Assistant([*knowing.drafters, seeing], budget=5, reroute=rerouted)
     assert run(llama, inputs, assistant=assistant) == plain
-    first = assistant.stats.total.accepted
-    assert run(llama, inputs, assistant=assistant) == plain
-    assert assistant.stats.total.accepted - first > first > 0
+    assert seeing.came == seeing.seen
+    assert sum(map(len, seeing.came)) == 4 * LENGTH
+    assert max(map(len, seeing.came)) > 2
     assert bool(normed) == rerouted
