@@ -86,6 +86,30 @@ def test_greedy_rollouts_are_plain_ones(tmp_path, lora):
     assert assistant.stats.tier == "tree"
 
 
+def test_rollouts_of_continuous_batching_are_plain_ones(tmp_path):
+    options = {
+        "generation_kwargs": {"do_sample": False},
+        "weight_decay": 5.0,
+        # In which it would generate otherwise, and where tokens depend on what is fed beside them.
+        "bf16": False,
+        "use_transformers_continuous_batching": True,
+        "transformers_continuous_batching_config": {
+            "page_size": 16,
+            "num_blocks": 256,
+            "max_batch_tokens": 128,
+        },
+    }
+    completions = []
+    for assistant in (None, SuffixAssistant(budget=8)):
+        torch.manual_seed(0)
+        model, tokenizer = small_world(ALPHABET)
+        completions.append(train(model, tokenizer, tmp_path, assistant, **options))
+    assert completions[0] == completions[1]
+    assert len(completions[0]) == 3 * 8
+    assert assistant.stats.tier == "continuous batching"
+    assert assistant.stats.total.accepted > 0
+
+
 def deviations(model, prompt_ids, completion_ids):
     """Standard deviations by which every token was drawn more or less often than it is probable.
 
