@@ -120,19 +120,19 @@ class CallStats:
             return "no call yet"
         total = self.seconds["total"]
         made = f"{self.tokens:,} tokens in {self.forwards + self.calls:,} forwards"
-        rate = f"{self.tokens / total:.1f} tokens/s" if total else ""
+        rate = f", {self.tokens / total:.1f} tokens/s" if total else ""
         if self.tier == "plain" and not self.drafted:
-            return f"not assisted, the log says why: {made}, {rate}"
+            return f"not assisted, the log says why: {made}{rate}"
         per_row = " a row" if self._from_prefill > self.calls else ""
         made += f" ({self.tokens_per_forward:.2f}{per_row} a forward"
-        made += f", {self.saved_forwards:,} forwards saved)"
+        made += f", {self.saved_forwards:,} forwards saved)" if self.saved_forwards else ")"
         rests = f"; {self.rests} of {self.calls} calls rested" if self.rests else ""
         if not total or not self.saved_seconds:
-            return f"{made}, {rate}{rests}"
+            return f"{made}{rate}{rests}"
         ratio = self.plain_seconds / total
         speed = f"{ratio:.2f} times as fast as plain steps"
         return (
-            f"{'about ' if ratio >= 1 else 'only '}{speed}: {made}, {rate}, {total:.2f} s where "
+            f"{'about ' if ratio >= 1 else 'only '}{speed}: {made}{rate}, {total:.2f} s where "
             f"plain steps take about {self.plain_seconds:.2f} s{rests}"
         )
 
@@ -158,7 +158,8 @@ class CallStats:
         phases = ("test", "prefill", *PHASES)
         share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in phases)
         tier = f" [{self.tier}]" if self.tier else ""
-        return f"{self.summary}{came}{tier} (ms: {share})"
+        spent = f" (ms: {share})" if any(self.seconds.values()) else ""
+        return f"{self.summary}{came}{tier}{spent}"
 
 
 class Stats:

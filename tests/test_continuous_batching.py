@@ -100,6 +100,18 @@ def test_greedy_requests(llama, options):
     assert total.steps == total.tokens - total.calls - total.accepted
 
 
+def test_requests_are_drafted_while_others_wait_behind_them(llama):
+    """Prompts that cannot begin yet take nothing of a step."""
+    inputs = prompts() * 3
+    options = {"max_requests_per_batch": 2, "max_batch_tokens": 32}
+    plain = run(llama, inputs, **options)
+    assistant = half_knowing(inputs, plain)
+    assert run(llama, inputs, assistant=assistant, **options) == plain
+    total = assistant.stats.total
+    assert total.accepted > total.tokens / 2
+    assert total.forwards < (total.tokens - total.calls) / 2  # two at a time would take this many
+
+
 @pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "MistralForCausalLM"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_windows_that_go_round(name, attention):

@@ -63,6 +63,9 @@ def test_a_sentence_says_whether_the_assistant_helped():
     )
     assert call_of(-1.0).summary.startswith("only 0.50 times as fast as plain steps: 48 tokens")
     assert call_of().summary.startswith("48 tokens in 16 forwards (3.00 a forward")
+    requests = CallStats(tier="continuous batching", calls=2, steps=6, forwards=4, tokens=16)
+    requests.accepted = 8
+    assert str(requests) == "16 tokens in 6 forwards (2.00 a forward) [continuous batching]"
     plain = call_of(tier="plain", steps=47, forwards=47)
     assert plain.summary == (
         "not assisted, the log says why: 48 tokens in 48 forwards, 24.0 tokens/s"

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -195,10 +196,19 @@ class _DraftingScheduler(Scheduler):
         return [s for s in active if s.status == RequestStatus.DECODING and s.generated_len()]
 
     def _room(self, token_budget: int) -> int:
-        """Tokens of a step that neither decoding nor waiting prompts need."""
-        states = [*self.active_requests.values(), *self.waiting_requests.values()]
-        prompts = sum(len(state.remaining_prefill_tokens) for state in states)
-        return max(0, token_budget - len(self.active_requests) - prompts)
+        """Tokens of a step that neither decoding needs nor prompts that can be begun."""
+        active = self.active_requests.values()
+        needed = sum(1 + len(state.remaining_prefill_tokens) for state in active)
+        waiting = () if self.block_new_requests else self.waiting_requests_order
+        begun = 0
+        for request_id in islice(waiting, max(0, self.max_requests_per_batch - len(active))):
+            state = self.waiting_requests[request_id]
+            prompts = begun + len(state.remaining_prefill_tokens)
+            stored = self.cache.can_store_request_tokens(state, prompts, dry_run=True)
+            if not stored or needed + begun >= token_budget:
+                break
+            begun = prompts
+        return max(0, token_budget - needed - begun)
 
     def _longest(self) -> int:
         """Tokens that a draft may have: of what is fed at once, a sliding window keeps no more than
@@ -210,8 +220,10 @@ class _DraftingScheduler(Scheduler):
         draft = (self.offered or {}).get(state.request_id)
         if not draft or state.status != RequestStatus.DECODING:
             return tokens
-        # A draft is worth no other request's blocks.
-        fits = self.cache.can_store_request_tokens(state, 1 + len(draft), dry_run=True)
+        # A draft is worth no other request's blocks: each may need one more.
+        page = max(found.tokens_per_page for found in self.cache.cache_allocators.values())
+        others = page * len(self.active_requests)
+        fits = self.cache.can_store_request_tokens(state, others + 1 + len(draft), dry_run=True)
         return tokens + draft if fits else tokens
 
     def _schedule_request(
