@@ -7,7 +7,7 @@ TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
 .PHONY: demo test test-all test-arm test-contract test-debug test-deepspeed test-ecosystem test-matrix \
-	test-ray test-structured test-vllm \
+	test-ray test-structured test-triton test-vllm \
 	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results docs recording quality style \
 	build wheel clean
 
@@ -88,6 +88,16 @@ test-ecosystem: .venv-ecosystem/.installed
 
 test-structured: .venv-structured/.installed
 	.venv-structured/bin/python -m pytest -q tests/structured tests/benchmarks/test_structured.py "tests/test_examples.py::test_notebook[structured]"
+
+# Triton's kernels, interpreted on the CPU and compiled for cards that are not here. 700 MB, minutes.
+.venv-triton/.installed: $(VENV)/.installed
+	$(call layered,.venv-triton)
+	$(PIP) --python .venv-triton/bin/python install --quiet "triton>=3.3"
+	touch $@
+
+test-triton: .venv-triton/.installed
+	TRITON_INTERPRET=1 .venv-triton/bin/python -m pytest -q tests/kernels/test_triton_attention.py tests/decoding/test_triton_calls.py
+	.venv-triton/bin/python -m pytest -q tests/kernels/test_triton_compiles.py
 
 # Two processes that hold a model's weights by DeepSpeed's third stage, for which it compiles an
 # operator. 40 MB, a minute.

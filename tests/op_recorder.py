@@ -57,5 +57,5 @@ def serve_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (loop, service):
         monkeypatch.setattr(module, "stays_in_place", lambda device: True)
     # What attention in parts reads follows a number of the host on a CPU.
-    monkeypatch.setattr(service, "can_split", lambda device: False)
+    monkeypatch.setattr(service, "ways", lambda device: [])
     monkeypatch.setattr(replay, "recorder", lambda device: record)

@@ -93,7 +93,10 @@ class _OracleSession(DraftSession):
 
 
 def oracle_assistant(
-    sequences: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    budget: int = 64,
+    **options: Any,
 ) -> Assistant:
     """An assistant for a call whose result, int64 [batch, length], is known from a plain run."""
     rows = sequences.tolist()
@@ -101,7 +104,7 @@ def oracle_assistant(
         padding = (attention_mask == 0).sum(dim=1).tolist()
         rows = [row[skip:] for row, skip in zip(rows, padding, strict=True)]
     # Every node of a draft is verified, whatever it costs.
-    return Assistant([OracleDrafter(rows, **options)], budget=64, reroute=False)
+    return Assistant([OracleDrafter(rows, **options)], budget=budget, reroute=False)
 
 
 def sequences_of(result: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -176,6 +177,75 @@ def test_graphs_of_a_padded_batch(any_model):
     for _ in range(2):
         plain, assisted, _ = both(any_model, inputs, do_sample=False, max_new_tokens=60)
         assert torch.equal(plain, assisted)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+def test_which_attention_serves(llama, attention):
+    """The kernels of Triton, whatever the model was loaded with."""
+    model = copy.deepcopy(llama).to(torch.bfloat16)
+    try:
+        model.set_attn_implementation(attention)
+    except (ImportError, ValueError) as missing:
+        pytest.skip(str(missing))
+    run(model, max_new_tokens=60, assistant=oracle_assistant(run(model, max_new_tokens=60)))
+    assert idle(model).shape.attention_by == "triton"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_second_card(llama):
+    """While the first one is the current device."""
+    other = copy.deepcopy(llama).to("cuda:1")
+    for _ in range(2):
+        plain, assisted, assistant = both(
+            other, {"input_ids": PROMPT.to("cuda:1")}, do_sample=False, max_new_tokens=60
+        )
+        assert torch.equal(plain, assisted)
+        assert assistant.stats.last.accepted > 0
+    assert idle(other).shape.device == torch.device("cuda:1")
+
+
+def test_a_draw_after_a_failed_recording(llama):
+    """What waits for the device without an operator shows only while it is captured."""
+    model = copy.deepcopy(llama)
+    model.model.layers[0].register_forward_hook(lambda *_: torch.cuda.synchronize())
+    plain = run(model, max_new_tokens=40)
+    assert torch.equal(plain, run(model, max_new_tokens=40, assistant=oracle_assistant(plain)))
+    assert model in WORKSPACES._faults
+    assert torch.rand(4, device=DEVICE).shape == (4,)
+    equal(model, seed=3, **SAMPLING[0])
+
+
+def test_two_threads_record_at_once(llama):
+    models = [copy.deepcopy(llama) for _ in range(2)]
+    plain = run(llama, max_new_tokens=60)
+    found = [None, None]
+
+    def call(number):
+        for _ in range(3):
+            assistant = oracle_assistant(plain)
+            found[number] = run(models[number], max_new_tokens=60, assistant=assistant)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(plain, text) for text in found)
+
+
+def test_a_chat_records_few_graphs(llama):
+    """Eight turns of unlike lengths, twice over: the second time nothing is recorded."""
+    model, assistant, made = copy.deepcopy(llama), SamAssistant(budget=8), []
+    for turn in (*range(1, 9), *range(1, 9)):
+        text = PROMPT.repeat(1, turn * 4)
+        plain, assisted = (
+            run(model, text, max_new_tokens=24, **options)
+            for options in ({}, {"assistant": assistant})
+        )
+        assert torch.equal(plain, assisted)
+        made.append(sum(workspace.made for workspace in WORKSPACES._idle[model]))
+    assert made[-1] <= 12
+    assert len(set(made[8:])) == 1
 
 
 def test_a_step_waits_once(llama, monkeypatch):

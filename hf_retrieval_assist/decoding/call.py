@@ -183,9 +183,10 @@ class Call:
         return transformers_private.compiled_call(self.model, self.config, self.model_kwargs)
 
     def compiled(self, service: Service) -> Callable[..., Any] | None:
-        """The same as the call is served: attention in parts is recorded instead of compiled."""
+        """The same as the call is served: attention by kernels of its own is recorded instead."""
         unmasked = transformers_private.why_no_mask(self.model.config) is not None
-        return None if service.split and unmasked else self._compiled
+        replaced = service.attention_by != "mask"
+        return None if replaced and unmasked else self._compiled
 
     def rows_in_step(self, service: Service) -> bool:
         """Whether the rows of the batch have to accept equally many tokens in every step: where

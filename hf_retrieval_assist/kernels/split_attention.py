@@ -15,7 +15,8 @@ import importlib
 import inspect
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -62,12 +63,45 @@ class FedSlots:
     mask: torch.Tensor | None
 
 
-def can_split(device: torch.device) -> bool:
-    """Whether the kernels for it are there: on CUDA, flash attention that is told what is in use
-    (from torch 2.12 on)."""
+AttentionBy = Literal["triton", "parts", "mask"]
+"""What computes attention over buffers of fixed capacity: the kernels of :mod:`.triton_attention`,
+PyTorch's in two parts, or the model's own function under a mask over the whole capacity."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the queries of one forward see, for the layers of one kind.
+
+    Attributes:
+        kept: int32 [batch], slots of each row in front of the fed tokens, padding left out.
+        first: int32 [batch], slots of padding in front of them.
+        table: bool [batch, width, width + 2], whether a query sees fed token j in column j + 1.
+        unseen: int64 [batch, width, 1], the last slot beyond a query's reach, the first query's
+            being the smallest; None: all are within it.
+        hidden: bool [batch, capacity], slots that hold no token; None: those of the padding alone.
+    """
+
+    kept: torch.Tensor
+    first: torch.Tensor
+    table: torch.Tensor
+    unseen: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
+def ways(device: torch.device) -> list[AttentionBy]:
+    """What there is on a device in the place of the model's own function, best first.
+
+    On CUDA, Triton from the cards on that multiply bfloat16 (compute capability 8.0); and flash
+    attention that is told what is in use (from torch 2.12 on).
+    """
     if device.type != "cuda":
-        return device.type == "cpu"
-    return varlen is not None and "seqused_k" in inspect.signature(varlen.varlen_attn).parameters
+        return ["parts"] if device.type == "cpu" else []
+    found: list[AttentionBy] = []
+    if find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0):
+        found.append("triton")
+    if varlen is not None and "seqused_k" in inspect.signature(varlen.varlen_attn).parameters:
+        found.append("parts")
+    return found
 
 
 def split_attention(

@@ -59,14 +59,14 @@ class Arena:
         batch: rows.
         capacity: slots of each row.
         joined: whether layers share tensors. `torch.compile` wants tensors that share no memory.
-        split: whether attention is computed in parts.
+        by_slot: whether the heads of a slot lie side by side, as attention in parts wants them.
     """
 
-    def __init__(self, batch: int, capacity: int, joined: bool = True, split: bool = False):
+    def __init__(self, batch: int, capacity: int, joined: bool = True, by_slot: bool = False):
         self.batch = batch
         self.capacity = capacity
         self.joined = joined
-        self.split = split
+        self.by_slot = by_slot
         self._groups: list[torch.Tensor] = []
         self._members: dict[_Kind, list[int]] = {}
 
@@ -115,7 +115,7 @@ class Arena:
         self, buffers: int, heads: int, depth: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         rows, slots = (buffers, self.batch), self.capacity
-        if self.split:
+        if self.by_slot:
             return torch.zeros((*rows, slots, heads, depth), dtype=dtype, device=device)
         by_head = torch.zeros((*rows, heads, slots, depth), dtype=dtype, device=device)
         return by_head.transpose(2, 3)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..kernels.split_attention import FedSlots
+from ..kernels.split_attention import FedSlots, Seen
 from .fed_tokens import FedTokens
 from .packed_buffer import Field
 from .tree_attention import LayerMask
@@ -54,6 +54,8 @@ class FixedMasks:
         self._columns = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
         self._shown = torch.zeros((), dtype=dtype, device=device)
         self._hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
+        self._empty = torch.full((len(self._distinct),), torch.nan, dtype=dtype, device=device)
+        self._holes = torch.zeros((batch, capacity), dtype=torch.bool, device=device)
         # The slot of each row's first token, on the host and on the device.
         self._first = np.zeros(batch, np.int64)
         self.first = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -70,6 +72,7 @@ class FixedMasks:
             self._first = seen.int().argmax(dim=1).numpy()
             self.gapless = bool((seen[:, 1:] >= seen[:, :-1]).all())
         self._columns.copy_(columns)
+        self._holes.copy_(columns == _NOWHERE)
         self.first.copy_(torch.from_numpy(self._first))
 
     def fields(self, width: int) -> dict[str, Field]:
@@ -118,14 +121,39 @@ class FixedMasks:
         fed = FedSlots(device["slots"], device["kept"], self.first, longest, bias, mask)
         return fed, limited
 
-    def build(self, device: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | torch.Tensor:
-        """Masks [batch, 1, width, capacity] from the written fields, on the device."""
+    def seen(
+        self,
+        device: Mapping[str, torch.Tensor],
+        masks: dict[str, torch.Tensor] | torch.Tensor,
+    ) -> dict[int, Seen]:
+        """The same for kernels that need no mask, by the address of the empty one."""
+        kinds = masks.values() if isinstance(masks, dict) else [masks]
+        rules = [self.rules] if isinstance(self.rules, LayerMask) else self.rules.values()
+        holes = None if self.gapless else self._holes
+        found = {}
+        for mask, rule in zip(kinds, rules, strict=True):
+            i = self._distinct.index(rule)
+            table, unseen = device[f"table{i}"], device.get(f"unseen{i}")
+            found[mask.data_ptr()] = Seen(device["kept"], self.first, table, unseen, holes)
+        return found
+
+    def build(
+        self, device: Mapping[str, torch.Tensor], empty: bool = False
+    ) -> dict[str, torch.Tensor] | torch.Tensor:
+        """Masks [batch, 1, width, capacity] from the written fields, on the device.
+
+        Empty ones tell kinds of layers apart and take no memory; whatever reads them is NaN.
+        """
         width = device["table0"].shape[1]
-        places = (self._columns + device["shift"]).clamp(0, width + 1)[:, None, :]
-        masks = {
-            rule: self._mask(device[f"table{i}"], device.get(f"unseen{i}"), places)
-            for i, rule in enumerate(self._distinct)
-        }
+        if empty:
+            shape = self.batch, 1, width, self.capacity
+            masks = {rule: self._empty[i].expand(shape) for i, rule in enumerate(self._distinct)}
+        else:
+            places = (self._columns + device["shift"]).clamp(0, width + 1)[:, None, :]
+            masks = {
+                rule: self._mask(device[f"table{i}"], device.get(f"unseen{i}"), places)
+                for i, rule in enumerate(self._distinct)
+            }
         if isinstance(self.rules, LayerMask):
             return masks[self.rules]
         return {kind: masks[rule] for kind, rule in self.rules.items()}

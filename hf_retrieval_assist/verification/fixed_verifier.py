@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from ..host.feature_taps import FeatureTaps
-from ..kernels.split_attention import SplitAttention
+from ..host.transformers_private import attention_of
+from ..kernels.split_attention import AttentionBy, SplitAttention
 from ..row_text import RowText
 from ..token_tree import TokenTree
 from .arena import capacity_bucket, with_room
@@ -115,14 +116,15 @@ class FixedVerifier(TreeVerifier):
 
     Args:
         options: what the call wants.
-        split: whether attention is computed in parts; see
-            :mod:`~hf_retrieval_assist.kernels.split_attention`.
+        by: what computes attention; see :mod:`~hf_retrieval_assist.kernels.split_attention`.
     """
 
-    def __init__(self, *args: Any, options: ForwardOptions, split: bool = False, **kwargs: Any):
+    def __init__(
+        self, *args: Any, options: ForwardOptions, by: AttentionBy = "mask", **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
         self.options = options
-        self.split = split
+        self.attention_by = by
         self.taps = options.taps or FeatureTaps(self.model, [])
         self.widths = WIDTHS if options.compiled is None else COMPILED_WIDTHS
         if options.compiled is not None:
@@ -150,7 +152,7 @@ class FixedVerifier(TreeVerifier):
             taps=self.taps.boundaries,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             compiled=self.options.compiled is not None,
-            split=self.split and self.options.compiled is None,
+            attention_by=self.attention_by if self.options.compiled is None else "mask",
         )
         workspace = WORKSPACES.lend(self.model, shape, recorded, self.kwargs)
         workspace.masks.start(self.attention.prompt_mask)
@@ -242,9 +244,10 @@ class FixedVerifier(TreeVerifier):
     def _compute(self, step: Step) -> Shown:
         inputs = step.inputs.device
         self.cache.slots.places = self._workspace.rows, inputs["slots"]
-        masks = self._workspace.masks.build(inputs)
-        arguments = {"attention_mask": masks, "position_ids": inputs["positions"]}
+        triton = self._workspace.shape.attention_by == "triton"
         width = inputs["token_ids"].shape[1]
+        masks = self._workspace.masks.build(inputs, empty=triton)
+        arguments = {"attention_mask": masks, "position_ids": inputs["positions"]}
         with self._attention(inputs, masks):
             outputs = self._run(inputs["token_ids"], width, arguments)
         step.summarise(outputs.logits)
@@ -252,10 +255,16 @@ class FixedVerifier(TreeVerifier):
 
     def _attention(self, inputs: dict[str, torch.Tensor], masks: Any) -> Any:
         """Scope of the attention that a forward runs with."""
-        if not self._workspace.shape.split:
-            return nullcontext()
-        parts = self._workspace.masks.fed_slots(inputs, masks, self.cache.slots.longest)
-        return self._attending(SplitAttention(*parts))
+        by, fixed = self._workspace.shape.attention_by, self._workspace.masks
+        if by == "triton":
+            from ..kernels.triton_attention import TritonAttention  # needs Triton
+
+            name = attention_of(self.model.config)
+            return self._attending(TritonAttention(fixed.seen(inputs, masks), name))
+        if by == "parts":
+            parts = fixed.fed_slots(inputs, masks, self.cache.slots.longest)
+            return self._attending(SplitAttention(*parts))
+        return nullcontext()
 
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]

@@ -25,7 +25,7 @@ from ..host.transformers_private import (
 )
 from ..kernels.norm import learn_norms
 from ..kernels.scopes import is_exchangeable
-from ..kernels.split_attention import can_split
+from ..kernels.split_attention import AttentionBy, ways
 from ..system.locks import Lock
 from ..system.log import get_logger
 from .fixed_verifier import stays_in_place
@@ -204,8 +204,8 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     if rules := layer_masks(config):
         trees.insert(0, replace(one, reason="a mask per layer type", rules=rules))
     parts = []
-    if in_place and not compiled and _splits(model):
-        parts = [replace(service, split=True) for service in trees]
+    if in_place and not compiled:
+        parts = [replace(tree, attention_by=way) for way in _ways(model) for tree in trees]
     if why is not None:
         return [*parts, Service(Tier.CHAIN, why), plain]
     if packs and not in_place:
@@ -213,11 +213,11 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     return [*parts, *trees, Service(Tier.CHAIN, ""), plain]
 
 
-def _splits(model: Any) -> bool:
-    """Whether attention may be computed in parts where a model computes."""
+def _ways(model: Any) -> list[AttentionBy]:
+    """What may compute attention in the place of the model's own function, where it computes."""
     device = input_device(model)
     known = is_exchangeable(attention_of(model.config))
-    return stays_in_place(device) and known and can_split(device)
+    return ways(device) if stays_in_place(device) and known else []
 
 
 def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:

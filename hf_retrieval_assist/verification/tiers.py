@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from ..host.transformers_private import input_device, why_no_mask
+from ..kernels.split_attention import AttentionBy
 from .fixed_verifier import FixedVerifier, ForwardOptions, can_stay
 from .kv_cache import SlotCache
 from .reach import UNLIMITED, Reach
@@ -36,8 +37,7 @@ class Service:
         reason: in words, for the log.
         rules: mask rules of the tree tier, per layer type or one for all.
         cache_name: the forward's keyword for the cache.
-        split: whether the tree tier computes attention in parts, in the place of the function that
-            the model was loaded with.
+        attention_by: what computes attention where the tree tier verifies in place.
         packed: whether it feeds the rows of a batch behind one another, without padding.
         in_place: whether the tree tier verifies in memory that stays where it is.
         compiled: whether its forwards are compiled.
@@ -49,7 +49,7 @@ class Service:
     reason: str
     rules: dict[str, LayerMask] | LayerMask = field(default_factory=LayerMask)
     cache_name: str = "past_key_values"
-    split: bool = False
+    attention_by: AttentionBy = "mask"
     packed: bool = False
     in_place: bool = False
     compiled: bool = False
@@ -78,7 +78,7 @@ class Service:
             attention = TreeAttention(self.rules, mask, model.dtype)
             if stays:
                 verifier = FixedVerifier(
-                    *arguments, attention=attention, options=options, split=self.split
+                    *arguments, attention=attention, options=options, by=self.attention_by
                 )
             else:
                 verifier = TreeVerifier(*arguments, attention=attention, packed=self.packed)

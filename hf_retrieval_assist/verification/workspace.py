@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..kernels.split_attention import AttentionBy
 from ..system.locks import Lock
 from ..system.log import get_logger
 from . import replay
@@ -50,7 +51,7 @@ class Shape:
         vocab_size: of these, ids from here on being left out.
         taps: the boundaries whose hidden states are wanted.
         compiled: whether `torch.compile` made the forward, and not a recording.
-        split: whether attention is computed in parts.
+        attention_by: what computes attention.
     """
 
     batch: int
@@ -63,7 +64,7 @@ class Shape:
     vocab_size: int = 0
     taps: tuple[tuple[int, ...], ...] = ()
     compiled: bool = False
-    split: bool = False
+    attention_by: AttentionBy = "mask"
 
     def serves(self, other: Shape) -> bool:
         """Whether memory of this shape does for a call that asks for the other one.
@@ -141,7 +142,8 @@ class Workspace:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.arena = Arena(shape.batch, shape.capacity, not shape.compiled, shape.split)
+        by_slot = shape.attention_by == "parts"
+        self.arena = Arena(shape.batch, shape.capacity, not shape.compiled, by_slot)
         rules = shape.rules if isinstance(shape.rules, LayerMask) else dict(shape.rules)
         self.masks = FixedMasks(rules, shape.batch, shape.capacity, shape.dtype, shape.device)
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]

@@ -253,7 +253,7 @@ def test_hidden_states_come_from_what_was_recorded():
 @pytest.fixture
 def in_parts(monkeypatch):
     """Attention as on CUDA, in two parts; what it reads follows a number of the host on a CPU."""
-    monkeypatch.setattr(service, "can_split", split_attention.can_split)
+    monkeypatch.setattr(service, "ways", split_attention.ways)
     monkeypatch.setattr(replay, "recorder", lambda device: None)
 
 

@@ -11,13 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_retrieval_assist.kernels import split_attention as module
 from hf_retrieval_assist.kernels.scopes import attending
 from hf_retrieval_assist.kernels.split_attention import (
     FedSlots,
     SplitAttention,
-    can_split,
     masked_attention,
     split_attention,
+    varlen,
+    ways,
     windowed_attention,
 )
 from tests.fake_cuda import DEVICE, on_a_card
@@ -131,6 +133,20 @@ def test_what_is_written_follows_the_tokens_in_use(windowed):
     assert written[1] < case.key.nbytes
 
 
+@pytest.mark.parametrize(
+    ("capability", "installed", "expected"),
+    [((9, 0), True, "triton"), ((7, 5), True, None), ((8, 0), False, None)],
+)
+def test_ways_of_a_card(capability, installed, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = object() if installed else None
+    monkeypatch.setattr(module, "find_spec", {"triton": found}.get)
+    triton = [] if expected is None else [expected]
+    assert ways(DEVICE) == triton + (["parts"] if varlen is not None else [])
+    assert ways(torch.device("cpu")) == ["parts"]
+    assert ways(torch.device("mps")) == []
+
+
 class Module:
     is_causal = False
 
@@ -167,7 +183,7 @@ def test_scopes_serve_their_thread_only_and_leave_nothing():
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
 
 
-@pytest.mark.skipif(not can_split(DEVICE), reason="needs torch 2.12")
+@pytest.mark.skipif(varlen is None, reason="needs torch 2.12")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 2, 4, 64])
 @pytest.mark.parametrize(("heads", "shared", "depth"), [(32, 8, 128), (16, 16, 64)])

@@ -63,13 +63,13 @@ def filled_cache(lengths, heads=2, depth=4):
     return cache
 
 
-@pytest.mark.parametrize(("joined", "split"), [(True, False), (False, False), (True, True)])
-def test_an_arena_holds_what_layers_had_and_moves_paths(joined, split):
+@pytest.mark.parametrize(("joined", "by_slot"), [(True, False), (False, False), (True, True)])
+def test_an_arena_holds_what_layers_had_and_moves_paths(joined, by_slot):
     lengths = [7, 5]
     one, other = filled_cache(lengths), None
     torch.manual_seed(0)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in one.slot_layers]
-    arena = Arena(2, 16, joined, split)
+    arena = Arena(2, 16, joined, by_slot)
     arena.hold(one.slot_layers)
     for layer, (keys, values) in zip(one.slot_layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
@@ -82,7 +82,7 @@ def test_an_arena_holds_what_layers_had_and_moves_paths(joined, split):
         keys, values = layer.update(new + i, new - i)
         assert keys.shape[2] == values.shape[2] == 16
         # Models may flatten heads into rows; attention in parts flattens slots into them.
-        assert all((x.transpose(1, 2) if split else x).is_contiguous() for x in (keys, values))
+        assert all((x.transpose(1, 2) if by_slot else x).is_contiguous() for x in (keys, values))
     # Row 0 keeps what it was fed at 0, 2 and 4, row 1 at 0 alone.
     arena.move(rows, fed[:, :3].gather(1, torch.tensor([[0, 2, 2], [0, 1, 2]])), fed[:, :3])
     one.slots.places = None
