@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.lossless import build
+from tests.support.lossless import build
 
 transformers.logging.set_verbosity_error()
 # With CI=true in the environment transformers' log reaches the root logger too, and `told` twice.

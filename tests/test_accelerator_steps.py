@@ -7,9 +7,9 @@ from transformers import LlamaForCausalLM
 from hf_retrieval_assist import SamAssistant, SuffixAssistant
 from hf_retrieval_assist.decoding.loop import Generation
 
-from .accelerator import DEVICE, Accelerator
-from .lossless import build
-from .oracle_drafter import oracle_assistant
+from .support.accelerator import DEVICE, Accelerator
+from .support.lossless import build
+from .support.oracle_drafter import oracle_assistant
 
 LAYERS = 4
 NEW_TOKENS = 16

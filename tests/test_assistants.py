@@ -19,10 +19,10 @@ from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.stats import CallStats
 
-from .fixed_costs import FixedCosts
-from .lossless import NEW_TOKENS, PROMPT, build, run
-from .oracle_drafter import OracleDrafter
-from .tiny_models import LAYERS, VOCAB
+from .support.fixed_costs import FixedCosts
+from .support.lossless import NEW_TOKENS, PROMPT, build, run
+from .support.oracle_drafter import OracleDrafter
+from .support.tiny_models import LAYERS, VOCAB
 
 FLAT = CostModel.fixed(lambda n: 1.0)
 

@@ -17,7 +17,7 @@ from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant, att
 from hf_retrieval_assist.attachment import _attachments, attached_to
 from hf_retrieval_assist.hook import _why_not
 
-from .lossless import PROMPT, build, knowing, run
+from .support.lossless import PROMPT, build, knowing, run
 from .test_examples import small_model
 
 

@@ -18,8 +18,8 @@ from hf_retrieval_assist import (
 )
 from hf_retrieval_assist.drafters.base import Target
 
-from .oracle_drafter import OracleDrafter, oracle_assistant
-from .tiny_models import tiny_config, tiny_model
+from .support.oracle_drafter import OracleDrafter, oracle_assistant
+from .support.tiny_models import tiny_config, tiny_model
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44]])
 

@@ -19,7 +19,7 @@ from hf_retrieval_assist.kernels import norm
 from hf_retrieval_assist.kernels.skinny import fused_norm
 from hf_retrieval_assist.token_tree import TokenTree
 
-from .lossless import build
+from .support.lossless import build
 
 if Version(transformers.__version__) < Version("5.23"):
     pytest.skip("drafts from transformers 5.23 on", allow_module_level=True)

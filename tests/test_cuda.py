@@ -34,9 +34,9 @@ from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 
 from .decoding.test_fixed_memory import Collector
-from .lossless import PROMPT, build, equal, run
-from .oracle_drafter import OracleDrafter, both, oracle_assistant
-from .tiny_models import VOCAB
+from .support.lossless import PROMPT, build, equal, run
+from .support.oracle_drafter import OracleDrafter, both, oracle_assistant
+from .support.tiny_models import VOCAB
 
 pytestmark = [
     pytest.mark.cuda,

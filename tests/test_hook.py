@@ -19,8 +19,8 @@ from transformers import (
 import hf_retrieval_assist
 from hf_retrieval_assist import Datastore, RestAssistant, SamAssistant
 
-from .lossless import PROMPT, build
-from .tiny_models import VOCAB
+from .support.lossless import PROMPT, build
+from .support.tiny_models import VOCAB
 
 LENGTH = {"max_new_tokens": 6}
 

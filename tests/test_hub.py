@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_retrieval_assist
 
-from .lossless import NEW_TOKENS, PROMPT, build, run
+from .support.lossless import NEW_TOKENS, PROMPT, build, run
 
 HUB = Path(__file__).parent.parent / "hub"
 

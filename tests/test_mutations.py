@@ -15,7 +15,7 @@ from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.kernels.tuning import Tuning
 from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
 
-from .eagle_fixtures import load_case
+from .support.eagle_fixtures import load_case
 
 COUNTS = [100, pytest.param(10_000, marks=pytest.mark.slow)]
 VOCAB = 300

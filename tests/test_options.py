@@ -26,7 +26,7 @@ from hf_retrieval_assist.options import (
     SuffixOptions,
 )
 
-from .lossless import build
+from .support.lossless import build
 
 KINDS = {
     SamAssistant: SamOptions,

@@ -22,8 +22,8 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.host.fingerprint import fingerprint
 
-from .lossless import NEW_TOKENS, PROMPT, build, run
-from .tiny_models import VOCAB
+from .support.lossless import NEW_TOKENS, PROMPT, build, run
+from .support.tiny_models import VOCAB
 
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 BUDGETS = ["auto", "paper", 6]

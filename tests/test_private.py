@@ -9,7 +9,7 @@ from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant, sim
 from hf_retrieval_assist.decoding.loop import cost_key
 from hf_retrieval_assist.planning.cost_store import CostModels
 
-from .tiny_models import tiny_config, tiny_model
+from .support.tiny_models import tiny_config, tiny_model
 
 TEXT = np.random.default_rng(0).integers(1, 60, 60).tolist()
 

@@ -10,7 +10,7 @@ from hf_retrieval_assist import suggestion as module
 from hf_retrieval_assist.record.record import Record
 from hf_retrieval_assist.suggestion import KERNELS, LOOKUP, PLAIN, Suggestion, Trial
 
-from .lossless import PROMPT, build
+from .support.lossless import PROMPT, build
 from .test_examples import small_model
 
 

@@ -6,7 +6,7 @@ import torch
 
 from hf_retrieval_assist import Assistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
-from tests.lossless import run
+from tests.support.lossless import run
 
 
 class _FixedDrafter(Drafter):

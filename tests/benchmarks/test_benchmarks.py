@@ -33,7 +33,7 @@ from benchmarks import (
 from benchmarks.__main__ import main, parse
 from benchmarks.report import Report
 from hf_retrieval_assist.simulation import simulate
-from tests.lossless import build
+from tests.support.lossless import build
 
 WORDS = [f"w{i}" for i in range(60)]
 

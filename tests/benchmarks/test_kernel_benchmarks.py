@@ -10,7 +10,7 @@ from benchmarks import kernel, overhead, plots, roofline, step
 from benchmarks.__main__ import parse
 from benchmarks.report import Report
 from hf_retrieval_assist.kernels.reroute import reroute
-from tests.lossless import build
+from tests.support.lossless import build
 
 
 @pytest.fixture(scope="module")

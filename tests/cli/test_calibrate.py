@@ -14,7 +14,7 @@ from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.cost_measurement import measure_cost
 from hf_retrieval_assist.decoding.loop import cost_key
 from hf_retrieval_assist.planning.cost_store import CostModels
-from tests.tiny_models import tiny_config, tiny_model
+from tests.support.tiny_models import tiny_config, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.cli.command import Command
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.system.arguments import byte_count
-from tests.lossless import build
+from tests.support.lossless import build
 from tests.test_examples import small_model
 
 

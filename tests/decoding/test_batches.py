@@ -19,9 +19,9 @@ from transformers.cache_utils import LinearAttentionLayer
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding import selection
 from hf_retrieval_assist.verification.kv_cache import SlotCache
-from tests.oracle_drafter import both, oracle_assistant, sequences_of
-from tests.tiny_models import tiny_config, tiny_model
-from tests.watching import Fed
+from tests.support.oracle_drafter import agreeing, both, oracle_assistant, sequences_of
+from tests.support.tiny_models import tiny_config, tiny_model
+from tests.support.watching import Fed
 
 CLASSES = {
     "tree": LlamaForCausalLM,
@@ -55,8 +55,7 @@ def late_token(text, earliest):
 
 
 def equal(model, inputs, **kwargs):
-    plain, assisted, assistant = both(model, inputs, **kwargs)
-    assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    plain, assisted, assistant = agreeing(model, inputs, **kwargs)
     on_chains = isinstance(model, (BartForCausalLM, Lfm2ForCausalLM))
     assert assistant.stats.tier == ("chain" if on_chains else "tree")
     assert assistant.stats.last.accepted > 0

@@ -15,8 +15,8 @@ from transformers import (
     StaticCache,
 )
 
-from tests.lossless import build
-from tests.oracle_drafter import both, oracle_assistant
+from tests.support.lossless import build
+from tests.support.oracle_drafter import both, oracle_assistant
 
 PROMPTS = torch.tensor(
     [

@@ -16,7 +16,7 @@ from hf_retrieval_assist.kernels import compact, linear
 from hf_retrieval_assist.kernels.compact import COMPACT
 from hf_retrieval_assist.kernels.skinny import compact_linear
 from tests.decoding.test_batches import padded
-from tests.lossless import build, run
+from tests.support.lossless import build, run
 
 # Large enough for the kernels.
 TOKENS, HIDDEN = 4096, 64

@@ -16,8 +16,8 @@ from transformers import (
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification.fixed_verifier import COMPILED_WIDTHS, FixedVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
-from tests.lossless import PROMPT, build, knowing, run
-from tests.oracle_drafter import both, oracle_assistant
+from tests.support.lossless import PROMPT, build, knowing, run
+from tests.support.oracle_drafter import both, oracle_assistant
 
 BATCH = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3])
 MASK = torch.ones_like(BATCH)

@@ -48,9 +48,9 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.kernels import weight_copies
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
-from tests.interrupts import Interrupt, InterruptedForward
-from tests.lossless import build
-from tests.oracle_drafter import oracle_assistant
+from tests.support.interrupts import Interrupt, InterruptedForward
+from tests.support.lossless import build
+from tests.support.oracle_drafter import oracle_assistant
 
 # Assisted calls, by model and tier, and what else came about.
 REACHED: Counter[str] = Counter()

@@ -15,9 +15,9 @@ from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.kernels.screen import largest
 from hf_retrieval_assist.row_text import RowText
 from tests.decoding.test_batches import late_token, padded
-from tests.lossless import NEW_TOKENS, build, knowing, run
-from tests.oracle_drafter import oracle_assistant, sequences_of
-from tests.tiny_models import VOCAB
+from tests.support.lossless import NEW_TOKENS, build, knowing, run
+from tests.support.oracle_drafter import oracle_assistant, sequences_of
+from tests.support.tiny_models import VOCAB
 
 WIDTHS = [7, 16, 17, 1000, 70_001]
 

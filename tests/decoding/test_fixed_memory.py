@@ -21,9 +21,9 @@ from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
-from tests.lossless import PROMPT, build, knowing, run
-from tests.op_recorder import serve_in_place
-from tests.oracle_drafter import OracleDrafter, both
+from tests.support.lossless import PROMPT, build, knowing, run
+from tests.support.op_recorder import serve_in_place
+from tests.support.oracle_drafter import OracleDrafter, both
 
 
 @pytest.fixture(autouse=True)

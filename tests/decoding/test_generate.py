@@ -25,8 +25,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant
-from tests.lossless import NEW_TOKENS, PHRASE, PROMPT, build, equal, knowing, run
-from tests.tiny_models import VOCAB, WINDOW
+from tests.support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, equal, knowing, run
+from tests.support.tiny_models import VOCAB, WINDOW
 
 MODELS = [
     *((model_class, attention)

@@ -28,15 +28,11 @@ from transformers.masking_utils import flash_attention_mask
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification.service import Demand, Tier, _candidates, choose_service
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
-from tests.oracle_drafter import both, oracle_assistant, sequences_of
-from tests.tiny_models import tiny_config, tiny_model
+from tests.support.lossless import build
+from tests.support.oracle_drafter import agreeing, oracle_assistant
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
-
-
-def build(model_class, **overrides):
-    return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
 
 
 @pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
@@ -45,10 +41,7 @@ def model(request):
 
 
 def equal(model, inputs=INPUTS, **kwargs):
-    kwargs = {"do_sample": False, "max_new_tokens": 16} | kwargs
-    plain, assisted, assistant = both(model, inputs, **kwargs)
-    assert torch.equal(sequences_of(plain), sequences_of(assisted))
-    return plain, assisted, assistant
+    return agreeing(model, inputs, **({"do_sample": False, "max_new_tokens": 16} | kwargs))
 
 
 def assert_same_states(plain, assisted):

@@ -18,23 +18,16 @@ from transformers import (
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
-from tests.oracle_drafter import both, oracle_assistant, sequences_of
-from tests.tiny_models import tiny_config, tiny_model
+from tests.support.lossless import build
+from tests.support.oracle_drafter import agreeing, oracle_assistant
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
 ROWS = {name: tensor.repeat(2, 1) for name, tensor in INPUTS.items()}
 
 
-def build(model_class, **overrides):
-    return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
-
-
 def equal(model, inputs=INPUTS, **kwargs):
-    kwargs = {"do_sample": False, "max_new_tokens": 16} | kwargs
-    plain, assisted, assistant = both(model, inputs, **kwargs)
-    assert torch.equal(sequences_of(plain), sequences_of(assisted))
-    return plain, assisted, assistant
+    return agreeing(model, inputs, **({"do_sample": False, "max_new_tokens": 16} | kwargs))
 
 
 SYNTHID = SynthIDTextWatermarkingConfig(

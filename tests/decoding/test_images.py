@@ -16,8 +16,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from tests.oracle_drafter import oracle_assistant
-from tests.tiny_models import tiny_config, tiny_model
+from tests.support.oracle_drafter import oracle_assistant
+from tests.support.tiny_models import tiny_config, tiny_model
 
 IMAGE, VIDEO, START, END = 64, 65, 62, 63
 # A text never speaks of images by their tokens.

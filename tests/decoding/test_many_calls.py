@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from tests.lossless import build
+from tests.support.lossless import build
 
 PIECES = 10
 COUNTS = [300, pytest.param(5000, marks=pytest.mark.slow)]

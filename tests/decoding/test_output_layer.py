@@ -19,7 +19,7 @@ from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.screen import Screened
 from hf_retrieval_assist.system import memory
 from tests.decoding.test_batches import padded
-from tests.lossless import PROMPT, build, knowing, run
+from tests.support.lossless import PROMPT, build, knowing, run
 
 # Large enough for the kernels.
 TOKENS, HIDDEN = 4096, 64

@@ -27,8 +27,8 @@ from hf_retrieval_assist.decoding.loop import cost_key
 from hf_retrieval_assist.drafting.policy import AssistantSession
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
-from tests.interrupts import Interrupt, InterruptedForward
-from tests.lossless import build
+from tests.support.interrupts import Interrupt, InterruptedForward
+from tests.support.lossless import build
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
 MASK = (PROMPTS > 0).long()

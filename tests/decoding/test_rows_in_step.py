@@ -21,8 +21,8 @@ from transformers import (
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.decoding.in_step import drafts_in_step
 from hf_retrieval_assist.token_tree import TokenTree
-from tests.oracle_drafter import OracleDrafter, oracle_assistant, sequences_of
-from tests.tiny_models import tiny_config, tiny_model
+from tests.support.oracle_drafter import OracleDrafter, oracle_assistant, sequences_of
+from tests.support.tiny_models import tiny_config, tiny_model
 
 from .test_batches import late_token, padded
 

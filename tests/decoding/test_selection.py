@@ -12,7 +12,7 @@ from transformers.generation import logits_process, stopping_criteria
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding.selection import TokenSelector, follows_rows
 from hf_retrieval_assist.row_text import RowText
-from tests.lossless import build
+from tests.support.lossless import build
 
 ROWS, LENGTH, VOCAB = 3, 9, 67
 IDS = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)) % 9 + 3

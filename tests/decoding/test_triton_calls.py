@@ -15,9 +15,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
 from tests.decoding.test_fixed_memory import flash_like
-from tests.lossless import PROMPT, build
-from tests.op_recorder import serve_in_place
-from tests.oracle_drafter import both
+from tests.support.lossless import PROMPT, build
+from tests.support.op_recorder import serve_in_place
+from tests.support.oracle_drafter import both
 
 triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
 if os.environ.get("TRITON_INTERPRET") != "1":

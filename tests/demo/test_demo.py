@@ -16,7 +16,7 @@ from hf_retrieval_assist.demo.comparison import Comparison, Run, Task, Written, 
 from hf_retrieval_assist.demo.picture import animation
 from hf_retrieval_assist.planning.cost_store import CostModels
 
-from ..fixed_costs import FixedCosts
+from ..support.fixed_costs import FixedCosts
 from ..test_examples import small_model
 
 SHORT = tuple(Task(task.title, task.file, 24, task.sampling) for task in comparison.TASKS)

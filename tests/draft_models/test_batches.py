@@ -20,9 +20,9 @@ from hf_retrieval_assist.presets import fallback_drafters
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.draft_models.test_dflash import block_drafter
 from tests.draft_models.test_feature_drafters import head_of
-from tests.feature_following import features_of, seen
-from tests.lossless import build
-from tests.tiny_models import VOCAB, randomise
+from tests.support.feature_following import features_of, seen
+from tests.support.lossless import build
+from tests.support.tiny_models import VOCAB, randomise
 
 NAMES = ["DFlash", "EAGLE head", "MTP head", "draft model", "windows", "early exit"]
 # Known of each text when it starts.

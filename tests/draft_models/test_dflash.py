@@ -15,9 +15,9 @@ from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.draft_models import features
 from hf_retrieval_assist.draft_models.dflash import DFlashDrafter, product_tree
 from hf_retrieval_assist.token_tree import TokenTree
-from tests.feature_following import TEXT, features_of, seen, session_of
-from tests.lossless import run
-from tests.tiny_models import randomise
+from tests.support.feature_following import TEXT, features_of, seen, session_of
+from tests.support.lossless import run
+from tests.support.tiny_models import randomise
 
 BLOCK = 5
 NEW = 16

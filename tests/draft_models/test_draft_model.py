@@ -18,7 +18,7 @@ from hf_retrieval_assist.draft_models.draft_model import PRIORS, DraftModelDraft
 from hf_retrieval_assist.draft_models.residual import verify_node
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.token_tree import TokenTree
-from tests.lossless import build, run
+from tests.support.lossless import build, run
 
 VOCAB = 48
 SIZES = {

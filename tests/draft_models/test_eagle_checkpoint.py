@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from hf_retrieval_assist.draft_models import EagleHead
-from tests.eagle_fixtures import CASES, Case, load_case, tiny_target, write_config
+from tests.support.eagle_fixtures import CASES, Case, load_case, tiny_target, write_config
 
 Tensors = dict[str, torch.Tensor]
 

@@ -17,7 +17,7 @@ from hf_retrieval_assist.draft_models.features import FeatureSession
 from hf_retrieval_assist.drafters.base import Feedback, FeedbackNeeds, Target
 from hf_retrieval_assist.host.feature_taps import FeatureTap
 from hf_retrieval_assist.token_tree import TokenTree
-from tests.eagle_fixtures import tiny_target
+from tests.support.eagle_fixtures import tiny_target
 
 VOCAB = 128
 DRAFT_IDS = torch.arange(1, VOCAB, 2)

@@ -16,7 +16,7 @@ from hf_retrieval_assist.draft_models import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.host.feature_taps import FeatureTap
-from tests.eagle_fixtures import tiny_target, write_config
+from tests.support.eagle_fixtures import tiny_target, write_config
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96
 DRAFT_IDS = torch.arange(3, 128, 2)

@@ -13,7 +13,7 @@ from transformers import set_seed
 from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant
 from hf_retrieval_assist.draft_models import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
-from tests.eagle_fixtures import load_case, tiny_target
+from tests.support.eagle_fixtures import load_case, tiny_target
 
 
 def assistant_of(head: EagleHead, *more: Any) -> Assistant:

@@ -18,7 +18,7 @@ from hf_retrieval_assist.draft_models.features import FeatureSession
 from hf_retrieval_assist.draft_models.rows import DraftCache, Group
 from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.token_tree import TokenTree
-from tests.eagle_fixtures import CASES, Case, load_case
+from tests.support.eagle_fixtures import CASES, Case, load_case
 
 EAGLE3 = [name for name in CASES if name.startswith("eagle3")]
 EAGLE1 = [name for name in CASES if name.startswith("eagle1")]

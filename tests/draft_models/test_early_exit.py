@@ -13,8 +13,8 @@ from transformers.generation.candidate_generator import EarlyExitCandidateGenera
 from hf_retrieval_assist import Assistant, EarlyExit, SamAssistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.host.first_layers import first_layers
-from tests.lossless import NEW_TOKENS, PROMPT, build, knowing, run
-from tests.tiny_models import VOCAB
+from tests.support.lossless import NEW_TOKENS, PROMPT, build, knowing, run
+from tests.support.tiny_models import VOCAB
 
 FAMILIES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"]
 

@@ -12,9 +12,9 @@ import transformers
 from hf_retrieval_assist import Assistant, EagleHead, MtpHead, SamAssistant
 from hf_retrieval_assist.presets import fallback_drafters
 from tests.draft_models.test_dflash import block_drafter
-from tests.feature_following import TEXT, features_of, seen, session_of
-from tests.lossless import build, run
-from tests.tiny_models import VOCAB, randomise
+from tests.support.feature_following import TEXT, features_of, seen, session_of
+from tests.support.lossless import build, run
+from tests.support.tiny_models import VOCAB, randomise
 
 
 def head_of(kind: type[EagleHead | MtpHead], target: Any) -> Any:

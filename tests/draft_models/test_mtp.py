@@ -22,10 +22,10 @@ from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers, mtp_layers
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.service import choose_service
-from tests.feature_following import TEXT, features_of, seen, session_of
-from tests.lossless import PHRASE, build, knowing
-from tests.mtp_models import FAMILIES, saved_with_mtp
-from tests.tiny_models import VOCAB, randomise
+from tests.support.feature_following import TEXT, features_of, seen, session_of
+from tests.support.lossless import PHRASE, build, knowing
+from tests.support.mtp_models import FAMILIES, saved_with_mtp
+from tests.support.tiny_models import VOCAB, randomise
 
 TIERS = {
     "DeepseekV3ForCausalLM": "tree",

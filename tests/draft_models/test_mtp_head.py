@@ -17,9 +17,9 @@ from transformers import DynamicCache
 
 from hf_retrieval_assist import EagleHead, MtpHead, SamAssistant
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
-from tests.feature_following import TEXT, features_of, seen, session_of
-from tests.lossless import build, knowing, run
-from tests.tiny_models import VOCAB, randomise
+from tests.support.feature_following import TEXT, features_of, seen, session_of
+from tests.support.lossless import build, knowing, run
+from tests.support.tiny_models import VOCAB, randomise
 
 FAMILIES = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),

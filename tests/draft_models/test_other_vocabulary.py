@@ -25,7 +25,7 @@ from hf_retrieval_assist.draft_models.translation import (
 )
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.token_tree import TokenTree
-from tests.lossless import build
+from tests.support.lossless import build
 
 TEXT = (
     "the walk is plain decoding and the tree only makes logits available early. Thé wälk: 'tis "

@@ -20,10 +20,10 @@ from hf_retrieval_assist.kernels.linear import stand_ins
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
 from tests.decoding.test_batches import padded
 from tests.decoding.test_conversations import Interrupt, InterruptedForward
-from tests.lossless import PROMPT, build, run
-from tests.oracle_drafter import sequences_of
-from tests.tiny_models import VOCAB
-from tests.watching import Fed
+from tests.support.lossless import PROMPT, build, run
+from tests.support.oracle_drafter import sequences_of
+from tests.support.tiny_models import VOCAB
+from tests.support.watching import Fed
 
 # Windows of six tokens, soft caps, chunks, experts in one tensor, several position ids, no linears.
 FAMILIES = [

@@ -12,9 +12,9 @@ import transformers
 from hf_retrieval_assist import EagleHead, EarlyExit, MtpHead, SamAssistant
 from hf_retrieval_assist.host import transformers_private as private
 from tests.draft_models.test_dflash import block_drafter
-from tests.eagle_fixtures import tiny_target
-from tests.lossless import build, run
-from tests.tiny_models import VOCAB
+from tests.support.eagle_fixtures import tiny_target
+from tests.support.lossless import build, run
+from tests.support.tiny_models import VOCAB
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, simulate
 from hf_retrieval_assist.drafters.expected import Expected, ExpectedTexts
 
-from ..tiny_models import tiny_config, tiny_model
+from ..support.tiny_models import tiny_config, tiny_model
 
 FILE = np.random.default_rng(0).integers(1, 900, 300).tolist()
 EDITED = [*FILE[:100], 901, 902, *FILE[104:200], *FILE[230:]]

@@ -17,7 +17,7 @@ from hf_retrieval_assist.drafters.form_session import FormSession
 from hf_retrieval_assist.drafters.forms import Form, Forms
 from hf_retrieval_assist.drafters.rendered_forms import schema_forms, tool_forms
 from hf_retrieval_assist.drafters.token_recycling import PrivateTable, TokenRecyclingDrafter
-from tests.tiny_models import tiny_config, tiny_model
+from tests.support.tiny_models import tiny_config, tiny_model
 
 SCHEMA = {
     "type": "object",

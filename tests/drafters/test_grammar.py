@@ -11,7 +11,7 @@ from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters import grammar
 from hf_retrieval_assist.drafters.base import DraftSession, Target
 from hf_retrieval_assist.grammars.constraint import Constraint
-from tests.lossless import PROMPT, run
+from tests.support.lossless import PROMPT, run
 
 # A record of two fields, each of one to three free tokens; 0 ends the text.
 KEYS = [[50, 51, 52, 53], [54, 55, 56], [57]]

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.tiny_models import tiny_config, tiny_model
+from tests.support.tiny_models import tiny_config, tiny_model
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 

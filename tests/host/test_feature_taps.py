@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_retrieval_assist.draft_models import default_boundaries
 from hf_retrieval_assist.host.feature_taps import FeatureTap, find_blocks
-from tests.eagle_fixtures import tiny_target
+from tests.support.eagle_fixtures import tiny_target
 
 SMALL = {
     "hidden_size": 32,

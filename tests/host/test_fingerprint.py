@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.host.fingerprint import _SAMPLED, _sample, config_fingerprint, fingerprint
-from tests.lossless import PROMPT, build
+from tests.support.lossless import PROMPT, build
 
 
 def changed(model, **settings):

@@ -16,7 +16,7 @@ from hf_retrieval_assist import TokenTree
 from hf_retrieval_assist.host.ranks import Ranks, _pack, _unpack
 from hf_retrieval_assist.host.transformers_private import PIPELINES_SINCE
 
-from ..tiny_models import tiny_config, tiny_model
+from ..support.tiny_models import tiny_config, tiny_model
 from .rank_process import CASES
 
 LIMIT = 240  # seconds; what hangs ends by then

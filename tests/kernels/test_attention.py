@@ -13,7 +13,7 @@ from hf_retrieval_assist.kernels.attention import AttentionTuning, plain_attenti
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.scopes import attending
 from hf_retrieval_assist.kernels.skinny import MAX_QUERIES, kernel_attention
-from tests.lossless import build
+from tests.support.lossless import build
 
 SHARED = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 Q, K, V = (torch.randn(1, heads, 5, 16) for heads in (4, 2, 2))

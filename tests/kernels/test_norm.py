@@ -12,7 +12,7 @@ from hf_retrieval_assist.kernels import norm
 from hf_retrieval_assist.kernels.norm import learn_norms
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.skinny import NORM_LANES, fused_norm
-from tests.lossless import build
+from tests.support.lossless import build
 
 MODELS = (LlamaForCausalLM, Gemma3ForCausalLM, Qwen3ForCausalLM, Olmo2ForCausalLM)
 IDS = torch.tensor([[5, 17, 3, 42, 8]])

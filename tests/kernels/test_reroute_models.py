@@ -12,7 +12,7 @@ from hf_retrieval_assist.kernels.attention import AttentionTuning
 from hf_retrieval_assist.kernels.skinny import kernel_linear, set_chooser
 from hf_retrieval_assist.planning.account import Account
 from tests.draft_models.test_eagle_lossless import offloaded, quantised, with_lora
-from tests.lossless import build, equal, knowing, run
+from tests.support.lossless import build, equal, knowing, run
 
 
 @pytest.fixture(autouse=True)

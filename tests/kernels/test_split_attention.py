@@ -22,7 +22,7 @@ from hf_retrieval_assist.kernels.split_attention import (
     ways,
     windowed_attention,
 )
-from tests.fake_cuda import DEVICE, on_a_card
+from tests.support.fake_cuda import DEVICE, on_a_card
 
 VIEWS = ("view", "slice", "select", "expand", "transpose", "unsqueeze", "detach", "alias", "t")
 

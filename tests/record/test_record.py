@@ -22,8 +22,8 @@ from hf_retrieval_assist.record import plots
 from hf_retrieval_assist.record.pieces import readable, text_pieces
 from hf_retrieval_assist.record.record import MODEL, same_paths
 
-from ..lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
-from ..oracle_drafter import OracleDrafter
+from ..support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
+from ..support.oracle_drafter import OracleDrafter
 from ..test_examples import small_model
 
 

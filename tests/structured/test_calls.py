@@ -8,7 +8,7 @@ from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant
-from tests.lossless import build, run
+from tests.support.lossless import build, run
 
 from .libraries import EOS, LIBRARIES, SCHEMA, VOCABULARY, Counted, tokenizer, xgrammar_processor
 

@@ -18,7 +18,7 @@ from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.system import locks as locks_module
 from hf_retrieval_assist.system.lazy import cached_property
 from hf_retrieval_assist.system.locks import Lock
-from tests.tiny_models import tiny_config, tiny_model
+from tests.support.tiny_models import tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
 

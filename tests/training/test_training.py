@@ -35,8 +35,8 @@ from hf_retrieval_assist.training.data import (
 )
 from hf_retrieval_assist.training.evaluation import mean_accepted_tokens
 from hf_retrieval_assist.training.trainer import KINDS, HeadTraining, UnrolledHead, train_head
-from tests.eagle_fixtures import tiny_target
-from tests.feature_following import features_of, seen
+from tests.support.eagle_fixtures import tiny_target
+from tests.support.feature_following import features_of, seen
 
 VOCAB = 64
 SHORT = {"use_cpu": True, "disable_tqdm": True, "logging_steps": 1000}
@@ -444,7 +444,7 @@ def test_a_damaged_record_is_named(content: str, message: str, tmp_path: Path) -
 
 def test_replay_counts_steps(target: torch.nn.Module, texts: list[list[int]]) -> None:
     """With a drafter that knows the text a step brings the whole draft and one token."""
-    from tests.eagle_fixtures import KnownText
+    from tests.support.eagle_fixtures import KnownText
 
     drafter = KnownText(texts[0], nodes=3)
     assert mean_accepted_tokens(drafter, target, [(texts[0][:8], texts[0][8:])]) == (32 - 1) / 8

@@ -11,7 +11,7 @@ import transformers
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.kv_cache import HybridSlotLayer, IndexedSlotLayer, SlotCache
 from hf_retrieval_assist.verification.workspace import WORKSPACES
-from tests.architectures import (
+from tests.support.architectures import (
     BELOW_KNOWN,
     SKIPPED,
     TABLE,
@@ -20,9 +20,9 @@ from tests.architectures import (
     known_tiers,
     table_row,
 )
-from tests.op_recorder import serve_in_place
-from tests.oracle_drafter import both, sequences_of
-from tests.tiny_models import tiny_config, tiny_model
+from tests.support.op_recorder import serve_in_place
+from tests.support.oracle_drafter import both, sequences_of
+from tests.support.tiny_models import tiny_config, tiny_model
 
 # Longer than the windows and chunks of the tiny models.
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50, 3, 29]])

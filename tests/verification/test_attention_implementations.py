@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.lossless import PROMPT, build
-from tests.oracle_drafter import both
+from tests.support.lossless import PROMPT, build
+from tests.support.oracle_drafter import both
 
 # It compiles a kernel for every length.
 FLEX = pytest.param("flex_attention", marks=pytest.mark.slow)

@@ -10,10 +10,10 @@ from hf_retrieval_assist.verification import fixed_verifier, packed_buffer
 from hf_retrieval_assist.verification.arena import Arena
 from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
 from hf_retrieval_assist.verification.replay import CudaGraphs, NoWaits, Replay, Shown
-from tests.cuda_rules import Cuda
-from tests.lossless import build
-from tests.op_recorder import serve_in_place
-from tests.oracle_drafter import oracle_assistant
+from tests.support.cuda_rules import Cuda
+from tests.support.lossless import build
+from tests.support.op_recorder import serve_in_place
+from tests.support.oracle_drafter import oracle_assistant
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 

@@ -18,8 +18,8 @@ from hf_retrieval_assist.verification.tree_attention import (
     LayerMask,
     TreeAttention,
 )
-from tests.op_recorder import record
-from tests.tiny_models import tiny_config
+from tests.support.op_recorder import record
+from tests.support.tiny_models import tiny_config
 
 CPU = torch.device("cpu")
 

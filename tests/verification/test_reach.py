@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM, Phi3ForCausalLM
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification.reach import Reach
 from hf_retrieval_assist.verification.service import choose_service
-from tests.lossless import build
-from tests.oracle_drafter import oracle_assistant
-from tests.watching import Fed
+from tests.support.lossless import build
+from tests.support.oracle_drafter import oracle_assistant
+from tests.support.watching import Fed
 
 ORIGINAL = 32
 LONG = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}

@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist.verification.recorded_state import recorded_state
 from hf_retrieval_assist.verification.workspace import WORKSPACES
-from tests.lossless import PROMPT, build, run
-from tests.op_recorder import serve_in_place
-from tests.oracle_drafter import oracle_assistant
+from tests.support.lossless import PROMPT, build, run
+from tests.support.op_recorder import serve_in_place
+from tests.support.oracle_drafter import oracle_assistant
 
 CPU = torch.device("cpu")
 STRENGTH = {"of all": 0.0}

@@ -26,9 +26,9 @@ from hf_retrieval_assist.verification.service import choose_service
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
-from tests.lossless import build
-from tests.oracle_drafter import oracle_assistant, sequences_of
-from tests.watching import Fed
+from tests.support.lossless import build
+from tests.support.oracle_drafter import oracle_assistant, sequences_of
+from tests.support.watching import Fed
 
 from .test_tree_attention import random_tree
 

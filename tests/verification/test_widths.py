@@ -12,7 +12,7 @@ from hf_retrieval_assist.verification import service, tiers
 from hf_retrieval_assist.verification.reach import PositionModules
 from hf_retrieval_assist.verification.service import Demand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
-from tests.lossless import PROMPT, build, equal, knowing, run
+from tests.support.lossless import PROMPT, build, equal, knowing, run
 
 
 def steer(module, args, out):

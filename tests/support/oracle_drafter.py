@@ -130,3 +130,10 @@ def both(
     torch.manual_seed(seed)
     assisted = model.generate(**inputs, **kwargs, assistant=assistant)
     return plain, assisted, assistant
+
+
+def agreeing(model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple[Any, Any, Assistant]:
+    """The same, whose texts agree."""
+    plain, assisted, assistant = both(model, inputs, **kwargs)
+    assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    return plain, assisted, assistant

@@ -1,6 +1,6 @@
 """The causal language models of the installed transformers, and how each is served.
 
-`python -m tests.architectures` writes docs/architectures.md.
+`python -m tests.support.architectures` writes docs/architectures.md.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hf_retrieval_assist.verification.service import Tier, choose_service
 
 from .tiny_models import tiny_config, tiny_model
 
-TABLE = Path(__file__).parents[1] / "docs" / "architectures.md"
-KNOWN = Path(__file__).parent / "fixtures" / "architectures.json"
+TABLE = Path(__file__).parents[2] / "docs" / "architectures.md"
+KNOWN = Path(__file__).parents[1] / "fixtures" / "architectures.json"
 
 SKIPPED = {
     "BltForCausalLM": "plain `generate` fails on its default configuration",
@@ -80,7 +80,8 @@ def table() -> str:
         "# How each architecture is served",
         "",
         "This page lists the model classes and the tier that the self-test chose for each. It is "
-        "for those who ask whether their model is assisted. `python -m tests.architectures` writes "
+        "for those who ask whether their model is assisted. "
+        "`python -m tests.support.architectures` writes "
         f"it, with tiny float32 models of transformers {transformers.__version__}.",
         "",
         "Batches are padded ones. On the replay tier their rows stay in step: a recurrent state "

@@ -24,7 +24,7 @@ from hf_retrieval_assist.drafters.base import (
 )
 from hf_retrieval_assist.token_tree import TokenTree
 
-FIXTURES = Path(__file__).parent / "fixtures" / "eagle"
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle"
 CASES = (
     "eagle1_fcbias",
     "eagle1_nobias_qkvbias_theta1e6",

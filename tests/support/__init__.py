@@ -1,0 +1,1 @@
+"""What tests share: tiny models, oracles, stand-ins for devices, and ways to compare."""
