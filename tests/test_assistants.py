@@ -261,6 +261,21 @@ def test_sessions_are_closed_when_generation_fails(model, plain):
     assert [drafter.closed for drafter in drafters] == [1, 1]
 
 
+@pytest.mark.parametrize("idle", [False, True])
+def test_idle_sessions_are_neither_asked_nor_told(idle, model, plain):
+    class Idle(Recorder):
+        def start(self, prompt_ids, target):
+            session = super().start(prompt_ids, target)
+            session.idle = idle
+            return session
+
+    drafter = Idle(plain[0].tolist())
+    assistant = Assistant([drafter], budget=4)
+    assert torch.equal(plain, run(model, assistant=assistant))
+    assert (assistant.stats.last.drafted == 0) is idle
+    assert len(drafter.commits) == (1 if idle else 5)  # of the prefill and four steps
+
+
 def test_statistics_of_calls(model, plain):
     assistant = Assistant([Recorder(plain[0].tolist())], budget=4)
     assert assistant.stats.last.mean_accepted_tokens == 0

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+
+from transformers import LlamaForCausalLM
+
+from tests.support.lossless import build, knowing, run
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_retrieval_assist"
@@ -29,3 +34,56 @@ def test_every_folder_is_described():
     folders = {path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}
     missing = [f"`{path.relative_to(PACKAGE)}/`" for path in folders]
     assert not [name for name in missing if name not in TEXT]
+
+
+# What stands for each stage of a step. Ranks agree round the plan.
+STAGES = {
+    "propose": ("drafting/policy.py", "propose"),
+    "plan": ("planning/planner.py", "plan_batch"),
+    "forward": ("verification/verifiers.py", "forward"),
+    "walk": ("decoding/walk.py", "__call__"),
+    "keep": ("verification/verifiers.py", "keep"),
+    "learn": ("drafting/policy.py", "commit"),
+    "observe": ("planning/cost_model.py", "observe"),
+}
+
+
+def way_of_a_token():
+    """(stage or "", file) of the page's picture, in its order."""
+    picture = TEXT.split("## One token's way", 1)[1].split("```")[1]
+    lines = [line.lstrip(" |") for line in picture.splitlines()]
+    found = [re.match(r"(?:(\w\S*)\s+)?([\w/]+\.py)", line) for line in lines]
+    return [(match.group(1) or "", match.group(2)) for match in found if match]
+
+
+def entered(work):
+    """(file of the package, function) of every call that `work` makes, in order."""
+    calls = []
+
+    def note(frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            calls.append((path.relative_to(PACKAGE).as_posix(), frame.f_code.co_name))
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_token_goes_the_way_that_is_told():
+    """Every file of the picture is entered, and the stages of a step follow one another in it."""
+    model = build(LlamaForCausalLM)
+    assistant = knowing(run(model))
+    calls = entered(lambda: run(model, assistant=assistant))
+    way = way_of_a_token()
+    assert not {file for _, file in way} - {file for file, _ in calls}
+    told = [(stage, file) for stage, file in way if stage in STAGES]
+    assert told == [(stage, file) for stage, (file, _) in STAGES.items()]
+    names = {place: stage for stage, place in STAGES.items()}
+    went = [names[call] for call in calls if call in names]
+    # Before them comes the model's test, and the walk of the prefill's token.
+    steps = went[went.index("propose") :]
+    assert steps == list(STAGES) * assistant.stats.last.forwards

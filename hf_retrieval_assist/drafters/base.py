@@ -179,7 +179,13 @@ class DraftSession(ABC):
     """One text being generated: one row of a batch, from its prompt to its end.
 
     A session is used by one thread at a time; sessions of one drafter may run on several.
+
+    Attributes:
+        idle: whether it never drafts for its text and learns nothing from it, as is known from its
+            start on: then it is neither asked nor told.
     """
+
+    idle: bool = False
 
     @abstractmethod
     def propose(self, budget: int) -> TokenTree:

@@ -50,6 +50,7 @@ class GrammarSession(DraftSession):
     def __init__(self, constraint: Constraint | None, forms: FormSession | None = None):
         self._constraint = constraint
         self._forms = forms
+        self.idle = constraint is None and forms is None
         # What is known to follow, so that no mask is computed twice.
         self._forced: list[list[int]] = []
 

@@ -152,7 +152,8 @@ class DraftingPolicy:
         trees = [TokenTree.empty()] * len(sessions)
         for number, drafter in enumerate(self.drafters):
             missed = _missed(trees) if drafter.costly else 1.0
-            if drafting is not None and not drafting.asks(number, missed):
+            idle = all([session.idle[number] for session in sessions])
+            if idle or (drafting is not None and not drafting.asks(number, missed)):
                 for session in sessions:
                     session.drafts.append(TokenTree.empty())
                 continue
@@ -240,6 +241,8 @@ class DraftingPolicy:
             session.expected.follow(token_ids)
         ids = [np.array(token_ids, np.int32) for token_ids in tokens]
         for number, drafter in enumerate(self.drafters):
+            if all([session.idle[number] for session in sessions]):
+                continue
             asked = drafting is None or number in drafting.uses
             if not asked and not drafter.needs.hidden_layers:
                 for session, token_ids in zip(sessions, tokens, strict=True):
@@ -358,9 +361,12 @@ class AssistantSession:
             for drafter in assistant.drafters:
                 self.sessions.append(drafter.start(prompt_ids, target))
             started.pop_all()
+        self.idle = [session.idle for session in self.sessions]
         # Asked in every step, so without those that know of nothing.
         knows = DraftSession.restrict
-        self._restricting = [s for s in self.sessions if type(s).restrict is not knows]
+        self._restricting = [
+            s for s in self.sessions if type(s).restrict is not knows and not s.idle
+        ]
         # Of each drafter, tokens that it learns all at once before it drafts again.
         self.deferred: list[list[int]] = [[] for _ in self.sessions]
         calibrators = assistant.calibrators(target.fingerprint)

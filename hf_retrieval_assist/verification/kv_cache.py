@@ -191,7 +191,10 @@ class SlotLayer(DynamicLayer):
     def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy slots within rows; all index tensors broadcast to [batch, moved]."""
         for buffer in self._buffers:
-            buffer[rows, :, destination] = buffer[rows, :, source]
+            if len(rows) == 1:  # less than half the time
+                buffer.index_copy_(2, destination[0], buffer.index_select(2, source[0]))
+            else:
+                buffer[rows, :, destination] = buffer[rows, :, source]
 
     def show(self, length: int) -> None:
         """Show the first `length` slots."""
