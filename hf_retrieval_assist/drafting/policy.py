@@ -152,7 +152,7 @@ class DraftingPolicy:
         trees = [TokenTree.empty()] * len(sessions)
         for number, drafter in enumerate(self.drafters):
             missed = _missed(trees) if drafter.costly else 1.0
-            idle = all([session.idle[number] for session in sessions])
+            idle = all(session.idle[number] for session in sessions)
             if idle or (drafting is not None and not drafting.asks(number, missed)):
                 for session in sessions:
                     session.drafts.append(TokenTree.empty())
@@ -241,7 +241,7 @@ class DraftingPolicy:
             session.expected.follow(token_ids)
         ids = [np.array(token_ids, np.int32) for token_ids in tokens]
         for number, drafter in enumerate(self.drafters):
-            if all([session.idle[number] for session in sessions]):
+            if all(session.idle[number] for session in sessions):
                 continue
             asked = drafting is None or number in drafting.uses
             if not asked and not drafter.needs.hidden_layers:

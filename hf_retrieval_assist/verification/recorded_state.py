@@ -21,6 +21,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
+from ..host.model_state import modules_of
 from ..host.transformers_private import hooks_of
 
 _PLAIN = frozenset((type(None), bool, int, str))
@@ -28,10 +29,22 @@ _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+_COMMON = frozenset((dict, list))  # of most values, which are no atoms
 _CONTAINERS = (Mapping, tuple, list, set, frozenset, deque)
 _FIXED = (type, ModuleType, BuiltinFunctionType, torch._C._TensorMeta)
 # Whose objects are taken for what they are, where a function names them.
 _LIBRARIES = frozenset(("torch", "transformers", "accelerate", "peft", "logging", "numpy"))
+
+
+class _Unknown:
+    """Equal to nothing."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _Same:
@@ -54,7 +67,7 @@ def _same(thing: Any) -> Any:
         return _Same(thing)
     except TypeError:
         # Something as plain as a namespace is all that it holds.
-        return None if hasattr(thing, "__dict__") else object()
+        return None if hasattr(thing, "__dict__") else _Unknown()
 
 
 class _Reader:
@@ -66,29 +79,34 @@ class _Reader:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._seen: dict[int, tuple[Any, Any]] = {}
+        self._seen: dict[int, int] = {}
+        # Until all is read, so that no other object gets the address of one.
+        self._kept: list[Any] = []
 
     def read(self, value: Any) -> Any:
-        if type(value) in _PLAIN:
-            return value
-        if isinstance(value, _ATOMS):
-            return value if type(value) is not float else repr(value)
+        kind = type(value)
+        if kind in _PLAIN:
+            return value if value != -2 else repr(value)
         if id(value) in self._seen:
-            return self._seen[id(value)][0]
-        # Kept until all is read, so that no other object gets its address.
-        self._seen[id(value)] = ("seen", len(self._seen)), value
+            return "seen", self._seen[id(value)]
+        if kind not in _COMMON and isinstance(value, _ATOMS):
+            return value if kind is not float else repr(value)
+        self._seen[id(value)] = len(self._kept)
+        self._kept.append(value)
         if len(self._seen) > self._most:
-            return object()
+            return _Unknown()
+        if kind is dict and len(value) <= self._most:
+            return self._mapping(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):
             return self._module(value)
         if isinstance(value, _CONTAINERS) and len(value) > self._most:
-            return object()
+            return _Unknown()
         if isinstance(value, Mapping):
-            return [(self.read(name), self.read(held)) for name, held in value.items()]
+            return self._mapping(value)
         if isinstance(value, _CONTAINERS):
-            return [self.read(held) for held in value]
+            return _short([self.read(held) for held in value])
         if isinstance(value, weakref.ref):
             return self.read(value())
         if callable(value) and not isinstance(value, _FIXED):
@@ -96,6 +114,9 @@ class _Reader:
         if isinstance(value, (*_FIXED, GenerationConfig)):
             return _same(value)
         return self._object(value)
+
+    def _mapping(self, values: Mapping[Any, Any]) -> Any:
+        return _short([self.read(part) for item in values.items() for part in item])
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -113,9 +134,9 @@ class _Reader:
             for name, tensor in own[kind].items()
             if tensor is not None
         ]
-        plain = [(name, self.read(own[name])) for name in own.keys() - _INTERNAL]
-        parts = [(name, self.read(part)) for name, part in own["_modules"].items()]
-        return type(module), tensors, sorted(plain, key=_first), self.read(hooks), parts
+        plain = _short(sorted([(n, self.read(own[n])) for n in own.keys() - _INTERNAL], key=_first))
+        parts = _short([(name, self.read(part)) for name, part in own["_modules"].items()])
+        return _short([type(module), _short(tensors), plain, self.read(hooks), parts])
 
     def _callable(self, function: Any) -> Any:
         if isinstance(function, partial):
@@ -149,6 +170,15 @@ class _Reader:
         return self.read(attributes) if attributes else ()
 
 
+def _short(values: list[Any]) -> Any:
+    """One number where values hold nothing but what is equal by value: few of those that are kept
+    would make Python look for garbage among all objects."""
+    try:
+        return hash(tuple(values))
+    except TypeError:
+        return values
+
+
 def _first(pair: tuple[str, Any]) -> str:
     return pair[0]
 
@@ -176,7 +206,7 @@ def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch
             all, and caches are the verifier's.
         device: of the model.
     """
-    reader = _Reader(64 * sum(1 for _ in model.modules()) + 4096)
+    reader = _Reader(64 * len(modules_of(model)) + 4096)
     passed = {n: v for n, v in arguments.items() if not isinstance(v, (torch.Tensor, Cache))}
     return reader.read(model), reader.read(passed), _settings(device)
 
