@@ -55,7 +55,7 @@ def counted_steps(model, inputs, assistant, monkeypatch, **options):
         return assisted.cpu(), of_model, steps
 
 
-@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("rows", [1, 8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ASSISTANTS)
 def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
     model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)

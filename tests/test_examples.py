@@ -51,7 +51,9 @@ def test_example(name, capsys):
     assert "tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["explore", "compare", "structured"])
+@pytest.mark.parametrize(
+    "name", ["explore", pytest.param("compare", marks=pytest.mark.slow), "structured"]
+)
 def test_notebook(name, monkeypatch, capsys):
     if name == "structured":
         pytest.importorskip("xgrammar", reason="make test-structured")

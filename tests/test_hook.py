@@ -260,7 +260,10 @@ def test_an_unknown_name_is_refused():
         hf_retrieval_assist.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("source", ["hf_retrieval_assist", "hf_retrieval_assist.presets"])
+PRESETS = pytest.param("hf_retrieval_assist.presets", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("source", ["hf_retrieval_assist", PRESETS])
 def test_importing_an_assistant_gives_the_keyword(source):
     program = (
         f"import inspect; from {source} import SamAssistant\n"

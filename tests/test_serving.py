@@ -329,7 +329,10 @@ def test_figures(served):
     assert ("seconds_total", "forward") in after
 
 
-@pytest.mark.parametrize("batching", [[], ["--continuous-batching", "--cb-num-blocks", "64"]])
+BATCHING = ["--continuous-batching", "--cb-num-blocks", "64"]
+
+
+@pytest.mark.parametrize("batching", [[], pytest.param(BATCHING, marks=pytest.mark.slow)])
 def test_the_command_serves_until_it_is_interrupted(folder, tmp_path, batching):
     port, log = free_port(), tmp_path / "log"
     command = [sys.executable, "-m", "hf_retrieval_assist.cli", "serve", folder, *batching]
