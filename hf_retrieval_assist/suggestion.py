@@ -19,6 +19,7 @@ from .record.record import MODEL, Record
 from .system.arguments import kind_of
 
 _WORTHWHILE = 1.05  # times as fast as plain decoding
+_APART = 1.1  # times as fast as another one: less is noise wherever anything else runs
 _LOOKUP_TOKENS = 10  # of prompt lookup's drafts, as in transformers' examples
 _SEED = 0
 PLAIN, KERNELS, LOOKUP = "plain generate", "plain in reroute()", "prompt lookup"
@@ -110,7 +111,11 @@ class Suggestion:
 
     def __post_init__(self) -> None:
         fastest = max(self.trials, key=lambda trial: trial.ratio)
-        self.tied = [t for t in self.trials if max(t.ratios) >= min(fastest.ratios)]
+        self.tied = [
+            trial
+            for trial in self.trials
+            if max(trial.ratios) >= min(fastest.ratios) or trial.ratio * _APART >= fastest.ratio
+        ]
         others = [trial for trial in self.trials if trial not in self.tied]
         self.trials = [*self.tied, *sorted(others, key=lambda trial: -trial.ratio)]
 
