@@ -34,8 +34,12 @@ TUNING_SLOTS = 512
 # Scores of one group of heads that the kernel may keep at a time, 128 MiB.
 MAX_SCORES = 1 << 25
 
-# Arguments of an attention function that ask for more than attention.
-_SPECIAL = ("position_bias", "cache", "softcap")
+
+def asks_for_more(options: dict[str, Any], unknown: tuple[str, ...] = ()) -> bool:
+    """Whether options of an attention function ask for more than attention, by these names too."""
+    if options.get("dropout") or options.get("output_attentions"):
+        return True
+    return any(options.get(name) is not None for name in ("position_bias", "cache", *unknown))
 
 
 def _cases(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[Candidates]:
@@ -95,9 +99,7 @@ def _can_route(
     options: dict[str, Any],
 ) -> bool:
     """Whether this is attention and nothing else, and of a kind that the kernel knows."""
-    if options.get("dropout") or options.get("output_attentions"):
-        return False
-    if any(options.get(name) is not None for name in _SPECIAL):
+    if asks_for_more(options, ("softcap",)):
         return False
     if not can_attend(query, key, value, mask):
         return False

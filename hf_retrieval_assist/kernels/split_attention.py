@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from .attention import asks_for_more
 from .scopes import Attention
 
 varlen: Any = None
@@ -28,9 +29,6 @@ with suppress(ImportError):  # before torch 2.10
     varlen = importlib.import_module("torch.nn.attention.varlen")
 
 aten = torch.ops.aten
-
-# Arguments of an attention function that ask for more than attention.
-_SPECIAL = ("position_bias", "cache", "softcap", "s_aux")
 
 # Columns of a bias are laid out in multiples of so many.
 _BIAS_COLUMNS = 8
@@ -243,8 +241,7 @@ class SplitAttention:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
-        special = options.get("dropout") or any(options.get(name) is not None for name in _SPECIAL)
-        if attention_mask is None or special:
+        if attention_mask is None or asks_for_more(options, ("softcap", "s_aux")):
             return plain(module, query, key, value, attention_mask, **options)
         scale = options.get("scaling") or query.shape[-1] ** -0.5
         out = self.attend(query, key, value, attention_mask, scale)

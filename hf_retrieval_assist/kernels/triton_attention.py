@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention import asks_for_more
 from .scopes import Attention
 from .split_attention import Seen
 
@@ -30,9 +31,6 @@ _MOST_PARTS = 32
 # Bytes of one head's keys that are read at once.
 _BLOCK_BYTES = 1 << 14
 _MOST_BLOCK = 64
-
-# Arguments of an attention function that ask for more than attention.
-_SPECIAL = ("position_bias", "cache")
 
 
 class TritonAttention:
@@ -59,8 +57,7 @@ class TritonAttention:
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
         seen = None if attention_mask is None else self._seen.get(attention_mask.data_ptr())
-        special = any(options.get(name) is not None for name in _SPECIAL)
-        if seen is None or special or options.get("dropout"):
+        if seen is None or asks_for_more(options):
             # Masks of the forward hold no numbers, so what needs them is found by its test.
             return plain(module, query, key, value, attention_mask, **options)
         scale = options.get("scaling") or query.shape[-1] ** -0.5
