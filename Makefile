@@ -69,14 +69,16 @@ $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: .venv-%/.installed
 	HFRA_EXPECT_TRANSFORMERS=$* .venv-$*/bin/python -m pytest -q -m "not slow and not demo" \
 		-n 2 $(MATRIX_TESTS)
 
-# Trainers and harnesses over a model with an attached assistant: TRL, lm-eval. 370 MB, two minutes.
+# Trainers and harnesses over a model with an attached assistant: TRL, lm-eval; models that torchao,
+# optimum-quanto and bitsandbytes have quantised. 500 MB, three minutes.
 .venv-ecosystem/.installed: $(VENV)/.installed
 	$(call layered,.venv-ecosystem)
-	$(PIP) --python .venv-ecosystem/bin/python install --quiet --constraint constraints.txt trl lm-eval
+	$(PIP) --python .venv-ecosystem/bin/python install --quiet --constraint constraints.txt \
+		trl lm-eval torchao optimum-quanto bitsandbytes
 	touch $@
 
 test-ecosystem: .venv-ecosystem/.installed
-	.venv-ecosystem/bin/python -c "import lm_eval, trl"
+	.venv-ecosystem/bin/python -c "import bitsandbytes, lm_eval, optimum.quanto, torchao, trl"
 	.venv-ecosystem/bin/python -m pytest -q tests/ecosystem
 
 # Structured output with the real libraries. 400 MB, a minute.

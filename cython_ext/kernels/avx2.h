@@ -33,6 +33,7 @@ static int skinny_cpu_has_avx2(void) {
 #define STORE_F16(p, v) \
     _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph((v), _MM_FROUND_TO_NEAREST_INT))
 #define SUM_LANES(a, b, c, d, out) skinny_sum_lanes_avx2((a), (b), (c), (d), (out))
+#define LOAD_INT8(p) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 #define INT8_GROUP skinny_group_avx2
 #define LOAD_INT8_GROUP(p) skinny_load_group_avx2(p)
 #define INT8_GROUP_DOT(w, p) skinny_group_dot_avx2((w), (p))

@@ -29,6 +29,7 @@ static int skinny_cpu_has_avx512(void) {
 #define STORE_F16(p, v) \
     _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph((v), _MM_FROUND_TO_NEAREST_INT))
 #define SUM_LANES(a, b, c, d, out) skinny_sum_lanes_avx512((a), (b), (c), (d), (out))
+#define LOAD_INT8(p) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define INT8_GROUP __m512i
 #define LOAD_INT8_GROUP(p) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(p)))
 #define INT8_GROUP_DOT(w, p) _mm512_cvtepi32_ps(_mm512_madd_epi16((w), _mm512_loadu_si512(p)))

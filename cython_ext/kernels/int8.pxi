@@ -100,7 +100,47 @@ def int8_linear(x, values, factors, scales, bias=None, *, path=None, threads=Non
         _check_shape("bias", bias, (problem.outputs,))
     problem.depth = x.size(-1)
     problem.weight = <char *><uintptr_t>values.data_ptr()
-    problem.weight_dtype = SKINNY_INT8
+    problem.weight_dtype = SKINNY_GROUPED
     problem.factors = <char *><uintptr_t>factors.data_ptr()
-    problem.row_scales = <float *><uintptr_t>scales.data_ptr()
+    problem.scales = <char *><uintptr_t>scales.data_ptr()
+    problem.scale_dtype = SKINNY_FLOAT32
+    return _solve(&problem, x, bias, None, chosen, _thread_count(threads))
+
+
+def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):
+    """`x @ (scales[:, None] * values).T + bias`, made for 1 to 64 rows of x, which are not rounded.
+
+    Sums of products with the values are those of `skinny_linear`, taken in float32, scaled and rounded
+    once to x's dtype. A row of x gives the same bits whatever rows stand beside it and however many
+    threads work. Not differentiable.
+
+    Args:
+        x: [..., depth], float32, bfloat16 or float16, any strides.
+        values: int8 [outputs, depth], adjacent columns.
+        scales: float32, bfloat16 or float16 [outputs], contiguous.
+        bias: [outputs] of x's dtype, or None.
+        path, threads: as for `skinny_linear`.
+
+    Raises:
+        TypeError, ValueError: as for `skinny_linear`.
+    """
+    cdef linear_problem problem
+    cdef int chosen = _path_index(path, PATHS)
+    for name, tensor in (("x", x), ("scales", scales)):
+        dtype = getattr(tensor, "dtype", None)
+        if dtype not in _dtypes:
+            raise TypeError(f"{name}: expected float32, bfloat16 or float16, got {dtype}")
+        _check_plain(name, tensor, dtype)
+    _check_matrix("values", values, torch.int8)
+    _check_rows(x, values, bias, None, x.dtype)
+    _check_shape("scales", scales, (values.size(0),))
+    if not scales.is_contiguous():
+        raise ValueError(f"scales: expected adjacent elements, got strides {list(scales.stride())}")
+    problem.outputs, problem.depth = values.shape
+    problem.weight = <char *><uintptr_t>values.data_ptr()
+    problem.weight_stride = values.stride(0)
+    problem.weight_dtype = SKINNY_INT8
+    problem.factors = NULL
+    problem.scales = <char *><uintptr_t>scales.data_ptr()
+    problem.scale_dtype = _dtypes[scales.dtype]
     return _solve(&problem, x, bias, None, chosen, _thread_count(threads))

@@ -18,11 +18,15 @@ cdef int _check_weight(object weight) except -1:
     dtype = getattr(weight, "dtype", None)
     if dtype not in _dtypes:
         raise TypeError(f"weight: expected float32, bfloat16 or float16, got {dtype}")
-    _check_plain("weight", weight, dtype)
-    if weight.dim() != 2 or weight.stride(1) != 1:
+    return _check_matrix("weight", weight, dtype)
+
+
+cdef int _check_matrix(str name, object matrix, object dtype) except -1:
+    _check_plain(name, matrix, dtype)
+    if matrix.dim() != 2 or matrix.stride(1) != 1:
         raise ValueError(
-            f"weight: expected a matrix with adjacent columns, got shape {list(weight.shape)} "
-            f"with strides {list(weight.stride())}"
+            f"{name}: expected a matrix with adjacent columns, got shape {list(matrix.shape)} "
+            f"with strides {list(matrix.stride())}"
         )
     return 0
 
@@ -69,7 +73,8 @@ cdef object _multiply(object x, object weight, object bias, object out, int path
     problem.weight_stride = weight.stride(0)
     problem.weight_dtype = _dtypes[weight.dtype]
     problem.factors = NULL
-    problem.row_scales = NULL
+    problem.scales = NULL
+    problem.scale_dtype = SKINNY_FLOAT32
     return _solve(&problem, x, bias, out, path, threads)
 
 
@@ -159,13 +164,20 @@ cdef bint _can_route(object x, object weight, object bias):
     records or transforms it.
     """
     dtype = getattr(weight, "dtype", None)
-    if dtype not in _dtypes or not _is_plain(weight, dtype) or not _is_plain(x, dtype):
+    if dtype not in _dtypes or not _is_plain(weight, dtype):
         return False
-    if weight.dim() != 2 or not weight.is_contiguous() or x.dim() < 1:
+    if weight.dim() != 2 or not weight.is_contiguous() or weight.numel() < _least_routed:
+        return False
+    return _are_few_rows(x, weight, bias, dtype)
+
+
+cdef bint _are_few_rows(object x, object weight, object bias, object dtype):
+    """Whether x and bias are plain tensors that fit a matrix, few rows, and nobody records or transforms
+    their product.
+    """
+    if not _is_plain(x, dtype) or x.dim() < 1:
         return False
     outputs, depth = weight.shape
-    if outputs * depth < _least_routed:
-        return False
     if depth == 0 or x.size(-1) != depth or not 0 < x.numel() <= ROUTED_ROWS * depth:
         return False
     if bias is not None and (not _is_plain(bias, dtype) or bias.shape != (outputs,)):
@@ -184,6 +196,19 @@ def routed_linear(input, weight, bias=None):
     if method is None:
         method = _methods[key] = _choose(weight)
     return method(input, weight, bias)
+
+
+def are_few_rows(x, weight, bias=None):
+    """Whether rows, a matrix of a quantisation library and a bias are inside a scope of this thread, and
+    `scaled_linear` may multiply them: a few dense rows of the matrix's dtype on the CPU, which nobody
+    records or transforms.
+    """
+    return (
+        thread_depth > 0
+        and weight.dtype in _dtypes
+        and weight.dim() == 2
+        and _are_few_rows(x, weight, bias, weight.dtype)
+    )
 
 
 def set_chooser(choose, least_elements=0):

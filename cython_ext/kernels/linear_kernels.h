@@ -29,9 +29,10 @@ typedef struct {
     int64_t rows, depth, outputs;
     int64_t x_stride, weight_stride, y_stride;
     int dtype;               /* of x, bias and y */
-    int weight_dtype;        /* the same; float32 times bfloat16; any times int8 */
-    const char *factors;     /* of int8: bfloat16 [outputs, groups], INT8_BLOCK more behind the last */
-    const float *row_scales; /* of int8: [outputs], a vector more behind the last */
+    int weight_dtype;    /* the same; float32 times bfloat16; any times int8 or groups */
+    const char *factors; /* of groups: bfloat16 [outputs, groups], INT8_BLOCK more behind the last */
+    const char *scales;  /* of int8 and groups: [outputs], or NULL */
+    int scale_dtype;
 } linear_problem;
 
 /* A matrix to be rounded to int8, with one bfloat16 factor for each GROUP of a row; zeros pad the last. */
@@ -58,7 +59,7 @@ typedef struct {
     char *panels;         /* the rows of x, packed */
     int64_t packed_bytes; /* of one packed row */
     int64_t panel_count;
-    float *x_scales;      /* [rows] of x in 16 bits */
+    float *x_scales;      /* [rows] of x in 16 bits, for groups */
     float *sums;          /* [threads, rows, CHUNK_ROWS] */
     int64_t next_chunk;   /* taken atomically, like the next */
     int64_t next_thread;

@@ -10,7 +10,7 @@
 /* Panels of x one after another, each as [steps][its rows][STEP]: a tile reads them forward. */
 TARGET static void NAMED(pack_panels)(char *panels, const linear_pass *pass) {
     const linear_problem *p = pass->problem;
-    if (p->weight_dtype == SKINNY_INT8) return NAMED(pack_int16_panels)(panels, pass);
+    if (p->weight_dtype == SKINNY_GROUPED) return NAMED(pack_int16_panels)(panels, pass);
     const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
@@ -41,7 +41,7 @@ TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, int64
         tile.fetch_first = skinny_min(i * share, TILE_ROWS);
         tile.fetch_end = skinny_min(tile.fetch_first + share, TILE_ROWS);
         tile.sums = sums + start * CHUNK_ROWS;
-        if (p->weight_dtype == SKINNY_INT8)
+        if (p->weight_dtype == SKINNY_GROUPED)
             NAMED(int8_tile_of)(end - start, tile, factors);
         else
             NAMED(tile_of)(end - start, p->weight_dtype, tile);
@@ -55,21 +55,27 @@ TARGET static void NAMED(chunk)(const linear_pass *pass, int64_t first, int64_t 
 }
 #endif
 
+/* Elements [o, o + count) of one for each output, and zeros behind them; zeros of none. */
+TARGET static ALWAYS_INLINE VEC NAMED(of_outputs)(const char *all, int64_t o, int64_t count, int dtype) {
+    const int64_t bytes = skinny_item_bytes(dtype);
+    char part[LANES * 4] = {0};
+    if (all) memcpy(part, all + o * bytes, count * bytes);
+    return NAMED(read)(part, dtype);
+}
+
 /* Sums, in their scales, plus bias for outputs [o, o + count), count <= LANES, rounded once to the output's
  * dtype. */
 TARGET static void NAMED(write_outputs)(const linear_pass *pass, int64_t o, int64_t count,
                                         const float *sums) {
     const linear_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype);
-    char part[LANES * 4] = {0};
-    if (p->bias) memcpy(part, p->bias + o * bytes, count * bytes);
-    const VEC bias = NAMED(read)(part, p->dtype);
+    const VEC bias = NAMED(of_outputs)(p->bias, o, count, p->dtype);
+    const VEC scales = NAMED(of_outputs)(p->scales, o, count, p->scale_dtype);
+    char part[LANES * 4];
     for (int64_t row = 0; row < p->rows; row++) {
         VEC value = LOAD(sums + row * CHUNK_ROWS);
-        if (p->weight_dtype == SKINNY_INT8) {
-            value = FMA(value, SET1(pass->x_scales[row]), ZERO());
-            value = FMA(value, LOAD(p->row_scales + o), ZERO());
-        }
+        if (p->weight_dtype == SKINNY_GROUPED) value = FMA(value, SET1(pass->x_scales[row]), ZERO());
+        if (p->scales) value = FMA(value, scales, ZERO());
         value = ADD(value, bias);
         char *to = p->y + (row * p->y_stride + o) * bytes;
         if (count == LANES) {
@@ -101,7 +107,7 @@ TARGET static void NAMED(work)(void *shared) {
 TARGET static int NAMED(run_pass)(const linear_problem *p, int threads) {
     float x_scales[PASS_ROWS];
     linear_pass pass = {.problem = p, .x_scales = x_scales};
-    if (p->weight_dtype == SKINNY_INT8)
+    if (p->weight_dtype == SKINNY_GROUPED)
         pass.packed_bytes = (p->depth + GROUP - 1) / GROUP * GROUP * 2;
     else
         pass.packed_bytes = (p->depth + STEP - 1) / STEP * STEP_BYTES;

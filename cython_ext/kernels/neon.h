@@ -23,6 +23,7 @@
 #define SUM_LANES(a, b, c, d, out) \
     vst1q_f32((out), vpaddq_f32(vpaddq_f32((a), (b)), vpaddq_f32((c), (d))))
 
+#define LOAD_INT8(p) skinny_load_int8_neon(p)
 #define INT8_GROUP skinny_group_neon
 #define LOAD_INT8_GROUP(p) skinny_load_group_neon(p)
 #define INT8_GROUP_DOT(w, p) skinny_group_dot_neon((w), (p))
@@ -30,6 +31,13 @@
 typedef struct {
     int16x8_t part[4];
 } skinny_group_neon;
+
+static ALWAYS_INLINE float32x4_t skinny_load_int8_neon(const char *p) {
+    uint32_t bytes;
+    memcpy(&bytes, p, 4);
+    const int16x8_t words = vmovl_s8(vcreate_s8(bytes));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(words)));
+}
 
 static ALWAYS_INLINE skinny_group_neon skinny_load_group_neon(const char *p) {
     const int8x16_t low = vld1q_s8((const int8_t *)p), high = vld1q_s8((const int8_t *)p + 16);

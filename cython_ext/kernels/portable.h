@@ -23,6 +23,7 @@
     ((out)[0] = skinny_sum_portable(a), (out)[1] = skinny_sum_portable(b),             \
      (out)[2] = skinny_sum_portable(c), (out)[3] = skinny_sum_portable(d))
 
+#define LOAD_INT8(p) skinny_load_int8_portable(p)
 #define INT8_GROUP skinny_group_portable
 #define LOAD_INT8_GROUP(p) skinny_load_group_portable(p)
 #define INT8_GROUP_DOT(w, p) skinny_group_dot_portable((w), (p))
@@ -34,6 +35,14 @@ typedef struct {
 typedef struct {
     int8_t weight[GROUP];
 } skinny_group_portable;
+
+static ALWAYS_INLINE skinny_lanes skinny_load_int8_portable(const char *p) {
+    int8_t weight[LANES];
+    skinny_lanes v;
+    memcpy(weight, p, sizeof(weight));
+    for (int i = 0; i < LANES; i++) v.lane[i] = weight[i];
+    return v;
+}
 
 static ALWAYS_INLINE skinny_group_portable skinny_load_group_portable(const char *p) {
     skinny_group_portable group;

@@ -10,7 +10,8 @@
 
 #include "openmp_runtime.h"
 
-enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16, SKINNY_INT8 };
+/* Weights alone may be int8, or the same in groups, each with a factor of its own. */
+enum { SKINNY_FLOAT32, SKINNY_BFLOAT16, SKINNY_FLOAT16, SKINNY_INT8, SKINNY_GROUPED };
 
 /* Rows of the streamed matrix in one register tile. */
 #define TILE_ROWS 4
@@ -30,7 +31,7 @@ typedef struct {
 
 static inline int64_t skinny_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t skinny_item_bytes(int dtype) {
-    return dtype == SKINNY_FLOAT32 ? 4 : dtype == SKINNY_INT8 ? 1 : 2;
+    return dtype == SKINNY_FLOAT32 ? 4 : dtype >= SKINNY_INT8 ? 1 : 2;
 }
 
 #if defined(__GNUC__)

@@ -21,6 +21,7 @@ cdef extern from "paths.h" nogil:
         SKINNY_BFLOAT16
         SKINNY_FLOAT16
         SKINNY_INT8
+        SKINNY_GROUPED
         GROUP
         INT8_BLOCK
         MASK_NONE
@@ -40,7 +41,8 @@ cdef extern from "paths.h" nogil:
         int dtype
         int weight_dtype
         const char *factors
-        const float *row_scales
+        const char *scales
+        int scale_dtype
 
     ctypedef struct int8_packing:
         const char *weight

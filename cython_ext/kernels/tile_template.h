@@ -7,6 +7,7 @@
  *   ADD(a, b), MAX(a, b), FMA(a, b, c)           of a NaN and b, MAX is b or NaN; of a and NaN, NaN
  *   POWER2(t)                    2^n from t = 1.5 * 2^23 + n, n from -127 (giving 0) to 0
  *   LOAD_BF16(p), LOAD_F16(p), STORE_BF16(p, v), STORE_F16(p, v)  to and from float32
+ *   LOAD_INT8(p)                 to float32
  *   SUM_LANES(a, b, c, d, out)   four sums over lanes, written side by side
  *   PACKED_DTYPE                 what the multiplication takes: float32, LANES to a vector, or
  *                                bfloat16, twice as many; other dtypes are widened to it
@@ -21,6 +22,7 @@
 
 TARGET static ALWAYS_INLINE VEC NAMED(read)(const char *from, int dtype) {
     if (dtype == SKINNY_FLOAT32) return LOAD((const float *)from);
+    if (dtype == SKINNY_INT8) return LOAD_INT8(from);
     return dtype == SKINNY_BFLOAT16 ? LOAD_BF16(from) : LOAD_F16(from);
 }
 
@@ -86,7 +88,8 @@ TARGET static ALWAYS_INLINE void NAMED(store_sums)(const int rows, const skinny_
     }
 }
 
-/* TILE_ROWS weight rows times one panel; into t.sums. */
+/* TILE_ROWS weight rows times one panel; into t.sums. Rows of int8 are short: hardware follows them by
+ * itself. */
 TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, skinny_tile t) {
     char part[TILE_ROWS][STEP_BYTES];
     VEC acc[PANEL_ROWS][TILE_ROWS];
@@ -94,7 +97,7 @@ TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, sk
         for (int o = 0; o < TILE_ROWS; o++) acc[r][o] = ZERO();
     int64_t k = 0;
     for (; k + STEP <= t.depth; k += STEP, t.panel += rows * STEP_BYTES) {
-        for (int64_t o = t.fetch_first; o < t.fetch_end; o++)
+        for (int64_t o = t.fetch_first; o < t.fetch_end && dtype != SKINNY_INT8; o++)
             PREFETCH(t.weight[o] + t.ahead + k * skinny_item_bytes(dtype));
         NAMED(step)(rows, dtype, &t, k, acc);
     }
@@ -112,6 +115,8 @@ TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, sk
             NAMED(tile)(rows, PACKED_DTYPE, t);                                             \
         else if (dtype == SKINNY_BFLOAT16)                                                  \
             NAMED(tile)(rows, SKINNY_BFLOAT16, t);                                          \
+        else if (dtype == SKINNY_INT8)                                                      \
+            NAMED(tile)(rows, SKINNY_INT8, t);                                              \
         else                                                                                \
             NAMED(tile)(rows, SKINNY_FLOAT16, t);                                           \
         break;

@@ -15,6 +15,7 @@
 #undef STORE_BF16
 #undef STORE_F16
 #undef SUM_LANES
+#undef LOAD_INT8
 #undef INT8_GROUP
 #undef LOAD_INT8_GROUP
 #undef INT8_GROUP_DOT

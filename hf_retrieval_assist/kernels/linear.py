@@ -23,7 +23,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
+from .library_weights import library_linear
 from .skinny import MAX_ROWS, kernel_linear, routed_linear, set_chooser, skinny_linear
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
@@ -44,6 +46,10 @@ MAX_COPIES = 64
 # Smaller weights stay in the second-level cache between two forwards. PyTorch then takes some
 # microseconds, and the choice alone half as much again.
 LEAST_ELEMENTS = 1 << 17
+
+
+# The types of weights whose values are what lies in memory.
+_DENSE = (nn.Parameter, torch.Tensor)
 
 
 def transposed_linear(
@@ -139,7 +145,9 @@ def linear(
     stand_in = _thread.stand_ins.get(id(weight))
     if stand_in is not None:
         return stand_in(input, bias)
-    return routed_linear(input, weight, bias)
+    if type(weight) in _DENSE:
+        return routed_linear(input, weight, bias)
+    return library_linear(input, weight, bias)
 
 
 StandIn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

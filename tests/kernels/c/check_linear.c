@@ -12,7 +12,7 @@ static void check(kernel_path path, int dtype) {
     fill(w, ws, outputs * depth, dtype);
     fill(bias, biases, outputs, dtype);
     linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype, dtype,
-                              NULL, NULL};
+                              NULL, NULL, 0};
     path.linear(&problem, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
@@ -26,8 +26,32 @@ static void check(kernel_path path, int dtype) {
     free(x), free(w), free(bias), free(y), free(xs), free(ws), free(biases);
 }
 
-/* The same of weights in eight bits, against the product with what they stand for. */
+/* The same of weights in eight bits and scales of the rows. */
 static void check_int8(kernel_path path, int dtype) {
+    const int64_t rows = between(1, 70), depth = between(1, 200), outputs = between(1, 140);
+    char *x = malloc(rows * depth * 4), *scales = malloc(outputs * 4), *y = malloc(rows * outputs * 4);
+    double *xs = malloc(rows * depth * 8), *factors = malloc(outputs * 8);
+    int8_t *values = malloc(outputs * depth);
+    fill(x, xs, rows * depth, dtype);
+    fill(scales, factors, outputs, dtype);
+    for (int64_t i = 0; i < outputs * depth; i++) values[i] = (int8_t)between(-128, 127);
+    linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, depth, outputs,
+                              dtype, SKINNY_INT8, NULL, scales, dtype};
+    path.linear(&problem, 1);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t o = 0; o < outputs; o++) {
+            double sum = 0, size = 0;
+            for (int64_t k = 0; k < depth; k++) {
+                const double product = xs[r * depth + k] * factors[o] * values[o * depth + k];
+                sum += product, size += fabs(product);
+            }
+            compare(path.name, dtype, read_one(y, r * outputs + o, dtype), sum, size);
+        }
+    free(x), free(scales), free(y), free(xs), free(factors), free(values);
+}
+
+/* The same of weights in groups, against the product with what they stand for. */
+static void check_grouped(kernel_path path, int dtype) {
     const int64_t rows = between(1, 70), depth = between(1, 1200), outputs = between(1, 140);
     const int64_t groups = (depth + GROUP - 1) / GROUP;
     char *x = malloc(rows * depth * 4), *w = malloc(outputs * depth * 4), *y = malloc(rows * outputs * 4);
@@ -41,7 +65,8 @@ static void check_int8(kernel_path path, int dtype) {
                             norms + outputs, 0};
     path.pack_int8(&packing, 1);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, groups * GROUP,
-                              outputs, dtype, SKINNY_INT8, (char *)factors, scales};
+                              outputs, dtype, SKINNY_GROUPED, (char *)factors, (char *)scales,
+                              SKINNY_FLOAT32};
     path.linear(&problem, 1);
     for (int64_t o = 0; o < outputs; o++) {
         double left_out = 0;
@@ -68,7 +93,8 @@ int main(void) {
     kernel_path paths[MAX_PATHS];
     const int count = kernel_paths(paths);
     for (int i = 0; i < count; i++)
-        for (int turn = 0; turn < 60; turn++) check(paths[i], turn % 3), check_int8(paths[i], turn % 3);
+        for (int turn = 0; turn < 60; turn++)
+            check(paths[i], turn % 3), check_int8(paths[i], turn % 3), check_grouped(paths[i], turn % 3);
     printf("linear, last of %d paths: %s, %d failures\n", count, paths[count - 1].name, failures);
     return failures != 0;
 }

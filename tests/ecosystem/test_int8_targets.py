@@ -1,0 +1,92 @@
+"""Models whose weights torchao, optimum-quanto or bitsandbytes keep in eight bits."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from hf_retrieval_assist import SamAssistant, reroute
+from hf_retrieval_assist.kernels import library_weights
+from tests.support.lossless import build, equal, knowing, run
+
+
+def linears(model):
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+
+
+def by_torchao(model, dynamic=False):
+    quantization = pytest.importorskip("torchao.quantization")
+    config = (
+        quantization.Int8DynamicActivationInt8WeightConfig()
+        if dynamic
+        else quantization.Int8WeightOnlyConfig()
+    )
+    names = {name for name, _ in linears(model)}
+    quantization.quantize_(model, config, filter_fn=lambda layer, name: name in names)
+    return model
+
+
+def by_quanto(model):
+    quanto = pytest.importorskip("optimum.quanto")
+    quanto.quantize(model, weights=quanto.qint8, exclude="lm_head")
+    quanto.freeze(model)
+    return model
+
+
+def by_bitsandbytes(model):
+    bnb = pytest.importorskip("bitsandbytes")
+    for name, layer in linears(model):
+        other = bnb.nn.Linear8bitLt(
+            layer.in_features, layer.out_features, layer.bias is not None, has_fp16_weights=False
+        )
+        other.load_state_dict(layer.state_dict())
+        model.set_submodule(name, other.to("cpu"))
+    return model
+
+
+@pytest.fixture
+def kernel_products(monkeypatch):
+    """The numbers of rows that the kernel multiplied."""
+    rows: list[int] = []
+    scaled_linear = library_weights.scaled_linear
+
+    def counted(x, *arguments):
+        rows.append(x.numel() // x.shape[-1])
+        return scaled_linear(x, *arguments)
+
+    monkeypatch.setattr(library_weights, "scaled_linear", counted)
+    return rows
+
+
+@pytest.mark.parametrize("quantise", [by_torchao, by_quanto])
+def test_weights_alone_in_eight_bits_are_read_by_the_kernel(quantise, kernel_products):
+    model = quantise(build(LlamaForCausalLM))
+    plain = run(model)
+    assert not kernel_products
+    equal(model)
+    assert max(kernel_products) > 1
+    assert torch.equal(run(model, assistant=SamAssistant(fallback="quantized_self")), plain)
+
+
+@pytest.mark.parametrize("quantise", [by_torchao, by_quanto])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_that_of_plain_decoding_inside_a_scope(quantise, dtype, kernel_products):
+    model = quantise(build(LlamaForCausalLM).to(dtype))
+    with reroute():
+        plain = run(model)
+    assert kernel_products
+    assert torch.equal(run(model, assistant=knowing(plain)), plain)
+
+
+@pytest.mark.parametrize(
+    "quantise", [lambda model: by_torchao(model, dynamic=True), by_bitsandbytes]
+)
+def test_rows_in_eight_bits_stay_with_the_library(quantise, kernel_products, told):
+    model = quantise(build(LlamaForCausalLM))
+    plain = run(model)
+    assistant = knowing(plain)
+    assert torch.equal(run(model, assistant=assistant), plain)
+    # One row of each weight is multiplied to learn what the library means by it.
+    assert kernel_products.count(1) <= len(linears(model))
+    if assistant.stats.last.tier == "plain":
+        assert any("cannot draft here: " in text for text in told.messages)
