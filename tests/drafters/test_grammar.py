@@ -243,3 +243,15 @@ def test_rows_of_a_batch_have_a_state_each(llama, known):
     )
     assert torch.equal(plain, found)
     assert assistant.stats.last.accepted > 0
+
+
+def test_a_text_is_followed_beside_one_that_nothing_constrains(known):
+    policy = Assistant([], budget=8)
+    free, constrained = (
+        policy.start(np.array([1], np.int32), Target(vocab_size=67, processors=processors))
+        for processors in ((), (RecordProcessor(),))
+    )
+    policy.commit([free, constrained], [[50], [50]], [None, None])
+    nothing, tree = policy.propose([free, constrained], [None, None], budget=4)
+    assert len(nothing) == 0
+    assert tree.token_ids.tolist()[:3] == [51, 52, 53]

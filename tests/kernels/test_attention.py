@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist.kernels import attention as module
-from hf_retrieval_assist.kernels.attention import AttentionTuning, plain_attention
+from hf_retrieval_assist.kernels.attention import AttentionTuning, asks_for_more, plain_attention
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.scopes import attending
 from hf_retrieval_assist.kernels.skinny import MAX_QUERIES, kernel_attention
@@ -182,3 +182,20 @@ def test_choices_are_measured_once_and_remembered(tmp_path, monkeypatch):
 
 def test_both_methods_are_timed():
     assert module.fastest_method(Q, K, V) in {"kernel", "pytorch", None}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout": 0.1},
+        {"output_attentions": True},
+        {"position_bias": torch.zeros(1, 4, 5, 5)},
+        {"softcap": 30.0},
+        {"cache": object()},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_asks_for_more_than_attention_is_left_to_others(options):
+    assert asks_for_more(options, ("softcap",))
+    assert asks_for_more(options) is ("softcap" not in options)
+    assert not asks_for_more(dict.fromkeys(options), ("softcap",))
