@@ -3,8 +3,9 @@ and what it learns."""
 
 import numpy as np
 
+from libc.math cimport expf
 from libc.stdint cimport int64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free, malloc, qsort
 from libc.string cimport memcpy
 
 from common.ranking cimport Ranked, ranking
@@ -134,7 +135,7 @@ cdef inline int32_t index_of(const token_t* row, Py_ssize_t k, token_t token) no
 
 
 cdef void replace(
-    token_t* row, uint8_t* classes, Py_ssize_t k, const token_t* new, const int64_t* kinds,
+    token_t* row, uint8_t* classes, Py_ssize_t k, const token_t* new, const uint8_t* kinds,
     int32_t kind_count,
 ) noexcept nogil:
     """Put `new` in a row's place, each with its kind of evidence and its stability; see `write`.
@@ -163,31 +164,127 @@ cdef int check_rows(
     return 0
 
 
+cdef struct Fed:
+    token_t token
+    int32_t accepted
+    int64_t node
+
+
+cdef int by_token(const void* one, const void* other) noexcept nogil:
+    """Of one token the last accepted node comes last; if there is none, the last rejected one."""
+    cdef const Fed* a = <const Fed*>one
+    cdef const Fed* b = <const Fed*>other
+    if a.token != b.token:
+        return -1 if a.token < b.token else 1
+    if a.accepted != b.accepted:
+        return a.accepted - b.accepted
+    return -1 if a.node < b.node else 1
+
+
+def rows_to_learn(
+    const token_t[::1] tokens,
+    const int64_t[::1] accepted,
+    token_t vocab_size,
+    int64_t max_rejected,
+    const int64_t[::1] starts,
+):
+    """Which fed nodes to learn from, ascending: one per distinct token.
+
+    Of nodes with the same token the last accepted one counts, else the last rejected one. Of the
+    rejected ones only the first `max_rejected` of each text are kept: the nearest to the root.
+
+    Args:
+        tokens: int32 [n], that were fed.
+        accepted: int64, which of them the texts went on with.
+        starts: int64, the first node of each text.
+
+    Returns int64 [nodes]. O(n log n).
+    """
+    cdef Py_ssize_t n = tokens.shape[0], i, text = 0, count = 0
+    cdef int64_t rejected = 0
+    found = np.empty(n, np.int64)
+    cdef int64_t[::1] nodes = found
+    for i in range(accepted.shape[0]):
+        if not 0 <= accepted[i] < n:
+            raise ValueError(f"accepted: expected 0 to {n - 1}, got {accepted[i]}")
+    cdef Fed* fed = <Fed*>malloc(max(1, n) * sizeof(Fed))
+    cdef uint8_t* learnt = <uint8_t*>malloc(max(1, n))
+    if fed == NULL or learnt == NULL:
+        free(fed)
+        free(learnt)
+        raise MemoryError()
+    with nogil:
+        for i in range(n):
+            fed[i].token, fed[i].accepted, fed[i].node = tokens[i], 0, i
+            learnt[i] = 0
+        for i in range(accepted.shape[0]):
+            fed[accepted[i]].accepted = 1
+        qsort(fed, n, sizeof(Fed), by_token)
+        for i in range(n):
+            if fed[i].token < vocab_size and (i + 1 == n or fed[i + 1].token != fed[i].token):
+                learnt[fed[i].node] = 1 + fed[i].accepted
+        for i in range(n):
+            while text + 1 < starts.shape[0] and starts[text + 1] <= i:
+                text, rejected = text + 1, 0
+            if learnt[i] == 0 or (learnt[i] == 1 and rejected == max_rejected):
+                continue
+            rejected += learnt[i] == 1
+            nodes[count] = i
+            count += 1
+    free(fed)
+    free(learnt)
+    return found[:count]
+
+
 def write(
     token_t[:, ::1] successors,
     uint8_t[:, ::1] classes,
     const token_t[::1] tokens,
-    const token_t[:, ::1] new,
-    const int64_t[:, ::1] kinds,
+    const token_t[:, :] new,
+    const float[:, :] logits,
+    const float[::1] edges,
     int32_t kind_count,
 ):
-    """Replace the rows of distinct tokens [n] by successors [n, k] of kinds [n, k], below `kind_count`.
+    """Replace the rows of distinct tokens [n] by successors [n, k] with these logits, largest first.
 
     `successors` and `classes` [rows, k] are the table and its evidence: the kind plus `kind_count`
     times the stability, 0 for a successor that was not in the old row, 1 for one below its first place,
-    2 for its first one, 3 for one that had stayed the first already. O(n k²).
+    2 for its first one, 3 for one that had stayed the first already. The kind is how many of the
+    `edges`, ascending, lie below the successor's share among the k, which stands for its probability:
+    that would cost a pass over the whole vocabulary. O(n k²).
     """
-    cdef Py_ssize_t n = tokens.shape[0], k = successors.shape[1], i
+    cdef Py_ssize_t n = tokens.shape[0], k = successors.shape[1], i, j, edge
+    cdef float total
     check_rows(successors, classes, tokens, 0)
-    if (new.shape[0], new.shape[1]) != (n, k) or (kinds.shape[0], kinds.shape[1]) != (n, k):
+    if (new.shape[0], new.shape[1]) != (n, k) or (logits.shape[0], logits.shape[1]) != (n, k):
         raise ValueError(
-            f"expected {n} rows of {k} successors and kinds, got {new.shape[0]} of {new.shape[1]} and "
-            f"{kinds.shape[0]} of {kinds.shape[1]}"
+            f"expected {n} rows of {k} successors and logits, got {new.shape[0]} of {new.shape[1]} and "
+            f"{logits.shape[0]} of {logits.shape[1]}"
         )
-    for i in range(n):
-        replace(
-            &successors[tokens[i], 0], &classes[tokens[i], 0], k, &new[i, 0], &kinds[i, 0], kind_count
-        )
+    if not k:
+        return
+    cdef float* shares = <float*>malloc(k * sizeof(float))
+    cdef token_t* row = <token_t*>malloc(k * sizeof(token_t))
+    cdef uint8_t* kinds = <uint8_t*>malloc(k)
+    if shares == NULL or row == NULL or kinds == NULL:
+        free(shares)
+        free(row)
+        free(kinds)
+        raise MemoryError()
+    with nogil:
+        for i in range(n):
+            total = 0
+            for j in range(k):
+                shares[j] = expf(logits[i, j] - logits[i, 0])
+                total += shares[j]
+            for j in range(k):
+                row[j], kinds[j] = new[i, j], 0
+                for edge in range(edges.shape[0]):
+                    kinds[j] += not shares[j] / total <= edges[edge]
+            replace(&successors[tokens[i], 0], &classes[tokens[i], 0], k, row, kinds, kind_count)
+    free(shares)
+    free(row)
+    free(kinds)
 
 
 def learn_text(
@@ -196,7 +293,7 @@ def learn_text(
     const token_t[::1] tokens,
     const int32_t[::1] rows,
     const int64_t[::1] order,
-    const int64_t[::1] kinds,
+    const uint8_t[::1] kinds,
     int32_t kind_count,
 ):
     """Move what followed each token in a text to the front of its row, the latest first.
@@ -206,7 +303,7 @@ def learn_text(
         tokens: int32 [n], −1 for what the table knows nothing of.
         rows: int32 [n − 1], the table's row of each token but the last one, −1 where it has none.
         order: int64 [n − 1], all tokens but the last one, equal ones together and as in the text.
-        kinds: int64 [k], of each rank.
+        kinds: uint8 [k], of each rank.
     """
     cdef Py_ssize_t n = order.shape[0], k = successors.shape[1], i = 0, end, j, size
     cdef token_t* new = <token_t*>malloc(k * sizeof(token_t))

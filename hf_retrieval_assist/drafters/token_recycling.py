@@ -48,7 +48,8 @@ TEMPLATES: dict[str, tuple[int, ...]] = {
     ),
 }
 
-# Edges of a successor's share among the k likeliest (the softmax of their logits).
+# Edges of a successor's share among the k likeliest (the softmax of their logits). How sure the target
+# was of a successor the last time tells more about its acceptance than its rank does.
 _SHARE_EDGES = np.array([0.02, 0.1, 0.2, 0.5, 0.85, 0.97], dtype=np.float32)
 # Acceptance given an accepted parent, measured with Gemma-3-270M on its own and on recorded texts.
 # A column per kind of evidence: seven shares, then text learnt at rank 0, 1 and below. A row per
@@ -281,7 +282,7 @@ class SuccessorTable:
         self._with_last_logits = template.beside(Template(_LAST_LOGITS_TREE, top_k))
         self._lock = Lock()
         self._successors, self._classes = self._unknown(self._first_rows() + 1)
-        self._text_kinds = _FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)
+        self._text_kinds = (_FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)).astype(np.uint8)
 
     def _first_rows(self) -> int:
         return min(self._vocab_size, _FIRST_ROWS)
@@ -360,14 +361,14 @@ class SuccessorTable:
         )
         first_top, *other_tops = (feedback.top for feedback in feedbacks if feedback.top)
         top = first_top.joined(other_tops)
-        limit = None if top.free else _MOST_REJECTED
-        nodes = rows_to_learn(fed, accepted, self._vocab_size, limit, starts)
-        tokens = fed[nodes]
+        limit = len(fed) if top.free else _MOST_REJECTED
+        nodes = successors.rows_to_learn(fed, accepted, self._vocab_size, limit, starts)
         found, logits = top.of(nodes, self._top_k, self._vocab_size)
-        new = np.ascontiguousarray(found)
         with self._lock:
-            rows = self._rows_of(tokens)
-            successors.write(self._successors, self._classes, rows, new, shares(logits), _KINDS)
+            rows = self._rows_of(fed[nodes])
+            successors.write(
+                self._successors, self._classes, rows, found, logits, _SHARE_EDGES, _KINDS
+            )
 
     def learn_text(self, tokens: Int32Array) -> None:
         """Move each token's successor in the text to the front of its row."""
@@ -437,46 +438,3 @@ class PrivateTable(SuccessorTable):
 
     def _arrays(self) -> tuple[Rows, OwnRows]:
         return self._table._arrays()[0], (self._own, self._successors, self._classes)
-
-
-def rows_to_learn(
-    tokens: Int32Array,
-    accepted: NDArray[np.integer],
-    vocab_size: int,
-    max_rejected: int | None = None,
-    starts: NDArray[np.integer] | None = None,
-) -> NDArray[np.int64]:
-    """Which fed nodes to learn from, ascending: one per distinct token.
-
-    Of nodes with the same token the last accepted one counts, else the last rejected one. Of the
-    rejected ones only the first `max_rejected` of each text are kept: the nearest to the root.
-
-    Args:
-        tokens: int32 [n], that were fed.
-        accepted: which of them the texts went on with.
-        starts: the first node of each text; None: they are all one text's.
-    """
-    right = np.zeros(len(tokens), dtype=np.bool_)
-    right[accepted] = True
-    # Ascending by preference, so that a later entry replaces an earlier one of the same token.
-    order = np.argsort(right, kind="stable")
-    chosen = dict(zip(tokens[order].tolist(), order.tolist(), strict=True))
-    nodes = np.sort([node for token, node in chosen.items() if token < vocab_size]).astype(np.int64)
-    rejected = nodes[~right[nodes]]
-    if max_rejected is not None:
-        first = np.searchsorted(rejected, [0] if starts is None else starts)
-        number = np.arange(len(rejected))
-        text = np.searchsorted(first, number, side="right") - 1
-        rejected = rejected[number - first[text] < max_rejected]
-    return np.sort(np.concatenate([nodes[right[nodes]], rejected]))
-
-
-def shares(logits: Float32Array) -> NDArray[np.int64]:
-    """Kinds of evidence, [n, k], of successors with these logits [n, k], largest first.
-
-    How sure the target was of a successor the last time tells more about its acceptance than its
-    rank does. The share among the k best stands for the probability, which would cost a pass over
-    the whole vocabulary.
-    """
-    weights = np.exp(logits - logits[:, :1])
-    return np.searchsorted(_SHARE_EDGES, weights / weights.sum(axis=1, keepdims=True))

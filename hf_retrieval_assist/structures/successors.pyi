@@ -15,12 +15,20 @@ def draft(
     own_successors: NDArray[np.int32],
     own_kinds: NDArray[np.uint8],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
+def rows_to_learn(
+    tokens: NDArray[np.int32],
+    accepted: NDArray[np.int64],
+    vocab_size: int,
+    max_rejected: int,
+    starts: NDArray[np.int64],
+) -> NDArray[np.int64]: ...
 def write(
     successors: NDArray[np.int32],
     classes: NDArray[np.uint8],
     tokens: NDArray[np.int32],
     new: NDArray[np.int32],
-    kinds: NDArray[np.int64],
+    logits: NDArray[np.float32],
+    edges: NDArray[np.float32],
     kind_count: int,
 ) -> None: ...
 def learn_text(
@@ -29,6 +37,6 @@ def learn_text(
     tokens: NDArray[np.int32],
     rows: NDArray[np.int32],
     order: NDArray[np.int64],
-    kinds: NDArray[np.int64],
+    kinds: NDArray[np.uint8],
     kind_count: int,
 ) -> None: ...

@@ -15,9 +15,8 @@ from hf_retrieval_assist.drafters.token_recycling import (
     TEMPLATES,
     Template,
     TokenRecyclingDrafter,
-    rows_to_learn,
 )
-from hf_retrieval_assist.structures import draft_tree
+from hf_retrieval_assist.structures import draft_tree, successors
 from hf_retrieval_assist.verification import top_logits
 from hf_retrieval_assist.verification.top_logits import ComputedTop, FoundTop
 
@@ -157,7 +156,8 @@ def test_of_equal_tokens_an_accepted_node_wins_then_the_last(accepted, winner):
 )
 def test_rows_to_learn_follow_the_rule(tokens, data, max_rejected):
     accepted = sorted(data.draw(st.sets(st.integers(0, len(tokens) - 1))))
-    nodes = rows_to_learn(ids(*tokens), ids(*accepted), 6, max_rejected).tolist()
+    places, starts = np.array(accepted, np.int64), np.zeros(1, np.int64)
+    nodes = successors.rows_to_learn(ids(*tokens), places, 6, max_rejected, starts).tolist()
     best = {}
     for node, token in enumerate(tokens):
         if token < 6 and (node in accepted or best.get(token) not in accepted):
@@ -165,6 +165,15 @@ def test_rows_to_learn_follow_the_rule(tokens, data, max_rejected):
     mine = sorted(node for node in best.values() if node in accepted)
     others = sorted(set(best.values()) - set(mine))
     assert nodes == sorted(mine + others[:max_rejected])
+
+
+def test_of_each_text_the_first_rejected_nodes_are_learnt():
+    tokens, starts = ids(1, 2, 3, 4, 1, 5, 6, 7), np.array([0, 4, 6])
+    nodes = successors.rows_to_learn(tokens, np.array([0, 4]), 9, 1, starts)
+    # Token 1 was accepted in both texts: the last one counts.
+    assert nodes.tolist() == [1, 4, 5, 6]
+    with pytest.raises(ValueError, match="accepted: expected 0 to 7, got 8"):
+        successors.rows_to_learn(tokens, np.array([8]), 9, 1, starts)
 
 
 def test_large_vocabularies_bound_what_rejected_nodes_cost(monkeypatch):

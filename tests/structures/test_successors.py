@@ -13,6 +13,7 @@ from hf_retrieval_assist.structures import successors
 from hf_retrieval_assist.token_tree import TokenTree
 
 ROWS, KINDS = 5, 7
+EDGES = np.array([0.02, 0.1, 0.2, 0.5, 0.85, 0.97], np.float32)
 tokens = st.integers(-1, ROWS - 1)
 
 
@@ -46,21 +47,24 @@ def test_rows_are_replaced_and_say_how_stable_they_are(given_table, data):
     table, classes = given_table
     k = table.shape[1]
     found = np.array(data.draw(st.lists(st.integers(0, ROWS - 1), unique=True)), np.int32)
-    new, kinds = (
+    new, logits = (
         np.array(
             [data.draw(st.lists(values, min_size=k, max_size=k, unique=unique)) for _ in found],
             dtype,
         ).reshape(len(found), k)
         for values, unique, dtype in (
             (st.integers(0, 9), True, np.int32),
-            (st.integers(0, KINDS - 1), False, np.int64),
+            (st.sampled_from([-3.0, 0.0, 0.5, 2.0, 9.0]), False, np.float32),
         )
     )
+    logits = -np.sort(-logits, axis=1)
+    weights = np.exp(logits)
+    kinds = np.searchsorted(EDGES, weights / weights.sum(axis=1, keepdims=True))
     expected, expected_classes = table.tolist(), classes.tolist()
     for token, row, row_kinds in zip(found, new.tolist(), kinds.tolist(), strict=True):
         expected_classes[token] = replaced(expected[token], expected_classes[token], row, row_kinds)
         expected[token] = row
-    successors.write(table, classes, found, new, kinds, KINDS)
+    successors.write(table, classes, found, new, logits, EDGES, KINDS)
     assert table.tolist() == expected
     assert classes.tolist() == expected_classes
 
@@ -81,7 +85,7 @@ def test_what_followed_a_token_moves_to_the_front_of_its_row(given_table, text):
         )
     ids = np.array(text, np.int32)
     order = np.argsort(ids[:-1], kind="stable")
-    successors.learn_text(table, classes, ids, ids[:-1], order, np.array(kinds), KINDS)
+    successors.learn_text(table, classes, ids, ids[:-1], order, np.array(kinds, np.uint8), KINDS)
     assert table.tolist() == expected
     assert classes.tolist() == expected_classes
 
@@ -133,17 +137,15 @@ def test_what_follows_the_token_before_joins_the_draft(given_table, root, before
 
 def test_what_does_not_fit_the_table_is_refused():
     table, classes = np.zeros((3, 2), np.int32), np.zeros((3, 2), np.uint8)
-    one = np.zeros((1, 2), np.int32)
+    one, zeros = np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32)
     for token in (-1, 3):
         with pytest.raises(ValueError, match="tokens: expected 0 to 2"):
-            successors.write(
-                table, classes, np.array([token], np.int32), one, one.astype(np.int64), KINDS
-            )
+            successors.write(table, classes, np.array([token], np.int32), one, zeros, EDGES, KINDS)
     with pytest.raises(ValueError, match="expected 1 rows of 2"):
         successors.write(
-            table, classes, np.array([1], np.int32), one[:, :1].copy(), one.astype(np.int64), KINDS
+            table, classes, np.array([1], np.int32), one[:, :1].copy(), zeros, EDGES, KINDS
         )
-    text, order, kinds = np.array([0, 3, 1], np.int32), np.arange(2), np.zeros(2, np.int64)
+    text, order, kinds = np.array([0, 3, 1], np.int32), np.arange(2), np.zeros(2, np.uint8)
     with pytest.raises(ValueError, match="tokens: expected -1 to 2, got 3"):
         successors.learn_text(table, classes, text, text[:-1], order, kinds, KINDS)
     with pytest.raises(ValueError, match="expected order and rows of 2 tokens and 2 kinds"):
