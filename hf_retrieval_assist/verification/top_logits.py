@@ -93,17 +93,18 @@ class ComputedTop(TopLogits):
     def of(
         self, nodes: NDArray[np.int64], k: int, vocab_size: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        ids, values = [np.empty((0, k), np.int32)], [np.empty((0, k), np.float32)]
-        logits = self.logits[:, :vocab_size]
-        chunk = max(1, _CHUNK_CELLS // logits.shape[1])
+        ids, values = np.empty((len(nodes), k), np.int32), np.empty((len(nodes), k), np.float32)
+        places = self._places[nodes]
+        chunk = max(1, _CHUNK_CELLS // vocab_size)
         for start in range(0, len(nodes), chunk):
-            part = self._places[nodes[start : start + chunk]]
+            part = places[start : start + chunk]
             # Rows of one stretch, so that what lies between the nodes is not copied.
-            near = torch.from_numpy(part - part[0]).to(logits.device)
-            best, found = top_k(logits[part[0] : part[-1] + 1], near, k)
-            values.append(best.float().cpu().numpy())
-            ids.append(found.int().cpu().numpy())
-        return np.concatenate(ids), np.concatenate(values)
+            first, last = int(part[0]), int(part[-1])
+            near = torch.from_numpy(part - first).to(self.logits.device)
+            best, found = top_k(self.logits[first : last + 1, :vocab_size], near, k)
+            torch.from_numpy(values[start : start + chunk]).copy_(best)
+            torch.from_numpy(ids[start : start + chunk]).copy_(found)
+        return ids, values
 
 
 def top_k(logits: torch.Tensor, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
