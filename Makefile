@@ -7,7 +7,7 @@ TRANSFORMERS ?= 5.17.0 5.20.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
 .PHONY: demo test test-all test-arm test-contract test-debug test-deepspeed test-ecosystem test-matrix \
-	test-ray test-structured test-triton test-vllm \
+	test-ray test-structured test-threads test-triton test-vllm \
 	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results docs recording quality style \
 	build wheel clean
 
@@ -36,6 +36,18 @@ test-debug: build
 	find build/checked -name '*.so' -delete
 	cd build/checked && HFRA_DEBUG=1 ../../$(BIN)/python setup.py -q build_ext --inplace
 	cd build/checked && ../../$(BIN)/python -m pytest -q -m "not slow and not demo" tests/structures
+
+# Four threads over shared assistants under ThreadSanitizer: first a race that it has to find. Ten minutes.
+SANITIZED := TSAN_OPTIONS=exitcode=66 LD_PRELOAD=$$(gcc -print-file-name=libtsan.so) PYTHONPATH=. \
+	../../$(BIN)/python tests/structures/four_threads.py
+test-threads: build
+	rm -rf build/threads && mkdir -p build/threads
+	cp -r setup.py pyproject.toml README.md LICENSE cython_ext hf_retrieval_assist tests build/threads
+	find build/threads -name '*.so' -delete
+	cd build/threads && CFLAGS="-fsanitize=thread -g -O1" LDFLAGS="-fsanitize=thread" \
+		../../$(BIN)/python setup.py -q build_ext --inplace
+	cd build/threads && ! $(SANITIZED) 2>/dev/null
+	cd build/threads && $(SANITIZED) 60
 
 # The kernels' arm64 code, emulated. Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static.
 test-arm: build

@@ -48,8 +48,8 @@ TEMPLATES: dict[str, tuple[int, ...]] = {
     ),
 }
 
-# Edges of a successor's share among the k likeliest (the softmax of their logits). How sure the target
-# was of a successor the last time tells more about its acceptance than its rank does.
+# Edges of a successor's share among the k likeliest (the softmax of their logits). How sure the
+# target was of a successor the last time tells more about its acceptance than its rank does.
 _SHARE_EDGES = np.array([0.02, 0.1, 0.2, 0.5, 0.85, 0.97], dtype=np.float32)
 # Acceptance given an accepted parent, measured with Gemma-3-270M on its own and on recorded texts.
 # A column per kind of evidence: seven shares, then text learnt at rank 0, 1 and below. A row per

@@ -1,10 +1,10 @@
 """Weights that a quantisation library keeps in eight bits, read as they lie there.
 
-torchao and optimum-quanto store a linear layer's weight as int8 values and a scale for each row, and
-multiply few rows by widening all of it first. :func:`.skinny.scaled_linear` reads the same bytes
-once. What a library means by its parts is not taken from its name or version: a weight is read here
-if the library's own product of a probe is that of its parts, to rounding. Forms that round the rows
-as well (dynamic activations) are not, and stay with their library.
+torchao and optimum-quanto store a linear layer's weight as int8 values and a scale for each row,
+and multiply few rows by widening all of it first. :func:`.skinny.scaled_linear` reads the same
+bytes once. What a library means by its parts is not taken from its name or version: a weight is
+read here if the library's own product of a probe is that of its parts, to rounding. Forms that
+round the rows as well (dynamic activations) are not, and stay with their library.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ class _Known:
 _known = _Known()
 
 
-def library_linear(
-    x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def library_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear` of a weight that is no dense tensor: inside a scope of this
     thread by the kernel, for few rows and where it reads the weight, and otherwise the library's."""
     if are_few_rows(x, weight, bias) and (names := _known.names(weight)) is not None:
