@@ -82,8 +82,11 @@ _known = _Known()
 
 
 def library_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`torch.nn.functional.linear` of a weight that is no dense tensor: inside a scope of this
-    thread by the kernel, for few rows and where it reads the weight, and otherwise the library's."""
+    """`torch.nn.functional.linear` of a weight that is no dense tensor.
+
+    Inside a scope of this thread few rows are multiplied by the kernel where it reads the weight,
+    all others by the library that keeps it.
+    """
     if are_few_rows(x, weight, bias) and (names := _known.names(weight)) is not None:
         return scaled_linear(x, *_read(weight, names), bias)
     return plain_linear(x, weight, bias)

@@ -93,8 +93,9 @@ class reroute:  # noqa: N801, a context manager reads as a verb
     bfloat16 or float16, outside of autograd, autocast and function transforms are touched, and
     linears whose weights torchao, optimum-quanto or the like keep as int8 with a scale for each row
     (see :mod:`library_weights`); all others (weights in other forms, sparse or offloaded ones,
-    `torch.compile` graphs) run as always. Scopes nest and may be entered again. Inside a mode that watches operators, such as a
-    FLOP counter, a scope does nothing, and a function that somebody else has replaced stays.
+    `torch.compile` graphs) run as always. Scopes nest and may be entered again. Inside a mode that
+    watches operators, such as a FLOP counter, a scope does nothing, and a function that somebody
+    else has replaced stays.
 
     Args:
         enabled: False makes it a scope that does nothing.
