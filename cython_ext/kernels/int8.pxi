@@ -124,7 +124,6 @@ def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):
     Raises:
         TypeError, ValueError: as for `skinny_linear`.
     """
-    cdef linear_problem problem
     cdef int chosen = _path_index(path, PATHS)
     for name, tensor in (("x", x), ("scales", scales)):
         dtype = getattr(tensor, "dtype", None)
@@ -136,6 +135,36 @@ def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):
     _check_shape("scales", scales, (values.size(0),))
     if not scales.is_contiguous():
         raise ValueError(f"scales: expected adjacent elements, got strides {list(scales.stride())}")
+    return _multiply_scaled(x, values, scales, bias, chosen, _thread_count(threads))
+
+
+def routed_scaled(x, values, scales, dtype, bias=None):
+    """`scaled_linear` with its defaults inside a scope of this thread, of a few rows of plain tensors
+    that nobody records or transforms; None otherwise.
+
+    Args:
+        x, values, bias: as for `scaled_linear`.
+        scales: contiguous, as many as `values` has rows, in any shape.
+        dtype: that x and the bias must have.
+    """
+    if (
+        thread_depth == 0
+        or dtype not in _dtypes
+        or not _is_plain(values, torch.int8)
+        or scales.dtype not in _dtypes
+        or not _is_plain(scales, scales.dtype)
+        or not (values.is_contiguous() and scales.is_contiguous())
+        or scales.numel() != values.size(0)
+        or not _are_few_rows(x, values, bias, dtype)
+        or _is_recorded(x, scales, bias)
+    ):
+        return None
+    return _multiply_scaled(x, values, scales, bias, _path_count - 1, _get_num_threads())
+
+
+cdef object _multiply_scaled(object x, object values, object scales, object bias, int path, int threads):
+    """`scaled_linear` on arguments known to be valid."""
+    cdef linear_problem problem
     problem.outputs, problem.depth = values.shape
     problem.weight = <char *><uintptr_t>values.data_ptr()
     problem.weight_stride = values.stride(0)
@@ -143,4 +172,4 @@ def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):
     problem.factors = NULL
     problem.scales = <char *><uintptr_t>scales.data_ptr()
     problem.scale_dtype = _dtypes[scales.dtype]
-    return _solve(&problem, x, bias, None, chosen, _thread_count(threads))
+    return _solve(&problem, x, bias, None, path, threads)

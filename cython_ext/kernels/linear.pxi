@@ -198,19 +198,6 @@ def routed_linear(input, weight, bias=None):
     return method(input, weight, bias)
 
 
-def are_few_rows(x, weight, bias=None):
-    """Whether rows, a matrix of a quantisation library and a bias are inside a scope of this thread, and
-    `scaled_linear` may multiply them: a few dense rows of the matrix's dtype on the CPU, which nobody
-    records or transforms.
-    """
-    return (
-        thread_depth > 0
-        and weight.dtype in _dtypes
-        and weight.dim() == 2
-        and _are_few_rows(x, weight, bias, weight.dtype)
-    )
-
-
 def set_chooser(choose, least_elements=0):
     """Let `choose(weight)` name the function (x, weight, bias) for weights of a new shape, dtype or
     number of threads; what was chosen before is forgotten. Weights of fewer elements than

@@ -9,14 +9,14 @@ round the rows as well (dynamic activations) are not, and stay with their librar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..system.locks import Lock
-from .skinny import are_few_rows, scaled_linear
+from .skinny import in_route, routed_scaled
 
 __all__ = ["library_linear"]
 
@@ -29,56 +29,69 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # The probe's first element, against others of about 1.
 OUTLIER = 50.0
 
-_Parts = tuple[torch.Tensor, torch.Tensor]
+_UNKNOWN: Any = object()
 
 
-def _parts_of(weight: Any) -> tuple[str, str] | None:
-    """The attributes that seem to hold a weight's int8 values and its rows' scales."""
-    flatten = getattr(weight, "__tensor_flatten__", None)
-    if flatten is None or weight.dim() != 2 or not isinstance(weight, nn.Parameter):
-        return None
-    parts = {name: getattr(weight, name) for name in flatten()[0]}
-    values = [n for n, x in parts.items() if x.dtype == torch.int8 and x.shape == weight.shape]
-    scales = [n for n, x in parts.items() if x.is_floating_point() and x.numel() == len(weight)]
-    return (values[0], scales[0]) if len(values) == len(scales) == 1 else None
+class Parts(NamedTuple):
+    """Where a weight keeps what the kernel reads.
+
+    Attributes:
+        values, scales: the attributes that hold its int8 values and its rows' scales.
+        dtype: of what it multiplies.
+    """
+
+    values: str
+    scales: str
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, weight: Any) -> Parts | None:
+        """What seem to be a weight's; None where it keeps no such things."""
+        flatten = getattr(weight, "__tensor_flatten__", None)
+        if flatten is None or weight.dim() != 2 or not isinstance(weight, nn.Parameter):
+            return None
+        held = {name: getattr(weight, name) for name in flatten()[0]}
+        values = [n for n, x in held.items() if x.dtype == torch.int8 and x.shape == weight.shape]
+        scales = [n for n, x in held.items() if x.is_floating_point() and x.numel() == len(weight)]
+        if len(values) != 1 or len(scales) != 1:
+            return None
+        return cls(values[0], scales[0], weight.dtype)
+
+    def product(
+        self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """By the kernel; None of what it does not take."""
+        values, scales = getattr(weight, self.values), getattr(weight, self.scales)
+        return routed_scaled(x, values, scales, self.dtype, bias)
+
+    def are_all_of(self, weight: Any) -> bool | None:
+        """Whether the library's product is that of the parts; None where the kernel takes none."""
+        probe = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        probe[0, 0] = OUTLIER
+        probe = probe.to(self.dtype)
+        own = self.product(probe, weight, None)
+        if own is None:
+            return None
+        difference = plain_linear(probe, weight).float() - own.float()
+        return bool(difference.norm() <= TOLERANCES[self.dtype] * own.float().norm())
 
 
-def _read(weight: Any, names: tuple[str, str]) -> _Parts:
-    values, scales = (getattr(weight, name).detach() for name in names)
-    return values, scales.reshape(-1)
+_lock = Lock()
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The parts of each weight that is read; of others None."""
 
 
-def _means_its_parts(weight: Any, names: tuple[str, str]) -> bool:
-    probe = torch.randn(1, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    probe[0, 0] = OUTLIER
-    probe = probe.to(weight.dtype)
-    try:
-        own = scaled_linear(probe, *_read(weight, names)).float()
-    except (TypeError, ValueError):  # not of a shape, dtype or device that the kernel reads
-        return False
-    difference = plain_linear(probe, weight).float() - own
-    return bool(difference.norm() <= TOLERANCES[weight.dtype] * own.norm())
-
-
-class _Known:
-    """Which weights are read, by their parts' names; None: left to the library."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._names: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-    def names(self, weight: Any) -> tuple[str, str] | None:
-        with self._lock:
-            if weight not in self._names:
-                with torch.no_grad():
-                    names = _parts_of(weight)
-                    known = names is not None and _means_its_parts(weight, names)
-                self._names[weight] = names if known else None
-            found: tuple[str, str] | None = self._names[weight]
-            return found
-
-
-_known = _Known()
+def _parts_of(weight: Any) -> Parts | None:
+    found: Parts | None = _known.get(weight, _UNKNOWN)
+    if found is not _UNKNOWN:
+        return found
+    with _lock, torch.no_grad():
+        parts = Parts.of(weight)
+        read = False if parts is None else parts.are_all_of(weight)
+        if read is None:  # within autocast, say
+            return None
+        _known[weight] = found = parts if read else None
+        return found
 
 
 def library_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -87,6 +100,8 @@ def library_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = Non
     Inside a scope of this thread few rows are multiplied by the kernel where it reads the weight,
     all others by the library that keeps it.
     """
-    if are_few_rows(x, weight, bias) and (names := _known.names(weight)) is not None:
-        return scaled_linear(x, *_read(weight, names), bias)
+    if in_route() and (parts := _parts_of(weight)) is not None:
+        product = parts.product(x, weight, bias)
+        if product is not None:
+            return product
     return plain_linear(x, weight, bias)

@@ -48,13 +48,15 @@ def by_bitsandbytes(model):
 def kernel_products(monkeypatch):
     """The numbers of rows that the kernel multiplied."""
     rows: list[int] = []
-    scaled_linear = library_weights.scaled_linear
+    routed_scaled = library_weights.routed_scaled
 
     def counted(x, *arguments):
-        rows.append(x.numel() // x.shape[-1])
-        return scaled_linear(x, *arguments)
+        product = routed_scaled(x, *arguments)
+        if product is not None:
+            rows.append(x.numel() // x.shape[-1])
+        return product
 
-    monkeypatch.setattr(library_weights, "scaled_linear", counted)
+    monkeypatch.setattr(library_weights, "routed_scaled", counted)
     return rows
 
 

@@ -129,6 +129,15 @@ def test_other_meanings_are_left_to_the_library(make):
         assert torch.equal(torch.nn.functional.linear(x, weight), plain)
 
 
+def test_a_weight_met_within_autocast_is_read_later():
+    weight, one = rounded(random(70, 200)), random(1, 200)
+    with reroute():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert products(lambda: torch.nn.functional.linear(one, weight)) == 1
+        torch.nn.functional.linear(one, weight)
+        assert products(lambda: torch.nn.functional.linear(one, weight)) == 0
+
+
 def test_zero_points_of_zero_are_no_other_meaning():
     weight, x = rounded(random(70, 200), zeros=torch.zeros(70, 1, dtype=torch.int8)), random(1, 200)
     with reroute():
