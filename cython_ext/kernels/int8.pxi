@@ -154,6 +154,7 @@ def routed_scaled(x, values, scales, dtype, bias=None):
         or scales.dtype not in _dtypes
         or not _is_plain(scales, scales.dtype)
         or not (values.is_contiguous() and scales.is_contiguous())
+        or values.dim() != 2
         or scales.numel() != values.size(0)
         or not _are_few_rows(x, values, bias, dtype)
         or _is_recorded(x, scales, bias)

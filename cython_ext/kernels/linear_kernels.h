@@ -28,7 +28,7 @@ typedef struct {
     char *y;            /* [rows, outputs] */
     int64_t rows, depth, outputs;
     int64_t x_stride, weight_stride, y_stride;
-    int dtype;               /* of x, bias and y */
+    int dtype;           /* of x, bias and y */
     int weight_dtype;    /* the same; float32 times bfloat16; any times int8 or groups */
     const char *factors; /* of groups: bfloat16 [outputs, groups], INT8_BLOCK more behind the last */
     const char *scales;  /* of int8 and groups: [outputs], or NULL */

@@ -184,7 +184,7 @@ cdef int by_token(const void* one, const void* other) noexcept nogil:
 def rows_to_learn(
     const token_t[::1] tokens,
     const int64_t[::1] accepted,
-    token_t vocab_size,
+    int64_t vocab_size,
     int64_t max_rejected,
     const int64_t[::1] starts,
 ):
