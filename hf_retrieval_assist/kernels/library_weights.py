@@ -100,8 +100,6 @@ def library_linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = Non
     Inside a scope of this thread few rows are multiplied by the kernel where it reads the weight,
     all others by the library that keeps it.
     """
-    if in_route() and (parts := _parts_of(weight)) is not None:
-        product = parts.product(x, weight, bias)
-        if product is not None:
-            return product
-    return plain_linear(x, weight, bias)
+    parts = _parts_of(weight) if in_route() and isinstance(weight, torch.Tensor) else None
+    product = None if parts is None else parts.product(x, weight, bias)
+    return plain_linear(x, weight, bias) if product is None else product
