@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +13,6 @@ from .system.lazy import cached_property
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
-
-# Of a tree's arrays, in their order.
-_DTYPES = ("int32", "int32", "float32", "int32")
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,11 +175,7 @@ class TokenTree:
             vocab_size: ids have to be below it.
             n_classes: evidence classes that `classes` may name.
         """
-        for array, dtype in zip(self._arrays, _DTYPES, strict=True):
-            if not _is_flat(array, dtype):
-                return f"expected contiguous arrays [n] of {_DTYPES}, got {array!r:.80}"
-        tokens, parents, probs, classes = self._arrays
-        return draft_tree.fault(tokens, parents, probs, classes, vocab_size, n_classes)
+        return draft_tree.fault(*self._arrays, vocab_size, n_classes)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the arrays break the contract above."""
@@ -197,11 +189,6 @@ class TokenTree:
         )
         above = np.where(self.parents < 0, np.float32(1), self.probs[self.parents])
         assert (self.probs <= above + 1e-6).all(), "a node more probable than its parent"
-
-
-def _is_flat(array: Any, dtype: str) -> bool:
-    flat = isinstance(array, np.ndarray) and array.ndim == 1 and array.flags.c_contiguous
-    return flat and array.dtype == dtype
 
 
 _EMPTY = TokenTree.build([], [], [])

@@ -4,9 +4,13 @@ import numpy as np
 
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
+from libc.string cimport memset
 
 from common.ranking cimport Ranked, ranking
 from common.types cimport int32_t, token_t
+
+# Of a token tree's arrays: ids, parents, probabilities, classes.
+TREE_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "float32", "int32"))
 
 
 def depths(const int32_t[::1] parents):
@@ -75,29 +79,52 @@ def arrange(
     return ids_out, depths_out, sees_out
 
 
-def fault(
+def fault(token_ids, parents, probs, classes, token_t vocab_size, Py_ssize_t n_classes):
+    """What breaks the contract of a token tree, in words; None: nothing does.
+
+    Everything that indexes memory by what a drafter returned relies on this. O(n times siblings).
+    """
+    cdef int32_t* family
+    arrays = (token_ids, parents, probs, classes)
+    for array, dtype in zip(arrays, TREE_DTYPES):
+        if not isinstance(array, np.ndarray) or not is_flat(array, dtype):
+            names = ", ".join(str(dtype) for dtype in TREE_DTYPES)
+            return f"expected contiguous arrays [n] of {names}, got {array!r:.80}"
+    if not len(token_ids) == len(parents) == len(probs) == len(classes):
+        return (
+            f"token_ids, parents, probs, classes: expected equal lengths, got {len(token_ids)}, "
+            f"{len(parents)}, {len(probs)}, {len(classes)}"
+        )
+    family = <int32_t*>malloc(2 * (len(token_ids) + 1) * sizeof(int32_t))
+    if family == NULL:
+        raise MemoryError
+    try:
+        return fault_of_nodes(token_ids, parents, probs, classes, vocab_size, n_classes, family)
+    finally:
+        free(family)
+
+
+cdef bint is_flat(object array, object dtype):
+    return array.ndim == 1 and array.dtype == dtype and array.flags.c_contiguous
+
+
+cdef object fault_of_nodes(
     const token_t[::1] token_ids,
     const int32_t[::1] parents,
     const float[::1] probs,
     const int32_t[::1] classes,
     token_t vocab_size,
     Py_ssize_t n_classes,
+    int32_t* family,
 ):
-    """What breaks the contract of a token tree, in words; None: nothing does.
-
-    Everything that indexes memory by what a drafter returned relies on this. O(n times siblings).
-    """
+    """The first fault of arrays [n] of one length; `family` is room for 2 (n + 1) numbers."""
     cdef Py_ssize_t n = token_ids.shape[0], i, j
     cdef int32_t p
     cdef float above
-    if not n == parents.shape[0] == probs.shape[0] == classes.shape[0]:
-        return (
-            f"token_ids, parents, probs, classes: expected equal lengths, got {n}, "
-            f"{parents.shape[0]}, {probs.shape[0]}, {classes.shape[0]}"
-        )
     # Of each node and, in front of them, the root: its last child so far, and each child's sibling.
-    family = np.full((2, n + 1), -1, np.int32)
-    cdef int32_t[:, ::1] last = family
+    cdef int32_t* last = family
+    cdef int32_t* sibling = family + n + 1
+    memset(family, -1, 2 * (n + 1) * sizeof(int32_t))
     for i in range(n):
         p = parents[i]
         if not 0 <= token_ids[i] < vocab_size:
@@ -113,13 +140,13 @@ def fault(
                 "probs: expected probabilities, none above its parent's, got "
                 f"{probs[i]:.6g} at node {i} below {above:.6g}"
             )
-        j = last[0, p + 1]
+        j = last[p + 1]
         while j >= 0:
             if token_ids[j] == token_ids[i]:
                 return f"token_ids: expected distinct siblings, got {token_ids[i]} twice below {p}"
-            j = last[1, j + 1]
-        last[1, i + 1] = last[0, p + 1]
-        last[0, p + 1] = <int32_t>i
+            j = sibling[j + 1]
+        sibling[i + 1] = last[p + 1]
+        last[p + 1] = <int32_t>i
     return None
 
 
@@ -354,8 +381,9 @@ def most_probable_path(const int32_t[::1] parents, const float[::1] probs):
     """
     cdef Py_ssize_t n = parents.shape[0], i, length = 0
     cdef int32_t node
-    best_out, path_out = np.full(n + 1, -1, dtype=np.int32), np.empty(n, dtype=np.int32)
+    best_out, path_out = np.empty(n + 1, dtype=np.int32), np.empty(n, dtype=np.int32)
     cdef int32_t[::1] best = best_out, path = path_out  # of the root's children at n
+    memset(&best[0], -1, (n + 1) * sizeof(int32_t))
     for i in range(n):
         node = parents[i] if parents[i] >= 0 else <int32_t>n
         if best[node] < 0 or probs[i] > probs[best[node]]:

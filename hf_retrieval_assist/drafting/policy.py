@@ -158,7 +158,7 @@ class DraftingPolicy:
                     session.drafts.append(TokenTree.empty())
                 continue
             started = time.perf_counter()
-            known = sum([tree.expected_tokens for tree in trees])
+            known = 0.0 if drafting is None else _expected(trees)
             if drafter.costly and cost is not None and self.planner.budget == "auto":
                 for session in sessions:
                     session.sessions[number].see_cost(cost.step_curve)
@@ -168,7 +168,7 @@ class DraftingPolicy:
                 session.drafts.append(draft)
                 trees[row] = trees[row].merge(draft)
             if drafting is not None:
-                promised = sum([tree.expected_tokens for tree in trees]) - known
+                promised = _expected(trees) - known
                 seconds = time.perf_counter() - started
                 drafting.spend(number, seconds, promised / len(sessions))
         if self.planner.budget == "paper":
@@ -326,6 +326,10 @@ def _promise(
     guesses = [(float(draft.probs[0]), int(draft.token_ids[0])) for draft in drafts if len(draft)]
     prob, token = max(guesses, default=(0.0, -1))
     return prob, int(token == token_ids[0])
+
+
+def _expected(trees: Sequence[TokenTree]) -> float:
+    return sum([tree.expected_tokens for tree in trees])
 
 
 def _missed(trees: Sequence[TokenTree]) -> float:

@@ -11,10 +11,10 @@ def arrange(
     width: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]: ...
 def fault(
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    probs: NDArray[np.float32],
-    classes: NDArray[np.int32],
+    token_ids: object,
+    parents: object,
+    probs: object,
+    classes: object,
     vocab_size: int,
     n_classes: int,
 ) -> str | None: ...

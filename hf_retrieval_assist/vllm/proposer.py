@@ -139,6 +139,7 @@ class Proposer:
         for row in self._rows:
             known[row.length].append(row)
         places: dict[Row, int] = {}
+        brought: list[list[int]] = []
         self._rows = []
         fed = 0
         for place, (new, text) in enumerate(zip(sampled, texts, strict=True)):
@@ -152,8 +153,10 @@ class Proposer:
             if found is not None:
                 self._rows.append(found)
             if found is not None and len(new):
-                found.extend(new)
+                brought.append(found.extend(new))
                 places[found] = place
+        sessions = [row.session for row in places]
+        self.assistant.commit(sessions, brought, [None] * len(brought))
         if len(sampled) == sum(row.steps > 0 for row in places):
             self._time(fed, arrived)
         for rows in known.values():
@@ -211,22 +214,20 @@ class Row:
         """Whether this is the request with this text, int32 [length]."""
         return self._text == text.data
 
-    def extend(self, new: Sequence[int]) -> None:
-        """Learn the tokens that a step brought, at least one."""
+    def extend(self, new: Sequence[int]) -> list[int]:
+        """Append what a step brought, at least one token; the tokens to be learnt."""
         self._text += np.array(new, np.int32).tobytes()
         self.length += len(new)
         first, tokens = len(self._held), [*self._held, *map(int, new)]
         ends = (i + 1 for i in range(first, len(tokens)) if tokens[i] in self._eos_ids)
         end = next(ends, len(tokens))
         self._held = tokens[end:]
-        if self.steps < 0:
-            self.session.begin(tokens[:end])
-        else:
-            self.session.commit(tokens[:end], None)
+        if self.steps >= 0:
             self._stats.count_step(self.drafted, len(new) - 1)
         self._stats.tokens += len(new)
         self.steps += 1
         self.ended = tokens[end - 1] in self._eos_ids
+        return tokens[:end]
 
     def close(self) -> None:
         """The request has ended, or is to be started again."""
