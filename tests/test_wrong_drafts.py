@@ -69,6 +69,16 @@ WRONG = {
         ),
         "int32",
     ),
+    "lists": (TokenTree([5], [-1], [0.5], [-1]), "arrays"),
+    "every other element of an array": (
+        TokenTree(
+            np.array([5, 0, 6, 0], np.int32)[::2],
+            np.array([-1, 0], np.int32),
+            np.array([0.5, 0.2], np.float32),
+            np.array([-1, -1], np.int32),
+        ),
+        "contiguous",
+    ),
 }
 
 

@@ -255,6 +255,25 @@ def test_the_drafts_of_all_requests_share_what_a_step_affords():
     assert len(unsure) == 8
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_drafters_are_told_of_all_requests_of_a_step_at_once(monkeypatch, count):
+    proposer = make_proposer()
+    drafter = proposer.assistant.drafters[0]
+    told: list[int] = []
+    commit_rows = drafter.commit_rows
+
+    def counted(sessions, tokens, feedbacks):
+        told.append(len(sessions))
+        commit_rows(sessions, tokens, feedbacks)
+
+    monkeypatch.setattr(drafter, "commit_rows", counted)
+    runner = Runner(proposer)
+    requests = [Request(prompt, [3, 4, 5]) for prompt in texts(np.random.default_rng(8), count)]
+    runner.step(requests)
+    runner.step(requests)
+    assert told == [count, count]
+
+
 def test_a_corpus_drafts_too(tmp_path):
     rng = np.random.default_rng(6)
     prompt, output = texts(rng, 2)
