@@ -28,6 +28,10 @@ class CallStats:
         expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
             over rows.
         expected_rejected: the others of them.
+        near_ties: tokens that were taken although another one's logit lay within a rounding step of
+            the model's dtype, so that plain decoding may have taken that one. Counted in bfloat16
+            and float16 on accelerators, of greedy calls without logits processors, where a drafter
+            is shown logits, as Token Recycling is.
         rests: calls that were decoded plainly because drafts had made calls like them slower.
         saved_seconds: what plain steps would have taken, at the time of one that was measured
             while drafting, less what the steps took; negative where drafts were slower.
@@ -50,6 +54,7 @@ class CallStats:
     accepted: int = 0
     expected_accepted: int = 0
     expected_rejected: int = 0
+    near_ties: int = 0
     rests: int = 0
     saved_seconds: float = 0.0
     keeps_seed: bool = True
@@ -155,6 +160,7 @@ class CallStats:
             return self.summary
         expected = self.expected_accepted + self.expected_rejected
         came = f"; {self.expected_accepted} of {expected} expected tokens came" if expected else ""
+        came += f"; {self.near_ties} near ties" if self.near_ties else ""
         phases = ("test", "prefill", *PHASES)
         share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in phases)
         tier = f" [{self.tier}]" if self.tier else ""

@@ -94,6 +94,9 @@ class Generation:
         self.room = self._room()
         self.rows = self._texts()
         self.select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
+        # Of a logit, what may change with a forward's width where tokens are taken by nothing else.
+        half = self.select.greedy and self.model.dtype.itemsize == 2
+        self.rounding = torch.finfo(self.model.dtype).eps if half else 0.0
         self.dice = Dice(self.rows)
         self.own_forwards = OwnForwards()
         walk = self.rows, self.select, self.stopping, self.outputs, self.dice, call.streamer
@@ -397,7 +400,11 @@ class Generation:
         """Count the step and tell the drafters what it showed."""
         grown = [row for row in running if paths[row.index].tokens]
         for row in grown:
-            self.counts.count_step(len(trees[row.index]), len(paths[row.index].tokens) - 1)
+            path = paths[row.index]
+            self.counts.count_step(len(trees[row.index]), len(path.tokens) - 1)
+            if self.rounding:
+                chosen = path.accepted[: len(path.tokens)]
+                self.counts.near_ties += verified.near_ties(row.index, chosen, self.rounding)
         feedbacks: list[RowFeedback | None] = [None] * len(grown)
         if self.assistant.needs_feedback and (self.unasked == 0 or self.assistant.hidden_layers):
             feedbacks = [

@@ -66,6 +66,11 @@ class Verified:
         first = self.roots[row]
         return ComputedTop(self._logits, np.arange(first, first + 1 + nodes))
 
+    def near_ties(self, row: int, nodes: Sequence[int], share: float) -> int:
+        """Behind how many of a row's fed tokens the second greatest logit lies within this share of
+        the greatest; 0 where the forward did not bring them along."""
+        return 0
+
     def wait(self) -> None:
         """Wait until the forward has ended, where it has only been queued."""
         if self._logits.device.type != "cpu":
