@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree
 from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
-from hf_retrieval_assist.planning.acceptance import CalibrationSession, Calibrator
+from hf_retrieval_assist.planning.acceptance import Calibrator
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
@@ -94,21 +94,17 @@ class Averaged(Learnt):
         return np.zeros(max_tokens)
 
 
-class Fixed(CalibrationSession):
+class Fixed(Calibrator):
     """The drafters' own priors."""
 
-    def commit(self, token_ids: Any) -> None:
+    def judge(self, *arguments: Any) -> None:
         pass
 
 
 def _uncalibrated(assistant: Assistant) -> None:
-    class Changed(Calibrator):
-        def session(self) -> CalibrationSession:
-            return Fixed(self)
-
     made = assistant.calibrators
     assistant.calibrators = lambda fingerprint: tuple(  # type: ignore[method-assign]
-        Changed(drafter.priors(), calibrator.beside)
+        Fixed(drafter.priors(), calibrator.beside)
         for drafter, calibrator in zip(assistant.drafters, made(fingerprint), strict=True)
     )
 

@@ -28,8 +28,7 @@ from hf_retrieval_assist import Assistant, OutputMemory, SuffixAssistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.mixture import Mixture
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
-from hf_retrieval_assist.memory.output_memory import RunningOutput
-from hf_retrieval_assist.planning.acceptance import CalibrationSession
+from hf_retrieval_assist.planning.acceptance import Calibrator
 from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.structures.suffix_tree import CELL_SHAPE, COPY_SHAPE, WEIGHT_SHAPE
 from hf_retrieval_assist.token_tree import Float32Array
@@ -182,9 +181,9 @@ def time_parts(traces: Sequence[Trace], requests: int | None) -> Report:
         watch = Stopwatch()
         with ExitStack() as stack:
             for kind, method, part in (
-                (RunningOutput, "append", "memory"),
-                (CalibrationSession, "calibrate", "calibration"),
-                (CalibrationSession, "commit", "calibration"),
+                (OutputMemory, "extend", "memory"),
+                (Calibrator, "calibrate", "calibration"),
+                (Calibrator, "judge", "calibration"),
             ):
                 timed = booked(watch, part, getattr(kind, method))
                 stack.enter_context(mock.patch.object(kind, method, timed))

@@ -31,7 +31,7 @@ from .planning.cost_views import PackedCost
 from .stats import CallStats
 from .structures import draft_tree
 from .system.log import get_logger
-from .token_tree import TokenTree
+from .token_tree import Forest, TokenTree
 from .verification.top_logits import ComputedTop
 
 if TYPE_CHECKING:
@@ -259,8 +259,9 @@ def _left(state: Any, longest: int) -> int:
 
 def _most_probable(chains: Sequence[TokenTree], room: int) -> list[TokenTree]:
     """The `room` most probable nodes of all chains."""
-    if sum(map(len, chains)) <= room:
+    forest = Forest.of(chains)
+    if forest.nodes <= room:
         return list(chains)
-    rows, _ = draft_tree.rank([chain.probs for chain in chains])
+    rows, _ = draft_tree.rank(forest.probs, forest.offsets)
     counts = np.bincount(rows[:room], minlength=len(chains))
     return [chain.prune(int(count)) for chain, count in zip(chains, counts, strict=True)]

@@ -1,9 +1,11 @@
-"""The one draft type: a tree of candidate tokens below the last generated token."""
+"""The draft types: a tree of candidate tokens below a text's last token, and a forest of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +14,7 @@ from .structures import draft_tree
 from .system.lazy import cached_property
 
 Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 
 
@@ -152,17 +155,11 @@ class TokenTree:
 
     def merge(self, other: TokenTree) -> TokenTree:
         """The union of both trees; a node in both keeps the higher probability and its class."""
-        if not len(other):
-            return self
-        if not len(self):
-            return other
-        return TokenTree(*draft_tree.merge(*self._arrays, *other._arrays))
+        return Forest.of([self]).merge(Forest.of([other]))[0]
 
     def known_probs(self, other: TokenTree) -> Float32Array:
         """float32 [nodes of `other`]: what this tree gives the same paths, −1 where it has none."""
-        return draft_tree.known_probs(
-            self.token_ids, self.parents, self.probs, other.token_ids, other.parents
-        )
+        return Forest.of([self]).known_probs(Forest.of([other]))
 
     @property
     def _arrays(self) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array]:
@@ -175,7 +172,7 @@ class TokenTree:
             vocab_size: ids have to be below it.
             n_classes: evidence classes that `classes` may name.
         """
-        return draft_tree.fault(*self._arrays, vocab_size, n_classes)
+        return draft_tree.fault(*self._arrays, None, vocab_size, n_classes)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the arrays break the contract above."""
@@ -192,3 +189,120 @@ class TokenTree:
 
 
 _EMPTY = TokenTree.build([], [], [])
+
+
+@dataclass(frozen=True, eq=False)
+class Forest(Sequence[TokenTree]):
+    """The token trees of several texts, one behind another in one array for each field.
+
+    Attributes:
+        token_ids, parents, probs, classes: [n], as a `TokenTree` has them; parents count from the
+            beginning of their own tree.
+        offsets: int64 [trees + 1], where each tree begins, and the end of the last one.
+    """
+
+    token_ids: Int32Array
+    parents: Int32Array
+    probs: Float32Array
+    classes: Int32Array
+    offsets: Int64Array
+
+    @classmethod
+    def of(cls, trees: Sequence[TokenTree]) -> Forest:
+        """The trees, which keep the contract of a `TokenTree`, in their order."""
+        if isinstance(trees, Forest):
+            return trees
+        if len(trees) == 1:
+            return cls(*trees[0]._arrays, np.array([0, len(trees[0])]))
+        if not any(map(len, trees)):
+            return cls.empty(len(trees))
+        return cls(
+            np.concatenate([tree.token_ids for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+            np.concatenate([tree.probs for tree in trees]),
+            np.concatenate([tree.classes for tree in trees]),
+            np.fromiter(accumulate(map(len, trees), initial=0), np.int64, len(trees) + 1),
+        )
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def empty(cls, trees: int) -> Forest:
+        """So many trees without nodes."""
+        return cls(*_EMPTY._arrays, np.zeros(trees + 1, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> TokenTree:  # type: ignore[override]  # no slices
+        return self._tree(slice(self.offsets[index], self.offsets[index + 1]))
+
+    def __iter__(self) -> Iterator[TokenTree]:
+        return (self._tree(slice(*bounds)) for bounds in pairwise(self.offsets.tolist()))
+
+    def _tree(self, nodes: slice) -> TokenTree:
+        ids, parents = self.token_ids[nodes], self.parents[nodes]
+        return TokenTree(ids, parents, self.probs[nodes], self.classes[nodes])
+
+    @property
+    def _arrays(self) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array]:
+        return self.token_ids, self.parents, self.probs, self.classes
+
+    @property
+    def nodes(self) -> int:
+        """Of all trees."""
+        return len(self.token_ids)
+
+    @property
+    def expected_tokens(self) -> float:
+        """Expected number of accepted nodes when all trees are verified."""
+        return float(self.probs.sum())
+
+    @property
+    def sizes(self) -> list[int]:
+        """Nodes of each tree."""
+        return [end - first for first, end in pairwise(self.offsets.tolist())]
+
+    def with_probs(self, probs: Float32Array) -> Forest:
+        """The same trees with other probabilities, float32 [n]."""
+        return Forest(self.token_ids, self.parents, probs, self.classes, self.offsets)
+
+    def merge(self, other: Forest) -> Forest:
+        """Tree by tree what `TokenTree.merge` makes of two."""
+        if not other.nodes:
+            return self
+        if not self.nodes:
+            return other
+        return Forest(*draft_tree.merge(*self._arrays, self.offsets, *other._arrays, other.offsets))
+
+    def known_probs(self, other: Forest) -> Float32Array:
+        """float32 [nodes of `other`]: see `TokenTree.known_probs`."""
+        return draft_tree.known_probs(
+            *(self.token_ids, self.parents, self.probs, self.offsets),
+            *(other.token_ids, other.parents, other.offsets),
+        )
+
+    def cut_depths(self, max_depths: Sequence[int | None]) -> Forest:
+        """Each tree's nodes at most so deep; None: all of them."""
+        if all(d is None or n <= d for n, d in zip(self.sizes, max_depths, strict=True)):
+            return self
+        pairs = zip(self, max_depths, strict=True)
+        return Forest.of([tree if d is None else tree.cut_depth(d) for tree, d in pairs])
+
+    def best_paths(self) -> Forest:
+        """Of each tree the path from its root to a leaf by the most probable child each time."""
+        nodes, offsets = draft_tree.most_probable_paths(self.parents, self.probs, self.offsets)
+        if len(nodes) == self.nodes:
+            return self
+        sizes = np.diff(offsets)
+        parents = np.arange(len(nodes)) - np.repeat(offsets[:-1], sizes) - 1
+        return Forest(
+            self.token_ids[nodes],
+            parents.astype(np.int32),
+            self.probs[nodes],
+            self.classes[nodes],
+            offsets,
+        )
+
+    def fault(self, vocab_size: int, n_classes: int) -> str | None:
+        """What breaks a tree's contract, in words; see `TokenTree.fault`."""
+        return draft_tree.fault(*self._arrays, self.offsets, vocab_size, n_classes)

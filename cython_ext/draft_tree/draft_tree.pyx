@@ -13,6 +13,25 @@ from common.types cimport int32_t, token_t
 TREE_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "float32", "int32"))
 
 
+def flattened(texts):
+    """The tokens of several texts, sequences of ids, one text's behind another's.
+
+    Returns int32 [n], and int64 [texts + 1], where each text's begin.
+    """
+    cdef Py_ssize_t count = len(texts), row, i = 0
+    offsets_out = np.zeros(count + 1, dtype=np.int64)
+    cdef int64_t[::1] offsets = offsets_out
+    for row in range(count):
+        offsets[row + 1] = offsets[row] + len(texts[row])
+    ids_out = np.empty(offsets[count], dtype=np.int32)
+    cdef token_t[::1] ids = ids_out
+    for text in texts:
+        for token in text:
+            ids[i] = token
+            i += 1
+    return ids_out, offsets_out
+
+
 def depths(const int32_t[::1] parents):
     """Depth of every node, children of the root being at depth 1. Returns int32 [n]. O(n)."""
     cdef Py_ssize_t n = parents.shape[0], i
@@ -79,12 +98,17 @@ def arrange(
     return ids_out, depths_out, sees_out
 
 
-def fault(token_ids, parents, probs, classes, token_t vocab_size, Py_ssize_t n_classes):
+def fault(
+    token_ids, parents, probs, classes, const int64_t[::1] offsets, token_t vocab_size,
+    Py_ssize_t n_classes,
+):
     """What breaks the contract of a token tree, in words; None: nothing does.
 
-    Everything that indexes memory by what a drafter returned relies on this. O(n times siblings).
+    The arrays hold several trees where `offsets`, int64 [trees + 1], tells where each begins; None:
+    one. Everything that indexes memory by what a drafter returned relies on this. O(n times siblings).
     """
     cdef int32_t* family
+    cdef Py_ssize_t tree, first, end
     arrays = (token_ids, parents, probs, classes)
     for array, dtype in zip(arrays, TREE_DTYPES):
         if not isinstance(array, np.ndarray) or not is_flat(array, dtype):
@@ -95,11 +119,24 @@ def fault(token_ids, parents, probs, classes, token_t vocab_size, Py_ssize_t n_c
             f"token_ids, parents, probs, classes: expected equal lengths, got {len(token_ids)}, "
             f"{len(parents)}, {len(probs)}, {len(classes)}"
         )
+    if offsets is None:
+        offsets = np.array([0, len(token_ids)])
     family = <int32_t*>malloc(2 * (len(token_ids) + 1) * sizeof(int32_t))
     if family == NULL:
         raise MemoryError
     try:
-        return fault_of_nodes(token_ids, parents, probs, classes, vocab_size, n_classes, family)
+        first = 0
+        for tree in range(offsets.shape[0] - 1):
+            end = offsets[tree + 1]
+            if not offsets[tree] == first <= end <= len(token_ids):
+                return f"offsets: expected them to rise from 0 to {len(token_ids)}, got {end}"
+            found = fault_of_nodes(
+                token_ids, parents, probs, classes, first, end, vocab_size, n_classes, family
+            )
+            if found is not None:
+                return found
+            first = end
+        return None if first == len(token_ids) else "offsets: expected them to cover all nodes"
     finally:
         free(family)
 
@@ -113,18 +150,23 @@ cdef object fault_of_nodes(
     const int32_t[::1] parents,
     const float[::1] probs,
     const int32_t[::1] classes,
+    Py_ssize_t first,
+    Py_ssize_t end,
     token_t vocab_size,
     Py_ssize_t n_classes,
     int32_t* family,
 ):
-    """The first fault of arrays [n] of one length; `family` is room for 2 (n + 1) numbers."""
-    cdef Py_ssize_t n = token_ids.shape[0], i, j
+    """The first fault of the tree from `first` to `end`; `family` is room for 2 (n + 1) numbers."""
+    cdef Py_ssize_t n = end - first, i, j
     cdef int32_t p
     cdef float above
     # Of each node and, in front of them, the root: its last child so far, and each child's sibling.
     cdef int32_t* last = family
     cdef int32_t* sibling = family + n + 1
     memset(family, -1, 2 * (n + 1) * sizeof(int32_t))
+    token_ids, parents, probs, classes = (
+        token_ids[first:end], parents[first:end], probs[first:end], classes[first:end]
+    )
     for i in range(n):
         p = parents[i]
         if not 0 <= token_ids[i] < vocab_size:
@@ -220,57 +262,97 @@ cdef class _Nodes:
         return self.token_ids[:n], self.parents[:n], self.probs[:n], self.classes[:n]
 
 
-cdef int32_t* shared_paths(
-    const token_t[::1] tokens_a,
-    const int32_t[::1] parents_a,
-    const token_t[::1] tokens_b,
-    const int32_t[::1] parents_b,
-) except NULL:
-    """For every node of the second tree that of the same path in the first, or −1; to be freed.
+cdef void shared_paths(
+    const token_t* tokens_a, const int32_t* parents_a, Py_ssize_t n,
+    const token_t* tokens_b, const int32_t* parents_b, Py_ssize_t m, int32_t* place, int32_t* room,
+) noexcept nogil:
+    """`place`: for every node of the second tree that of the same path in the first, or −1.
 
-    O(n_a + n_b x children of a node of the first tree).
+    `room` is for 2 n + 1 numbers. O(n + m x children of a node of the first tree).
     """
-    cdef Py_ssize_t n = tokens_a.shape[0], m = tokens_b.shape[0], i
-    # The nodes found, then the first child of every node (of the root at n) and its next sibling.
-    cdef int32_t* place = <int32_t*>malloc((2 * n + 1 + m) * sizeof(int32_t))
-    if place == NULL:
-        raise MemoryError()
-    cdef int32_t* child = place + m
-    cdef int32_t* sibling = child + n + 1
+    cdef Py_ssize_t i
+    # The first child of every node (of the root at n) and its next sibling.
+    cdef int32_t* child = room
+    cdef int32_t* sibling = room + n + 1
     cdef int32_t parent, node
-    with nogil:
-        for i in range(n + 1):
-            child[i] = -1
-        for i in range(n - 1, -1, -1):
-            parent = parents_a[i] if parents_a[i] >= 0 else <int32_t>n
-            sibling[i] = child[parent]
-            child[parent] = <int32_t>i
-        for i in range(m):
-            parent = place[parents_b[i]] if parents_b[i] >= 0 else <int32_t>n
-            node = child[parent] if parent >= 0 else -1
-            while node >= 0 and tokens_a[node] != tokens_b[i]:
-                node = sibling[node]
-            place[i] = node
-    return place
+    memset(child, -1, (n + 1) * sizeof(int32_t))
+    for i in range(n - 1, -1, -1):
+        parent = parents_a[i] if parents_a[i] >= 0 else <int32_t>n
+        sibling[i] = child[parent]
+        child[parent] = <int32_t>i
+    for i in range(m):
+        parent = place[parents_b[i]] if parents_b[i] >= 0 else <int32_t>n
+        node = child[parent] if parent >= 0 else -1
+        while node >= 0 and tokens_a[node] != tokens_b[i]:
+            node = sibling[node]
+        place[i] = node
+
+
+cdef class _SharedPaths:
+    """Of two forests of as many trees, for every node of the second that of the same path in the first.
+
+    `place` [nodes of the second], counted from its own tree's beginning; −1: there is none.
+    """
+
+    cdef int32_t* place
+
+    def __cinit__(
+        self,
+        const token_t[::1] tokens_a,
+        const int32_t[::1] parents_a,
+        const int64_t[::1] offsets_a,
+        const token_t[::1] tokens_b,
+        const int32_t[::1] parents_b,
+        const int64_t[::1] offsets_b,
+    ):
+        cdef Py_ssize_t n = tokens_a.shape[0], m = tokens_b.shape[0], tree, a, b
+        cdef const token_t* first_ids = &tokens_a[0] if n else NULL
+        cdef const int32_t* first_parents = &parents_a[0] if n else NULL
+        cdef int32_t* room = NULL
+        if offsets_a.shape[0] != offsets_b.shape[0]:
+            raise ValueError(
+                f"expected {offsets_a.shape[0] - 1} trees to merge, got {offsets_b.shape[0] - 1}"
+            )
+        self.place = <int32_t*>malloc((m + 1) * sizeof(int32_t))
+        room = <int32_t*>malloc((2 * n + 1) * sizeof(int32_t))
+        if self.place == NULL or room == NULL:
+            free(room)
+            raise MemoryError()
+        with nogil:
+            for tree in range(offsets_a.shape[0] - 1):
+                a, b = offsets_a[tree], offsets_b[tree]
+                if b < offsets_b[tree + 1]:
+                    shared_paths(
+                        first_ids + a, first_parents + a, offsets_a[tree + 1] - a,
+                        &tokens_b[b], &parents_b[b], offsets_b[tree + 1] - b, self.place + b, room,
+                    )
+        free(room)
+
+    def __dealloc__(self):
+        free(self.place)
 
 
 def known_probs(
     const token_t[::1] tokens_a,
     const int32_t[::1] parents_a,
     const float[::1] probs_a,
+    const int64_t[::1] offsets_a,
     const token_t[::1] tokens_b,
     const int32_t[::1] parents_b,
+    const int64_t[::1] offsets_b,
 ):
-    """What the first tree gives the paths of the second one's nodes. Returns float32 [n_b], −1 for
-    paths that it has not. Takes as long as `merge`.
+    """What trees give the paths of the nodes of others, tree by tree. Returns float32 [n_b], −1 for paths
+    that they have not. Takes as long as `merge`; for the arguments see there.
     """
-    cdef Py_ssize_t i
-    cdef int32_t* place = shared_paths(tokens_a, parents_a, tokens_b, parents_b)
+    cdef Py_ssize_t tree, i
+    cdef _SharedPaths shared = _SharedPaths(
+        tokens_a, parents_a, offsets_a, tokens_b, parents_b, offsets_b
+    )
     out = np.empty(tokens_b.shape[0], dtype=np.float32)
     cdef float[::1] prob = out
-    for i in range(tokens_b.shape[0]):
-        prob[i] = probs_a[place[i]] if place[i] >= 0 else -1
-    free(place)
+    for tree in range(offsets_a.shape[0] - 1):
+        for i in range(offsets_b[tree], offsets_b[tree + 1]):
+            prob[i] = probs_a[offsets_a[tree] + shared.place[i]] if shared.place[i] >= 0 else -1
     return out
 
 
@@ -279,34 +361,46 @@ def merge(
     const int32_t[::1] parents_a,
     const float[::1] probs_a,
     const int32_t[::1] classes_a,
+    const int64_t[::1] offsets_a,
     const token_t[::1] tokens_b,
     const int32_t[::1] parents_b,
     const float[::1] probs_b,
     const int32_t[::1] classes_b,
+    const int64_t[::1] offsets_b,
 ):
-    """The union of two trees' paths; of a shared path the higher probability, with its class.
+    """The union of two trees' paths, for several pairs of trees; of a shared path the higher probability,
+    with its class.
 
-    Returns token ids, parents, probabilities and classes: the nodes of the first tree, then the new
-    ones of the second, in their order. O(n_a + n_b x children of a node of the first tree).
+    Arrays hold one tree's nodes behind another's; `offsets`, int64 [trees + 1], tell where each begins,
+    from where its parents count. Returns token ids, parents, probabilities, classes and offsets: of each
+    pair the nodes of the first tree, then the new ones of the second, in their order. O(n_a + n_b x
+    children of a node of the first tree).
     """
-    cdef Py_ssize_t n = tokens_a.shape[0], m = tokens_b.shape[0], i, total = n
-    cdef _Nodes out = _Nodes(n + m)
-    cdef int32_t* place = shared_paths(tokens_a, parents_a, tokens_b, parents_b)
+    cdef Py_ssize_t tree, i, first, total = 0
+    cdef _Nodes out = _Nodes(tokens_a.shape[0] + tokens_b.shape[0])
+    cdef _SharedPaths shared = _SharedPaths(
+        tokens_a, parents_a, offsets_a, tokens_b, parents_b, offsets_b
+    )
+    cdef int32_t* place = shared.place
     cdef int32_t parent
-    with nogil:
-        for i in range(n):
-            out.put(i, tokens_a[i], parents_a[i], probs_a[i], classes_a[i])
-        for i in range(m):
+    offsets_out = np.zeros(offsets_a.shape[0], dtype=np.int64)
+    cdef int64_t[::1] offsets = offsets_out
+    for tree in range(offsets_a.shape[0] - 1):
+        first = total
+        for i in range(offsets_a[tree], offsets_a[tree + 1]):
+            out.put(total, tokens_a[i], parents_a[i], probs_a[i], classes_a[i])
+            total += 1
+        for i in range(offsets_b[tree], offsets_b[tree + 1]):
             if place[i] < 0:
-                parent = place[parents_b[i]] if parents_b[i] >= 0 else -1
+                parent = place[offsets_b[tree] + parents_b[i]] if parents_b[i] >= 0 else -1
                 out.put(total, tokens_b[i], parent, probs_b[i], classes_b[i])
-                place[i] = <int32_t>total
+                place[i] = <int32_t>(total - first)
                 total += 1
-            elif probs_b[i] > out.prob[place[i]]:
-                out.prob[place[i]] = probs_b[i]
-                out.kind[place[i]] = classes_b[i]
-    free(place)
-    return out.arrays(total)
+            elif probs_b[i] > out.prob[first + place[i]]:
+                out.prob[first + place[i]] = probs_b[i]
+                out.kind[first + place[i]] = classes_b[i]
+        offsets[tree + 1] = total
+    return (*out.arrays(total), offsets_out)
 
 
 def prune(
@@ -345,29 +439,28 @@ def prune(
     return out.arrays(kept)
 
 
-def rank(list probs):
+def rank(const float[::1] probs, const int64_t[::1] offsets):
     """The nodes of several trees, the most probable first.
 
-    `probs` are the trees', float32 [nodes] each. Of equal nodes the earlier tree's come first. Returns
-    the tree of each node, int32 [n], and float64 [n + 1]: the tokens that a step over all trees brings
-    when the first 0, 1, ..., n nodes are verified. O(n log n).
+    `probs` are the trees', float32 [n], one tree's behind another's, `offsets`, int64 [trees + 1], where
+    each begins. Of equal nodes the earlier tree's come first. Returns the tree of each node, int32 [n],
+    and float64 [n + 1]: the tokens that a step over all trees brings when the first 0, 1, ..., n nodes
+    are verified. O(n log n).
     """
-    cdef Py_ssize_t n = 0, i
+    cdef Py_ssize_t n = probs.shape[0], i, count = offsets.shape[0] - 1
     cdef int32_t tree
-    cdef const float[::1] prob = np.concatenate([np.empty(0, np.float32), *probs])
-    n = prob.shape[0]
     owners_out, trees_out = np.empty((2, n), dtype=np.int32)
     tokens_out = np.empty(n + 1, dtype=np.float64)
     cdef int32_t[::1] owners = owners_out, trees = trees_out
     cdef double[::1] tokens = tokens_out
     cdef Ranked* ranked
-    n = 0
-    for tree in range(len(probs)):
-        for i in range(len(probs[tree])):
-            owners[n] = tree
-            n += 1
-    ranked = ranking(prob)
-    tokens[0] = len(probs)
+    if offsets[0] != 0 or offsets[count] != n:
+        raise ValueError(f"offsets: expected {n} nodes, got {offsets[count]}")
+    for tree in range(count):
+        for i in range(offsets[tree], offsets[tree + 1]):
+            owners[i] = tree
+    ranked = ranking(probs)
+    tokens[0] = count
     for i in range(n):
         trees[i] = owners[ranked[i].node]
         tokens[i + 1] = tokens[i] + ranked[i].prob
@@ -375,22 +468,37 @@ def rank(list probs):
     return trees_out, tokens_out
 
 
-def most_probable_path(const int32_t[::1] parents, const float[::1] probs):
-    """Nodes from a child of the root to a leaf, by the most probable child each time, the first of
-    equal ones. Returns int32 [length]. O(n).
+def most_probable_paths(
+    const int32_t[::1] parents, const float[::1] probs, const int64_t[::1] offsets
+):
+    """Of each of several trees the nodes from a child of the root to a leaf, by the most probable child
+    each time, the first of equal ones.
+
+    `offsets`, int64 [trees + 1], tells where each tree begins, from where its parents count. Returns the
+    nodes, int32 [m], among all, and int64 [trees + 1], where each path begins among them. O(n).
     """
-    cdef Py_ssize_t n = parents.shape[0], i, length = 0
+    cdef Py_ssize_t n = parents.shape[0], count = offsets.shape[0] - 1, tree, i, first, length = 0
     cdef int32_t node
     best_out, path_out = np.empty(n + 1, dtype=np.int32), np.empty(n, dtype=np.int32)
-    cdef int32_t[::1] best = best_out, path = path_out  # of the root's children at n
+    ends_out = np.zeros(count + 1, dtype=np.int64)
+    cdef int32_t[::1] best = best_out, path = path_out
+    cdef int64_t[::1] ends = ends_out
+    cdef int32_t top
     memset(&best[0], -1, (n + 1) * sizeof(int32_t))
-    for i in range(n):
-        node = parents[i] if parents[i] >= 0 else <int32_t>n
-        if best[node] < 0 or probs[i] > probs[best[node]]:
-            best[node] = <int32_t>i
-    node = best[n]
-    while node >= 0:
-        path[length] = node
-        length += 1
-        node = best[node]
-    return path_out[:length]
+    with nogil:
+        for tree in range(count):
+            first, top = offsets[tree], -1
+            for i in range(first, offsets[tree + 1]):
+                if parents[i] < 0:
+                    if top < 0 or probs[i] > probs[top]:
+                        top = <int32_t>i
+                else:
+                    node = best[first + parents[i]]
+                    if node < 0 or probs[i] > probs[node]:
+                        best[first + parents[i]] = <int32_t>i
+            while top >= 0:
+                path[length] = top
+                length += 1
+                top = best[top]
+            ends[tree + 1] = length
+    return path_out[:length], ends_out

@@ -3,8 +3,9 @@
 import numpy as np
 
 from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
 
-from common.types cimport int32_t, token_t
+from common.types cimport int32_t, int64_t, token_t
 
 
 def share_classes(
@@ -44,87 +45,135 @@ cdef inline Py_ssize_t checked(int32_t evidence_class, Py_ssize_t classes) excep
     return evidence_class if evidence_class >= 0 else -1
 
 
+cdef enum:
+    MOST_OPEN = 4  # proposals for a text that later tokens may still judge
+
+
+cdef struct OpenDraft:
+    int32_t size
+    int32_t here        # the node that the text has reached; −1: the root
+    Py_ssize_t classes_known
+    double* rates       # [size] each, in one block
+    token_t* token_ids
+    int32_t* parents
+    int32_t* classes
+
+
+cdef class OpenDrafts:
+    """The latest proposals for one text that it has not left yet, at most four. One thread at a time."""
+
+    cdef OpenDraft drafts[MOST_OPEN]
+    cdef int32_t count
+
+    def __len__(self):
+        return self.count
+
+    cdef OpenDraft* open(self, Py_ssize_t n) except NULL:
+        """Room for a proposal of n nodes; the oldest one gives way."""
+        cdef OpenDraft* draft
+        if self.count == MOST_OPEN:
+            self.close(0)
+        draft = &self.drafts[self.count]
+        draft.rates = <double*>malloc(n * (sizeof(double) + 3 * sizeof(int32_t)))
+        if draft.rates == NULL:
+            raise MemoryError()
+        draft.token_ids = <token_t*>(draft.rates + n)
+        draft.parents = <int32_t*>(draft.token_ids + n)
+        draft.classes = draft.parents + n
+        draft.size, draft.here = <int32_t>n, -1
+        self.count += 1
+        return draft
+
+    cdef void close(self, int32_t number) noexcept:
+        """Forget a proposal."""
+        free(self.drafts[number].rates)
+        self.count -= 1
+        for number in range(number, self.count):
+            self.drafts[number] = self.drafts[number + 1]
+
+    def __dealloc__(self):
+        while self.count:
+            self.close(self.count - 1)
+
+
+cdef void calibrate(
+    OpenDraft* draft, const float* probs, const float* known, const double[:, ::1] counts, float* out
+) noexcept nogil:
+    """Rates of a proposal's nodes, given their parents, and the probabilities `out` that follow.
+
+    Where nothing is known of a node, its class becomes one of the second half of the counts.
+    """
+    cdef Py_ssize_t half = counts.shape[0] // 2
+    cdef int32_t i, c, parent
+    cdef float above
+    for i in range(draft.size):
+        c, parent = draft.classes[i], draft.parents[i]
+        if c >= 0 and known != NULL and known[i] < 0:
+            c += <int32_t>half
+        draft.classes[i] = c
+        if c >= 0:
+            draft.rates[i] = counts[c, 1] / counts[c, 0]
+        else:
+            above = 1 if parent < 0 else probs[parent]
+            draft.rates[i] = <double>probs[i] / above if above > 0 else 0
+        out[i] = <float>draft.rates[i] if parent < 0 else <float>draft.rates[i] * out[parent]
+        if known != NULL and known[i] >= 0:
+            out[i] = known[i]
+
+
 def calibrated(
+    list texts,
+    const token_t[::1] token_ids,
     const int32_t[::1] parents,
     const float[::1] probs,
     const int32_t[::1] classes,
+    const int64_t[::1] offsets,
     const float[::1] known,
     const double[:, ::1] counts,
 ):
-    """Rates of a tree's nodes, given their parents, and the probabilities that follow from them.
+    """Probabilities of the nodes of one tree for each text, which is open from now on.
 
     A class has the rate of its hits among its trials, `counts` [classes, 2] being trials and hits. A
     node of a negative class has the rate that `probs` give it. `known` [n] are probabilities that
     stand, −1 where there is none: there the class is one of the second half of the counts. None: all
     classes are as they are.
 
-    Returns rates float64 [n], probabilities float32 [n], and the classes int32 [n] that are counted.
+    Args:
+        texts: `OpenDrafts` of each text.
+        token_ids, parents, probs, classes: [n], of all trees, one behind another, as a forest has them.
+        offsets: int64 [texts + 1], where each tree begins.
+
+    Returns float32 [n]. Raises ValueError, and opens nothing, for a class that is not counted.
     """
-    cdef Py_ssize_t n = parents.shape[0], i, c, limit = counts.shape[0]
-    cdef double above
-    rates_out, probs_out = np.empty(n, dtype=np.float64), np.empty(n, dtype=np.float32)
-    counted_out = np.empty(n, dtype=np.int32)
-    cdef double[::1] rate = rates_out
-    cdef float[::1] prob = probs_out
-    cdef int32_t[::1] counted = counted_out
+    cdef Py_ssize_t n = token_ids.shape[0], limit = counts.shape[0], row, i, first, size
+    cdef OpenDraft* draft
+    cdef const float* stands
+    out = np.empty(n, dtype=np.float32)
+    cdef float[::1] prob = out
+    if not parents.shape[0] == probs.shape[0] == classes.shape[0] == n == offsets[len(texts)]:
+        raise ValueError(f"parents, probs, classes, offsets: expected {n} nodes each")
     if known is not None:
         if known.shape[0] != n:
             raise ValueError(f"known: expected {n} nodes, got {known.shape[0]}")
         limit //= 2
     for i in range(n):
-        c = checked(classes[i], limit)
-        if c >= 0 and known is not None and known[i] < 0:
-            c += limit
-        counted[i] = <int32_t>c
-        if c >= 0:
-            rate[i] = counts[c, 1] / counts[c, 0]
-        else:
-            above = 1 if parents[i] < 0 else probs[parents[i]]
-            rate[i] = probs[i] / above if above > 0 else 0
-        prob[i] = <float>rate[i] if parents[i] < 0 else <float>rate[i] * prob[parents[i]]
-        if known is not None and known[i] >= 0:
-            prob[i] = known[i]
-    return rates_out, probs_out, counted_out
-
-
-cdef struct Trial:
-    int32_t kind
-    double rate
-    unsigned char hit
-
-
-cdef Trial* put_to_test(
-    const token_t[::1] token_ids,
-    const int32_t[::1] parents,
-    const int32_t[::1] classes,
-    const double[::1] rates,
-    const token_t[::1] tokens,
-    Py_ssize_t known,
-    Py_ssize_t* trials,
-    bint* inside,
-) except NULL:
-    """The nodes whose parent lies on the text's path, in their order, for the caller to free; how many
-    they are, and whether the path goes through the tree to its last token. See `judge`."""
-    cdef Py_ssize_t n = parents.shape[0], i, m = 0, reached = 0
-    cdef int32_t position
-    cdef Trial* found = <Trial*>malloc((n + 1) * (sizeof(Trial) + sizeof(int32_t)))
-    if found == NULL:
-        raise MemoryError()
-    # Position in `tokens` of the token that follows a node on the path; −1 off the path.
-    cdef int32_t* after = <int32_t*>(found + n + 1)
-    for i in range(n):
-        position = 0 if parents[i] < 0 else after[parents[i]]
-        after[i] = -1
-        if position < 0 or position >= tokens.shape[0]:
+        if classes[i] >= limit:
+            raise ValueError(f"expected evidence classes below {limit}, got {classes[i]}")
+    for row in range(len(texts)):
+        first = offsets[row]
+        size = offsets[row + 1] - first
+        if not size:
             continue
-        if token_ids[i] == tokens[position]:
-            after[i] = position + 1
-            reached = max(reached, position + 1)
-        if position >= known:
-            found[m] = Trial(classes[i], rates[i], after[i] >= 0)
-            m += 1
-    trials[0], inside[0] = m, reached == tokens.shape[0]
-    return found
+        draft = (<OpenDrafts?>texts[row]).open(size)
+        draft.classes_known = counts.shape[0]
+        memcpy(draft.token_ids, &token_ids[first], size * sizeof(token_t))
+        memcpy(draft.parents, &parents[first], size * sizeof(int32_t))
+        memcpy(draft.classes, &classes[first], size * sizeof(int32_t))
+        stands = NULL
+        if known is not None:
+            stands = &known[first]
+        calibrate(draft, &probs[first], stands, counts, &prob[first])
+    return out
 
 
 cdef inline void count(double* cell, double hit, const double* prior, double memory) noexcept nogil:
@@ -139,44 +188,90 @@ cdef inline void count(double* cell, double hit, const double* prior, double mem
         cell[1] = 0.5 * (cell[1] + prior[1])
 
 
+cdef bint judge_draft(
+    OpenDraft* draft, const token_t* tokens, int32_t m, int32_t* after, double[:, ::1] bins,
+    double[:, ::1] counts, const double[:, ::1] priors, double memory,
+) noexcept nogil:
+    """Count what m more tokens say of a proposal; whether the text is still inside of it.
+
+    `after` is room for the number of tokens on the text's path to each node, −1 off the path.
+    """
+    cdef int32_t i, c, parent, reached = draft.here, done
+    cdef Py_ssize_t bin
+    for i in range(draft.here + 1):
+        after[i] = -1
+    if draft.here >= 0:
+        after[draft.here] = 0
+    for i in range(draft.here + 1, draft.size):
+        parent = draft.parents[i]
+        done = after[parent] if parent >= 0 else (0 if draft.here < 0 else -1)
+        after[i] = -1
+        if not 0 <= done < m:
+            continue
+        if draft.token_ids[i] == tokens[done]:
+            after[i] = done + 1
+            reached = i
+        bin = min(<Py_ssize_t>(draft.rates[i] * bins.shape[0]), bins.shape[0] - 1)
+        bins[bin, 0] += 1
+        bins[bin, 1] += draft.rates[i]
+        bins[bin, 2] += after[i] >= 0
+        c = draft.classes[i]
+        if c >= 0:
+            count(&counts[c, 0], after[i] >= 0, &priors[c, 0], memory)
+    draft.here = reached
+    return m == 0 or (reached >= 0 and after[reached] == m)
+
+
 def judge(
-    const token_t[::1] token_ids,
-    const int32_t[::1] parents,
-    const int32_t[::1] classes,
-    const double[::1] rates,
+    list texts,
     const token_t[::1] tokens,
-    Py_ssize_t known,
+    const int64_t[::1] offsets,
     double[:, ::1] bins,
     double[:, ::1] counts,
     const double[:, ::1] priors,
     double memory,
 ):
-    """Count what a text says of the nodes of a tree that it put to the test: those whose parent lies on
-    its path, which are hit where they are on the path as well.
+    """Count what texts say of the nodes that they put to the test: those of open proposals whose parent
+    lies on the text's path, which are hit where they are on the path as well.
 
-    `tokens` are the ones that followed the proposal; the nodes judged by the first `known` of them are
-    left out. Their predicted `rates` [n] and hits are added to `bins` [k, 3] (trials, predicted and
-    observed hits) by predicted rate, in k equal steps. Those with a class are counted in the trials
-    and hits `counts`, on top of the `priors`, [classes, 2] each, where a class with more trials than
-    the memory forgets half of what lies beyond the prior.
+    Their predicted rates and hits are added to `bins` [k, 3] (trials, predicted and observed hits) by
+    predicted rate, in k equal steps. Those with a class are counted in the trials and hits `counts`, on
+    top of the `priors`, [classes, 2] each, where a class with more trials than the memory forgets half
+    of what lies beyond the prior. A proposal that its text has left is open no more.
 
-    Returns whether the path goes through the tree to its last token. O(n).
+    Args:
+        texts: `OpenDrafts` of each text.
+        tokens: by which the texts went on, one text's behind another's.
+        offsets: int64 [texts + 1], where each text's begin.
     """
-    cdef Py_ssize_t m, i, k = bins.shape[0], b
-    cdef bint inside
-    cdef Trial* trials
-    if counts.shape[0] > priors.shape[0]:
-        raise ValueError(f"priors: expected {counts.shape[0]} classes, got {priors.shape[0]}")
-    for i in range(classes.shape[0]):
-        checked(classes[i], counts.shape[0])
-    trials = put_to_test(token_ids, parents, classes, rates, tokens, known, &m, &inside)
-    for i in range(m):
-        b = min(<Py_ssize_t>(trials[i].rate * k), k - 1)
-        bins[b, 0] += 1
-        bins[b, 1] += trials[i].rate
-        bins[b, 2] += trials[i].hit
-        if trials[i].kind >= 0:
-            b = trials[i].kind
-            count(&counts[b, 0], trials[i].hit, &priors[b, 0], memory)
-    free(trials)
-    return inside
+    cdef OpenDrafts text
+    cdef OpenDraft* draft
+    cdef int32_t* after = NULL
+    cdef const token_t* first = &tokens[0] if tokens.shape[0] else NULL
+    cdef Py_ssize_t row, room = 0
+    cdef int32_t i, m
+    if not counts.shape[0] <= priors.shape[0] or offsets[len(texts)] > tokens.shape[0]:
+        raise ValueError("priors, offsets: expected as many as classes, and as tokens")
+    try:
+        for row in range(len(texts)):
+            text, m, i = texts[row], <int32_t>(offsets[row + 1] - offsets[row]), 0
+            while i < text.count:
+                draft = &text.drafts[i]
+                if draft.classes_known > counts.shape[0]:
+                    raise ValueError(
+                        f"counts: expected {draft.classes_known} classes, got {counts.shape[0]}"
+                    )
+                if draft.size > room:
+                    free(after)
+                    room, after = draft.size, <int32_t*>malloc(draft.size * sizeof(int32_t))
+                    if after == NULL:
+                        room = 0
+                        raise MemoryError()
+                if judge_draft(
+                    draft, first + offsets[row], m, after, bins, counts, priors, memory
+                ):
+                    i += 1
+                else:
+                    text.close(i)
+    finally:
+        free(after)

@@ -77,17 +77,18 @@ cdef void step_contexts(Store* s, const Contexts* above, token_t token, Contexts
     if step(s, &place, token) and goes_on(s, place):
         add_context(s, out, place, 1, max(instead_of, 1))
 
-cdef int32_t matched_orders(Store* s, const token_t[::1] context, Place* matches) noexcept nogil:
-    """Where the last tokens of a context lead, by order; returns how many orders match."""
-    cdef Py_ssize_t n = context.shape[0], i
-    cdef int32_t order
+cdef int32_t matched_orders(
+    Store* s, const token_t* last, int32_t count, Place* matches
+) noexcept nogil:
+    """Where the last tokens of a text lead, by order; returns how many orders match."""
+    cdef int32_t order, i
     for order in range(ORDERS):
-        if LENGTHS[order] > n or LENGTHS[order] > s.max_depth:
+        if LENGTHS[order] > count or LENGTHS[order] > s.max_depth:
             return order
         matches[order].item = ROOT
         matches[order].depth = 0
-        for i in range(n - LENGTHS[order], n):
-            if not step(s, &matches[order], context[i]):
+        for i in range(count - LENGTHS[order], count):
+            if not step(s, &matches[order], last[i]):
                 return order
     return ORDERS
 
@@ -104,3 +105,23 @@ cdef int32_t sequence_orders(Store* s, int32_t sequence, Place* matches) noexcep
         matches[order].item = ~link_at(s, position).node
         matches[order].depth = length
     return ORDERS
+
+cdef int32_t find_contexts_of(const MixedText* text, Contexts* out) noexcept nogil:
+    """The contexts at a text's end, by source; returns the tokens of the longest one."""
+    cdef int32_t source, sequence, matched, longest = 0
+    cdef Place[ORDERS] matches
+    cdef Store* s
+    for source in range(SOURCES):
+        s, sequence = text.sources.stores[source], text.sequences[source]
+        out[source].count = 0
+        if s == NULL:
+            continue
+        # Without pending suffixes all of a sequence matches, and perhaps what stood before it.
+        if sequence != NIL and sequence_at(s, sequence).pending:
+            matched = sequence_orders(s, sequence, matches)
+        else:
+            matched = matched_orders(s, text.last, text.count, matches)
+        find_contexts(s, matches, matched, &out[source])
+        if out[source].count:
+            longest = max(longest, out[source].at[0].longest)
+    return longest

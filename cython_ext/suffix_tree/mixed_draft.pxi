@@ -55,3 +55,13 @@ cdef void draft_mixed(
         d.queued = 0 if d.path else d.queued - 1
         if d.size < d.budget:
             expand_node(d, d.size - 1, m, sources, trend, e)
+
+cdef void draft_text(
+    MixedText* text, double alpha, MixedDraft* d, Mixture* m, Expansion* e
+) noexcept nogil:
+    """Draft behind a text; there is room for its nodes."""
+    cdef int32_t longest = find_contexts_of(text, d.contexts)
+    d.budget = <int32_t>min(<double>text.nodes, alpha * max(longest, 1))
+    d.copies[0] = text.copy[0]
+    find_copy(&text.sources, d.contexts, d.copies)
+    draft_mixed(d, m, &text.sources, text.trend, e)

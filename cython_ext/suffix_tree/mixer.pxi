@@ -1,26 +1,64 @@
 # Drafting from several suffix trees, as Python sees it.
 
 
-cdef class TextState:
-    """What a `Mixer` keeps of one text: where it copies from, and how predictable it is."""
+cdef class Text:
+    """A text that a `Mixer` drafts for: its tree, its end, where it copies from, how predictable it is.
 
+    Args:
+        tree: of the text; None for one that is not drafted from itself.
+        sequence: of the tree, which the text is.
+        context: int32 [n], its last tokens.
+        vocab_size: bound of the ids that may be drafted for it.
+    """
+
+    cdef readonly SuffixTree tree
+    cdef readonly int32_t sequence
+    cdef token_t vocab_size
+    cdef token_t last[LONGEST]  # tokens of the text, the last one at the end
+    cdef int32_t count
     cdef Copy copy
     cdef Trend trend
 
-    def __cinit__(self):
+    def __cinit__(self, SuffixTree tree, sequence, const token_t[::1] context, token_t vocab_size):
+        self.tree, self.vocab_size = tree, vocab_size
+        self.sequence = NIL if tree is None else tree._checked(sequence)
         self.copy = Copy(
             next=NIL, length=0, left=NIL, since=0, breaks=0, last=[-1, -1, -1]
         )
         self.trend = Trend(TREND_TRIALS, TREND_TRIALS, TREND_TRIALS, TREND_TRIALS)
+        cdef Py_ssize_t i
+        for i in range(max(context.shape[0] - LONGEST, 0), context.shape[0]):
+            self.follow(context[i])
 
-    cdef void look_back(self, const token_t[::1] context) noexcept:
-        cdef Py_ssize_t i, n = context.shape[0]
+    cdef inline void follow(self, token_t token) noexcept nogil:
+        if self.count == LONGEST:
+            memmove(&self.last[0], &self.last[1], (LONGEST - 1) * sizeof(token_t))
+            self.count -= 1
+        self.last[self.count] = token
+        self.count += 1
+
+    cdef void look_back(self) noexcept nogil:
+        cdef int32_t i
         for i in range(3):
-            self.copy.last[i] = context[n - 1 - i] if i < n else -1
+            self.copy.last[i] = self.last[self.count - 1 - i] if i < self.count else -1
+
+
+def extend_texts(list texts, const token_t[::1] token_ids, const int64_t[::1] offsets):
+    """Append to each `Text` its tokens, one text's behind another's in int32 [n], not negative.
+
+    offsets: int64 [texts + 1], where each text's tokens begin.
+    """
+    cdef Text text
+    cdef Py_ssize_t row, i
+    for row in range(len(texts)):
+        text = texts[row]
+        text.tree.extend(text.sequence, token_ids[offsets[row]:offsets[row + 1]])
+        for i in range(offsets[row], offsets[row + 1]):
+            text.follow(token_ids[i])
 
 
 cdef class Mixer:
-    """Drafts what follows a text from several suffix trees, and learns how much each context is worth.
+    """Drafts what follows texts from several suffix trees, and learns how much each context is worth.
 
     Args:
         cells: float32 [*CELL_SHAPE, 2], probability that a candidate with this evidence is right, and
@@ -29,7 +67,7 @@ cdef class Mixer:
         weights: float32 WEIGHT_SHAPE.
         rate: step of the gradient descent.
 
-    All are copied. Not safe for concurrent use without the interpreter's lock.
+    All are copied. Not safe for concurrent use, nor are the trees while it works: it lets other threads run.
     """
 
     cdef readonly object cells, copy_cells, weights
@@ -79,84 +117,115 @@ cdef class Mixer:
         self.capacity = nodes
         return 0
 
-    cdef int32_t _find(
-        self, tuple trees, tuple sequences, const token_t[::1] context, token_t vocab_size,
-        Sources* sources,
-    ) except -1:
-        """Fill the sources and the contexts of the root; returns the tokens of the longest one."""
-        cdef int32_t source, matched, longest = 0
-        cdef Place[ORDERS] matches
+    cdef MixedText* _gather(self, list texts, list memories, list running, SuffixTree corpus) except NULL:
+        """The texts and what each is drafted from, for the caller to free; see `draft`."""
+        cdef Py_ssize_t count = len(texts), row, source
+        cdef MixedText* gathered = <MixedText*>grown(NULL, (count + 1) * sizeof(MixedText))
+        cdef MixedText* found
+        cdef Text text
         cdef SuffixTree tree
-        sources.vocab_size = vocab_size
-        for source in range(SOURCES):
-            sources.stores[source] = NULL
-            self.room.contexts[source].count = 0
-            if trees[source] is None:
-                continue
-            tree = trees[source]
-            sources.stores[source] = &tree.store
-            matched = tree._match(sequences[source], context, matches)
-            find_contexts(&tree.store, matches, matched, &self.room.contexts[source])
-            if self.room.contexts[source].count:
-                longest = max(longest, self.room.contexts[source].at[0].longest)
-        return longest
+        try:
+            for row in range(count):
+                text, found = texts[row], &gathered[row]
+                text.look_back()
+                found.last, found.count = &text.last[0], text.count
+                found.copy, found.trend = &text.copy, &text.trend
+                found.sources.vocab_size = text.vocab_size
+                for source in range(SOURCES):
+                    found.sources.stores[source], found.sequences[source] = NULL, NIL
+                if text.tree is not None:
+                    found.sources.stores[0], found.sequences[0] = &text.tree.store, text.sequence
+                if memories[row] is not None:
+                    tree = memories[row]
+                    found.sources.stores[1] = &tree.store
+                    if running[row] is not None:
+                        found.sequences[1] = tree._checked(running[row])
+                if corpus is not None:
+                    found.sources.stores[2] = &corpus.store
+        except BaseException:
+            free(gathered)
+            raise
+        return gathered
 
     def draft(
-        self, tuple trees, tuple sequences, const token_t[::1] context, TextState state,
-        int budget, *, token_t vocab_size, double alpha=INFINITY, float min_prob=0, bint path=False,
+        self, list texts, list memories, list running, SuffixTree corpus, list budgets, *,
+        double alpha=INFINITY, float min_prob=0, bint path=False,
     ):
-        """Draft what may follow `context`, best first.
+        """Draft what may follow each of several texts, best first.
 
         Args:
-            trees: of the text, the memory and a corpus, each None where there is none.
-            sequences: whose tokens end as `context` does, in each tree; None where there is no such.
-            context: int32 [n], the last tokens of the text.
-            state: of the text.
-            budget: number of nodes at most.
-            vocab_size: bound of the ids that may be drafted.
+            texts: `Text` each.
+            memories: for each text the tree of a memory, or None.
+            running: for each text the sequence of its memory's tree that ends as the text does, or
+                None where there is no such.
+            corpus: a tree for all of them; None: none.
+            budgets: number of nodes of each at most.
             alpha: nodes for each token of the longest context, at most.
             min_prob: no node is less probable.
-            path: draft a single path.
+            path: draft single paths.
 
-        Returns int32 token ids, int32 parents, float32 probs, int32 classes, each [nodes]. The class is
-        −1 less the number of the tree whose longest context named the token.
+        Returns int32 token ids, int32 parents, float32 probs, int32 classes, each [nodes] of one text's
+        tree behind another's, and int64 [texts + 1], where each begins; parents count from there. The
+        class is −1 less the number of the tree (text, memory, corpus) whose longest context named the
+        token.
         """
-        cdef int32_t nodes = max(budget, 0), longest, i
-        cdef Sources sources
+        cdef Py_ssize_t count = len(texts), row, end = 0
         cdef MixedDraft* d = &self.room
-        self._reserve(nodes)
-        longest = self._find(trees, sequences, context, vocab_size, &sources)
-        tokens, parents = np.empty(nodes + 1, np.int32), np.empty(nodes + 1, np.int32)
-        probs, classes = np.empty(nodes + 1, np.float32), np.empty(nodes + 1, np.int32)
+        cdef MixedText* gathered
+        cdef int64_t most = 0
+        if not len(memories) == len(running) == len(budgets) == count:
+            raise ValueError(
+                "memories, running and budgets: expected "
+                f"{count} of each, got {len(memories)}, {len(running)} and {len(budgets)}"
+            )
+        gathered = self._gather(texts, memories, running, corpus)
+        try:
+            for row in range(count):
+                gathered[row].nodes = max(<int32_t>budgets[row], 0)
+                most += gathered[row].nodes
+                self._reserve(gathered[row].nodes)
+        except BaseException:
+            free(gathered)
+            raise
+        tokens, parents = np.empty(most, np.int32), np.empty(most, np.int32)
+        probs, classes = np.empty(most, np.float32), np.empty(most, np.int32)
+        offsets = np.zeros(count + 1, np.int64)
         cdef token_t[::1] token_view = tokens
         cdef int32_t[::1] parent_view = parents, class_view = classes
         cdef float[::1] prob_view = probs
+        cdef int64_t[::1] offset_view = offsets
+        cdef int32_t i
         d.min_prob, d.path = min_prob, path
-        d.budget = <int32_t>min(<double>nodes, alpha * max(longest, 1))
-        state.look_back(context)
-        d.copies[0] = state.copy
-        find_copy(&sources, d.contexts, d.copies)
-        draft_mixed(d, &self.mixture, &sources, &state.trend, &self.expansion)
-        for i in range(d.size):
-            token_view[i], parent_view[i] = d.guesses[i].token, d.guesses[i].parent
-            prob_view[i], class_view[i] = d.guesses[i].prob, -1 - d.guesses[i].source
-        return tokens[:d.size], parents[:d.size], probs[:d.size], classes[:d.size]
+        with nogil:
+            for row in range(count):
+                draft_text(&gathered[row], alpha, d, &self.mixture, &self.expansion)
+                for i in range(d.size):
+                    token_view[end], parent_view[end] = d.guesses[i].token, d.guesses[i].parent
+                    prob_view[end], class_view[end] = d.guesses[i].prob, -1 - d.guesses[i].source
+                    end += 1
+                offset_view[row + 1] = end
+        free(gathered)
+        return tokens[:end], parents[:end], probs[:end], classes[:end], offsets
 
     def learn(
-        self, tuple trees, tuple sequences, const token_t[::1] context, TextState state,
-        const token_t[::1] token_ids, *, token_t vocab_size,
+        self, list texts, list memories, list running, SuffixTree corpus,
+        const token_t[::1] token_ids, const int64_t[::1] offsets,
     ):
-        """Learn from the tokens that follow `context`, before the trees take them in.
+        """Learn from the tokens that follow each of several texts, before the trees take them in.
 
-        Arguments as for `draft`; token_ids: int32 [n].
+        Arguments as for `draft`; the tokens, int32 [n], are one text's behind another's, and `offsets`,
+        int64 [texts + 1], tells where each text's begin.
         """
-        cdef Sources sources
-        self._find(trees, sequences, context, vocab_size, &sources)
-        state.look_back(context)
-        learn_tokens(
-            &self.mixture, &sources, self.room.contexts, &state.copy, &state.trend, token_ids,
-            &self.expansion,
-        )
+        cdef Py_ssize_t row
+        cdef MixedText* gathered = self._gather(texts, memories, running, corpus)
+        with nogil:
+            for row in range(offsets.shape[0] - 1):
+                find_contexts_of(&gathered[row], self.room.contexts)
+                learn_tokens(
+                    &self.mixture, &gathered[row].sources, self.room.contexts, gathered[row].copy,
+                    gathered[row].trend, token_ids[offsets[row]:offsets[row + 1]], &self.expansion,
+                )
+        free(gathered)
 
 
 cdef void* grown(void* block, size_t size) except NULL:

@@ -107,6 +107,15 @@ cdef struct Sources:
     Store* stores[SOURCES]  # NULL where there is none
     token_t vocab_size      # no id from here on is a candidate
 
+cdef struct MixedText:  # a text, and what it is drafted from
+    Sources sources
+    int32_t sequences[SOURCES]  # of each source, which end as the text does; NIL: there is none
+    const token_t* last         # [count], its last tokens
+    int32_t count
+    int32_t nodes               # to draft at most
+    Copy* copy
+    Trend* trend
+
 cdef struct Guess:
     token_t token
     int32_t parent, source

@@ -23,7 +23,7 @@ from suffix_tree.drafting cimport Candidate, CandidateHeap, Draft
 from suffix_tree.mixing cimport (
     BIAS, BOTH, CANDIDATES, CELLS, CONTEXTS, COPIES, COPY_CELL, COPY_KINDS, COPY_STATES, Cell,
     Context, Contexts, Copy, CopyNames, Expansion, GROUPS, Guess, Heard, INPUTS, KINDS, KNOWN,
-    KnownNames, LONGEST, MixedDraft, Mixture, NAMES, Named, Names, OFFSETS, ORDERS, Reading, SHARES,
+    KnownNames, LONGEST, MixedDraft, MixedText, Mixture, NAMES, Named, Names, OFFSETS, ORDERS, Reading, SHARES,
     SOURCES, SUPPORTS, Sources, TABLE, Trend, Witness,
 )
 from suffix_tree.store cimport (
@@ -225,6 +225,21 @@ cdef class SuffixTree:
                 page = page_at(&self.store, page).next
         return out
 
+    def last_tokens(self, sequence, int32_t count):
+        """The last tokens of a sequence, int32 [n], at most so many. O(n)."""
+        cdef Sequence* q = sequence_at(&self.store, self._checked(sequence))
+        cdef int32_t n = min(max(count, 0), q.length), position, i
+        out = np.empty(n, dtype=np.int32)
+        cdef token_t[::1] view = out
+        if n:
+            position = (q.last_page << PAGE_BITS) + (q.length - 1) % PAGE_TOKENS
+            position = backward(&self.store, position, n - 1)
+        for i in range(n):
+            view[i] = token_at(&self.store, position)
+            if i + 1 < n:
+                position = forward(&self.store, position, 1)
+        return out
+
     cdef bint _find(self, const token_t[::1] token_ids, Place* at) noexcept:
         cdef Py_ssize_t i
         at.item, at.depth = ROOT, 0
@@ -325,16 +340,6 @@ cdef class SuffixTree:
             tokens[row, :best.size], parents[row, :best.size],
             probs[row, :best.size].astype(np.float32), chosen, best.score,
         )
-
-    cdef int32_t _match(self, sequence, const token_t[::1] context, Place* matches) except -1:
-        """Where the last tokens lead, by order of mixing; returns how many orders match."""
-        cdef int32_t index
-        if sequence is not None:
-            index = self._checked(sequence)
-            # Without pending suffixes all of it matches, and perhaps what stood before it.
-            if sequence_at(&self.store, index).pending:
-                return sequence_orders(&self.store, index, matches)
-        return matched_orders(&self.store, context, matches)
 
     def check_invariants(self):
         """Raise AssertionError where the structure contradicts itself. For tests: slow."""

@@ -357,8 +357,8 @@ class Generation:
             growing = [row for row in running if row.padding is None or self.step_walk is None]
             sessions = [self.sessions[row.index] for row in growing]
             depths = [self._max_depth(row) for row in growing]
-            drafts = self.assistant.propose(sessions, depths, cost, drafting=drafting)
-            drafts = verifier.limit(drafts, growing)
+            proposed = self.assistant.propose(sessions, depths, cost, drafting=drafting)
+            drafts = verifier.limit(proposed, growing)
             if self.step_walk is None:
                 planned = self.assistant.plan(drafts, cost, extra, verifier.packed, drafting)
             else:

@@ -245,11 +245,12 @@ class Drafter(ABC):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         """A session for a prompt (int32 [length], without padding)."""
 
-    def propose_rows(self, sessions: Sequence[Any], budgets: Sequence[int]) -> list[TokenTree]:
+    def propose_rows(self, sessions: Sequence[Any], budgets: Sequence[int]) -> Sequence[TokenTree]:
         """What `DraftSession.propose` returns for each session of this drafter, given its budget.
 
         Called once in a step for all rows of a batch that ask this drafter. For drafters that draft
-        for all of them in less time than for one after another, such as by one forward.
+        for all of them in less time than for one after another, such as by one forward; a `Forest`
+        has all trees in one array.
         """
         return [session.propose(budget) for session, budget in zip(sessions, budgets, strict=True)]
 

@@ -16,8 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..memory.output_memory import OutputMemory, RunningOutput, prompt_group
-from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree, TextState
-from ..token_tree import Float32Array, Int32Array, TokenTree
+from ..structures import draft_tree
+from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree, Text, extend_texts
+from ..system.locks import Lock
+from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 from .mixture import Mixture
 
@@ -118,6 +120,7 @@ class SuffixDrafter(Drafter):
         self.by_prompt = by_prompt
         self.corpus = None if corpus is None else CorpusTree(corpus, max_depth)
         self.mixer = (mixture or Mixture.trained()).mixer()
+        self._mixing = Lock()  # taken after the memory's
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SuffixSession:
         if self.corpus is not None:
@@ -129,6 +132,50 @@ class SuffixDrafter(Drafter):
             return np.empty(0, np.float32)  # mixed probabilities are no rates of classes
         # Scored drafts know of no other evidence than the frequency of each token.
         return ((np.arange(_FREQUENCIES) + 0.5) / _FREQUENCIES).astype(np.float32)
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of a text's end that a scored draft may look up."""
+        return max(self.max_depth, self.memory.max_depth)
+
+    def propose_rows(
+        self, sessions: Sequence[SuffixSession], budgets: Sequence[int]
+    ) -> Sequence[TokenTree]:
+        if self.scored:
+            pairs = zip(sessions, budgets, strict=True)
+            return [session.scored(budget) for session, budget in pairs]
+        with self.memory.lock, self._mixing:
+            draft = self.mixer.draft(
+                *self._evidence(sessions),
+                list(budgets),
+                alpha=self.alpha,
+                min_prob=self.min_prob,
+                path=not self.tree,
+            )
+        return Forest(*draft)
+
+    def commit_rows(
+        self,
+        sessions: Sequence[SuffixSession],
+        tokens: Sequence[Sequence[int]],
+        feedbacks: Sequence[Feedback | None],
+    ) -> None:
+        ids, offsets = draft_tree.flattened(tokens)
+        if not self.scored:
+            with self.memory.lock, self._mixing:
+                self.mixer.learn(*self._evidence(sessions), ids, offsets)
+        extend_texts([session.text for session in sessions], ids, offsets)
+        self.memory.extend([session.output for session in sessions], ids, offsets)
+
+    def _evidence(self, sessions: Sequence[SuffixSession]) -> tuple[Any, Any, Any, Any]:
+        """Texts, and what they are drafted from; the memory is locked."""
+        trees = {kind: self.memory.tree(kind) for kind in {s.kind for s in sessions}}
+        return (
+            [session.text for session in sessions],
+            [trees[session.kind] for session in sessions],
+            [session.running for session in sessions],
+            None if self.corpus is None else self.corpus.tree,
+        )
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -158,6 +205,9 @@ class SuffixSession(DraftSession):
     """A text and its suffix tree.
 
     Attributes:
+        text: with its tree.
+        kind: of the memory's outputs that it is drafted from.
+        output: that the memory learns of it; None: none.
         score: number of tokens of the last scored draft that its evidence promises (the paper's
             SCORE).
     """
@@ -168,57 +218,35 @@ class SuffixSession(DraftSession):
         self.score = 0.0
         self._drafter = drafter
         self._vocab_size = target.vocab_size
-        self._kind = target.fingerprint
+        self.kind = target.fingerprint
         if drafter.by_prompt:
-            self._kind = prompt_group(target.fingerprint, prompt_ids)
-        self._text = SuffixTree(drafter.max_depth)
+            self.kind = prompt_group(target.fingerprint, prompt_ids)
+        prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+        tree = SuffixTree(drafter.max_depth)
         for expected in target.expected:
-            self._text.extend(self._text.add_sequence(), expected)
-        self._sequence = self._text.add_sequence()
-        self._text.extend(self._sequence, np.ascontiguousarray(prompt_ids, dtype=np.int32))
-        self._context_length = max(drafter.max_depth, drafter.memory.max_depth)
-        self._context = np.array(prompt_ids[-self._context_length :], dtype=np.int32)
-        self._state = TextState()
-        self._output: RunningOutput | None = None
+            tree.extend(tree.add_sequence(), expected)
+        sequence = tree.add_sequence()
+        tree.extend(sequence, prompt)
+        self.text = Text(tree, sequence, prompt, target.vocab_size)
+        self.output: RunningOutput | None = None
         if drafter.learn and target.learn:
-            self._output = drafter.memory.start(self._kind)
+            self.output = drafter.memory.start(self.kind)
             if drafter.learn_prompts:
-                self._output.extend(prompt_ids)
+                self.output.extend(prompt_ids)
         else:
             drafter.memory.refresh()
 
+    @property
+    def running(self) -> int | None:
+        """The sequence of the memory's tree that ends as the text does."""
+        return None if self.output is None else self.output.live_sequence
+
     def propose(self, budget: int) -> TokenTree:
-        if not self._drafter.scored:
-            return self._blended(budget)
-        tree = self._scored(budget)
-        self.score = tree.expected_tokens
-        return tree
+        return self._drafter.propose_rows([self], [budget])[0]
 
-    def _blended(self, budget: int) -> TokenTree:
-        drafter = self._drafter
-        with drafter.memory.lock:
-            draft = drafter.mixer.draft(
-                *self._evidence(),
-                budget,
-                vocab_size=self._vocab_size,
-                alpha=drafter.alpha,
-                min_prob=drafter.min_prob,
-                path=not drafter.tree,
-            )
-        return TokenTree(*draft)
-
-    def _evidence(self) -> tuple[Any, Any, Any, Any]:
-        """The trees, whose sequences in them end as the text does, how that is, and its state."""
-        drafter = self._drafter
-        outputs = drafter.memory.tree(self._kind)
-        running = None if self._output is None else self._output.live_sequence
-        corpus = None if drafter.corpus is None else drafter.corpus.tree
-        trees = (self._text, outputs, corpus)
-        return trees, (self._sequence, running, None), self._context, self._state
-
-    def _scored(self, budget: int) -> TokenTree:
+    def scored(self, budget: int) -> TokenTree:
         """Algorithm 1, its expansion counting the matched node; the memory first among equals."""
-        drafter = self._drafter
+        drafter, text = self._drafter, self.text
         how: dict[str, Any] = {
             "factor": drafter.alpha,
             "offset": -1.0,
@@ -226,25 +254,21 @@ class SuffixSession(DraftSession):
             "tree": drafter.tree,
             "convention": "paper",
         }
-        drafts = [self._text.speculate_after(self._sequence, budget, **how)]
+        assert text.tree is not None
+        drafts = [text.tree.speculate_after(text.sequence, budget, **how)]
         with drafter.memory.lock:
-            outputs = drafter.memory.tree(self._kind)
+            outputs = drafter.memory.tree(self.kind)
             if outputs is not None:
-                drafts.insert(0, outputs.speculate(self._context, budget, **how))
+                context = text.tree.last_tokens(text.sequence, drafter.longest_context)
+                drafts.insert(0, outputs.speculate(context, budget, **how))
         best = max(drafts, key=lambda draft: draft.score)
-        return _frequency_tree(best, self._vocab_size)
+        tree = _frequency_tree(best, self._vocab_size)
+        self.score = tree.expected_tokens
+        return tree
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        tokens = np.array(token_ids, dtype=np.int32)
-        drafter = self._drafter
-        if not drafter.scored:
-            with drafter.memory.lock:
-                drafter.mixer.learn(*self._evidence(), tokens, vocab_size=self._vocab_size)
-        self._text.extend(self._sequence, tokens)
-        self._context = np.concatenate([self._context, tokens])[-self._context_length :]
-        if self._output is not None:
-            self._output.append(tokens)
+        self._drafter.commit_rows([self], [token_ids], [feedback])
 
     def close(self) -> None:
-        if self._output is not None:
-            self._output.close()
+        if self.output is not None:
+            self.output.close()

@@ -29,8 +29,9 @@ from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, CostModels
 from ..planning.planner import Budget, Planner
 from ..stats import CallStats, Stats
+from ..structures import draft_tree
 from ..system.locks import Lock
-from ..token_tree import Int32Array, TokenTree
+from ..token_tree import Forest, TokenTree
 
 
 class DraftingPolicy:
@@ -132,11 +133,11 @@ class DraftingPolicy:
         cost: CostModel | None = None,
         budget: int | None = None,
         drafting: Drafting | None = None,
-    ) -> list[TokenTree]:
+    ) -> Forest:
         """One tree for each text, merged of what each drafter proposes in one call.
 
         Args:
-            sessions: the texts.
+            sessions: the texts, of one model; at least one.
             max_depths: of each text's tree; None: any.
             cost: t(n); None where only tokens are counted.
             budget: the most nodes of each drafter; None: the planner's number.
@@ -147,40 +148,36 @@ class DraftingPolicy:
         """
         if budget is None:
             budget = self.planner.request(cost)
-        for session in sessions:
-            session.drafts = []
-        trees = [TokenTree.empty()] * len(sessions)
+        trees = nothing = Forest.empty(len(sessions))
+        proposals: list[Forest] = []
+        for row, session in enumerate(sessions):
+            session.proposed = proposals, row
         for number, drafter in enumerate(self.drafters):
             missed = _missed(trees) if drafter.costly else 1.0
             idle = all(session.idle[number] for session in sessions)
             if idle or (drafting is not None and not drafting.asks(number, missed)):
-                for session in sessions:
-                    session.drafts.append(TokenTree.empty())
+                proposals.append(nothing)
                 continue
             started = time.perf_counter()
-            known = 0.0 if drafting is None else _expected(trees)
+            known = 0.0 if drafting is None else trees.expected_tokens
             if drafter.costly and cost is not None and self.planner.budget == "auto":
                 for session in sessions:
                     session.sessions[number].see_cost(cost.step_curve)
             drafts = self._ask(number, sessions, budget)
-            for row, session in enumerate(sessions):
-                draft = session.calibrations[number].calibrate(drafts[row], trees[row])
-                session.drafts.append(draft)
-                trees[row] = trees[row].merge(draft)
+            calibrator = sessions[0].calibrators[number]
+            texts = [session.calibrations[number] for session in sessions]
+            drafts = calibrator.calibrate(texts, drafts, trees)
+            proposals.append(drafts)
+            trees = trees.merge(drafts)
             if drafting is not None:
-                promised = _expected(trees) - known
+                promised = trees.expected_tokens - known
                 seconds = time.perf_counter() - started
                 drafting.spend(number, seconds, promised / len(sessions))
         if self.planner.budget == "paper":
-            trees = [self.choose(session.sessions, session.drafts) for session in sessions]
-        return [
-            tree if depth is None else tree.cut_depth(depth)
-            for tree, depth in zip(trees, max_depths, strict=True)
-        ]
+            trees = Forest.of([self.choose(s.sessions, s.drafts) for s in sessions])
+        return trees.cut_depths(max_depths)
 
-    def _ask(
-        self, number: int, sessions: Sequence[AssistantSession], budget: int
-    ) -> list[TokenTree]:
+    def _ask(self, number: int, sessions: Sequence[AssistantSession], budget: int) -> Forest:
         """A drafter's proposals, checked."""
         drafter = self.drafters[number]
         self._learn_deferred(number, sessions)
@@ -192,13 +189,18 @@ class DraftingPolicy:
                 f"drafter {drafter.name!r}: expected a draft for each of {len(sessions)} rows, "
                 f"got {len(drafts)}"
             )
-        for session, draft in zip(sessions, drafts, strict=True):
-            fault = draft.fault(session.vocab_size, session.calibrations[number].n_classes)
+        whole = [drafts] if isinstance(drafts, Forest) else drafts
+        limits = sessions[0].vocab_size, sessions[0].calibrators[number].n_classes
+        for draft in whole:
+            fault = draft.fault(*limits)
             if fault is not None:
                 raise ValueError(
                     f"drafter {drafter.name!r}: its draft breaks a tree's contract: {fault}"
                 )
-        return [session.restrict(draft) for session, draft in zip(sessions, drafts, strict=True)]
+        if not any(session.restricting for session in sessions):
+            return Forest.of(drafts)
+        pairs = zip(sessions, drafts, strict=True)
+        return Forest.of([session.restrict(draft) for session, draft in pairs])
 
     def plan(
         self,
@@ -239,7 +241,6 @@ class DraftingPolicy:
         """
         for session, token_ids in zip(sessions, tokens, strict=True):
             session.expected.follow(token_ids)
-        ids = [np.array(token_ids, np.int32) for token_ids in tokens]
         for number, drafter in enumerate(self.drafters):
             if all(session.idle[number] for session in sessions):
                 continue
@@ -251,7 +252,7 @@ class DraftingPolicy:
             started = time.perf_counter()
             self._learn_deferred(number, sessions)
             shown = [None if found is None else found.share(drafter.needs) for found in feedbacks]
-            self._learn(number, sessions, ids, tokens, shown)
+            self._learn(number, sessions, tokens, shown)
             if drafting is not None and asked:
                 drafting.spend(number, time.perf_counter() - started)
 
@@ -259,15 +260,15 @@ class DraftingPolicy:
         self,
         number: int,
         sessions: Sequence[AssistantSession],
-        ids: Sequence[Int32Array],
         tokens: Sequence[Sequence[int]],
         feedbacks: Sequence[Feedback | None],
     ) -> None:
         """Tell one drafter what came, all texts at once."""
-        for session, token_ids in zip(sessions, ids, strict=True):
-            session.calibrations[number].commit(token_ids)
-        rows = [session.sessions[number] for session in sessions]
-        self.drafters[number].commit_rows(rows, tokens, feedbacks)
+        if sessions:
+            texts = [session.calibrations[number] for session in sessions]
+            sessions[0].calibrators[number].judge(texts, *draft_tree.flattened(tokens))
+            rows = [session.sessions[number] for session in sessions]
+            self.drafters[number].commit_rows(rows, tokens, feedbacks)
 
     def _learn_deferred(self, number: int, sessions: Sequence[AssistantSession]) -> None:
         """Tell one drafter what was put off."""
@@ -276,8 +277,7 @@ class DraftingPolicy:
             tokens = [session.deferred[number] for session in late]
             for session in late:
                 session.deferred[number] = []
-            ids = [np.array(token_ids, np.int32) for token_ids in tokens]
-            self._learn(number, late, ids, tokens, [None] * len(late))
+            self._learn(number, late, tokens, [None] * len(late))
 
     def settle(
         self,
@@ -299,12 +299,12 @@ class DraftingPolicy:
         rows = max(1, len(sessions))
         brought = [0.0] * len(self.drafters)
         for session, tree, token_ids in zip(sessions, trees, tokens, strict=True):
-            accepted, known = len(token_ids) - 1, 0
+            accepted, known, drafts = len(token_ids) - 1, 0, session.drafts
             if token_ids:
-                drafting.account.planner.learn(*_promise(session.drafts, tree, token_ids))
+                drafting.account.planner.learn(*_promise(drafts, tree, token_ids))
             if accepted <= 0:
                 continue
-            for number, draft in enumerate(session.drafts):
+            for number, draft in enumerate(drafts):
                 reached = len(draft.follow(token_ids[:accepted])) if len(draft) else 0
                 brought[number] += max(0, reached - known) / rows
                 known = max(known, reached)
@@ -328,11 +328,7 @@ def _promise(
     return prob, int(token == token_ids[0])
 
 
-def _expected(trees: Sequence[TokenTree]) -> float:
-    return sum([tree.expected_tokens for tree in trees])
-
-
-def _missed(trees: Sequence[TokenTree]) -> float:
+def _missed(trees: Forest) -> float:
     """Mean share of next tokens that trees are expected not to have among their first nodes."""
     hits = [min(1.0, float(tree.probs[tree.parents < 0].sum())) for tree in trees]
     return 1 - sum(hits) / max(1, len(hits))
@@ -368,15 +364,16 @@ class AssistantSession:
         self.idle = [session.idle for session in self.sessions]
         # Asked in every step, so without those that know of nothing.
         knows = DraftSession.restrict
-        self._restricting = [
+        self.restricting = [
             s for s in self.sessions if type(s).restrict is not knows and not s.idle
         ]
         # Of each drafter, tokens that it learns all at once before it drafts again.
         self.deferred: list[list[int]] = [[] for _ in self.sessions]
-        calibrators = assistant.calibrators(target.fingerprint)
-        self.calibrations = [calibrator.session() for calibrator in calibrators]
+        self.calibrators = assistant.calibrators(target.fingerprint)
+        self.calibrations = [calibrator.session() for calibrator in self.calibrators]
         self.expected = ExpectedTexts(target.expected)
-        self.drafts: list[TokenTree] = []  # the last proposals, one of each drafter
+        # The last proposals, one of each drafter for all rows, and the row of this text.
+        self.proposed: tuple[list[Forest], int] = [], 0
 
     def begin(
         self,
@@ -399,9 +396,15 @@ class AssistantSession:
         """The tree of this text alone; see `DraftingPolicy.propose`."""
         return self.assistant.propose([self], [max_depth], cost, budget)[0]
 
+    @property
+    def drafts(self) -> list[TokenTree]:
+        """The last proposals, one of each drafter, calibrated."""
+        proposals, row = self.proposed
+        return [proposal[row] for proposal in proposals]
+
     def restrict(self, tree: TokenTree) -> TokenTree:
         """The nodes that every drafter thinks can still be chosen."""
-        for session in self._restricting:
+        for session in self.restricting:
             tree = session.restrict(tree)
         return tree
 

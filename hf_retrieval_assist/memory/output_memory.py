@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,6 +207,28 @@ class OutputMemory:
             self._learn_news()
         with self.lock:
             return RunningOutput(self, self._prefix + fingerprint)
+
+    def extend(
+        self,
+        outputs: Sequence[RunningOutput | None],
+        token_ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+    ) -> None:
+        """Append tokens to running outputs.
+
+        Args:
+            outputs: of this memory; None where nothing is learnt.
+            token_ids: int32 [n], ids, one output's behind another's.
+            offsets: int64 [outputs + 1], where each output's begin.
+        """
+        bounds = pairwise(offsets.tolist())
+        with self.lock:
+            for output, (first, end) in zip(outputs, bounds, strict=True):
+                if output is not None and output.epoch == self._epoch:
+                    if not output.full:
+                        self._learn(output, token_ids[first:end])
+                    if output.is_kept:
+                        self._keep(output, token_ids[first:end])
 
     def refresh(self) -> None:
         """Learn all that other processes have written to the log, or that has come from the server.
@@ -501,17 +524,13 @@ class RunningOutput:
         Raises:
             ValueError: for a negative id, or one above 2^31 − 1.
         """
-        self.append(_checked(token_ids))
+        tokens = _checked(token_ids)
+        self._memory.extend([self], tokens, np.array([0, len(tokens)]))
 
-    def append(self, token_ids: NDArray[np.int32]) -> None:
-        """Append what is known to be token ids, int32 [n]."""
-        with self._memory.lock:
-            if self.epoch != self._memory._epoch:
-                return
-            if not self.full:
-                self._memory._learn(self, token_ids)
-            if self._kept is not None:
-                self._memory._keep(self, token_ids)
+    @property
+    def is_kept(self) -> bool:
+        """Whether its tokens are kept for the log."""
+        return self._kept is not None
 
     def close(self) -> None:
         """The output is finished: write it to the log. Called once."""

@@ -9,21 +9,20 @@ verification has to be spent on exploring.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..structures import evidence
+from ..structures import draft_tree, evidence
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Int32Array, TokenTree
+from ..token_tree import Float32Array, Forest, Int32Array, Int64Array, TokenTree
 
 Float64Array = NDArray[np.float64]
 
 _PRIOR_TRIALS = 4.0  # what a drafter's prior is worth against the counts
 _MEMORY = 2000.0  # trials of a class, after which half of its counts are forgotten
 _ALONE = 0.15  # of a prior, where earlier drafters have not drafted the same
-_MAX_OPEN = 4  # proposals that later tokens may still judge
 _BINS = 10
 
 
@@ -89,24 +88,51 @@ class Calibrator:
         counts = self._counts[classes]
         return (counts[..., 1] / counts[..., 0]).astype(np.float32)
 
-    def judge(self, draft: _OpenDraft, new: Int32Array) -> bool:
-        """Count what `new` tokens of a text tell of a proposal; whether the text is still inside
-        it."""
-        tree, known = draft.tree, len(draft.tokens)
-        draft.tokens = np.concatenate([draft.tokens, new]) if known else new
+    @property
+    def n_classes(self) -> int:
+        """Evidence classes that a draft may name."""
+        return len(self) // 2 if self.beside else len(self)
+
+    def calibrate(
+        self,
+        texts: Sequence[CalibrationSession],
+        drafts: Forest,
+        earlier: Forest | None = None,
+    ) -> Forest:
+        """Proposals with probabilities from the counts, remembered until their texts have judged
+        them.
+
+        A node of class −1 keeps the rate that the drafter gave it.
+
+        Args:
+            texts: one for each tree.
+            drafts: the proposals.
+            earlier: what others have drafted, calibrated, for a drafter that stands `beside` them;
+                None: nothing.
+        """
+        if not drafts.nodes:
+            return drafts
+        known = None
+        if self.beside:
+            known = (earlier or Forest.empty(len(drafts))).known_probs(drafts)
+        open_drafts = [text.open for text in texts]
+        arrays = drafts.token_ids, drafts.parents, drafts.probs, drafts.classes, drafts.offsets
+        return drafts.with_probs(evidence.calibrated(open_drafts, *arrays, known, self._counts))
+
+    def judge(
+        self, texts: Sequence[CalibrationSession], token_ids: Int32Array, offsets: Int64Array
+    ) -> None:
+        """Learn from the tokens by which texts went on; once per step, after `calibrate`.
+
+        Args:
+            texts: that they follow.
+            token_ids: int32 [n], one text's behind another's.
+            offsets: int64 [texts + 1], where each text's begin.
+        """
+        open_drafts = [text.open for text in texts]
         with self._lock:
-            return evidence.judge(
-                tree.token_ids,
-                tree.parents,
-                draft.classes,
-                draft.rates,
-                draft.tokens,
-                known,
-                self._bins,
-                self._counts,
-                self._prior_counts,
-                _MEMORY,
-            )
+            counts = self._counts, self._prior_counts
+            evidence.judge(open_drafts, token_ids, offsets, self._bins, *counts, _MEMORY)
 
     def reliability(self) -> Reliability:
         """How the rates that sessions predicted have held so far."""
@@ -118,52 +144,22 @@ class Calibrator:
         return CalibrationSession(self)
 
 
-@dataclass
-class _OpenDraft:
-    """A proposal that the text has not left yet, and the tokens that came since."""
-
-    tree: TokenTree
-    classes: Int32Array
-    rates: Float64Array
-    tokens: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-
-
 class CalibrationSession:
-    """The proposals for one text, calibrated, until the text has judged them."""
+    """The proposals for one text, calibrated, until the text has judged them.
+
+    Attributes:
+        open: those that it has not left.
+    """
 
     def __init__(self, shared: Calibrator):
         self._shared = shared
-        self._open: list[_OpenDraft] = []
-
-    @property
-    def n_classes(self) -> int:
-        """Evidence classes that a draft may name."""
-        return len(self._shared) // 2 if self._shared.beside else len(self._shared)
+        self.open = evidence.OpenDrafts()
 
     def calibrate(self, tree: TokenTree, earlier: TokenTree | None = None) -> TokenTree:
-        """The tree with probabilities from the counts, remembered until the text has judged it.
-
-        A node of class −1 keeps the rate that the drafter gave it.
-
-        Args:
-            tree: a proposal.
-            earlier: what others have drafted, calibrated, for a drafter that stands `beside` them;
-                None: nothing.
-        """
-        if not len(tree):
-            return tree
-        known = None
-        if self._shared.beside:
-            known = (earlier or TokenTree.empty()).known_probs(tree)
-        rates, probs, classes = evidence.calibrated(
-            tree.parents, tree.probs, tree.classes, known, self._shared._counts
-        )
-        tree = TokenTree(tree.token_ids, tree.parents, probs, tree.classes)
-        self._open = [*self._open[1 - _MAX_OPEN :], _OpenDraft(tree, classes, rates)]
-        return tree
+        """One proposal; see `Calibrator.calibrate`."""
+        known = None if earlier is None else Forest.of([earlier])
+        return self._shared.calibrate([self], Forest.of([tree]), known)[0]
 
     def commit(self, token_ids: Sequence[int] | Int32Array) -> None:
-        """Learn from the tokens by which the text went on; once per step, after `calibrate`."""
-        if self._open:
-            tokens = np.ascontiguousarray(token_ids, dtype=np.int32)
-            self._open = [draft for draft in self._open if self._shared.judge(draft, tokens)]
+        """Learn from the tokens by which the text went on; see `Calibrator.judge`."""
+        self._shared.judge([self], *draft_tree.flattened([token_ids]))

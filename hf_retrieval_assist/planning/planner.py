@@ -10,7 +10,7 @@ import numpy as np
 
 from ..structures import draft_tree
 from ..system.locks import Lock
-from ..token_tree import TokenTree
+from ..token_tree import Forest, TokenTree
 from .cost_model import CostModel, Float64Array
 
 _HOPE = 2.0  # standard deviations by which a size may be cheaper than it is thought to be
@@ -146,7 +146,8 @@ class Planner:
     def share_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> list[int]:
         """How many of each row's most probable nodes `plan_packed` keeps."""
         if self.budget == "auto":
-            rows, tokens = draft_tree.rank([tree.probs for tree in trees])
+            forest = Forest.of(trees)
+            rows, tokens = draft_tree.rank(forest.probs, forest.offsets)
             chosen = rows[: self._best_width(tokens, cost, 0)]
             return np.bincount(chosen, minlength=len(trees)).tolist()
         most = _ANY_NODES if self.budget == "paper" else self.budget

@@ -9,22 +9,26 @@ def share_classes(
     rows: NDArray[np.int32],
     columns: NDArray[np.int32],
 ) -> NDArray[np.int32]: ...
+
+class OpenDrafts:
+    def __len__(self) -> int: ...
+
 def calibrated(
+    texts: list[OpenDrafts],
+    token_ids: NDArray[np.int32],
     parents: NDArray[np.int32],
     probs: NDArray[np.float32],
     classes: NDArray[np.int32],
+    offsets: NDArray[np.int64],
     known: NDArray[np.float32] | None,
     counts: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float32], NDArray[np.int32]]: ...
+) -> NDArray[np.float32]: ...
 def judge(
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    classes: NDArray[np.int32],
-    rates: NDArray[np.float64],
+    texts: list[OpenDrafts],
     tokens: NDArray[np.int32],
-    known: int,
+    offsets: NDArray[np.int64],
     bins: NDArray[np.float64],
     counts: NDArray[np.float64],
     priors: NDArray[np.float64],
     memory: float,
-) -> bool: ...
+) -> None: ...

@@ -35,6 +35,7 @@ class SuffixTree:
     def extend(self, sequence: int | None, token_ids: NDArray[np.int32]) -> int: ...
     def remove(self, sequence: int | None) -> None: ...
     def tokens(self, sequence: int | None) -> NDArray[np.int32]: ...
+    def last_tokens(self, sequence: int | None, count: int) -> NDArray[np.int32]: ...
     def count(self, token_ids: NDArray[np.int32]) -> int: ...
     def children(self, token_ids: NDArray[np.int32]) -> list[tuple[int, int]]: ...
     def after_gap(self, first: int, second: int) -> list[tuple[int, int]]: ...
@@ -62,7 +63,20 @@ class SuffixTree:
     ) -> Speculation: ...
     def check_invariants(self) -> None: ...
 
-class TextState: ...
+class Text:
+    tree: SuffixTree | None
+    sequence: int
+    def __init__(
+        self,
+        tree: SuffixTree | None,
+        sequence: int | None,
+        context: NDArray[np.int32],
+        vocab_size: int,
+    ) -> None: ...
+
+def extend_texts(
+    texts: list[Text], token_ids: NDArray[np.int32], offsets: NDArray[np.int64]
+) -> None: ...
 
 class Mixer:
     def __init__(
@@ -80,24 +94,28 @@ class Mixer:
     def weights(self) -> NDArray[np.float32]: ...
     def draft(
         self,
-        trees: tuple[SuffixTree | None, ...],
-        sequences: tuple[int | None, ...],
-        context: NDArray[np.int32],
-        state: TextState,
-        budget: int,
+        texts: list[Text],
+        memories: list[SuffixTree | None],
+        running: list[int | None],
+        corpus: SuffixTree | None,
+        budgets: list[int],
         *,
-        vocab_size: int,
         alpha: float = ...,
         min_prob: float = 0,
         path: bool = False,
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
+    ) -> tuple[
+        NDArray[np.int32],
+        NDArray[np.int32],
+        NDArray[np.float32],
+        NDArray[np.int32],
+        NDArray[np.int64],
+    ]: ...
     def learn(
         self,
-        trees: tuple[SuffixTree | None, ...],
-        sequences: tuple[int | None, ...],
-        context: NDArray[np.int32],
-        state: TextState,
+        texts: list[Text],
+        memories: list[SuffixTree | None],
+        running: list[int | None],
+        corpus: SuffixTree | None,
         token_ids: NDArray[np.int32],
-        *,
-        vocab_size: int,
+        offsets: NDArray[np.int64],
     ) -> None: ...

@@ -26,8 +26,7 @@ from ..memory.output_memory import OutputMemory
 from ..planning.cost_model import CostModel
 from ..planning.cost_views import PackedCost
 from ..stats import CallStats
-from ..structures.draft_tree import most_probable_path
-from ..token_tree import TokenTree
+from ..token_tree import Forest
 
 logger = logging.getLogger(__name__)
 
@@ -102,28 +101,22 @@ class Proposer:
         arrived = time.perf_counter()
         texts = [token_ids_cpu[i, :n] for i, n in enumerate(num_tokens_no_spec[: len(drafts)])]
         places = self._follow(sampled_token_ids, texts, arrived)
-        trees = self._draft(list(places))
-        shared = PackedCost(self.cost, len(trees))
-        planned = self.assistant.planner.share_packed(trees, shared) if trees else []
-        for (row, place), tree, count in zip(places.items(), trees, planned, strict=True):
-            row.drafted = count
-            drafts[place] = tree.token_ids[:count].tolist()
+        if places:
+            chains = self._draft(list(places))
+            counts = self.assistant.planner.share_packed(chains, PackedCost(self.cost, len(chains)))
+            ids, begins = chains.token_ids.tolist(), chains.offsets.tolist()
+            for (row, place), first, count in zip(places.items(), begins, counts, strict=False):
+                row.drafted = count
+                drafts[place] = ids[first : first + count]
         self._left = time.perf_counter()
         self.cost.observe_overhead("draft", self._left - arrived)
         return drafts
 
-    def _draft(self, rows: Sequence[Row]) -> list[TokenTree]:
+    def _draft(self, rows: Sequence[Row]) -> Forest:
         """A chain for each row, with calibrated probabilities; empty where no token may follow."""
         rooms = [0 if row.ended else min(self.longest_draft, self._room(row)) for row in rows]
-        growing = [(row, room) for row, room in zip(rows, rooms, strict=True) if room]
-        drafts = iter(
-            self.assistant.propose(
-                [row.session for row, _ in growing],
-                [room for _, room in growing],
-                budget=self.longest_draft,
-            )
-        )
-        return [_best_chain(next(drafts)) if room else TokenTree.empty() for room in rooms]
+        sessions = [row.session for row in rows]
+        return self.assistant.propose(sessions, rooms, budget=self.longest_draft).best_paths()
 
     def _room(self, row: Row) -> int:
         return max(0, self.longest_text - row.length - 1)
@@ -233,12 +226,6 @@ class Row:
         """The request has ended, or is to be started again."""
         self.session.close()
         self._assistant.count(self._stats)
-
-
-def _best_chain(tree: TokenTree) -> TokenTree:
-    """The tree's most probable path."""
-    path = most_probable_path(tree.parents, tree.probs)
-    return tree if len(path) == len(tree) else tree.select(path)
 
 
 def make_assistant(

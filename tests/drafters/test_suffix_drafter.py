@@ -57,12 +57,10 @@ def test_a_learnt_output_is_matched_as_its_context_is(earlier, prompt):
     memory = OutputMemory(max_depth=8)
     memory.add(earlier, "m")
     started = session(SuffixDrafter(memory, max_depth=8), prompt, [6, *earlier[:3]])
-    trees, sequences, *text = started._evidence()
-    assert sequences[1] is not None
-    how = {"vocab_size": 1000, "min_prob": 0.001}
-    mixer = Mixture.trained().mixer()
-    own = mixer.draft(trees, sequences, *text, 16, **how)
-    scratch = mixer.draft(trees, (None, None, None), *text, 16, **how)
+    assert started.running is not None
+    mixer, texts, trees = Mixture.trained().mixer(), [started.text], [memory.tree("m")]
+    own = mixer.draft(texts, trees, [started.running], None, [16], min_prob=0.001)
+    scratch = mixer.draft(texts, trees, [None], None, [16], min_prob=0.001)
     # Only what stood before the output, in the prompt, tells them apart, and it was not learnt.
     for mine, theirs in zip(own, scratch, strict=True):
         assert mine.tolist() == pytest.approx(theirs.tolist())

@@ -90,7 +90,7 @@ def test_running_outputs_and_fingerprints_are_within_the_bound(tmp_path, shared)
     rows = [memory.start("m") for _ in range(64)]
     for i in range(0, 400, 4):
         for row, output in enumerate(rows):
-            output.append((np.arange(4, dtype=np.int32) + i) * 31 + row)
+            output.extend((np.arange(4, dtype=np.int32) + i) * 31 + row)
         assert memory.nbytes <= 1 << 20
     memory.check_invariants()
     assert memory._kept_bytes == (4 * 400 * 64 if shared else 0)
@@ -273,7 +273,7 @@ running = [memory.start("m") for _ in range(256)]
 for _ in range(40):
     for _ in range(5):
         for output in running:
-            output.append(rng.integers(0, 50_000, 20).astype(np.int32))
+            output.extend(rng.integers(0, 50_000, 20).astype(np.int32))
     assert memory.nbytes <= bound
     peak = max(peak, resident())
 assert len(memory) < 256, "nothing had to go"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.planning.acceptance import Calibrator
 from hf_retrieval_assist.structures import evidence
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.token_tree import Forest, TokenTree
 
 
 def observe(calibrator, evidence_class, hit):
@@ -45,32 +45,72 @@ def tried_by_definition(tree, tokens, known):
     return nodes, [spelt[node] == tuple(tokens[: len(spelt[node])]) for node in nodes]
 
 
+def judged(tree, pieces, counts, priors, memory):
+    """The bins after a text in pieces has judged a tree, and whether it is still inside."""
+    text, bins = evidence.OpenDrafts(), np.zeros((10, 3))
+    evidence.calibrated([text], *arrays_of(tree), None, counts)
+    for piece in pieces:
+        tokens, offsets = np.array(piece, np.int32), np.array([0, len(piece)])
+        evidence.judge([text], tokens, offsets, bins, counts, priors, memory)
+    return bins, len(text) > 0
+
+
+def arrays_of(tree):
+    offsets = np.array([0, len(tree)])
+    return tree.token_ids, tree.parents, tree.probs, tree.classes, offsets
+
+
 @given(trees(), st.lists(st.integers(0, 3), max_size=8), st.integers(0, 8))
 def test_tried_nodes_are_those_below_the_texts_path(tree, tokens, known):
     tree.check_invariants()
     known = min(known, len(tokens))
-    # A class for each node tells which were tried and hit.
-    names, rates = np.arange(len(tree), dtype=np.int32), np.arange(len(tree)) / 64
-    counts, bins = np.ones((12, 2)), np.zeros((10, 3))
-    inside = evidence.judge(
-        *(tree.token_ids, tree.parents, names, rates, np.array(tokens, np.int32), known),
-        *(bins, counts, np.ones((12, 2)), 100.0),
-    )
-    nodes, on_path = tried_by_definition(tree, tokens, known)
-    assert np.flatnonzero(counts[:, 0] - 1).tolist() == nodes
-    assert (counts[nodes, 1] - 1).tolist() == on_path
+    # A class for each node tells which were tried and hit; its rate is its number.
+    counts = np.stack([np.full(12, 64.0), np.arange(12.0)], axis=1)
+    before = counts.copy()
+    bins, inside = judged(tree, [tokens[:known], tokens[known:]], counts, np.ones((12, 2)), 100.0)
+    nodes, on_path = tried_by_definition(tree, tokens, 0)
+    assert np.flatnonzero(counts[:, 0] - before[:, 0]).tolist() == nodes
+    assert (counts - before)[nodes, 1].tolist() == on_path
     assert bins.sum(0) == pytest.approx([len(nodes), sum(nodes) / 64, sum(on_path)])
-    assert inside == (len(tree.follow(tokens)) == len(tokens))
+    assert inside == (len(tree) > 0 and len(tree.follow(tokens)) == len(tokens))
 
 
 def test_counts_beyond_the_memory_are_halved_down_to_the_prior():
-    tree = TokenTree.chain([1], [0.5], [0])
     counts = np.array([[8.0, 6.0]])
-    evidence.judge(
-        *(tree.token_ids, tree.parents, tree.classes, np.array([0.5]), np.array([1], np.int32), 0),
-        *(np.zeros((10, 3)), counts, np.array([[3.0, 1.0]]), 8.5),
-    )
+    judged(TokenTree.chain([1], [0.5], [0]), [[1]], counts, np.array([[3.0, 1.0]]), 8.5)
     assert counts.tolist() == [[6.0, 4.0]]
+
+
+def test_texts_side_by_side_judge_their_own_proposals():
+    texts = [evidence.OpenDrafts() for _ in range(3)]
+    forest = Forest.of([TokenTree.chain([1], [0.5], [kind]) for kind in range(3)])
+    counts, bins = np.ones((3, 2)), np.zeros((10, 3))
+    arrays = forest.token_ids, forest.parents, forest.probs, forest.classes, forest.offsets
+    evidence.calibrated(texts, *arrays, None, counts)
+    tokens, offsets = np.array([1, 2, 1], np.int32), np.array([0, 1, 3, 3])
+    evidence.judge(texts, tokens, offsets, bins, counts, np.ones((3, 2)), 9.0)
+    assert counts.tolist() == [[2, 2], [2, 1], [1, 1]]
+    assert [len(text) for text in texts] == [1, 0, 1]
+
+
+def test_what_does_not_fit_is_refused_and_opens_nothing():
+    text, tree = evidence.OpenDrafts(), TokenTree.chain([1], [0.5], [3])
+    with pytest.raises(ValueError, match="expected evidence classes below 2, got 3"):
+        evidence.calibrated([text], *arrays_of(tree), None, np.ones((2, 2)))
+    assert len(text) == 0
+    evidence.calibrated([text], *arrays_of(tree), None, np.ones((4, 2)))
+    with pytest.raises(ValueError, match="counts: expected 4 classes, got 2"):
+        evidence.judge(
+            *([text], np.array([1], np.int32), np.array([0, 1]), np.zeros((10, 3))),
+            *(np.ones((2, 2)), np.ones((2, 2)), 9.0),
+        )
+
+
+def test_the_oldest_of_many_open_proposals_gives_way():
+    text, tree = evidence.OpenDrafts(), TokenTree.chain([1] * 9, [1.0] * 9, [0] * 9)
+    for _ in range(6):
+        evidence.calibrated([text], *arrays_of(tree), None, np.ones((1, 2)))
+    assert len(text) == 4
 
 
 @given(trees(), st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())
@@ -126,7 +166,7 @@ def test_probabilities_are_products_of_rates():
     calibrated = calibrator.session().calibrate(tree)
     calibrated.check_invariants()
     assert calibrated.probs == pytest.approx([0.5, 0.25, 0.125])
-    assert calibrated.token_ids is tree.token_ids
+    assert np.array_equal(calibrated.token_ids, tree.token_ids)
 
 
 def test_nodes_without_a_class_keep_their_rate():
@@ -149,7 +189,7 @@ def test_what_others_have_drafted_they_judge():
     calibrated.check_invariants()
     # 9 and 6 below 7, 8 are this drafter's alone.
     assert calibrated.probs == pytest.approx([0.15 * 0.9, 0.3, 0.2, 0.2 * 0.15 * 0.5])
-    assert calibrated.classes is tree.classes
+    assert calibrated.classes.tolist() == tree.classes.tolist()
 
 
 def test_what_a_drafter_has_alone_is_counted_apart():
@@ -174,7 +214,7 @@ def test_drafters_without_classes_judge_for_themselves_beside_others():
 
 def test_empty_trees_and_no_proposals_are_fine():
     session = Calibrator(np.empty(0)).session()
-    assert session.calibrate(TokenTree.empty()) is TokenTree.empty()
+    assert len(session.calibrate(TokenTree.empty())) == 0
     session.commit([1, 2, 3])
 
 

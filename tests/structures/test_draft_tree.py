@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.structures import draft_tree
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.token_tree import Forest, TokenTree
 
 
 @st.composite
@@ -125,19 +125,62 @@ def test_chain():
     assert not len(TokenTree.empty())
 
 
-@given(trees())
-def test_the_most_probable_path_takes_the_best_child_each_time(tree):
-    node, expected = -1, []
-    while len(children := np.flatnonzero(tree.parents == node)):
-        node = int(children[tree.probs[children].argmax()])
-        expected.append(node)
-    assert draft_tree.most_probable_path(tree.parents, tree.probs).tolist() == expected
+@given(st.lists(trees(), max_size=4))
+def test_the_best_path_takes_the_best_child_each_time(several):
+    paths = Forest.of(several).best_paths()
+    assert len(paths) == len(several)
+    for tree, path in zip(several, paths, strict=True):
+        node, expected = -1, []
+        while len(children := np.flatnonzero(tree.parents == node)):
+            node = int(children[tree.probs[children].argmax()])
+            expected.append(node)
+        assert same(path, TokenTree.chain(*(f[expected] for f in (tree.token_ids, tree.probs))))
+
+
+def same(tree, other):
+    fields = ("token_ids", "parents", "probs")
+    return all(np.array_equal(getattr(tree, name), getattr(other, name)) for name in fields)
+
+
+@given(st.lists(trees(), max_size=4), st.lists(trees(), min_size=4, max_size=4))
+def test_a_forest_holds_trees_as_they_are(several, others):
+    forest = Forest.of(several)
+    assert len(forest) == len(several)
+    assert forest.nodes == sum(map(len, several)) == sum(forest.sizes)
+    assert all(same(a, b) for a, b in zip(forest, several, strict=True))
+    assert all(same(forest[i], tree) for i, tree in enumerate(several))
+    others = others[: len(several)]
+    merged = forest.merge(Forest.of(others))
+    pairs = list(zip(several, others, strict=True))
+    assert all(same(m, a.merge(b)) for m, (a, b) in zip(merged, pairs, strict=True))
+    known = forest.known_probs(Forest.of(others))
+    expected = [a.known_probs(b) for a, b in pairs]
+    assert known.tolist() == [prob for probs in expected for prob in probs.tolist()]
+    depths = [number % 3 or None for number in range(len(several))]
+    cut = forest.cut_depths(depths)
+    for tree, depth, whole in zip(cut, depths, several, strict=True):
+        assert same(tree, whole if depth is None else whole.cut_depth(depth))
+
+
+def test_faults_of_a_forest_are_those_of_its_trees():
+    good, bad = TokenTree.chain([1, 2], [0.5, 0.25]), TokenTree.chain([1, 2], [0.5, 0.75])
+    assert Forest.of([good, good]).fault(9, 0) is None
+    assert Forest.of([good, bad]).fault(9, 0) == bad.fault(9, 0)
+    arrays = (good.token_ids, good.parents, good.probs, good.classes)
+    for offsets in ([0, 1], [0, 3], [1, 2], [0, 2, 1]):
+        assert "offsets" in Forest(*arrays, np.array(offsets)).fault(9, 0)
+
+
+def test_texts_are_laid_one_behind_another():
+    ids, offsets = draft_tree.flattened([[1, 2], [], np.array([3], np.int32)])
+    assert ids.dtype == np.int32
+    assert (ids.tolist(), offsets.tolist()) == ([1, 2, 3], [0, 2, 2, 3])
 
 
 @given(st.lists(trees(), max_size=4))
 def test_nodes_of_several_trees_are_ranked_together(several):
     nodes = [(-prob, i) for i, tree in enumerate(several) for prob in tree.probs.tolist()]
-    owners, tokens = draft_tree.rank([tree.probs for tree in several])
+    owners, tokens = draft_tree.rank(Forest.of(several).probs, Forest.of(several).offsets)
     assert owners.tolist() == [owner for _, owner in sorted(nodes)]
     expected = np.cumsum([len(several), *(-prob for prob, _ in sorted(nodes))])
     assert np.allclose(tokens, expected)

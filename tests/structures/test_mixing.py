@@ -15,7 +15,8 @@ from hf_retrieval_assist.structures.suffix_tree import (
     WEIGHT_SHAPE,
     Mixer,
     SuffixTree,
-    TextState,
+    Text,
+    extend_texts,
 )
 from hf_retrieval_assist.token_tree import TokenTree
 
@@ -152,14 +153,30 @@ def logit(p):
 few = st.lists(st.integers(0, 3), min_size=2, max_size=30)
 
 
-def started(memory, text, corpus):
-    """Trees, sequences, context and state of a text, and what a plain reader sees."""
+def started(memory, text, corpus, vocab_size=VOCABULARY):
+    """What a mixer is told of a text and its sources, and what a plain reader sees."""
     own = SuffixTree()
     sequence = own.add_sequence()
     own.extend(sequence, array(text))
-    trees = (own, grown(memory) if memory else None, grown(corpus) if corpus else None)
-    evidence = trees, (sequence, None, None), array(text), TextState()
-    return evidence, [[text], memory, corpus]
+    trees = grown(memory) if memory else None, grown(corpus) if corpus else None
+    state = Text(own, sequence, array(text), vocab_size)
+    return ([state], [trees[0]], [None], trees[1]), [[text], memory, corpus]
+
+
+def beside(memory, context, vocab_size=VOCABULARY):
+    """The same of a text that is drafted from a memory alone."""
+    return [Text(None, None, array(context), vocab_size)], [memory], [None], None
+
+
+def drafted(mixer, evidence, budget):
+    """Token ids, parents, probabilities and classes."""
+    *draft, offsets = mixer.draft(*evidence, [budget])
+    assert offsets.tolist() == [0, len(draft[0])]
+    return draft
+
+
+def learn(mixer, evidence, tokens):
+    mixer.learn(*evidence, array(tokens), np.array([0, len(tokens)]))
 
 
 @settings(max_examples=150, deadline=None)
@@ -167,7 +184,7 @@ def started(memory, text, corpus):
 def test_probabilities_are_those_of_the_definition(memory, text, corpus):
     evidence, sources = started(memory, text, corpus)
     learnt = mixture()
-    draft = Mixer(*learnt).draft(*evidence, 5, vocab_size=VOCABULARY)
+    draft = drafted(Mixer(*learnt), evidence, 5)
     plain = Plain(*learnt)
     witnesses = plain.witnesses(sources, text)
     tokens = sorted({token for following in witnesses.values() for token in following})
@@ -187,7 +204,7 @@ def test_learning_is_gradient_descent_on_the_coding_cost(memory, text, right):
     evidence, sources = started(memory, text, [])
     learnt = mixture()
     mixer, plain = Mixer(*learnt, 0.1), Plain(*learnt, 0.1)
-    mixer.learn(*evidence, array([right]), vocab_size=VOCABULARY)
+    learn(mixer, evidence, [right])
     witnesses = plain.witnesses(sources, text)
     tokens = list({token: None for following in witnesses.values() for token in following})
     if tokens:
@@ -203,10 +220,10 @@ def test_learning_follows_the_text_it_is_given():
     """After 1 comes 2 or 3 in turn; the text goes on with 3 only."""
     evidence, _ = started([], [1, 2, 1, 3, 1, 2, 1, 3, 1], [])
     mixer = untrained().mixer()
-    before = dict(zip(*_root(mixer.draft(*evidence, 8, vocab_size=9)), strict=True))
+    before = dict(zip(*_root(drafted(mixer, evidence, 8)), strict=True))
     for _ in range(200):
-        mixer.learn(*evidence, array([3]), vocab_size=9)
-    after = dict(zip(*_root(mixer.draft(*evidence, 8, vocab_size=9)), strict=True))
+        learn(mixer, evidence, [3])
+    after = dict(zip(*_root(drafted(mixer, evidence, 8)), strict=True))
     assert after[3] > before[3] + 0.2
     assert after.get(2, 0) < before[2]
 
@@ -224,7 +241,7 @@ def test_the_latest_continuation_is_evidence():
     mixer = Mixer(cells, np.zeros((*COPY_SHAPE, 2), np.float32), weights)
     for text, latest in (([1, 2, 1, 3, 1], 3), ([1, 3, 1, 2, 1], 2)):
         evidence, _ = started([], text, [])
-        tokens, probs = _root(mixer.draft(*evidence, 8, vocab_size=9))
+        tokens, probs = _root(drafted(mixer, evidence, 8))
         assert tokens[int(np.argmax(probs))] == latest
 
 
@@ -232,17 +249,13 @@ def test_the_latest_continuation_survives_a_removal():
     tree = grown([[1, 2], [1, 3, 9], [1, 2, 8]])
     tree.remove(2)
     tree.check_invariants()
-    draft = (
-        untrained()
-        .mixer()
-        .draft((tree, None, None), (None, None, None), array([1]), TextState(), 8, vocab_size=9)
-    )
+    draft = drafted(untrained().mixer(), beside(tree, [1], vocab_size=9), 8)
     assert set(draft[0].tolist()) == {2, 3}
 
 
 def test_ids_outside_the_vocabulary_are_no_candidates():
-    evidence, _ = started([], [1, 7, 1, 2, 1], [])
-    draft = untrained().mixer().draft(*evidence, 8, vocab_size=7)
+    evidence, _ = started([], [1, 7, 1, 2, 1], [], vocab_size=7)
+    draft = drafted(untrained().mixer(), evidence, 8)
     assert 7 not in draft[0]
     assert 2 in draft[0]
 
@@ -278,22 +291,19 @@ def test_what_is_shipped_is_small_and_knows_which_evidence_is_good():
     assert sum(array.nbytes for array in learnt) <= 128 << 10
     text = list(range(100, 140))
     evidence, _ = started([], [*text, *text[:30]], [])
-    draft = shipped.mixer().draft(*evidence, 8, vocab_size=VOCABULARY)
+    draft = drafted(shipped.mixer(), evidence, 8)
     assert draft[0].tolist()[:4] == text[30:34]
     assert draft[2][0] > 0.85
 
 
 def followed(text, prompt_length):
     """The shipped mixer, the evidence and the trees after a text that was learnt token by token."""
-    mixer, own, state = Mixture.trained().mixer(), SuffixTree(), TextState()
-    sequence = own.add_sequence()
-    own.extend(sequence, array(text[:prompt_length]))
-    trees, sequences = (own, None, None), (sequence, None, None)
-    for end in range(prompt_length, len(text)):
-        evidence = trees, sequences, array(text[:end]), state
-        mixer.learn(*evidence, array(text[end : end + 1]), vocab_size=VOCABULARY)
-        own.append(sequence, text[end])
-    return mixer, (trees, sequences, array(text), state)
+    mixer = Mixture.trained().mixer()
+    evidence, _ = started([], text[:prompt_length], [])
+    for token in text[prompt_length:]:
+        learn(mixer, evidence, [token])
+        extend_texts(evidence[0], array([token]), np.array([0, 1]))
+    return mixer, evidence
 
 
 FILE = list(range(100, 160))
@@ -312,18 +322,20 @@ def test_a_copy_is_joined_again_after_a_change(changed):
     """The two tokens after the change stand elsewhere as well, and there last."""
     elsewhere = [*changed[-2:], 700, 701]
     mixer, evidence = followed([*FILE, *elsewhere, *changed], len(FILE) + len(elsewhere))
-    draft = mixer.draft(*evidence, 12, vocab_size=VOCABULARY)
+    draft = drafted(mixer, evidence, 12)
     here = FILE.index(changed[-1])
     assert draft[0][0] == FILE[here + 1]
     assert len(TokenTree(*draft).follow(FILE[here + 1 :])) > 3
-    trees, sequences, context, _ = evidence
-    fresh = mixer.draft(trees, sequences, context, TextState(), 12, vocab_size=VOCABULARY)
+    (text,) = evidence[0]
+    known = text.tree.tokens(text.sequence)
+    unled = [Text(text.tree, text.sequence, known, VOCABULARY)], *evidence[1:]
+    fresh = drafted(mixer, unled, 12)
     assert draft[2][0] > dict(zip(*_root(fresh), strict=True)).get(FILE[here + 1], 0) + 0.02
 
 
 def test_an_unknown_token_may_have_been_put_in():
     mixer, evidence = followed([*FILE, *FILE[:20], 500], len(FILE))
-    tokens, _ = _root(mixer.draft(*evidence, 8, vocab_size=VOCABULARY))
+    tokens, _ = _root(drafted(mixer, evidence, 8))
     assert FILE[20] in tokens
 
 
@@ -334,9 +346,9 @@ def test_a_text_that_breaks_its_copies_is_trusted_less():
         broken += [*FILE[start : start + 3], 500 + start]
     broken += FILE[40:44]
     mixer, evidence = followed(kept, len(FILE))
-    steady = mixer.draft(*evidence, 1, vocab_size=VOCABULARY)
+    steady = drafted(mixer, evidence, 1)
     mixer, evidence = followed(broken, len(FILE))
-    shaken = mixer.draft(*evidence, 1, vocab_size=VOCABULARY)
+    shaken = drafted(mixer, evidence, 1)
     assert steady[2][0] > 0.95
     assert shaken[2][0] < steady[2][0] - 0.05
 
@@ -344,8 +356,8 @@ def test_a_text_that_breaks_its_copies_is_trusted_less():
 def test_what_follows_a_pair_and_a_gap_is_named():
     """1 2 and some other token are always followed by 9, and no whole context says so."""
     memory = grown([[1, 2, gap, 9, 4] for gap in range(20, 40)])
-    evidence = (SuffixTree(), memory, None), (None, None, None), array([1, 2, 50]), TextState()
-    draft = Mixture.trained().mixer().draft(*evidence, 4, vocab_size=VOCABULARY)
+    evidence = beside(memory, [1, 2, 50])
+    draft = drafted(Mixture.trained().mixer(), evidence, 4)
     assert draft[0].tolist() == [9, 4]
     assert draft[1].tolist() == [-1, 0]
 
@@ -355,8 +367,8 @@ def test_what_was_removed_is_named_no_more():
     memory.extend(memory.add_sequence(), array([1, 2, 60, 8]))
     for sequence in range(20):
         memory.remove(sequence)
-    evidence = (SuffixTree(), memory, None), (None, None, None), array([1, 2, 50]), TextState()
-    assert Mixture.trained().mixer().draft(*evidence, 4, vocab_size=VOCABULARY)[0].tolist() == [8]
+    evidence = beside(memory, [1, 2, 50])
+    assert drafted(Mixture.trained().mixer(), evidence, 4)[0].tolist() == [8]
 
 
 def test_pairs_before_a_gap_take_bounded_memory():
@@ -407,8 +419,8 @@ def test_what_is_kept_of_a_node_is_what_would_be_read_anew(changes, text):
             memory.extend(ids[slot], array(tokens))
         elif slot in ids:
             memory.remove(ids.pop(slot))
-        evidence = (own[0][0], memory, None), *own[1:3], TextState()
-        drafts = [m.draft(*evidence, 12, vocab_size=9) for m in (lasting, Mixer(*mixture()))]
+        evidence = own[0], [memory], [None], None
+        drafts = [drafted(m, evidence, 12) for m in (lasting, Mixer(*mixture()))]
         assert _same(*drafts)
 
 
@@ -417,8 +429,8 @@ def test_trees_that_share_a_mixer_are_told_apart():
     mixer = Mixture.trained().mixer()
     for following in (2, 3, 2):
         memory = grown([[1, following, 1, following, 1, 4, 1]])
-        evidence = (None, memory, None), (None, None, None), array([1]), TextState()
-        tokens, _ = _root(mixer.draft(*evidence, 8, vocab_size=9))
+        evidence = beside(memory, [1])
+        tokens, _ = _root(drafted(mixer, evidence, 8))
         assert set(tokens) == {following, 4}
 
 
@@ -426,10 +438,34 @@ def test_trees_that_share_a_mixer_are_told_apart():
 @given(st.lists(few, max_size=3), few, st.integers(1, 40))
 def test_drafts_are_the_best_first(memory, text, budget):
     evidence, _ = started(memory, text, [])
-    draft = TokenTree(*Mixer(*mixture()).draft(*evidence, budget, vocab_size=9))
+    draft = TokenTree(*drafted(Mixer(*mixture()), evidence, budget))
     draft.check_invariants()
-    larger = TokenTree(*Mixer(*mixture()).draft(*evidence, 200, vocab_size=9))
+    larger = TokenTree(*drafted(Mixer(*mixture()), evidence, 200))
     assert len(draft) == min(budget, len(larger))
     best = np.sort(larger.probs[larger.parents < 0])[::-1]
     found = draft.probs[draft.parents < 0]
     assert found == pytest.approx(best[: len(found)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(few, max_size=2), st.lists(few, min_size=1, max_size=4), st.integers(0, 12))
+def test_texts_side_by_side_are_drafted_as_each_by_itself(memory, texts, budget):
+    """One call for all texts, some of which want no draft."""
+    outputs = grown(memory) if memory else None
+    each = [started([], text, [])[0][0][0] for text in texts]
+    budgets = [budget * (number % 2) for number in range(len(texts))]
+    together = Mixer(*mixture()).draft(
+        each, [outputs] * len(each), [None] * len(each), None, budgets
+    )
+    *arrays, offsets = together
+    for text, most, first, end in zip(each, budgets, offsets[:-1], offsets[1:], strict=True):
+        alone = drafted(Mixer(*mixture()), ([text], [outputs], [None], None), most)
+        assert _same([field[first:end] for field in arrays], alone)
+
+
+def test_what_does_not_fit_together_is_refused():
+    evidence, _ = started([[1, 2]], [1], [])
+    with pytest.raises(ValueError, match="sequence: expected the id of one that is here, got 7"):
+        drafted(Mixture.trained().mixer(), (evidence[0], evidence[1], [7], None), 4)
+    with pytest.raises(ValueError, match="expected 1 of each, got 1, 1 and 2"):
+        Mixture.trained().mixer().draft(*evidence, [4, 4])
