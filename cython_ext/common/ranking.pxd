@@ -18,9 +18,9 @@ cdef inline int by_probability(const void* a, const void* b) noexcept nogil:
     return -1 if x.node < y.node else 1
 
 
-cdef inline Ranked* ranking(const float[::1] probs) except NULL:
-    """The nodes by falling probability, for the caller to free."""
-    cdef Py_ssize_t n = probs.shape[0], i
+cdef inline Ranked* ranking(const float* probs, Py_ssize_t n) except NULL:
+    """The n nodes by falling probability, for the caller to free."""
+    cdef Py_ssize_t i
     cdef Ranked* ranked = <Ranked*>malloc((n + 1) * sizeof(Ranked))
     if ranked == NULL:
         raise MemoryError()

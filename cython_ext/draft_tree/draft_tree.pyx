@@ -413,7 +413,7 @@ def prune(
     """The `budget` most probable nodes, in their order, as four arrays. O(n log n)."""
     cdef Py_ssize_t n = token_ids.shape[0], i, kept = 0
     cdef _Nodes out = _Nodes(budget)
-    cdef Ranked* ranked = ranking(probs)
+    cdef Ranked* ranked = ranking(&probs[0] if n else NULL, n)
     cdef int32_t* place = <int32_t*>malloc((n + 1) * sizeof(int32_t))
     if place == NULL:
         free(ranked)
@@ -459,7 +459,7 @@ def rank(const float[::1] probs, const int64_t[::1] offsets):
     for tree in range(count):
         for i in range(offsets[tree], offsets[tree + 1]):
             owners[i] = tree
-    ranked = ranking(probs)
+    ranked = ranking(&probs[0] if n else NULL, n)
     tokens[0] = count
     for i in range(n):
         trees[i] = owners[ranked[i].node]

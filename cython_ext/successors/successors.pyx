@@ -3,6 +3,7 @@ and what it learns."""
 
 import numpy as np
 
+cimport cython
 from libc.math cimport expf
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc, qsort
@@ -23,55 +24,56 @@ cdef inline int32_t child_among(
     return -1
 
 
-def draft(
-    const token_t[:, ::1] successors,
-    const uint8_t[:, ::1] kinds,
-    token_t root,
-    token_t before,
-    const int32_t[::1] parents,
-    const int32_t[::1] ranks,
-    const float[::1] rates,
-    int32_t first_kind,
-    Py_ssize_t budget,
-    const int32_t[::1] own_rows,
-    const token_t[:, ::1] own_successors,
-    const uint8_t[:, ::1] own_kinds,
-):
-    """A template laid over the table below the token `root`, without what is unknown.
+@cython.final
+cdef class _Table:
+    """A table of successors, where some tokens have their row elsewhere; see `draft`."""
 
-    Template node "rank r below p" stands for the r-th successor of p's token; `parents` come first. A
-    negative successor is unknown, and so is all below it, and below a token beyond the table's rows.
-    Behind all others may stand nodes that take the r-th successor of the token `before` the root for
-    a child of the root, but not the root itself, and what is below those; of a path that is named
-    twice the higher probability counts.
+    cdef const token_t[:, ::1] successors
+    cdef const uint8_t[:, ::1] kinds
+    cdef const int32_t[::1] own_rows
+    cdef const token_t[:, ::1] own_successors
+    cdef const uint8_t[:, ::1] own_kinds
 
-    Args:
-        successors, kinds: int32 and uint8 [tokens, k], the table and the evidence of each entry.
-        parents, ranks: int32 [n], the template; ranks below k. Parent −1 is the root, −2 the root
-            for successors of `before`.
-        rates: float32 [kinds], probability that a successor is right, given that its parent is.
-        first_kind: evidence of the first successor of `before`, the r-th having that and r.
-        budget: nodes at most, the most probable ones; of equal ones the first.
-        own_rows: int32 [ids], where a token's row in `own_successors` and `own_kinds`, [rows, k], stands
-            for its row in the table: the number of that row plus 1; 0 where none does.
+    def __cinit__(self, successors, kinds, own_rows, own_successors, own_kinds):
+        self.successors, self.kinds, self.own_rows = successors, kinds, own_rows
+        self.own_successors, self.own_kinds = own_successors, own_kinds
+        width = self.successors.shape[1]
+        if self.own_successors.shape[1] < width or self.own_kinds.shape[1] < width:
+            raise ValueError(f"own_successors: expected {width} columns, got fewer")
 
-    Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes]. O(n²).
+    cdef inline int32_t look_up(self, token_t token, Py_ssize_t rank, token_t* found) except -1:
+        """A successor of a token, and the kind of its evidence; −1 for what is unknown."""
+        cdef int32_t own = self.own_rows[token] if 0 <= token < self.own_rows.shape[0] else 0
+        found[0] = -1
+        if not 0 <= rank < self.successors.shape[1]:
+            return 0
+        if own > min(self.own_successors.shape[0], self.own_kinds.shape[0]):
+            limit = self.own_successors.shape[0]
+            raise ValueError(f"own_rows: expected at most {limit}, got {own}")
+        if own > 0:
+            found[0] = self.own_successors[own - 1, rank]
+            return self.own_kinds[own - 1, rank]
+        if 0 <= token < self.successors.shape[0]:
+            found[0] = self.successors[token, rank]
+            return self.kinds[token, rank]
+        return 0
+
+
+cdef Py_ssize_t lay_template(
+    _Table table, token_t root, token_t before, const int32_t[::1] parents, const int32_t[::1] ranks,
+    Py_ssize_t n, const float[::1] rates, int32_t first_kind, token_t* tokens, int32_t* above_out,
+    float* probs, int32_t* evidence, int32_t* places, float* path,
+) except -1:
+    """Lay the first n nodes of a template over a table; the number of known nodes, which it writes.
+
+    `places` and `path`, [n], tell of each template node its place in the draft, −1: unknown, and the
+    probability of its own path.
     """
-    cdef Py_ssize_t n = parents.shape[0], rows = successors.shape[0], i, known = 0, kept = 0
-    cdef Ranked* ranked
+    cdef Py_ssize_t i, known = 0
     cdef token_t above, token
-    cdef int32_t parent, kind, place, own
+    cdef int32_t parent, kind, place
     cdef float prob
     cdef bint again = False  # whether paths may be named again
-    tokens_out, parents_out = np.empty(n, np.int32), np.empty(n, np.int32)
-    probs_out, kinds_out = np.empty(n, np.float32), np.empty(n, np.int32)
-    # Of each template node its place in the draft, −1: unknown, and the probability of its own path.
-    place_out, path_out = np.empty(n, np.int32), np.empty(n, np.float32)
-    cdef token_t[::1] tokens = tokens_out
-    cdef int32_t[::1] places = place_out, above_out = parents_out, evidence = kinds_out
-    cdef float[::1] probs = probs_out, path = path_out
-    if own_successors.shape[1] < successors.shape[1] or own_kinds.shape[1] < successors.shape[1]:
-        raise ValueError(f"own_successors: expected {successors.shape[1]} columns, got fewer")
     for i in range(n):
         places[i] = parent = -1
         above, prob = root, 1
@@ -82,15 +84,7 @@ def draft(
             above, prob = tokens[parent], path[parents[i]]
         elif parents[i] == -2:
             above, again = before, True
-        own = own_rows[above] if 0 <= above < own_rows.shape[0] else 0
-        if not (0 <= ranks[i] < successors.shape[1] and (own > 0 or 0 <= above < rows)):
-            continue
-        if own > min(own_successors.shape[0], own_kinds.shape[0]):
-            raise ValueError(f"own_rows: expected at most {own_successors.shape[0]}, got {own}")
-        if own > 0:
-            token, kind = own_successors[own - 1, ranks[i]], own_kinds[own - 1, ranks[i]]
-        else:
-            token, kind = successors[above, ranks[i]], kinds[above, ranks[i]]
+        kind = table.look_up(above, ranks[i], &token)
         if parents[i] == -2:
             kind = first_kind + ranks[i]
             if token == root:
@@ -100,7 +94,7 @@ def draft(
         if not 0 <= kind < rates.shape[0]:
             raise ValueError(f"kinds: expected below {rates.shape[0]}, got {kind}")
         path[i] = prob * rates[kind]
-        place = child_among(&tokens[0], &above_out[0], known, parent, token) if again else -1
+        place = child_among(tokens, above_out, known, parent, token) if again else -1
         if place < 0:
             place = <int32_t>known
             tokens[place], above_out[place], probs[place] = token, parent, -1
@@ -108,21 +102,104 @@ def draft(
         if path[i] > probs[place]:
             probs[place], evidence[place] = path[i], kind
         places[i] = place
-    if budget < known:
-        ranked = ranking(probs[:known])
-        for i in range(known):
-            places[ranked[i].node] = 0 if i < budget else -1
-        free(ranked)
-        for i in range(known):
-            if places[i] < 0:
-                continue
-            parent = above_out[i]
-            tokens[kept], probs[kept], evidence[kept] = tokens[i], probs[i], evidence[i]
-            above_out[kept] = places[parent] if parent >= 0 else -1
-            places[i] = <int32_t>kept
-            kept += 1
-        known = kept
-    return tokens_out[:known], parents_out[:known], probs_out[:known], kinds_out[:known]
+    return known
+
+
+cdef Py_ssize_t keep_best(
+    Py_ssize_t known, Py_ssize_t budget, token_t* tokens, int32_t* parents, float* probs,
+    int32_t* evidence, int32_t* places,
+) except -1:
+    """Keep the most probable nodes, in their order; returns their number."""
+    cdef Py_ssize_t i, kept = 0
+    cdef Ranked* ranked = ranking(probs, known)
+    for i in range(known):
+        places[ranked[i].node] = 0 if i < budget else -1
+    free(ranked)
+    for i in range(known):
+        if places[i] < 0:
+            continue
+        tokens[kept], probs[kept], evidence[kept] = tokens[i], probs[i], evidence[i]
+        parents[kept] = places[parents[i]] if parents[i] >= 0 else -1
+        places[i] = <int32_t>kept
+        kept += 1
+    return kept
+
+
+def draft(
+    successors,
+    kinds,
+    const token_t[::1] roots,
+    const token_t[::1] befores,
+    const int64_t[::1] budgets,
+    const int32_t[::1] parents,
+    const int32_t[::1] ranks,
+    const float[::1] rates,
+    int32_t kind_count,
+    int32_t text_kind,
+    int32_t first_kind,
+    int32_t known_kinds,
+    own_rows,
+    own_successors,
+    own_kinds,
+):
+    """A template laid over the table below the last token of each of several texts, without what is unknown.
+
+    Template node "rank r below p" stands for the r-th successor of p's token; `parents` come first. A
+    negative successor is unknown, and so is all below it, and below a token beyond the table's rows.
+    Behind all others may stand nodes that take the r-th successor of the token before the root for
+    a child of the root, but not the root itself, and what is below those; of a path that is named
+    twice the higher probability counts. They are left out where text alone has taught the row of the
+    token before.
+
+    Args:
+        successors, kinds: int32 and uint8 [tokens, k], the table and the evidence of each entry.
+        roots, befores: int32 [texts], the last token of each, and the one before it; −1: unknown.
+        budgets: int64 [texts], nodes at most, the most probable ones; of equal ones the first.
+        parents, ranks: int32 [n], the template; ranks below k. Parent −1 is the root, −2 the root
+            for successors of the token before.
+        rates: float32 [kinds], probability that a successor is right, given that its parent is.
+        kind_count, text_kind: evidence is of text from `text_kind` on, modulo the count.
+        first_kind: evidence of the first successor of the token before, the r-th having that and r;
+            with `known_kinds` more where the root's row is known.
+        own_rows: int32 [ids], where a token's row in `own_successors` and `own_kinds`, [rows, k], stands
+            for its row in the table: the number of that row plus 1; 0 where none does.
+
+    Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes] of one text's tree
+    behind another's, and int64 [texts + 1], where each begins. O(texts x n²).
+    """
+    cdef Py_ssize_t n = parents.shape[0], count = roots.shape[0], row, end = 0, known, first = 0
+    cdef _Table table = _Table(successors, kinds, own_rows, own_successors, own_kinds)
+    cdef token_t found
+    cdef int32_t kind
+    tokens_out, parents_out = np.empty(count * n + 1, np.int32), np.empty(count * n + 1, np.int32)
+    probs_out, kinds_out = np.empty(count * n + 1, np.float32), np.empty(count * n + 1, np.int32)
+    place_out, path_out = np.empty(n + 1, np.int32), np.empty(n + 1, np.float32)
+    offsets_out = np.zeros(count + 1, np.int64)
+    cdef token_t[::1] tokens = tokens_out
+    cdef int32_t[::1] places = place_out, above_out = parents_out, evidence = kinds_out
+    cdef float[::1] probs = probs_out, path = path_out
+    cdef int64_t[::1] offsets = offsets_out
+    if not ranks.shape[0] == n or not befores.shape[0] == budgets.shape[0] == count:
+        raise ValueError(f"expected {n} ranks, and {count} befores and budgets")
+    while first < n and parents[first] != -2:
+        first += 1
+    for row in range(count):
+        kind = table.look_up(befores[row], 0, &found)
+        known = n if found >= 0 and kind % kind_count < text_kind else first
+        table.look_up(roots[row], 0, &found)
+        kind = first_kind + known_kinds * (found >= 0)
+        known = lay_template(
+            table, roots[row], befores[row], parents, ranks, known, rates, kind, &tokens[end],
+            &above_out[end], &probs[end], &evidence[end], &places[0], &path[0],
+        )
+        if budgets[row] < known:
+            known = keep_best(
+                known, max(budgets[row], 0), &tokens[end], &above_out[end], &probs[end],
+                &evidence[end], &places[0],
+            )
+        end += known
+        offsets[row + 1] = end
+    return tokens_out[:end], parents_out[:end], probs_out[:end], kinds_out[:end], offsets_out
 
 
 cdef inline int32_t index_of(const token_t* row, Py_ssize_t k, token_t token) noexcept nogil:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..structures import successors
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Int32Array, TokenTree
+from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 
 Rows = tuple[Int32Array, NDArray[np.uint8]]
@@ -194,6 +194,15 @@ class TokenRecyclingDrafter(Drafter):
             table.learn_text(expected)
         return _RecyclingSession(table, prompt_ids, self.last_logits)
 
+    def propose_rows(
+        self, sessions: Sequence[_RecyclingSession], budgets: Sequence[int]
+    ) -> Sequence[TokenTree]:
+        table = sessions[0].table
+        if any(session.table is not table for session in sessions):
+            return super().propose_rows(sessions, budgets)
+        ends = [session.ends for session in sessions]
+        return table.draft([last for last, _ in ends], [before for _, before in ends], budgets)
+
     def commit_rows(
         self,
         sessions: Sequence[_RecyclingSession],
@@ -231,7 +240,8 @@ class TokenRecyclingDrafter(Drafter):
         with self._lock:
             if key not in self._tables:
                 ranks = min(self.top_k, target.vocab_size)
-                template = Template(self._child_counts, ranks)
+                last_logits = Template(_LAST_LOGITS_TREE, ranks)
+                template = Template(self._child_counts, ranks).beside(last_logits)
                 self._tables[key] = SuccessorTable(target.vocab_size, ranks, template)
             return self._tables[key]
 
@@ -253,8 +263,14 @@ class _RecyclingSession(DraftSession):
         self._before, self._last = [_UNKNOWN, _UNKNOWN, *prompt_ids[-2:].tolist()][-2:]
         table.learn_text(prompt_ids)
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The last token, and the one before it where its logits are drafted from, else −1."""
+        return self._last, self._before if self._last_logits else _UNKNOWN
+
     def propose(self, budget: int) -> TokenTree:
-        return self.table.draft(self._last, budget, self._before if self._last_logits else _UNKNOWN)
+        last, before = self.ends
+        return self.table.draft([last], [before], [budget])[0]
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         if feedback is None or feedback.top is None:
@@ -279,7 +295,6 @@ class SuccessorTable:
         self._vocab_size = vocab_size
         self._top_k = top_k
         self._template = template
-        self._with_last_logits = template.beside(Template(_LAST_LOGITS_TREE, top_k))
         self._lock = Lock()
         self._successors, self._classes = self._unknown(self._first_rows() + 1)
         self._text_kinds = (_FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)).astype(np.uint8)
@@ -305,45 +320,43 @@ class SuccessorTable:
             self._successors, self._classes = table, classes
         return tokens
 
-    def _first_of(self, token: int) -> tuple[int, int]:
-        """The first successor of a token and its evidence class; −1 and 0 where it is unknown."""
-        if not 0 <= token < len(self._successors) - 1:
-            return _UNKNOWN, 0
-        return int(self._successors[token, 0]), int(self._classes[token, 0])
-
     def _arrays(self) -> tuple[Rows, OwnRows]:
         """The table, and rows that stand for others of it."""
         return (self._successors, self._classes), (np.empty(0, np.int32), *self._unknown(0))
 
-    def draft(self, root: int, budget: int, before: int = _UNKNOWN) -> TokenTree:
-        """The template over the table below the token `root`: of its known nodes the most
+    def draft(self, roots: Sequence[int], befores: Sequence[int], budgets: Sequence[int]) -> Forest:
+        """The template over the table below each of several tokens: of its known nodes the most
         probable.
 
-        With the token `before` the root, which was chosen from its logits, also what else those
+        With the token before a root, which was chosen from its logits, also what else those
         ranked high, and what is likeliest to follow; nothing where text alone has taught them.
+
+        Args:
+            roots: the last token of each text.
+            befores: the one before it; −1: unknown, or not to be looked at.
+            budgets: nodes of each at most.
         """
+        template = self._template
         with self._lock:
-            first, kind = self._first_of(before)
-            looks_back = first != _UNKNOWN and kind % _KINDS < _FIRST_TEXT_KIND
-            template = self._with_last_logits if looks_back else self._template
-            row_known = self._first_of(root)[0] != _UNKNOWN
             (rows, kinds), (own, own_rows, own_kinds) = self._arrays()
-            return TokenTree(
-                *successors.draft(
-                    rows,
-                    kinds,
-                    root,
-                    before,
-                    template.parents,
-                    template.ranks,
-                    _RATES,
-                    _FIRST_LAST_LOGITS + _LAST_LOGITS_RANKS * row_known,
-                    max(budget, 0),
-                    own,
-                    own_rows,
-                    own_kinds,
-                )
+            draft = successors.draft(
+                rows,
+                kinds,
+                np.array(roots, np.int32),
+                np.array(befores, np.int32),
+                np.array(budgets, np.int64),
+                template.parents,
+                template.ranks,
+                _RATES,
+                _KINDS,
+                _FIRST_TEXT_KIND,
+                _FIRST_LAST_LOGITS,
+                _LAST_LOGITS_RANKS,
+                own,
+                own_rows,
+                own_kinds,
             )
+        return Forest(*draft)
 
     def learn_logits(self, feedbacks: Sequence[Feedback]) -> None:
         """Overwrite the rows of the tokens that one forward fed by the top k of their logits.
@@ -429,12 +442,6 @@ class PrivateTable(SuccessorTable):
         self._classes[rows][known] = self._table._classes[tokens[known]]
         self._own[tokens] = np.arange(self._used + 1, end + 1)
         self._used = end
-
-    def _first_of(self, token: int) -> tuple[int, int]:
-        if 0 <= token < len(self._own) and self._own[token]:
-            row = self._own[token] - 1
-            return int(self._successors[row, 0]), int(self._classes[row, 0])
-        return self._table._first_of(token)
 
     def _arrays(self) -> tuple[Rows, OwnRows]:
         return self._table._arrays()[0], (self._own, self._successors, self._classes)

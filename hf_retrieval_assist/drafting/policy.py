@@ -31,7 +31,7 @@ from ..planning.planner import Budget, Planner
 from ..stats import CallStats, Stats
 from ..structures import draft_tree
 from ..system.locks import Lock
-from ..token_tree import Forest, TokenTree
+from ..token_tree import Forest, Int32Array, Int64Array, TokenTree
 
 
 class DraftingPolicy:
@@ -241,6 +241,7 @@ class DraftingPolicy:
         """
         for session, token_ids in zip(sessions, tokens, strict=True):
             session.expected.follow(token_ids)
+        flat = draft_tree.flattened(tokens)
         for number, drafter in enumerate(self.drafters):
             if all(session.idle[number] for session in sessions):
                 continue
@@ -252,7 +253,7 @@ class DraftingPolicy:
             started = time.perf_counter()
             self._learn_deferred(number, sessions)
             shown = [None if found is None else found.share(drafter.needs) for found in feedbacks]
-            self._learn(number, sessions, tokens, shown)
+            self._learn(number, sessions, tokens, flat, shown)
             if drafting is not None and asked:
                 drafting.spend(number, time.perf_counter() - started)
 
@@ -261,12 +262,13 @@ class DraftingPolicy:
         number: int,
         sessions: Sequence[AssistantSession],
         tokens: Sequence[Sequence[int]],
+        flat: tuple[Int32Array, Int64Array],
         feedbacks: Sequence[Feedback | None],
     ) -> None:
-        """Tell one drafter what came, all texts at once."""
+        """Tell one drafter what came, all texts at once; `flat` has all tokens in one array."""
         if sessions:
             texts = [session.calibrations[number] for session in sessions]
-            sessions[0].calibrators[number].judge(texts, *draft_tree.flattened(tokens))
+            sessions[0].calibrators[number].judge(texts, *flat)
             rows = [session.sessions[number] for session in sessions]
             self.drafters[number].commit_rows(rows, tokens, feedbacks)
 
@@ -277,7 +279,8 @@ class DraftingPolicy:
             tokens = [session.deferred[number] for session in late]
             for session in late:
                 session.deferred[number] = []
-            self._learn(number, late, tokens, [None] * len(late))
+            flat = draft_tree.flattened(tokens)
+            self._learn(number, late, tokens, flat, [None] * len(late))
 
     def settle(
         self,

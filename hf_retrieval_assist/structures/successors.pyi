@@ -4,17 +4,26 @@ from numpy.typing import NDArray
 def draft(
     successors: NDArray[np.int32],
     kinds: NDArray[np.uint8],
-    root: int,
-    before: int,
+    roots: NDArray[np.int32],
+    befores: NDArray[np.int32],
+    budgets: NDArray[np.int64],
     parents: NDArray[np.int32],
     ranks: NDArray[np.int32],
     rates: NDArray[np.float32],
+    kind_count: int,
+    text_kind: int,
     first_kind: int,
-    budget: int,
+    known_kinds: int,
     own_rows: NDArray[np.int32],
     own_successors: NDArray[np.int32],
     own_kinds: NDArray[np.uint8],
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
+) -> tuple[
+    NDArray[np.int32],
+    NDArray[np.int32],
+    NDArray[np.float32],
+    NDArray[np.int32],
+    NDArray[np.int64],
+]: ...
 def rows_to_learn(
     tokens: NDArray[np.int32],
     accepted: NDArray[np.int64],

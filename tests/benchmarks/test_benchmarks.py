@@ -22,6 +22,7 @@ from benchmarks import (
     forwards,
     model,
     plots,
+    propose,
     record,
     repeated,
     replay,
@@ -104,6 +105,18 @@ def test_structures(structures_report, tmp_path):
     assert content["environment"]["versions"]["torch"] == torch.__version__
     assert content["settings"]["seed"] == 0
     assert len(content["tables"][0]["rows"]) == len(found)
+
+
+def test_propose(trace_folder):
+    """Texts side by side are drafted alike whether caches are warm or not."""
+    rows = ("--propose-rows", "1", "3", "--quick")
+    report = propose.run(arguments("propose", "--traces", trace_folder, *rows), silent)
+    found = {(row["rows"], row["caches"]): row for row in report.tables[0].rows}
+    assert set(found) == {(1, "warm"), (1, "cold"), (3, "warm"), (3, "cold")}
+    for rows in (1, 3):
+        assert found[rows, "warm"]["drafts"] == found[rows, "cold"]["drafts"]
+        assert found[rows, "warm"]["tokens"] >= 1
+        assert 0 < found[rows, "warm"]["median"] <= found[rows, "warm"]["p99"]
 
 
 def test_batches(trace_folder):
