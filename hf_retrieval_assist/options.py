@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -31,6 +31,11 @@ class Options:
     reroute: bool = True
     graphs: bool = True
     extra_memory: int | None = None
+
+    @classmethod
+    def among(cls: type[Given], arguments: Mapping[str, Any]) -> Given:
+        """The options among a preset's arguments by name."""
+        return cls(**{field.name: arguments[field.name] for field in dataclasses.fields(cls)})
 
     def to_json(self) -> str:
         """A JSON object with a member for each option.
