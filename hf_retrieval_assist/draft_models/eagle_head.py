@@ -25,8 +25,10 @@ from transformers.models.llama.modeling_llama import (
 
 from ..host.borrowed import BorrowedLayers, TargetShape, float_weight
 from ..system.checkpoints import check_fit, local_folder
+from ..verification.tree_attention import LayerMask
 from .eagle_checkpoint import check_draft_vocabulary, read_head, write_head
 from .eagle_config import HeadConfig, fresh_config
+from .rows import DraftCache
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -120,6 +122,7 @@ class EagleHead(nn.Module):
 
     d2t: Tensor  # int64 [Vd]: what to add to a draft id to get the target's
     t2d: Tensor  # bool [V]: which of the target's ids may be drafted
+    takes_trees = True
 
     def __init__(self, config: HeadConfig, borrowed: BorrowedLayers) -> None:
         super().__init__()
@@ -253,6 +256,26 @@ class EagleHead(nn.Module):
         for layer in self._plain_layers():
             x = layer(x, *context)
         return self.norm(x) if self.config.norm_output else x
+
+    def __len__(self) -> int:
+        """Layers with a cache and an output of their own, as of :class:`MtpLayers`."""
+        return 1
+
+    def cache(self, layer: int) -> DraftCache:
+        """An empty cache of all blocks over one text."""
+        return DraftCache(self.cache_config, LayerMask(), self.dtype)
+
+    def run(
+        self,
+        layer: int,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Any,
+        cache: KeyValueStore,
+    ) -> Tensor:
+        """`forward` by the positions of the tokens; see :meth:`MtpLayers.run`."""
+        return self(hidden, token_ids, positions - 1, mask, cache)
 
     @abstractmethod
     def _plain_layers(self) -> Iterable[nn.Module]:

@@ -129,10 +129,6 @@ class MtpHead(MtpLayers):
         }
         write_checkpoint(folder, config, self.state_dict())
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """Target features [..., hidden_size] to hidden inputs: the same."""
-        return features
-
     def forward(
         self, hidden: Tensor, token_ids: Tensor, position_ids: Tensor, mask: Tensor, cache: Any
     ) -> Tensor:
