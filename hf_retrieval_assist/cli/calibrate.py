@@ -38,8 +38,9 @@ def _run(args: argparse.Namespace) -> None:
     from ..cost_measurement import measure_cost
     from ..host.fingerprint import fingerprint
     from ..planning.cost_store import CostModels
+    from ..record import plots
 
-    pyplot = None if args.plot is None else _pyplot()
+    axis = None if args.plot is None else plots.new_axis(5, 3)  # or say what it needs at once
     sizes = [size for size in _SIZES if size <= args.max_tokens]
     model = _load(args)
     costs = CostModels(CostModels.user_directory())
@@ -47,8 +48,8 @@ def _run(args: argparse.Namespace) -> None:
     costs.save(fingerprint(model))
     _print_curve(cost, sizes)
     print(f"Saved in {costs.directory}.")
-    if pyplot is not None:
-        _plot(pyplot, cost, sizes, args.plot)
+    if axis is not None:
+        plots.plot_cost({args.model: cost}, axis, sizes[-1]).figure.savefig(args.plot)
 
 
 def _load(args: argparse.Namespace) -> Any:
@@ -73,28 +74,6 @@ def _print_curve(cost: CostModel, sizes: list[int]) -> None:
         print(f"{size:>4} {seconds * 1e3:>9.3f} {seconds / single:>10.2f}")
     best = min(sizes, key=lambda size: cost.seconds(size) / size)
     print(f"Cheapest per token: n = {best}.")
-
-
-def _pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError(
-            "--plot: expected matplotlib; pip install 'hf-retrieval-assist[plot]'"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _plot(pyplot: Any, cost: CostModel, sizes: list[int], path: Path) -> None:
-    figure, axes = pyplot.subplots()
-    axes.plot(range(1, sizes[-1] + 1), 1e3 * cost.curve(sizes[-1]))
-    axes.set(xlabel="tokens of a forward", ylabel="milliseconds", ylim=(0, None))
-    figure.savefig(path)
-    pyplot.close(figure)
 
 
 COMMAND = Command(

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..system.files import BlankLineError, read_json_lines
 from .command import Command
-from .values import above_zero, at_least, dtype, loaded
+from .values import above_zero, at_least, dtype, loaded, read_records
 
 if TYPE_CHECKING:
     from ..training.data import Example
@@ -66,7 +65,7 @@ def _run(args: argparse.Namespace) -> None:
 
     from ..training.trainer import train_head
 
-    records = read_records(args.data)
+    records = read_records(args.data, "text", "prompt")
     tokenizer = loaded(AutoTokenizer, args.model)
     target = loaded(AutoModelForCausalLM, args.model, dtype=args.dtype).eval()
     target.to(_device())
@@ -83,32 +82,6 @@ def _run(args: argparse.Namespace) -> None:
     print(f"Saved to {args.output}.")
     if held_out:
         print(f"Mean accepted tokens on held-out texts: {_evaluate(head, target, held_out):.2f}")
-
-
-def read_records(path: Path) -> list[dict[str, str]]:
-    """Objects with "text" or "prompt" from a text or JSON-lines file.
-
-    Raises:
-        ValueError: a line is not such an object, or there is none.
-    """
-    if path.suffix == ".jsonl":
-        lines = read_json_lines(path)
-        records = [_record(*line) for line in lines if not isinstance(line[1], BlankLineError)]
-    else:
-        texts = path.read_text(encoding="utf-8").split("\n\n")
-        records = [{"text": text} for text in texts if text.strip()]
-    if not records:
-        raise ValueError(f"{path}: expected at least one text or prompt, found none")
-    return records
-
-
-def _record(place: str, record: Any) -> dict[str, str]:
-    if isinstance(record, ValueError):
-        raise record
-    keys = ("text", "prompt")
-    if not isinstance(record, dict) or not any(isinstance(record.get(key), str) for key in keys):
-        raise ValueError(f'{place}: expected an object with "text" or "prompt"')
-    return record
 
 
 def _examples(
