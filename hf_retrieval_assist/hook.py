@@ -174,29 +174,9 @@ def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any])
     synced_gpus = kwargs.pop("synced_gpus", None)
     if synced_gpus is None:
         synced_gpus = shards_need_company(model)
-    streamer = kwargs.get("streamer")
-
-    # transformers hands a callable neither the streamer nor synced_gpus, so the closure does.
-    def custom_generate(
-        model: Any,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **model_kwargs: Any,
-    ) -> Any:
-        return assistant(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
-
-    return original(model, custom_generate=custom_generate, **kwargs)
+    # transformers hands a callable neither of these two.
+    own = functools.partial(assistant, synced_gpus=synced_gpus, streamer=kwargs.get("streamer"))
+    return original(model, custom_generate=own, **kwargs)
 
 
 def _check_kind(assistant: Any) -> None:
