@@ -171,7 +171,8 @@ class SamAssistant(Preset):
 
     Under `budget="paper"` it drafts as SAM-Decoding does (Hu et al., 2024), from suffix automata.
     The paper's rule and its automata stand in :mod:`~hf_retrieval_assist.papers.sam_decoding`. A
-    `Datastore` drafts beside the trees, or in the second automaton's place.
+    `Datastore` drafts beside the trees, or in the second automaton's place. The other arguments are
+    those of :class:`Assistant`.
 
     Args:
         corpus: documents, indexed once, in memory: texts, rows of a data set with a "text", or
@@ -189,11 +190,6 @@ class SamAssistant(Preset):
         tokenizer: of the model; for a corpus of texts.
         budget: nodes that a step verifies: "auto", as many as pay for themselves by measured
             costs; "paper", the paper's rule; or a number.
-        max_nodes: the most nodes that a drafter may propose under "auto".
-        reroute: on a CPU, let the kernels for few rows compute verification forwards.
-        graphs: on a CUDA device, launch a verification forward at once, as a graph.
-        extra_memory: bytes that smaller copies of weights may take; see :class:`Assistant`.
-        costs: measured costs, to share between assistants; None: its own.
 
     Raises:
         ValueError: a bad size or an empty corpus; texts without a tokenizer; a parameter that does

@@ -16,7 +16,6 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("model", help="path or hub id of the model")
     parser.add_argument("--dtype", type=dtype, default="auto", help="auto, float32, bfloat16, ...")
     parser.add_argument("--device", type=device, help="default: the first GPU, otherwise the CPU")
@@ -49,7 +48,8 @@ def _run(args: argparse.Namespace) -> None:
     _print_curve(cost, sizes)
     print(f"Saved in {costs.directory}.")
     if axis is not None:
-        plots.plot_cost({args.model: cost}, axis, sizes[-1]).figure.savefig(args.plot)
+        drawn: Any = plots.plot_cost({args.model: cost}, axis, sizes[-1])
+        drawn.figure.savefig(args.plot)
 
 
 def _load(args: argparse.Namespace) -> Any:

@@ -11,7 +11,6 @@ from .values import at_least, device
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument(
         "--measure", action="store_true", help="medians of several silent runs, as a table"
     )

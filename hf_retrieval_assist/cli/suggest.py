@@ -10,7 +10,6 @@ from .values import read_records
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("model", help="path or hub id of the model")
     parser.add_argument(
         "prompts",

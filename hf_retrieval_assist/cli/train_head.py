@@ -21,7 +21,6 @@ _DATA_HELP = (
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("model", help="path or hub id of the model that the head is to draft for")
     parser.add_argument("data", type=Path, metavar="DATA", help=_DATA_HELP)
     parser.add_argument("output", type=Path, help="folder for the head and its checkpoints")

@@ -20,6 +20,7 @@ from filelock import Timeout
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
+from ..system.arguments import require_at_least
 from ..system.files import locked
 from .format import (
     MAX_BYTES,
@@ -62,8 +63,7 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if not 0 < self.vocab_size <= MAX_VOCAB:
             raise ValueError(f"vocab_size: expected 1 to {MAX_VOCAB}, got {self.vocab_size}")
-        if self.workers < 1:
-            raise ValueError(f"workers: expected at least 1, got {self.workers}")
+        require_at_least(1, workers=self.workers)
         if self.memory < _MIN_SHARD * self.workers * self.bytes_per_code:
             least = _MIN_SHARD * self.workers * self.bytes_per_code
             raise ValueError(f"memory: expected at least {least} bytes, got {self.memory}")
