@@ -34,7 +34,7 @@ class Options:
 
     @classmethod
     def among(cls: type[Given], arguments: Mapping[str, Any]) -> Given:
-        """The options among a preset's arguments by name."""
+        """The options of this kind among arguments, or other options, by name."""
         return cls(**{field.name: arguments[field.name] for field in dataclasses.fields(cls)})
 
     def to_json(self) -> str:
@@ -63,10 +63,6 @@ class Options:
             if name not in names:
                 raise ValueError(f"options: expected some of {names}, got {name!r}")
         return cls(**given)
-
-    def arguments(self) -> dict[str, Any]:
-        """The options by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __str__(self) -> str:
         """What differs from the defaults, as in a call."""

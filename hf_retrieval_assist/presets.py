@@ -135,21 +135,13 @@ class Preset(Assistant):
         residual: bool = False,
     ) -> None:
         self.options = options
-        super().__init__(
-            drafters,
-            budget=options.budget,
-            max_nodes=max_nodes,
-            reroute=options.reroute,
-            graphs=options.graphs,
-            extra_memory=options.extra_memory,
-            residual=residual,
-            costs=costs,
-        )
+        shared = vars(Options.among(vars(options)))
+        super().__init__(drafters, max_nodes=max_nodes, residual=residual, costs=costs, **shared)
 
     @classmethod
     def of(cls: type[Made], options: Options, **resources: Any) -> Made:
         """One with these options and its resources: a corpus, a memory, a draft model, `costs`."""
-        return cls(**resources, **options.arguments())
+        return cls(**resources, **vars(options))
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         if self._rule is None:
