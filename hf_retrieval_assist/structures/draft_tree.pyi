@@ -1,15 +1,15 @@
 import numpy as np
 from numpy.typing import NDArray
 
-def depths(parents: NDArray[np.int32]) -> NDArray[np.int32]: ...
-def ancestor_mask(parents: NDArray[np.int32]) -> NDArray[np.bool_]: ...
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Longs = NDArray[np.int64]
+
+def depths(parents: Ints) -> Ints: ...
+def ancestor_mask(parents: Ints) -> NDArray[np.bool_]: ...
 def arrange(
-    roots: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    width: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]: ...
+    roots: Longs, counts: Longs, token_ids: Ints, parents: Ints, width: int
+) -> tuple[Longs, Longs, NDArray[np.bool_]]: ...
 def fault(
     token_ids: object,
     parents: object,
@@ -18,40 +18,24 @@ def fault(
     vocab_size: int,
     n_classes: int,
 ) -> str | None: ...
-def path_products(
-    parents: NDArray[np.int32], rates: NDArray[np.float32]
-) -> NDArray[np.float32]: ...
-def follow(
-    token_ids: NDArray[np.int32], parents: NDArray[np.int32], tokens: NDArray[np.int32]
-) -> NDArray[np.int32]: ...
-def child_with(
-    token_ids: NDArray[np.int32], parents: NDArray[np.int32], parent: int, token: int
-) -> int: ...
+def path_products(parents: Ints, rates: Floats) -> Floats: ...
+def follow(token_ids: Ints, parents: Ints, tokens: Ints) -> Ints: ...
+def child_with(token_ids: Ints, parents: Ints, parent: int, token: int) -> int: ...
 def known_probs(
-    tokens_a: NDArray[np.int32],
-    parents_a: NDArray[np.int32],
-    probs_a: NDArray[np.float32],
-    tokens_b: NDArray[np.int32],
-    parents_b: NDArray[np.int32],
-) -> NDArray[np.float32]: ...
+    tokens_a: Ints, parents_a: Ints, probs_a: Floats, tokens_b: Ints, parents_b: Ints
+) -> Floats: ...
 def merge(
-    tokens_a: NDArray[np.int32],
-    parents_a: NDArray[np.int32],
-    probs_a: NDArray[np.float32],
-    classes_a: NDArray[np.int32],
-    tokens_b: NDArray[np.int32],
-    parents_b: NDArray[np.int32],
-    probs_b: NDArray[np.float32],
-    classes_b: NDArray[np.int32],
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
+    tokens_a: Ints,
+    parents_a: Ints,
+    probs_a: Floats,
+    classes_a: Ints,
+    tokens_b: Ints,
+    parents_b: Ints,
+    probs_b: Floats,
+    classes_b: Ints,
+) -> tuple[Ints, Ints, Floats, Ints]: ...
 def prune(
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    probs: NDArray[np.float32],
-    classes: NDArray[np.int32],
-    budget: int,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
-def rank(probs: list[NDArray[np.float32]]) -> tuple[NDArray[np.int32], NDArray[np.float64]]: ...
-def most_probable_path(
-    parents: NDArray[np.int32], probs: NDArray[np.float32]
-) -> NDArray[np.int32]: ...
+    token_ids: Ints, parents: Ints, probs: Floats, classes: Ints, budget: int
+) -> tuple[Ints, Ints, Floats, Ints]: ...
+def rank(probs: list[Floats]) -> tuple[Ints, NDArray[np.float64]]: ...
+def most_probable_path(parents: Ints, probs: Floats) -> Ints: ...

@@ -1,30 +1,25 @@
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
 def share_classes(
-    parents: NDArray[np.int32],
-    shares: NDArray[np.float32],
-    counts: NDArray[np.int32],
-    matched: int,
-    rows: NDArray[np.int32],
-    columns: NDArray[np.int32],
-) -> NDArray[np.int32]: ...
+    parents: Ints, shares: Floats, counts: Ints, matched: int, rows: Ints, columns: Ints
+) -> Ints: ...
 def calibrated(
-    parents: NDArray[np.int32],
-    probs: NDArray[np.float32],
-    classes: NDArray[np.int32],
-    known: NDArray[np.float32] | None,
-    counts: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float32], NDArray[np.int32]]: ...
+    parents: Ints, probs: Floats, classes: Ints, known: Floats | None, counts: Doubles
+) -> tuple[Doubles, Floats, Ints]: ...
 def judge(
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    classes: NDArray[np.int32],
-    rates: NDArray[np.float64],
-    tokens: NDArray[np.int32],
+    token_ids: Ints,
+    parents: Ints,
+    classes: Ints,
+    rates: Doubles,
+    tokens: Ints,
     known: int,
-    bins: NDArray[np.float64],
-    counts: NDArray[np.float64],
-    priors: NDArray[np.float64],
+    bins: Doubles,
+    counts: Doubles,
+    priors: Doubles,
     memory: float,
 ) -> bool: ...

@@ -3,15 +3,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
 MAX_DEPTH: int
 CELL_SHAPE: tuple[int, int, int, int, int]
 COPY_SHAPE: tuple[int, int, int]
 WEIGHT_SHAPE: tuple[int, int]
 
 class Speculation(NamedTuple):
-    token_ids: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    probs: NDArray[np.float32]
+    token_ids: Ints
+    parents: Ints
+    probs: Floats
     match_length: int
     score: float
 
@@ -32,15 +35,15 @@ class SuffixTree:
     def __len__(self) -> int: ...
     def add_sequence(self) -> int | None: ...
     def append(self, sequence: int | None, token: int) -> bool: ...
-    def extend(self, sequence: int | None, token_ids: NDArray[np.int32]) -> int: ...
+    def extend(self, sequence: int | None, token_ids: Ints) -> int: ...
     def remove(self, sequence: int | None) -> None: ...
-    def tokens(self, sequence: int | None) -> NDArray[np.int32]: ...
-    def count(self, token_ids: NDArray[np.int32]) -> int: ...
-    def children(self, token_ids: NDArray[np.int32]) -> list[tuple[int, int]]: ...
+    def tokens(self, sequence: int | None) -> Ints: ...
+    def count(self, token_ids: Ints) -> int: ...
+    def children(self, token_ids: Ints) -> list[tuple[int, int]]: ...
     def after_gap(self, first: int, second: int) -> list[tuple[int, int]]: ...
     def speculate(
         self,
-        context: NDArray[np.int32],
+        context: Ints,
         max_nodes: int,
         *,
         factor: float = 1.0,
@@ -66,23 +69,19 @@ class TextState: ...
 
 class Mixer:
     def __init__(
-        self,
-        cells: NDArray[np.float32],
-        copy_cells: NDArray[np.float32],
-        weights: NDArray[np.float32],
-        rate: float = 0.002,
+        self, cells: Floats, copy_cells: Floats, weights: Floats, rate: float = 0.002
     ) -> None: ...
     @property
-    def cells(self) -> NDArray[np.float32]: ...
+    def cells(self) -> Floats: ...
     @property
-    def copy_cells(self) -> NDArray[np.float32]: ...
+    def copy_cells(self) -> Floats: ...
     @property
-    def weights(self) -> NDArray[np.float32]: ...
+    def weights(self) -> Floats: ...
     def draft(
         self,
         trees: tuple[SuffixTree | None, ...],
         sequences: tuple[int | None, ...],
-        context: NDArray[np.int32],
+        context: Ints,
         state: TextState,
         budget: int,
         *,
@@ -90,14 +89,14 @@ class Mixer:
         alpha: float = ...,
         min_prob: float = 0,
         path: bool = False,
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]: ...
+    ) -> tuple[Ints, Ints, Floats, Ints]: ...
     def learn(
         self,
         trees: tuple[SuffixTree | None, ...],
         sequences: tuple[int | None, ...],
-        context: NDArray[np.int32],
+        context: Ints,
         state: TextState,
-        token_ids: NDArray[np.int32],
+        token_ids: Ints,
         *,
         vocab_size: int,
     ) -> None: ...
