@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -257,13 +258,9 @@ def _tokens_chart(call: CallRecord) -> str:
 
 def _runs(names: Sequence[str]) -> list[tuple[str, int, int]]:
     """(name, start, length) of each stretch of equal names."""
-    runs: list[tuple[str, int, int]] = []
-    for i, name in enumerate(names):
-        if runs and runs[-1][0] == name:
-            runs[-1] = (name, runs[-1][1], runs[-1][2] + 1)
-        else:
-            runs.append((name, i, 1))
-    return runs
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    starts = accumulate((length for _, length in runs), initial=0)
+    return [(name, start, length) for (name, length), start in zip(runs, starts, strict=False)]
 
 
 def _time_bar(call: CallRecord) -> str:
