@@ -145,6 +145,7 @@ class OutputLog:
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             # A file that may be written to is not read-only, whatever its damaged header says.
             damaged = "readonly" in str(error) and os.access(self.path, os.W_OK)
+            damaged |= "unsupported file format" in str(error)
             if isinstance(error, sqlite3.OperationalError) and not damaged:
                 raise OSError(f"{self.path}: {error}") from error
             self._database = None  # it remembers what the header said
