@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import Command
-from .values import at_least, device, dtype, loaded
+from .values import at_least, device, dtype, load_model
 
 if TYPE_CHECKING:
     from ..planning.cost_model import CostModel
@@ -41,7 +41,9 @@ def _run(args: argparse.Namespace) -> None:
 
     axis = None if args.plot is None else plots.new_axis(5, 3)  # or say what it needs at once
     sizes = [size for size in _SIZES if size <= args.max_tokens]
-    model = _load(args)
+    model = load_model(args.model, args.dtype, args.device, attn_implementation=args.attention)
+    model.generation_config.eos_token_id = None  # it is to stop at no token
+    model.generation_config.pad_token_id = 0
     costs = CostModels(CostModels.user_directory())
     cost = measure_cost(model, sizes, costs, args.batch_size, args.cache_length)
     costs.save(fingerprint(model))
@@ -50,20 +52,6 @@ def _run(args: argparse.Namespace) -> None:
     if axis is not None:
         drawn: Any = plots.plot_cost({args.model: cost}, axis, sizes[-1])
         drawn.figure.savefig(args.plot)
-
-
-def _load(args: argparse.Namespace) -> Any:
-    """The model, which will not stop at any token."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    place = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = loaded(
-        AutoModelForCausalLM, args.model, dtype=args.dtype, attn_implementation=args.attention
-    )
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval().to(place)
 
 
 def _print_curve(cost: CostModel, sizes: list[int]) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from .command import Command
-from .values import read_records
+from .values import load_model, loaded, read_records
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +29,14 @@ def _run(args: argparse.Namespace) -> None:
     """Measure which assistant pays for a model on these prompts."""
     prompts = [record["prompt"] for record in read_records(args.prompts, "prompt")]
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from ..suggestion import suggest
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(args.device)
+    tokenizer = loaded(AutoTokenizer, args.model)
+    model = load_model(args.model, args.dtype, args.device)
     counts = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
-    print(suggest(model.eval(), prompts, tokenizer=tokenizer, **counts))
+    print(suggest(model, prompts, tokenizer=tokenizer, **counts))
 
 
 COMMAND = Command("measure which assistant pays on your prompts", _add_arguments, _run)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import Command
-from .values import above_zero, at_least, dtype, loaded, read_records
+from .values import above_zero, at_least, dtype, load_model, loaded, read_records
 
 if TYPE_CHECKING:
     from ..training.data import Example
@@ -60,14 +60,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     """Train, save, and print the mean accepted tokens on texts that were held out."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from ..training.trainer import train_head
 
     records = read_records(args.data, "text", "prompt")
     tokenizer = loaded(AutoTokenizer, args.model)
-    target = loaded(AutoModelForCausalLM, args.model, dtype=args.dtype).eval()
-    target.to(_device())
+    target = load_model(args.model, args.dtype)
     examples = _examples(records, target, tokenizer, args)
     held_out = examples[: min(args.held_out, len(examples) // 2)]
     head = train_head(
@@ -124,12 +123,6 @@ def _evaluate(head: Any, target: Any, examples: list[Example]) -> float:
         ids = example.token_ids.tolist()
         requests.append((ids[:split], ids[split:]))
     return mean_accepted_tokens(fallback_drafters(head)[0], target, requests)
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 COMMAND = Command("train an EAGLE-3 head or an MTP layer for a model", _add_arguments, _run)

@@ -76,6 +76,18 @@ def loaded(auto_class: Any, path: str, **options: Any) -> Any:
         raise ValueError(f"{path}: expected files of transformers, got {kind}: {error}") from error
 
 
+def load_model(path: str, dtype: str = "auto", device: str | None = None, **options: Any) -> Any:
+    """A causal language model in evaluation mode; without a device on the first GPU, else the CPU.
+
+    Raises: as `loaded` does.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = loaded(AutoModelForCausalLM, path, dtype=dtype, **options).eval()
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def read_records(path: Path, *keys: str) -> list[dict[str, str]]:
     """Objects with a text under one of the keys, from a JSON-lines file (`.jsonl`); of any other
     file its texts, which blank lines separate, under the first key.
