@@ -89,18 +89,12 @@ def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
     if isinstance(fallback, MtpHead):
         return MtpDrafter(head=fallback)
     if isinstance(fallback, PreTrainedModel):
-        return _drafter_of_model(fallback)
+        # By what the model is configured to be fed.
+        return DFlashDrafter(fallback) if is_dflash(fallback) else DraftModelDrafter(fallback)
     raise TypeError(
         f"fallback: expected {names}, a draft model, an EagleHead, an MtpHead, a drafter, a list "
         f"of these or None, got {kind_of(fallback)}"
     )
-
-
-def _drafter_of_model(model: PreTrainedModel) -> Drafter:
-    """By what the model is configured to be fed."""
-    if is_dflash(model):
-        return DFlashDrafter(model)
-    return DraftModelDrafter(model)
 
 
 def _require(kind: type, **arguments: Any) -> None:
