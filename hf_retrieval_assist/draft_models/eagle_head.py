@@ -24,9 +24,9 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..host.borrowed import BorrowedLayers, TargetShape, float_weight
-from ..system.checkpoints import check_fit, local_folder
+from ..system.checkpoints import check_fit, local_folder, write_checkpoint
 from ..verification.tree_attention import LayerMask
-from .eagle_checkpoint import check_draft_vocabulary, read_head, write_head
+from .eagle_checkpoint import check_draft_vocabulary, read_head, speculators_config
 from .eagle_config import HeadConfig, fresh_config
 from .rows import DraftCache
 
@@ -206,8 +206,14 @@ class EagleHead(nn.Module):
         return head.to(head.borrowed.device, dtype)
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Write the head in the `speculators` layout; see :func:`write_head`."""
-        write_head(folder, self.config, self.borrowed.identity, self.state_dict())
+        """Write the head in the `speculators` layout, without what it shares with the target; see
+        `write_checkpoint`.
+
+        Raises:
+            ValueError: the head is an EAGLE-1 head.
+        """
+        config = speculators_config(self.config, self.borrowed.identity)
+        write_checkpoint(folder, config, self.state_dict())
 
     @property
     def boundaries(self) -> tuple[int, ...]:
