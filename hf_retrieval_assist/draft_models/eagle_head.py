@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import Cache, LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -31,13 +31,6 @@ from .eagle_config import HeadConfig, fresh_config
 from .rows import DraftCache
 
 Rotary = tuple[Tensor, Tensor]
-
-
-class KeyValueStore(Protocol):
-    """What attention writes to: a cache of transformers' kind."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
-        """Append [batch, kv_heads, n, head_dim] each; returns all entries so far."""
 
 
 class HeadAttention(nn.Module):
@@ -56,9 +49,7 @@ class HeadAttention(nn.Module):
         self.q_norm = _norm(per_head, config)
         self.k_norm = _norm(per_head, config)
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, mask: Tensor | None, cache: KeyValueStore
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None, cache: Cache) -> Tensor:
         queries = self.q_norm(self._split(self.q_proj(x)))
         keys = self.k_norm(self._split(self.k_proj(x)))
         queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
@@ -242,7 +233,7 @@ class EagleHead(nn.Module):
         token_ids: Tensor,
         position_ids: Tensor,
         mask: Tensor | None,
-        cache: KeyValueStore,
+        cache: Cache,
     ) -> Tensor:
         """One pass over n tokens.
 
@@ -278,7 +269,7 @@ class EagleHead(nn.Module):
         hidden: Tensor,
         positions: Tensor,
         mask: Any,
-        cache: KeyValueStore,
+        cache: Cache,
     ) -> Tensor:
         """`forward` by the positions of the tokens; see :meth:`MtpLayers.run`."""
         return self(hidden, token_ids, positions - 1, mask, cache)

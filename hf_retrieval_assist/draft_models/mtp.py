@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,9 +77,8 @@ class MtpDrafter(FeatureDrafter):
 
     def _limits_for(self, layers: MtpLayers) -> GrowthLimits:
         depth = len(layers) - 1 + _RECURSIONS if self.depth is None else self.depth
-        sizes = self.limits
-        width = sizes.width if layers.takes_trees else 1
-        return GrowthLimits(sizes.top_k, width, depth, sizes.total, sizes.min_prob)
+        width = self.limits.width if layers.takes_trees else 1
+        return replace(self.limits, width=width, depth=depth)
 
 
 class LayersFollower(Follower):

@@ -34,9 +34,7 @@ class Tokenizers:
     ) -> None:
         self.given = assistant is not None or target is not None
         self._model, self._assistant, self._target = model, assistant, target
-        self._translations: weakref.WeakKeyDictionary[Any, DraftTranslation] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._translations = weakref.WeakKeyDictionary[Any, DraftTranslation]()
         self._lock = Lock()
 
     def translation(self, target: Target) -> DraftTranslation:

@@ -55,14 +55,6 @@ class TreeShape:
         """int32 [n + 1]: how many children the root has, then every node."""
         return np.bincount(self.parents + 1, minlength=len(self) + 1).astype(np.int32)
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError where the arrays break the contract above."""
-        assert (self.parents < np.arange(len(self))).all(), "a child before its parent"
-        assert (np.diff(self.parents) >= 0).all(), "not level by level"
-        for parent in np.unique(self.parents):
-            ranks = self.ranks[self.parents == parent]
-            assert ranks.tolist() == list(range(len(ranks))), "siblings that skip a rank"
-
 
 class OptimalTrees:
     """The best trees of all sizes up to `max_nodes`, for one acceptance vector.
