@@ -13,12 +13,9 @@ from numpy.typing import NDArray
 
 from .attachment import attached
 from .decoding.decode import decode
-from .drafters.base import Drafter
 from .drafters.expected import Expected, Text
 from .drafting.policy import DraftingPolicy
 from .host.fingerprint import fingerprint
-from .planning.cost_store import CostModels
-from .planning.planner import Budget
 from .record import CallRecord, Record, Step
 from .record.html import assistant_html
 from .stats import CallStats
@@ -60,30 +57,6 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         learn: whether texts teach later ones; see `private`.
         expected: texts that outputs are expected to resemble; see `expecting`.
     """
-
-    def __init__(
-        self,
-        drafters: Sequence[Drafter],
-        *,
-        budget: Budget = "auto",
-        max_nodes: int = 256,
-        reroute: bool = True,
-        graphs: bool = True,
-        extra_memory: int | None = None,
-        residual: bool = False,
-        costs: CostModels | None = None,
-    ):
-        super().__init__(
-            drafters,
-            budget=budget,
-            max_nodes=max_nodes,
-            reroute=reroute,
-            graphs=graphs,
-            extra_memory=extra_memory,
-            residual=residual,
-            costs=costs,
-        )
-        self._records: list[Record] = []
 
     def private(self) -> Assistant:
         """This assistant for texts that must leave no trace in what later texts are drafted from.
@@ -199,17 +172,17 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         """
         record = Record(tokenizer, on_step)
         with self._lock:
-            self._records.append(record)
+            self.stats.records.append(record)
         try:
             yield record
         finally:
             with self._lock:
-                self._records.remove(record)
+                self.stats.records.remove(record)
 
     def _observe(self, prompts: Sequence[NDArray[np.int32]], call: CallStats) -> CallRecord | None:
         """What a call that starts now has to tell its steps to; None where nobody records."""
         with self._lock:
-            records = list(self._records)
+            records = list(self.stats.records)
         if not records:
             return None
         listeners = [record.on_step for record in records if record.on_step is not None]

@@ -56,11 +56,11 @@ def install() -> None:
 
     The first use of a name of the package does this; idempotent.
     """
-    for name, wrap in _WRAPS.items():
+    for name, serve in _SERVED.items():
         current = getattr(GenerationMixin, name)
         known = _installation.wrappers.get(name)
         if known is None or known.__wrapped__ is current:
-            _installation.wrappers[name] = wrap(current)
+            _installation.wrappers[name] = _wrap(current, serve)
             setattr(GenerationMixin, name, _installation.wrappers[name])
     _installation.serves = True
 
@@ -91,80 +91,67 @@ def _naming(assistant: Any) -> Iterator[None]:
         _of_manager.reset(token)
 
 
-def _wrap_batch(original: Any) -> Any:
+def _wrap(original: Any, serve: Any) -> Any:
+    """A method that hands its calls to `serve` while the package is installed."""
+
     @functools.wraps(original)
-    def generate_batch(self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any) -> Any:
-        if not _installation.serves:
-            return original(self, *args, **_named(assistant), **kwargs)
+    def method(self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any) -> Any:
+        if _installation.serves:
+            return serve(original, self, assistant, args, kwargs)
+        # As the caller gave it, for transformers to judge.
+        named = {} if assistant is _UNNAMED else {"assistant": assistant}
+        return original(self, *args, **named, **kwargs)
+
+    return method
+
+
+def _serve_batch(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) -> Any:
+    with _naming(assistant):
+        return original(model, *args, **kwargs)
+
+
+@contextmanager
+def _serve_scope(
+    original: Any, model: Any, assistant: Any, args: Any, kwargs: Any
+) -> Iterator[Any]:
+    with ExitStack() as scope:
         with _naming(assistant):
-            return original(self, *args, **kwargs)
-
-    return generate_batch
-
-
-def _wrap_scope(original: Any) -> Any:
-    @functools.wraps(original)
-    @contextmanager
-    def continuous_batching_context_manager(
-        self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any
-    ) -> Iterator[Any]:
-        if not _installation.serves:
-            kwargs |= _named(assistant)
-            assistant = _UNNAMED
-        with ExitStack() as scope:
-            with _naming(assistant):
-                manager = scope.enter_context(original(self, *args, **kwargs))
-            yield manager
-
-    return continuous_batching_context_manager
+            manager = scope.enter_context(original(model, *args, **kwargs))
+        yield manager
 
 
-def _wrap_manager(original: Any) -> Any:
-    @functools.wraps(original)
-    def init_continuous_batching(
-        self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any
-    ) -> Any:
-        if not _installation.serves:
-            return original(self, *args, **_named(assistant), **kwargs)
-        if assistant is _UNNAMED:
-            assistant = _of_manager.get()
-        if assistant is _UNNAMED:
-            attached = attached_to(self)
-            assistant = None if attached is None else attached.assistant
-        if assistant is None:
-            return original(self, *args, **kwargs)
+def _serve_manager(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) -> Any:
+    if assistant is _UNNAMED:
+        assistant = _of_manager.get()
+    if assistant is _UNNAMED:
+        attached = attached_to(model)
+        assistant = None if attached is None else attached.assistant
+    if assistant is not None:
         _check_kind(assistant)
-        manager = original(self, *args, **kwargs)
+    manager = original(model, *args, **kwargs)
+    if assistant is not None:
         draft_for(manager, assistant)
-        return manager
-
-    return init_continuous_batching
+    return manager
 
 
-def _wrap(original: Any) -> Any:
-    names = tuple(inspect.signature(original).parameters)[1:]
-
-    @functools.wraps(original)
-    def generate(self: Any, *args: Any, assistant: Any = _UNNAMED, **kwargs: Any) -> Any:
-        if not _installation.serves:
-            return original(self, *args, **_named(assistant), **kwargs)
-        attached = attached_to(self) if assistant is _UNNAMED else None
-        _check_configurations(self, kwargs, args)
-        if attached is None and (assistant is None or assistant is _UNNAMED):
-            if isinstance(kwargs.get("custom_generate"), Assistant):
-                _check_cache(self, kwargs)
-            return original(self, *args, **kwargs)
+def _serve(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) -> Any:
+    attached = attached_to(model) if assistant is _UNNAMED else None
+    _check_configurations(model, kwargs, args)
+    if attached is None and (assistant is None or assistant is _UNNAMED):
+        if isinstance(kwargs.get("custom_generate"), Assistant):
+            _check_cache(model, kwargs)
+        return original(model, *args, **kwargs)
+    if args:
+        names = [*inspect.signature(original).parameters][1:]
         kwargs.update(zip(names, args, strict=False))
-        if attached is None:
-            _check(assistant, kwargs)
-            _check_cache(self, kwargs)
-            return _generate(original, self, assistant, kwargs)
-        if (why := _why_not(self, kwargs)) is not None:
-            attached.tell(f"{type(self).__name__}: decoding without the assistant ({why})")
-            return original(self, **kwargs)
-        return _generate(original, self, attached.assistant, kwargs)
-
-    return generate
+    if attached is None:
+        _check(assistant, kwargs)
+        _check_cache(model, kwargs)
+        return _generate(original, model, assistant, kwargs)
+    if (why := _why_not(model, kwargs)) is not None:
+        attached.tell(f"{type(model).__name__}: decoding without the assistant ({why})")
+        return original(model, **kwargs)
+    return _generate(original, model, attached.assistant, kwargs)
 
 
 def _check_configurations(model: Any, kwargs: dict[str, Any], args: Sequence[Any]) -> None:
@@ -187,34 +174,9 @@ def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any])
     synced_gpus = kwargs.pop("synced_gpus", None)
     if synced_gpus is None:
         synced_gpus = shards_need_company(model)
-    streamer = kwargs.get("streamer")
-
-    # transformers hands a callable neither the streamer nor synced_gpus, so the closure does.
-    def custom_generate(
-        model: Any,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **model_kwargs: Any,
-    ) -> Any:
-        return assistant(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
-
-    return original(model, custom_generate=custom_generate, **kwargs)
-
-
-def _named(assistant: Any) -> dict[str, Any]:
-    """The keyword as the caller gave it, for transformers to judge."""
-    return {} if assistant is _UNNAMED else {"assistant": assistant}
+    # transformers hands a callable neither of these two.
+    own = functools.partial(assistant, synced_gpus=synced_gpus, streamer=kwargs.get("streamer"))
+    return original(model, custom_generate=own, **kwargs)
 
 
 def _check_kind(assistant: Any) -> None:
@@ -338,9 +300,9 @@ def _heal_tokens(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> None:
     _without(kwargs, "token_healing", False)
 
 
-_WRAPS = {
-    "generate": _wrap,
-    "generate_batch": _wrap_batch,
-    "continuous_batching_context_manager": _wrap_scope,
-    "init_continuous_batching": _wrap_manager,
+_SERVED = {
+    "generate": _serve,
+    "generate_batch": _serve_batch,
+    "continuous_batching_context_manager": _serve_scope,
+    "init_continuous_batching": _serve_manager,
 }

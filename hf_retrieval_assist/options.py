@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -32,6 +32,11 @@ class Options:
     graphs: bool = True
     extra_memory: int | None = None
 
+    @classmethod
+    def among(cls: type[Given], arguments: Mapping[str, Any]) -> Given:
+        """The options of this kind among arguments, or other options, by name."""
+        return cls(**{field.name: arguments[field.name] for field in dataclasses.fields(cls)})
+
     def to_json(self) -> str:
         """A JSON object with a member for each option.
 
@@ -58,10 +63,6 @@ class Options:
             if name not in names:
                 raise ValueError(f"options: expected some of {names}, got {name!r}")
         return cls(**given)
-
-    def arguments(self) -> dict[str, Any]:
-        """The options by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def __str__(self) -> str:
         """What differs from the defaults, as in a call."""

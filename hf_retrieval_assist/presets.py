@@ -89,18 +89,12 @@ def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
     if isinstance(fallback, MtpHead):
         return MtpDrafter(head=fallback)
     if isinstance(fallback, PreTrainedModel):
-        return _drafter_of_model(fallback)
+        # By what the model is configured to be fed.
+        return DFlashDrafter(fallback) if is_dflash(fallback) else DraftModelDrafter(fallback)
     raise TypeError(
         f"fallback: expected {names}, a draft model, an EagleHead, an MtpHead, a drafter, a list "
         f"of these or None, got {kind_of(fallback)}"
     )
-
-
-def _drafter_of_model(model: PreTrainedModel) -> Drafter:
-    """By what the model is configured to be fed."""
-    if is_dflash(model):
-        return DFlashDrafter(model)
-    return DraftModelDrafter(model)
 
 
 def _require(kind: type, **arguments: Any) -> None:
@@ -135,21 +129,13 @@ class Preset(Assistant):
         residual: bool = False,
     ) -> None:
         self.options = options
-        super().__init__(
-            drafters,
-            budget=options.budget,
-            max_nodes=max_nodes,
-            reroute=options.reroute,
-            graphs=options.graphs,
-            extra_memory=options.extra_memory,
-            residual=residual,
-            costs=costs,
-        )
+        shared = vars(Options.among(vars(options)))
+        super().__init__(drafters, max_nodes=max_nodes, residual=residual, costs=costs, **shared)
 
     @classmethod
     def of(cls: type[Made], options: Options, **resources: Any) -> Made:
         """One with these options and its resources: a corpus, a memory, a draft model, `costs`."""
-        return cls(**resources, **options.arguments())
+        return cls(**resources, **vars(options))
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         if self._rule is None:
@@ -171,7 +157,8 @@ class SamAssistant(Preset):
 
     Under `budget="paper"` it drafts as SAM-Decoding does (Hu et al., 2024), from suffix automata.
     The paper's rule and its automata stand in :mod:`~hf_retrieval_assist.papers.sam_decoding`. A
-    `Datastore` drafts beside the trees, or in the second automaton's place.
+    `Datastore` drafts beside the trees, or in the second automaton's place. The other arguments are
+    those of :class:`Assistant`.
 
     Args:
         corpus: documents, indexed once, in memory: texts, rows of a data set with a "text", or
@@ -189,11 +176,6 @@ class SamAssistant(Preset):
         tokenizer: of the model; for a corpus of texts.
         budget: nodes that a step verifies: "auto", as many as pay for themselves by measured
             costs; "paper", the paper's rule; or a number.
-        max_nodes: the most nodes that a drafter may propose under "auto".
-        reroute: on a CPU, let the kernels for few rows compute verification forwards.
-        graphs: on a CUDA device, launch a verification forward at once, as a graph.
-        extra_memory: bytes that smaller copies of weights may take; see :class:`Assistant`.
-        costs: measured costs, to share between assistants; None: its own.
 
     Raises:
         ValueError: a bad size or an empty corpus; texts without a tokenizer; a parameter that does
@@ -218,17 +200,7 @@ class SamAssistant(Preset):
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
-        options = SamOptions(
-            fallback=fallback,
-            min_match=min_match,
-            corpus_bias=corpus_bias,
-            max_draft=max_draft,
-            budget=budget,
-            max_nodes=max_nodes,
-            reroute=reroute,
-            graphs=graphs,
-            extra_memory=extra_memory,
-        )
+        options = SamOptions.among(locals())
         require_paper(options, "min_match", "corpus_bias", "max_draft")
         if corpus_bias is not None and corpus is None:
             raise ValueError(f"corpus_bias: expected None without a corpus, got {corpus_bias}")
@@ -268,6 +240,7 @@ class SuffixAssistant(Preset):
 
     Under `budget="paper"` it drafts as SuffixDecoding does (Oliaro et al., 2024). The paper's rule
     stands in :mod:`~hf_retrieval_assist.papers.suffix_decoding`.
+    The other arguments are those of :class:`Assistant`.
 
     Args:
         memory: earlier outputs to draft from, and to teach; None for a new one, at hand as
@@ -281,12 +254,6 @@ class SuffixAssistant(Preset):
         fallback: as for :class:`SamAssistant`.
         threshold: of the paper's rule, under "paper" alone: SCORE from which on the trees draft;
             None: the number of tokens that the fallback's draft is expected to bring.
-        budget: as for :class:`Assistant`.
-        max_nodes: as for :class:`Assistant`.
-        reroute: as for :class:`Assistant`.
-        graphs: as for :class:`Assistant`.
-        extra_memory: as for :class:`Assistant`.
-        costs: as for :class:`Assistant`.
 
     Raises:
         ValueError: a bad size or probability; a parameter that does not apply.
@@ -310,19 +277,7 @@ class SuffixAssistant(Preset):
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
-        options = SuffixOptions(
-            max_depth=max_depth,
-            alpha=alpha,
-            min_prob=min_prob,
-            tree=tree,
-            fallback=fallback,
-            threshold=threshold,
-            budget=budget,
-            max_nodes=max_nodes,
-            reroute=reroute,
-            graphs=graphs,
-            extra_memory=extra_memory,
-        )
+        options = SuffixOptions.among(locals())
         require_paper(options, "threshold")
         if memory is not None:
             _require(OutputMemory, memory=memory)
@@ -349,6 +304,7 @@ class RolloutAssistant(Preset):
     "Beat the Long Tail" (arXiv 2511.13841).
 
     Weights may change between calls. Sampled outputs keep their distribution.
+    The other arguments are those of :class:`Assistant`.
 
     Args:
         memory: earlier outputs; None for a new one with the next two arguments, at hand as
@@ -360,12 +316,6 @@ class RolloutAssistant(Preset):
         max_depth: longest match plus draft, in tokens.
         min_prob: no node is drafted that is estimated to be less probable.
         fallback: as for :class:`SamAssistant`.
-        budget: as for :class:`Assistant`.
-        max_nodes: as for :class:`Assistant`.
-        reroute: as for :class:`Assistant`.
-        graphs: as for :class:`Assistant`.
-        extra_memory: as for :class:`Assistant`.
-        costs: as for :class:`Assistant`.
 
     Raises:
         ValueError: `half_life` or `max_bytes` beside a memory, which has its own.
@@ -387,18 +337,7 @@ class RolloutAssistant(Preset):
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
-        options = RolloutOptions(
-            half_life=half_life,
-            max_bytes=max_bytes,
-            max_depth=max_depth,
-            min_prob=min_prob,
-            fallback=fallback,
-            budget=budget,
-            max_nodes=max_nodes,
-            reroute=reroute,
-            graphs=graphs,
-            extra_memory=extra_memory,
-        )
+        options = RolloutOptions.among(locals())
         for name in ("half_life", "max_bytes"):
             if memory is not None and getattr(options, name) is not None:
                 raise ValueError(f"{name}: expected None beside a memory, which has its own")
@@ -416,18 +355,14 @@ class RestAssistant(Preset):
     """Drafts from a corpus on disk, the most frequent continuations first (REST, He et al., 2023).
 
     Under `budget="paper"` the longest match alone drafts
-    (:mod:`~hf_retrieval_assist.papers.rest`), otherwise the next shorter ones do as well.
+    (:mod:`~hf_retrieval_assist.papers.rest`), otherwise the next shorter ones do as well. The other
+    arguments are those of :class:`Assistant`.
 
     Args:
         datastore: of the model's tokenizer; or its path.
         max_match: the longest context looked up, in tokens.
         max_nodes: of a draft.
         continuation: tokens of a draft's longest path.
-        budget: as for :class:`Assistant`.
-        reroute: as for :class:`Assistant`.
-        graphs: as for :class:`Assistant`.
-        extra_memory: as for :class:`Assistant`.
-        costs: as for :class:`Assistant`.
     """
 
     def __init__(
@@ -443,15 +378,7 @@ class RestAssistant(Preset):
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
-        options = RestOptions(
-            max_match=max_match,
-            max_nodes=max_nodes,
-            continuation=continuation,
-            budget=budget,
-            reroute=reroute,
-            graphs=graphs,
-            extra_memory=extra_memory,
-        )
+        options = RestOptions.among(locals())
         if isinstance(datastore, (str, os.PathLike)):
             datastore = Datastore.open(datastore)
         _require(Datastore, datastore=datastore)
@@ -468,7 +395,7 @@ class SequoiaAssistant(Preset):
     """Drafts optimal trees of a small model (Sequoia, Chen et al., 2024).
 
     The rule stands in :mod:`~hf_retrieval_assist.papers.sequoia`; under `budget="paper"` its trees
-    are verified whole.
+    are verified whole. The other arguments are those of :class:`Assistant`.
 
     Args:
         draft_model: a transformers model with the target's vocabulary.
@@ -479,11 +406,6 @@ class SequoiaAssistant(Preset):
         max_nodes: of a draft.
         max_levels: forwards of the draft model for one draft.
         width: children of a node at most.
-        budget: as for :class:`Assistant`.
-        reroute: as for :class:`Assistant`.
-        graphs: as for :class:`Assistant`.
-        extra_memory: as for :class:`Assistant`.
-        costs: as for :class:`Assistant`.
 
     Raises:
         ValueError: a bad size; from `generate`, another vocabulary than the target's.
@@ -503,16 +425,7 @@ class SequoiaAssistant(Preset):
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
-        options = SequoiaOptions(
-            temperature=temperature,
-            max_nodes=max_nodes,
-            max_levels=max_levels,
-            width=width,
-            budget=budget,
-            reroute=reroute,
-            graphs=graphs,
-            extra_memory=extra_memory,
-        )
+        options = SequoiaOptions.among(locals())
         _require(torch.nn.Module, draft_model=draft_model)
         rule = Sequoia(temperature, max_nodes, max_levels, width)
         self.policy = rule if budget == "paper" else None

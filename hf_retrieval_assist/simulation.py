@@ -16,6 +16,7 @@ from .planning.account import Account
 from .planning.cost_model import CostModel
 from .planning.cost_store import CostKey
 from .planning.cost_views import PackedCost
+from .system.arguments import require_at_least
 from .token_tree import TokenTree
 
 Tokens = Sequence[int] | NDArray[np.integer]
@@ -107,8 +108,7 @@ def simulate(
         ValueError: an id outside the vocabulary, or a batch without rows.
         TypeError: ids that are no integers.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
+    require_at_least(1, batch_size=batch_size)
     model = None if cost is None else CostModel.fixed(cost)
     report = SimulationReport(cost=None if cost is None else 0.0)
     # Every simulation learns for itself: outputs of different recordings do not belong together.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from .planning.acceptance import Calibrator, Reliability
 
@@ -174,11 +175,15 @@ class Stats:
     Args:
         names: of the drafters.
         calibrators: by model, one of each drafter.
+
+    Attributes:
+        records: what notes calls step by step; see `Assistant.record`.
     """
 
     def __init__(self, names: Sequence[str], calibrators: Mapping[str, Sequence[Calibrator]]):
         self.last = CallStats()
         self.total = CallStats()
+        self.records: list[Any] = []
         self._names = names
         self._calibrators = calibrators
 
@@ -219,8 +224,8 @@ class Stats:
         """The same for notebooks."""
         calls = self._calls()
         said = "".join(f"<div>{title}: {html.escape(call.summary)}.</div>" for title, call in calls)
-        rows = [_html_row("th", "", *_COLUMNS)]
-        rows += [_html_row("td", title, *call.cells()) for title, call in calls]
+        rows = [html_row("th", "", *_COLUMNS)]
+        rows += [html_row("td", title, *call.cells()) for title, call in calls]
         return f"{said}<table>{''.join(rows)}</table>"
 
     def _calls(self) -> tuple[tuple[str, CallStats], ...]:
@@ -233,5 +238,6 @@ _COLUMNS = (
 )
 
 
-def _html_row(tag: str, *cells: str) -> str:
+def html_row(tag: str, *cells: str) -> str:
+    """A row of a table, of "th" or "td" cells."""
     return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"

@@ -16,7 +16,7 @@ from .planning.cost_store import CostModels
 from .presets import SamAssistant, SuffixAssistant
 from .record.html import table
 from .record.record import MODEL, Record
-from .system.arguments import kind_of
+from .system.arguments import kind_of, require_at_least
 
 _WORTHWHILE = 1.05  # times as fast as plain decoding
 _APART = 1.1  # times as fast as another one: less is noise wherever anything else runs
@@ -201,11 +201,7 @@ def suggest(
     """
     inputs = [_inputs(model, prompt, tokenizer) for prompt in prompts]
     makers = default_candidates() if candidates is None else candidates
-    for name, given in {"prompts": len(inputs), "candidates": len(makers)}.items():
-        if not given:
-            raise ValueError(f"{name}: expected at least one, got none")
-    if repeats < 1:
-        raise ValueError(f"repeats: expected at least 1, got {repeats}")
+    require_at_least(1, prompts=len(inputs), candidates=len(makers), repeats=repeats)
     for name, make in makers.items():
         if isinstance(make, Assistant) or not callable(make):
             raise TypeError(

@@ -135,9 +135,9 @@ def test_other_work_on_the_machine_does_not_change_the_advice(seed):
 
 def test_wrong_arguments():
     model = build(LlamaForCausalLM)
-    with pytest.raises(ValueError, match="prompts: expected at least one"):
+    with pytest.raises(ValueError, match="prompts: expected at least 1"):
         suggest(model, [])
-    with pytest.raises(ValueError, match="candidates: expected at least one"):
+    with pytest.raises(ValueError, match="candidates: expected at least 1"):
         suggest(model, [PROMPT], candidates={})
     with pytest.raises(ValueError, match="repeats: expected at least 1"):
         suggest(model, [PROMPT], repeats=0)

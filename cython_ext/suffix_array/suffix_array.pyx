@@ -35,7 +35,7 @@ cdef class SuffixArray:
 
     Args:
         shards: per shard `(codes, suffixes, starts, bucket_shift)`: uint8 [length x width], uint32
-            [suffixes], uint32 [buckets + 1] and the shift of :func:`bucket_starts`. The buffers are
+            [suffixes], uint32 [buckets + 1] and the shift of its buckets. The buffers are
             kept, not copied, and may be read-only maps of files.
         width: bytes per code, 1 to 4.
         vocab_size: ids at or above it are neither matched nor proposed.

@@ -18,7 +18,6 @@ _KINDS = {
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("action", choices=("show", "clear"), help="what to do")
     parser.add_argument(
         "kinds",

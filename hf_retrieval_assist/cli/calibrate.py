@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import Command
-from .values import at_least, device, dtype, loaded
+from .values import at_least, device, dtype, load_model
 
 if TYPE_CHECKING:
     from ..planning.cost_model import CostModel
@@ -16,7 +16,6 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("model", help="path or hub id of the model")
     parser.add_argument("--dtype", type=dtype, default="auto", help="auto, float32, bfloat16, ...")
     parser.add_argument("--device", type=device, help="default: the first GPU, otherwise the CPU")
@@ -38,31 +37,21 @@ def _run(args: argparse.Namespace) -> None:
     from ..cost_measurement import measure_cost
     from ..host.fingerprint import fingerprint
     from ..planning.cost_store import CostModels
+    from ..record import plots
 
-    pyplot = None if args.plot is None else _pyplot()
+    axis = None if args.plot is None else plots.new_axis(5, 3)  # or say what it needs at once
     sizes = [size for size in _SIZES if size <= args.max_tokens]
-    model = _load(args)
+    model = load_model(args.model, args.dtype, args.device, attn_implementation=args.attention)
+    model.generation_config.eos_token_id = None  # it is to stop at no token
+    model.generation_config.pad_token_id = 0
     costs = CostModels(CostModels.user_directory())
     cost = measure_cost(model, sizes, costs, args.batch_size, args.cache_length)
     costs.save(fingerprint(model))
     _print_curve(cost, sizes)
     print(f"Saved in {costs.directory}.")
-    if pyplot is not None:
-        _plot(pyplot, cost, sizes, args.plot)
-
-
-def _load(args: argparse.Namespace) -> Any:
-    """The model, which will not stop at any token."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    place = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = loaded(
-        AutoModelForCausalLM, args.model, dtype=args.dtype, attn_implementation=args.attention
-    )
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval().to(place)
+    if axis is not None:
+        drawn: Any = plots.plot_cost({args.model: cost}, axis, sizes[-1])
+        drawn.figure.savefig(args.plot)
 
 
 def _print_curve(cost: CostModel, sizes: list[int]) -> None:
@@ -73,28 +62,6 @@ def _print_curve(cost: CostModel, sizes: list[int]) -> None:
         print(f"{size:>4} {seconds * 1e3:>9.3f} {seconds / single:>10.2f}")
     best = min(sizes, key=lambda size: cost.seconds(size) / size)
     print(f"Cheapest per token: n = {best}.")
-
-
-def _pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError(
-            "--plot: expected matplotlib; pip install 'hf-retrieval-assist[plot]'"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _plot(pyplot: Any, cost: CostModel, sizes: list[int], path: Path) -> None:
-    figure, axes = pyplot.subplots()
-    axes.plot(range(1, sizes[-1] + 1), 1e3 * cost.curve(sizes[-1]))
-    axes.set(xlabel="tokens of a forward", ylabel="milliseconds", ylim=(0, None))
-    figure.savefig(path)
-    pyplot.close(figure)
 
 
 COMMAND = Command(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from .command import Command
-from .values import at_least, device
+from .values import at_least, device, load_model, loaded
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument(
         "--measure", action="store_true", help="medians of several silent runs, as a table"
     )
@@ -30,15 +28,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _load(name: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
-    return model, AutoTokenizer.from_pretrained(name)
-
-
 def _run(args: argparse.Namespace) -> None:
     """Plain and assisted decoding side by side on a real model."""
+    from transformers import AutoTokenizer
+
     from .. import demo_model
     from ..demo.comparison import TASKS, Task, warm_up
     from ..demo.measure import measure
@@ -53,7 +46,8 @@ def _run(args: argparse.Namespace) -> None:
         print("Gemma-3-270M (base), float32; prepared once, then kept.", flush=True)
         model, tokenizer = demo_model.load_demo_model()
     else:
-        model, tokenizer = _load(args.model)
+        model = load_model(args.model, device=args.device)
+        tokenizer = loaded(AutoTokenizer, args.model)
     model.to(args.device)
     costs = CostModels()
     print("Warming up.\n", flush=True)

@@ -9,7 +9,6 @@ from .values import at_least, dtype, loaded
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("model", help="path or hub id of the model, the only one that is served")
     parser.add_argument(
         "--memory",

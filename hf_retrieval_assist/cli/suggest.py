@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..system.files import read_json_lines
 from .command import Command
+from .values import load_model, loaded, read_records
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("model", help="path or hub id of the model")
     parser.add_argument(
         "prompts",
@@ -28,30 +27,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     """Measure which assistant pays for a model on these prompts."""
-    prompts = _prompts(args.prompts)
+    prompts = [record["prompt"] for record in read_records(args.prompts, "prompt")]
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from ..suggestion import suggest
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(args.device)
+    tokenizer = loaded(AutoTokenizer, args.model)
+    model = load_model(args.model, args.dtype, args.device)
     counts = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
-    print(suggest(model.eval(), prompts, tokenizer=tokenizer, **counts))
-
-
-def _prompts(path: Path) -> list[str]:
-    if path.suffix != ".jsonl":
-        pieces = path.read_text(encoding="utf-8").split("\n\n")
-        return [piece.strip() for piece in pieces if piece.strip()]
-    prompts = []
-    for place, row in read_json_lines(path):
-        if isinstance(row, ValueError):
-            raise row
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise ValueError(f'{place}: expected an object with a text as "prompt"')
-        prompts.append(row["prompt"])
-    return prompts
+    print(suggest(model, prompts, tokenizer=tokenizer, **counts))
 
 
 COMMAND = Command("measure which assistant pays on your prompts", _add_arguments, _run)

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..system.files import BlankLineError, read_json_lines
 from .command import Command
-from .values import above_zero, at_least, dtype, loaded
+from .values import above_zero, at_least, dtype, load_model, loaded, read_records
 
 if TYPE_CHECKING:
     from ..training.data import Example
@@ -22,7 +21,6 @@ _DATA_HELP = (
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("model", help="path or hub id of the model that the head is to draft for")
     parser.add_argument("data", type=Path, metavar="DATA", help=_DATA_HELP)
     parser.add_argument("output", type=Path, help="folder for the head and its checkpoints")
@@ -62,14 +60,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> None:
     """Train, save, and print the mean accepted tokens on texts that were held out."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from ..training.trainer import train_head
 
-    records = read_records(args.data)
+    records = read_records(args.data, "text", "prompt")
     tokenizer = loaded(AutoTokenizer, args.model)
-    target = loaded(AutoModelForCausalLM, args.model, dtype=args.dtype).eval()
-    target.to(_device())
+    target = load_model(args.model, args.dtype)
     examples = _examples(records, target, tokenizer, args)
     held_out = examples[: min(args.held_out, len(examples) // 2)]
     head = train_head(
@@ -83,32 +80,6 @@ def _run(args: argparse.Namespace) -> None:
     print(f"Saved to {args.output}.")
     if held_out:
         print(f"Mean accepted tokens on held-out texts: {_evaluate(head, target, held_out):.2f}")
-
-
-def read_records(path: Path) -> list[dict[str, str]]:
-    """Objects with "text" or "prompt" from a text or JSON-lines file.
-
-    Raises:
-        ValueError: a line is not such an object, or there is none.
-    """
-    if path.suffix == ".jsonl":
-        lines = read_json_lines(path)
-        records = [_record(*line) for line in lines if not isinstance(line[1], BlankLineError)]
-    else:
-        texts = path.read_text(encoding="utf-8").split("\n\n")
-        records = [{"text": text} for text in texts if text.strip()]
-    if not records:
-        raise ValueError(f"{path}: expected at least one text or prompt, found none")
-    return records
-
-
-def _record(place: str, record: Any) -> dict[str, str]:
-    if isinstance(record, ValueError):
-        raise record
-    keys = ("text", "prompt")
-    if not isinstance(record, dict) or not any(isinstance(record.get(key), str) for key in keys):
-        raise ValueError(f'{place}: expected an object with "text" or "prompt"')
-    return record
 
 
 def _examples(
@@ -152,12 +123,6 @@ def _evaluate(head: Any, target: Any, examples: list[Example]) -> float:
         ids = example.token_ids.tolist()
         requests.append((ids[:split], ids[split:]))
     return mean_accepted_tokens(fallback_drafters(head)[0], target, requests)
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 COMMAND = Command("train an EAGLE-3 head or an MTP layer for a model", _add_arguments, _run)

@@ -20,7 +20,7 @@ from filelock import Timeout
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from ..structures.suffix_sort import align_suffixes, bucket_starts, rank_codes
+from ..system.arguments import require_at_least
 from ..system.files import locked
 from .format import (
     MAX_BYTES,
@@ -28,6 +28,7 @@ from .format import (
     Manifest,
     Shard,
     code_width,
+    decode,
     remove_unlisted,
     sync_directory,
     sync_file,
@@ -35,6 +36,7 @@ from .format import (
 )
 
 _BATCH = 1 << 20  # tokens that are validated and encoded at a time
+_BLOCK = 1 << 18  # of an array that is worked on at a time, in a processor's own cache
 _NAME_DIGITS = 16  # of a hash
 _MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
 
@@ -61,8 +63,7 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if not 0 < self.vocab_size <= MAX_VOCAB:
             raise ValueError(f"vocab_size: expected 1 to {MAX_VOCAB}, got {self.vocab_size}")
-        if self.workers < 1:
-            raise ValueError(f"workers: expected at least 1, got {self.workers}")
+        require_at_least(1, workers=self.workers)
         if self.memory < _MIN_SHARD * self.workers * self.bytes_per_code:
             least = _MIN_SHARD * self.workers * self.bytes_per_code
             raise ValueError(f"memory: expected at least {least} bytes, got {self.memory}")
@@ -284,17 +285,71 @@ def _index(text: _Contents, directory: Path, vocab_size: int) -> Shard:
     """Write the suffix array and bucket table of a tokens file."""
     width = code_width(vocab_size)
     codes = np.fromfile(directory / f"{text.name}.tokens", np.uint8)
-    suffixes = np.empty(text.tokens, np.uint32)
-    ranks, rank_width = rank_codes(codes, width, vocab_size)  # fewer bytes sort faster
-    align_suffixes(_divsufsort()(ranks), rank_width, text.documents, suffixes)
-    del ranks
+    counts = count_codes(codes, width, vocab_size)
     shift = _bucket_shift(vocab_size, text.tokens)
-    starts = np.empty((vocab_size >> shift) + 2, np.uint32)
-    bucket_starts(codes, width, shift, starts)
+    starts = bucket_starts(counts, shift)
+    ranks = rank_codes(codes, width, counts)
+    rank_width = ranks.shape[1]
+    by_bytes = _divsufsort()(ranks.reshape(-1))
+    del ranks
+    suffixes = align_suffixes(by_bytes, rank_width, text.documents)
     _write_array(directory / f"{text.name}.suffixes", suffixes)
     _write_array(directory / f"{text.name}.starts", starts)
     checksums = tuple(hashlib.sha256(part.data).hexdigest() for part in (codes, suffixes, starts))
     return Shard(text.name, text.documents, text.tokens, shift, checksums)
+
+
+def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Parts of an array, what is made of one being small beside the whole."""
+    return (array[start : start + _BLOCK] for start in range(0, len(array), _BLOCK))
+
+
+def count_codes(codes: NDArray[np.uint8], width: int, vocab_size: int) -> NDArray[np.int64]:
+    """int64 [vocab_size + 1]: how often each code stands in a text, uint8 [length x width]."""
+    counts = np.zeros(vocab_size + 1, np.int64)
+    for block in _blocks(codes.reshape(-1, width)):
+        counts += np.bincount(decode(block), minlength=vocab_size + 1)
+    return counts
+
+
+def rank_codes(
+    codes: NDArray[np.uint8], width: int, counts: NDArray[np.int64]
+) -> NDArray[np.uint8]:
+    """A text's codes by their rank among those that occur: big-endian, uint8 [length, rank width].
+
+    They sort as the codes do, and faster where they are narrower.
+    """
+    ranks = (np.cumsum(counts > 0) - 1).astype(np.uint32)
+    rank_width = max(code_width(int(ranks[-1])), 1)
+    found = np.empty((len(codes) // width, rank_width), np.uint8)
+    for block, out in zip(_blocks(codes.reshape(-1, width)), _blocks(found), strict=True):
+        of_block = ranks.take(decode(block))
+        for place in reversed(range(rank_width)):
+            out[:, place] = of_block  # its lowest byte
+            of_block >>= 8
+    return found
+
+
+def align_suffixes(by_bytes: NDArray[np.int32], width: int, separators: int) -> NDArray[np.uint32]:
+    """The suffix array of a text from that of its bytes, int32 [length x width].
+
+    The suffixes of `separators` codes of 0 come first and are left out: uint32 [the others].
+    """
+    suffixes, end = np.empty(len(by_bytes) // width, np.uint32), 0
+    for block in _blocks(by_bytes):
+        places = block // width
+        places = places[places * width == block]
+        suffixes[end : end + len(places)] = places
+        end += len(places)
+    return suffixes[separators:]
+
+
+def bucket_starts(counts: NDArray[np.int64], shift: int) -> NDArray[np.uint32]:
+    """First rank of every bucket of suffixes, whose first code >> `shift` is equal, by how often
+    each code occurs: uint32 [buckets + 1], the last entry being the number of suffixes."""
+    ends = np.cumsum(counts) - counts[0]  # no suffix begins with the end of a document
+    last = np.arange(1 << shift, len(counts), 1 << shift) - 1  # code of each bucket
+    return np.concatenate([[0], ends[last], ends[-1:]]).astype(np.uint32)
 
 
 def _bucket_shift(vocab_size: int, tokens: int) -> int:

@@ -20,6 +20,7 @@ from .format import (
     Manifest,
     Shard,
     code_width,
+    decode,
     map_shard,
     read_manifest,
     verify_files,
@@ -215,7 +216,7 @@ class Datastore:
             code_bytes = codes.reshape(-1, width)
             start = 0
             for end in _document_ends(code_bytes):
-                yield _decode(code_bytes[start:end])
+                yield decode(code_bytes[start:end]) - np.uint32(1)
                 start = end + 1
 
     def count(self, token_ids: Ids) -> int:
@@ -337,10 +338,3 @@ def _document_ends(code_bytes: NDArray[np.uint8]) -> Iterator[int]:
     for start in range(0, len(code_bytes), block):
         ends = np.flatnonzero(~code_bytes[start : start + block].any(axis=1))
         yield from (ends + start).tolist()
-
-
-def _decode(code_bytes: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Token ids from big-endian codes, uint8 [length, width]."""
-    codes = np.zeros((len(code_bytes), 4), np.uint8)
-    codes[:, 4 - code_bytes.shape[1] :] = code_bytes
-    return codes.view(">u4")[:, 0].astype(np.uint32) - np.uint32(1)

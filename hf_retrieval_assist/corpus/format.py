@@ -43,6 +43,15 @@ def code_width(vocab_size: int) -> int:
     return (vocab_size.bit_length() + 7) // 8
 
 
+def decode(code_bytes: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Codes, uint32 [length], from their big-endian bytes, uint8 [length, width]."""
+    codes = np.zeros(len(code_bytes), np.uint32)
+    for column in code_bytes.T:
+        codes <<= 8
+        codes |= column
+    return codes
+
+
 @dataclass(frozen=True)
 class Shard:
     """One shard as the manifest describes it.

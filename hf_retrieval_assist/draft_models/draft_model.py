@@ -23,10 +23,11 @@ from ..token_tree import Float32Array, Int32Array, TokenTree
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from .growth import Growth, Level, grow
-from .other_vocabulary import Tokenizers, TranslatedText
+from .other_vocabulary import Tokenizers
 from .residual import draw_children
 from .rows import DraftCache, Group, RowSession, Rules, chain, groups, last_columns, parts
 from .sequoia import ShapeChooser, TreeShape
+from .translation import TranslatedText
 
 # Evidence: the draft model's probability of the node given its parent, and its rank.
 PROB_EDGES = np.array([0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 0.97], np.float32)

@@ -1,4 +1,4 @@
-"""Reading EAGLE checkpoints as published, and writing heads in the `speculators` layout.
+"""Reading EAGLE checkpoints as published, and the config of heads in the `speculators` layout.
 
 Understood: repositories of SafeAILab (EAGLE-1, -2, -3) and of tools that follow them, EAGLE-3.1
 among them, and the `speculators` format of vLLM. Files are untrusted input: every shape is compared
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,7 @@ import torch
 from torch import Tensor
 
 from ..host.borrowed import TargetShape
-from ..system.checkpoints import (
-    Tensors,
-    read_json,
-    read_tensors,
-    write_checkpoint,
-)
+from ..system.checkpoints import Tensors, read_json, read_tensors
 from .eagle_config import HeadConfig, infer_config
 
 # Other names of the tensors that `EagleHead.state_dict` names as `speculators` does.
@@ -55,28 +49,6 @@ def read_head(
     if config.draft_vocab_size == config.vocab_size:
         tensors = {k: v for k, v in tensors.items() if k not in ("d2t", "t2d")}
     return config, tensors
-
-
-def write_head(
-    folder: str | PathLike[str], config: HeadConfig, verifier: dict[str, Any], tensors: Tensors
-) -> None:
-    """Write a head; see `write_checkpoint`.
-
-    The layout is that of `speculators` 'eagle3' models, which vLLM loads too; embeddings shared
-    with the target are not written.
-
-    Args:
-        folder: made if missing.
-        config: of an EAGLE-3 head.
-        verifier: identity of the target.
-        tensors: of the head.
-
-    Raises:
-        ValueError: the head is an EAGLE-1 head, for which that format has no place.
-    """
-    if config.generation != 3:
-        raise ValueError("head: expected an EAGLE-3 head, got one of EAGLE-1/2")
-    write_checkpoint(folder, _speculators_config(config, verifier), tensors)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -112,7 +84,18 @@ def check_draft_vocabulary(d2t: Tensor, t2d: Tensor) -> None:
         raise ValueError("d2t: expected offsets to the ids that t2d marks, found others")
 
 
-def _speculators_config(config: HeadConfig, verifier: dict[str, Any]) -> dict[str, Any]:
+def speculators_config(config: HeadConfig, verifier: dict[str, Any]) -> dict[str, Any]:
+    """The config of a head as `speculators` 'eagle3' models have it, which vLLM loads too.
+
+    Args:
+        config: of an EAGLE-3 head.
+        verifier: identity of the target.
+
+    Raises:
+        ValueError: the head is an EAGLE-1 head, for which that format has no place.
+    """
+    if config.generation != 3:
+        raise ValueError("head: expected an EAGLE-3 head, got one of EAGLE-1/2")
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

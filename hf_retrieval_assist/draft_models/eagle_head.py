@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import Cache, LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -24,18 +24,13 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..host.borrowed import BorrowedLayers, TargetShape, float_weight
-from ..system.checkpoints import check_fit, local_folder
-from .eagle_checkpoint import check_draft_vocabulary, read_head, write_head
+from ..system.checkpoints import check_fit, local_folder, write_checkpoint
+from ..verification.tree_attention import LayerMask
+from .eagle_checkpoint import check_draft_vocabulary, read_head, speculators_config
 from .eagle_config import HeadConfig, fresh_config
+from .rows import DraftCache
 
 Rotary = tuple[Tensor, Tensor]
-
-
-class KeyValueStore(Protocol):
-    """What attention writes to: a cache of transformers' kind."""
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
-        """Append [batch, kv_heads, n, head_dim] each; returns all entries so far."""
 
 
 class HeadAttention(nn.Module):
@@ -54,9 +49,7 @@ class HeadAttention(nn.Module):
         self.q_norm = _norm(per_head, config)
         self.k_norm = _norm(per_head, config)
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, mask: Tensor | None, cache: KeyValueStore
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None, cache: Cache) -> Tensor:
         queries = self.q_norm(self._split(self.q_proj(x)))
         keys = self.k_norm(self._split(self.k_proj(x)))
         queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
@@ -120,6 +113,7 @@ class EagleHead(nn.Module):
 
     d2t: Tensor  # int64 [Vd]: what to add to a draft id to get the target's
     t2d: Tensor  # bool [V]: which of the target's ids may be drafted
+    takes_trees = True
 
     def __init__(self, config: HeadConfig, borrowed: BorrowedLayers) -> None:
         super().__init__()
@@ -203,8 +197,14 @@ class EagleHead(nn.Module):
         return head.to(head.borrowed.device, dtype)
 
     def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Write the head in the `speculators` layout; see :func:`write_head`."""
-        write_head(folder, self.config, self.borrowed.identity, self.state_dict())
+        """Write the head in the `speculators` layout, without what it shares with the target; see
+        `write_checkpoint`.
+
+        Raises:
+            ValueError: the head is an EAGLE-1 head.
+        """
+        config = speculators_config(self.config, self.borrowed.identity)
+        write_checkpoint(folder, config, self.state_dict())
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -233,7 +233,7 @@ class EagleHead(nn.Module):
         token_ids: Tensor,
         position_ids: Tensor,
         mask: Tensor | None,
-        cache: KeyValueStore,
+        cache: Cache,
     ) -> Tensor:
         """One pass over n tokens.
 
@@ -253,6 +253,26 @@ class EagleHead(nn.Module):
         for layer in self._plain_layers():
             x = layer(x, *context)
         return self.norm(x) if self.config.norm_output else x
+
+    def __len__(self) -> int:
+        """Layers with a cache and an output of their own, as of :class:`MtpLayers`."""
+        return 1
+
+    def cache(self, layer: int) -> DraftCache:
+        """An empty cache of all blocks over one text."""
+        return DraftCache(self.cache_config, LayerMask(), self.dtype)
+
+    def run(
+        self,
+        layer: int,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Any,
+        cache: Cache,
+    ) -> Tensor:
+        """`forward` by the positions of the tokens; see :meth:`MtpLayers.run`."""
+        return self(hidden, token_ids, positions - 1, mask, cache)
 
     @abstractmethod
     def _plain_layers(self) -> Iterable[nn.Module]:

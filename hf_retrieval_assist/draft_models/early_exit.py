@@ -39,9 +39,7 @@ class EarlyExit(Drafter):
         require_at_least(1, layer=layer)
         self.layer = layer
         self._sizes = sizes
-        self._drafters: weakref.WeakKeyDictionary[Any, DraftModelDrafter] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._drafters = weakref.WeakKeyDictionary[Any, DraftModelDrafter]()
         self._lock = Lock()
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..drafters.base import FeedbackNeeds, Target
 from ..host.ranks import require_whole
 from ..token_tree import TokenTree
 from ..verification.states import state_of
+from .eagle_head import EagleHead
 from .features import FeatureDrafter, FeatureSession, Follower, NewText, remember, stacked
 from .growth import BestFirst, GrowthLimits, Level, grow
 from .mtp_head import MtpHead
@@ -61,7 +63,7 @@ class MtpDrafter(FeatureDrafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
         layers = self._layers_for(target)
-        follower = LayersFollower(layers, self._limits_for(layers))
+        follower = LayersFollower(layers, self._limits_for(layers), layers.hidden_size)
         return FeatureSession(follower, prompt_ids, self.limits.total - 1)
 
     def _layers_for(self, target: Target) -> MtpLayers:
@@ -75,33 +77,31 @@ class MtpDrafter(FeatureDrafter):
 
     def _limits_for(self, layers: MtpLayers) -> GrowthLimits:
         depth = len(layers) - 1 + _RECURSIONS if self.depth is None else self.depth
-        sizes = self.limits
-        width = sizes.width if layers.takes_trees else 1
-        return GrowthLimits(sizes.top_k, width, depth, sizes.total, sizes.min_prob)
+        width = self.limits.width if layers.takes_trees else 1
+        return replace(self.limits, width=width, depth=depth)
 
 
 class LayersFollower(Follower):
-    """The layers behind texts, with a cache for each layer.
+    """The layers behind texts, with a cache for each layer; an EAGLE head counts as one.
 
     A layer has read every token of the text whose chain of hidden states begins at a feature: layer
     k starts k tokens after the first.
     """
 
-    def __init__(self, layers: MtpLayers, limits: GrowthLimits) -> None:
+    def __init__(
+        self, layers: MtpLayers | EagleHead, limits: GrowthLimits, feature_width: int
+    ) -> None:
         self.module, self.limits = layers, limits
         self.layers = len(layers)
-        self.feature_width = layers.hidden_size
+        self.feature_width = feature_width
         self.device, self.dtype = layers.device, layers.dtype
 
     def caches(self) -> list[DraftCache]:
-        module = self.module
-        return [
-            DraftCache(module.config, module.mask_rule(k), self.dtype) for k in range(self.layers)
-        ]
+        return [self.module.cache(k) for k in range(self.layers)]
 
     def follow(self, group: Group, text: NewText) -> None:
         """Run all layers, given the target's hidden states before each token."""
-        hidden, counts = text.features, list(text.counts)
+        hidden, counts = self.module.fuse(text.features), list(text.counts)
         positions = text.positions + 1
         for k in range(self.layers):
             if not any(counts):
@@ -110,7 +110,10 @@ class LayersFollower(Follower):
             newest = slice(-max(counts), None)
             hidden, positions = hidden[:, newest], positions[:, newest]
             output = self._read(group, k, text.token_ids[:, newest], hidden, positions, counts)
-            read, before = list(counts), [row and row.last[k] for row in group.rows]
+            before = [row and row.last[k] for row in group.rows]
+            remember(group, k, counts, output)
+            if k + 1 == self.layers:
+                return
             # The next layer reads, before each token, what this one said at the token before it.
             hidden = output.roll(1, dims=1)
             for number, state in enumerate(before):
@@ -118,7 +121,6 @@ class LayersFollower(Follower):
                     hidden[number, -counts[number]] = state
                 elif counts[number]:
                     counts[number] -= 1
-            remember(group, k, read, output)
 
     def _read(
         self,
@@ -177,7 +179,9 @@ class _Nodes:
         known: layers that have read something of them.
     """
 
-    def __init__(self, module: MtpLayers, group: Group, like: FeatureSession, known: int) -> None:
+    def __init__(
+        self, module: MtpLayers | EagleHead, group: Group, like: FeatureSession, known: int
+    ) -> None:
         self._module, self._group = module, group
         # Of each layer [rows, f, hidden_size] at the nodes of the level above.
         self._above: list[Tensor | None] = [None] * len(module)

@@ -129,24 +129,13 @@ class MtpHead(MtpLayers):
         }
         write_checkpoint(folder, config, self.state_dict())
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """Target features [..., hidden_size] to hidden inputs: the same."""
-        return features
-
     def forward(
         self, hidden: Tensor, token_ids: Tensor, position_ids: Tensor, mask: Tensor, cache: Any
     ) -> Tensor:
         """One pass over n tokens, for training; as :meth:`EagleHead.forward`.
 
         Args:
-            hidden: [B, n, hidden_size], the target's or this layer's own.
-            token_ids: int64 [B, n].
-            position_ids: int64 [B, n], of `hidden`, one below the token's.
             mask: bool [n, cached + n], True where a token may attend.
-            cache: receives the n new entries.
-
-        Returns:
-            [B, n, hidden_size]: what `logits` reads, and the hidden input of the next tokens.
         """
         closed = torch.finfo(self.dtype).min
         additive = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, closed)

@@ -21,6 +21,7 @@ from ..host.transformers_private import attention_of, mtp_logits, unloaded_patte
 from ..system.locks import Lock
 from ..verification.kv_cache import SLOT_LAYERS
 from ..verification.tree_attention import LayerMask, layer_masks, single_mask
+from .rows import DraftCache
 
 
 class MtpLayers(nn.Module):
@@ -68,7 +69,15 @@ class MtpLayers(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.layers.parameters()).dtype
 
-    def mask_rule(self, layer: int) -> LayerMask:
+    def cache(self, layer: int) -> DraftCache:
+        """An empty cache of a layer over one text."""
+        return DraftCache(self.config, self._mask_rule(layer), self.dtype)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [..., hidden_size] to hidden inputs: the same."""
+        return features
+
+    def _mask_rule(self, layer: int) -> LayerMask:
         """How far back a layer sees; without layer types, everything."""
         kinds = getattr(self.config, "layer_types", None)
         if kinds is None:

@@ -8,17 +8,13 @@ generation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ..drafters.base import Target
 from ..system.locks import Lock
-from ..token_tree import TokenTree
-from .translation import DraftTranslation, GrowingTranslation, Tokenizer, tokenizer_of
+from .translation import DraftTranslation, Tokenizer, tokenizer_of
 
 
 class Tokenizers:
@@ -38,9 +34,7 @@ class Tokenizers:
     ) -> None:
         self.given = assistant is not None or target is not None
         self._model, self._assistant, self._target = model, assistant, target
-        self._translations: weakref.WeakKeyDictionary[Any, DraftTranslation] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._translations = weakref.WeakKeyDictionary[Any, DraftTranslation]()
         self._lock = Lock()
 
     def translation(self, target: Target) -> DraftTranslation:
@@ -72,31 +66,3 @@ def _found(label: str, tokenizer: PreTrainedTokenizerBase | None, model: Any) ->
             f"{label}: expected a tokenizer, because the draft model's vocabulary is not the "
             f"target's, got none and found none in {folder!r}"
         ) from error
-
-
-class TranslatedText:
-    """A text in the target's vocabulary and in the draft model's.
-
-    Args:
-        translation: from the draft model's ids.
-        prompt_ids: int32 [length], the target's.
-    """
-
-    def __init__(self, translation: DraftTranslation, prompt_ids: NDArray[np.int32]) -> None:
-        self._translation = translation
-        self._tokens: list[int] = prompt_ids.tolist()
-        self._text = GrowingTranslation(translation.goal, translation.source, self._tokens)
-
-    @property
-    def ids(self) -> list[int]:
-        """The text in the draft model's vocabulary; more text may change its end."""
-        return self._text.ids
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        """The text went on with these ids of the target's."""
-        self._tokens += map(int, token_ids)
-        self._text.append(token_ids)
-
-    def tree(self, draft: TokenTree) -> TokenTree:
-        """A draft below the text, in the target's vocabulary."""
-        return self._translation.tree(draft, self._text.ids, self._tokens)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..planning.running_mean import toward
+from ..structures import draft_tree
 from ..system.locks import Lock
 from ..token_tree import Int32Array
 
@@ -45,47 +46,14 @@ class TreeShape:
         return len(self.parents)
 
     @property
-    def level_sizes(self) -> list[int]:
-        """Nodes on every level below the root's."""
-        levels = np.zeros(len(self), np.intp)
-        for node, parent in enumerate(self.parents):
-            levels[node] = levels[parent] + 1 if parent >= 0 else 0
-        return np.bincount(levels).tolist() if len(self) else []
-
-    @property
     def levels(self) -> int:
         """Levels, the root's included."""
-        return 1 + len(self.level_sizes)
+        return 1 + int(draft_tree.depths(self.parents).max(initial=0))
 
     @property
     def child_counts(self) -> Int32Array:
         """int32 [n + 1]: how many children the root has, then every node."""
         return np.bincount(self.parents + 1, minlength=len(self) + 1).astype(np.int32)
-
-    def path_values(self, acceptance: ArrayLike) -> Float64Array:
-        """float64 [n]: the probability that each node is accepted."""
-        rates = np.asarray(acceptance, dtype=np.float64)[self.ranks]
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                rates[node] *= rates[parent]
-        return rates
-
-    def expected_tokens(self, acceptance: ArrayLike) -> float:
-        """Tokens that a step with this tree brings on average, F(T) in the paper."""
-        return 1.0 + float(self.path_values(acceptance).sum())
-
-    def truncate(self, levels: int) -> TreeShape:
-        """The first `levels` levels, the root's included."""
-        kept = sum(self.level_sizes[: levels - 1])
-        return TreeShape(self.parents[:kept], self.ranks[:kept])
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError where the arrays break the contract above."""
-        assert (self.parents < np.arange(len(self))).all(), "a child before its parent"
-        assert (np.diff(self.parents) >= 0).all(), "not level by level"
-        for parent in np.unique(self.parents):
-            ranks = self.ranks[self.parents == parent]
-            assert ranks.tolist() == list(range(len(ranks))), "siblings that skip a rank"
 
 
 class OptimalTrees:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from ..token_tree import TokenTree
@@ -59,57 +60,6 @@ class Tokenizer:
         return [-1 if text.endswith(_BROKEN) else len(text) - start for text in texts]
 
 
-class GrowingTranslation:
-    """A text in the other tokenizer's ids while it grows.
-
-    Its last tokens are encoded anew whenever some are added. What lies before them is settled:
-    there both tokenizers have a boundary, so the texts stay equal.
-
-    Attributes:
-        ids: of the whole text.
-    """
-
-    def __init__(self, source: Tokenizer, goal: Tokenizer, prompt_ids: Sequence[int]) -> None:
-        self._source, self._goal = source, goal
-        self._settled: list[int] = []
-        # Ids of the source: the last ones settled, and those that are not.
-        self._before: list[int] = []
-        self._tail: list[int] = []
-        self.ids: list[int] = []
-        self.append(prompt_ids)
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        self._tail += map(int, token_ids)
-        tail = self._encoded()
-        self.ids = self._settled + tail
-        if len(self._tail) >= 2 * _TAIL:
-            self._settle(tail)
-
-    def _encoded(self) -> list[int]:
-        text = self._text(len(self._tail))
-        return self._goal.inside(text) if self._before else self._goal.prompt(text)
-
-    def _text(self, count: int) -> str:
-        """Of the first tokens of the tail."""
-        start = len(self._source.decode(self._before))
-        return self._source.decode([*self._before, *self._tail[:count]])[start:]
-
-    def _settle(self, tail: list[int]) -> None:
-        """Move all but the end of the tail, up to a boundary of both tokenizers."""
-        context = self._settled[-_CONTEXT:]
-        start, first = len(self._goal.decode(context)), max(0, len(tail) - 4 * _TAIL)
-        texts = [self._goal.decode([*context, *tail[:n]]) for n in range(first, len(tail))]
-        ends = [-1 if text.endswith(_BROKEN) else len(text) - start for text in texts]
-        most = len(self._tail) - _TAIL
-        for count in range(most, max(0, most - 2 * _TAIL), -1):
-            text = self._text(count)
-            if len(text) in ends and not text.endswith(_BROKEN):
-                self._settled += tail[: first + ends.index(len(text))]
-                self._before = [*self._before, *self._tail[:count]][-_CONTEXT:]
-                del self._tail[:count]
-                return
-
-
 class DraftTranslation:
     """Drafts of one vocabulary as drafts of another.
 
@@ -155,6 +105,70 @@ class DraftTranslation:
         return TokenTree.chain(
             found[:known], draft.probs[nodes][:known], draft.classes[nodes][:known]
         )
+
+
+class TranslatedText:
+    """A text of the target in the draft model's ids too, while it grows.
+
+    Its last tokens are encoded anew whenever some are added, which may change the end of the ids.
+    What lies before them is settled: there both tokenizers have a boundary, so the texts stay
+    equal.
+
+    Args:
+        translation: from the draft model's ids to the target's.
+        prompt_ids: [length], the target's.
+
+    Attributes:
+        ids: of the whole text, the draft model's.
+    """
+
+    def __init__(
+        self, translation: DraftTranslation, prompt_ids: Sequence[int] | NDArray[np.int32]
+    ) -> None:
+        self._translation = translation
+        self._source, self._goal = translation.goal, translation.source
+        self._settled: list[int] = []
+        # Ids of the target: the last ones settled, and those that are not.
+        self._before: list[int] = []
+        self._tail: list[int] = []
+        self.ids: list[int] = []
+        self.append(prompt_ids)
+
+    def tree(self, draft: TokenTree) -> TokenTree:
+        """A draft below the text, in the target's vocabulary."""
+        return self._translation.tree(draft, self.ids, [*self._before, *self._tail])
+
+    def append(self, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
+        """The text went on with these ids of the target's."""
+        self._tail += map(int, token_ids)
+        tail = self._encoded()
+        self.ids = self._settled + tail
+        if len(self._tail) >= 2 * _TAIL:
+            self._settle(tail)
+
+    def _encoded(self) -> list[int]:
+        text = self._text(len(self._tail))
+        return self._goal.inside(text) if self._before else self._goal.prompt(text)
+
+    def _text(self, count: int) -> str:
+        """Of the first tokens of the tail."""
+        start = len(self._source.decode(self._before))
+        return self._source.decode([*self._before, *self._tail[:count]])[start:]
+
+    def _settle(self, tail: list[int]) -> None:
+        """Move all but the end of the tail, up to a boundary of both tokenizers."""
+        context = self._settled[-_CONTEXT:]
+        start, first = len(self._goal.decode(context)), max(0, len(tail) - 4 * _TAIL)
+        texts = [self._goal.decode([*context, *tail[:n]]) for n in range(first, len(tail))]
+        ends = [-1 if text.endswith(_BROKEN) else len(text) - start for text in texts]
+        most = len(self._tail) - _TAIL
+        for count in range(most, max(0, most - 2 * _TAIL), -1):
+            text = self._text(count)
+            if len(text) in ends and not text.endswith(_BROKEN):
+                self._settled += tail[: first + ends.index(len(text))]
+                self._before = [*self._before, *self._tail[:count]][-_CONTEXT:]
+                del self._tail[:count]
+                return
 
 
 def _completing(ends: Sequence[int], goal_ends: Sequence[int]) -> list[int]:

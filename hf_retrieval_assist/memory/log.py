@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..system.files import locked, replacing
-from .former_log import former_outputs, is_former_log
 from .outputs import HANDED_OVER, Output, Writers
 
 _SCHEMA = [
@@ -54,8 +52,6 @@ class OutputLog:
     Its owner alone may read it (mode 0600); a file that others could read is closed to them. When
     `append` returns, the output is with the operating system: it survives the death of every
     process, though not a loss of power. One thread at a time.
-
-    A log of an earlier version is moved into a database when it is first used.
 
     Args:
         path: the file; symbolic links are followed now.
@@ -149,6 +145,7 @@ class OutputLog:
         except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
             # A file that may be written to is not read-only, whatever its damaged header says.
             damaged = "readonly" in str(error) and os.access(self.path, os.W_OK)
+            damaged |= "unsupported file format" in str(error)
             if isinstance(error, sqlite3.OperationalError) and not damaged:
                 raise OSError(f"{self.path}: {error}") from error
             self._database = None  # it remembers what the header said
@@ -162,15 +159,7 @@ class OutputLog:
             with suppress(FileExistsError):
                 os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_ONLY))
             self._opened = self._found()
-            try:
-                self._database = self._connection()
-            except sqlite3.DatabaseError as error:
-                # No database: to close the file of one would end this process's locks on it.
-                if isinstance(error, sqlite3.OperationalError) or not is_former_log(self.path):
-                    raise
-                self._move_over()
-                self._opened = self._found()
-                self._database = self._connection()
+            self._database = self._connection()
         return self._database
 
     def _connection(self) -> sqlite3.Connection:
@@ -288,20 +277,6 @@ class OutputLog:
         for path in (self.path, Path(f"{self.path}-journal")):
             with suppress(FileNotFoundError):
                 os.truncate(path, 0)
-
-    def _move_over(self) -> None:
-        """Put a database with the outputs of a log of an earlier version in its place."""
-        with locked(Path(f"{self.path}.lock"), _FORGETTING):
-            with suppress(sqlite3.DatabaseError):
-                self._connection()  # another process was quicker
-                return
-            with replacing(self.path, _OWNER_ONLY, alone=True) as file:
-                new = OutputLog(file, self.keep_bytes)
-                with new._transaction() as database:
-                    for fingerprint, token_ids in former_outputs(self.path, _LARGEST):
-                        new._insert(database, new._writers.own(fingerprint, token_ids))
-                    new._drop_oldest(database)
-                new._database = None
 
 
 def _text(data: bytes) -> str:

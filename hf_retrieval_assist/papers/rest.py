@@ -12,10 +12,7 @@ from ..drafters.rest import RestDrafter
 class Rest:
     """The continuations of the longest match, the most frequent ones first (sections 3.2 and 3.3).
 
-    Attributes:
-        max_match: the longest context looked up, in tokens.
-        max_nodes: of a draft.
-        continuation: tokens of a draft's longest path.
+    Sizes are those of :class:`RestDrafter`.
     """
 
     max_match: int = 16

@@ -14,14 +14,8 @@ class Sequoia:
 
     The shape is solved by dynamic programming for the measured acceptance by rank (section 4.1),
     its size for the measured times (section 4.3). With a temperature, children are drawn without
-    replacement and verified by residual sampling (section 4.2, algorithm 2).
-
-    Attributes:
-        temperature: that children are drawn at; None: they are the draft model's most probable
-            tokens, which keeps the seed of sampled outputs.
-        max_nodes: of a draft.
-        max_levels: forwards of the draft model for one draft.
-        width: children of a node at most.
+    replacement and verified by residual sampling (section 4.2, algorithm 2). Sizes and the
+    temperature are those of :class:`DraftModelDrafter`.
     """
 
     temperature: float | None = None

@@ -19,11 +19,9 @@ class SuffixDecoding:
 
     The fallback drafts where SCORE is low (the paper's hybrid).
 
+    Further parameters are those of :class:`SuffixDrafter`.
+
     Attributes:
-        max_depth: longest match plus draft, in tokens.
-        alpha: nodes for each matched token, at most.
-        min_prob: no node is drafted that is estimated to be less probable.
-        tree: draft trees; otherwise single paths.
         threshold: SCORE from which on the trees draft; None: the number of tokens that the
             fallback's draft is expected to bring.
 

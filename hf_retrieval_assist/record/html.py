@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import accumulate, groupby
 
 import numpy as np
 
 from ..drafting.policy import DraftingPolicy
-from ..stats import PHASES
+from ..stats import PHASES, html_row
 from .palette import colours
 from .pieces import readable
 from .record import MODEL, CallRecord, Record, Step
@@ -81,12 +82,14 @@ def fragment(record: Record) -> str:
 
 def assistant_html(assistant: DraftingPolicy) -> str:
     """An assistant's drafters and what they did so far."""
-    rows = [_cells("th", "drafter", "proposes from", "nodes tried", "accepted", "expected")]
+    rows = [html_row("th", "drafter", "proposes from", "nodes tried", "accepted", "expected")]
     for drafter, (name, found) in zip(
         assistant.drafters, assistant.stats.reliability.items(), strict=True
     ):
         figures = (found.trials.sum(), found.observed.sum(), found.predicted.sum())
-        rows.append(_cells("td", name, ", ".join(drafter.origins), *(f"{n:.0f}" for n in figures)))
+        rows.append(
+            html_row("td", name, ", ".join(drafter.origins), *(f"{n:.0f}" for n in figures))
+        )
     budget = escape(str(assistant.planner.budget))
     return (
         f'<div class="hfra"><style>{_STYLE}</style><b>{escape(type(assistant).__name__)}</b>, '
@@ -96,15 +99,11 @@ def assistant_html(assistant: DraftingPolicy) -> str:
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
     """A table of texts, and a sentence under it."""
-    body = "".join([_cells("th", *heading), *(_cells("td", *row) for row in rows)])
+    body = "".join([html_row("th", *heading), *(html_row("td", *row) for row in rows)])
     return (
         f'<div class="hfra"><style>{_STYLE}</style><table>{body}</table>'
         f"<div>{escape(below)}</div></div>"
     )
-
-
-def _cells(tag: str, *cells: str) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
 
 def _tint(colour: str | None) -> str:
@@ -114,7 +113,7 @@ def _tint(colour: str | None) -> str:
 
 def _table_of_origins(record: Record) -> str:
     palette = colours(record.origins)
-    rows = [_cells("th", "source", "nodes proposed", "verified", "tokens")]
+    rows = [html_row("th", "source", "nodes proposed", "verified", "tokens")]
     for name, (proposed, verified, tokens) in record.shown_origins().items():
         nodes = ("", "") if name == MODEL else (f"{proposed:,}", f"{verified:,}")
         key = f'<span class="key"{_tint(palette.get(name))}>{escape(name)}</span>'
@@ -259,13 +258,9 @@ def _tokens_chart(call: CallRecord) -> str:
 
 def _runs(names: Sequence[str]) -> list[tuple[str, int, int]]:
     """(name, start, length) of each stretch of equal names."""
-    runs: list[tuple[str, int, int]] = []
-    for i, name in enumerate(names):
-        if runs and runs[-1][0] == name:
-            runs[-1] = (name, runs[-1][1], runs[-1][2] + 1)
-        else:
-            runs.append((name, i, 1))
-    return runs
+    runs = [(name, len(list(run))) for name, run in groupby(names)]
+    starts = accumulate((length for _, length in runs), initial=0)
+    return [(name, start, length) for (name, length), start in zip(runs, starts, strict=False)]
 
 
 def _time_bar(call: CallRecord) -> str:

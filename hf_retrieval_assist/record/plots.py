@@ -60,11 +60,11 @@ def plot_time(record: Record, axis: Axes | None = None) -> Axes:
     return axis
 
 
-def plot_cost(costs: dict[str, CostModel], axis: Axes | None = None) -> Axes:
-    """Milliseconds of a forward over 1 to 64 tokens, a line for each name."""
+def plot_cost(costs: dict[str, CostModel], axis: Axes | None = None, most: int = 64) -> Axes:
+    """Milliseconds of a forward over 1 to `most` tokens, a line for each name."""
     axis = new_axis(5, 3) if axis is None else axis
     for name, cost in costs.items():
-        axis.plot(range(1, 65), 1e3 * cost.curve(64), label=name)
+        axis.plot(range(1, most + 1), 1e3 * cost.curve(most), label=name)
     axis.set(xlabel="tokens of a forward", ylabel="milliseconds", ylim=(0, None))
     axis.legend()
     return axis

@@ -1,34 +1,34 @@
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+Longs = NDArray[np.int64]
+
 def share_classes(
-    parents: NDArray[np.int32],
-    shares: NDArray[np.float32],
-    counts: NDArray[np.int32],
-    matched: int,
-    rows: NDArray[np.int32],
-    columns: NDArray[np.int32],
-) -> NDArray[np.int32]: ...
+    parents: Ints, shares: Floats, counts: Ints, matched: int, rows: Ints, columns: Ints
+) -> Ints: ...
 
 class OpenDrafts:
     def __len__(self) -> int: ...
 
 def calibrated(
     texts: list[OpenDrafts],
-    token_ids: NDArray[np.int32],
-    parents: NDArray[np.int32],
-    probs: NDArray[np.float32],
-    classes: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    known: NDArray[np.float32] | None,
-    counts: NDArray[np.float64],
-) -> NDArray[np.float32]: ...
+    token_ids: Ints,
+    parents: Ints,
+    probs: Floats,
+    classes: Ints,
+    offsets: Longs,
+    known: Floats | None,
+    counts: Doubles,
+) -> Floats: ...
 def judge(
     texts: list[OpenDrafts],
-    tokens: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    bins: NDArray[np.float64],
-    counts: NDArray[np.float64],
-    priors: NDArray[np.float64],
+    tokens: Ints,
+    offsets: Longs,
+    bins: Doubles,
+    counts: Doubles,
+    priors: Doubles,
     memory: float,
 ) -> None: ...

@@ -3,14 +3,18 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Doubles = NDArray[np.float64]
+
 def classes_by_count(
-    counts: NDArray[np.int64],
-    parent_counts: NDArray[np.int64],
-    contexts: NDArray[np.int32],
-    context_edges: NDArray[np.float64],
-    share_edges: NDArray[np.float64],
-    count_edges: NDArray[np.float64],
-) -> NDArray[np.int32]: ...
+    counts: Longs,
+    parent_counts: Longs,
+    contexts: Ints,
+    context_edges: Doubles,
+    share_edges: Doubles,
+    count_edges: Doubles,
+) -> Ints: ...
 
 class SuffixArray:
     shard_count: int
@@ -33,11 +37,5 @@ class SuffixMatcher:
     def counts(self) -> list[int]: ...
     def select(
         self, budget: int, depth: int, sources: int = 1
-    ) -> tuple[
-        NDArray[np.int32],
-        NDArray[np.int32],
-        NDArray[np.int64],
-        NDArray[np.int64],
-        NDArray[np.int32],
-    ]: ...
+    ) -> tuple[Ints, Ints, Longs, Longs, Ints]: ...
     def check_invariants(self) -> None: ...

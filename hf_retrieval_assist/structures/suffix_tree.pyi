@@ -3,15 +3,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Longs = NDArray[np.int64]
+
 MAX_DEPTH: int
 CELL_SHAPE: tuple[int, int, int, int, int]
 COPY_SHAPE: tuple[int, int, int]
 WEIGHT_SHAPE: tuple[int, int]
 
 class Speculation(NamedTuple):
-    token_ids: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    probs: NDArray[np.float32]
+    token_ids: Ints
+    parents: Ints
+    probs: Floats
     match_length: int
     score: float
 
@@ -32,16 +36,16 @@ class SuffixTree:
     def __len__(self) -> int: ...
     def add_sequence(self) -> int | None: ...
     def append(self, sequence: int | None, token: int) -> bool: ...
-    def extend(self, sequence: int | None, token_ids: NDArray[np.int32]) -> int: ...
+    def extend(self, sequence: int | None, token_ids: Ints) -> int: ...
     def remove(self, sequence: int | None) -> None: ...
-    def tokens(self, sequence: int | None) -> NDArray[np.int32]: ...
-    def last_tokens(self, sequence: int | None, count: int) -> NDArray[np.int32]: ...
-    def count(self, token_ids: NDArray[np.int32]) -> int: ...
-    def children(self, token_ids: NDArray[np.int32]) -> list[tuple[int, int]]: ...
+    def tokens(self, sequence: int | None) -> Ints: ...
+    def last_tokens(self, sequence: int | None, count: int) -> Ints: ...
+    def count(self, token_ids: Ints) -> int: ...
+    def children(self, token_ids: Ints) -> list[tuple[int, int]]: ...
     def after_gap(self, first: int, second: int) -> list[tuple[int, int]]: ...
     def speculate(
         self,
-        context: NDArray[np.int32],
+        context: Ints,
         max_nodes: int,
         *,
         factor: float = 1.0,
@@ -67,31 +71,21 @@ class Text:
     tree: SuffixTree | None
     sequence: int
     def __init__(
-        self,
-        tree: SuffixTree | None,
-        sequence: int | None,
-        context: NDArray[np.int32],
-        vocab_size: int,
+        self, tree: SuffixTree | None, sequence: int | None, context: Ints, vocab_size: int
     ) -> None: ...
 
-def extend_texts(
-    texts: list[Text], token_ids: NDArray[np.int32], offsets: NDArray[np.int64]
-) -> None: ...
+def extend_texts(texts: list[Text], token_ids: Ints, offsets: Longs) -> None: ...
 
 class Mixer:
     def __init__(
-        self,
-        cells: NDArray[np.float32],
-        copy_cells: NDArray[np.float32],
-        weights: NDArray[np.float32],
-        rate: float = 0.002,
+        self, cells: Floats, copy_cells: Floats, weights: Floats, rate: float = 0.002
     ) -> None: ...
     @property
-    def cells(self) -> NDArray[np.float32]: ...
+    def cells(self) -> Floats: ...
     @property
-    def copy_cells(self) -> NDArray[np.float32]: ...
+    def copy_cells(self) -> Floats: ...
     @property
-    def weights(self) -> NDArray[np.float32]: ...
+    def weights(self) -> Floats: ...
     def draft(
         self,
         texts: list[Text],
@@ -103,19 +97,13 @@ class Mixer:
         alpha: float = ...,
         min_prob: float = 0,
         path: bool = False,
-    ) -> tuple[
-        NDArray[np.int32],
-        NDArray[np.int32],
-        NDArray[np.float32],
-        NDArray[np.int32],
-        NDArray[np.int64],
-    ]: ...
+    ) -> tuple[Ints, Ints, Floats, Ints, Longs]: ...
     def learn(
         self,
         texts: list[Text],
         memories: list[SuffixTree | None],
         running: list[int | None],
         corpus: SuffixTree | None,
-        token_ids: NDArray[np.int32],
-        offsets: NDArray[np.int64],
+        token_ids: Ints,
+        offsets: Longs,
     ) -> None: ...

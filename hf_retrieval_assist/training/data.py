@@ -227,7 +227,10 @@ def open_feature_cache(folder: Path, **made_from: Any) -> Path:
 
 def digests(**made_from: Any) -> dict[str, str]:
     """What a manifest says of ingredients: ids, tensors, and what has a string of its own."""
-    return {name: _digest(value) for name, value in made_from.items()}
+    return {
+        name: hashlib.sha256(b"".join(_bytes_of(value))).hexdigest()
+        for name, value in made_from.items()
+    }
 
 
 def require_same(manifest: Path, content: dict[str, str], what: str) -> None:
@@ -235,13 +238,6 @@ def require_same(manifest: Path, content: dict[str, str], what: str) -> None:
     found = json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {}
     if changed := [name for name in content if found.get(name) != content[name]]:
         raise ValueError(f"{manifest.parent}: expected {what} of the same {', '.join(changed)}")
-
-
-def _digest(value: Any) -> str:
-    digest = hashlib.sha256()
-    for part in _bytes_of(value):
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def _bytes_of(value: Any) -> Iterator[bytes]:

@@ -28,6 +28,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from ..draft_models.eagle_head import EagleHead
 from ..draft_models.mtp_head import MtpHead
 from ..host.borrowed import TargetShape
+from ..system.arguments import require_at_least
 from .data import (
     Example,
     ExampleDataset,
@@ -76,9 +77,8 @@ class HeadTraining:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind: expected one of {[*KINDS]}, got {self.kind!r}")
-        for name, least in (("draft_vocab_size", 1), ("steps", 1), ("max_length", 3)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        require_at_least(1, draft_vocab_size=self.draft_vocab_size, steps=self.steps)
+        require_at_least(3, max_length=self.max_length)
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"step_decay: expected a value in (0, 1], got {self.step_decay}")
 

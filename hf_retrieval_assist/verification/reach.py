@@ -17,7 +17,6 @@ import copy
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -136,12 +135,7 @@ class PositionModules:
                 self._handles.append(handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         while self._handles:
             self._handles.pop().remove()
         for module, settings, buffers in self._before:

@@ -293,4 +293,4 @@ def test_suggest_reads_prompts(name, text, tmp_path, monkeypatch, capsys):
 def test_prompts_that_are_none_are_named(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}')
     assert main(["suggest", "model", str(tmp_path / "a.jsonl")]) == 1
-    assert 'a.jsonl:1: expected an object with a text as "prompt"' in capsys.readouterr().err
+    assert 'a.jsonl:1: expected an object with "prompt"' in capsys.readouterr().err

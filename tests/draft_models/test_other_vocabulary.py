@@ -20,8 +20,8 @@ from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.translation import (
     DraftTranslation,
-    GrowingTranslation,
     Tokenizer,
+    TranslatedText,
 )
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.token_tree import TokenTree
@@ -112,7 +112,7 @@ def test_the_texts_stay_equal(
     text = data.draw(st.text("the walk\n.é€ä12'", min_size=1, max_size=120)).strip() + "x"
     ids = source(text, add_special_tokens=False)["input_ids"]
     first = data.draw(st.integers(1, len(ids)))
-    grown = GrowingTranslation(Tokenizer(source), Tokenizer(goal), ids[:first])
+    grown = TranslatedText(DraftTranslation(Tokenizer(goal), Tokenizer(source), 0), ids[:first])
     while first < len(ids):
         count = data.draw(st.integers(1, 9))
         grown.append(ids[first : first + count])
@@ -122,7 +122,8 @@ def test_the_texts_stay_equal(
 
 def test_only_the_end_is_encoded_again(byte_tokens: Any, pieces: Any) -> None:
     ids = byte_tokens(TEXT * 4)["input_ids"]
-    grown = GrowingTranslation(Tokenizer(byte_tokens), Tokenizer(pieces), ids[:5])
+    translation = DraftTranslation(Tokenizer(pieces), Tokenizer(byte_tokens), 0)
+    grown = TranslatedText(translation, ids[:5])
     for token in ids[5:]:
         grown.append([token])
         assert len(grown._tail) <= 40

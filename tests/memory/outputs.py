@@ -1,8 +1,5 @@
 """Made-up outputs, and what memories and logs hold of them."""
 
-import struct
-import zlib
-
 import numpy as np
 
 from hf_retrieval_assist.memory.log import OutputLog
@@ -22,14 +19,3 @@ def logged(path):
     while outputs := log.read()[1]:
         found += [output.token_ids.tolist() for output in outputs]
     return found
-
-
-def former_log(*outputs, version=1):
-    """The bytes of a log of outputs of the model "m" as versions before 0.2 wrote it."""
-    rest = struct.pack("<QQ", 1, 0)
-    data = b"HFRAoutM" + struct.pack("<II", version, zlib.crc32(rest)) + rest
-    for number, tokens in enumerate(outputs):
-        body = struct.pack("<QII", number, 1, len(tokens)) + b"m"
-        body += np.array(tokens, "<u4").tobytes()
-        data += b"\xf5out" + struct.pack("<I", zlib.crc32(body)) + body
-    return data

@@ -18,7 +18,7 @@ import pytest
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from tests.memory.outputs import count, former_log, logged, random_output
+from tests.memory.outputs import count, logged, random_output
 
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="links, modes and limits are POSIX's")
 SECRET = [777777] * 8
@@ -622,14 +622,13 @@ def mutate(data, rng):
 
 
 @pytest.mark.filterwarnings("ignore:.*skipped")
-@pytest.mark.parametrize("kind", ["database", "former"])
 @pytest.mark.parametrize("files", [100, pytest.param(5_000, marks=pytest.mark.slow)])
-def test_damaged_logs_are_one_error_or_good_outputs(tmp_path, kind, files):
+def test_damaged_logs_are_one_error_or_good_outputs(tmp_path, files):
     rng, path = np.random.default_rng(5), tmp_path / "log"
     outputs = [random_output(rng, 30 + 70 * i).tolist() for i in range(20)]
-    path.write_bytes(former_log(*outputs))
-    if kind == "database":
-        logged(path)
+    memory = OutputMemory(path=path)
+    for output in outputs:
+        memory.add(output, "m")
     good, opened, refused, slowest = path.read_bytes(), 0, [], 0.0
     for _ in range(files):
         shutil.rmtree(tmp_path)
@@ -653,41 +652,6 @@ def test_damaged_logs_are_one_error_or_good_outputs(tmp_path, kind, files):
     assert all(str(path) in message for message in refused)
     assert files // 10 < opened < files
     assert slowest < 1
-
-
-# Logs of earlier versions.
-
-
-def test_a_former_log_is_moved_over(tmp_path):
-    path = tmp_path / "log"
-    path.write_bytes(former_log([1, 2, 3], [4, 5]))
-    (tmp_path / ".log.0123456789abcdef.new").write_bytes(b"of a process that was killed")
-    memories = [OutputMemory(path=path) for _ in range(2)]
-    memories[0].add([6], "m")
-    assert logged(path) == [[1, 2, 3], [4, 5], [6]]
-    assert all(count(memory, [1, 2, 3], "m") == 1 for memory in memories)
-    assert {file.name for file in tmp_path.iterdir()} <= {"log", "log-journal"}
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_a_former_log_is_read_up_to_its_damage(tmp_path):
-    path = tmp_path / "log"
-    good = former_log([1, 2, 3], [4, 5], [6])
-    path.write_bytes(good[:80] + b"?" + good[81:])
-    with pytest.warns(UserWarning, match="skipped what lies behind the first damaged output"):
-        memory = OutputMemory(path=path)
-    assert len(memory) == 1
-    path.write_bytes(former_log(version=3))
-    with pytest.raises(ValueError, match="expected version 1 or a database, got 3"):
-        OutputMemory(path=path)
-
-
-def test_a_former_log_of_any_length_is_moved_in_little_memory(tmp_path):
-    path = tmp_path / "log"
-    path.write_bytes(former_log([1, 2]) + b"\xf5out" * 100)
-    os.truncate(path, 100 << 30)
-    with pytest.warns(UserWarning, match="skipped"):
-        assert logged(path) == [[1, 2]]
 
 
 def test_a_database_that_was_lengthened_opens_at_once(tmp_path):

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, TrainerCallback,
 
 from hf_retrieval_assist import Assistant, EagleHead, MtpHead
 from hf_retrieval_assist.cli import main
-from hf_retrieval_assist.cli.train_head import read_records
+from hf_retrieval_assist.cli.values import read_records
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.drafters.base import Drafter, Target
@@ -428,7 +428,10 @@ def test_the_command(
 def test_records_of_a_text_file(tmp_path: Path) -> None:
     path = tmp_path / "texts.txt"
     path.write_text("one\ntext\n\n\nanother\n")
-    assert [record["text"].strip() for record in read_records(path)] == ["one\ntext", "another"]
+    assert [record["text"] for record in read_records(path, "text")] == [
+        "one\ntext",
+        "another",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -439,7 +442,7 @@ def test_a_damaged_record_is_named(content: str, message: str, tmp_path: Path) -
     path = tmp_path / "data.jsonl"
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
-        read_records(path)
+        read_records(path, "text", "prompt")
 
 
 def test_replay_counts_steps(target: torch.nn.Module, texts: list[list[int]]) -> None:
