@@ -1,8 +1,9 @@
 """Whole forwards of Gemma-3-270M over n tokens without a context, also beside llama.cpp.
 
-    python -m benchmarks whole --gguf float32=FILE bfloat16=FILE
+    python -m benchmarks whole --gguf float32=FILE bfloat16=FILE Q8_0=FILE
 
-All in one process, in turn. llama.cpp needs `llama_cpp` (llama-cpp-python) and the same weights.
+All in one process, in turn. llama.cpp needs `llama_cpp` (llama-cpp-python) and the same weights,
+which `python -m benchmarks.llama_engine --write` makes files of.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BURST, REPEATS = 4, 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gguf", nargs="+", default=[], help="DTYPE=FILE, the model for llama.cpp")
+    parser.add_argument("--gguf", nargs="+", default=[], help="WEIGHTS=FILE, for llama.cpp")
 
 
 @torch.no_grad()
@@ -52,7 +53,8 @@ def measure(
     quick: bool,
     progress: Callable[[str], None],
 ) -> Report:
-    """By PyTorch's operators, by ours, and by llama.cpp where a file has the weights of a dtype."""
+    """By PyTorch's operators, by ours, and by llama.cpp where a file has the weights of a dtype, or
+    weights that are no dtype's."""
     sizes, repeats = (SIZES[:2], 1) if quick else (SIZES, REPEATS)
     report = Report("whole", {"repeats": repeats, "burst": BURST})
     columns = {"variant": "dtype, by", **{str(n): f"n={n}" for n in sizes}}
@@ -63,10 +65,16 @@ def measure(
             "ours": partial(forward_seconds, model, True),
         }
         if dtype in files:
-            engine = LlamaCpp(Path(files[dtype]), dtype, torch.get_num_threads())
-            variants["llama.cpp"] = partial(llama_seconds, engine)
+            variants["llama.cpp"] = llama_variant(files[dtype], dtype)
         time_variants(table, dtype, variants, sizes, repeats, progress)
+    for weights in [weights for weights in files if weights not in models]:
+        variants = {"llama.cpp": llama_variant(files[weights], DTYPES[0])}
+        time_variants(table, weights, variants, sizes, repeats, progress)
     return report
+
+
+def llama_variant(file: str, cache_dtype: str) -> Callable[[list[int]], float]:
+    return partial(llama_seconds, LlamaCpp(Path(file), cache_dtype, torch.get_num_threads()))
 
 
 def time_variants(

@@ -151,7 +151,8 @@ class DraftModelDrafter(Drafter):
     def _draft(self, group: Group, asked: Sequence[DraftModelSession], schedule: _Schedule) -> None:
         new = max(len(row.text) - group.caches[0].slots.lengths[row.index] for row in asked)
         started = time.perf_counter()
-        foresights = [None if row is None else row.foresight for row in group.rows]
+        # The draws of texts that have ended may no longer be known.
+        foresights = [row.foresight if row in asked else None for row in group.rows]
         growth = _StaticGrowth(schedule, self.temperature, foresights)
         trees = grow(_Nodes(self.model, self._last_only, group), growth)
         if new <= _LEVEL_LIKE:

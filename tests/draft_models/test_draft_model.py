@@ -374,6 +374,30 @@ def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
     assert steps[True] < 0.8 * steps[False]
 
 
+def test_rows_of_a_sampled_batch_that_have_ended_are_not_foreseen():
+    target = build(LlamaForCausalLM)
+    prompts = torch.tensor([[5, 6, 7], [9, 3, 1], [4, 4, 2]])
+    options = {
+        "do_sample": True,
+        "max_new_tokens": 24,
+        "attention_mask": torch.ones_like(prompts),
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(0)
+    free = target.generate(prompts, **options)
+    # The first row ends soon.
+    options["eos_token_id"] = int(free[0, 6])
+    texts = []
+    for keyword in ({}, {"assistant": Assistant([DraftModelDrafter(target)], budget=8)}):
+        torch.manual_seed(0)
+        texts.append(target.generate(prompts, **options, **keyword))
+    assert torch.equal(*texts)
+    ends = (texts[0][:, 3:] == options["eos_token_id"]).int().argmax(dim=1).tolist()
+    assert 0 < ends[0] < 5
+    assert texts[0].shape[1] > 12
+    assert keyword["assistant"].stats.last.keeps_seed
+
+
 def test_foreseen_nodes_have_classes_of_their_own():
     rates, ranks = np.array([0.2, 0.7, 0.99], np.float32), np.array([2, 1, 0], np.int32)
     drawn = classes_by_rank(rates, ranks, foreseen=True)
