@@ -59,8 +59,8 @@ CHOICES = {"greedy": None} | {
     for temperature in (0.7, 1.0, 1.5)
     for name, cut in {
         "": {},
-        ", top-p 0.9": {"top_p": 0.9},
-        ", min-p 0.05": {"min_p": 0.05},
+        " top-p 0.9": {"top_p": 0.9},
+        " min-p 0.05": {"min_p": 0.05},
     }.items()
 }
 # Output layers of other models, tokens and depth, whose weights are made of the demo model's.
