@@ -236,11 +236,11 @@ def test_many_real_rows_of_the_demo_model():
     samplings = (PLAIN, Sampling(0.7, top_p=0.9), Sampling(1.5, min_p=0.05))
     noise = torch.empty(64, len(screen.weight)).exponential_(generator=generator(0))
     states = states_of_text(model, tokenizer, [Path(argparse.__file__), Path(typing.__file__)])
-    counts = sum(compare_with_whole(screen, x, noise, samplings) for x in islice(states, 16))
+    counts = sum(compare_with_whole(screen, x, noise, samplings) for x in islice(states, 8))
     compared, wrong, not_told = counts.unbind(1)
-    assert compared.tolist() == [1024] * 4
+    assert compared.tolist() == [512] * 4
     assert wrong.tolist() == [0] * 4
-    assert int(not_told.max()) < 100
+    assert int(not_told.max()) < 50
 
 
 @pytest.mark.demo
