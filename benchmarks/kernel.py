@@ -1,30 +1,38 @@
 """The kernels for few rows: linear layers, attention, and what they change.
 
-The last table counts, over real text, how often the most probable next token changes against plain
-one-row forwards, beside what PyTorch's own forwards of several rows change.
+Two tables count, over real text, how often the most probable next token changes against plain
+one-row forwards, beside what PyTorch's own forwards of several rows change. The last one counts the
+logits that a screened output layer computes in full.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
 from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.kernels import screen as screen_module
 from hf_retrieval_assist.kernels.attention import plain_attention
 from hf_retrieval_assist.kernels.linear import transposed_linear
+from hf_retrieval_assist.kernels.quantized import QuantizedWeight
 from hf_retrieval_assist.kernels.reroute import reroute
-from hf_retrieval_assist.kernels.skinny import kernel_attention, kernel_linear
+from hf_retrieval_assist.kernels.screen import Sampling, Screen, Screened
+from hf_retrieval_assist.kernels.skinny import kernel_attention, kernel_linear, skinny_linear
 
+from .model import read_prompts
 from .report import Report, Table
 from .timing import alternate
+from .traces import SHIPPED, read_traces
 
 ROWS = (1, 2, 4, 8, 16, 32)
 WEIGHTS = ((262144, 640, "float32"), (262144, 640, "bfloat16"), (4096, 4096, "float32"))
@@ -41,6 +49,29 @@ FLIP_COLUMNS = {
     "positions": "positions",
     "flips": "argmax flips",
     "largest": f"largest difference of the {COMPARED} highest logits",
+}
+
+PARTS = ("linears", "attentions", "flips", "screen")
+
+# How a screened output layer is asked for a token.
+CHOICES = {"greedy": None} | {
+    f"T {temperature:g}{name}": Sampling(temperature, **cut)
+    for temperature in (0.7, 1.0, 1.5)
+    for name, cut in {
+        "": {},
+        " top-p 0.9": {"top_p": 0.9},
+        " min-p 0.05": {"min_p": 0.05},
+    }.items()
+}
+# Output layers of other models, tokens and depth, whose weights are made of the demo model's.
+SHAPES = {"Llama-3.2-1B": (128256, 2048), "Qwen3-4B": (151936, 2560)}
+SCREEN_COLUMNS = {
+    "shape": "output layer",
+    "text": "text",
+    "choice": "token by",
+    "tokens": "tokens",
+    "logits": "logits in full: median / p99 / most",
+    "whole": "whole layers",
 }
 
 Scope = Callable[[], AbstractContextManager[object]]
@@ -174,22 +205,133 @@ def flips(
         )
 
 
+@torch.no_grad()
+def states_by_kind(model: Any, tokenizer: Any, count: int) -> dict[str, torch.Tensor]:
+    """float32 [count or less, hidden size] by kind of text: what the output layer is given for the
+    recorded answers to `prompts/`, and over Python's manual."""
+    trace = next(one for one in read_traces(SHIPPED) if one.name == "sampled")
+    kinds: dict[str, torch.Tensor] = {}
+    for prompt, request in zip(read_prompts(), trace.requests, strict=True):
+        known = kinds.get(prompt.category, torch.empty(0, model.config.hidden_size))
+        if len(known) < count:
+            ids = torch.cat([torch.from_numpy(part).long() for part in request])
+            states = model.model(ids[None]).last_hidden_state[0, len(request[0]) - 1 : -1]
+            kinds[prompt.category] = torch.cat([known, states])[:count]
+    piece = real_text(tokenizer, 1)[:1]
+    kinds["Python's manual"] = model.model(piece).last_hidden_state[0, PREFIX:][:count]
+    return kinds
+
+
+def lifted(rows: torch.Tensor, basis: torch.Tensor, side: int) -> torch.Tensor:
+    """Rows [n, depth] whose products with those of the other side are what they were, and as long
+    as vectors of that depth would have to be: cosines of trained ones shrink with its root.
+
+    Args:
+        rows: float32 [n, width].
+        basis: orthonormal [depth, depth].
+        side: 0 for weights, 1 for what they multiply.
+    """
+    width, depth = rows.shape[1], len(basis)
+    room = (depth - width) // 2
+    rest = torch.randn(len(rows), room, generator=torch.Generator().manual_seed(side))
+    rest *= (math.sqrt(math.sqrt(depth / width) - 1) * rows.norm(dim=1) / rest.norm(dim=1))[:, None]
+    begin = width + side * room
+    return rows @ basis[:width] + rest @ basis[begin : begin + room]
+
+
+@contextmanager
+def logits_counted() -> Iterator[list[int]]:
+    """Scope that notes how many logits the screen computes in full, each time."""
+    sizes: list[int] = []
+
+    def noted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(weight))
+        return skinny_linear(x, weight)
+
+    with mock.patch.object(screen_module, "skinny_linear", noted):
+        yield sizes
+
+
+def logits_needed(found: Screened, row: int, noise: torch.Tensor, choice: str) -> int:
+    """How many logits of a row are computed in full before its token is known."""
+    sampling = CHOICES[choice]
+    with logits_counted() as sizes:
+        token = found.argmax(row) if sampling is None else found.draw(row, noise, sampling)
+    return len(noise) if token is None else min(sum(sizes), len(noise))
+
+
+def screened(
+    table: Table,
+    shape: str,
+    weight: torch.Tensor,
+    kinds: Mapping[str, torch.Tensor],
+    progress: Callable[[str], None],
+) -> None:
+    """A row for each kind of text, and one for all, by each way to choose."""
+    screen = Screen(weight, QuantizedWeight.pack(weight))
+    generator = torch.Generator().manual_seed(0)
+    counts: dict[tuple[str, str], list[int]] = {}
+    for text, states in kinds.items():
+        progress(f"{shape}: {text}")
+        for part in states.split(32):
+            found = screen.look(part)
+            for row in range(len(part)):
+                noise = torch.empty(len(weight)).exponential_(generator=generator)
+                for choice in CHOICES:
+                    needed = logits_needed(found, row, noise, choice)
+                    for kind in (text, "all"):
+                        counts.setdefault((kind, choice), []).append(needed)
+    for (text, choice), needed in counts.items():
+        few = torch.tensor([count for count in needed if count < len(weight)], dtype=torch.float64)
+        marks = few.quantile(torch.tensor([0.5, 0.99, 1.0], dtype=few.dtype)) if len(few) else few
+        table.add(
+            **{"shape": shape, "text": text, "choice": choice, "tokens": len(needed)},
+            logits=" / ".join(f"{math.ceil(mark):,}" for mark in marks.tolist()) or None,
+            whole=f"{1 - len(few) / len(needed):.1%}",
+        )
+
+
+def screens(
+    report: Report,
+    model: Any,
+    tokenizer: Any,
+    arguments: argparse.Namespace,
+    progress: Callable[[str], None],
+) -> None:
+    table = report.table("Screened output layer", SCREEN_COLUMNS)
+    kinds = states_by_kind(model, tokenizer, arguments.screen_tokens)
+    weight = model.lm_head.weight.detach()
+    screened(table, "Gemma-3-270M", weight, kinds, progress)
+    for shape, (tokens, depth) in SHAPES.items():
+        generator = torch.Generator().manual_seed(2)
+        basis = torch.linalg.qr(torch.randn(depth, depth, generator=generator))[0]
+        deeper = {text: lifted(states, basis, side=1) for text, states in kinds.items()}
+        screened(table, shape, lifted(weight[:tokens], basis, side=0), deeper, progress)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel-repeats", type=int, default=9)
-    parser.add_argument("--flip-positions", type=int, default=256, help="of real text; 0: none")
+    parser.add_argument("--kernel-parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--flip-positions", type=int, default=256, help="of real text")
     parser.add_argument("--flip-rows", type=int, default=16, help="tokens of one forward")
+    parser.add_argument("--screen-tokens", type=int, default=64, help="of each kind of text")
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     if arguments.quick:
         arguments.kernel_repeats, arguments.flip_positions = 1, PIECE
-    names = ("kernel_repeats", "flip_positions", "flip_rows")
+        arguments.screen_tokens = 1
+    names = ("kernel_parts", "kernel_repeats", "flip_positions", "flip_rows", "screen_tokens")
     report = Report("kernel", {name: getattr(arguments, name) for name in names})
-    linears(report, arguments, progress)
-    attentions(report, arguments, progress)
-    for dtype in (torch.float32, torch.bfloat16):
+    parts = arguments.kernel_parts
+    if "linears" in parts:
+        linears(report, arguments, progress)
+    if "attentions" in parts:
+        attentions(report, arguments, progress)
+    for dtype in (torch.float32, torch.bfloat16) if "flips" in parts else ():
         model, tokenizer = load_demo_model(dtype)
         pieces = real_text(tokenizer, max(arguments.flip_positions, 1))
-        if arguments.flip_positions:
-            flips(report, model, pieces, arguments.flip_rows, progress)
+        flips(report, model, pieces, arguments.flip_rows, progress)
+    if "screen" in parts:
+        screens(report, *load_demo_model(), arguments, progress)
     return report

@@ -88,7 +88,7 @@ class Dice:
             self._at += 1
             self._forget(self._at)
             return self._together(probs, rows)
-        tokens = self._each(rows, vocab_size, lambda i, noise: _token(probs[i], noise))
+        tokens = self._each(rows, vocab_size, lambda i, noise: quotient_token(probs[i], noise))
         if tokens is None:
             self.plain = False
             return _drawn(probs)
@@ -229,7 +229,8 @@ class RowForesight(Foresight):
         return best.log(), ids
 
 
-def _token(law: torch.Tensor, noise: torch.Tensor) -> int:
+def quotient_token(law: torch.Tensor, noise: torch.Tensor) -> int:
+    """The token that is drawn of float32 [vocab_size] probabilities with this noise."""
     token = int((law / noise).argmax())
     if not law[token] > 0:
         # No distribution: as plain decoding, which raises.

@@ -254,7 +254,7 @@ class Generation:
     def _output_layer(self) -> OutputLayer | None:
         """What may stand for the model's output layer; None where all of its logits are needed, or
         it is not known how they would be computed."""
-        screens = self.select.shortlist > 0 or self.select.temperature is not None
+        screens = self.select.shortlist > 0 or self.select.sampling is not None
         needed = self.outputs.wants_tokens or self.residual or self.step_walk is not None
         if not self.reroute.enabled or needed or not screens:
             return None

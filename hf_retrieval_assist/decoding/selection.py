@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from ..draft_models.residual import verify_node
 from ..drafters.base import ChildDraw
+from ..kernels.screen import Sampling
 from ..row_text import RowText
 from ..system.lazy import cached_property
 
@@ -91,6 +93,14 @@ _TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
 }
 
 
+# Processors by which tokens are drawn, in transformers' order, and the names of their parameters.
+_SAMPLING = {
+    logits_process.TemperatureLogitsWarper: "temperature",
+    logits_process.TopPLogitsWarper: "top_p",
+    logits_process.MinPLogitsWarper: "min_p",
+}
+
+
 class TokenSelector:
     """The logits processors on the true prefix, then argmax or one random draw.
 
@@ -124,12 +134,18 @@ class TokenSelector:
         return count
 
     @cached_property
-    def temperature(self) -> float | None:
-        """With which tokens are drawn from all others; None where something else decides."""
+    def sampling(self) -> Sampling | None:
+        """By what tokens are drawn from all others; None where something else decides."""
         kinds = [type(processor) for processor in self.processors]
-        if not self.do_sample or kinds not in ([], [logits_process.TemperatureLogitsWarper]):
+        if not self.do_sample or kinds != [kind for kind in _SAMPLING if kind in kinds]:
             return None
-        return float(self.processors[0].temperature) if kinds else 1.0
+        for one in self.processors:
+            removed = getattr(one, "filter_value", -math.inf)
+            if removed != -math.inf or getattr(one, "min_tokens_to_keep", 1) != 1:
+                return None
+        names = map(_SAMPLING.__getitem__, kinds)
+        values = zip(names, self.processors, strict=True)
+        return Sampling(**{name: float(getattr(one, name)) for name, one in values})
 
     def touched(self, row: RowText, vocab_size: int) -> torch.Tensor | None:
         """int64 [n], different: the tokens whose logits processors may change; None: none."""

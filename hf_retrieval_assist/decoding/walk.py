@@ -19,7 +19,7 @@ from ..kernels.screen import Screened
 from ..row_text import Path, RowText
 from ..token_tree import TokenTree
 from ..verification.verified import Verified
-from .dice import Dice
+from .dice import Dice, quotient_token
 from .recorder import OutputRecorder
 from .selection import TokenSelector
 from .stopping import Stopping
@@ -130,14 +130,19 @@ class Walk(Walker):
         self, screened: Screened, walking: Sequence[RowText], places: Sequence[int]
     ) -> list[int] | None:
         """The tokens, where they are drawn from all and the draws are known beforehand."""
-        temperature = self.select.temperature
-        if temperature is None:
+        sampling = self.select.sampling
+        if sampling is None:
             return None
-        return self.dice.draw_by(
-            walking,
-            screened.near.shape[1],
-            lambda i, noise: screened.draw(places[i], noise, temperature),
-        )
+
+        def choose(i: int, noise: torch.Tensor) -> int:
+            token = screened.draw(places[i], noise, sampling)
+            if token is None:
+                logits = screened.whole(places[i])[None].float()
+                scores = self.select.process([walking[i]], logits)
+                token = quotient_token(scores[0].softmax(dim=-1), noise)
+            return token
+
+        return self.dice.draw_by(walking, screened.near.shape[1], choose)
 
     def _decisive(
         self, screened: Screened, walking: Sequence[RowText], places: Sequence[int]

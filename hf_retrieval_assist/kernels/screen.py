@@ -9,7 +9,7 @@ win; their logits alone are computed in full, by the kernel that would have comp
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from .quantized import QuantizedWeight, quantized_linear
 from .skinny import skinny_linear
 
-__all__ = ["Screen", "Screened", "largest"]
+__all__ = ["Sampling", "Screen", "Screened", "largest"]
 
 # A row of weights or of x whose norm is greater, or a row of x whose norm is less, might overflow
 # or underflow on the way; it is computed in full.
@@ -33,11 +33,28 @@ MOST_CANDIDATES = 1 / 16
 CERTAIN_LEAD = 1e-4
 CERTAIN_DEPTH = 80.0
 
+# So many tokens that top-p or min-p removes are drawn before all logits are asked for; and of so
+# many of the likeliest logits are computed where bounds of theirs do not tell what is removed.
+MOST_DRAWS = 8
+HEAD = 256
+
 # From here on the largest of a row are looked for in blocks, of which few are looked into.
 _BLOCK = 512
 _LEAST_BLOCKS = 8
 
 _Bounds: TypeAlias = tuple[torch.Tensor, float, torch.Tensor]
+
+
+class Sampling(NamedTuple):
+    """What a token is drawn from: softmax(logits / temperature), of which transformers' top-p and
+    then its min-p keep the likeliest."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+PLAIN = Sampling()
 
 
 class Screen:
@@ -134,44 +151,144 @@ class Screened:
         ids, logits = self.logits(row)
         return int(ids[logits.argmax()])
 
-    def draw(self, row: int, noise: torch.Tensor, temperature: float = 1.0) -> int:
-        """The token of the greatest p / noise, with p = softmax(logits / temperature).
+    def draw(self, row: int, noise: torch.Tensor, sampling: Sampling = PLAIN) -> int | None:
+        """The token of the greatest p / noise, with p the probabilities of those that are kept.
 
         So `torch.multinomial` draws one token where `noise` is what it takes from the generator.
-        Where rounding could decide between two tokens, the whole layer is computed.
 
         Args:
             noise: float32 [tokens], positive, of the exponential distribution.
-            temperature: positive.
+            sampling: its temperature is positive.
+
+        Returns:
+            None where all logits are needed, or rounding could decide between two tokens.
 
         Raises:
             ValueError: the temperature is not positive.
         """
-        if not temperature > 0:
-            raise ValueError(f"temperature: expected a positive number, got {temperature}")
-        screen, near, norm = self._screen, self.near[row], self._norms[row]
-        if LEAST_NORM < norm < MOST_NORM and not len(screen.unknown):
-            margins = screen.bounds * (norm * (1 + 2.0**-20)) + LEAST_MARGIN
-            gains = noise.log().neg_()
-            middle = near / temperature + gains
-            # Rounding of the lines above, and of the logit to its dtype.
-            spread = margins + near.abs() * torch.finfo(self._x.dtype).eps
-            spread = spread / temperature + middle.abs() * 2.0**-20 + gains.abs() * 2.0**-20
-            ids = (middle + spread >= (middle - spread).amax()).nonzero()[:, 0]
-            # The greatest logit tells how small a probability is.
-            peak = (near - margins).amax().item() / temperature
-            ids, logits = self._some(row, ids)
-            scores = logits.double() / temperature + gains[ids].double()
-            best = scores.topk(min(2, len(scores)))
-            first = int(best.indices[0])
-            lead = float(best.values[0] - best.values[1]) if len(scores) > 1 else math.inf
-            # In float32, as softmax will take it: one that is not finite leaves no probability
-            # what it would be without.
-            logit = (logits[first].float() / temperature).item()
-            deep = logit < peak - CERTAIN_DEPTH
-            if lead > CERTAIN_LEAD and logit < math.inf and not deep:
-                return int(ids[first])
-        return int((torch.softmax(self.whole(row).float() / temperature, -1) / noise).argmax())
+        if not sampling.temperature > 0:
+            raise ValueError(f"temperature: expected a positive number, got {sampling.temperature}")
+        screen, norm = self._screen, self._norms[row]
+        if not LEAST_NORM < norm < MOST_NORM or len(screen.unknown):
+            return None
+        near, norm = self.near[row], norm * (1 + 2.0**-20)
+        # One that may overflow leaves no probability what it would be without.
+        if not float(near.abs().amax()) + screen.most_bound * norm < torch.finfo(self._x.dtype).max:
+            return None
+        margins = screen.bounds * norm + LEAST_MARGIN
+        return _Draw(self._x[row], screen.weight, near, margins, sampling).token(noise)
+
+
+class _Draw:
+    """One draw from a row.
+
+    Args:
+        x, weight: the row, and what it is multiplied by.
+        near, margins: float32 [tokens], approximate logits, and how far from them the true ones
+            may be.
+
+    Attributes:
+        low, high: float32 [tokens], bounds of the logits as plain decoding divides them by the
+            temperature; equal where they have been computed.
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        near: torch.Tensor,
+        margins: torch.Tensor,
+        sampling: Sampling,
+    ) -> None:
+        self._x, self._weight, self._sampling = x, weight, sampling
+        # Min-p keeps what is no further below the greatest.
+        self._floor = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+        # Rounding of the logit to its dtype, then of the lines below.
+        spread = (margins + near.abs() * torch.finfo(x.dtype).eps) / sampling.temperature
+        middle = near / sampling.temperature
+        spread = spread * (1 + 2.0**-20) + middle.abs() * 2.0**-20
+        self.low, self.high = middle - spread, middle + spread
+
+    def token(self, noise: torch.Tensor) -> int | None:
+        """See :meth:`Screened.draw`."""
+        gains = noise.log().neg_()
+        slack = gains.abs() * 2.0**-19
+        least, most = self.low + gains - slack, self.high + gains + slack
+        if self._floor > -math.inf:
+            removed = self.high < self.low.amax() + self._floor - CERTAIN_LEAD
+            least[removed] = most[removed] = -math.inf
+        for _ in range(MOST_DRAWS):
+            ids = (most >= least.amax()).nonzero()[:, 0]
+            if not 0 < len(ids) <= MOST_CANDIDATES * len(gains):
+                return None
+            first = self._first(ids, gains)
+            kept = None if first is None else self._keeps(first)
+            if first is None or kept is None:
+                return None
+            if kept:
+                return first
+            least[first] = most[first] = -math.inf
+        return None
+
+    def _compute(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits divided by the temperature, float32, which are known from now on."""
+        logits = skinny_linear(self._x, self._weight[ids]).float() / self._sampling.temperature
+        self.low[ids] = self.high[ids] = logits
+        return logits
+
+    def _first(self, ids: torch.Tensor, gains: torch.Tensor) -> int | None:
+        """Which of the tokens has the greatest score; None where rounding could decide."""
+        logits = self._compute(ids)
+        best = (logits.double() + gains[ids].double()).topk(min(2, len(ids)))
+        first = int(best.indices[0])
+        lead = float(best.values[0] - best.values[-1]) if len(ids) > 1 else math.inf
+        # No token's logit is further below the greatest, whose score is no greater.
+        depth = float(gains[ids[first]] - gains.amin())
+        known = lead > CERTAIN_LEAD and depth < CERTAIN_DEPTH and bool(logits[first].isfinite())
+        return int(ids[first]) if known else None
+
+    def _keeps(self, token: int) -> bool | None:
+        """Whether top-p and min-p keep a token of known logit; None: it is not certain."""
+        if self._sampling.top_p >= 1 and self._sampling.min_p <= 0:
+            return True
+        logit = float(self.low[token])
+        kept = self._is_likely(logit)
+        if kept is None:
+            self._compute(self.high.topk(min(HEAD, len(self.high) // 16)).indices)
+            kept = self._is_likely(logit)
+        return kept
+
+    def _is_likely(self, logit: float) -> bool | None:
+        """Whether top-p and min-p keep a token of this logit, as far as bounds tell."""
+        if int((self.high >= logit).sum()) == 1:
+            return True  # the greatest
+        kept = self._in_nucleus(logit) if self._sampling.top_p < 1 else True
+        if kept is False or logit - float(self.low.amax()) < self._floor - CERTAIN_LEAD:
+            return False
+        return kept if logit - float(self.high.amax()) > self._floor + CERTAIN_LEAD else None
+
+    def _in_nucleus(self, logit: float) -> bool | None:
+        """Whether a token of this logit and all that are less likely have together more than
+        1 - top_p, as far as bounds tell."""
+        shift = float(self.high.amax())
+        least, most = (self.low - shift).exp_(), (self.high - shift).exp_()
+        # That sums of softmax, and of what is up to a token, are rounded in whatever order.
+        rounding = len(least) * 2.0**-23 + CERTAIN_LEAD
+        own, left_out = math.exp(logit - shift), 1 - self._sampling.top_p
+        below = self.high < logit
+        share = _share(least * below, most * ~below, own)
+        if share * (1 - rounding) > left_out:
+            return True
+        below = self.low <= logit
+        if _share(most * below, least * ~below, 0.0) * (1 + rounding) <= left_out:
+            return False
+        return None
+
+
+def _share(part: torch.Tensor, rest: torch.Tensor, moved: float) -> float:
+    """What a part is of both, once so much has moved to it from the rest."""
+    inner, total = float(part.sum()) + moved, float(part.sum()) + float(rest.sum())
+    return inner / total if total > 0 else math.nan
 
 
 _known_bounds: WeakKeyDictionary[QuantizedWeight, _Bounds] = WeakKeyDictionary()

@@ -51,6 +51,32 @@ def test_every_way_is_timed(report, options, monkeypatch):
         assert all(row["1"] > 0 and row["3"] > 0 for row in table.rows)
 
 
+def test_logits_of_a_screened_output_layer_are_counted(monkeypatch):
+    """Of rows whose tokens are certain, and of rows that are too small for bounds."""
+    table = Report("kernel", {}).table("Screened", kernel.SCREEN_COLUMNS)
+    choices = {name: kernel.CHOICES[name] for name in ("greedy", "T 1 top-p 0.9")}
+    monkeypatch.setattr(kernel, "CHOICES", choices)
+    weight = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
+    kinds = {"certain": weight[:3] * 2, "zero": torch.zeros(2, 64)}
+    kernel.screened(table, "tiny", weight, kinds, silent)
+    found = {(row["text"], row["choice"]): row for row in table.rows}
+    assert found["certain", "greedy"]["logits"] == "1 / 1 / 1"
+    assert found["certain", "T 1 top-p 0.9"]["whole"] == "0.0%"
+    assert found["zero", "T 1 top-p 0.9"]["whole"] == "100.0%"
+    assert found["zero", "T 1 top-p 0.9"]["logits"] is None
+    assert [found["all", name]["tokens"] for name in choices] == [5, 5]
+
+
+def test_lifted_rows_have_their_products_and_are_longer():
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(20, 8, generator=generator), torch.randn(3, 8, generator=generator)
+    basis = torch.linalg.qr(torch.randn(32, 32, generator=generator))[0]
+    deep, deep_x = kernel.lifted(weight, basis, side=0), kernel.lifted(x, basis, side=1)
+    torch.testing.assert_close(deep_x @ deep.T, x @ weight.T, rtol=1e-4, atol=1e-4)
+    for rows, before in ((deep, weight), (deep_x, x)):
+        torch.testing.assert_close(rows.norm(dim=1), before.norm(dim=1) * 2**0.5)
+
+
 def test_flips_are_counted_against_one_row(model, report, monkeypatch):
     monkeypatch.setattr(kernel, "PREFIX", 4)
     monkeypatch.setattr(kernel, "PIECE", 12)

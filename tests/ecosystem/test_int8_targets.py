@@ -33,15 +33,18 @@ def by_quanto(model):
     return model
 
 
-def by_bitsandbytes(model):
+def by_bitsandbytes(model, threshold=0.0):
     bnb = pytest.importorskip("bitsandbytes")
     for name, layer in linears(model):
+        bias = layer.bias is not None
         other = bnb.nn.Linear8bitLt(
-            layer.in_features, layer.out_features, layer.bias is not None, has_fp16_weights=False
+            *(layer.in_features, layer.out_features, bias),
+            has_fp16_weights=False,
+            threshold=threshold,
         )
         other.load_state_dict(layer.state_dict())
         model.set_submodule(name, other.to("cpu"))
-    return model
+    return model.eval()  # in training it widens the weight and rounds no row
 
 
 @pytest.fixture
@@ -90,5 +93,20 @@ def test_rows_in_eight_bits_stay_with_the_library(quantise, kernel_products, tol
     assert torch.equal(run(model, assistant=assistant), plain)
     # One row of each weight is multiplied to learn what the library means by it.
     assert kernel_products.count(1) <= len(linears(model))
-    if assistant.stats.last.tier == "plain":
-        assert any("cannot draft here: " in text for text in told.messages)
+    plainly = assistant.stats.last.tier == "plain"
+    assert plainly == any("cannot draft here: " in text for text in told.messages)
+
+
+def test_bitsandbytes_without_outliers_is_drafted():
+    """Each row has a scale of its own, and its sums are of integers."""
+    equal(by_bitsandbytes(build(LlamaForCausalLM)))
+
+
+def test_bitsandbytes_with_outliers_says_that_it_is_not(told):
+    """What is an outlier of one row is left out of the eight bits of all rows beside it."""
+    model = by_bitsandbytes(build(LlamaForCausalLM), threshold=1.0)
+    plain = run(model)
+    assistant = knowing(plain)
+    assert torch.equal(run(model, assistant=assistant), plain)
+    assert assistant.stats.last.tier == "plain"
+    assert sum("cannot draft here: " in text for text in told.messages) == 1

@@ -1,13 +1,19 @@
 """The screened output layer against the whole one: the same token, whatever the weights are."""
 
+import argparse
+import typing
+from itertools import islice
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopPLogitsWarper
 
 from hf_retrieval_assist import demo_model
 from hf_retrieval_assist.kernels.quantized import QuantizedWeight
-from hf_retrieval_assist.kernels.screen import Screen
+from hf_retrieval_assist.kernels.screen import PLAIN, Sampling, Screen
 from hf_retrieval_assist.kernels.skinny import skinny_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,10 +28,11 @@ def argmax(screen, x):
     return torch.tensor([found.argmax(row) for row in range(len(x))], dtype=torch.int64)
 
 
-def draw(screen, x, noise, temperature=1.0):
+def draw(screen, x, noise, sampling=PLAIN):
+    """The tokens; -1 where all logits are needed."""
     found = screen.look(x)
-    tokens = [found.draw(row, noise[row], temperature) for row in range(len(x))]
-    return torch.tensor(tokens, dtype=torch.int64)
+    tokens = [found.draw(row, noise[row], sampling) for row in range(len(x))]
+    return torch.tensor([-1 if one is None else one for one in tokens], dtype=torch.int64)
 
 
 def logits(screen, x, also=None, count=1):
@@ -37,9 +44,18 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def plain_draw(x, weight, noise, temperature):
-    logits = skinny_linear(x, weight).float() / temperature
-    return (torch.softmax(logits, -1) / noise).argmax(-1)
+def plain_draw(logits, noise, sampling=PLAIN):
+    """As transformers draws them."""
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits.float())
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    if sampling.min_p > 0:
+        scores = MinPLogitsWarper(sampling.min_p)(None, scores)
+    return (torch.softmax(scores, -1) / noise).argmax(-1)
+
+
+def assert_drawn(drawn, expected):
+    assert torch.equal(drawn, torch.where(drawn < 0, drawn, expected))
 
 
 @st.composite
@@ -72,20 +88,52 @@ def test_the_greatest_logit_is_that_of_the_whole_layer(layer):
     assert torch.equal(argmax(screen_of(weight), x), skinny_linear(x, weight).argmax(-1))
 
 
-@settings(deadline=None, max_examples=300)
-@given(layer=layers(), seed=st.integers(0, 99), temperature=st.sampled_from([0.3, 1.0, 1.5]))
-def test_the_drawn_token_is_that_of_the_whole_layer(layer, seed, temperature):
+@settings(deadline=None, max_examples=600)
+@given(
+    layer=layers(),
+    seed=st.integers(0, 99),
+    temperature=st.sampled_from([1e-30, 0.01, 0.3, 1.0, 1.5, 20.0]),
+    top_p=st.sampled_from([1.0, 1.0, 0.0, 0.02, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
+)
+def test_the_drawn_token_is_that_of_the_whole_layer(layer, seed, temperature, top_p, min_p):
     x, weight = layer
+    sampling = Sampling(temperature, top_p, min_p)
     noise = torch.empty(len(x), len(weight)).exponential_(generator=generator(seed))
-    drawn = draw(screen_of(weight), x, noise, temperature)
-    assert torch.equal(drawn, plain_draw(x, weight, noise, temperature))
+    drawn = draw(screen_of(weight), x, noise, sampling)
+    assert_drawn(drawn, plain_draw(skinny_linear(x, weight), noise, sampling))
+
+
+def test_a_logit_that_its_dtype_makes_infinite():
+    """It leaves no distribution, although another token's score is greater."""
+    weight = torch.zeros(64, 1, dtype=torch.float16)
+    weight[:2, 0] = torch.tensor([656.0, 655.0])
+    noise = torch.ones(1, 64)
+    noise[0, 1] = 1e-20
+    screen, sampling = screen_of(weight), Sampling(4.0)
+    assert draw(screen, torch.full((1, 1), 100.0).half(), noise, sampling).tolist() == [-1]
+    assert draw(screen, torch.full((1, 1), 90.0).half(), noise, sampling).tolist() == [1]
 
 
 def test_a_logit_that_the_temperature_makes_infinite():
-    x, weight = torch.ones(1, 1), torch.tensor([[1.5], [2e38]])
-    noise = torch.ones(1, 2)
-    drawn = draw(screen_of(weight), x, noise, 0.3)
-    assert torch.equal(drawn, plain_draw(x, weight, noise, 0.3))
+    weight, x = torch.zeros(64, 1), torch.full((1, 1), 1e17)
+    weight[5] = 1e17
+    screen, noise = screen_of(weight), torch.ones(1, 64)
+    assert draw(screen, x, noise, Sampling(1e-5)).tolist() == [-1]
+    assert draw(screen, x, noise, Sampling(1.0)).tolist() == [5]
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize(("top_p", "min_p"), [(1.0, 0.0), (0.9, 0.0), (1.0, 0.05), (0.7, 0.1)])
+def test_most_draws_are_told(temperature, top_p, min_p):
+    """Of rows whose logits fall off as those of text do."""
+    weight = torch.randn(20_000, 64, generator=generator(0))
+    x = torch.randn(200, 64, generator=generator(1)) / 2
+    noise = torch.empty(200, 20_000).exponential_(generator=generator(2))
+    sampling = Sampling(temperature, top_p, min_p)
+    drawn = draw(screen_of(weight), x, noise, sampling)
+    assert_drawn(drawn, plain_draw(skinny_linear(x, weight), noise, sampling))
+    assert int((drawn < 0).sum()) < 40
 
 
 @settings(deadline=None, max_examples=100)
@@ -153,9 +201,46 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"packed: expected \[10, 8\], got \[10, 7\]"):
         Screen(weight, QuantizedWeight.pack(weight[:, :7]))
     with pytest.raises(ValueError, match="temperature: expected a positive"):
-        draw(screen_of(weight), torch.ones(1, 8), torch.ones(1, 10), 0.0)
+        draw(screen_of(weight), torch.ones(1, 8), torch.ones(1, 10), Sampling(0.0))
     with pytest.raises(TypeError, match=r"x: expected torch\.float32"):
         argmax(screen_of(weight), torch.ones(1, 8).half())
+
+
+def states_of_text(model, tokenizer, files):
+    """Hidden states behind each token of Python's own library, 64 rows at a time."""
+    for path in files:
+        ids = tokenizer(path.read_text(encoding="utf-8", errors="ignore")).input_ids
+        for start in range(0, len(ids) - 512, 512):
+            piece = torch.tensor([ids[start : start + 512]])
+            yield from model.model(input_ids=piece).last_hidden_state[0].split(64)
+
+
+def compare_with_whole(screen, x, noise, samplings):
+    """How many tokens were compared, wrong, and not told, of a choice and of each sampling."""
+    whole = skinny_linear(x, screen.weight)
+    chosen = argmax(screen, x)
+    counts = [(len(x), int((chosen != whole.argmax(-1)).sum()), 0)]
+    for sampling in samplings:
+        drawn = draw(screen, x, noise, sampling)
+        wrong = (drawn >= 0) & (drawn != plain_draw(whole, noise, sampling))
+        counts.append((len(x), int(wrong.sum()), int((drawn < 0).sum())))
+    return torch.tensor(counts)
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+@torch.inference_mode()
+def test_many_real_rows_of_the_demo_model():
+    model, tokenizer = demo_model.load_demo_model()
+    screen = screen_of(model.lm_head.weight)
+    samplings = (PLAIN, Sampling(0.7, top_p=0.9), Sampling(1.5, min_p=0.05))
+    noise = torch.empty(64, len(screen.weight)).exponential_(generator=generator(0))
+    states = states_of_text(model, tokenizer, [Path(argparse.__file__), Path(typing.__file__)])
+    counts = sum(compare_with_whole(screen, x, noise, samplings) for x in islice(states, 8))
+    compared, wrong, not_told = counts.unbind(1)
+    assert compared.tolist() == [512] * 4
+    assert wrong.tolist() == [0] * 4
+    assert int(not_told.max()) < 50
 
 
 @pytest.mark.demo
@@ -169,5 +254,5 @@ def test_real_rows_of_the_demo_model():
     screen, whole = screen_of(weight), skinny_linear(x, weight)
     assert torch.equal(argmax(screen, x), whole.argmax(-1))
     noise = torch.empty_like(whole).exponential_(generator=generator(0))
-    assert torch.equal(draw(screen, x, noise), plain_draw(x, weight, noise, 1.0))
+    assert_drawn(draw(screen, x, noise), plain_draw(whole, noise))
     assert max(len(ids) for ids, _ in logits(screen, x)) < 1000
