@@ -9,7 +9,7 @@ recording serves every step of a width; see :mod:`.replay`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..host.compiled import Compiled
 from ..host.feature_taps import FeatureTaps
 from ..host.transformers_private import attention_of
 from ..kernels.split_attention import AttentionBy, SplitAttention
@@ -37,7 +38,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Tokens fed per row; what is wider is fed as it is."""
 
 COMPILED_WIDTHS = (1, 4, 16, 64)
-"""The same where every width is compiled, which takes its time."""
+"""The same where every width may be compiled, which takes its time."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ class ForwardOptions:
         keeps_cache: whether the cache outlives the call.
         most_tokens: see :class:`~.verifiers.Verifier`.
         recorded: whether forwards may be repeated from a recording.
-        compiled: what is called in the model's place, compiled for every width (the model itself,
-            where its caller has compiled it); None: the model.
+        compiled: what is called in the model's place; None: the model.
     """
 
     taps: FeatureTaps | None = None
@@ -61,7 +61,7 @@ class ForwardOptions:
     keeps_cache: bool = True
     most_tokens: int | None = None
     recorded: bool = False
-    compiled: Callable[..., Any] | None = None
+    compiled: Compiled | None = None
 
 
 def stays_in_place(device: torch.device) -> bool:
@@ -134,18 +134,19 @@ class FixedVerifier(TreeVerifier):
         self.options = options
         self.attention_by = by
         self.taps = options.taps or FeatureTaps(self.model, [])
-        self.widths = WIDTHS if options.compiled is None else COMPILED_WIDTHS
-        if options.compiled is not None:
-            self.call = options.compiled
+        compiled = options.compiled
+        self.widths = WIDTHS if compiled is None or compiled.widens else COMPILED_WIDTHS
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
         self._workspace = self._lend(self.cache.slots.longest)
         self._workspace.arena.hold(self.cache.slot_layers)
+        if compiled is not None:
+            self.call = compiled.call if self._workspace.record is None else compiled.recordable
 
     def _lend(self, slots: int) -> Workspace:
         """A workspace with room for so many kept slots, ready for this call."""
-        rules = self.attention.rules
-        recorded = self.options.recorded and self.options.compiled is None
+        rules, compiled = self.attention.rules, self.options.compiled
+        recorded = self.options.recorded and (compiled is None or compiled.recordable is not None)
         capacity = capacity_bucket(max(slots, self.options.capacity) + self.widths[-1])
         if recorded:
             capacity = with_room(capacity, self._slot_bytes())
@@ -159,8 +160,8 @@ class FixedVerifier(TreeVerifier):
             top_k=self.options.top_k,
             taps=self.taps.boundaries,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
-            compiled=self.options.compiled is not None,
-            attention_by=self.attention_by if self.options.compiled is None else "mask",
+            compiled=compiled is not None,
+            attention_by=self.attention_by if compiled is None else "mask",
         )
         workspace = WORKSPACES.lend(self.model, shape, recorded, self.kwargs)
         workspace.masks.start(self.attention.prompt_mask)
@@ -173,9 +174,10 @@ class FixedVerifier(TreeVerifier):
 
     @property
     def manner(self) -> str:  # type: ignore[override]
+        recorded = self._workspace.record is not None
         if self.options.compiled is not None:
-            return "compiled"
-        return "recorded" if self._workspace.record is not None else "in place"
+            return "compiled recorded" if recorded else "compiled"
+        return "recorded" if recorded else "in place"
 
     def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
         limited = super().limit(trees, rows)
@@ -235,8 +237,10 @@ class FixedVerifier(TreeVerifier):
         self.feeding = True
         self.taps.show(shown.features)
         if step.replay.fault is not None:
-            WORKSPACES.refuse(self.model, step.replay.fault)
-            self._workspace.record = None
+            WORKSPACES.refuse(self.model, self._workspace.shape, step.replay.fault)
+            self._workspace.record_no_more()
+            if self.options.compiled is not None:
+                self.call = self.options.compiled.call
         return shown
 
     def _repeatable(self, step: Step) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..host.compiled import Compiled
 from ..host.transformers_private import input_device, kwargs_after, uncompiled
 from ..row_text import RowText
 from ..token_tree import TokenTree
@@ -119,7 +120,8 @@ class _Probe:
         cache = SlotCache(self.config)
         kwargs, _ = self._feed_prompt(cache)
         cache.begin(rows)
-        options = ForwardOptions(compiled=model.__call__ if service.compiled else None)
+        compiled = Compiled(model.__call__, widens=True) if service.compiled else None
+        options = ForwardOptions(compiled=compiled)
         self.verifier = service.verifier(model, cache, kwargs, self.prompt, options)
 
     def narrow_error(self) -> float:

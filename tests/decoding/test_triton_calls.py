@@ -45,7 +45,7 @@ def attended(monkeypatch):
     """The shapes of the queries that the kernels were given."""
     serve_in_place(monkeypatch)
     # What is recorded here are PyTorch's operators.
-    monkeypatch.setattr(replay, "recorder", lambda device: None)
+    monkeypatch.setattr(replay, "recorder", lambda device, compiled: None)
     monkeypatch.setattr(service, "ways", lambda device: ["triton"])
     # Interpreted, a program takes milliseconds: narrow forwards over few slots.
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 4, 8))
