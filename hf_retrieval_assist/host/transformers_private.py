@@ -139,8 +139,8 @@ def makes_graphs(compiled: Any) -> bool:
 
 
 def compilations() -> int:
-    """Frames that `torch.compile` has met in this process."""
-    return int(torch._dynamo.utils.counters["frames"]["total"])
+    """Graphs that `torch.compile` has made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:

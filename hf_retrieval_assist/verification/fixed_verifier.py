@@ -27,7 +27,7 @@ from .arena import capacity_bucket, with_room
 from .fed_tokens import FedTokens
 from .kv_cache import SlotCache, SlotLayer, moved_from
 from .packed_buffer import PackedBuffer
-from .replay import Shown
+from .replay import Record, Shown
 from .top_logits import FoundTop, TopLogits
 from .tree_attention import Int64Array, LayerMask
 from .verified import Verified
@@ -140,15 +140,13 @@ class FixedVerifier(TreeVerifier):
         self._moves: tuple[Int64Array, Int64Array] | None = None
         self._workspace = self._lend(self.cache.slots.longest)
         self._workspace.arena.hold(self.cache.slot_layers)
-        if compiled is not None:
-            self.call = compiled.call if self._workspace.record is None else compiled.recordable
 
     def _lend(self, slots: int) -> Workspace:
         """A workspace with room for so many kept slots, ready for this call."""
         rules, compiled = self.attention.rules, self.options.compiled
-        recorded = self.options.recorded and (compiled is None or compiled.recordable is not None)
+        record = self._recorder()
         capacity = capacity_bucket(max(slots, self.options.capacity) + self.widths[-1])
-        if recorded:
+        if record is not None:
             capacity = with_room(capacity, self._slot_bytes())
         shape = Shape(
             batch=len(self.processed),
@@ -163,9 +161,18 @@ class FixedVerifier(TreeVerifier):
             compiled=compiled is not None,
             attention_by=self.attention_by if compiled is None else "mask",
         )
-        workspace = WORKSPACES.lend(self.model, shape, recorded, self.kwargs)
+        workspace = WORKSPACES.lend(self.model, shape, record, self.kwargs)
         workspace.masks.start(self.attention.prompt_mask)
+        if compiled is not None:
+            self.call = compiled.call if record is None else compiled.recordable
         return workspace
+
+    def _recorder(self) -> Record | None:
+        """What records the call's forwards; None: nothing does."""
+        compiled = self.options.compiled
+        if not self.options.recorded or (compiled is not None and compiled.recordable is None):
+            return None
+        return WORKSPACES.recorder(self.model, compiled is not None, self.device)
 
     def _slot_bytes(self) -> int:
         """What one slot of all rows and layers takes."""
@@ -237,11 +244,15 @@ class FixedVerifier(TreeVerifier):
         self.feeding = True
         self.taps.show(shown.features)
         if step.replay.fault is not None:
-            WORKSPACES.refuse(self.model, self._workspace.shape, step.replay.fault)
-            self._workspace.record_no_more()
-            if self.options.compiled is not None:
-                self.call = self.options.compiled.call
+            self._record_no_more(step.replay.fault)
         return shown
+
+    def _record_no_more(self, fault: str) -> None:
+        compiled = self.options.compiled
+        WORKSPACES.refuse(self.model, compiled is not None, fault)
+        self._workspace.record_no_more()
+        if compiled is not None:
+            self.call = compiled.call
 
     def _repeatable(self, step: Step) -> bool:
         """Whether the forward reads nothing that belongs to this call only.

@@ -178,17 +178,21 @@ class Workspaces:
         self._faults: weakref.WeakKeyDictionary[Any, dict[bool, str]] = weakref.WeakKeyDictionary()
         self._lock = Lock()
 
+    def recorder(self, model: Any, compiled: bool, device: torch.device) -> Record | None:
+        """What records a model's forwards, as they are compiled or its own; None: nothing does."""
+        if self._refuses(model, compiled) or is_autocast(device):
+            return None
+        return replay.recorder(device, compiled)
+
     def lend(
-        self, model: Any, shape: Shape, recorded: bool, arguments: Mapping[str, Any]
+        self, model: Any, shape: Shape, record: Record | None, arguments: Mapping[str, Any]
     ) -> Workspace:
         """The smallest idle workspace of a model that fits, else a new one.
 
         Args:
-            recorded: False where the call's forwards cannot be repeated.
+            record: what records in a new one.
             arguments: the call's.
         """
-        recorded = recorded and not self._refuses(model, shape) and not is_autocast(shape.device)
-        record = replay.recorder(shape.device, shape.compiled) if recorded else None
         if record is None and not shape.compiled:
             return Workspace(shape, None)
         state = _state(model, record, shape, arguments)
@@ -210,7 +214,7 @@ class Workspaces:
     def give_back(self, model: Any, workspace: Workspace, arguments: Mapping[str, Any]) -> None:
         """Keep a workspace for the model's next calls."""
         shape = workspace.shape
-        if self._refuses(model, shape):
+        if self._refuses(model, shape.compiled):
             workspace.record_no_more()
         if workspace.record is None and not shape.compiled:
             return
@@ -223,18 +227,18 @@ class Workspaces:
             idle.append(workspace)
             _leave_few(idle, _MOST_IDLE)
 
-    def refuse(self, model: Any, shape: Shape, fault: str) -> None:
+    def refuse(self, model: Any, compiled: bool, fault: str) -> None:
         """Repeat no forward of a model from now on; compiled ones and its own stand apart."""
         with self._lock:
             faults = self._faults.setdefault(model, {})
-            told = shape.compiled in faults
-            faults[shape.compiled] = fault
+            told = compiled in faults
+            faults[compiled] = fault
         if not told:
-            how = "as they were compiled" if shape.compiled else "one kernel at a time"
+            how = "as they were compiled" if compiled else "one kernel at a time"
             logger.warning("%s: its forwards run %s (%s)", type(model).__name__, how, fault)
 
-    def _refuses(self, model: Any, shape: Shape) -> bool:
-        return shape.compiled in self._faults.get(model, {})
+    def _refuses(self, model: Any, compiled: bool) -> bool:
+        return compiled in self._faults.get(model, {})
 
     def release(self, model: Any) -> None:
         """Give the memory that is kept for a model's next call back."""
