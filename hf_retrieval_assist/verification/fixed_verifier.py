@@ -159,13 +159,19 @@ class FixedVerifier(TreeVerifier):
             taps=self.taps.boundaries,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             compiled=compiled is not None,
-            attention_by=self.attention_by if compiled is None else "mask",
+            attention_by=self._way(record),
         )
         workspace = WORKSPACES.lend(self.model, shape, record, self.kwargs)
         workspace.masks.start(self.attention.prompt_mask)
         if compiled is not None:
             self.call = compiled.call if record is None else compiled.recordable
         return workspace
+
+    def _way(self, record: Record | None) -> AttentionBy:
+        """What computes attention. Code that records itself would go on reading this call's tables,
+        so what is compiled and not recorded here keeps the model's own function."""
+        alone = self.options.compiled is not None and record is None
+        return "mask" if alone else self.attention_by
 
     def _recorder(self) -> Record | None:
         """What records the call's forwards; None: nothing does."""
@@ -267,7 +273,7 @@ class FixedVerifier(TreeVerifier):
     def _compute(self, step: Step) -> Shown:
         inputs = step.inputs.device
         self.cache.slots.places = self._workspace.rows, inputs["slots"]
-        triton = self._workspace.shape.attention_by == "triton"
+        triton = self._way(self._workspace.record) == "triton"
         width = inputs["token_ids"].shape[1]
         masks = self._workspace.masks.build(inputs, empty=triton)
         arguments = {"attention_mask": masks, "position_ids": inputs["positions"]}
@@ -278,7 +284,7 @@ class FixedVerifier(TreeVerifier):
 
     def _attention(self, inputs: dict[str, torch.Tensor], masks: Any) -> Any:
         """Scope of the attention that a forward runs with."""
-        by, fixed = self._workspace.shape.attention_by, self._workspace.masks
+        by, fixed = self._way(self._workspace.record), self._workspace.masks
         if by == "triton":
             from ..kernels.triton_attention import TritonAttention  # needs Triton
 

@@ -120,7 +120,9 @@ class _Probe:
         cache = SlotCache(self.config)
         kwargs, _ = self._feed_prompt(cache)
         cache.begin(rows)
-        compiled = Compiled(model.__call__, widens=True) if service.compiled else None
+        # Attention by kernels is tried where nothing is compiled: what runs is the same.
+        own = service.compiled and service.attention_by == "mask"
+        compiled = Compiled(model.__call__, widens=True) if own else None
         options = ForwardOptions(compiled=compiled)
         self.verifier = service.verifier(model, cache, kwargs, self.prompt, options)
 

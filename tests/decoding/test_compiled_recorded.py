@@ -5,15 +5,17 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, Gemma3ForCausalLM, GenerationConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist.host.compiled import _without_graphs, compiled_forward
 from hf_retrieval_assist.host.transformers_private import compilations, makes_graphs
+from hf_retrieval_assist.kernels.scopes import attending
 from hf_retrieval_assist.verification import replay
 from hf_retrieval_assist.verification.arena import Arena
 from hf_retrieval_assist.verification.fixed_verifier import WIDTHS
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.decoding.test_compiled import INPUTS, static
-from tests.support import op_recorder
+from tests.support import dense_attention, op_recorder
 from tests.support.lossless import PROMPT, build
 from tests.support.oracle_drafter import oracle_assistant
 
@@ -163,3 +165,50 @@ def test_what_is_compiled_in_place_is_recorded_unless_it_records_itself(compiler
     assert compiled_forward(model, config, {}).recordable is None
     # Whose sizes are variables is not known of those.
     assert not found.widens
+
+
+@pytest.mark.parametrize(
+    ("model_class", "inputs"), [(LlamaForCausalLM, "padded"), (Gemma3ForCausalLM, "one row")]
+)
+def test_compiled_code_attends_by_the_kernels(model_class, inputs, compiler, monkeypatch):
+    attended = dense_attention.install(monkeypatch)
+    model = build(model_class)
+    called, graphs, assistant = calls(model, inputs, compiler, 3)
+    assert graphs <= 3
+    assert called[2] == 1
+    (workspace,) = WORKSPACES._idle[model]
+    assert workspace.shape.attention_by == "triton"
+    # Every layer of every forward, whether Python or a recording launched it.
+    before = len(attended)
+    calls(model, inputs, compiler, 1)
+    layers = model.config.num_hidden_layers
+    assert len(attended) - before == layers * assistant.stats.last.forwards
+
+
+def test_compiled_code_that_is_not_recorded_attends_by_itself(compiler, monkeypatch):
+    """What records itself would go on reading the tables of the call that it was made in."""
+    attended = dense_attention.install(monkeypatch)
+    monkeypatch.setattr(replay, "recorder", lambda device, compiled: None)
+    model = build(LlamaForCausalLM)
+    calls(model, "one row", compiler, 1)
+    tested = len(attended)
+    assert tested
+    calls(model, "one row", compiler, 2)
+    assert len(attended) == tested
+    assert WORKSPACES._idle[model][-1].shape.attention_by == "mask"
+
+
+def test_a_copy_of_the_mask_is_not_taken_for_it(compiler):
+    module = nn.Identity()
+    states = torch.ones(1, 2, 3, 4)
+    empty = torch.full((), torch.nan).expand(1, 1, 3, 3)
+    kernels = dense_attention.DenseAttention({empty.data_ptr(): None}, "sdpa")
+
+    @torch.compile(backend=compiler, fullgraph=True)
+    def attend(mask):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, states, states, states, mask)[0]
+
+    with attending("sdpa", {module}, kernels), pytest.raises(RuntimeError, match="got a copy"):
+        attend(torch.full((), torch.nan).expand(1, 1, 3, 3))
+    with attending("sdpa", {module}, kernels):
+        assert torch.equal(attend(torch.zeros(1, 1, 3, 3)), torch.ones(1, 3, 2, 4))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_retrieval_assist.decoding import call, loop
+from hf_retrieval_assist.kernels.scopes import innermost
 from hf_retrieval_assist.verification import replay, service
 
 from .accelerator import _NO_KERNEL, _WAITING, aten
@@ -89,8 +90,15 @@ class Compiler:
         def run(*tensors: Any) -> Any:
             counters["stats"]["called"] += 1
             out = graph.forward(*tensors)
+            scope = innermost()
+
+            def again(*tensors: Any) -> Any:
+                # Its kernels would be those that were recorded, whoever is in which scope.
+                with scope or nullcontext():
+                    return graph.forward(*tensors)
+
             for tape in _Tape.running[-1:]:
-                tape.operators.append((graph.forward, tensors, {}, out))
+                tape.operators.append((again, tensors, {}, out))
             return out
 
         return run
