@@ -133,7 +133,12 @@ class _Routed:
         return scope.compute(self._outside, module, *arguments, **options)
 
 
-@torch.library.custom_op("hf_retrieval_assist::attention", mutates_args=())
+@torch.library.custom_op(
+    "hf_retrieval_assist::attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float? scaling, float? softcap, "
+    "Tensor? sinks) -> Tensor",
+)
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,

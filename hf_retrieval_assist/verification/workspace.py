@@ -157,7 +157,7 @@ class Workspace:
 
     def record_no_more(self) -> None:
         """From now on, forwards are computed in it."""
-        self.record = self.state = None
+        self.record, self.state = None, torch.is_inference_mode_enabled()
 
     @property
     def made(self) -> int:
@@ -258,5 +258,8 @@ def _leave_few(idle: list[Workspace], most: int) -> None:
 def _state(
     model: nn.Module, record: Record | None, shape: Shape, arguments: Mapping[str, Any]
 ) -> Any:
-    """What has to be as it was; where nothing is recorded, `torch.compile` sees to that."""
-    return None if record is None else recorded_state(model, arguments, shape.device)
+    """What has to be as it was; where nothing is recorded, `torch.compile` sees to all of it but
+    that tensors of the inference mode are not written to outside."""
+    if record is None:
+        return torch.is_inference_mode_enabled()
+    return recorded_state(model, arguments, shape.device)

@@ -166,6 +166,15 @@ def test_buffers_that_grow_are_compiled_once_more(compiler, widths, monkeypatch)
     assert set(widths) == {1}
 
 
+def test_inference_mode_in_one_call_and_not_in_the_next(compiler):
+    model = build(LlamaForCausalLM)
+    options = static(compiler, max_new_tokens=8)
+    plain = run(model, **options)
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(plain, run(model, **options, assistant=knowing(plain)))
+
+
 def test_states_are_returned_by_plain_decoding(compiler, widths):
     model = build(LlamaForCausalLM)
     options = static(compiler, return_dict_in_generate=True, output_hidden_states=True)
