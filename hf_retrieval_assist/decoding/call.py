@@ -100,7 +100,8 @@ class Call:
     def service(self, planner: Planner) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it."""
         width = 1 + planner.most_nodes(few=not stays_in_place(self.input_ids.device))
-        demand = Demand(width, self.in_plain is not None, self._returns_states)
+        compiled, widens = self.in_plain, bool(self.in_plain and self.in_plain.widens)
+        demand = Demand(width, compiled is not None, self._returns_states, widens)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
         if why is None:

@@ -122,7 +122,7 @@ class _Probe:
         cache.begin(rows)
         # Attention by kernels is tried where nothing is compiled: what runs is the same.
         own = service.compiled and service.attention_by == "mask"
-        compiled = Compiled(model.__call__, widens=True) if own else None
+        compiled = Compiled(model.__call__, widens=service.widens) if own else None
         options = ForwardOptions(compiled=compiled)
         self.verifier = service.verifier(model, cache, kwargs, self.prompt, options)
 

@@ -60,11 +60,13 @@ class Demand:
         width: tokens per row that they may feed.
         compiled: whether they are compiled.
         states: whether they return hidden states or attentions.
+        widens: see :class:`~hf_retrieval_assist.host.compiled.Compiled`.
     """
 
     width: int = 65
     compiled: bool = False
     states: bool = False
+    widens: bool = False
 
 
 class _Verdicts:
@@ -122,7 +124,8 @@ def choose_service(
     packs = batch_size > 1 and _packs(model, model_kwargs)
     several = padded or (batch_size > 1 and not piped)
     with _lock:
-        key = (model_settings(model), model.dtype, several, packs, demand.compiled, demand.states)
+        wanted = demand.compiled, demand.widens, demand.states
+        key = (model_settings(model), model.dtype, several, packs, *wanted)
         verdicts = _services.setdefault(model, _Verdicts())
         if (known := verdicts.get(key, demand.width)) is not None:
             return known
@@ -213,7 +216,14 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     compiled = demand.compiled and why is None
     # Attentions that a call returns have as many columns as slots are in use.
     in_place = (stays_in_place(input_device(model)) or compiled) and not demand.states
-    one = Service(Tier.TREE, "one mask", single_mask(config), in_place=in_place, compiled=compiled)
+    one = Service(
+        Tier.TREE,
+        "one mask",
+        single_mask(config),
+        in_place=in_place,
+        compiled=compiled,
+        widens=demand.widens,
+    )
     trees = [one]
     if rules := layer_masks(config):
         trees.insert(0, replace(one, reason="a mask per layer type", rules=rules))
