@@ -218,6 +218,7 @@ class Bench:
         manners: dict[str, Options] = {"ours, eager": lambda: {"assistant": make(False)}}
         if self.model.device.type == "cuda":
             manners["ours, graphs"] = lambda: {"assistant": make(True)}
+            manners["ours, compiled graphs"] = lambda: {"assistant": make(True), **self._compiled()}
         manners["ours, compiled"] = lambda: {"assistant": make(False), **self._compiled()}
         return manners
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import (
+    CompileConfig,
     Gemma3ForCausalLM,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -28,7 +30,8 @@ from hf_retrieval_assist import (
     SequoiaAssistant,
     SuffixAssistant,
 )
-from hf_retrieval_assist.decoding.loop import Generation
+from hf_retrieval_assist.decoding.loop import Generation, cost_key
+from hf_retrieval_assist.host.transformers_private import compilations
 from hf_retrieval_assist.verification import fixed_verifier
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
@@ -315,15 +318,61 @@ def test_no_kernel_of_attention_is_planned_anew(llama, graphs):
 
 
 @pytest.mark.slow
-def test_compiled_steps(llama):
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs", "reduce-overhead"])
+def test_compiled_steps_are_graphs(llama, mode):
+    """Of the package's own, one launch a step, whatever mode the caller has compiled in."""
     model = copy.deepcopy(llama)
+    options = {
+        "cache_implementation": "static",
+        "max_new_tokens": 60,
+        "compile_config": CompileConfig(mode=mode),
+    }
+    plain = run(model, **options)
+    before = compilations()
+    for _ in range(3):
+        assistant = oracle_assistant(plain)
+        with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as seen:
+            assert torch.equal(plain, run(model, assistant=assistant, **options))
+        assert assistant.stats.last.accepted > 0
+    assert compilations() - before <= 3
+    assert {key.manner for key in assistant.costs._models} == {"compiled recorded"}
+    assert idle(model).shape.attention_by == "triton"
+    steps = idle(model)._steps.values()
+    assert any(step.replay._trusted for step in steps)
+    assert [step.replay.fault for step in steps] == [None] * len(steps)
+    # All but a call's first forward, which asks the model how it prepares its inputs.
+    launched = sum(one.count for one in seen.key_averages() if one.key == "cudaGraphLaunch")
+    assert launched == assistant.stats.last.forwards - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_steps_of_models_compiled_in_place(llama, mode):
+    """Recorded, unless they record themselves."""
+    model = copy.deepcopy(llama)
+    plain = run(model, max_new_tokens=60)
+    model.compile(mode=mode)
+    for _ in range(3):
+        assistant = oracle_assistant(plain)
+        assert torch.equal(plain, run(model, max_new_tokens=60, assistant=assistant))
+    manner = "compiled recorded" if mode == "default" else "compiled"
+    assert {key.manner for key in assistant.costs._models} == {manner}
+
+
+@pytest.mark.slow
+def test_compiled_calls_rest_in_what_plain_decoding_compiled(llama):
+    """The text's tokens are plain's, and its account is not that of calls that are not compiled."""
+    model, assistant = copy.deepcopy(llama), SamAssistant()
     options = {"cache_implementation": "static", "max_new_tokens": 60}
     plain = run(model, **options)
+    key = replace(cost_key(model, PROMPT.to(DEVICE)), manner="compiled")
+    before = compilations()
     for _ in range(2):
-        assistant = oracle_assistant(plain)
+        assistant.account(key)._rests = 1
         assert torch.equal(plain, run(model, assistant=assistant, **options))
-        assert assistant.stats.last.accepted > 0
-    assert idle(model).shape.compiled
+        assert assistant.stats.last.tier == "at rest"
+    assert compilations() == before
+    assert assistant.account(key)._plain[False].seconds > 0
 
 
 def test_a_callers_static_cache(llama):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers.generation import GenerationMode
 
 from ..drafters.base import Target
 from ..host import transformers_private
+from ..host.compiled import Compiled, compiled_forward
 from ..host.fingerprint import fingerprint
 from ..planning.planner import Planner
 from ..row_text import strip_padding
@@ -100,7 +100,8 @@ class Call:
     def service(self, planner: Planner) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it."""
         width = 1 + planner.most_nodes(few=not stays_in_place(self.input_ids.device))
-        demand = Demand(width, self._compiled is not None, self._returns_states)
+        compiled, widens = self.in_plain, bool(self.in_plain and self.in_plain.widens)
+        demand = Demand(width, compiled is not None, self._returns_states, widens)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
         if why is None:
@@ -175,18 +176,16 @@ class Call:
         return length or (0 if embeds is None else embeds.shape[1])
 
     @cached_property
-    def _compiled(self) -> Callable[..., Any] | None:
-        """What is called in the model's place after the prefill, compiled by its caller or for
+    def in_plain(self) -> Compiled | None:
+        """What plain decoding calls after the prefill, compiled by the model's caller or for
         `generate`; None: the model. Found once, since it asks every module."""
-        if transformers_private.is_compiled(self.model):
-            return self.model.__call__
-        return transformers_private.compiled_call(self.model, self.config, self.model_kwargs)
+        return compiled_forward(self.model, self.config, self.model_kwargs)
 
-    def compiled(self, service: Service) -> Callable[..., Any] | None:
+    def compiled(self, service: Service) -> Compiled | None:
         """The same as the call is served: attention by kernels of its own is recorded instead."""
         unmasked = transformers_private.why_no_mask(self.model.config) is not None
         replaced = service.attention_by != "mask"
-        return None if replaced and unmasked else self._compiled
+        return None if replaced and unmasked else self.in_plain
 
     def rows_in_step(self, service: Service) -> bool:
         """Whether the rows of the batch have to accept equally many tokens in every step: where

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from ..drafting.policy import DraftingPolicy
 from ..host.fingerprint import fingerprint
 from ..host.ranks import Ranks
+from ..host.transformers_private import compilations
 from ..kernels.reroute import all_scopes_left
 from ..planning.account import Account
 from ..record import CallRecord
@@ -20,7 +21,7 @@ from ..system.log import get_logger
 from ..token_tree import Int32Array
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
-from .loop import Generation, cost_key
+from .loop import Generation, kind_of
 from .plainly import decode_at_rest, decode_plainly
 
 logger = get_logger(__name__)
@@ -80,7 +81,7 @@ def decode(
     if service.tier is Tier.PLAIN:
         result = decode_plainly(call, counts, record)
     else:
-        account = None if record is not None else _account(call, assistant, service)
+        account = None if record is not None else _account(call, assistant)
         if account is not None and account.rests():
             result = _decode_at_rest(call, assistant, counts, account)
         else:
@@ -91,14 +92,14 @@ def decode(
     return result
 
 
-def _account(call: Call, assistant: DraftingPolicy, service: Service) -> Account | None:
+def _account(call: Call, assistant: DraftingPolicy) -> Account | None:
     """What tells whether to draft for the call; None: it is drafted for.
 
-    All ranks would have to decide alike, and compiled callers to wait for another graph.
+    All ranks would have to decide alike.
     """
-    if Ranks.of(call.model).several or call.synced_gpus or call.compiled(service) is not None:
+    if Ranks.of(call.model).several or call.synced_gpus:
         return None
-    return assistant.account(cost_key(call.model, call.input_ids)) if assistant.may_rest() else None
+    return assistant.account(kind_of(call)) if assistant.may_rest() else None
 
 
 def _decode_at_rest(
@@ -106,9 +107,10 @@ def _decode_at_rest(
 ) -> Any:
     """Plainly while drafts make calls slower; timed from the first token on."""
     counts.tier, counts.rests = "at rest", 1
-    rerouted = _reroutes(call, assistant, account)
+    rerouted, before = _reroutes(call, assistant, account), compilations()
     result = decode_at_rest(call, assistant, counts, rerouted)
-    account.count_plain(counts.seconds["forward"], counts.forwards, rerouted)
+    if compilations() == before:
+        account.count_plain(counts.seconds["forward"], counts.forwards, rerouted)
     total = assistant.stats.total
     if total.rests >= _MANY_RESTS and 2 * total.rests > total.calls:
         logger.warning_once(
@@ -128,7 +130,7 @@ def _decode_with_drafts(
     account: Account | None,
 ) -> Any:
     """By the loop; timed from the first token on."""
-    started = time.perf_counter()
+    started, before = time.perf_counter(), compilations()
     generation = Generation(call, assistant, service, counts, record)
     result = generation.run()
     once = counts.seconds["prefill"] + counts.seconds["pack"]
@@ -136,7 +138,8 @@ def _decode_with_drafts(
     plain_steps, plain_step = generation.tokens - 1, generation.plain_step
     counts.saved_forwards = plain_steps - counts.forwards
     counts.saved_seconds = plain_steps * plain_step - sum(counts.seconds[name] for name in PHASES)
-    if account is not None:
+    # What is compiled is compiled once, and says nothing of calls to come.
+    if account is not None and compilations() == before:
         account.count_drafted(seconds, plain_steps, plain_step)
     return result
 
@@ -145,8 +148,8 @@ def _reroutes(call: Call, assistant: DraftingPolicy, account: Account) -> bool:
     """Whether the kernels for few rows serve a call at rest.
 
     In half precision they do whatever that takes: the text depends on how it is rounded, and must
-    not depend on whether the call rests.
+    not depend on whether the call rests. Code that was compiled runs as its caller compiled it.
     """
-    if not assistant.reroute or call.input_ids.device.type != "cpu":
+    if not assistant.reroute or call.in_plain or call.input_ids.device.type != "cpu":
         return False
     return call.model.dtype.itemsize < 4 or account.reroutes()

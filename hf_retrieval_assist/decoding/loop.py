@@ -119,7 +119,7 @@ class Generation:
         self.output_layer = self._output_layer()
         self.compact = self._compact_layers()
         self.decode_scope = private.OptimisedForDecode(call.model)
-        self.cost_key = cost_key(call.model, call.input_ids)
+        self.cost_key = kind_of(call)
         # Accounts of time differ between ranks, which have to ask together.
         self.account = None if self.ranks.several else assistant.account(self.cost_key)
         self.unasked = 0  # steps since drafters were asked
@@ -541,6 +541,12 @@ class Generation:
     def _close(self, session: AssistantSession) -> None:
         self.counts.count_expected(session.expected.accepted, session.expected.rejected)
         session.close()
+
+
+def kind_of(call: Call) -> CostKey:
+    """The calls that have one account with this one: what plain decoding would run tells them."""
+    key = cost_key(call.model, call.input_ids)
+    return key if call.in_plain is None else replace(key, manner="compiled")
 
 
 def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> CostKey:

@@ -108,14 +108,39 @@ def compiled_call(
     return None if call == model.__call__ else call
 
 
+def compiled_of(function: Any) -> Any:
+    """What `torch.compile` made a function of; None: it did not make it."""
+    return getattr(function, "_torchdynamo_orig_callable", None)
+
+
+def compiled_parts(model: nn.Module) -> list[Any]:
+    """What a caller has compiled of the model in place, as it is called."""
+    parts = []
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if (call := getattr(module, "_compiled_call_impl", None)) is not None:
+            parts.append(call)
+        elif isinstance(module, torch._dynamo.OptimizedModule):
+            parts.append(module)
+        elif compiled_of(forward) is not None:
+            parts.append(forward)
+    return parts
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether a caller has compiled the model or a part of it in place."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None
-        or isinstance(module, torch._dynamo.OptimizedModule)
-        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-        for module in model.modules()
-    )
+    return bool(compiled_parts(model))
+
+
+def makes_graphs(compiled: Any) -> bool:
+    """Whether what was compiled records CUDA graphs by itself, and so cannot be recorded."""
+    settings = getattr(compiled, "get_compiler_config", lambda: None)()
+    return bool((settings or {}).get("triton.cudagraphs"))
+
+
+def compilations() -> int:
+    """Graphs that `torch.compile` has made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:

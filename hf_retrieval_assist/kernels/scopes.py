@@ -19,7 +19,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..system.locks import Lock
-from .attention import attention, plain_attention
+from .attention import asks_for_more, attention, plain_attention
 from .skinny import route_depth
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
@@ -126,11 +126,63 @@ class _Routed:
 
     def __call__(self, module: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
         if torch.compiler.is_compiling():
-            return self.plain(module, *arguments, **options)
+            return _in_graph(self.plain, module, *arguments, **options)
         scope = _thread.scope
         if scope is None or module not in scope.modules:
             return self._outside(module, *arguments, **options)
         return scope.compute(self._outside, module, *arguments, **options)
+
+
+@torch.library.custom_op(
+    "hf_retrieval_assist::attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float? scaling, float? softcap, "
+    "Tensor? sinks) -> Tensor",
+)
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the thread's scope computes, as one operator of a graph that `torch.compile` has made:
+    [batch, queries, heads, width]."""
+    scope = _thread.scope
+    assert scope is not None
+    options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks}
+    return scope.compute(_nothing_else, None, query, key, value, mask, **options)[0]
+
+
+@_attention.register_fake
+def _attention_shape(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    batch, heads, queries, _width = query.shape
+    return query.new_empty((batch, queries, heads, value.shape[3]))
+
+
+def _nothing_else(*arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+    raise RuntimeError("attention: expected the mask that the forward was given, got a copy")
+
+
+def _in_graph(
+    plain: Attention,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Attention while `torch.compile` traces, which sees no scopes: a mask that holds one number,
+    seen as many, says that there is one."""
+    if mask is None or any(mask.stride()) or asks_for_more(options):
+        return plain(module, query, key, value, mask, **options)
+    scores = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
+    return _attention(query, key, value, mask, *scores), None
 
 
 class _Registered(Exchange):

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..host.transformers_private import keep_address
 from .kv_cache import SlotLayer
@@ -47,8 +48,7 @@ def with_room(capacity: int, slot_bytes: int) -> int:
 # is nothing beside reading so much, and a cache is moved in without twice its memory.
 MOST_BYTES = 1 << 30
 
-# Heads, head_dim, dtype, device, and the number of the layers' part, or of a buffer that stands
-# alone.
+# Heads, head_dim, dtype, device, and the number of the layers' part.
 _Kind = tuple[int, int, torch.dtype, torch.device, int]
 
 
@@ -58,14 +58,15 @@ class Arena:
     Args:
         batch: rows.
         capacity: slots of each row.
-        joined: whether layers share tensors. `torch.compile` wants tensors that share no memory.
+        apart: whether what a layer sees of a tensor says that it shares no memory with what others
+            see, as `torch.compile` wants it.
         by_slot: whether the heads of a slot lie side by side, as attention in parts wants them.
     """
 
-    def __init__(self, batch: int, capacity: int, joined: bool = True, by_slot: bool = False):
+    def __init__(self, batch: int, capacity: int, apart: bool = False, by_slot: bool = False):
         self.batch = batch
         self.capacity = capacity
-        self.joined = joined
+        self.apart = apart
         self.by_slot = by_slot
         self._groups: list[torch.Tensor] = []
         self._members: dict[_Kind, list[int]] = {}
@@ -105,8 +106,7 @@ class Arena:
             part = taken // MOST_BYTES
             for number, states in enumerate((layer.keys, layer.values), start=2 * i):
                 _, heads, _, depth = states.shape
-                apart = part if self.joined else number
-                members[heads, depth, states.dtype, states.device, apart].append(number)
+                members[heads, depth, states.dtype, states.device, part].append(number)
                 slots = self.batch * self.capacity
                 taken += slots * heads * depth * states.element_size()
         return dict(members)
@@ -123,7 +123,9 @@ class Arena:
     def _home(self, buffer: torch.Tensor) -> torch.Tensor:
         """A layer's view [batch, heads, capacity, head_dim] of one buffer."""
         home = buffer.transpose(1, 2)
-        if not self.joined:
+        if self.apart:
+            # Of one memory, but not of one storage, which torch would have to tell apart.
+            home = from_dlpack(to_dlpack(home))
             # Graphs that torch captures by itself must not take it for an input to copy.
             keep_address(home)
         return home

@@ -9,7 +9,7 @@ recording serves every step of a width; see :mod:`.replay`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..host.compiled import Compiled
 from ..host.feature_taps import FeatureTaps
 from ..host.transformers_private import attention_of
 from ..kernels.split_attention import AttentionBy, SplitAttention
@@ -26,7 +27,7 @@ from .arena import capacity_bucket, with_room
 from .fed_tokens import FedTokens
 from .kv_cache import SlotCache, SlotLayer, moved_from
 from .packed_buffer import PackedBuffer
-from .replay import Shown
+from .replay import Record, Shown
 from .top_logits import FoundTop, TopLogits
 from .tree_attention import Int64Array, LayerMask
 from .verified import Verified
@@ -37,7 +38,7 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Tokens fed per row; what is wider is fed as it is."""
 
 COMPILED_WIDTHS = (1, 4, 16, 64)
-"""The same where every width is compiled, which takes its time."""
+"""The same where every width may be compiled, which takes its time."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,7 @@ class ForwardOptions:
         keeps_cache: whether the cache outlives the call.
         most_tokens: see :class:`~.verifiers.Verifier`.
         recorded: whether forwards may be repeated from a recording.
-        compiled: what is called in the model's place, compiled for every width (the model itself,
-            where its caller has compiled it); None: the model.
+        compiled: what is called in the model's place; None: the model.
     """
 
     taps: FeatureTaps | None = None
@@ -61,7 +61,7 @@ class ForwardOptions:
     keeps_cache: bool = True
     most_tokens: int | None = None
     recorded: bool = False
-    compiled: Callable[..., Any] | None = None
+    compiled: Compiled | None = None
 
 
 def stays_in_place(device: torch.device) -> bool:
@@ -134,9 +134,8 @@ class FixedVerifier(TreeVerifier):
         self.options = options
         self.attention_by = by
         self.taps = options.taps or FeatureTaps(self.model, [])
-        self.widths = WIDTHS if options.compiled is None else COMPILED_WIDTHS
-        if options.compiled is not None:
-            self.call = options.compiled
+        compiled = options.compiled
+        self.widths = WIDTHS if compiled is None or compiled.widens else COMPILED_WIDTHS
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
         self._workspace = self._lend(self.cache.slots.longest)
@@ -144,10 +143,10 @@ class FixedVerifier(TreeVerifier):
 
     def _lend(self, slots: int) -> Workspace:
         """A workspace with room for so many kept slots, ready for this call."""
-        rules = self.attention.rules
-        recorded = self.options.recorded and self.options.compiled is None
+        rules, compiled = self.attention.rules, self.options.compiled
+        record = self._recorder()
         capacity = capacity_bucket(max(slots, self.options.capacity) + self.widths[-1])
-        if recorded:
+        if record is not None:
             capacity = with_room(capacity, self._slot_bytes())
         shape = Shape(
             batch=len(self.processed),
@@ -159,12 +158,27 @@ class FixedVerifier(TreeVerifier):
             top_k=self.options.top_k,
             taps=self.taps.boundaries,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
-            compiled=self.options.compiled is not None,
-            attention_by=self.attention_by if self.options.compiled is None else "mask",
+            compiled=compiled is not None,
+            attention_by=self._way(record),
         )
-        workspace = WORKSPACES.lend(self.model, shape, recorded, self.kwargs)
+        workspace = WORKSPACES.lend(self.model, shape, record, self.kwargs)
         workspace.masks.start(self.attention.prompt_mask)
+        if compiled is not None:
+            self.call = compiled.call if record is None else compiled.recordable
         return workspace
+
+    def _way(self, record: Record | None) -> AttentionBy:
+        """What computes attention. Code that records itself would go on reading this call's tables,
+        so what is compiled and not recorded here keeps the model's own function."""
+        alone = self.options.compiled is not None and record is None
+        return "mask" if alone else self.attention_by
+
+    def _recorder(self) -> Record | None:
+        """What records the call's forwards; None: nothing does."""
+        compiled = self.options.compiled
+        if not self.options.recorded or (compiled is not None and compiled.recordable is None):
+            return None
+        return WORKSPACES.recorder(self.model, compiled is not None, self.device)
 
     def _slot_bytes(self) -> int:
         """What one slot of all rows and layers takes."""
@@ -173,9 +187,10 @@ class FixedVerifier(TreeVerifier):
 
     @property
     def manner(self) -> str:  # type: ignore[override]
+        recorded = self._workspace.record is not None
         if self.options.compiled is not None:
-            return "compiled"
-        return "recorded" if self._workspace.record is not None else "in place"
+            return "compiled recorded" if recorded else "compiled"
+        return "recorded" if recorded else "in place"
 
     def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
         limited = super().limit(trees, rows)
@@ -235,9 +250,15 @@ class FixedVerifier(TreeVerifier):
         self.feeding = True
         self.taps.show(shown.features)
         if step.replay.fault is not None:
-            WORKSPACES.refuse(self.model, step.replay.fault)
-            self._workspace.record = None
+            self._record_no_more(step.replay.fault)
         return shown
+
+    def _record_no_more(self, fault: str) -> None:
+        compiled = self.options.compiled
+        WORKSPACES.refuse(self.model, compiled is not None, fault)
+        self._workspace.record_no_more()
+        if compiled is not None:
+            self.call = compiled.call
 
     def _repeatable(self, step: Step) -> bool:
         """Whether the forward reads nothing that belongs to this call only.
@@ -252,7 +273,7 @@ class FixedVerifier(TreeVerifier):
     def _compute(self, step: Step) -> Shown:
         inputs = step.inputs.device
         self.cache.slots.places = self._workspace.rows, inputs["slots"]
-        triton = self._workspace.shape.attention_by == "triton"
+        triton = self._way(self._workspace.record) == "triton"
         width = inputs["token_ids"].shape[1]
         masks = self._workspace.masks.build(inputs, empty=triton)
         arguments = {"attention_mask": masks, "position_ids": inputs["positions"]}
@@ -263,7 +284,7 @@ class FixedVerifier(TreeVerifier):
 
     def _attention(self, inputs: dict[str, torch.Tensor], masks: Any) -> Any:
         """Scope of the attention that a forward runs with."""
-        by, fixed = self._workspace.shape.attention_by, self._workspace.masks
+        by, fixed = self._way(self._workspace.record), self._workspace.masks
         if by == "triton":
             from ..kernels.triton_attention import TritonAttention  # needs Triton
 

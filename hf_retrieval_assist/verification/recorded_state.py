@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
 from ..host.model_state import modules_of
-from ..host.transformers_private import hooks_of
+from ..host.transformers_private import compiled_of, hooks_of
 
 _PLAIN = frozenset((type(None), bool, int, str))
 _ATOMS = (
@@ -143,6 +143,9 @@ class _Reader:
             return "partial", *map(self.read, (function.func, function.args, function.keywords))
         if isinstance(function, MethodType):
             return "method", self.read(function.__func__), self.read(function.__self__)
+        if (original := compiled_of(function)) is not None:
+            # What torch keeps of it beside goes on changing.
+            return _same(function), self.read(original)
         if isinstance(function, FunctionType):
             cells = [_content(cell) for cell in function.__closure__ or ()]
             given = function.__defaults__, function.__kwdefaults__, cells, self._named(function)

@@ -9,6 +9,7 @@ computation itself gives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +49,9 @@ class Shown:
     outputs: Any
 
 
-def recorder(device: torch.device) -> Record | None:
-    """What records on a device; None: nothing does."""
-    return CudaGraphs(device) if device.type == "cuda" else None
+def recorder(device: torch.device, compiled: bool) -> Record | None:
+    """What records forwards on a device, compiled ones or the model's own; None: nothing does."""
+    return CudaGraphs(device, watched=not compiled) if device.type == "cuda" else None
 
 
 class NoWaits(TorchDispatchMode):
@@ -80,12 +81,17 @@ class CudaGraphs:
 
     PyTorch captures one graph at a time in a process. A capture that fails leaves streams and
     random states as it found them.
+
+    Args:
+        watched: whether what waits is looked for before anything is captured. Under a mode that
+            looks, torch runs what it has compiled as if it had not, and goes on so.
     """
 
     _lock = Lock()
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, watched: bool = True):
         self._device = device
+        self._watch = NoWaits if watched else nullcontext
         self._pool = torch.cuda.graph_pool_handle()
         # PyTorch's own stream for captures is one of the device on which it captured first.
         self._stream = torch.cuda.Stream(device)
@@ -98,7 +104,7 @@ class CudaGraphs:
             # PyTorch goes back to the caller's stream after a capture that ended well only.
             with torch.cuda.stream(self._stream):
                 # Libraries make what they need of a stream, and what cannot be captured shows.
-                with NoWaits():
+                with self._watch():
                     compute()
                 try:
                     recording = self._capture(compute, self._pool)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..host.compiled import Compiled
 from ..host.transformers_private import input_device, kwargs_after, uncompiled
 from ..row_text import RowText
 from ..token_tree import TokenTree
@@ -119,7 +120,10 @@ class _Probe:
         cache = SlotCache(self.config)
         kwargs, _ = self._feed_prompt(cache)
         cache.begin(rows)
-        options = ForwardOptions(compiled=model.__call__ if service.compiled else None)
+        # Attention by kernels is tried where nothing is compiled: what runs is the same.
+        own = service.compiled and service.attention_by == "mask"
+        compiled = Compiled(model.__call__, widens=service.widens) if own else None
+        options = ForwardOptions(compiled=compiled)
         self.verifier = service.verifier(model, cache, kwargs, self.prompt, options)
 
     def narrow_error(self) -> float:

@@ -60,11 +60,13 @@ class Demand:
         width: tokens per row that they may feed.
         compiled: whether they are compiled.
         states: whether they return hidden states or attentions.
+        widens: see :class:`~hf_retrieval_assist.host.compiled.Compiled`.
     """
 
     width: int = 65
     compiled: bool = False
     states: bool = False
+    widens: bool = False
 
 
 class _Verdicts:
@@ -122,7 +124,8 @@ def choose_service(
     packs = batch_size > 1 and _packs(model, model_kwargs)
     several = padded or (batch_size > 1 and not piped)
     with _lock:
-        key = (model_settings(model), model.dtype, several, packs, demand.compiled, demand.states)
+        wanted = demand.compiled, demand.widens, demand.states
+        key = (model_settings(model), model.dtype, several, packs, *wanted)
         verdicts = _services.setdefault(model, _Verdicts())
         if (known := verdicts.get(key, demand.width)) is not None:
             return known
@@ -168,11 +171,25 @@ def _first_right(
     for service in _candidates(model, packs, demand):
         if service.tier is Tier.PLAIN:
             return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
-        found = examined(model, service, model_kwargs, several, demand.width)
+        found = _examined(model, service, model_kwargs, several, demand.width)
         if isinstance(found, Service):
             return replace(found, reason=reason or service.reason)
         reason = f"{service.tier.value} failed its test: {found}"
     raise AssertionError("the last candidate is the plain tier")
+
+
+def _examined(
+    model: Any, service: Service, model_kwargs: dict[str, Any], several: bool, width: int
+) -> Service | str:
+    """The same as `examined`; compiled code computes attention by itself where it cannot be
+    recorded, so both ways have to be right."""
+    if service.compiled and service.attention_by != "mask":
+        own = replace(service, attention_by="mask")
+        found = examined(model, own, model_kwargs, several, width)
+        if isinstance(found, str):
+            return found
+        width = found.width
+    return examined(model, service, model_kwargs, several, width)
 
 
 def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
@@ -199,13 +216,22 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     compiled = demand.compiled and why is None
     # Attentions that a call returns have as many columns as slots are in use.
     in_place = (stays_in_place(input_device(model)) or compiled) and not demand.states
-    one = Service(Tier.TREE, "one mask", single_mask(config), in_place=in_place, compiled=compiled)
+    one = Service(
+        Tier.TREE,
+        "one mask",
+        single_mask(config),
+        in_place=in_place,
+        compiled=compiled,
+        widens=demand.widens,
+    )
     trees = [one]
     if rules := layer_masks(config):
         trees.insert(0, replace(one, reason="a mask per layer type", rules=rules))
     parts = []
-    if in_place and not compiled:
-        parts = [replace(tree, attention_by=way) for way in _ways(model) for tree in trees]
+    if in_place:
+        # Graphs of `torch.compile` know of the kernels of Triton, which made them.
+        found = [way for way in _ways(model) if way == "triton" or not compiled]
+        parts = [replace(tree, attention_by=way) for way in found for tree in trees]
     if why is not None:
         return [*parts, Service(Tier.CHAIN, why), plain]
     if packs and not in_place:

@@ -50,7 +50,7 @@ class Shape:
         top_k: how many of the largest logits are brought to the host.
         vocab_size: of these, ids from here on being left out.
         taps: the boundaries whose hidden states are wanted.
-        compiled: whether `torch.compile` made the forward, and not a recording.
+        compiled: whether `torch.compile` made the forward.
         attention_by: what computes attention.
     """
 
@@ -69,8 +69,8 @@ class Shape:
     def serves(self, other: Shape) -> bool:
         """Whether memory of this shape does for a call that asks for the other one.
 
-        A compiled forward is made anew for another capacity; a recorded one costs what its
-        capacity is, unless attention follows the slots in use.
+        A compiled forward is made anew for another capacity; a recorded one of the model's own
+        costs what its capacity is, unless attention follows the slots in use.
         """
         largest = other.capacity * _MOST_SPARE
         fits = self.capacity >= other.capacity and (self.compiled or self.capacity <= largest)
@@ -143,7 +143,7 @@ class Workspace:
     def __post_init__(self) -> None:
         shape = self.shape
         by_slot = shape.attention_by == "parts"
-        self.arena = Arena(shape.batch, shape.capacity, not shape.compiled, by_slot)
+        self.arena = Arena(shape.batch, shape.capacity, shape.compiled, by_slot)
         rules = shape.rules if isinstance(shape.rules, LayerMask) else dict(shape.rules)
         self.masks = FixedMasks(rules, shape.batch, shape.capacity, shape.dtype, shape.device)
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
@@ -154,6 +154,10 @@ class Workspace:
         if key not in self._steps:
             self._steps[key] = Step(self.shape, self.masks, width, self.record)
         return self._steps[key]
+
+    def record_no_more(self) -> None:
+        """From now on, forwards are computed in it."""
+        self.record, self.state = None, torch.is_inference_mode_enabled()
 
     @property
     def made(self) -> int:
@@ -170,27 +174,33 @@ class Workspaces:
 
     def __init__(self) -> None:
         self._idle: weakref.WeakKeyDictionary[Any, list[Workspace]] = weakref.WeakKeyDictionary()
-        self._faults: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        # By whether the forward is compiled.
+        self._faults: weakref.WeakKeyDictionary[Any, dict[bool, str]] = weakref.WeakKeyDictionary()
         self._lock = Lock()
 
+    def recorder(self, model: Any, compiled: bool, device: torch.device) -> Record | None:
+        """What records a model's forwards, as they are compiled or its own; None: nothing does."""
+        if self._refuses(model, compiled) or is_autocast(device):
+            return None
+        return replay.recorder(device, compiled)
+
     def lend(
-        self, model: Any, shape: Shape, recorded: bool, arguments: Mapping[str, Any]
+        self, model: Any, shape: Shape, record: Record | None, arguments: Mapping[str, Any]
     ) -> Workspace:
         """The smallest idle workspace of a model that fits, else a new one.
 
         Args:
-            recorded: False where the call's forwards cannot be repeated.
+            record: what records in a new one.
             arguments: the call's.
         """
-        recorded = recorded and model not in self._faults and not is_autocast(shape.device)
-        record = replay.recorder(shape.device) if recorded else None
         if record is None and not shape.compiled:
             return Workspace(shape, None)
-        state = _state(model, shape, arguments)
+        state = _state(model, record, shape, arguments)
         with self._lock:
             idle = self._idle.setdefault(model, [])
-            # What was recorded of a model that was changed will not be used again.
-            idle[:] = [kept for kept in idle if kept.shape.compiled or kept.state == state]
+            if record is not None:
+                # What was recorded of a model that was changed will not be used again.
+                idle[:] = [kept for kept in idle if kept.record is None or kept.state == state]
             fitting = [kept for kept in idle if kept.shape.serves(shape) and kept.state == state]
             if fitting:
                 found = min(fitting, key=lambda kept: kept.shape.capacity)
@@ -204,26 +214,31 @@ class Workspaces:
     def give_back(self, model: Any, workspace: Workspace, arguments: Mapping[str, Any]) -> None:
         """Keep a workspace for the model's next calls."""
         shape = workspace.shape
-        if not shape.compiled and (workspace.record is None or model in self._faults):
+        if self._refuses(model, shape.compiled):
+            workspace.record_no_more()
+        if workspace.record is None and not shape.compiled:
             return
         # A model that was changed meanwhile may have been recorded before or after it was.
         grown = workspace.made > workspace.lent_with
-        if grown and workspace.state != _state(model, shape, arguments):
+        if grown and workspace.state != _state(model, workspace.record, shape, arguments):
             return
         with self._lock:
             idle = self._idle.setdefault(model, [])
             idle.append(workspace)
             _leave_few(idle, _MOST_IDLE)
 
-    def refuse(self, model: Any, fault: str) -> None:
-        """Repeat no forward of a model from now on."""
+    def refuse(self, model: Any, compiled: bool, fault: str) -> None:
+        """Repeat no forward of a model from now on; compiled ones and its own stand apart."""
         with self._lock:
-            told = model in self._faults
-            self._faults[model] = fault
+            faults = self._faults.setdefault(model, {})
+            told = compiled in faults
+            faults[compiled] = fault
         if not told:
-            logger.warning(
-                "%s: its forwards run one kernel at a time (%s)", type(model).__name__, fault
-            )
+            how = "as they were compiled" if compiled else "one kernel at a time"
+            logger.warning("%s: its forwards run %s (%s)", type(model).__name__, how, fault)
+
+    def _refuses(self, model: Any, compiled: bool) -> bool:
+        return compiled in self._faults.get(model, {})
 
     def release(self, model: Any) -> None:
         """Give the memory that is kept for a model's next call back."""
@@ -240,6 +255,11 @@ def _leave_few(idle: list[Workspace], most: int) -> None:
         del idle[0]
 
 
-def _state(model: nn.Module, shape: Shape, arguments: Mapping[str, Any]) -> Any:
-    """What has to be as it was; `torch.compile` sees to that by itself."""
-    return None if shape.compiled else recorded_state(model, arguments, shape.device)
+def _state(
+    model: nn.Module, record: Record | None, shape: Shape, arguments: Mapping[str, Any]
+) -> Any:
+    """What has to be as it was; where nothing is recorded, `torch.compile` sees to all of it but
+    that tensors of the inference mode are not written to outside."""
+    if record is None:
+        return torch.is_inference_mode_enabled()
+    return recorded_state(model, arguments, shape.device)

@@ -254,7 +254,7 @@ def test_hidden_states_come_from_what_was_recorded():
 def in_parts(monkeypatch):
     """Attention as on CUDA, in two parts; what it reads follows a number of the host on a CPU."""
     monkeypatch.setattr(service, "ways", split_attention.ways)
-    monkeypatch.setattr(replay, "recorder", lambda device: None)
+    monkeypatch.setattr(replay, "recorder", lambda device, compiled: None)
 
 
 @pytest.mark.parametrize("inputs", INPUTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from hf_retrieval_assist.decoding.loop import cost_key
 from hf_retrieval_assist.drafting.policy import AssistantSession
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
+from tests.decoding.test_compiled import static
+from tests.support import op_recorder
 from tests.support.interrupts import Interrupt, InterruptedForward
 from tests.support.lossless import build
 
@@ -193,6 +196,53 @@ def test_calls_of_both_kinds_are_timed(model):
     run(model, max_new_tokens=40, assistant=assistant)
     assert account._drafted.seconds > 0
     assert account._plain[True].seconds > 0
+
+
+@pytest.fixture
+def compiler():
+    with op_recorder.compiler() as compiler:
+        yield compiler
+
+
+def test_a_compiled_call_at_rest_runs_what_plain_decoding_compiles(resting, compiler):
+    model, options = build(LlamaForCausalLM), static(compiler, max_new_tokens=40)
+    plain = run(model, **options)
+    graphs, called = compiler.graphs, compiler.called
+    assistant = SamAssistant()
+    for _ in range(2):
+        assert torch.equal(plain, run(model, **options, assistant=assistant))
+    assert assistant.stats.last.tier == "at rest"
+    # Its own code, not one more, for every token after the prompt's.
+    assert compiler.graphs == graphs
+    assert compiler.called - called == 2 * 39
+
+
+def test_compiled_calls_are_measured_against_compiled_plain_ones(compiler, monkeypatch):
+    model, options = build(LlamaForCausalLM), static(compiler, max_new_tokens=40)
+    assistant, pace = SamAssistant(), []
+    account = assistant.account(replace(cost_key(model, PROMPTS), manner="compiled"))
+    eager = assistant.account(cost_key(model, PROMPTS))
+    count = Account.count_plain
+    monkeypatch.setattr(
+        Account, "count_plain", lambda *told: pace.append((*told[2:], count(*told)))
+    )
+    for rests in (1, 2):
+        account._rests = 1
+        run(model, **options, assistant=assistant)
+        # The first one compiled the code, which says nothing of later ones.
+        assert len(pace) == rests - 1
+        assert assistant.stats.last.tier == "at rest"
+    assert pace == [(39, False, None)]  # in no kernels but its own
+    assert account._plain[False].seconds > 0
+    counted = []
+    monkeypatch.setattr(Account, "count_drafted", lambda *told: counted.append(told[0]))
+    before = compiler.graphs
+    for _ in range(3):
+        run(model, **options, assistant=assistant)
+    assert compiler.graphs > before
+    assert 0 < len(counted) < 3  # those that compiled nothing
+    assert set(counted) == {account}
+    assert not eager._calls
 
 
 @pytest.mark.parametrize("with_ids", [False, True])

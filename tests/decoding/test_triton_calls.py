@@ -14,7 +14,9 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
+from tests.decoding.test_compiled import static
 from tests.decoding.test_fixed_memory import flash_like
+from tests.support import op_recorder
 from tests.support.lossless import PROMPT, build
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import both
@@ -45,7 +47,7 @@ def attended(monkeypatch):
     """The shapes of the queries that the kernels were given."""
     serve_in_place(monkeypatch)
     # What is recorded here are PyTorch's operators.
-    monkeypatch.setattr(replay, "recorder", lambda device: None)
+    monkeypatch.setattr(replay, "recorder", lambda device, compiled: None)
     monkeypatch.setattr(service, "ways", lambda device: ["triton"])
     # Interpreted, a program takes milliseconds: narrow forwards over few slots.
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 4, 8))
@@ -81,6 +83,26 @@ def test_tokens_are_those_of_plain_decoding(model_class, inputs, attended):
     # Every layer of every forward.
     layers = model.config.num_hidden_layers
     assert len(attended) % layers == 0
+    assert len(attended) >= layers * assistant.stats.last.forwards
+
+
+def computed_again(compute):
+    """Stands where a graph would be recorded."""
+    shown = compute()
+    return lambda: shown.logits.copy_(compute().logits), shown
+
+
+def test_compiled_code_attends_by_them(attended, monkeypatch):
+    monkeypatch.setattr(replay, "recorder", lambda device, compiled: computed_again)
+    monkeypatch.setattr(fixed_verifier, "with_room", lambda capacity, slot_bytes: capacity)
+    model = build(LlamaForCausalLM)
+    with op_recorder.compiler() as compiler:
+        options = static(compiler, **OPTIONS)
+        plain, assisted, assistant = both(model, CALLS["one row"], oracle=ORACLE, **options)
+        assert torch.equal(plain, assisted)
+        assert assistant.stats.last.accepted > 0
+        assert {key.manner for key in assistant.costs._models} == {"compiled recorded"}
+    layers = model.config.num_hidden_layers
     assert len(attended) >= layers * assistant.stats.last.forwards
 
 

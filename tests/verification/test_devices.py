@@ -4,9 +4,10 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist.verification import fixed_verifier, packed_buffer
+from hf_retrieval_assist.verification import fixed_verifier, packed_buffer, replay
 from hf_retrieval_assist.verification.arena import Arena
 from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
 from hf_retrieval_assist.verification.replay import CudaGraphs, NoWaits, Replay, Shown
@@ -98,6 +99,19 @@ def test_a_forward_that_waits_is_not_captured(cuda, monkeypatch):
     value = torch.ones(3)
     assert step(lambda: shown(float(value.max()))).logits[0, 0, 1] == 1
     assert "waits for the device" in step.fault
+
+
+@pytest.mark.parametrize(("compiled", "looks"), [(False, [NoWaits]), (True, [])])
+def test_compiled_code_runs_under_no_mode(cuda, compiled, looks):
+    """Under one, torch runs it as if it were not compiled."""
+    seen = []
+
+    def compute():
+        seen.append([type(mode) for mode in _get_current_dispatch_mode_stack()])
+        return shown()
+
+    replay.recorder(FIRST, compiled)(compute)
+    assert seen == [looks, []]
 
 
 WAITS = {

@@ -63,13 +63,13 @@ def filled_cache(lengths, heads=2, depth=4):
     return cache
 
 
-@pytest.mark.parametrize(("joined", "by_slot"), [(True, False), (False, False), (True, True)])
-def test_an_arena_holds_what_layers_had_and_moves_paths(joined, by_slot):
+@pytest.mark.parametrize(("apart", "by_slot"), [(False, False), (True, False), (False, True)])
+def test_an_arena_holds_what_layers_had_and_moves_paths(apart, by_slot):
     lengths = [7, 5]
     one, other = filled_cache(lengths), None
     torch.manual_seed(0)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in one.slot_layers]
-    arena = Arena(2, 16, joined, by_slot)
+    arena = Arena(2, 16, apart, by_slot)
     arena.hold(one.slot_layers)
     for layer, (keys, values) in zip(one.slot_layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
@@ -112,8 +112,8 @@ def highest(work):
     return max(np.cumsum(live))
 
 
-@pytest.mark.parametrize("joined", [True, False])
-def test_a_cache_moves_into_an_arena_without_twice_its_memory(joined, monkeypatch):
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_cache_moves_into_an_arena_without_twice_its_memory(apart, monkeypatch):
     layers, slots = 6, 512
     cache = SlotCache(tiny_config(LlamaConfig, num_hidden_layers=layers))
     for i in range(layers):
@@ -124,16 +124,17 @@ def test_a_cache_moves_into_an_arena_without_twice_its_memory(joined, monkeypatc
     monkeypatch.setattr("hf_retrieval_assist.verification.arena.MOST_BYTES", whole // 3)
     # Whose memory stays taken, so that nothing is freed that was not counted.
     before = [(layer.keys, layer.values) for layer in cache.slot_layers]
-    arena = Arena(2, slots, joined)
+    arena = Arena(2, slots, apart)
 
     def move():
         for layer in cache.slot_layers:
             layer.move_out()
         arena.hold(cache.slot_layers)
 
-    parts = 3 if joined else 2 * layers
     assert whole <= highest(move) <= whole + whole // 3 + 4096
-    assert len(arena._groups) == parts
+    assert len(arena._groups) == 3
+    storages = {x.untyped_storage() for y in cache.slot_layers for x in y._buffers}
+    assert len(storages) == (2 * layers if apart else 3)
     assert arena.nbytes == whole
     rows, last = torch.arange(2)[:, None], torch.full((2, 1), slots - 1)
     arena.move(rows, last, torch.zeros_like(last))
