@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,12 @@ COMPILED_WIDTHS = (1, 4, 16, 64)
 """The same where every width is compiled, which takes its time."""
 
 
+Choose = Callable[[torch.Tensor, Sequence[TokenTree], torch.Tensor], bool]
+"""Given logits [batch, width, vocab_size] and a tree per row, writes to int64 [batch * width] what
+the call chooses behind each row's root and its nodes, row by row and without filler, all on the
+device. False where it cannot say."""
+
+
 @dataclass(frozen=True)
 class ForwardOptions:
     """What a call wants of its forwards.
@@ -53,6 +60,8 @@ class ForwardOptions:
         recorded: whether forwards may be repeated from a recording.
         compiled: what is called in the model's place, compiled for every width (the model itself,
             where its caller has compiled it); None: the model.
+        choose: finds what is chosen behind every node; None: the walk does. What it runs is queued
+            behind the forward and no part of a recording, which so serves calls of all settings.
     """
 
     taps: FeatureTaps | None = None
@@ -62,6 +71,7 @@ class ForwardOptions:
     most_tokens: int | None = None
     recorded: bool = False
     compiled: Callable[..., Any] | None = None
+    choose: Choose | None = None
 
 
 def stays_in_place(device: torch.device) -> bool:
@@ -88,10 +98,14 @@ def can_stay(cache: SlotCache, device: torch.device) -> bool:
 class FixedVerified(Verified):
     """What a forward left in the buffer that is brought to the host."""
 
-    def __init__(self, shown: Shown, results: PackedBuffer, typical: bool):
+    def __init__(
+        self, shown: Shown, results: PackedBuffer, typical: bool, chosen: list[int] | None
+    ):
         super().__init__(shown.logits, [0] * len(shown.logits), shown.outputs)
         self.typical = typical
         self._results = results
+        # Where each row begins in what was chosen.
+        self._chosen = chosen
 
     def wait(self) -> None:
         self._results.wait()
@@ -100,6 +114,14 @@ class FixedVerified(Verified):
         self.wait()
         best: list[int] = self._results.host["best"][rows, nodes].tolist()
         return best
+
+    def chosen(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int] | None:
+        if self._chosen is None:
+            return None
+        self.wait()
+        places = [self._chosen[row] + node for row, node in zip(rows, nodes, strict=True)]
+        chosen: list[int] = self._results.host["chosen"][places].tolist()
+        return chosen
 
     def top(self, row: int, nodes: int) -> TopLogits:
         if "top_ids" not in self._results.host:
@@ -193,9 +215,20 @@ class FixedVerifier(TreeVerifier):
         typical = step.used and step.replay.settled
         self._send(step, roots, trees, width)
         shown = self._show(step)
+        chosen = self._choose(step, shown.logits, trees)
         step.results.fetch()
         step.used = True
-        return FixedVerified(shown, step.results, typical)
+        return FixedVerified(shown, step.results, typical, chosen)
+
+    def _choose(
+        self, step: Step, logits: torch.Tensor, trees: Sequence[TokenTree]
+    ) -> list[int] | None:
+        """Where each row begins in what was chosen behind its nodes, if anything was."""
+        choose = self.options.choose
+        if choose is None or not choose(logits, trees, step.results.device["chosen"]):
+            return None
+        counts = [1 + len(tree) for tree in trees]
+        return [0, *accumulate(counts[:-1])]
 
     def _reserve(self, slots: int) -> None:
         if slots <= self._workspace.shape.capacity:

@@ -83,8 +83,9 @@ class Step:
     Attributes:
         inputs: `token_ids`, `slots` [batch, width], `positions` [..., batch, width], `moves`
             [2, batch, MOST_MOVED] (from where, to where), all int64, and the masks' fields.
-        results: `best` int64 [batch, width] and, where they are wanted, the largest logits
-            `top_logits` [batch, width, top_k] and their tokens `top_ids`.
+        results: `best` int64 [batch, width]; `chosen` int64 [batch * width], see
+            `ForwardOptions.choose`; where they are wanted, the largest logits `top_logits`
+            [batch, width, top_k] and their tokens `top_ids`.
         used: whether it ran before: the first forward of a width allocates and compiles.
     """
 
@@ -99,7 +100,7 @@ class Step:
             "positions": (torch.int64, (*shape.positions, batch, width)),
             "moves": (torch.int64, (2, batch, MOST_MOVED)),
         }
-        results: dict[str, Field] = {"best": whole}
+        results: dict[str, Field] = {"best": whole, "chosen": (torch.int64, (batch * width,))}
         if shape.top_k:
             largest = batch, width, shape.top_k
             # Some models compute the logits in float32, whatever their own dtype.
