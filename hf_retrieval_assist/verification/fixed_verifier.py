@@ -195,9 +195,9 @@ class FixedVerifier(TreeVerifier):
 
     @property
     def manner(self) -> str:  # type: ignore[override]
-        if self.options.compiled is not None:
-            return "compiled"
-        return "recorded" if self._workspace.record is not None else "in place"
+        recorded = "recorded" if self._workspace.record is not None else "in place"
+        manner = recorded if self.options.compiled is None else "compiled"
+        return manner if self.options.choose is None else f"{manner} choosing"
 
     def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
         limited = super().limit(trees, rows)
