@@ -28,12 +28,16 @@ from hf_retrieval_assist import (
     SequoiaAssistant,
     SuffixAssistant,
 )
+from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.loop import Generation
+from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.verification import fixed_verifier
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 
 from .decoding.test_fixed_memory import Collector
+from .decoding.test_node_choices import OPTIONS as CHOICES
+from .decoding.test_node_choices import inputs_of
 from .support.lossless import PROMPT, build, equal, run
 from .support.oracle_drafter import OracleDrafter, both, oracle_assistant
 from .support.tiny_models import VOCAB
@@ -79,6 +83,41 @@ def test_greedy(any_model, attention):
 @pytest.mark.parametrize("options", SAMPLING, ids="-".join)
 def test_sampled(any_model, options):
     equal(any_model, seed=3, **options)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 128_256])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_multinomial_draws_by_quotients(rows, vocab_size):
+    """One draw of exponential noise for all rows is what `torch.multinomial` divides by."""
+    before = torch.cuda.get_rng_state()
+    assert draws_by_quotients(torch.device(DEVICE, 0), rows, vocab_size, rows)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", CHOICES)
+def test_tokens_of_all_nodes_are_plain_decodings(llama, name, rows, monkeypatch):
+    """The state of the generator too; the walk processes no scores of its own."""
+    walked, process = [], TokenSelector.process
+
+    def noted(select, walking, logits):
+        walked.append(len(walking))
+        return process(select, walking, logits)
+
+    monkeypatch.setattr(TokenSelector, "process", noted)
+    inputs = {key: x.to(DEVICE) for key, x in inputs_of(rows).items()}
+    options = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0} | CHOICES[name]
+    for _ in range(3):
+        torch.manual_seed(4)
+        plain = llama.generate(**inputs, **options)
+        left = torch.cuda.get_rng_state()
+        assistant = oracle_assistant(plain, inputs.get("attention_mask"))
+        walked.clear()
+        torch.manual_seed(4)
+        assert torch.equal(plain, llama.generate(**inputs, **options, assistant=assistant))
+        assert torch.equal(torch.cuda.get_rng_state(), left)
+        assert assistant.stats.last.keeps_seed
+        assert walked == [rows]
 
 
 def test_the_defaults(any_model):
@@ -248,11 +287,16 @@ def test_a_chat_records_few_graphs(llama):
     assert len(set(made[8:])) == 1
 
 
-def test_a_step_waits_once(llama, monkeypatch):
+WAITLESS = {name: options for name, options in CHOICES.items() if name != "eta"}
+
+
+@pytest.mark.parametrize("name", ["argmax", *WAITLESS])
+def test_a_step_waits_once(llama, name, monkeypatch):
     """The event that says the results have arrived is no synchronising call of PyTorch's."""
-    plain = run(llama, max_new_tokens=60)
+    options = {"do_sample": name != "argmax", "max_new_tokens": 60} | WAITLESS.get(name, {})
+    plain = run(llama, **options)
     for _ in range(3):
-        run(llama, max_new_tokens=60, assistant=oracle_assistant(plain))
+        run(llama, **options, assistant=oracle_assistant(plain))
     step = Generation.step
     watched = []
 
@@ -267,7 +311,7 @@ def test_a_step_waits_once(llama, monkeypatch):
         watched.append(settled)
 
     monkeypatch.setattr(Generation, "step", guarded)
-    assert torch.equal(plain, run(llama, max_new_tokens=60, assistant=oracle_assistant(plain)))
+    assert torch.equal(plain, run(llama, **options, assistant=oracle_assistant(plain)))
     assert any(watched)
 
 
