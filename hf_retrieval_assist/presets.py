@@ -141,6 +141,7 @@ class Preset(Assistant):
             max_nodes=max_nodes,
             reroute=options.reroute,
             graphs=options.graphs,
+            fixed_width=options.fixed_width,
             extra_memory=options.extra_memory,
             residual=residual,
             costs=costs,
@@ -192,6 +193,7 @@ class SamAssistant(Preset):
         max_nodes: the most nodes that a drafter may propose under "auto".
         reroute: on a CPU, let the kernels for few rows compute verification forwards.
         graphs: on a CUDA device, launch a verification forward at once, as a graph.
+        fixed_width: on an accelerator, feed every forward so many tokens; see :class:`Assistant`.
         extra_memory: bytes that smaller copies of weights may take; see :class:`Assistant`.
         costs: measured costs, to share between assistants; None: its own.
 
@@ -215,6 +217,7 @@ class SamAssistant(Preset):
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
@@ -227,6 +230,7 @@ class SamAssistant(Preset):
             max_nodes=max_nodes,
             reroute=reroute,
             graphs=graphs,
+            fixed_width=fixed_width,
             extra_memory=extra_memory,
         )
         require_paper(options, "min_match", "corpus_bias", "max_draft")
@@ -285,6 +289,7 @@ class SuffixAssistant(Preset):
         max_nodes: as for :class:`Assistant`.
         reroute: as for :class:`Assistant`.
         graphs: as for :class:`Assistant`.
+        fixed_width: as for :class:`Assistant`.
         extra_memory: as for :class:`Assistant`.
         costs: as for :class:`Assistant`.
 
@@ -307,6 +312,7 @@ class SuffixAssistant(Preset):
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
@@ -321,6 +327,7 @@ class SuffixAssistant(Preset):
             max_nodes=max_nodes,
             reroute=reroute,
             graphs=graphs,
+            fixed_width=fixed_width,
             extra_memory=extra_memory,
         )
         require_paper(options, "threshold")
@@ -364,6 +371,7 @@ class RolloutAssistant(Preset):
         max_nodes: as for :class:`Assistant`.
         reroute: as for :class:`Assistant`.
         graphs: as for :class:`Assistant`.
+        fixed_width: as for :class:`Assistant`.
         extra_memory: as for :class:`Assistant`.
         costs: as for :class:`Assistant`.
 
@@ -384,6 +392,7 @@ class RolloutAssistant(Preset):
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
@@ -397,6 +406,7 @@ class RolloutAssistant(Preset):
             max_nodes=max_nodes,
             reroute=reroute,
             graphs=graphs,
+            fixed_width=fixed_width,
             extra_memory=extra_memory,
         )
         for name in ("half_life", "max_bytes"):
@@ -426,6 +436,7 @@ class RestAssistant(Preset):
         budget: as for :class:`Assistant`.
         reroute: as for :class:`Assistant`.
         graphs: as for :class:`Assistant`.
+        fixed_width: as for :class:`Assistant`.
         extra_memory: as for :class:`Assistant`.
         costs: as for :class:`Assistant`.
     """
@@ -440,6 +451,7 @@ class RestAssistant(Preset):
         budget: Budget = "auto",
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
@@ -450,6 +462,7 @@ class RestAssistant(Preset):
             budget=budget,
             reroute=reroute,
             graphs=graphs,
+            fixed_width=fixed_width,
             extra_memory=extra_memory,
         )
         if isinstance(datastore, (str, os.PathLike)):
@@ -482,6 +495,7 @@ class SequoiaAssistant(Preset):
         budget: as for :class:`Assistant`.
         reroute: as for :class:`Assistant`.
         graphs: as for :class:`Assistant`.
+        fixed_width: as for :class:`Assistant`.
         extra_memory: as for :class:`Assistant`.
         costs: as for :class:`Assistant`.
 
@@ -500,6 +514,7 @@ class SequoiaAssistant(Preset):
         budget: Budget = "auto",
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
@@ -511,6 +526,7 @@ class SequoiaAssistant(Preset):
             budget=budget,
             reroute=reroute,
             graphs=graphs,
+            fixed_width=fixed_width,
             extra_memory=extra_memory,
         )
         _require(torch.nn.Module, draft_model=draft_model)

@@ -315,6 +315,31 @@ def test_a_step_waits_once(llama, name, monkeypatch):
     assert any(watched)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "top_p": 0.9}], ids=["greedy", "top-p"]
+)
+def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
+    """Texts, and of greedy calls the logits, bit for bit."""
+    if isinstance(any_model, MixtralForCausalLM):
+        pytest.skip("experts are fed what is routed to them, whatever the width")
+    model = copy.deepcopy(any_model).to(dtype)
+    names = () if options else ("output_logits",)
+    options = options | dict.fromkeys(("return_dict_in_generate", *names), True)
+    options |= {"max_new_tokens": 60}
+    undrafted = Assistant([], budget=15, fixed_width=16)
+    expected = run(model, **options, assistant=undrafted)
+    for seed in range(4):
+        drafter = OracleDrafter(expected.sequences.tolist(), seed=seed)
+        assistant = Assistant([drafter], budget=15, fixed_width=16)
+        actual = run(model, **options, assistant=assistant)
+        assert assistant.stats.last.accepted > 0
+        assert torch.equal(actual.sequences, expected.sequences)
+        for name in names:
+            pairs = zip(actual["logits"], expected["logits"], strict=True)
+            assert all(torch.equal(*pair) for pair in pairs)
+
+
 def test_graphs_grow_with_the_text(llama, monkeypatch):
     monkeypatch.setattr(fixed_verifier, "capacity_bucket", lambda slots: -(-slots // 64) * 64)
     monkeypatch.setattr(fixed_verifier, "with_room", lambda capacity, slot_bytes: capacity)

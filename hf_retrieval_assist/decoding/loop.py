@@ -303,7 +303,7 @@ class Generation:
         verifier.manner = " ".join(names)
 
     def _forward(self, verifier: Verifier, trees: Sequence[TokenTree]) -> Verified:
-        widest = 1 + max(map(len, trees))
+        widest = self.assistant.fixed_width or 1 + max(map(len, trees))
         self.decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
         layer = self.output_layer
         with self.compact or nullcontext():
@@ -335,6 +335,7 @@ class Generation:
             # Compiled code does not show hidden states.
             compiled=None if self.taps.boundaries else self.call.compiled(self.service),
             choose=self._choose(),
+            fixed_width=self.assistant.fixed_width,
         )
 
     def _choose(self) -> NodeChoices | None:
@@ -342,7 +343,7 @@ class Generation:
         the text besides."""
         if self.select.greedy or not self.select.blind or self._walk_needs_logits:
             return None
-        return NodeChoices(self.rows, self.select, self.dice)
+        return NodeChoices(self.rows, self.select, self.dice, self.assistant.fixed_width)
 
     def _most_tokens(self) -> int | None:
         """That a forward may feed; beyond, the kernels would not round as plain decoding does."""

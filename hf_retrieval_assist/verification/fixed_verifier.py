@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -41,10 +40,10 @@ COMPILED_WIDTHS = (1, 4, 16, 64)
 """The same where every width is compiled, which takes its time."""
 
 
-Choose = Callable[[torch.Tensor, Sequence[TokenTree], torch.Tensor], bool]
+Choose = Callable[[torch.Tensor, Sequence[TokenTree], torch.Tensor], list[int] | None]
 """Given logits [batch, width, vocab_size] and a tree per row, writes to int64 [batch * width] what
-the call chooses behind each row's root and its nodes, row by row and without filler, all on the
-device. False where it cannot say."""
+the call chooses behind each row's root and its nodes, row by row, all on the device. Returns where
+each row begins there; None where it cannot say."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ class ForwardOptions:
             where its caller has compiled it); None: the model.
         choose: finds what is chosen behind every node; None: the walk does. What it runs is queued
             behind the forward and no part of a recording, which so serves calls of all settings.
+        fixed_width: tokens per row that every forward feeds, of chains; None: as many as there are,
+            filled up to the next width, of trees.
     """
 
     taps: FeatureTaps | None = None
@@ -72,6 +73,7 @@ class ForwardOptions:
     recorded: bool = False
     compiled: Callable[..., Any] | None = None
     choose: Choose | None = None
+    fixed_width: int | None = None
 
 
 def stays_in_place(device: torch.device) -> bool:
@@ -159,6 +161,8 @@ class FixedVerifier(TreeVerifier):
         self.widths = WIDTHS if options.compiled is None else COMPILED_WIDTHS
         if options.compiled is not None:
             self.call = options.compiled
+        if options.fixed_width is not None:
+            self.widths = (options.fixed_width,)
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
         self._workspace = self._lend(self.cache.slots.longest)
@@ -183,6 +187,7 @@ class FixedVerifier(TreeVerifier):
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             compiled=self.options.compiled is not None,
             attention_by=self.attention_by if self.options.compiled is None else "mask",
+            exact=self.options.fixed_width is not None,
         )
         workspace = WORKSPACES.lend(self.model, shape, recorded, self.kwargs)
         workspace.masks.start(self.attention.prompt_mask)
@@ -201,7 +206,10 @@ class FixedVerifier(TreeVerifier):
 
     def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
         limited = super().limit(trees, rows)
-        if self.options.compiled is None:
+        if self.options.fixed_width is not None:
+            # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
+            limited = [tree.best_chain() for tree in limited]
+        elif self.options.compiled is None:
             return limited
         return [tree.prune(self.widths[-1] - 1) for tree in limited]
 
@@ -215,20 +223,12 @@ class FixedVerifier(TreeVerifier):
         typical = step.used and step.replay.settled
         self._send(step, roots, trees, width)
         shown = self._show(step)
-        chosen = self._choose(step, shown.logits, trees)
+        choose, chosen = self.options.choose, None
+        if choose is not None:
+            chosen = choose(shown.logits, trees, step.results.device["chosen"])
         step.results.fetch()
         step.used = True
         return FixedVerified(shown, step.results, typical, chosen)
-
-    def _choose(
-        self, step: Step, logits: torch.Tensor, trees: Sequence[TokenTree]
-    ) -> list[int] | None:
-        """Where each row begins in what was chosen behind its nodes, if anything was."""
-        choose = self.options.choose
-        if choose is None or not choose(logits, trees, step.results.device["chosen"]):
-            return None
-        counts = [1 + len(tree) for tree in trees]
-        return [0, *accumulate(counts[:-1])]
 
     def _reserve(self, slots: int) -> None:
         if slots <= self._workspace.shape.capacity:

@@ -52,6 +52,7 @@ class Shape:
         taps: the boundaries whose hidden states are wanted.
         compiled: whether `torch.compile` made the forward, and not a recording.
         attention_by: what computes attention.
+        exact: whether another capacity, by which kernels may divide their sums, does not do.
     """
 
     batch: int
@@ -65,6 +66,7 @@ class Shape:
     taps: tuple[tuple[int, ...], ...] = ()
     compiled: bool = False
     attention_by: AttentionBy = "mask"
+    exact: bool = False
 
     def serves(self, other: Shape) -> bool:
         """Whether memory of this shape does for a call that asks for the other one.
@@ -72,6 +74,8 @@ class Shape:
         A compiled forward is made anew for another capacity; a recorded one costs what its
         capacity is, unless attention follows the slots in use.
         """
+        if self.exact:
+            return self == other
         largest = other.capacity * _MOST_SPARE
         fits = self.capacity >= other.capacity and (self.compiled or self.capacity <= largest)
         return fits and self == replace(other, capacity=self.capacity)

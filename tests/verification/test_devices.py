@@ -1,6 +1,7 @@
 """Copies, events and captures under the rules of CUDA, without a card."""
 
 import threading
+from itertools import accumulate
 
 import pytest
 import torch
@@ -173,9 +174,10 @@ def lag(cuda, monkeypatch):
     monkeypatch.setattr(PackedBuffer, "_copy", copied)
     choose = NodeChoices.__call__
 
-    def chosen(choices, *arguments):
-        cuda.queued.append(lambda: choose(choices, *arguments))
-        return any(not row.finished for row in choices.rows)
+    def chosen(choices, logits, trees, out):
+        cuda.queued.append(lambda: choose(choices, logits, trees, out))
+        ends = list(accumulate(1 + len(tree) for tree in trees))
+        return [0, *ends[:-1]] if any(not row.finished for row in choices.rows) else None
 
     monkeypatch.setattr(NodeChoices, "__call__", chosen)
     monkeypatch.setattr(Arena, "move", queued(Arena.move))
