@@ -51,8 +51,8 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         fixed_width: on an accelerator, tokens per row that every forward behind the prompt's feeds:
             1, 2, 4, 8, 16, 32, 64, 96, 128, 192 or 256. Drafts are chains of fewer. No kernel sees
             by its shape how much was drafted, so texts in half precision do not depend on it. For
-            tests, since it costs time. None: as many as pay. A call that is not served in memory
-            that stays in place, as none is on a CPU, raises `ValueError`.
+            tests, since it costs time. None: as many as pay. A call that is drafted for in no
+            memory that stays in place, as all are on a CPU, raises `ValueError`.
         extra_memory: bytes that smaller copies of a model's weights may take, from which its
             forwards on a CPU gain; None: an eighth of the memory that is free; 0: there are none.
             Copies are shared by all assistants and go with the model.

@@ -65,6 +65,14 @@ class Dice:
         """Whether draws from so many probabilities are known beforehand on this device."""
         return self._generator is not None and self._rows_at_once(vocab_size) > 0
 
+    def reaches(self, rows: Sequence[RowText], vocab_size: int) -> bool:
+        """Whether the numbers of the next tokens of rows are known, and those of later ones: not
+        where somebody else has used the generator, and rows that are behind lost their place."""
+        if not self.works(vocab_size):
+            return False
+        self._anchor(vocab_size)
+        return min(len(row.generated) for row in rows) >= min(self._states)
+
     def _rows_at_once(self, vocab_size: int) -> int:
         """Of how many rows numbers are drawn together; 0 where nobody knows how.
 
@@ -106,7 +114,7 @@ class Dice:
             self._at += 1
             self._forget(self._at)
             return self._all(probs, rows)
-        tokens = self._each(rows, vocab_size, lambda i, noise: _token(probs[i], noise))
+        tokens = self.draw_by(rows, vocab_size, lambda i, noise: _token(probs[i], noise))
         if tokens is None:
             self.plain = False
             return _drawn(probs)
@@ -123,16 +131,7 @@ class Dice:
         Returns:
             None where the noise is not known.
         """
-        if not self.works(vocab_size):
-            return None
-        self._anchor(vocab_size)
-        return self._each(rows, vocab_size, choose)
-
-    def _each(
-        self, rows: Sequence[RowText], vocab_size: int, choose: Callable[[int, torch.Tensor], int]
-    ) -> list[int] | None:
-        if min(len(row.generated) for row in rows) < min(self._states):
-            # Somebody else has used the generator, and rows that are behind lost their place.
+        if not self.reaches(rows, vocab_size):
             return None
         tokens = [
             choose(i, self.noise(row.index, len(row.generated), vocab_size))
@@ -274,7 +273,7 @@ class RowForesight(Foresight):
         if not self.select.do_sample:
             return largest(scores, count)
         probs = scores.softmax(dim=-1)
-        if self.dice.works(probs.shape[1]):
+        if self.dice.reaches([self.row], probs.shape[1]):
             known = len(self.row.generated)
             for law, path in zip(probs, paths, strict=True):
                 law /= self.dice.noise(self.row.index, known + len(path), len(law))

@@ -46,9 +46,10 @@ class NodeChoices:
 
         Behind filler and rows that have ended it is any token.
         """
-        vocab_size = logits.shape[-1]
         running = [row for row in self.rows if not row.finished]
-        if not running or logits.device != running[0].device or not self._knows(vocab_size):
+        if not running or logits.device != running[0].device:
+            return None
+        if self.select.do_sample and not self.dice.reaches(running, logits.shape[-1]):
             return None
         places = [
             self._places(running[0] if row.finished else row, tree)
@@ -58,9 +59,6 @@ class NodeChoices:
         lines = [line[: len(own)] for line, own in zip(logits, places, strict=True)]
         self._write(torch.cat(lines).float(), list(chain(*places)), out)
         return [0, *accumulate(map(len, places[:-1]))]
-
-    def _knows(self, vocab_size: int) -> bool:
-        return not self.select.do_sample or self.dice.works(vocab_size)
 
     def _places(self, row: RowText, tree: TokenTree) -> list[Place]:
         """Where a row's root, its nodes and what fills them up draw."""

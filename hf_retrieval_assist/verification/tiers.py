@@ -83,10 +83,8 @@ class Service:
             else:
                 verifier = TreeVerifier(*arguments, attention=attention, packed=self.packed)
         verifier.most_tokens = options.most_tokens
-        verifier.most_fed, verifier.reach = (
-            self._most_fed(verifier, options.fixed_width),
-            self.reach,
-        )
+        verifier.most_fed = self._most_fed(verifier, options.fixed_width)
+        verifier.reach = self.reach
         return verifier
 
     def _most_fed(self, verifier: Verifier, fixed: int | None) -> int:

@@ -8,13 +8,16 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.decoding import dice, node_choices
 from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.selection import TokenSelector
+from hf_retrieval_assist.drafters.base import DraftSession, Target
+from hf_retrieval_assist.token_tree import TokenTree
 from tests.decoding.test_batches import late_token, padded
 from tests.support.lossless import PROMPT, build
 from tests.support.op_recorder import serve_in_place
-from tests.support.oracle_drafter import oracle_assistant, sequences_of
+from tests.support.oracle_drafter import OracleDrafter, oracle_assistant, sequences_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"top_k": 0},
@@ -147,6 +150,33 @@ class Draws(StoppingCriteria):
 def test_somebody_elses_draws_come_first(llama: Any, walked: list[int]) -> None:
     agreeing(llama, 1, stopping_criteria=[Draws()])
     assert 1 < len(walked) < 24
+
+
+class DrawingOracle(OracleDrafter):
+    """Uses the call's generator itself."""
+
+    def start(self, prompt_ids: Any, target: Target) -> DraftSession:
+        torch.rand(1)
+        session = super().start(prompt_ids, target)
+        propose = session.propose
+
+        def drawing(budget: int) -> TokenTree:
+            torch.rand(1)
+            return propose(budget)
+
+        session.propose = drawing  # type: ignore[method-assign]
+        return session
+
+
+def test_rows_that_lost_their_place_go_on_without_the_seed(llama: Any) -> None:
+    inputs = inputs_of(3)
+    free = llama.generate(**inputs, do_sample=True, max_new_tokens=24)
+    mask = inputs["attention_mask"]
+    rows = [text[count:] for text, count in zip(free.tolist(), (mask == 0).sum(1), strict=True)]
+    assistant = Assistant([DrawingOracle(rows)], budget=16, reroute=False)
+    text = llama.generate(**inputs, do_sample=True, max_new_tokens=24, assistant=assistant)
+    assert text.shape == free.shape
+    assert not assistant.stats.last.keeps_seed
 
 
 class Same(LogitsProcessor):
