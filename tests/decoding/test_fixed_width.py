@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.verification.workspace import Workspace
-from tests.decoding.test_batches import late_token, padded
+from hf_retrieval_assist.verification.tree_attention import LayerMask
+from hf_retrieval_assist.verification.workspace import Shape, Workspace
+from tests.decoding.test_batches import padded
 from tests.support.lossless import PROMPT, build, run
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import OracleDrafter
@@ -63,18 +65,29 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.usefixtures("in_place")
 def test_one_width_is_fed(rows: int, fed: list[int]) -> None:
-    """While texts grow, and while the cache catches up on rows that ended early."""
+    """While texts grow, and while the cache catches up on a row that ended early."""
     model = build(LlamaForCausalLM)
-    free = generate(model, rows, undrafted(), do_sample=True)
-    ends = [late_token(text[18:], 7) for text in (free[0], free[-1])]
-    options = {"do_sample": True, "eos_token_id": ends, "return_dict_in_generate": True}
+    start = inputs_of(rows)["input_ids"].shape[1]
+    free = generate(model, rows, undrafted(), do_sample=True)[:, start:].tolist()
+    others = {token for text in free[1:] for token in text}
+    end = next(token for token in free[0][12:] if token not in {*free[0][:12]} | others)
+    options = {"do_sample": True, "eos_token_id": end, "return_dict_in_generate": True}
     plain = generate(model, rows, undrafted(), **options).sequences
+    assert rows == 1 or plain.shape[1] - start > 3 * WIDTH
     for assistant in (undrafted(), drafting(plain, inputs_of(rows))):
         fed.clear()
         assert torch.equal(generate(model, rows, assistant, **options).sequences, plain)
         assert set(fed) == {WIDTH}
     assert assistant.stats.last.accepted > 0
-    assert len(fed) < plain.shape[1] - inputs_of(rows)["input_ids"].shape[1]
+
+
+def test_memory_has_the_capacity_that_is_asked_for() -> None:
+    asked = Shape(1, 256, LayerMask(), torch.float32, torch.device("cpu"))
+    roomy = replace(asked, capacity=512)
+    assert roomy.serves(asked)
+    assert not replace(roomy, exact=True).serves(replace(asked, exact=True))
+    assert replace(asked, exact=True).serves(replace(asked, exact=True))
+    assert not roomy.serves(replace(roomy, exact=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

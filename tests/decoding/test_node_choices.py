@@ -202,21 +202,32 @@ def test_what_needs_more_than_a_nodes_logits_goes_on_as_it_did(
     assert len(walked) == 24
 
 
-def test_what_is_no_distribution_raises_as_in_plain_decoding(llama: Any) -> None:
-    class Broken(torch.nn.Module):
-        def forward(self, states: torch.Tensor) -> torch.Tensor:
-            # Behind the prompt, where alone logits are in order.
-            return logits(states) if states.shape[1] == PROMPT.shape[1] else logits(states) * nan
+class Spoils:
+    """Makes the logits of all forwards but the first one useless, once it is told to."""
 
-    model, nan = build(LlamaForCausalLM), 1.0
-    logits = model.lm_head
+    def __init__(self, model: Any) -> None:
+        self.good: int | None = None
+        model.lm_head.register_forward_hook(self)
+
+    def __call__(self, module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        if self.good is None:
+            return logits
+        self.good -= 1
+        return logits if self.good >= 0 else logits * torch.nan
+
+
+def test_what_is_no_distribution_raises_as_in_plain_decoding() -> None:
+    model = build(LlamaForCausalLM)
+    spoils = Spoils(model)
+    options = {"do_sample": True, "max_new_tokens": 8}
     assistant = oracle_assistant(torch.cat([PROMPT, PROMPT], dim=1))
-    model.generate(PROMPT, do_sample=True, max_new_tokens=8, assistant=assistant)
+    model.generate(PROMPT, **options, assistant=assistant)
     errors = []
-    for keyword in ({}, {"assistant": oracle_assistant(torch.cat([PROMPT, PROMPT], dim=1))}):
-        model.lm_head, nan = Broken(), float("nan")
+    for keyword in ({}, {"assistant": assistant}):
+        spoils.good = 1
         with pytest.raises(RuntimeError) as raised:
-            model.generate(PROMPT, do_sample=True, max_new_tokens=8, **keyword)
+            model.generate(PROMPT, **options, **keyword)
+        assert spoils.good < 0
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
 

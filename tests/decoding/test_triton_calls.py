@@ -16,9 +16,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
 from tests.decoding.test_fixed_memory import flash_like
-from tests.support.lossless import PROMPT, build
+from tests.support.lossless import PROMPT, build, knowing
 from tests.support.op_recorder import serve_in_place
-from tests.support.oracle_drafter import OracleDrafter, both
+from tests.support.oracle_drafter import both
 
 triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -156,10 +156,7 @@ def test_at_one_width_no_bit_depends_on_drafts(inputs, attended):
     undrafted = Assistant([], fixed_width=8, reroute=False)
     expected = model.generate(**inputs, **OPTIONS, **names, assistant=undrafted)
     attended.clear()
-    padding = (inputs.get("attention_mask", torch.ones(1, 1)) == 0).int().cumprod(1).sum(1).tolist()
-    rows = zip(expected.sequences.tolist(), padding, strict=True)
-    drafter = OracleDrafter([row[count:] for row, count in rows])
-    assistant = Assistant([drafter], budget=7, fixed_width=8, reroute=False)
+    assistant = knowing(expected, fixed_width=8, reroute=False)
     actual = model.generate(**inputs, **OPTIONS, **names, assistant=assistant)
     assert assistant.stats.last.accepted > 0
     assert {shape[2] for shape in attended} == {8}
