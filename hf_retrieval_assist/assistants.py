@@ -45,6 +45,11 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             fastest method for few rows; see :class:`~hf_retrieval_assist.kernels.reroute.reroute`.
         graphs: on a CUDA device, launch a verification forward at once, as a graph; see
             :mod:`~hf_retrieval_assist.verification.fixed_verifier`.
+        fixed_width: on an accelerator, tokens per row that every forward behind the prompt's feeds:
+            1, 2, 4, 8, 16, 32, 64, 96, 128, 192 or 256. Drafts are chains of fewer. No kernel sees
+            by its shape how much was drafted, so texts in half precision do not depend on it. For
+            tests, since it costs time. None: as many as pay. A call that is drafted for in no
+            memory that stays in place, as all are on a CPU, raises `ValueError`.
         extra_memory: bytes that smaller copies of a model's weights may take, from which its
             forwards on a CPU gain; None: an eighth of the memory that is free; 0: there are none.
             Copies are shared by all assistants and go with the model.

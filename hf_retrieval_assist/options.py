@@ -30,6 +30,7 @@ class Options:
     budget: Budget = "auto"
     reroute: bool = True
     graphs: bool = True
+    fixed_width: int | None = None
     extra_memory: int | None = None
 
     @classmethod

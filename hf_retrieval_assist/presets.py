@@ -197,6 +197,7 @@ class SamAssistant(Preset):
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
@@ -274,6 +275,7 @@ class SuffixAssistant(Preset):
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
@@ -334,6 +336,7 @@ class RolloutAssistant(Preset):
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
@@ -375,6 +378,7 @@ class RestAssistant(Preset):
         budget: Budget = "auto",
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):
@@ -422,6 +426,7 @@ class SequoiaAssistant(Preset):
         budget: Budget = "auto",
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         costs: CostModels | None = None,
     ):

@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import SamAssistant, SuffixAssistant
+from hf_retrieval_assist.decoding import dice
 from hf_retrieval_assist.decoding.loop import Generation
 
 from .support.accelerator import DEVICE, Accelerator
@@ -40,7 +41,8 @@ def counted_steps(model, inputs, assistant, monkeypatch, **options):
         machine.reset()
         before = sum(map(len, generation.rows))
         whole(generation, verifier)
-        steps.append((dict(machine.counts), sum(map(len, generation.rows)) - before))
+        counts = dict(machine.counts) | dict(machine.calls)
+        steps.append((counts, sum(map(len, generation.rows)) - before))
 
     with machine, machine.watch(model):
         there = {key: value.to(DEVICE) for key, value in inputs.items()}
@@ -106,8 +108,55 @@ WARPERS = {
 }
 
 
+@pytest.fixture
+def known_draws(monkeypatch):
+    """A device whose generator is known, as on CUDA."""
+    known = dice._generator_of
+    generators = {DEVICE.type: torch.default_generator}
+    monkeypatch.setattr(dice, "_generator_of", lambda d: generators.get(d.type) or known(d))
+
+
+# Kernels of all nodes together, besides one draw of random numbers for each position.
+CHOICES = {
+    "all": ({"top_k": 0}, 10),
+    "top-k": ({"temperature": 0.8, "top_k": 8}, 14),
+    "top-p": ({"temperature": 0.8, "top_k": 0, "top_p": 0.9}, 19),
+    "both": ({"top_k": 8, "top_p": 0.9}, 21),
+    "min-p": ({"top_k": 0, "min_p": 0.05}, 17),
+    "typical": ({"top_k": 0, "typical_p": 0.9}, 31),
+    "epsilon": ({"top_k": 0, "epsilon_cutoff": 0.01}, 16),
+    "greedy": ({"do_sample": False, "suppress_tokens": [3, 9]}, 8),
+}
+DRAW = ("loop", "kernel", "aten.exponential_.default")
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.usefixtures("known_draws")
+def test_sampled_tokens_come_back_with_the_forward(name, rows, monkeypatch):
+    """However many of them a step brings: no wait and no kernel for a token."""
+    model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
+    inputs, (options, kernels) = batch_of(rows), CHOICES[name]
+    options = {"do_sample": True} | options
+    torch.manual_seed(0)
+    plain = model.generate(**inputs, **(OPTIONS | options))
+    assistant = oracle_assistant(plain, inputs["attention_mask"], depth=6)
+    assisted, _, steps = counted_steps(model, inputs, assistant, monkeypatch, **options)
+    assert torch.equal(assisted, plain)
+    assert assistant.stats.last.accepted > 0
+    assert assistant.stats.last.keeps_seed
+    for step, _ in steps:
+        assert step["loop", "to device"] == step["loop", "to host"] == 1
+        assert step["loop", "kernel"] - step.get(DRAW, 0) <= 12 + kernels
+        assert ("loop", "wait") not in step
+    drawn = sum(step.get(DRAW, 0) for step, _ in steps)
+    assert (drawn > 0) is options["do_sample"]
+    assert drawn <= NEW_TOKENS + 6
+
+
 @pytest.mark.parametrize("name", WARPERS)
 def test_a_sampled_token_is_one_copy_back_and_nothing_sent(name, monkeypatch):
+    """Where nobody knows the device's generator."""
     model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
     inputs, (warpers, kernels) = batch_of(1), WARPERS[name]
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -30,13 +31,17 @@ from hf_retrieval_assist import (
     SequoiaAssistant,
     SuffixAssistant,
 )
+from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.loop import Generation, cost_key
+from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.host.transformers_private import compilations
 from hf_retrieval_assist.verification import fixed_verifier
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 
 from .decoding.test_fixed_memory import Collector
+from .decoding.test_node_choices import OPTIONS as CHOICES
+from .decoding.test_node_choices import inputs_of
 from .support.lossless import PROMPT, build, equal, run
 from .support.oracle_drafter import OracleDrafter, both, oracle_assistant
 from .support.tiny_models import VOCAB
@@ -82,6 +87,41 @@ def test_greedy(any_model, attention):
 @pytest.mark.parametrize("options", SAMPLING, ids="-".join)
 def test_sampled(any_model, options):
     equal(any_model, seed=3, **options)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 128_256])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_multinomial_draws_by_quotients(rows, vocab_size):
+    """One draw of exponential noise for all rows is what `torch.multinomial` divides by."""
+    before = torch.cuda.get_rng_state()
+    assert draws_by_quotients(torch.device(DEVICE, 0), rows, vocab_size, rows)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", CHOICES)
+def test_tokens_of_all_nodes_are_plain_decodings(llama, name, rows, monkeypatch):
+    """The state of the generator too; the walk processes no scores of its own."""
+    walked, process = [], TokenSelector.process
+
+    def noted(select, walking, logits):
+        walked.append(len(walking))
+        return process(select, walking, logits)
+
+    monkeypatch.setattr(TokenSelector, "process", noted)
+    inputs = {key: x.to(DEVICE) for key, x in inputs_of(rows).items()}
+    options = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0} | CHOICES[name]
+    for _ in range(3):
+        torch.manual_seed(4)
+        plain = llama.generate(**inputs, **options)
+        left = torch.cuda.get_rng_state()
+        assistant = oracle_assistant(plain, inputs.get("attention_mask"))
+        walked.clear()
+        torch.manual_seed(4)
+        assert torch.equal(plain, llama.generate(**inputs, **options, assistant=assistant))
+        assert torch.equal(torch.cuda.get_rng_state(), left)
+        assert assistant.stats.last.keeps_seed
+        assert walked == [rows]
 
 
 def test_the_defaults(any_model):
@@ -251,11 +291,16 @@ def test_a_chat_records_few_graphs(llama):
     assert len(set(made[8:])) == 1
 
 
-def test_a_step_waits_once(llama, monkeypatch):
+WAITLESS = {name: options for name, options in CHOICES.items() if name != "eta"}
+
+
+@pytest.mark.parametrize("name", ["argmax", *WAITLESS])
+def test_a_step_waits_once(llama, name, monkeypatch):
     """The event that says the results have arrived is no synchronising call of PyTorch's."""
-    plain = run(llama, max_new_tokens=60)
+    options = {"do_sample": name != "argmax", "max_new_tokens": 60} | WAITLESS.get(name, {})
+    plain = run(llama, **options)
     for _ in range(3):
-        run(llama, max_new_tokens=60, assistant=oracle_assistant(plain))
+        run(llama, **options, assistant=oracle_assistant(plain))
     step = Generation.step
     watched = []
 
@@ -270,8 +315,32 @@ def test_a_step_waits_once(llama, monkeypatch):
         watched.append(settled)
 
     monkeypatch.setattr(Generation, "step", guarded)
-    assert torch.equal(plain, run(llama, max_new_tokens=60, assistant=oracle_assistant(plain)))
+    assert torch.equal(plain, run(llama, **options, assistant=oracle_assistant(plain)))
     assert any(watched)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": True, "top_p": 0.9}], ids=["greedy", "top-p"]
+)
+def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
+    """Texts, and of greedy calls the logits, bit for bit."""
+    if isinstance(any_model, MixtralForCausalLM):
+        pytest.skip("experts are fed what is routed to them, whatever the width")
+    model = copy.deepcopy(any_model).to(dtype)
+    names = () if options else ("output_logits",)
+    options = options | dict.fromkeys(("return_dict_in_generate", *names), True)
+    options |= {"max_new_tokens": 60}
+    undrafted = Assistant([], budget=15, fixed_width=16)
+    expected = run(model, **options, assistant=undrafted)
+    for seed in range(4):
+        drafter = OracleDrafter(expected.sequences.tolist(), seed=seed)
+        assistant = Assistant([drafter], budget=15, fixed_width=16)
+        actual = run(model, **options, assistant=assistant)
+        assert assistant.stats.last.accepted > 0
+        assert torch.equal(actual.sequences, expected.sequences)
+        pairs = [zip(actual[name], expected[name], strict=True) for name in names]
+        assert all(torch.equal(*pair) for pair in chain(*pairs))
 
 
 def test_graphs_grow_with_the_text(llama, monkeypatch):

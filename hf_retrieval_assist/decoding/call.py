@@ -97,9 +97,15 @@ class Call:
             processors=tuple(self.processors),
         )
 
-    def service(self, planner: Planner) -> Service:
-        """How the call is served: the model's tier, or plain where its arguments demand it."""
-        width = 1 + planner.most_nodes(few=not stays_in_place(self.input_ids.device))
+    def service(self, planner: Planner, fixed_width: int | None = None) -> Service:
+        """How the call is served: the model's tier, or plain where its arguments demand it.
+
+        Args:
+            planner: says how many nodes are verified at most.
+            fixed_width: tokens per row that every forward feeds; None: any number.
+        """
+        few = not stays_in_place(self.input_ids.device)
+        width = fixed_width or 1 + planner.most_nodes(few)
         compiled, widens = self.in_plain, bool(self.in_plain and self.in_plain.widens)
         demand = Demand(width, compiled is not None, self._returns_states, widens)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)

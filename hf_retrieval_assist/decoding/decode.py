@@ -74,7 +74,7 @@ def decode(
     if (refusal := refused_mode(generation_config)) is not None:
         raise ValueError(refusal)
     started = time.perf_counter()
-    service = call.service(assistant.planner)
+    service = call.service(assistant.planner, assistant.fixed_width)
     counts = CallStats(tier=service.tier.value, calls=1)
     counts.seconds["test"] = time.perf_counter() - started
     record = observe(call.prompts, counts)

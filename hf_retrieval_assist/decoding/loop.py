@@ -41,6 +41,7 @@ from .call import Call
 from .compact_layers import CompactLayers
 from .dice import Dice, RowForesight
 from .in_step import StepWalk, drafts_in_step
+from .node_choices import NodeChoices
 from .output_layer import OutputLayer
 from .recorder import OutputRecorder
 from .selection import TokenSelector
@@ -251,12 +252,16 @@ class Generation:
             self.record.begin(paths)
         return verifier
 
+    @property
+    def _walk_needs_logits(self) -> bool:
+        """Whether the walk does more with logits than choosing tokens row by row."""
+        return self.outputs.wants_tokens or self.residual or self.step_walk is not None
+
     def _output_layer(self) -> OutputLayer | None:
         """What may stand for the model's output layer; None where all of its logits are needed, or
         it is not known how they would be computed."""
         screens = self.select.shortlist > 0 or self.select.sampling is not None
-        needed = self.outputs.wants_tokens or self.residual or self.step_walk is not None
-        if not self.reroute.enabled or needed or not screens:
+        if not self.reroute.enabled or self._walk_needs_logits or not screens:
             return None
         layer = OutputLayer.of(self.model)
         if layer is None or not may_take(layer.extra_bytes, self.assistant.extra_memory):
@@ -298,7 +303,7 @@ class Generation:
         verifier.manner = " ".join(names)
 
     def _forward(self, verifier: Verifier, trees: Sequence[TokenTree]) -> Verified:
-        widest = 1 + max(map(len, trees))
+        widest = self.assistant.fixed_width or 1 + max(map(len, trees))
         self.decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
         layer = self.output_layer
         with self.compact or nullcontext():
@@ -329,7 +334,16 @@ class Generation:
             recorded=self.assistant.graphs and not self.call.synced_gpus and not self.ranks.several,
             # Compiled code does not show hidden states.
             compiled=None if self.taps.boundaries else self.call.compiled(self.service),
+            choose=self._choose(),
+            fixed_width=self.assistant.fixed_width,
         )
+
+    def _choose(self) -> NodeChoices | None:
+        """What chooses behind all nodes at once; None where tokens need no more than logits, or
+        the text besides."""
+        if self.select.greedy or not self.select.blind or self._walk_needs_logits:
+            return None
+        return NodeChoices(self.rows, self.select, self.dice, self.assistant.fixed_width)
 
     def _most_tokens(self) -> int | None:
         """That a forward may feed; beyond, the kernels would not round as plain decoding does."""

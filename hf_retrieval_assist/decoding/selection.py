@@ -170,9 +170,7 @@ class TokenSelector:
         each row of the batch is then shown the row at its place, repeated to the batch's size.
         """
         if self.blind:
-            # The texts, which each new token would first have to be brought to the device for.
-            unseen = logits.new_empty((len(rows), 0), dtype=torch.long)
-            return self.processors(unseen, logits)
+            return process_blindly(self.processors, logits)
         if len(rows) == self.batch_size and len({len(row) for row in rows}) == 1:
             return self.processors(torch.cat([row.ids for row in rows]), logits)
         return torch.cat(
@@ -200,7 +198,7 @@ class TokenSelector:
             one for one in self.processors if type(one) in (*_BLIND, *_TEXTUAL)
         )
         if all(type(processor) in _BLIND for processor in known):
-            return known(scores.new_empty((len(scores), 0), dtype=torch.long), scores)
+            return process_blindly(known, scores)
         return torch.cat(
             [
                 self._process(
@@ -239,6 +237,12 @@ class TokenSelector:
         """
         law = torch.nn.functional.softmax(scores, dim=-1)
         return verify_node(law, drawn.draft.to(law.device), drawn.children.to(law.device))[1]
+
+
+def process_blindly(processors: LogitsProcessorList, scores: torch.Tensor) -> torch.Tensor:
+    """Processed scores [n, vocab_size] of whatever texts, which each new token would first have to
+    be brought to the device for. For processors that look at nothing but the scores."""
+    return processors(scores.new_empty((len(scores), 0), dtype=torch.long), scores)
 
 
 def follows_rows(member: LogitsProcessor | StoppingCriteria) -> bool:

@@ -105,6 +105,9 @@ class Walk(Walker):
         nodes = [paths[i].accepted[-1] for i in places]
         if self.select.greedy and not self.recorder.wants_tokens:
             return verified.best(places, nodes)
+        ahead = verified.chosen(places, nodes)
+        if ahead is not None and (not self.select.do_sample or self.dice.follow(walking, ahead)):
+            return ahead
         if verified.screened is None:
             # A copy in float32 on the prompt's device, as plain decoding makes one.
             device = walking[0].device

@@ -51,15 +51,19 @@ class DraftingPolicy:
         max_nodes: int = 256,
         reroute: bool = True,
         graphs: bool = True,
+        fixed_width: int | None = None,
         extra_memory: int | None = None,
         residual: bool = False,
         costs: CostModels | None = None,
     ):
+        if fixed_width is not None and fixed_width < 1:
+            raise ValueError(f"fixed_width: expected at least 1, got {fixed_width}")
         # The rule of a paper knows of no grammar.
         self.drafters = (*drafters, *([] if budget == "paper" else [GrammarDrafter()]))
         self.planner = Planner(budget, max_nodes)
         self.reroute = reroute
         self.graphs = graphs
+        self.fixed_width = fixed_width
         self.extra_memory = extra_memory
         self.residual = residual
         self.costs = CostModels() if costs is None else costs
@@ -109,10 +113,10 @@ class DraftingPolicy:
     def may_rest(self) -> bool:
         """Whether calls may be decoded plainly.
 
-        Drafters that read hidden states could not learn from such calls, and texts that are
-        expected are worth a try.
+        Drafters that read hidden states could not learn from such calls, texts that are expected
+        are worth a try, and plain forwards have another width than a fixed one.
         """
-        return not self.hidden_layers and not self.expected
+        return not self.hidden_layers and not self.expected and self.fixed_width is None
 
     def start(
         self, prompt_ids: NDArray[np.int32], target: Target, row: int = 0, batch_size: int = 1

@@ -31,7 +31,8 @@ class CostKey:
     """What t(n) depends on; cache length and batch size as buckets, see `size_bucket`.
 
     Where rows are packed, n counts the tokens of all of them, otherwise those of each.
-    `manner` tells forwards that are recorded or compiled from those that run kernel by kernel.
+    `manner` tells forwards that are recorded or compiled from those that run kernel by kernel, and
+    those behind which tokens are chosen for all nodes.
     """
 
     fingerprint: str

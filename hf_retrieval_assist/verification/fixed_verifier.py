@@ -9,7 +9,7 @@ recording serves every step of a width; see :mod:`.replay`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,12 @@ COMPILED_WIDTHS = (1, 4, 16, 64)
 """The same where every width may be compiled, which takes its time."""
 
 
+Choose = Callable[[torch.Tensor, Sequence[TokenTree], torch.Tensor], list[int] | None]
+"""Given logits [batch, width, vocab_size] and a tree per row, writes to int64 [batch * width] what
+the call chooses behind each row's root and its nodes, row by row, all on the device. Returns where
+each row begins there; None where it cannot say."""
+
+
 @dataclass(frozen=True)
 class ForwardOptions:
     """What a call wants of its forwards.
@@ -53,6 +59,10 @@ class ForwardOptions:
         most_tokens: see :class:`~.verifiers.Verifier`.
         recorded: whether forwards may be repeated from a recording.
         compiled: what is called in the model's place; None: the model.
+        choose: finds what is chosen behind every node; None: the walk does. What it runs is queued
+            behind the forward and no part of a recording, which so serves calls of all settings.
+        fixed_width: tokens per row that every forward feeds, of chains; None: as many as there are,
+            filled up to the next width, of trees.
     """
 
     taps: FeatureTaps | None = None
@@ -62,6 +72,8 @@ class ForwardOptions:
     most_tokens: int | None = None
     recorded: bool = False
     compiled: Compiled | None = None
+    choose: Choose | None = None
+    fixed_width: int | None = None
 
 
 def stays_in_place(device: torch.device) -> bool:
@@ -88,10 +100,14 @@ def can_stay(cache: SlotCache, device: torch.device) -> bool:
 class FixedVerified(Verified):
     """What a forward left in the buffer that is brought to the host."""
 
-    def __init__(self, shown: Shown, results: PackedBuffer, typical: bool):
+    def __init__(
+        self, shown: Shown, results: PackedBuffer, typical: bool, chosen: list[int] | None
+    ):
         super().__init__(shown.logits, [0] * len(shown.logits), shown.outputs)
         self.typical = typical
         self._results = results
+        # Where each row begins in what was chosen.
+        self._chosen = chosen
 
     def wait(self) -> None:
         self._results.wait()
@@ -100,6 +116,14 @@ class FixedVerified(Verified):
         self.wait()
         best: list[int] = self._results.host["best"][rows, nodes].tolist()
         return best
+
+    def chosen(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int] | None:
+        if self._chosen is None:
+            return None
+        self.wait()
+        places = [self._chosen[row] + node for row, node in zip(rows, nodes, strict=True)]
+        chosen: list[int] = self._results.host["chosen"][places].tolist()
+        return chosen
 
     def top(self, row: int, nodes: int) -> TopLogits:
         if "top_ids" not in self._results.host:
@@ -136,6 +160,8 @@ class FixedVerifier(TreeVerifier):
         self.taps = options.taps or FeatureTaps(self.model, [])
         compiled = options.compiled
         self.widths = WIDTHS if compiled is None or compiled.widens else COMPILED_WIDTHS
+        if options.fixed_width is not None:
+            self.widths = (options.fixed_width,)
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
         self._workspace = self._lend(self.cache.slots.longest)
@@ -160,6 +186,7 @@ class FixedVerifier(TreeVerifier):
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             compiled=compiled is not None,
             attention_by=self._way(record),
+            exact=self.options.fixed_width is not None,
         )
         workspace = WORKSPACES.lend(self.model, shape, record, self.kwargs)
         workspace.masks.start(self.attention.prompt_mask)
@@ -189,12 +216,17 @@ class FixedVerifier(TreeVerifier):
     def manner(self) -> str:  # type: ignore[override]
         recorded = self._workspace.record is not None
         if self.options.compiled is not None:
-            return "compiled recorded" if recorded else "compiled"
-        return "recorded" if recorded else "in place"
+            manner = "compiled recorded" if recorded else "compiled"
+        else:
+            manner = "recorded" if recorded else "in place"
+        return manner if self.options.choose is None else f"{manner} choosing"
 
     def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
         limited = super().limit(trees, rows)
-        if self.options.compiled is None:
+        if self.options.fixed_width is not None:
+            # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
+            limited = [tree.best_chain() for tree in limited]
+        elif self.options.compiled is None:
             return limited
         return [tree.prune(self.widths[-1] - 1) for tree in limited]
 
@@ -208,9 +240,12 @@ class FixedVerifier(TreeVerifier):
         typical = step.used and step.replay.settled
         self._send(step, roots, trees, width)
         shown = self._show(step)
+        choose, chosen = self.options.choose, None
+        if choose is not None:
+            chosen = choose(shown.logits, trees, step.results.device["chosen"])
         step.results.fetch()
         step.used = True
-        return FixedVerified(shown, step.results, typical)
+        return FixedVerified(shown, step.results, typical, chosen)
 
     def _reserve(self, slots: int) -> None:
         if slots <= self._workspace.shape.capacity:

@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from ..host.transformers_private import input_device, why_no_mask
 from ..kernels.split_attention import AttentionBy
-from .fixed_verifier import FixedVerifier, ForwardOptions, can_stay
+from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions, can_stay
 from .kv_cache import SlotCache
 from .reach import UNLIMITED, Reach
 from .states import CroppedStates, SavedStates, States
@@ -85,8 +85,22 @@ class Service:
             else:
                 verifier = TreeVerifier(*arguments, attention=attention, packed=self.packed)
         verifier.most_tokens = options.most_tokens
-        verifier.most_fed, verifier.reach = self.width, self.reach
+        verifier.most_fed = self._most_fed(verifier, options.fixed_width)
+        verifier.reach = self.reach
         return verifier
+
+    def _most_fed(self, verifier: Verifier, fixed: int | None) -> int:
+        """Tokens per row that a forward may feed, at any or at a fixed width."""
+        if fixed is None:
+            return self.width
+        if not isinstance(verifier, FixedVerifier):
+            raise ValueError(
+                "fixed_width: expected None where no memory stays in place, as on a CPU, "
+                f"got {fixed}"
+            )
+        if fixed not in (tested := [width for width in WIDTHS if width <= self.width]):
+            raise ValueError(f"fixed_width: expected one of {tested}, got {fixed}")
+        return fixed
 
     def _states(self, cache: SlotCache) -> States:
         """How its layers forget what they keep beside slots."""

@@ -86,6 +86,11 @@ class Verified:
         best = self._find_best()
         return [best[place] for place in self.places(rows, nodes)]
 
+    def chosen(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int] | None:
+        """What the call chooses behind one fed token of each of these rows, where that was found
+        together with the forward; None: the walk has to."""
+        return None
+
     def _find_best(self) -> list[int]:
         if self._best is None:
             # One transfer instead of one per token; a wider dtype would not change an order.

@@ -136,9 +136,10 @@ class Verifier:
     @property
     def _most_lacking(self) -> int:
         """Tokens per row that one forward catches up on at most."""
+        most = min(_MOST_FED, self.most_fed)
         if self.most_tokens is None:
-            return _MOST_FED
-        return max(1, min(_MOST_FED, self.most_tokens // len(self.processed)))
+            return most
+        return max(1, min(most, self.most_tokens // len(self.processed)))
 
     def backlog(self, rows: Sequence[RowText]) -> int:
         """Pending tokens that every forward carries besides the roots and drafts."""

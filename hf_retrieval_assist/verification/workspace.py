@@ -52,6 +52,7 @@ class Shape:
         taps: the boundaries whose hidden states are wanted.
         compiled: whether `torch.compile` made the forward.
         attention_by: what computes attention.
+        exact: whether another capacity, by which kernels may divide their sums, does not do.
     """
 
     batch: int
@@ -65,6 +66,7 @@ class Shape:
     taps: tuple[tuple[int, ...], ...] = ()
     compiled: bool = False
     attention_by: AttentionBy = "mask"
+    exact: bool = False
 
     def serves(self, other: Shape) -> bool:
         """Whether memory of this shape does for a call that asks for the other one.
@@ -72,6 +74,8 @@ class Shape:
         A compiled forward is made anew for another capacity; a recorded one of the model's own
         costs what its capacity is, unless attention follows the slots in use.
         """
+        if self.exact:
+            return self == other
         largest = other.capacity * _MOST_SPARE
         fits = self.capacity >= other.capacity and (self.compiled or self.capacity <= largest)
         return fits and self == replace(other, capacity=self.capacity)
@@ -83,8 +87,9 @@ class Step:
     Attributes:
         inputs: `token_ids`, `slots` [batch, width], `positions` [..., batch, width], `moves`
             [2, batch, MOST_MOVED] (from where, to where), all int64, and the masks' fields.
-        results: `best` int64 [batch, width] and, where they are wanted, the largest logits
-            `top_logits` [batch, width, top_k] and their tokens `top_ids`.
+        results: `best` int64 [batch, width]; `chosen` int64 [batch * width], see
+            `ForwardOptions.choose`; where they are wanted, the largest logits `top_logits`
+            [batch, width, top_k] and their tokens `top_ids`.
         used: whether it ran before: the first forward of a width allocates and compiles.
     """
 
@@ -99,7 +104,7 @@ class Step:
             "positions": (torch.int64, (*shape.positions, batch, width)),
             "moves": (torch.int64, (2, batch, MOST_MOVED)),
         }
-        results: dict[str, Field] = {"best": whole}
+        results: dict[str, Field] = {"best": whole, "chosen": (torch.int64, (batch * width,))}
         if shape.top_k:
             largest = batch, width, shape.top_k
             # Some models compute the logits in float32, whatever their own dtype.

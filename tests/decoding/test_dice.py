@@ -35,10 +35,10 @@ def laws(rows: int, width: int, count: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_multinomial_draws_by_quotients_here(rows: int, width: int) -> None:
+@pytest.mark.parametrize(("rows", "at_once"), [(1, 1), (3, 1), (3, 3)])
+def test_multinomial_draws_by_quotients_here(rows: int, at_once: int, width: int) -> None:
     before = torch.get_rng_state()
-    assert draws_by_quotients(torch.device("cpu"), rows, width)
+    assert draws_by_quotients(torch.device("cpu"), rows, width, at_once)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -61,11 +61,13 @@ def test_foreseen_draws_are_multinomials(width: int) -> None:
     assert dice.plain
 
 
-@pytest.mark.parametrize("most", [0, 1 << 20])
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("most", [0, 1 << 14, 1 << 20])
 def test_rows_that_get_on_unequally_draw_what_the_batch_draws(
-    most: int, monkeypatch: pytest.MonkeyPatch
+    most: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MOST_BYTES", most)
+    monkeypatch.setattr(module, "draws_by_quotients", lambda *key: key[-1] == at_once)
     steps = laws(3, 1000, 6)
     torch.manual_seed(2)
     expected = torch.cat([torch.multinomial(law, 1) for law in steps], 1).tolist()

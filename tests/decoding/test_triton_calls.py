@@ -13,11 +13,12 @@ from transformers import (
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
 from tests.decoding.test_compiled import static
 from tests.decoding.test_fixed_memory import flash_like
 from tests.support import op_recorder
-from tests.support.lossless import PROMPT, build
+from tests.support.lossless import PROMPT, build, knowing
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import both
 
@@ -168,3 +169,17 @@ def test_layers_that_read_their_mask_are_served_with_one(attended):
     before = len(attended)
     both(model, CALLS["one row"], oracle=ORACLE, **OPTIONS)
     assert len(attended) == before
+
+
+def test_at_one_width_no_bit_depends_on_drafts(attended):
+    model, inputs = build(LlamaForCausalLM), CALLS["one row"]
+    names = dict.fromkeys(("return_dict_in_generate", "output_logits"), True)
+    undrafted = Assistant([], fixed_width=8, reroute=False)
+    expected = model.generate(**inputs, **OPTIONS, **names, assistant=undrafted)
+    attended.clear()
+    assistant = knowing(expected, fixed_width=8, reroute=False)
+    actual = model.generate(**inputs, **OPTIONS, **names, assistant=assistant)
+    assert assistant.stats.last.accepted > 0
+    assert {shape[2] for shape in attended} == {8}
+    for one, other in zip(actual.logits, expected.logits, strict=True):
+        assert torch.equal(one, other)

@@ -1,20 +1,23 @@
 """Copies, events and captures under the rules of CUDA, without a card."""
 
 import threading
+from itertools import accumulate
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import LlamaForCausalLM
 
+from hf_retrieval_assist.decoding.node_choices import NodeChoices
 from hf_retrieval_assist.verification import fixed_verifier, packed_buffer, replay
 from hf_retrieval_assist.verification.arena import Arena
 from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
 from hf_retrieval_assist.verification.replay import CudaGraphs, NoWaits, Replay, Shown
+from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.cuda_rules import Cuda
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
-from tests.support.oracle_drafter import oracle_assistant
+from tests.support.oracle_drafter import both, oracle_assistant
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -183,6 +186,14 @@ def lag(cuda, monkeypatch):
         return at_once(repeat)(step, compute)
 
     monkeypatch.setattr(PackedBuffer, "_copy", copied)
+    choose = NodeChoices.__call__
+
+    def chosen(choices, logits, trees, out):
+        cuda.queued.append(lambda: choose(choices, logits, trees, out))
+        ends = list(accumulate(1 + len(tree) for tree in trees))
+        return [0, *ends[:-1]] if any(not row.finished for row in choices.rows) else None
+
+    monkeypatch.setattr(NodeChoices, "__call__", chosen)
     monkeypatch.setattr(Arena, "move", queued(Arena.move))
     monkeypatch.setattr(Replay, "__call__", repeated)
     for name in ("_settle", "_compute"):
@@ -209,3 +220,19 @@ def test_rows_that_catch_up_overwrite_nothing_on_its_way(cuda, monkeypatch):
         pairs = zip(assisted.past_key_values.layers, plain.past_key_values.layers, strict=True)
         for layer, expected in pairs:
             torch.testing.assert_close(layer.keys, expected.keys, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sampled_tokens_are_read_once_they_have_come(rows, cuda, monkeypatch):
+    serve_in_place(monkeypatch)
+    model = build(LlamaForCausalLM)
+    torch.manual_seed(5)
+    ids = torch.randint(2, 60, (rows, 14))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    options = {"do_sample": True, "top_p": 0.9, "max_new_tokens": 40}
+    lag(cuda, monkeypatch)
+    for _ in range(3):
+        plain, assisted, assistant = both(model, inputs, **options)
+        assert torch.equal(plain, assisted)
+        assert assistant.stats.last.accepted > 0
+    assert not any(step.replay.fault for step in WORKSPACES._idle[model][-1]._steps.values())

@@ -1,0 +1,142 @@
+"""Calls all of whose forwards feed equally many tokens, on the CPU as on an accelerator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
+
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.verification.tree_attention import LayerMask
+from hf_retrieval_assist.verification.workspace import Shape, Workspace
+from tests.decoding.test_batches import padded
+from tests.support.lossless import PROMPT, build, run
+from tests.support.op_recorder import serve_in_place
+from tests.support.oracle_drafter import OracleDrafter
+
+WIDTH = 8
+OPTIONS = {"max_new_tokens": 40, "pad_token_id": 0}
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_in_place(monkeypatch)
+
+
+def inputs_of(rows: int) -> dict[str, torch.Tensor]:
+    return padded(rows) if rows > 1 else {"input_ids": PROMPT}
+
+
+def drafting(text: torch.Tensor, inputs: dict[str, torch.Tensor], **options: Any) -> Assistant:
+    """An assistant that hides a text, or a bit of it, among wrong branches."""
+    mask = inputs.get("attention_mask")
+    skip = [0] * len(text) if mask is None else (mask == 0).sum(1).tolist()
+    rows = [row[count:] for row, count in zip(text.tolist(), skip, strict=True)]
+    drafter = OracleDrafter(rows, **options)
+    return Assistant([drafter], budget=16, fixed_width=WIDTH, reroute=False)
+
+
+def generate(model: Any, rows: int, assistant: Assistant, **options: Any) -> Any:
+    torch.manual_seed(4)
+    return model.generate(**inputs_of(rows), **(OPTIONS | options), assistant=assistant)
+
+
+def undrafted() -> Assistant:
+    return Assistant([], budget=16, fixed_width=WIDTH, reroute=False)
+
+
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens per row of forwards behind prompts, the self-test's among them."""
+    widths: list[int] = []
+    step = Workspace.step
+
+    def noted(workspace: Workspace, width: int) -> Any:
+        widths.append(width)
+        return step(workspace, width)
+
+    monkeypatch.setattr(Workspace, "step", noted)
+    return widths
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.usefixtures("in_place")
+def test_one_width_is_fed(rows: int, fed: list[int]) -> None:
+    """While texts grow, and while the cache catches up on a row that ended early."""
+    model = build(LlamaForCausalLM)
+    start = inputs_of(rows)["input_ids"].shape[1]
+    free = generate(model, rows, undrafted(), do_sample=True)[:, start:].tolist()
+    others = {token for text in free[1:] for token in text}
+    end = next(token for token in free[0][12:] if token not in {*free[0][:12]} | others)
+    options = {"do_sample": True, "eos_token_id": end, "return_dict_in_generate": True}
+    plain = generate(model, rows, undrafted(), **options).sequences
+    assert rows == 1 or plain.shape[1] - start > 3 * WIDTH
+    for assistant in (undrafted(), drafting(plain, inputs_of(rows))):
+        fed.clear()
+        assert torch.equal(generate(model, rows, assistant, **options).sequences, plain)
+        assert set(fed) == {WIDTH}
+    assert assistant.stats.last.accepted > 0
+
+
+def test_memory_has_the_capacity_that_is_asked_for() -> None:
+    asked = Shape(1, 256, LayerMask(), torch.float32, torch.device("cpu"))
+    roomy = replace(asked, capacity=512)
+    assert roomy.serves(asked)
+    assert not replace(roomy, exact=True).serves(replace(asked, exact=True))
+    assert replace(asked, exact=True).serves(replace(asked, exact=True))
+    assert not roomy.serves(replace(roomy, exact=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, GPT2LMHeadModel, Gemma3ForCausalLM])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.usefixtures("in_place")
+def test_logits_do_not_depend_on_drafts(rows: int, model_class: Any, dtype: torch.dtype) -> None:
+    """Bit for bit, whatever is drafted and accepted."""
+    model = build(model_class).to(dtype)
+    names = ("return_dict_in_generate", "output_logits")
+    options = {"do_sample": False} | dict.fromkeys(names, True)
+    expected = generate(model, rows, undrafted(), **options)
+    for seed in range(3):
+        assistant = drafting(expected.sequences, inputs_of(rows), seed=seed)
+        actual = generate(model, rows, assistant, **options)
+        assert assistant.stats.last.accepted > 0
+        assert torch.equal(actual.sequences, expected.sequences)
+        for one, other in zip(actual.logits, expected.logits, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"typical_p": 0.8, "top_k": 0}])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.usefixtures("in_place")
+def test_sampled_texts_do_not_depend_on_drafts(rows: int, options: dict[str, Any]) -> None:
+    model = build(LlamaForCausalLM).to(torch.bfloat16)
+    expected = generate(model, rows, undrafted(), do_sample=True, **options)
+    assistant = drafting(expected, inputs_of(rows))
+    assert torch.equal(generate(model, rows, assistant, do_sample=True, **options), expected)
+    assert assistant.stats.last.accepted > 0
+
+
+def test_where_no_memory_stays_in_place_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="fixed_width: expected None where no memory stays"):
+        run(build(LlamaForCausalLM), assistant=SamAssistant(fixed_width=16))
+
+
+@pytest.mark.usefixtures("in_place")
+def test_widths_that_were_not_tested_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"fixed_width: expected one of \[1, 2, .*, got 5"):
+        run(build(LlamaForCausalLM), assistant=SamAssistant(fixed_width=5))
+
+
+def test_no_width_at_all() -> None:
+    with pytest.raises(ValueError, match="fixed_width: expected at least 1, got 0"):
+        SamAssistant(fixed_width=0)
+
+
+@pytest.mark.usefixtures("in_place")
+def test_calls_do_not_rest() -> None:
+    assert not SamAssistant(fixed_width=16).may_rest()
+    assert SamAssistant().may_rest()

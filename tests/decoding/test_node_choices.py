@@ -1,0 +1,240 @@
+"""Tokens of all nodes that are chosen behind a forward, before anybody walks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
+
+from hf_retrieval_assist import Assistant
+from hf_retrieval_assist.decoding import dice, node_choices
+from hf_retrieval_assist.decoding.dice import draws_by_quotients
+from hf_retrieval_assist.decoding.selection import TokenSelector
+from hf_retrieval_assist.drafters.base import DraftSession, Target
+from hf_retrieval_assist.token_tree import TokenTree
+from tests.decoding.test_batches import late_token, padded
+from tests.support.lossless import PROMPT, build
+from tests.support.op_recorder import serve_in_place
+from tests.support.oracle_drafter import OracleDrafter, oracle_assistant, sequences_of
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {"top_k": 0},
+    "defaults": {},
+    "temperature": {"top_k": 0, "temperature": 0.6},
+    "top_k": {"temperature": 1.3, "top_k": 9},
+    "top_p": {"top_k": 0, "top_p": 0.8},
+    "min_p": {"top_k": 0, "min_p": 0.05},
+    "typical": {"top_k": 0, "typical_p": 0.7},
+    "epsilon": {"top_k": 0, "epsilon_cutoff": 0.01},
+    "eta": {"top_k": 0, "eta_cutoff": 0.02},
+    "several": {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95},
+    "repaired": {"remove_invalid_values": True, "renormalize_logits": True},
+    "suppressed": {"suppress_tokens": [3, 9, 21, 33]},
+    "greedy": {"do_sample": False, "suppress_tokens": [3, 9, 21, 33]},
+}
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return build(LlamaForCausalLM)
+
+
+@pytest.fixture(autouse=True)
+def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_in_place(monkeypatch)
+
+
+@pytest.fixture
+def walked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each call of the logits processors was for, the prefill's included."""
+    seen: list[int] = []
+    process = TokenSelector.process
+
+    def noted(select: TokenSelector, rows: Any, logits: torch.Tensor) -> torch.Tensor:
+        seen.append(len(rows))
+        return process(select, rows, logits)
+
+    monkeypatch.setattr(TokenSelector, "process", noted)
+    return seen
+
+
+@pytest.fixture(params=[False, True], ids=["row by row", "all rows"])
+def at_once(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of rows drawn alone, as on a CPU, or together, as on other devices."""
+
+    def tried(device: torch.device, rows: int, vocab_size: int, count: int) -> bool:
+        right = draws_by_quotients(device, rows, vocab_size, count)
+        return right and (count == rows if request.param else count == 1)
+
+    monkeypatch.setattr(dice, "draws_by_quotients", tried)
+
+
+def inputs_of(rows: int) -> dict[str, torch.Tensor]:
+    return padded(rows) if rows > 1 else {"input_ids": PROMPT}
+
+
+def agreeing(model: Any, rows: int, **options: Any) -> Any:
+    """The assistant of a call that gives plain decoding's tokens and state, with some drafts."""
+    inputs = inputs_of(rows)
+    options = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": 0} | options
+    torch.manual_seed(4)
+    plain = model.generate(**inputs, **options)
+    left = torch.get_rng_state()
+    assistant = oracle_assistant(sequences_of(plain), inputs.get("attention_mask"))
+    torch.manual_seed(4)
+    assisted = model.generate(**inputs, **options, assistant=assistant)
+    assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    assert torch.equal(torch.get_rng_state(), left)
+    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.keeps_seed
+    assert assistant.stats.last.accepted > 0
+    return assistant
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.usefixtures("at_once")
+def test_tokens_and_state_are_plain_decodings(
+    name: str, rows: int, llama: Any, walked: list[int]
+) -> None:
+    """Recorded, compared and repeated; the walk processes no scores of its own."""
+    for _ in range(2):
+        walked.clear()
+        agreeing(llama, rows, **OPTIONS[name])
+        assert walked == [rows]
+
+
+@pytest.mark.parametrize("most", [1 << 24, 150])
+def test_rows_that_end_at_unlike_places(
+    most: int, llama: Any, walked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of nodes that are processed together."""
+    monkeypatch.setattr(node_choices, "_MOST_CELLS", most)
+    torch.manual_seed(4)
+    free = llama.generate(**inputs_of(3), do_sample=True, max_new_tokens=24)
+    ends = [late_token(text[18:], 7) for text in (free[0], free[-1])]
+    walked.clear()
+    agreeing(llama, 3, eos_token_id=ends)
+    assert walked == [3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype, walked: list[int]) -> None:
+    """The same forwards give the same tokens, whoever processes their scores."""
+    model = build(LlamaForCausalLM).to(dtype)
+    texts = []
+    for names in ((), ("return_dict_in_generate", "output_scores")):
+        walked.clear()
+        torch.manual_seed(3)
+        assistant = oracle_assistant(torch.cat([PROMPT, PROMPT], dim=1))
+        options = dict.fromkeys(names, True)
+        result = model.generate(
+            PROMPT, do_sample=True, max_new_tokens=14, assistant=assistant, **options
+        )
+        texts.append(sequences_of(result))
+        assert (len(walked) == 1) is not bool(names)
+    assert torch.equal(*texts)
+
+
+class Draws(StoppingCriteria):
+    """Uses the generator between some tokens."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] % 5 == 0:
+            torch.rand(3)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_somebody_elses_draws_come_first(llama: Any, walked: list[int]) -> None:
+    agreeing(llama, 1, stopping_criteria=[Draws()])
+    assert 1 < len(walked) < 24
+
+
+class DrawingOracle(OracleDrafter):
+    """Uses the call's generator itself."""
+
+    def start(self, prompt_ids: Any, target: Target) -> DraftSession:
+        torch.rand(1)
+        session = super().start(prompt_ids, target)
+        propose = session.propose
+
+        def drawing(budget: int) -> TokenTree:
+            torch.rand(1)
+            return propose(budget)
+
+        session.propose = drawing  # type: ignore[method-assign]
+        return session
+
+
+def test_rows_that_lost_their_place_go_on_without_the_seed(llama: Any) -> None:
+    inputs = inputs_of(3)
+    free = llama.generate(**inputs, do_sample=True, max_new_tokens=24)
+    mask = inputs["attention_mask"]
+    rows = [text[count:] for text, count in zip(free.tolist(), (mask == 0).sum(1), strict=True)]
+    assistant = Assistant([DrawingOracle(rows)], budget=16, reroute=False)
+    text = llama.generate(**inputs, do_sample=True, max_new_tokens=24, assistant=assistant)
+    assert text.shape == free.shape
+    assert not assistant.stats.last.keeps_seed
+
+
+class Same(LogitsProcessor):
+    """Nobody knows what it looks at."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logits_processor": [Same()]},
+        {"repetition_penalty": 1.3},
+        {"return_dict_in_generate": True, "output_scores": True},
+    ],
+    ids=["custom", "of the text", "scores"],
+)
+def test_what_needs_more_than_a_nodes_logits_goes_on_as_it_did(
+    options: dict[str, Any], llama: Any, walked: list[int]
+) -> None:
+    agreeing(llama, 1, **options)
+    assert len(walked) == 24
+
+
+class Spoils:
+    """Makes the logits of all forwards but the first one useless, once it is told to."""
+
+    def __init__(self, model: Any) -> None:
+        self.good: int | None = None
+        model.lm_head.register_forward_hook(self)
+
+    def __call__(self, module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        if self.good is None:
+            return logits
+        self.good -= 1
+        return logits if self.good >= 0 else logits * torch.nan
+
+
+def test_what_is_no_distribution_raises_as_in_plain_decoding() -> None:
+    model = build(LlamaForCausalLM)
+    spoils = Spoils(model)
+    options = {"do_sample": True, "max_new_tokens": 8}
+    assistant = oracle_assistant(torch.cat([PROMPT, PROMPT], dim=1))
+    model.generate(PROMPT, **options, assistant=assistant)
+    errors = []
+    for keyword in ({}, {"assistant": assistant}):
+        spoils.good = 1
+        with pytest.raises(RuntimeError) as raised:
+            model.generate(PROMPT, **options, **keyword)
+        assert spoils.good < 0
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+
+
+def test_devices_whose_draws_are_not_known(
+    llama: Any, walked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dice, "draws_by_quotients", lambda *key: False)
+    agreeing(llama, 1)
+    assert len(walked) == 24
