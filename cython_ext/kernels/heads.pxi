@@ -18,14 +18,14 @@ def can_turn(x, cosines, sines, int64_t depth, norms):
         x: [batch, rows, ...].
         cosines, sines: [1 or batch, rows, depth].
         depth: of a head, even.
-        norms: of queries' and keys' heads; `fused_norm`'s arguments behind the first, or None.
+        norms: of queries' and keys' heads; `fused_norm`'s arguments behind the first; () for none.
     """
     if _is_grad_enabled() or depth < 2 or depth % 2 or not _can_multiply(x) or x.dim() != 3:
         return False
     if not (_is_table(cosines, x, depth) and _is_table(sines, x, depth)):
         return False
     for norm in norms:
-        if norm is None:
+        if not norm:
             continue
         weight = norm[0]
         if not _is_plain(weight, x.dtype) or weight.shape != (depth,) or not weight.is_contiguous():
@@ -47,12 +47,17 @@ def turn_heads(heads, cosines, sines, int64_t depth, norms):
     for part in heads:
         if not _is_plain(part, cosines.dtype) or not part.is_contiguous() or part.size(-1) % depth:
             return None
-    batch, rows = heads[0].size(0), heads[0].size(1)
-    cosines = cosines.expand(batch, -1, -1).contiguous()
-    sines = sines.expand(batch, -1, -1).contiguous()
+    batch, rows = heads[0].shape[:2]
+    cosines, sines = _adjacent_table(cosines, batch), _adjacent_table(sines, batch)
     for part, norm in zip(heads, norms):
         _turn(part, cosines, sines, depth, norm)
     return [part.view(batch, rows, -1, depth).transpose(1, 2) for part in heads]
+
+
+cdef object _adjacent_table(object table, object batch):
+    if table.size(0) != batch:
+        table = table.expand(batch, -1, -1)
+    return table.contiguous()
 
 
 cdef int _turn(object heads, object cosines, object sines, int64_t depth, object norm) except -1:
@@ -62,7 +67,7 @@ cdef int _turn(object heads, object cosines, object sines, int64_t depth, object
     problem.cosines = <char *><uintptr_t>cosines.data_ptr()
     problem.sines = <char *><uintptr_t>sines.data_ptr()
     problem.weight = NULL
-    if norm is not None:
+    if norm:
         weight, epsilon, shifted, rounded, lanes = norm
         _weigh(&problem, weight, epsilon, shifted, rounded, lanes)
     return _norm_rows(&problem)

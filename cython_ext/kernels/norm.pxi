@@ -46,7 +46,7 @@ def fused_norm(x, weight, float epsilon, bint shifted, bint rounded, int lanes):
         return None
     y = _empty_like(x)
     # A dense tensor's rows lie one after another, in whatever order of its dimensions.
-    if y.stride() != x.stride():
+    if not x.is_contiguous() and y.stride() != x.stride():
         x = x.contiguous()
         y = _empty_like(x)
     _place_rows(&problem, x, y, weight.numel())

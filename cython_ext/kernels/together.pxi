@@ -109,7 +109,7 @@ def linear_together(x, layers, stand_ins):
             _is_plain(bias, dtype) and bias.shape == (problems[i].outputs,)
         ):
             return None
-        products.append(x.new_empty(_output_shape(x, problems[i].outputs)))
+        products.append(_new_output(x, problems[i].outputs))
         biases.append(_aim(&problems[i], bias, products[i]))
     problems[count - 1].next = NULL
     _run(&problems[0], _path_count - 1, _get_num_threads())

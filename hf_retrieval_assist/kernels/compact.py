@@ -8,7 +8,6 @@ so that products have the bits that the weights in memory give.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -74,7 +73,8 @@ def stand_in(weight: torch.Tensor) -> StandIn | None:
     return None if values is None else _CompactProduct(weight, values)
 
 
-class _CompactProduct(NamedTuple):
+@dataclass(frozen=True)
+class _CompactProduct:
     weight: torch.Tensor
     values: torch.Tensor
 

@@ -19,7 +19,7 @@ from .skinny import in_route
 __all__ = ["Fused", "fuse", "fused_of", "is_exchanged", "plain_forward", "put", "take_back"]
 
 Fused = Callable[..., Any]
-"""(module, *arguments, **options) -> what its `forward` returns; None where that has to be asked."""
+"""(module, *arguments, **options) -> what its `forward` returns; None where that is to be asked."""
 
 _fused: WeakKeyDictionary[nn.Module, Fused] = WeakKeyDictionary()
 _classes: dict[type[nn.Module], tuple[Callable[..., Any], Callable[..., Any]]] = {}

@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,7 +32,8 @@ _EPSILONS = ("variance_epsilon", "eps")
 _TRIALS = ((1, 1), (1, 5), (3, 4))
 
 
-class _Form(NamedTuple):
+@dataclass(frozen=True)
+class _Form:
     """How a module's own forward is repeated."""
 
     dtype: torch.dtype
@@ -40,14 +42,14 @@ class _Form(NamedTuple):
     rounded: bool
 
     def arguments(self, module: nn.Module) -> Norm | None:
-        weight: torch.Tensor | None = module.weight  # type: ignore[assignment]
+        weight = module._parameters.get("weight")
         if weight is None or weight.dtype is not self.dtype:
             return None
         return weight, getattr(module, self.epsilon), self.shifted, self.rounded, _lanes()
 
     def __call__(self, module: nn.Module, *inputs: Any, **options: Any) -> torch.Tensor | None:
         arguments = self.arguments(module) if len(inputs) == 1 and not options else None
-        return None if arguments is None else fused_norm(*inputs, *arguments)
+        return None if arguments is None else fused_norm(inputs[0], *arguments)
 
 
 def norm_of(module: nn.Module) -> Fused | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from .linear import linear, linears
 from .norm import norm_arguments
 from .scopes import attending, is_exchangeable
 from .skinny import are_unobserved, can_turn, turn_heads
-from .trials import Trial, has_parts
+from .trials import Call, Trial, has_parts
 
 __all__ = ["self_attention_of"]
 
@@ -30,16 +31,18 @@ _NORMS = ("q_norm", "k_norm")
 _INPUTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 
 
-class _Attention(NamedTuple):
+@dataclass(frozen=True)
+class _Attention:
     """How a module's own forward is repeated.
 
     Attributes:
         attention_of: the name of the attention implementation that a configuration asks for.
-        options: the module's attributes that its attention function is told.
+        options: what its attention function is told: attributes of these names of the module, or
+            of its configuration.
     """
 
     attention_of: Callable[[Any], str]
-    options: tuple[str, ...]
+    options: tuple[tuple[str, bool], ...]
 
     def __call__(
         self,
@@ -51,7 +54,7 @@ class _Attention(NamedTuple):
         **options: Any,
     ) -> tuple[torch.Tensor, Any] | None:
         name = self.attention_of(module.config)
-        if module.training or name not in ALL_ATTENTION_FUNCTIONS or not position_embeddings:
+        if module.training or name not in ALL_ATTENTION_FUNCTIONS or position_embeddings is None:
             return None
         heads = _heads(module, hidden_states, *position_embeddings)
         if heads is None:
@@ -59,7 +62,10 @@ class _Attention(NamedTuple):
         query, key, value = heads
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)
-        own = {option: getattr(module, option) for option in self.options}
+        own = {
+            option: getattr(module.config if configured else module, option)
+            for option, configured in self.options
+        }
         output, weights = ALL_ATTENTION_FUNCTIONS[name](
             module, query, key, value, attention_mask, dropout=0.0, **own, **options
         )
@@ -72,16 +78,17 @@ def _heads(
 ) -> list[torch.Tensor] | None:
     """Queries, keys and values; None where the module itself has to compute them."""
     parts = module._modules
-    layers = [parts[name] for name in _PROJECTIONS]
-    norms = [norm_arguments(parts[name]) if name in parts else None for name in _NORMS]
-    known = all(norm is not None for name, norm in zip(_NORMS, norms) if name in parts)
-    if not known or F.linear is not linear or not are_unobserved(layers):
+    layers, depth = [parts[name] for name in _PROJECTIONS], module.head_dim
+    norms: list[Any] = [norm_arguments(parts[name]) if name in parts else () for name in _NORMS]
+    if (
+        {type(layer) for layer in layers} != {nn.Linear}
+        or F.linear is not linear
+        or not are_unobserved(layers)
+        or None in norms
+        or not can_turn(x, cosines, sines, depth, norms)
+    ):
         return None
-    if any(type(layer) is not nn.Linear for layer in layers):
-        return None
-    if not can_turn(x, cosines, sines, module.head_dim, norms):
-        return None
-    return turn_heads(linears(x, *layers), cosines, sines, module.head_dim, norms)
+    return turn_heads(linears(x, *layers), cosines, sines, depth, norms)
 
 
 class _Cache:
@@ -124,7 +131,7 @@ def self_attention_of(module: Any, attention_of: Callable[[Any], str]) -> Fused 
         return None
     watched = _Watched(trial, depth)
     tables = [trial.numbers(depth) for _ in range(2)]
-    calls = (
+    calls: tuple[Call, ...] = (
         ((rows, tables, "mask", _Cache(trial)), {"told": "to all"}),
         ((rows, tables, None), {}),
     )
@@ -147,6 +154,9 @@ def _is_called_so(module: Any) -> bool:
     )
 
 
-def _own_options(module: Any, options: dict[str, Any]) -> tuple[str, ...]:
-    """Which of the options of its attention function are a module's attributes of that name."""
-    return tuple(name for name in options if hasattr(module, name))
+def _own_options(module: Any, options: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+    """Which of the options of its attention function are attributes of that name, each of the
+    module or of its configuration.
+    """
+    known = [name for name in options if hasattr(module, name) or hasattr(module.config, name)]
+    return tuple((name, not hasattr(module, name)) for name in known)

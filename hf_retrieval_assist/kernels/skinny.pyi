@@ -82,12 +82,12 @@ def fused_norm(
     x: Tensor, weight: Tensor, epsilon: float, shifted: bool, rounded: bool, lanes: int
 ) -> Tensor | None: ...
 def can_turn(
-    x: Tensor, cosines: Tensor, sines: Tensor, depth: int, norms: Sequence[Norm | None]
+    x: Tensor, cosines: Tensor, sines: Tensor, depth: int, norms: Sequence[Norm | tuple[()]]
 ) -> bool: ...
 def turn_heads(
     heads: Sequence[Tensor],
     cosines: Tensor,
     sines: Tensor,
     depth: int,
-    norms: Sequence[Norm | None],
+    norms: Sequence[Norm | tuple[()]],
 ) -> list[Tensor] | None: ...

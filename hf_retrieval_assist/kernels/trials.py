@@ -20,8 +20,8 @@ Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def has_parts(module: nn.Module, linears: Collection[str], others: Collection[str]) -> bool:
-    """Whether a module has children of these names, and nothing else, whose linears are dense ones on
-    a CPU that nobody observes, and a `forward` of its own class.
+    """Whether a module has children of these names, and nothing else, that nobody observes, its
+    linears on a CPU, and a `forward` of its own class.
     """
     parts = dict(module.named_children())
     if not set(linears) <= set(parts) or not set(parts) <= {*linears, *others}:
