@@ -136,7 +136,7 @@ def self_attention_of(module: Any, attention_of: Callable[[Any], str]) -> Fused 
         ((rows, tables, None), {}),
     )
     with attending(name, {module}, watched):
-        trial.gives_same(plain_forward(module), *calls)
+        trial.gives_same(plain_forward(module), *calls)  # which shows its options
         ours = _Attention(attention_of, _own_options(module, watched.options))
         return ours if trial.gives_same(ours, *calls) else None
 

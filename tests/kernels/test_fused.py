@@ -253,6 +253,17 @@ def test_modes_that_change_operators_see_them(together):
     assert set(together) == {0}
 
 
+def test_compiled_models_are_served_as_they_are(together):
+    model = learn(model_of(LlamaForCausalLM))
+    compiled = torch.compile(model, backend="eager")
+    together.clear()
+    with torch.no_grad(), reroute():
+        inside = compiled(IDS).logits
+    with torch.no_grad():
+        assert torch.equal(compiled(IDS).logits, inside)
+    assert not together
+
+
 def test_attention_in_training_keeps_its_dropout():
     model = learn(model_of(LlamaForCausalLM, attention_dropout=0.5)).train()
     with torch.no_grad(), reroute():
