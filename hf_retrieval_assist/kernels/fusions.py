@@ -16,7 +16,16 @@ from torch import nn
 from ..system.locks import Lock
 from .skinny import in_route
 
-__all__ = ["Fused", "fuse", "fused_of", "is_exchanged", "plain_forward", "put", "take_back"]
+__all__ = [
+    "Fused",
+    "fuse",
+    "fused_of",
+    "has_own_forward",
+    "is_exchanged",
+    "plain_forward",
+    "put",
+    "take_back",
+]
 
 Fused = Callable[..., Any]
 """(module, *arguments, **options) -> what its `forward` returns; None where that is to be asked."""
