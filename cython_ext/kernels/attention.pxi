@@ -12,8 +12,7 @@ cdef object _describe(object tensor, int64_t *strides, const char **data):
     """Note where a tensor of four axes lies; returns one whose last axis is adjacent."""
     if tensor.stride(3) != 1:
         tensor = tensor.contiguous()
-    for i in range(3):
-        strides[i] = tensor.stride(i)
+    strides[0], strides[1], strides[2], _ = tensor.stride()
     data[0] = <char *><uintptr_t>tensor.data_ptr()
     return tensor
 
@@ -27,7 +26,7 @@ cdef object _attend(
     cdef int64_t all_heads
     p.batch, all_heads, p.queries, p.depth = query.shape
     _, p.groups, p.slots, p.width = value.shape
-    out = query.new_empty((p.batch, p.queries, all_heads, p.width))
+    out = _empty((p.batch, p.queries, all_heads, p.width), dtype=query.dtype, device=_cpu)
     if out.numel() == 0 or p.slots == 0:
         return out.zero_()
     p.heads = all_heads // p.groups
@@ -38,7 +37,8 @@ cdef object _attend(
     value = _describe(value, p.value_strides, &p.value)
     p.mask, p.mask_strides, p.mask_kind = NULL, [0, 0, 0], MASK_NONE
     if mask is not None:
-        mask = mask.expand(p.batch, all_heads, p.queries, p.slots)
+        if mask.shape != (p.batch, all_heads, p.queries, p.slots):
+            mask = mask.expand(p.batch, all_heads, p.queries, p.slots)
         mask = _describe(mask, p.mask_strides, &p.mask)
         p.mask_kind = MASK_BOOL if mask.dtype is _bool else MASK_ADDED
     p.out = <char *><uintptr_t>out.data_ptr()

@@ -92,19 +92,26 @@ def int8_linear(x, values, factors, scales, bias=None, *, path=None, threads=Non
     if dtype not in _dtypes:
         raise TypeError(f"x: expected float32, bfloat16 or float16, got {dtype}")
     _check_plain("x", x, dtype)
-    problem.outputs, problem.weight_stride = values.shape
-    if x.dim() < 1 or not -GROUP < x.size(-1) - problem.weight_stride <= 0:
-        raise ValueError(f"x: expected shape [..., {problem.weight_stride}], got {list(x.shape)}")
+    if x.dim() < 1 or not -GROUP < x.size(-1) - values.size(1) <= 0:
+        raise ValueError(f"x: expected shape [..., {values.size(1)}], got {list(x.shape)}")
     if bias is not None:
         _check_plain("bias", bias, dtype)
-        _check_shape("bias", bias, (problem.outputs,))
-    problem.depth = x.size(-1)
+        _check_shape("bias", bias, (values.size(0),))
+    _read_grouped(&problem, values, factors, scales, x.size(-1))
+    return _solve(&problem, x, bias, None, chosen, _thread_count(threads))
+
+
+cdef int _read_grouped(
+    linear_problem *problem, object values, object factors, object scales, int64_t depth
+) except -1:
+    problem.outputs, problem.weight_stride = values.shape
+    problem.depth = depth
     problem.weight = <char *><uintptr_t>values.data_ptr()
     problem.weight_dtype = SKINNY_GROUPED
     problem.factors = <char *><uintptr_t>factors.data_ptr()
     problem.scales = <char *><uintptr_t>scales.data_ptr()
     problem.scale_dtype = SKINNY_FLOAT32
-    return _solve(&problem, x, bias, None, chosen, _thread_count(threads))
+    return 0
 
 
 def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):

@@ -40,26 +40,44 @@ def fused_norm(x, weight, float epsilon, bint shifted, bint rounded, int lanes):
         MemoryError: there is none for a row.
     """
     cdef norm_problem problem
-    cdef int failed
     if lanes not in NORM_LANES:
         raise ValueError(f"lanes: expected one of {NORM_LANES}, got {lanes}")
     if not _can_norm(x, weight):
         return None
     y = _empty_like(x)
     # A dense tensor's rows lie one after another, in whatever order of its dimensions.
-    if y.stride() != x.stride():
+    if not x.is_contiguous() and y.stride() != x.stride():
         x = x.contiguous()
         y = _empty_like(x)
+    _place_rows(&problem, x, y, weight.numel())
+    problem.heads = 0
+    _weigh(&problem, weight, epsilon, shifted, rounded, lanes)
+    _norm_rows(&problem)
+    return y
+
+
+cdef int _place_rows(norm_problem *problem, object x, object y, int64_t depth) except -1:
     problem.x = <char *><uintptr_t>x.data_ptr()
-    problem.weight = <char *><uintptr_t>weight.data_ptr()
     problem.y = <char *><uintptr_t>y.data_ptr()
-    problem.depth = weight.numel()
-    problem.rows = <int64_t>x.numel() // problem.depth
+    problem.depth = depth
+    problem.rows = <int64_t>x.numel() // depth
+    problem.dtype = _dtypes[x.dtype]
+    return 0
+
+
+cdef int _weigh(
+    norm_problem *problem, object weight, float epsilon, bint shifted, bint rounded, int lanes
+) except -1:
+    problem.weight = <char *><uintptr_t>weight.data_ptr()
     problem.epsilon = epsilon
-    problem.dtype = _dtypes[weight.dtype]
     problem.lanes, problem.shifted, problem.rounded = lanes, shifted, rounded
+    return 0
+
+
+cdef int _norm_rows(norm_problem *problem) except -1:
+    cdef int failed
     with nogil:
-        failed = rms_norm(&problem)
+        failed = rms_norm(problem)
     if failed:
         raise MemoryError(f"no memory for a row of {problem.depth}")
-    return y
+    return 0

@@ -22,8 +22,10 @@
 #endif
 
 typedef struct {
-    const char *x, *weight; /* [rows, depth] and [depth], adjacent */
-    char *y;
+    const char *x, *weight; /* [rows, depth] and [depth], adjacent; without weight y is not normed */
+    char *y;                /* may be x */
+    const char *cosines, *sines; /* [rows / heads, depth] */
+    int64_t heads;               /* rows that are turned alike; 0: none is turned */
     int64_t rows, depth;
     float epsilon;
     int dtype;
@@ -103,21 +105,39 @@ ROUND_PRODUCTS static ALWAYS_INLINE void norm_row(const norm_problem *p, const c
     }
 }
 
+/* A row with its halves turned against one another: x * cos + (-upper, lower) * sin. */
+ROUND_PRODUCTS static ALWAYS_INLINE void turn_row(const norm_problem *p, const char *cosines,
+                                                  const char *sines, char *y, float *v, const int dtype) {
+    const int64_t half = p->depth / 2;
+    for (int64_t i = 0; i < p->depth; i++) v[i] = norm_read(y, i, dtype);
+    for (int64_t i = 0; i < p->depth; i++) {
+        const float other = i < half ? -v[i + half] : v[i - half];
+        const float straight = norm_round(v[i] * norm_read(cosines, i, dtype), dtype);
+        const float across = norm_round(other * norm_read(sines, i, dtype), dtype);
+        norm_write(y, i, straight + across, dtype);
+    }
+}
+
+ROUND_PRODUCTS static ALWAYS_INLINE void norm_rows(const norm_problem *p, float *v, const int dtype) {
+    const int64_t bytes = p->depth * skinny_item_bytes(dtype);
+    for (int64_t row = 0; row < p->rows; row++) {
+        const int64_t turn = p->heads ? row / p->heads * bytes : 0;
+        char *y = p->y + row * bytes;
+        if (p->weight) norm_row(p, p->x + row * bytes, y, v, dtype);
+        if (p->heads) turn_row(p, p->cosines + turn, p->sines + turn, y, v, dtype);
+    }
+}
+
 /* Returns 0, or -1 when memory ran out. */
 static int rms_norm(const norm_problem *p) {
-    const int64_t bytes = p->depth * skinny_item_bytes(p->dtype);
     float *v = malloc(p->depth * sizeof(float));
     if (!v) return -1;
-    for (int64_t row = 0; row < p->rows; row++) {
-        const char *x = p->x + row * bytes;
-        char *y = p->y + row * bytes;
-        if (p->dtype == SKINNY_FLOAT32)
-            norm_row(p, x, y, v, SKINNY_FLOAT32);
-        else if (p->dtype == SKINNY_BFLOAT16)
-            norm_row(p, x, y, v, SKINNY_BFLOAT16);
-        else
-            norm_row(p, x, y, v, SKINNY_FLOAT16);
-    }
+    if (p->dtype == SKINNY_FLOAT32)
+        norm_rows(p, v, SKINNY_FLOAT32);
+    else if (p->dtype == SKINNY_BFLOAT16)
+        norm_rows(p, v, SKINNY_BFLOAT16);
+    else
+        norm_rows(p, v, SKINNY_FLOAT16);
     free(v);
     return 0;
 }

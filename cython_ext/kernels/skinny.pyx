@@ -30,6 +30,7 @@ cdef extern from "paths.h" nogil:
         WIDTH_MULTIPLE
         ROUTED_ROWS
         MAX_PATHS
+        MOST_TOGETHER
 
     ctypedef struct linear_problem:
         char *x
@@ -43,6 +44,7 @@ cdef extern from "paths.h" nogil:
         const char *factors
         const char *scales
         int scale_dtype
+        linear_problem *next
 
     ctypedef struct int8_packing:
         const char *weight
@@ -84,6 +86,9 @@ cdef extern from "norm_kernel.h" nogil:
         const char *x
         const char *weight
         char *y
+        const char *cosines
+        const char *sines
+        int64_t heads
         int64_t rows, depth
         float epsilon
         int dtype
@@ -107,6 +112,8 @@ cdef dict _dtypes = {
 cdef object _strided = torch.strided
 cdef object _get_num_threads = torch.get_num_threads
 cdef object _empty_like = torch.empty_like
+cdef object _empty = torch.empty
+cdef object _cpu = torch.device("cpu")
 cdef object _tensor = torch.Tensor
 cdef object _parameter = torch.nn.Parameter
 cdef object _is_grad_enabled = torch.is_grad_enabled
@@ -180,5 +187,7 @@ OPENMP = _share_openmp()
 
 include "linear.pxi"
 include "int8.pxi"
+include "together.pxi"
 include "attention.pxi"
 include "norm.pxi"
+include "heads.pxi"

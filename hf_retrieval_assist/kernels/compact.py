@@ -8,7 +8,6 @@ so that products have the bits that the weights in memory give.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -71,13 +70,22 @@ def compactable(model: nn.Module) -> list[torch.Tensor]:
 def stand_in(weight: torch.Tensor) -> StandIn | None:
     """What multiplies in a weight's place; None where its values are not bfloat16's."""
     values = COMPACT.of(weight).values
-    return None if values is None else partial(_product, weight, values)
+    return None if values is None else _CompactProduct(weight, values)
 
 
-def _product(
-    weight: torch.Tensor, values: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    few = 0 < x.numel() <= MOST_ROWS * x.shape[-1]
-    if not few or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-        return routed_linear(x, weight, bias)
-    return compact_linear(x, values, bias)
+@dataclass(frozen=True)
+class _CompactProduct:
+    weight: torch.Tensor
+    values: torch.Tensor
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.kernel_reads(x) is None:
+            return routed_linear(x, self.weight, bias)
+        return compact_linear(x, self.values, bias)
+
+    def kernel_reads(self, x: torch.Tensor) -> tuple[torch.Tensor, None, None] | None:
+        """See :func:`.skinny.linear_together`."""
+        few = 0 < x.numel() <= MOST_ROWS * x.shape[-1]
+        if not few or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return None
+        return self.values, None, None

@@ -2,29 +2,29 @@
 
 transformers' modules compute them by seven or eight of PyTorch's operators, of which one row takes
 as long as a small linear layer. :func:`fused_norm` repeats their roundings one by one, so that it
-gives the same bits; :func:`learn_norms` finds out whether it does, for each module of a model by
-what the module itself returns. Others are left as they are.
-
-Like the linears (see :mod:`.reroute`) norms are exchanged where they are looked up, the `forward`
-of their classes, while any thread is in a scope.
+gives the same bits; :func:`norm_of` finds out whether it does, for each module by what the module
+itself returns. Others are left as they are.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..system.locks import Lock
-from .skinny import NORM_LANES, fused_norm, in_route
+from .fusions import Fused, fused_of, has_own_forward, is_exchanged, plain_forward
+from .skinny import NORM_LANES, are_unobserved, fused_norm
 
-__all__ = ["learn_norms", "put_norms", "take_norms_back"]
+if TYPE_CHECKING:
+    from .skinny import Norm
+
+__all__ = ["norm_arguments", "norm_of"]
 
 # Names under which transformers' norms keep what is added to the mean.
 _EPSILONS = ("variance_epsilon", "eps")
@@ -32,7 +32,8 @@ _EPSILONS = ("variance_epsilon", "eps")
 _TRIALS = ((1, 1), (1, 5), (3, 4))
 
 
-class _Form(NamedTuple):
+@dataclass(frozen=True)
+class _Form:
     """How a module's own forward is repeated."""
 
     dtype: torch.dtype
@@ -40,59 +41,28 @@ class _Form(NamedTuple):
     shifted: bool
     rounded: bool
 
+    def arguments(self, module: nn.Module) -> Norm | None:
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dtype is not self.dtype:
+            return None
+        return weight, getattr(module, self.epsilon), self.shifted, self.rounded, _lanes()
 
-_forms: WeakKeyDictionary[nn.Module, _Form] = WeakKeyDictionary()
-_classes: dict[type[nn.Module], tuple[Callable[..., Any], Callable[..., Any]]] = {}
-_lock = Lock()
-
-
-def learn_norms(model: nn.Module) -> None:
-    """Let the scopes of all threads serve the norms of a model, as it is now, that can be."""
-    for module in model.modules():
-        form = next(_right_forms(module), None) if _may_be_norm(module) else None
-        with _lock:
-            if form is None:
-                _forms.pop(module, None)
-            else:
-                _forms[module] = form
-                kind = type(module)
-                if kind not in _classes:
-                    _classes[kind] = (kind.forward, _fused(kind.forward))
+    def __call__(self, module: nn.Module, *inputs: Any, **options: Any) -> torch.Tensor | None:
+        arguments = self.arguments(module) if len(inputs) == 1 and not options else None
+        return None if arguments is None else fused_norm(inputs[0], *arguments)
 
 
-def put_norms() -> None:
-    """Exchange the `forward` of classes that are known; one that somebody has replaced stays."""
-    for kind, (plain, fused) in tuple(_classes.items()):
-        if kind.forward is plain:
-            kind.forward = fused
+def norm_of(module: nn.Module) -> Fused | None:
+    """How a module that is a norm, as it is now, is computed; None of others."""
+    return next(_right_forms(module), None) if _may_be_norm(module) else None
 
 
-def take_norms_back() -> None:
-    """Undo `put_norms`."""
-    for kind, (plain, fused) in tuple(_classes.items()):
-        if kind.forward is fused:
-            kind.forward = plain
-
-
-def _fused(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A method for `plain` that takes one operation where that is right."""
-
-    def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling() or not in_route() or len(arguments) != 1 or options:
-            return plain(self, *arguments, **options)
-        form = _forms.get(self)
-        normed = None if form is None else _norm(self, form, arguments[0])
-        return plain(self, *arguments) if normed is None else normed
-
-    return forward
-
-
-def _norm(module: nn.Module, form: _Form, x: torch.Tensor) -> torch.Tensor | None:
-    weight: torch.Tensor | None = module.weight  # type: ignore[assignment]
-    if weight is None or weight.dtype is not form.dtype:
+def norm_arguments(module: nn.Module) -> Norm | None:
+    """What :func:`fused_norm` of a module takes behind the rows; None of one that it is not."""
+    form = fused_of(module)
+    if not isinstance(form, _Form) or not is_exchanged(module) or not are_unobserved((module,)):
         return None
-    epsilon = getattr(module, form.epsilon)
-    return fused_norm(x, weight, epsilon, form.shifted, form.rounded, _lanes())
+    return form.arguments(module)
 
 
 def _may_be_norm(module: nn.Module) -> bool:
@@ -106,8 +76,7 @@ def _may_be_norm(module: nn.Module) -> bool:
         and not parameters
         and next(module.buffers(), None) is None
         and next(module.children(), None) is None
-        and "forward" in vars(type(module))
-        and "forward" not in vars(module)
+        and has_own_forward(module)
         and any(isinstance(vars(module).get(name), float) for name in _EPSILONS)
     )
 
@@ -116,7 +85,7 @@ def _right_forms(module: nn.Module) -> Iterator[_Form]:
     """What gives a module's own bits, whatever its weights."""
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     trials = _trials(weight.shape[0], weight.dtype)
-    plain = _classes.get(type(module), (type(module).forward,))[0]
+    plain = plain_forward(module)
     try:
         twin = deepcopy(module)
         twin.weight = nn.Parameter(trials[0][0, 0], requires_grad=False)
@@ -127,7 +96,7 @@ def _right_forms(module: nn.Module) -> Iterator[_Form]:
     names = [name for name in _EPSILONS if isinstance(vars(module).get(name), float)]
     kinds = itertools.product((weight.dtype,), names, (False, True), (False, True))
     for form in itertools.starmap(_Form, kinds):
-        if all(_same(_norm(twin, form, x), y) for x, y in zip(trials, expected, strict=True)):
+        if all(_same(form(twin, x), y) for x, y in zip(trials, expected, strict=True)):
             yield form
 
 

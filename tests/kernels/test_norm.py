@@ -8,8 +8,9 @@ from torch import nn
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM, Olmo2ForCausalLM, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from hf_retrieval_assist.kernels import norm
-from hf_retrieval_assist.kernels.norm import learn_norms
+from hf_retrieval_assist.kernels import fusions, norm
+from hf_retrieval_assist.kernels.fusions import fuse
+from hf_retrieval_assist.kernels.norm import norm_of
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.skinny import NORM_LANES, fused_norm
 from tests.support.lossless import build
@@ -31,6 +32,11 @@ def fused(monkeypatch):
 
     monkeypatch.setattr(norm, "fused_norm", count)
     return counted
+
+
+def learn_norms(model):
+    for module in model.modules():
+        fuse(module, norm_of(module))
 
 
 def norms_of(model):
@@ -166,12 +172,12 @@ def test_outside_of_scopes_classes_are_as_they_were(monkeypatch):
 def test_what_is_known_goes_with_the_module():
     module = LlamaRMSNorm(8)
     learn_norms(module)
-    assert module in norm._forms
+    assert module in fusions._fused
     gc.collect()
-    before = len(norm._forms)
+    before = len(fusions._fused)
     del module
     gc.collect()
-    assert len(norm._forms) == before - 1
+    assert len(fusions._fused) == before - 1
 
 
 def test_arguments():
