@@ -69,7 +69,7 @@ MINUTES = {
     "ablation": 9.5,
     "edits": 1.0,
     "batches": 0.5,
-    "propose": 0.5,
+    "propose": 0.4,
     "forwards": 4.5,
     "replay": 3.5,
     "accelerator": 10.0,

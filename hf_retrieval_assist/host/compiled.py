@@ -42,7 +42,7 @@ def compiled_forward(
     if call is None:
         return None
     options = (config.compile_config or CompileConfig()).to_dict()
-    widens = options["dynamic"] is not False and torch._dynamo.config.automatic_dynamic_shapes
+    widens = options["dynamic"] is not False and private.sizes_become_variables()
     recordable = _without_graphs(model, options) if private.makes_graphs(call) else call
     return Compiled(call, recordable, widens)
 

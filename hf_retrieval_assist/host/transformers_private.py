@@ -138,6 +138,11 @@ def makes_graphs(compiled: Any) -> bool:
     return bool((settings or {}).get("triton.cudagraphs"))
 
 
+def sizes_become_variables() -> bool:
+    """Whether `torch.compile` takes a size that has changed for a variable from then on."""
+    return bool(torch._dynamo.config.automatic_dynamic_shapes)
+
+
 def compilations() -> int:
     """Graphs that `torch.compile` has made in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

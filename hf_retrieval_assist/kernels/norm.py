@@ -42,7 +42,7 @@ class _Form:
     rounded: bool
 
     def arguments(self, module: nn.Module) -> Norm | None:
-        weight = module._parameters.get("weight")
+        weight = getattr(module, "weight", None)
         if weight is None or weight.dtype is not self.dtype:
             return None
         return weight, getattr(module, self.epsilon), self.shifted, self.rounded, _lanes()

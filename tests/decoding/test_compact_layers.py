@@ -58,8 +58,8 @@ def model_of(kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"do_sample": True, "top_k": 0, "top_p": 0.9}, {"do_sample": True, "top_k": 20}],
-    ids=["greedy", "top-p", "top-k"],
+    [{}, {"do_sample": True, "top_k": 0, "typical_p": 0.9}, {"do_sample": True, "top_k": 20}],
+    ids=["greedy", "typical", "top-k"],
 )
 def test_tokens_are_plain_decodings(kind: str, options: Any, products: list[int]) -> None:
     model = model_of(getattr(transformers, kind))
@@ -68,7 +68,7 @@ def test_tokens_are_plain_decodings(kind: str, options: Any, products: list[int]
     for _ in range(2):
         assert torch.equal(run(model, assistant=assistant, **options), plain)
     assert assistant.stats.last.seconds["pack"] >= 0
-    screened = "top_p" not in options  # then the output layer has eight bits
+    screened = "typical_p" not in options  # then the output layer has eight bits
     assert bool(products) != screened
     assert all(rows <= compact.MOST_ROWS for rows in products)
 
