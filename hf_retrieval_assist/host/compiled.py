@@ -53,7 +53,7 @@ def _without_graphs(model: Any, options: dict[str, Any]) -> Callable[..., Any]:
     torch knows code again that was compiled by equal options, so it is not kept here.
     """
     mode, given = options["mode"], options["options"] or {}
-    of_mode = torch._inductor.list_mode_options(mode) if mode else {}
+    of_mode = private.options_of_mode(mode) if mode else {}
     given = of_mode | given | {"triton.cudagraphs": False}
     compiled: Callable[..., Any] = torch.compile(
         model.__call__, **(options | {"mode": None, "options": given})

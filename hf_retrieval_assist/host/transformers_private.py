@@ -143,6 +143,11 @@ def sizes_become_variables() -> bool:
     return bool(torch._dynamo.config.automatic_dynamic_shapes)
 
 
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """What a mode of `torch.compile` stands for."""
+    return dict(torch._inductor.list_mode_options(mode))
+
+
 def compilations() -> int:
     """Graphs that `torch.compile` has made in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
