@@ -6,6 +6,7 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
+from common.offsets cimport check_offsets
 from common.ranking cimport Ranked, ranking
 from common.types cimport int32_t, token_t
 
@@ -309,10 +310,8 @@ cdef class _SharedPaths:
         cdef const token_t* first_ids = &tokens_a[0] if n else NULL
         cdef const int32_t* first_parents = &parents_a[0] if n else NULL
         cdef int32_t* room = NULL
-        if offsets_a.shape[0] != offsets_b.shape[0]:
-            raise ValueError(
-                f"expected {offsets_a.shape[0] - 1} trees to merge, got {offsets_b.shape[0] - 1}"
-            )
+        check_offsets(offsets_a, offsets_a.shape[0] - 1, n)
+        check_offsets(offsets_b, offsets_a.shape[0] - 1, m)
         self.place = <int32_t*>malloc((m + 1) * sizeof(int32_t))
         room = <int32_t*>malloc((2 * n + 1) * sizeof(int32_t))
         if self.place == NULL or room == NULL:
@@ -454,8 +453,7 @@ def rank(const float[::1] probs, const int64_t[::1] offsets):
     cdef int32_t[::1] owners = owners_out, trees = trees_out
     cdef double[::1] tokens = tokens_out
     cdef Ranked* ranked
-    if offsets[0] != 0 or offsets[count] != n:
-        raise ValueError(f"offsets: expected {n} nodes, got {offsets[count]}")
+    check_offsets(offsets, count, n)
     for tree in range(count):
         for i in range(offsets[tree], offsets[tree + 1]):
             owners[i] = tree
@@ -484,6 +482,7 @@ def most_probable_paths(
     cdef int32_t[::1] best = best_out, path = path_out
     cdef int64_t[::1] ends = ends_out
     cdef int32_t top
+    check_offsets(offsets, count, n)
     memset(&best[0], -1, (n + 1) * sizeof(int32_t))
     with nogil:
         for tree in range(count):

@@ -5,6 +5,7 @@ import numpy as np
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
+from common.offsets cimport check_offsets
 from common.types cimport int32_t, int64_t, token_t
 
 
@@ -150,8 +151,9 @@ def calibrated(
     cdef const float* stands
     out = np.empty(n, dtype=np.float32)
     cdef float[::1] prob = out
-    if not parents.shape[0] == probs.shape[0] == classes.shape[0] == n == offsets[len(texts)]:
-        raise ValueError(f"parents, probs, classes, offsets: expected {n} nodes each")
+    if not parents.shape[0] == probs.shape[0] == classes.shape[0] == n:
+        raise ValueError(f"parents, probs, classes: expected {n} nodes each")
+    check_offsets(offsets, len(texts), n)
     if known is not None:
         if known.shape[0] != n:
             raise ValueError(f"known: expected {n} nodes, got {known.shape[0]}")
@@ -250,8 +252,9 @@ def judge(
     cdef const token_t* first = &tokens[0] if tokens.shape[0] else NULL
     cdef Py_ssize_t row, room = 0
     cdef int32_t i, m
-    if not counts.shape[0] <= priors.shape[0] or offsets[len(texts)] > tokens.shape[0]:
-        raise ValueError("priors, offsets: expected as many as classes, and as tokens")
+    if counts.shape[0] > priors.shape[0]:
+        raise ValueError(f"priors: expected {counts.shape[0]} classes, got {priors.shape[0]}")
+    check_offsets(offsets, len(texts), tokens.shape[0])
     try:
         for row in range(len(texts)):
             text, m, i = texts[row], <int32_t>(offsets[row + 1] - offsets[row]), 0

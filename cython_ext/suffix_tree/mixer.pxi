@@ -50,6 +50,7 @@ def extend_texts(list texts, const token_t[::1] token_ids, const int64_t[::1] of
     """
     cdef Text text
     cdef Py_ssize_t row, i
+    check_offsets(offsets, len(texts), token_ids.shape[0])
     for row in range(len(texts)):
         text = texts[row]
         text.tree.extend(text.sequence, token_ids[offsets[row]:offsets[row + 1]])
@@ -120,6 +121,11 @@ cdef class Mixer:
     cdef MixedText* _gather(self, list texts, list memories, list running, SuffixTree corpus) except NULL:
         """The texts and what each is drafted from, for the caller to free; see `draft`."""
         cdef Py_ssize_t count = len(texts), row, source
+        if not len(memories) == len(running) == count:
+            raise ValueError(
+                f"memories and running: expected {count} of each, got {len(memories)} and "
+                f"{len(running)}"
+            )
         cdef MixedText* gathered = <MixedText*>grown(NULL, (count + 1) * sizeof(MixedText))
         cdef MixedText* found
         cdef Text text
@@ -172,21 +178,12 @@ cdef class Mixer:
         cdef Py_ssize_t count = len(texts), row, end = 0
         cdef MixedDraft* d = &self.room
         cdef MixedText* gathered
-        cdef int64_t most = 0
-        if not len(memories) == len(running) == len(budgets) == count:
-            raise ValueError(
-                "memories, running and budgets: expected "
-                f"{count} of each, got {len(memories)}, {len(running)} and {len(budgets)}"
-            )
-        gathered = self._gather(texts, memories, running, corpus)
-        try:
-            for row in range(count):
-                gathered[row].nodes = max(<int32_t>budgets[row], 0)
-                most += gathered[row].nodes
-                self._reserve(gathered[row].nodes)
-        except BaseException:
-            free(gathered)
-            raise
+        cdef int32_t i
+        if len(budgets) != count:
+            raise ValueError(f"budgets: expected {count} of them, got {len(budgets)}")
+        budgets = [max(budget, 0) for budget in budgets]
+        most = sum(budgets)
+        self._reserve(max(budgets, default=0))
         tokens, parents = np.empty(most, np.int32), np.empty(most, np.int32)
         probs, classes = np.empty(most, np.float32), np.empty(most, np.int32)
         offsets = np.zeros(count + 1, np.int64)
@@ -194,8 +191,10 @@ cdef class Mixer:
         cdef int32_t[::1] parent_view = parents, class_view = classes
         cdef float[::1] prob_view = probs
         cdef int64_t[::1] offset_view = offsets
-        cdef int32_t i
         d.min_prob, d.path = min_prob, path
+        gathered = self._gather(texts, memories, running, corpus)
+        for row in range(count):
+            gathered[row].nodes = budgets[row]
         with nogil:
             for row in range(count):
                 draft_text(&gathered[row], alpha, d, &self.mixture, &self.expansion)
@@ -217,6 +216,7 @@ cdef class Mixer:
         int64 [texts + 1], tells where each text's begin.
         """
         cdef Py_ssize_t row
+        check_offsets(offsets, len(texts), token_ids.shape[0])
         cdef MixedText* gathered = self._gather(texts, memories, running, corpus)
         with nogil:
             for row in range(offsets.shape[0] - 1):

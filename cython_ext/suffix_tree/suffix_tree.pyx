@@ -17,6 +17,7 @@ from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memmove, memset
 
 from common.heap cimport Entry, pop as heap_pop, push as heap_push
+from common.offsets cimport check_offsets
 from common.prefetch cimport prefetch
 from common.types cimport int32_t, int64_t, token_t, uint16_t, uint32_t, uint64_t
 from suffix_tree.drafting cimport Candidate, CandidateHeap, Draft

@@ -26,7 +26,6 @@ from ..memory.output_memory import OutputMemory
 from ..planning.cost_model import CostModel
 from ..planning.cost_views import PackedCost
 from ..stats import CallStats
-from ..token_tree import Forest
 
 logger = logging.getLogger(__name__)
 
@@ -101,25 +100,32 @@ class Proposer:
         arrived = time.perf_counter()
         texts = [token_ids_cpu[i, :n] for i, n in enumerate(num_tokens_no_spec[: len(drafts)])]
         places = self._follow(sampled_token_ids, texts, arrived)
-        if places:
-            chains = self._draft(list(places))
-            counts = self.assistant.planner.share_packed(chains, PackedCost(self.cost, len(chains)))
-            ids, begins = chains.token_ids.tolist(), chains.offsets.tolist()
-            for (row, place), first, count in zip(places.items(), begins, counts, strict=False):
-                row.drafted = count
-                drafts[place] = ids[first : first + count]
+        for row in places:
+            row.drafted = 0
+        for row, chain in self._draft(list(places)):
+            row.drafted = len(chain)
+            drafts[places[row]] = chain
         self._left = time.perf_counter()
         self.cost.observe_overhead("draft", self._left - arrived)
         return drafts
 
-    def _draft(self, rows: Sequence[Row]) -> Forest:
-        """A chain for each row, with calibrated probabilities; empty where no token may follow."""
-        rooms = [0 if row.ended else min(self.longest_draft, self._room(row)) for row in rows]
-        sessions = [row.session for row in rows]
-        return self.assistant.propose(sessions, rooms, budget=self.longest_draft).best_paths()
+    def _draft(self, rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
+        """A chain for each request that may grow; together they are as long as pays."""
+        rooms = {row: room for row in rows if (room := self._room(row))}
+        if not rooms:
+            return []
+        sessions = [row.session for row in rooms]
+        trees = self.assistant.propose(sessions, [*rooms.values()], budget=self.longest_draft)
+        chains = trees.best_paths()
+        counts = self.assistant.planner.share_packed(chains, PackedCost(self.cost, len(rooms)))
+        ids, begins = chains.token_ids.tolist(), chains.offsets[:-1].tolist()
+        drafts = [ids[i : i + n] for i, n in zip(begins, counts, strict=True)]
+        return list(zip(rooms, drafts, strict=True))
 
     def _room(self, row: Row) -> int:
-        return max(0, self.longest_text - row.length - 1)
+        """How many tokens may be drafted for a request; 0 where no token may follow."""
+        left = self.longest_text - row.length - 1
+        return 0 if row.ended else max(0, min(self.longest_draft, left))
 
     def _follow(
         self,

@@ -467,5 +467,15 @@ def test_what_does_not_fit_together_is_refused():
     evidence, _ = started([[1, 2]], [1], [])
     with pytest.raises(ValueError, match="sequence: expected the id of one that is here, got 7"):
         drafted(Mixture.trained().mixer(), (evidence[0], evidence[1], [7], None), 4)
-    with pytest.raises(ValueError, match="expected 1 of each, got 1, 1 and 2"):
+    with pytest.raises(ValueError, match="budgets: expected 1 of them, got 2"):
         Mixture.trained().mixer().draft(*evidence, [4, 4])
+
+
+@pytest.mark.parametrize("offsets", [[0], [0, 2], [0, 1, 1], [1, 1], [0, -1]])
+def test_offsets_that_do_not_fit_texts_and_tokens_are_refused(offsets):
+    evidence, _ = started([], [1, 2], [])
+    told = array([3]), np.array(offsets)
+    with pytest.raises(ValueError, match="offsets: expected"):
+        Mixture.trained().mixer().learn(*evidence, *told)
+    with pytest.raises(ValueError, match="offsets: expected"):
+        extend_texts(evidence[0], *told)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hf_retrieval_assist.corpus.datastore import Datastore
+from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.vllm.proposer import Proposer
@@ -218,6 +219,31 @@ def test_nothing_is_drafted_where_there_is_no_room():
     request = Request([3], output[: LONGEST - 1])
     Runner(proposer).run([request])
     assert len(request.text) == LONGEST
+
+
+def test_requests_that_may_not_grow_are_not_drafted_for(monkeypatch):
+    """One has ended, one has no room, and the third one goes on."""
+    asked = []
+    draft = SuffixDrafter.propose_rows
+    monkeypatch.setattr(
+        SuffixDrafter,
+        "propose_rows",
+        lambda self, sessions, budgets: (
+            asked.append(len(sessions)) or draft(self, sessions, budgets)
+        ),
+    )
+    going_on = [5, 6, 7, 8] * 10
+    full = [9, 10, 11] * LONGEST
+    proposer = make_proposer(longest_draft=4)
+    requests = [
+        Request([3, 4], [EOS, 5]),
+        Request(full[: LONGEST - 2], full[:9]),
+        Request([3], going_on),
+    ]
+    runner = Runner(proposer)
+    runner.step(requests)
+    assert asked == [1]
+    assert [len(request.draft) for request in requests[:2]] == [0, 0]
 
 
 def test_only_the_first_process_of_a_group_drafts_and_learns():
