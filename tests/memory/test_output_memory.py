@@ -290,3 +290,16 @@ def test_256_running_outputs_take_the_bound_of_the_process(tmp_path, log):
     share = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     print(f"{share:.2f} of the bound, {log or 'no log'}")
     assert share < 1.1
+
+
+def test_an_output_begun_before_everything_was_forgotten_is_learnt_no_more():
+    """Whether it had tokens by then or not."""
+    memory = OutputMemory()
+    silent, speaking = memory.start("m"), memory.start("m")
+    speaking.extend([1, 2, 3])
+    memory.forget()
+    for output in (silent, speaking):
+        output.extend([4, 5, 6])
+        output.close()
+    assert memory.token_count == 0
+    memory.check_invariants()
