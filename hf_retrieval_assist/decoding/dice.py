@@ -19,7 +19,7 @@ from functools import cache
 import torch
 
 from ..drafters.base import Foresight
-from ..kernels.screen import largest
+from ..kernels.largest import greatest, largest
 from ..row_text import RowText
 from .selection import TokenSelector
 
@@ -153,7 +153,7 @@ class Dice:
             place: self.noise(place[1], place[0], probs.shape[1]) for place in sorted({*places})
         }
         quotients = probs.div_(torch.stack([noise[place] for place in places]))
-        tokens = quotients.argmax(dim=-1, keepdim=True)
+        tokens = greatest(quotients)[:, None]
         largest_quotients = quotients.gather(-1, tokens)
         self._foreseen = True
         return torch.where(largest_quotients > 0, tokens, -1)[:, 0]
@@ -283,7 +283,7 @@ class RowForesight(Foresight):
 
 def quotient_token(law: torch.Tensor, noise: torch.Tensor) -> int:
     """The token that is drawn of float32 [vocab_size] probabilities with this noise."""
-    token = int((law / noise).argmax())
+    token = int(greatest((law / noise)[None]))
     if not law[token] > 0:
         # No distribution: as plain decoding, which raises.
         return _drawn(law[None])[0]

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,11 +66,26 @@ _TIMING_PERIOD = 8
 _FEW_TOKENS = 2
 
 
-@dataclass
-class Span:
-    """A stretch of time."""
+class Timed:
+    """Scope whose seconds are added to those of its phase.
 
-    seconds: float = 0.0
+    Attributes:
+        seconds: that it took; 0 before it has ended.
+    """
+
+    __slots__ = "_phase", "_started", "_total", "seconds"
+
+    def __init__(self, total: dict[str, float], phase: str) -> None:
+        self._total, self._phase = total, phase
+        self.seconds = 0.0
+
+    def __enter__(self) -> Timed:
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.seconds = time.perf_counter() - self._started
+        self._total[self._phase] += self.seconds
 
 
 class Generation:
@@ -216,12 +231,8 @@ class Generation:
         price = self._price(self._cost(self.verifier), self.verifier, len(self.rows))
         return price.seconds(1) + price.overhead()
 
-    @contextmanager
-    def _timed(self, phase: str) -> Iterator[Span]:
-        span, started = Span(), time.perf_counter()
-        yield span
-        span.seconds = time.perf_counter() - started
-        self.counts.seconds[phase] += span.seconds
+    def _timed(self, phase: str) -> Timed:
+        return Timed(self.counts.seconds, phase)
 
     def prefill(self) -> Verifier:
         """transformers' own prefill, and the first token of every row."""

@@ -12,6 +12,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from ..draft_models.residual import verify_node
 from ..drafters.base import ChildDraw
+from ..kernels.largest import greatest
 from ..kernels.screen import Sampling
 from ..row_text import RowText
 from ..system.lazy import cached_property
@@ -224,7 +225,7 @@ class TokenSelector:
     def choose(self, scores: torch.Tensor, draw: Draw) -> list[int]:
         """The tokens of processed scores [rows, vocab_size]; `draw` draws from probabilities."""
         if not self.do_sample:
-            return torch.argmax(scores, dim=-1).tolist()
+            return greatest(scores).tolist()
         return draw(torch.nn.functional.softmax(scores, dim=-1))
 
     @staticmethod

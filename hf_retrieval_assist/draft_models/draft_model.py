@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Foresight, Target
 from ..host.ranks import require_whole
+from ..kernels.largest import largest
 from ..structures import draft_tree
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
@@ -499,9 +500,10 @@ def mask_rules(model: Any, drafter: str) -> Rules:
 
 def _most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ids [..., count] of the largest logits, and their probabilities."""
-    best = logits.float().topk(count, dim=-1)
+    best, ids = largest(logits.float().flatten(0, -2), count)
     total = logits.float().logsumexp(-1, keepdim=True)
-    return best.indices, (best.values - total).exp()
+    shape = (*logits.shape[:-1], count)
+    return ids.view(shape), (best.view(shape) - total).exp()
 
 
 def classes_by_rank(rates: Float32Array, ranks: Int32Array, foreseen: bool = False) -> Int32Array:

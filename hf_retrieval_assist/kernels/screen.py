@@ -14,10 +14,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .largest import largest
 from .quantized import QuantizedWeight, quantized_linear
 from .skinny import skinny_linear
 
-__all__ = ["Sampling", "Screen", "Screened", "largest"]
+__all__ = ["Sampling", "Screen", "Screened"]
 
 # A row of weights or of x whose norm is greater, or a row of x whose norm is less, might overflow
 # or underflow on the way; it is computed in full.
@@ -37,10 +38,6 @@ CERTAIN_DEPTH = 80.0
 # many of the likeliest logits are computed where bounds of theirs do not tell what is removed.
 MOST_DRAWS = 8
 HEAD = 256
-
-# From here on the largest of a row are looked for in blocks, of which few are looked into.
-_BLOCK = 512
-_LEAST_BLOCKS = 8
 
 _Bounds: TypeAlias = tuple[torch.Tensor, float, torch.Tensor]
 
@@ -315,24 +312,3 @@ def _rounded_down(value: torch.Tensor, dtype: torch.dtype) -> float:
     info = torch.finfo(dtype)
     rounded = min(value.to(dtype).item(), info.max)
     return rounded - abs(rounded) * info.eps - info.smallest_normal
-
-
-def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch.topk` of contiguous [rows, columns], for few of many columns, in less time."""
-    rows, columns = scores.shape
-    count = min(count, columns)
-    blocks = columns // _BLOCK
-    if blocks < _LEAST_BLOCKS or blocks < count:
-        found = scores.topk(count, dim=-1)
-        return found.values, found.indices
-    cut = blocks * _BLOCK
-    parts = scores[:, :cut].view(rows, blocks, _BLOCK)
-    best = parts.amax(dim=-1).topk(count, dim=-1).indices
-    among = parts.gather(1, best[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-    inside = torch.arange(_BLOCK, device=scores.device)
-    ids = (best[:, :, None] * _BLOCK + inside).flatten(1)
-    if cut < columns:
-        rest = torch.arange(cut, columns, device=scores.device).expand(rows, -1)
-        among, ids = torch.cat([among, scores[:, cut:]], 1), torch.cat([ids, rest], 1)
-    found = among.topk(count, dim=-1)
-    return found.values, ids.gather(1, found.indices)

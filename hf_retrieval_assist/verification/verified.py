@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..kernels.largest import greatest
 from ..kernels.screen import Screened
 from .top_logits import ComputedTop, TopLogits
 
@@ -82,7 +83,7 @@ class Verified:
             return [self.screened.argmax(place) for place in self.places(rows, nodes)]
         if self._logits.device.type == "cpu":
             # A token's logits cost as much as the walk saves by not looking at them.
-            return self.logits(rows, nodes).argmax(dim=-1).tolist()
+            return greatest(self.logits(rows, nodes)).tolist()
         best = self._find_best()
         return [best[place] for place in self.places(rows, nodes)]
 

@@ -12,7 +12,6 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from hf_retrieval_assist.decoding import dice as module
 from hf_retrieval_assist.decoding.dice import Dice, RowForesight, draws_by_quotients
 from hf_retrieval_assist.decoding.selection import TokenSelector
-from hf_retrieval_assist.kernels.screen import largest
 from hf_retrieval_assist.row_text import RowText
 from tests.decoding.test_batches import late_token, padded
 from tests.support.lossless import NEW_TOKENS, build, knowing, run
@@ -278,13 +277,3 @@ def test_foresight_is_the_choice_of_the_walk(do_sample: bool, batch_size: int) -
         ):
             row.generated.append(token)
     assert [row.generated for row in rows] == foreseen
-
-
-@pytest.mark.parametrize("columns", [3, 600, 4096, 5000])
-@pytest.mark.parametrize("count", [1, 3, 9])
-def test_largest_is_topk(columns: int, count: int) -> None:
-    scores = torch.randn((4, columns), generator=torch.Generator().manual_seed(0))
-    expected = scores.topk(min(count, columns))
-    values, ids = largest(scores, count)
-    assert torch.equal(values, expected.values)
-    assert torch.equal(ids, expected.indices)
