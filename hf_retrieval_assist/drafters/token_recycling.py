@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -367,13 +368,14 @@ class SuccessorTable:
         Args:
             feedbacks: of some rows of the forward, in their order, each with `top`.
         """
-        starts = np.cumsum([0, *(len(feedback.token_ids) for feedback in feedbacks)])[:-1]
+        sizes = [len(feedback.token_ids) for feedback in feedbacks]
+        starts = np.array([0, *accumulate(sizes[:-1])])
         fed = np.concatenate([feedback.token_ids for feedback in feedbacks])
         accepted = np.concatenate(
             [feedback.accepted + first for feedback, first in zip(feedbacks, starts, strict=True)]
         )
         first_top, *other_tops = (feedback.top for feedback in feedbacks if feedback.top)
-        top = first_top.joined(other_tops)
+        top = first_top.joined(other_tops) if other_tops else first_top
         limit = len(fed) if top.free else _MOST_REJECTED
         nodes = successors.rows_to_learn(fed, accepted, self._vocab_size, limit, starts)
         found, logits = top.of(nodes, self._top_k, self._vocab_size)

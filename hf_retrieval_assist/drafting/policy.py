@@ -154,6 +154,7 @@ class DraftingPolicy:
             budget = self.planner.request(cost)
         trees = nothing = Forest.empty(len(sessions))
         proposals: list[Forest] = []
+        promised = 0.0
         for row, session in enumerate(sessions):
             session.proposed = proposals, row
         for number, drafter in enumerate(self.drafters):
@@ -163,7 +164,6 @@ class DraftingPolicy:
                 proposals.append(nothing)
                 continue
             started = time.perf_counter()
-            known = 0.0 if drafting is None else trees.expected_tokens
             if drafter.costly and cost is not None and self.planner.budget == "auto":
                 for session in sessions:
                     session.sessions[number].see_cost(cost.step_curve)
@@ -174,9 +174,9 @@ class DraftingPolicy:
             proposals.append(drafts)
             trees = trees.merge(drafts)
             if drafting is not None:
-                promised = trees.expected_tokens - known
+                known, promised = promised, trees.expected_tokens
                 seconds = time.perf_counter() - started
-                drafting.spend(number, seconds, promised / len(sessions))
+                drafting.spend(number, seconds, (promised - known) / len(sessions))
         if self.planner.budget == "paper":
             trees = Forest.of([self.choose(s.sessions, s.drafts) for s in sessions])
         return trees.cut_depths(max_depths)
@@ -306,13 +306,12 @@ class DraftingPolicy:
         rows = max(1, len(sessions))
         brought = [0.0] * len(self.drafters)
         for session, tree, token_ids in zip(sessions, trees, tokens, strict=True):
-            accepted, known, drafts = len(token_ids) - 1, 0, session.drafts
-            if token_ids:
-                drafting.account.planner.learn(*_promise(drafts, tree, token_ids))
-            if accepted <= 0:
+            if not token_ids:
                 continue
-            for number, draft in enumerate(drafts):
-                reached = len(draft.follow(token_ids[:accepted])) if len(draft) else 0
+            drafting.account.planner.learn(*_promise(session, tree, token_ids))
+            accepted, known = np.array(token_ids[:-1], np.int32), 0
+            for number, draft in enumerate(session.drafts if len(accepted) else ()):
+                reached = len(draft.follow(accepted))
                 brought[number] += max(0, reached - known) / rows
                 known = max(known, reached)
         drafting.settle(width, brought)
@@ -324,13 +323,14 @@ class DraftingPolicy:
 
 
 def _promise(
-    drafts: Sequence[TokenTree], tree: TokenTree, token_ids: Sequence[int]
+    session: AssistantSession, tree: TokenTree, token_ids: Sequence[int]
 ) -> tuple[float, int]:
     """Tokens that a verified tree was expected to bring, and those that came of it; where nothing
     was verified, the same of the drafts' best guess at the next token, which the text judges."""
     if len(tree):
         return tree.expected_tokens, len(token_ids) - 1
-    guesses = [(float(draft.probs[0]), int(draft.token_ids[0])) for draft in drafts if len(draft)]
+    drafts = filter(len, session.drafts)
+    guesses = [(float(draft.probs[0]), int(draft.token_ids[0])) for draft in drafts]
     prob, token = max(guesses, default=(0.0, -1))
     return prob, int(token == token_ids[0])
 

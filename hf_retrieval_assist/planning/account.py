@@ -150,8 +150,9 @@ class Drafting:
             width: tokens per row that were verified.
             accepted: by drafter, tokens per row that none before it had drafted.
         """
-        plain = self.price.seconds(1) + self.price.overhead()
-        wider = (self.price.seconds(width) - self.price.seconds(1)) / plain
+        seconds = self.price.curve(width)
+        plain = float(seconds[0]) + self.price.overhead()
+        wider = float(seconds[-1] - seconds[0]) / plain
         promised = sum(use.promised for use in self.uses.values())
         with self.account.lock:
             for number, entry in enumerate(self.account.entries):

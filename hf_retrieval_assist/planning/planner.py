@@ -183,6 +183,8 @@ class Planner:
 def expected_tokens(trees: Sequence[TokenTree], width: int) -> Float64Array:
     """float64 [width + 1]: tokens that a step brings, all rows together, when each row verifies
     its 0, 1, …, `width` most probable nodes."""
+    if len(trees) == 1:
+        return draft_tree.rank(trees[0].probs, np.array([0, width]))[1]
     gains = np.zeros(width + 1)
     gains[0] = len(trees)
     for tree in trees:

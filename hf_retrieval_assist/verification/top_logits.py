@@ -95,9 +95,9 @@ class ComputedTop(TopLogits):
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         places = self._places[nodes]
         chunk = max(1, _CHUNK_CELLS // vocab_size)
-        found = [
-            largest(self.logits[:, :vocab_size], k, places[first : first + chunk])
-            for first in range(0, max(1, len(places)), chunk)
-        ]
-        logits, ids = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
-        return ids.int().numpy(), logits.float().numpy()
+        ids, values = np.empty((len(nodes), k), np.int32), np.empty((len(nodes), k), np.float32)
+        for first in range(0, len(places), chunk):
+            part = slice(first, first + chunk)
+            best, found = largest(self.logits[:, :vocab_size], k, places[part])
+            values[part], ids[part] = best.float().cpu().numpy(), found.cpu().numpy()
+        return ids, values

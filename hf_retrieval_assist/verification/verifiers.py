@@ -98,7 +98,8 @@ class Verifier:
         depth = self._room(rows)
         if depth is not None:
             trees = [tree.cut_depth(depth) for tree in trees]
-        return [tree.prune(self.most_fed - 1) for tree in trees]
+        most = self.most_fed - 1
+        return [tree if len(tree) <= most else tree.prune(most) for tree in trees]
 
     def _room(self, rows: Sequence[RowText]) -> int | None:
         """How deep drafts may go, wherever rows in step have got to; None without limit."""
@@ -122,9 +123,10 @@ class Verifier:
         """
         counts = [len(tree) for tree in trees]
         width = max(counts)
-        if self.most_tokens is not None:
-            while width and self._tokens(counts, backlog + width) > self.most_tokens:
-                width -= 1
+        if self.most_tokens is None:
+            return list(trees)
+        while width and self._tokens(counts, backlog + width) > self.most_tokens:
+            width -= 1
         return [tree.prune(width) for tree in trees]
 
     def _tokens(self, counts: Sequence[int], width: int) -> int:
