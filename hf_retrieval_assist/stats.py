@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -10,6 +11,28 @@ from typing import Any
 from .planning.acceptance import Calibrator, Reliability
 
 PHASES = ("draft", "forward", "walk", "cache")
+
+
+class Timed:
+    """Scope whose seconds are added to those of its phase.
+
+    Attributes:
+        seconds: that it took; 0 before it has ended.
+    """
+
+    __slots__ = "_phase", "_started", "_total", "seconds"
+
+    def __init__(self, total: dict[str, float], phase: str) -> None:
+        self._total, self._phase = total, phase
+        self.seconds = 0.0
+
+    def __enter__(self) -> Timed:
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.seconds = time.perf_counter() - self._started
+        self._total[self._phase] += self.seconds
 
 
 @dataclass

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -28,21 +27,18 @@ from ..planning.cost_store import CostKey, size_bucket
 from ..planning.cost_views import PackedCost, stepped
 from ..record import CallRecord
 from ..row_text import Path, RowText
-from ..stats import CallStats
-from ..system.memory import may_take
+from ..stats import CallStats, Timed
 from ..token_tree import TokenTree
-from ..verification.fixed_verifier import FixedVerifier, ForwardOptions, stays_in_place
-from ..verification.kv_cache import SlotCache
+from ..verification.fixed_verifier import ForwardOptions, stays_in_place
 from ..verification.own_forwards import OwnForwards
-from ..verification.tiers import Service, cache_for
+from ..verification.tiers import Service, slot_cache
 from ..verification.verified import Verified
-from ..verification.verifiers import TreeVerifier, Verifier
+from ..verification.verifiers import Verifier
 from .call import Call
-from .compact_layers import CompactLayers
+from .copies import Copies
 from .dice import Dice, RowForesight
 from .in_step import StepWalk, drafts_in_step
 from .node_choices import NodeChoices
-from .output_layer import OutputLayer
 from .recorder import OutputRecorder
 from .selection import TokenSelector
 from .stopping import Stopping
@@ -64,28 +60,6 @@ _TIMING_PERIOD = 8
 # Of forwards for which the experts' weights may be copied token by token; plain decoding does so
 # for one token a row.
 _FEW_TOKENS = 2
-
-
-class Timed:
-    """Scope whose seconds are added to those of its phase.
-
-    Attributes:
-        seconds: that it took; 0 before it has ended.
-    """
-
-    __slots__ = "_phase", "_started", "_total", "seconds"
-
-    def __init__(self, total: dict[str, float], phase: str) -> None:
-        self._total, self._phase = total, phase
-        self.seconds = 0.0
-
-    def __enter__(self) -> Timed:
-        self._started = time.perf_counter()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.seconds = time.perf_counter() - self._started
-        self._total[self._phase] += self.seconds
 
 
 class Generation:
@@ -123,7 +97,8 @@ class Generation:
         self.keeps_cache = call.keeps_cache(service)
         # Where forwards get memory that stays in place, it is made after the prefill.
         views = not stays_in_place(call.input_ids.device)
-        self.cache = self._slot_cache(call.prompt_length + self.room if views else 0)
+        capacity = call.prompt_length + self.room if views else 0
+        self.cache = slot_cache(call.model, self.model_kwargs, service.cache_name, capacity)
         self.verifier: Verifier | None = None
         self.ranks = Ranks.of(call.model)
         if self.residual and self.ranks.several:
@@ -132,8 +107,7 @@ class Generation:
         # Every rank has to compute the same bits, which methods chosen by timings need not give.
         rerouted = assistant.reroute and not self.ranks.several
         self.reroute = reroute(rerouted and call.input_ids.device.type == "cpu")
-        self.output_layer = self._output_layer()
-        self.compact = self._compact_layers()
+        self.copies = self._copies()
         self.decode_scope = private.OptimisedForDecode(call.model)
         self.cost_key = kind_of(call)
         # Accounts of time differ between ranks, which have to ask together.
@@ -165,9 +139,8 @@ class Generation:
     def step(self, verifier: Verifier) -> None:
         """Verify one tree per running row in one forward."""
         running = self.running
-        for copy in (self.output_layer, self.compact):
-            if copy is not None and not copy.serves and copy.is_worth_packing():
-                self._pack(verifier, copy)
+        with self._timed("pack"):
+            self.copies.pack_due(verifier)
         self.cache.require_room(1 + max(self.cache.slots.lengths[row.index] for row in running))
         cost = self._cost(verifier)
         price = self._price(cost, verifier, len(running))
@@ -238,8 +211,7 @@ class Generation:
         """transformers' own prefill, and the first token of every row."""
         call = self.call
         with self._timed("prefill"):
-            layer = self.output_layer or nullcontext()
-            with self.taps, self.reroute, layer:
+            with self.taps, self.reroute, self.copies.watching():
                 outputs = private.prefill(
                     self.model, call.input_ids, call.config, self.model_kwargs
                 )
@@ -248,7 +220,8 @@ class Generation:
             verifier = self.service.verifier(
                 self.model, self.cache, self.model_kwargs, call.input_ids, self._options()
             )
-            self._begin_copies(verifier, outputs.logits)
+            with self._timed("pack"):
+                self.copies.begin(verifier, outputs.logits)
             self.own_forwards.begin(verifier, self.rows, self._max_depth)
             self.outputs.prefill(outputs, self.cache)
             last = Verified(outputs.logits[:, -1:], [0] * call.batch_size, outputs)
@@ -268,71 +241,19 @@ class Generation:
         """Whether the walk does more with logits than choosing tokens row by row."""
         return self.outputs.wants_tokens or self.residual or self.step_walk is not None
 
-    def _output_layer(self) -> OutputLayer | None:
-        """What may stand for the model's output layer; None where all of its logits are needed, or
-        it is not known how they would be computed."""
+    def _copies(self) -> Copies:
+        """What may stand for the model's layers; nothing for its output layer where all of the
+        logits are needed, or it is not known how tokens are chosen from them."""
+        if not self.reroute.enabled:
+            return Copies(None, None)
         screens = self.select.shortlist > 0 or self.select.sampling is not None
-        if not self.reroute.enabled or self._walk_needs_logits or not screens:
-            return None
-        layer = OutputLayer.of(self.model)
-        if layer is None or not may_take(layer.extra_bytes, self.assistant.extra_memory):
-            return None
-        return layer
-
-    def _compact_layers(self) -> CompactLayers | None:
-        """What may stand for the model's float32 layers."""
-        compact = CompactLayers.of(self.model) if self.reroute.enabled else None
-        beside = 0 if self.output_layer is None else self.output_layer.copy_bytes
-        limit = self.assistant.extra_memory
-        if compact is None or not may_take(compact.extra_bytes, limit, beside):
-            return None
-        return compact
-
-    def _begin_copies(self, verifier: Verifier, logits: torch.Tensor) -> None:
-        """Read copies in forwards to come, those that there are and the prompt's forward has shown
-        nothing against."""
-        if isinstance(verifier, FixedVerifier):  # recorded or compiled
-            self.compact = None
-        layer = self.output_layer
-        if layer is not None and not (type(verifier) is TreeVerifier and layer.shows(logits)):
-            self.output_layer = None
-        for copy in (self.output_layer, self.compact):
-            if copy is not None and copy.extra_bytes == 0:
-                self._pack(verifier, copy)
-
-    def _pack(self, verifier: Verifier, copy: OutputLayer | CompactLayers) -> None:
-        with self._timed("pack"):
-            copy.pack()
-        if not copy.serves:  # the values of all weights need float32
-            self.compact = None
-        self._name_manner(verifier)
-
-    def _name_manner(self, verifier: Verifier) -> None:
-        """Say what is read in forwards to come, which then have a time of their own."""
-        copies = {"screened": self.output_layer, "compact": self.compact}
-        names = [name for name, copy in copies.items() if copy is not None and copy.serves]
-        verifier.manner = " ".join(names)
+        screens &= not self._walk_needs_logits
+        return Copies.of(self.model, screens, self.assistant.extra_memory)
 
     def _forward(self, verifier: Verifier, trees: Sequence[TokenTree]) -> Verified:
         widest = self.assistant.fixed_width or 1 + max(map(len, trees))
         self.decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
-        layer = self.output_layer
-        with self.compact or nullcontext():
-            if layer is None:
-                return verifier.forward(self.rows, trees)
-            with layer:
-                verified = verifier.forward(self.rows, trees)
-            if layer.shows(verified.outputs.logits):
-                verified.screened = layer.screened
-                return verified
-            # The model makes something else of its logits, this time.
-            self.output_layer = None
-            self._name_manner(verifier)
-            if layer.screened is None:
-                return verified
-            assert isinstance(verifier, TreeVerifier)
-            verifier.forget()
-            return verifier.forward(self.rows, trees)
+        return self.copies.forward(verifier, self.rows, trees)
 
     def _options(self) -> ForwardOptions:
         """What this call wants of its forwards."""
@@ -525,22 +446,6 @@ class Generation:
         if self.cache.lender is not None:
             return self.cache.lender
         return self.model_kwargs.get(self.service.cache_name)
-
-    def _slot_cache(self, capacity: int) -> SlotCache:
-        """Put a slot cache in the place of the one that `generate` prepared."""
-        name, config = self.service.cache_name, self.model.config.get_text_config(decoder=True)
-        given: Any = self.model_kwargs.get(name)
-        own = getattr(given, "self_attention_cache", given)
-        if private.is_callers(given):
-            cache = SlotCache.around(own, config)
-            if cache.lender is not None:
-                self.model_kwargs[name] = cache
-            if given is not own:
-                given.self_attention_cache = cache
-            return cache
-        cache = SlotCache(config, capacity)
-        self.model_kwargs[name] = cache_for(self.model, cache)
-        return cache
 
     def _room(self) -> int:
         """Generated tokens per row that buffers are made for."""

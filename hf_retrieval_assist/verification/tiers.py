@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from ..host.transformers_private import input_device, why_no_mask
+from ..host.transformers_private import input_device, is_callers, why_no_mask
 from ..kernels.split_attention import AttentionBy
 from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions, can_stay
 from .kv_cache import SlotCache
@@ -107,6 +107,23 @@ class Service:
         if self.tier is Tier.REPLAY:
             return SavedStates(cache)
         return CroppedStates(cache) if cache.state_layers else States(cache)
+
+
+def slot_cache(model: Any, model_kwargs: dict[str, Any], name: str, capacity: int) -> SlotCache:
+    """Put a slot cache in the place of the one that `generate` prepared, `model_kwargs[name]`."""
+    config = model.config.get_text_config(decoder=True)
+    given: Any = model_kwargs.get(name)
+    own = getattr(given, "self_attention_cache", given)
+    if not is_callers(given):
+        cache = SlotCache(config, capacity)
+        model_kwargs[name] = cache_for(model, cache)
+        return cache
+    cache = SlotCache.around(own, config)
+    if cache.lender is not None:
+        model_kwargs[name] = cache
+    if given is not own:
+        given.self_attention_cache = cache
+    return cache
 
 
 def cache_for(model: Any, cache: SlotCache) -> Any:
