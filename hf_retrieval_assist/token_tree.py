@@ -257,6 +257,13 @@ class Forest(Sequence[TokenTree]):
         """Expected number of accepted nodes when all trees are verified."""
         return float(self.probs.sum())
 
+    def first(self, index: int) -> tuple[float, int]:
+        """Probability and token of a tree's first node; 0 and −1 where it has none."""
+        place = self.offsets[index]
+        if place == self.offsets[index + 1]:
+            return 0.0, -1
+        return float(self.probs[place]), int(self.token_ids[place])
+
     @property
     def sizes(self) -> list[int]:
         """Nodes of each tree."""

@@ -329,9 +329,8 @@ def _promise(
     was verified, the same of the drafts' best guess at the next token, which the text judges."""
     if len(tree):
         return tree.expected_tokens, len(token_ids) - 1
-    drafts = filter(len, session.drafts)
-    guesses = [(float(draft.probs[0]), int(draft.token_ids[0])) for draft in drafts]
-    prob, token = max(guesses, default=(0.0, -1))
+    proposals, row = session.proposed
+    prob, token = max((forest.first(row) for forest in proposals), default=(0.0, -1))
     return prob, int(token == token_ids[0])
 
 

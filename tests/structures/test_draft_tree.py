@@ -145,6 +145,9 @@ def same(tree, other):
 @given(st.lists(trees(), max_size=4), st.lists(trees(), min_size=4, max_size=4))
 def test_a_forest_holds_trees_as_they_are(several, others):
     forest = Forest.of(several)
+    assert [forest.first(i) for i in range(len(several))] == [
+        (tree.probs[0], tree.token_ids[0]) if len(tree) else (0, -1) for tree in several
+    ]
     assert len(forest) == len(several)
     assert forest.nodes == sum(map(len, several)) == sum(forest.sizes)
     assert all(same(a, b) for a, b in zip(forest, several, strict=True))
