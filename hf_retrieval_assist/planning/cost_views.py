@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,19 +34,19 @@ class CostView(CostModel):
         return self._cost.timed
 
     def curve(self, max_tokens: int) -> Float64Array:
-        fed = self._fed(np.arange(1, max_tokens + 1))
+        fed = self._fed(max_tokens)
         return self._cost.curve(int(fed[-1]))[fed - 1]
 
     def spread(self, max_tokens: int, reference: int) -> Float64Array:
-        fed = self._fed(np.arange(1, max_tokens + 1))
-        compared = int(self._fed(np.array([reference]))[0])
+        fed = self._fed(max_tokens)
+        compared = int(self._fed(reference)[-1])
         return self._cost.spread(int(fed[-1]), compared)[fed - 1]
 
     def overhead(self) -> float:
         return self._cost.overhead()
 
-    def _fed(self, tokens: Sizes) -> Sizes:
-        """The tokens that are fed where so many, in ascending order, are planned."""
+    def _fed(self, most: int) -> Sizes:
+        """The tokens that are fed where 1, 2, …, `most` are planned."""
         raise NotImplementedError
 
 
@@ -59,12 +60,18 @@ class SteppedCost(CostView):
 
     def __init__(self, cost: CostModel, widths: Sequence[int]):
         super().__init__(cost)
-        self._widths = np.asarray(widths)
+        self._widths = tuple(widths)
 
-    def _fed(self, tokens: Sizes) -> Sizes:
-        place = np.searchsorted(self._widths, tokens)
-        wider = np.append(self._widths, 0)[place]
-        return np.where(place < len(self._widths), wider, tokens)
+    def _fed(self, most: int) -> Sizes:
+        return _filled_up(self._widths, most)
+
+
+@lru_cache(maxsize=1024)
+def _filled_up(widths: tuple[int, ...], most: int) -> Sizes:
+    """The next width of each of 1, 2, …, `most` tokens; their number where there is none."""
+    tokens = np.arange(1, most + 1)
+    place = np.searchsorted(widths, tokens)
+    return np.where(place < len(widths), np.append(widths, 0)[place], tokens)
 
 
 def stepped(cost: CostModel, widths: Sequence[int]) -> CostModel:
@@ -90,5 +97,5 @@ class PackedCost(CostView):
     def share(self, tokens: int) -> int:
         return 1 + (tokens - self._rows) // self._step
 
-    def _fed(self, tokens: Sizes) -> Sizes:
-        return self._rows + self._step * (tokens - 1)
+    def _fed(self, most: int) -> Sizes:
+        return self._rows + self._step * np.arange(most)

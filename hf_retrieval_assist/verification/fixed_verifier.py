@@ -130,9 +130,9 @@ class FixedVerified(Verified):
             return super().top(row, nodes)
         self.wait()
         ids, logits = (
-            self._results.host[name][row, : 1 + nodes] for name in ("top_ids", "top_logits")
+            self._results.host[name].numpy()[row, : 1 + nodes] for name in ("top_ids", "top_logits")
         )
-        return FoundTop(ids.numpy(), logits.float().numpy())
+        return FoundTop(ids, logits)
 
     def near_ties(self, row: int, nodes: Sequence[int], share: float) -> int:
         top = self._results.host.get("top_logits")
