@@ -135,7 +135,7 @@ class TokenTree:
         """
         if budget >= len(self):
             return self
-        return TokenTree(*draft_tree.prune(*self._arrays, max(budget, 0)))
+        return Forest.of([self]).prune([budget])[0]
 
     def cut_depth(self, max_depth: int) -> TokenTree:
         """The nodes at most `max_depth` deep."""
@@ -294,6 +294,13 @@ class Forest(Sequence[TokenTree]):
             return self
         pairs = zip(self, max_depths, strict=True)
         return Forest.of([tree if d is None else tree.cut_depth(d) for tree, d in pairs])
+
+    def prune(self, budgets: Sequence[int]) -> Forest:
+        """Of each tree so many of the most probable nodes; see `TokenTree.prune`."""
+        if all(size <= budget for size, budget in zip(self.sizes, budgets, strict=True)):
+            return self
+        most = np.array(budgets, np.int64)
+        return Forest(*draft_tree.prune(*self._arrays, self.offsets, most))
 
     def best_paths(self) -> Forest:
         """Of each tree the path from its root to a leaf by the most probable child each time."""

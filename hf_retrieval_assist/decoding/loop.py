@@ -298,7 +298,7 @@ class Generation:
     ) -> list[TokenTree]:
         """What to verify of each row; nothing of finished ones, which bring no more tokens."""
 
-        def plan() -> list[TokenTree]:
+        def plan() -> Sequence[TokenTree]:
             extra = verifier.backlog(self.rows)
             growing = [row for row in running if row.padding is None or self.step_walk is None]
             sessions = [self.sessions[row.index] for row in growing]

@@ -213,7 +213,7 @@ class DraftingPolicy:
         extra_tokens: int = 0,
         packed: bool = False,
         drafting: Drafting | None = None,
-    ) -> list[TokenTree]:
+    ) -> Sequence[TokenTree]:
         """The part of each row's draft that is worth verifying.
 
         Args:
@@ -226,7 +226,7 @@ class DraftingPolicy:
         """
         planner = self.planner if drafting is None else drafting.account.planner
         if cost is None:
-            return [tree.prune(planner.request()) for tree in trees]
+            return Forest.of(trees).prune([planner.request()] * len(trees))
         if packed:
             return planner.plan_packed(trees, cost)
         return planner.plan_batch(trees, cost, extra_tokens)

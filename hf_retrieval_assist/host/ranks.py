@@ -59,7 +59,7 @@ class Ranks:
         """Whether the model is spread over several processes."""
         return self._group is not None
 
-    def agree(self, plan: Callable[[], list[TokenTree]], rows: int) -> list[TokenTree]:
+    def agree(self, plan: Callable[[], Sequence[TokenTree]], rows: int) -> Sequence[TokenTree]:
         """What the first rank plans to verify.
 
         Args:

@@ -119,7 +119,7 @@ class Planner:
 
     def plan_batch(
         self, trees: Sequence[TokenTree], cost: CostModel, extra_tokens: int = 0
-    ) -> list[TokenTree]:
+    ) -> Sequence[TokenTree]:
         """The part of each row's tree to verify, when all rows are padded to the widest.
 
         One width is chosen for the batch, the one with the most expected tokens per second of all
@@ -127,21 +127,20 @@ class Planner:
         for n tokens per row. Arguments as for `plan`.
         """
         if self.budget == "paper":
-            return list(trees)
-        width = self.budget
+            return trees
+        forest, width = Forest.of(trees), self.budget
         if width == "auto":
-            tokens = expected_tokens(trees, max(map(len, trees)))
+            tokens = draft_tree.by_width(forest.probs, forest.offsets)
             width = self._best_width(tokens, cost, extra_tokens)
-        return [tree.prune(width) for tree in trees]
+        return forest.prune([width] * len(trees))
 
-    def plan_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> list[TokenTree]:
+    def plan_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> Sequence[TokenTree]:
         """The part of each row's tree to verify, when rows are packed without padding.
 
         The nodes of all rows compete for the forward; `cost` is that of one row's tokens beside
         one token of each other row.
         """
-        counts = self.share_packed(trees, cost)
-        return [tree.prune(count) for tree, count in zip(trees, counts, strict=True)]
+        return Forest.of(trees).prune(self.share_packed(trees, cost))
 
     def share_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> list[int]:
         """How many of each row's most probable nodes `plan_packed` keeps."""
@@ -178,18 +177,6 @@ class Planner:
             chosen = int(np.where(loss <= self._saved, hopes, 0.0).argmax())
             self._saved -= float(loss[chosen])
         return chosen
-
-
-def expected_tokens(trees: Sequence[TokenTree], width: int) -> Float64Array:
-    """float64 [width + 1]: tokens that a step brings, all rows together, when each row verifies
-    its 0, 1, …, `width` most probable nodes."""
-    if len(trees) == 1:
-        return draft_tree.rank(trees[0].probs, np.array([0, width]))[1]
-    gains = np.zeros(width + 1)
-    gains[0] = len(trees)
-    for tree in trees:
-        gains[1 : len(tree) + 1] += np.sort(tree.probs)[::-1]
-    return gains.cumsum()
 
 
 def _is_count(value: object) -> bool:

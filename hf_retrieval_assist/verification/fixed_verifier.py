@@ -22,7 +22,7 @@ from ..host.feature_taps import FeatureTaps
 from ..host.transformers_private import attention_of
 from ..kernels.split_attention import AttentionBy, SplitAttention
 from ..row_text import RowText
-from ..token_tree import TokenTree
+from ..token_tree import Forest, TokenTree
 from .arena import capacity_bucket, with_room
 from .fed_tokens import FedTokens
 from .kv_cache import SlotCache, SlotLayer, moved_from
@@ -221,14 +221,14 @@ class FixedVerifier(TreeVerifier):
             manner = "recorded" if recorded else "in place"
         return manner if self.options.choose is None else f"{manner} choosing"
 
-    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
+    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> Sequence[TokenTree]:
         limited = super().limit(trees, rows)
         if self.options.fixed_width is not None:
             # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
             limited = [tree.best_chain() for tree in limited]
         elif self.options.compiled is None:
             return limited
-        return [tree.prune(self.widths[-1] - 1) for tree in limited]
+        return Forest.of(limited).prune([self.widths[-1] - 1] * len(limited))
 
     def _feed(
         self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]

@@ -26,7 +26,7 @@ from ..kernels.packed_attention import PackedAttention, spans_of
 from ..kernels.scopes import Attention, attending
 from ..row_text import RowText
 from ..system.lazy import cached_property
-from ..token_tree import TokenTree
+from ..token_tree import Forest, TokenTree
 from .fed_tokens import FedTokens
 from .kv_cache import RowSlots, SlotCache
 from .reach import UNLIMITED
@@ -93,13 +93,11 @@ class Verifier:
         self.processed = [0] * len(prompt_ids)
         self.feeding = False
 
-    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
+    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> Sequence[TokenTree]:
         """The part of the drafts, one of each of these rows, that this tier can verify."""
         depth = self._room(rows)
-        if depth is not None:
-            trees = [tree.cut_depth(depth) for tree in trees]
-        most = self.most_fed - 1
-        return [tree if len(tree) <= most else tree.prune(most) for tree in trees]
+        cut = Forest.of(trees).cut_depths([depth] * len(trees))
+        return cut.prune([self.most_fed - 1] * len(trees))
 
     def _room(self, rows: Sequence[RowText]) -> int | None:
         """How deep drafts may go, wherever rows in step have got to; None without limit."""
@@ -115,19 +113,19 @@ class Verifier:
             return max(self.prompt_ids.shape[1], self.cache.slots.longest)
         return int(self.next_position.max())
 
-    def fit(self, trees: Sequence[TokenTree], backlog: int = 0) -> list[TokenTree]:
+    def fit(self, trees: Sequence[TokenTree], backlog: int = 0) -> Sequence[TokenTree]:
         """The part of what is planned for the running rows that one forward may feed.
 
         Args:
             backlog: see `backlog`.
         """
-        counts = [len(tree) for tree in trees]
-        width = max(counts)
         if self.most_tokens is None:
-            return list(trees)
-        while width and self._tokens(counts, backlog + width) > self.most_tokens:
+            return trees
+        planned = Forest.of(trees)
+        width = max(planned.sizes)
+        while width and self._tokens(planned.sizes, backlog + width) > self.most_tokens:
             width -= 1
-        return [tree.prune(width) for tree in trees]
+        return planned.prune([width] * len(trees))
 
     def _tokens(self, counts: Sequence[int], width: int) -> int:
         """That a forward feeds where running rows have so many nodes, `width` being the most."""
@@ -397,7 +395,7 @@ class ChainVerifier(Verifier):
         done = self.processed[row.index]
         return row.fed(done, max(len(row.generated), done + 1))
 
-    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> list[TokenTree]:
+    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> Sequence[TokenTree]:
         if self.states.full:
             return [TokenTree.empty()] * len(trees)
         chains = super().limit([tree.best_chain() for tree in trees], rows)

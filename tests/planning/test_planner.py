@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.cost_views import PackedCost
-from hf_retrieval_assist.planning.planner import Planner, expected_tokens
+from hf_retrieval_assist.planning.planner import Planner
 from hf_retrieval_assist.token_tree import TokenTree
 
 CURVES = {
@@ -123,11 +123,6 @@ def test_rejects_other_budgets(budget):
 def test_rejects_other_options(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}: expected"):
         Planner(**options)
-
-
-def test_expected_tokens():
-    rows = [TokenTree.build([1, 2], [-1, -1], [0.2, 0.5]), TokenTree.empty()]
-    assert expected_tokens(rows, 2) == pytest.approx([2, 2.5, 2.7])
 
 
 class Run:

@@ -180,6 +180,24 @@ def test_texts_are_laid_one_behind_another():
     assert (ids.tolist(), offsets.tolist()) == ([1, 2, 3], [0, 2, 2, 3])
 
 
+@given(st.lists(st.tuples(trees(), st.integers(-1, 30)), max_size=4))
+def test_trees_are_pruned_together(several):
+    grown, budgets = [tree for tree, _ in several], [budget for _, budget in several]
+    pruned = Forest.of(grown).prune(budgets)
+    assert len(pruned) == len(several)
+    assert all(same(a, tree.prune(n)) for a, tree, n in zip(pruned, grown, budgets, strict=True))
+
+
+@given(st.lists(trees(), max_size=4))
+def test_tokens_by_the_width_of_all_trees(several):
+    forest = Forest.of(several)
+    widest = max(map(len, several), default=0)
+    expected = [
+        len(several) + sum(t.prune(n).expected_tokens for t in several) for n in range(widest + 1)
+    ]
+    assert draft_tree.by_width(forest.probs, forest.offsets) == pytest.approx(expected)
+
+
 @given(st.lists(trees(), max_size=4))
 def test_nodes_of_several_trees_are_ranked_together(several):
     nodes = [(-prob, i) for i, tree in enumerate(several) for prob in tree.probs.tolist()]
