@@ -9,7 +9,6 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc, qsort
 from libc.string cimport memcpy
 
-from common.ranking cimport Ranked, ranking
 from common.types cimport int32_t, token_t, uint8_t
 
 cdef enum:
@@ -108,16 +107,52 @@ cdef Py_ssize_t lay_template(
     return known
 
 
+cdef inline void settle_among(float* values, int32_t* ids, Py_ssize_t count, float value, int32_t id) noexcept nogil:
+    """Put a value into its place among `count` descending ones, behind equal ones; the last one goes."""
+    cdef Py_ssize_t place = count - 1
+    while place > 0 and values[place - 1] < value:
+        values[place] = values[place - 1]
+        ids[place] = ids[place - 1]
+        place -= 1
+    values[place] = value
+    ids[place] = id
+
+
+cdef void largest(const float* row, Py_ssize_t n, Py_ssize_t k, float* values, int32_t* ids) noexcept nogil:
+    """The k largest of n values, descending, of equal ones the first."""
+    cdef Py_ssize_t i, start, end = k, larger
+    cdef float least
+    for i in range(k):
+        settle_among(values, ids, i + 1, row[i], <int32_t>i)
+    while end < n:
+        start, end = end, min(end + BLOCK, n)
+        least = values[k - 1]
+        larger = 0
+        # Few blocks hold one of the largest, and a count compiles to vector instructions.
+        for i in range(start, end):
+            larger += row[i] > least
+        if larger:
+            for i in range(start, end):
+                if row[i] > values[k - 1]:
+                    settle_among(values, ids, k, row[i], <int32_t>i)
+
+
 cdef Py_ssize_t keep_best(
     Py_ssize_t known, Py_ssize_t budget, token_t* tokens, int32_t* parents, float* probs,
-    int32_t* evidence, int32_t* places,
-) except -1:
-    """Keep the most probable nodes, in their order; returns their number."""
+    int32_t* evidence, int32_t* places, float* best, int32_t* chosen,
+) noexcept nogil:
+    """Keep the `budget` most probable of more nodes, in their order; returns their number.
+
+    `places`, `best` and `chosen` are room for as many numbers as there are nodes.
+    """
     cdef Py_ssize_t i, kept = 0
-    cdef Ranked* ranked = ranking(probs, known)
+    if budget < 1:
+        return 0
+    largest(probs, known, budget, best, chosen)
     for i in range(known):
-        places[ranked[i].node] = 0 if i < budget else -1
-    free(ranked)
+        places[i] = -1
+    for i in range(budget):
+        places[chosen[i]] = 0
     for i in range(known):
         if places[i] < 0:
             continue
@@ -176,10 +211,11 @@ def draft(
     cdef int32_t kind
     tokens_out, parents_out = np.empty(count * n + 1, np.int32), np.empty(count * n + 1, np.int32)
     probs_out, kinds_out = np.empty(count * n + 1, np.float32), np.empty(count * n + 1, np.int32)
-    place_out, path_out = np.empty(n + 1, np.int32), np.empty(n + 1, np.float32)
+    place_out, path_out = np.empty((2, n + 1), np.int32), np.empty(n + 1, np.float32)
     offsets_out = np.zeros(count + 1, np.int64)
     cdef token_t[::1] tokens = tokens_out
-    cdef int32_t[::1] places = place_out, above_out = parents_out, evidence = kinds_out
+    cdef int32_t[:, ::1] places = place_out
+    cdef int32_t[::1] above_out = parents_out, evidence = kinds_out
     cdef float[::1] probs = probs_out, path = path_out
     cdef int64_t[::1] offsets = offsets_out
     if not ranks.shape[0] == n or not befores.shape[0] == budgets.shape[0] == count:
@@ -193,12 +229,12 @@ def draft(
         kind = first_kind + known_kinds * (found >= 0)
         known = lay_template(
             table, roots[row], befores[row], parents, ranks, known, rates, kind, &tokens[end],
-            &above_out[end], &probs[end], &evidence[end], &places[0], &path[0],
+            &above_out[end], &probs[end], &evidence[end], &places[0, 0], &path[0],
         )
         if budgets[row] < known:
             known = keep_best(
-                known, max(budgets[row], 0), &tokens[end], &above_out[end], &probs[end],
-                &evidence[end], &places[0],
+                known, budgets[row], &tokens[end], &above_out[end], &probs[end], &evidence[end],
+                &places[0, 0], &path[0], &places[1, 0],
             )
         end += known
         offsets[row + 1] = end
@@ -421,36 +457,6 @@ def learn_text(
             replace(&successors[row, 0], &classes[row, 0], k, new, &kinds[0], kind_count)
     finally:
         free(new)
-
-
-cdef inline void settle_among(float* values, int32_t* ids, Py_ssize_t count, float value, int32_t id) noexcept nogil:
-    """Put a value into its place among `count` descending ones, behind equal ones; the last one goes."""
-    cdef Py_ssize_t place = count - 1
-    while place > 0 and values[place - 1] < value:
-        values[place] = values[place - 1]
-        ids[place] = ids[place - 1]
-        place -= 1
-    values[place] = value
-    ids[place] = id
-
-
-cdef void largest(const float* row, Py_ssize_t n, Py_ssize_t k, float* values, int32_t* ids) noexcept nogil:
-    """The k largest of n values, descending, of equal ones the first."""
-    cdef Py_ssize_t i, start, end = k, larger
-    cdef float least
-    for i in range(k):
-        settle_among(values, ids, i + 1, row[i], <int32_t>i)
-    while end < n:
-        start, end = end, min(end + BLOCK, n)
-        least = values[k - 1]
-        larger = 0
-        # Few blocks hold one of the largest, and a count compiles to vector instructions.
-        for i in range(start, end):
-            larger += row[i] > least
-        if larger:
-            for i in range(start, end):
-                if row[i] > values[k - 1]:
-                    settle_among(values, ids, k, row[i], <int32_t>i)
 
 
 def top_k(const float[:, :] logits, const int64_t[::1] rows, Py_ssize_t k):
