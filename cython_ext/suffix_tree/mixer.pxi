@@ -44,16 +44,19 @@ cdef class Text:
 
 
 def extend_texts(list texts, const token_t[::1] token_ids, const int64_t[::1] offsets):
-    """Append to each `Text` its tokens, one text's behind another's in int32 [n], not negative.
+    """Append to each `Text`, which has a tree, its tokens, one text's behind another's in int32 [n], not negative.
 
     offsets: int64 [texts + 1], where each text's tokens begin.
     """
     cdef Text text
     cdef Py_ssize_t row, i
     check_offsets(offsets, len(texts), token_ids.shape[0])
+    check_ids(token_ids)
     for row in range(len(texts)):
         text = texts[row]
-        text.tree.extend(text.sequence, token_ids[offsets[row]:offsets[row + 1]])
+        if text.tree is None:
+            raise ValueError("texts: expected ones that have a tree")
+        text.tree._extend(text.tree._checked(text.sequence), token_ids, offsets[row], offsets[row + 1])
         for i in range(offsets[row], offsets[row + 1]):
             text.follow(token_ids[i])
 
