@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections import defaultdict
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,20 +98,18 @@ class Proposer:
         if not self.leads:
             return drafts
         arrived = time.perf_counter()
-        texts = [token_ids_cpu[i, :n] for i, n in enumerate(num_tokens_no_spec[: len(drafts)])]
-        places = self._follow(sampled_token_ids, texts, arrived)
-        for row in places:
-            row.drafted = 0
-        for row, chain in self._draft(list(places)):
+        lengths = num_tokens_no_spec[: len(drafts)].tolist()
+        grown = self._follow(sampled_token_ids, lengths, token_ids_cpu, arrived)
+        for row, chain in self._draft([*grown]):
             row.drafted = len(chain)
-            drafts[places[row]] = chain
+            drafts[grown[row]] = chain
         self._left = time.perf_counter()
         self.cost.observe_overhead("draft", self._left - arrived)
         return drafts
 
     def _draft(self, rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
         """A chain for each request that may grow; together they are as long as pays."""
-        rooms = {row: room for row in rows if (room := self._room(row))}
+        rooms = {row: room for row in rows if (room := self._room(row)) > 0}
         if not rooms:
             return []
         sessions = [row.session for row in rooms]
@@ -123,45 +121,46 @@ class Proposer:
         return list(zip(rooms, drafts, strict=True))
 
     def _room(self, row: Row) -> int:
-        """How many tokens may be drafted for a request; 0 where no token may follow."""
-        left = self.longest_text - row.length - 1
-        return 0 if row.ended else max(0, min(self.longest_draft, left))
+        """How many tokens may be drafted for a request; none may follow where it is not above 0."""
+        return 0 if row.ended else min(self.longest_draft, self.longest_text - row.length - 1)
 
     def _follow(
         self,
         sampled: Sequence[Sequence[int]],
-        texts: Sequence[NDArray[np.int32]],
+        lengths: Sequence[int],
+        token_ids: NDArray[np.int32],
         arrived: float,
     ) -> dict[Row, int]:
         """Learn what the step brought; the rows that it brought tokens, with their places."""
-        known: defaultdict[int, list[Row]] = defaultdict(list)
+        known: dict[int, list[Row]] = {}
         for row in self._rows:
-            known[row.length].append(row)
-        places: dict[Row, int] = {}
+            known.setdefault(row.length, []).append(row)
+        grown: dict[Row, int] = {}
         brought: list[list[int]] = []
         self._rows = []
-        fed = 0
-        for place, (new, text) in enumerate(zip(sampled, texts, strict=True)):
-            before = text[: len(text) - len(new)]
-            found = next((row for row in known[len(before)] if row.has(before)), None)
-            if found is not None:
-                known[len(before)].remove(found)
-                fed += 1 + found.drafted
-            if found is None and len(new):
-                found = Row(self.assistant, self.target, self.eos_ids, before)
-            if found is not None:
-                self._rows.append(found)
-            if found is not None and len(new):
-                brought.append(found.extend(new))
-                places[found] = place
-        sessions = [row.session for row in places]
+        fed = decoding = 0
+        for place, (new, length) in enumerate(zip(sampled, lengths, strict=True)):
+            before = token_ids[place, : length - len(new)]
+            row = _taken(known, before)
+            if row is not None:
+                fed += 1 + row.drafted
+            elif len(new):
+                row = Row(self.assistant, self.target, self.eos_ids, before)
+            else:
+                continue
+            self._rows.append(row)
+            if len(new):
+                brought.append(row.extend(new))
+                grown[row] = place
+                decoding += row.steps > 0
+        sessions = [row.session for row in grown]
         self.assistant.commit(sessions, brought, [None] * len(brought))
-        if len(sampled) == sum(row.steps > 0 for row in places):
+        if len(sampled) == decoding:
             self._time(fed, arrived)
         for rows in known.values():
             for row in rows:
                 row.close()
-        return places
+        return grown
 
     def _time(self, fed: int, arrived: float) -> None:
         """Learn t(n) from a step that fed no part of a prompt, unless there was none before it."""
@@ -184,7 +183,7 @@ class Row:
 
     Attributes:
         length: its tokens, prompt included.
-        drafted: tokens of its last draft.
+        drafted: tokens of its draft that is being verified.
         session: that drafts for it.
         steps: since the one that ended its prompt.
         ended: whether its last token ends the text.
@@ -215,23 +214,36 @@ class Row:
 
     def extend(self, new: Sequence[int]) -> list[int]:
         """Append what a step brought, at least one token; the tokens to be learnt."""
-        self._text += np.array(new, np.int32).tobytes()
-        self.length += len(new)
-        first, tokens = len(self._held), [*self._held, *map(int, new)]
-        ends = (i + 1 for i in range(first, len(tokens)) if tokens[i] in self._eos_ids)
-        end = next(ends, len(tokens))
-        self._held = tokens[end:]
+        tokens = array("i", new)
+        self._text += tokens
+        self.length += len(tokens)
+        first, ids = len(self._held), [*self._held, *tokens]
+        end = len(ids)
+        if not self._eos_ids.isdisjoint(tokens):
+            end = next(i + 1 for i in range(first, end) if ids[i] in self._eos_ids)
+        self._held = ids[end:]
         if self.steps >= 0:
-            self._stats.count_step(self.drafted, len(new) - 1)
-        self._stats.tokens += len(new)
+            self._stats.count_step(self.drafted, len(tokens) - 1)
+        self._stats.tokens += len(tokens)
         self.steps += 1
-        self.ended = tokens[end - 1] in self._eos_ids
-        return tokens[:end]
+        self.drafted = 0
+        self.ended = ids[end - 1] in self._eos_ids
+        return ids[:end]
 
     def close(self) -> None:
         """The request has ended, or is to be started again."""
         self.session.close()
         self._assistant.count(self._stats)
+
+
+def _taken(known: dict[int, list[Row]], text: NDArray[np.int32]) -> Row | None:
+    """The request with this text, int32 [length], taken from those of its length; None: none has."""
+    same = known.get(len(text), [])
+    for row in same:
+        if row.has(text):
+            same.remove(row)
+            return row
+    return None
 
 
 def make_assistant(
