@@ -189,6 +189,11 @@ class Row:
         ended: whether its last token ends the text.
     """
 
+    __slots__ = (
+        *("_accepted", "_assistant", "_eos_ids", "_held", "_text", "_verified", "drafted"),
+        *("ended", "length", "session", "steps"),
+    )
+
     def __init__(
         self,
         assistant: DraftingPolicy,
@@ -200,9 +205,9 @@ class Row:
         self.drafted = 0
         self.steps = -1
         self.ended = False
+        self._verified = self._accepted = 0
         self._assistant = assistant
         self._eos_ids = eos_ids
-        self._stats = CallStats(tier="vllm", calls=1)
         self._text = bytearray(prompt)  # compared as a whole, at every step
         self.session = assistant.start(np.array(prompt), target)
         # Tokens behind the end of the text, which belong to it only if it goes on.
@@ -217,23 +222,27 @@ class Row:
         tokens = array("i", new)
         self._text += tokens
         self.length += len(tokens)
-        first, ids = len(self._held), [*self._held, *tokens]
-        end = len(ids)
-        if not self._eos_ids.isdisjoint(tokens):
-            end = next(i + 1 for i in range(first, end) if ids[i] in self._eos_ids)
-        self._held = ids[end:]
-        if self.steps >= 0:
-            self._stats.count_step(self.drafted, len(tokens) - 1)
-        self._stats.tokens += len(tokens)
         self.steps += 1
+        self._verified += self.drafted
+        self._accepted += len(tokens) - 1
         self.drafted = 0
-        self.ended = ids[end - 1] in self._eos_ids
+        first, ids = len(self._held), self._held + tokens.tolist()
+        self.ended = False
+        if self._eos_ids.isdisjoint(tokens):
+            self._held = []
+            return ids
+        end = next(i + 1 for i in range(first, len(ids)) if ids[i] in self._eos_ids)
+        self.ended = True
+        self._held = ids[end:]
         return ids[:end]
 
     def close(self) -> None:
         """The request has ended, or is to be started again."""
         self.session.close()
-        self._assistant.count(self._stats)
+        tokens = 1 + self.steps + self._accepted
+        drafts = {"drafted": self._verified, "accepted": self._accepted}
+        count = CallStats("vllm", calls=1, steps=self.steps, tokens=tokens, **drafts)
+        self._assistant.count(count)
 
 
 def _taken(known: dict[int, list[Row]], text: NDArray[np.int32]) -> Row | None:
