@@ -98,8 +98,9 @@ cdef class Mixer:
         cdef float[::1] logit_view = self._logits
         cdef int32_t i
         self.mixture = Mixture(<Cell*>&cell_view[0, 0], &logit_view[0], &weight_view[0, 0], NULL, rate)
-        self.mixture.known = <KnownNames*>grown(NULL, KNOWN * sizeof(KnownNames))
-        memset(self.mixture.known, 0, KNOWN * sizeof(KnownNames))
+        self.mixture.known = <KnownNames*>calloc(KNOWN, sizeof(KnownNames))
+        if self.mixture.known == NULL:
+            raise MemoryError
         for i in range(CELLS):
             logit_view[i] = log_odds(cell_view[i, 0])
         self._reserve(1)
