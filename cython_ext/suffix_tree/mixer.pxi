@@ -30,7 +30,7 @@ cdef class Text:
         for i in range(max(context.shape[0] - LONGEST, 0), context.shape[0]):
             self.follow(context[i])
 
-    cdef inline void follow(self, token_t token) noexcept nogil:
+    cdef inline void follow(self, token_t token) noexcept:
         if self.count == LONGEST:
             memmove(&self.last[0], &self.last[1], (LONGEST - 1) * sizeof(token_t))
             self.count -= 1

@@ -427,10 +427,9 @@ class OutputMemory:
 
         Returns how many of the tokens found room.
         """
-        for output in outputs:
-            if output is not None and output.sequence is None and output.epoch == self._epoch:
-                if not output.full:
-                    self._open(output)
+        for output in filter(None, outputs):
+            if output.sequence is None and not output.full and output.epoch == self._epoch:
+                self._open(output)
         live = [o for o in outputs if o is not None and o.live_sequence is not None]
         if len({output.fingerprint for output in live}) != 1 or len(live) < len(outputs):
             return 0

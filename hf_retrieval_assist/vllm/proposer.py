@@ -11,6 +11,7 @@ import logging
 import time
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -100,9 +101,9 @@ class Proposer:
         arrived = time.perf_counter()
         lengths = num_tokens_no_spec[: len(drafts)].tolist()
         grown = self._follow(sampled_token_ids, lengths, token_ids_cpu, arrived)
-        for row, chain in self._draft([*grown]):
-            row.drafted = len(chain)
-            drafts[grown[row]] = chain
+        for row, draft in self._draft([*grown]):
+            row.drafted = len(draft)
+            drafts[grown[row]] = draft
         self._left = time.perf_counter()
         self.cost.observe_overhead("draft", self._left - arrived)
         return drafts
@@ -133,8 +134,8 @@ class Proposer:
     ) -> dict[Row, int]:
         """Learn what the step brought; the rows that it brought tokens, with their places."""
         known: dict[int, list[Row]] = {}
-        for row in self._rows:
-            known.setdefault(row.length, []).append(row)
+        for running in self._rows:
+            known.setdefault(running.length, []).append(running)
         grown: dict[Row, int] = {}
         brought: list[list[int]] = []
         self._rows = []
@@ -157,9 +158,8 @@ class Proposer:
         self.assistant.commit(sessions, brought, [None] * len(brought))
         if len(sampled) == decoding:
             self._time(fed, arrived)
-        for rows in known.values():
-            for row in rows:
-                row.close()
+        for gone in chain.from_iterable(known.values()):
+            gone.close()
         return grown
 
     def _time(self, fed: int, arrived: float) -> None:
@@ -227,26 +227,23 @@ class Row:
         self._accepted += len(tokens) - 1
         self.drafted = 0
         first, ids = len(self._held), self._held + tokens.tolist()
-        self.ended = False
-        if self._eos_ids.isdisjoint(tokens):
-            self._held = []
-            return ids
-        end = next(i + 1 for i in range(first, len(ids)) if ids[i] in self._eos_ids)
-        self.ended = True
+        self.ended = not self._eos_ids.isdisjoint(tokens)
+        end = len(ids)
+        if self.ended:
+            end = next(i + 1 for i in range(first, end) if ids[i] in self._eos_ids)
         self._held = ids[end:]
         return ids[:end]
 
     def close(self) -> None:
         """The request has ended, or is to be started again."""
         self.session.close()
-        tokens = 1 + self.steps + self._accepted
-        drafts = {"drafted": self._verified, "accepted": self._accepted}
-        count = CallStats("vllm", calls=1, steps=self.steps, tokens=tokens, **drafts)
-        self._assistant.count(count)
+        stats = CallStats("vllm", calls=1, steps=self.steps, drafted=self._verified)
+        stats.accepted, stats.tokens = self._accepted, 1 + self.steps + self._accepted
+        self._assistant.count(stats)
 
 
 def _taken(known: dict[int, list[Row]], text: NDArray[np.int32]) -> Row | None:
-    """The request with this text, int32 [length], taken from those of its length; None: none has."""
+    """The request with this text, int32 [n], taken from those of its length; None: none has it."""
     same = known.get(len(text), [])
     for row in same:
         if row.has(text):

@@ -273,7 +273,7 @@ def test_sequences_extended_together_are_as_one_after_another(sequences, max_byt
     together, each = SuffixTree(8, max_bytes=max_bytes), SuffixTree(8, max_bytes=max_bytes)
     names = [[tree.add_sequence() for _ in sequences] for tree in (together, each)]
     offsets = np.cumsum([0, *map(len, sequences)])
-    fitted = together.extend_all(names[0], array(sum(sequences, [])), offsets)
+    fitted = together.extend_all(names[0], array([*itertools.chain(*sequences)]), offsets)
     expected = 0
     for name, tokens in zip(names[1], sequences, strict=True):
         learnt = each.extend(name, array(tokens))
