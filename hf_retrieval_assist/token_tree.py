@@ -290,7 +290,8 @@ class Forest(Sequence[TokenTree]):
 
     def cut_depths(self, max_depths: Sequence[int | None]) -> Forest:
         """Each tree's nodes at most so deep; None: all of them."""
-        if all(d is None or n <= d for n, d in zip(self.sizes, max_depths, strict=True)):
+        bounds = [d for d in max_depths if d is not None]
+        if not bounds or max(self.sizes) <= min(bounds):
             return self
         pairs = zip(self, max_depths, strict=True)
         return Forest.of([tree if d is None else tree.cut_depth(d) for tree, d in pairs])

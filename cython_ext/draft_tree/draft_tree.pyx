@@ -108,6 +108,9 @@ def fault(
     The arrays hold several trees where `offsets`, int64 [trees + 1], tells where each begins; None:
     one. Everything that indexes memory by what a drafter returned relies on this. O(n times siblings).
     """
+    cdef const token_t[::1] token_view
+    cdef const int32_t[::1] parent_view, class_view
+    cdef const float[::1] prob_view
     cdef int32_t* family
     cdef Py_ssize_t tree, first, end
     arrays = (token_ids, parents, probs, classes)
@@ -122,17 +125,18 @@ def fault(
         )
     if offsets is None:
         offsets = np.array([0, len(token_ids)])
-    family = <int32_t*>malloc(2 * (len(token_ids) + 1) * sizeof(int32_t))
+    token_view, parent_view, prob_view, class_view = token_ids, parents, probs, classes
+    family = <int32_t*>malloc(2 * (token_view.shape[0] + 1) * sizeof(int32_t))
     if family == NULL:
         raise MemoryError
     try:
         first = 0
         for tree in range(offsets.shape[0] - 1):
             end = offsets[tree + 1]
-            if not offsets[tree] == first <= end <= len(token_ids):
+            if not offsets[tree] == first <= end <= token_view.shape[0]:
                 return f"offsets: expected them to rise from 0 to {len(token_ids)}, got {end}"
             found = fault_of_nodes(
-                token_ids, parents, probs, classes, first, end, vocab_size, n_classes, family
+                token_view, parent_view, prob_view, class_view, first, end, vocab_size, n_classes, family
             )
             if found is not None:
                 return found

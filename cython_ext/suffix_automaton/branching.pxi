@@ -12,7 +12,7 @@ cdef void offer(
         return
     c.state, c.token, c.parent = target, token, index
     # Ties by parent and token, so that equal texts give equal drafts.
-    push(f.heap, &f.waiting, Entry(c.prob, <int64_t>index << 32 | token, f.offered))
+    push(f.heap, &f.waiting, Entry(c.prob, index * (<int64_t>1 << 32) + token, f.offered))
     f.offered += 1
 
 

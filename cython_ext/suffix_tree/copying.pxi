@@ -47,7 +47,8 @@ cdef void come_back(Store* s, Copy* c, token_t token) noexcept nogil:
             if away < least:
                 least, c.next, c.length = away, shifted(s, position, 1), 2
         before = here
-        position = forward(s, position, 1)
+        if steps + 1 < beyond:
+            position = forward(s, position, 1)
 
 cdef void leave_copy(Copy* c) noexcept nogil:
     """The text goes on otherwise. A place that it had hardly come back to is not where it left."""

@@ -8,6 +8,7 @@ cdef enum:
     MOST_COUNTED = 60000
 
 
+@cython.overflowcheck(False)
 cdef inline uint32_t gap_tag(token_t second, token_t third) noexcept nogil:
     """Of a pair, not 0; `second` and `third` from the end of the text."""
     cdef uint64_t h = (<uint64_t>second << 32 | <uint32_t>third) * 0x9E3779B97F4A7C15ULL
@@ -133,8 +134,11 @@ cdef void forget_gap(Store* s, token_t third, token_t second, token_t token) noe
 cdef void forget_gaps(Store* s, int32_t sequence) noexcept nogil:
     """Take back what a sequence has counted."""
     cdef Sequence* q = sequence_at(s, sequence)
-    cdef int32_t position = q.first_page << PAGE_BITS, i
+    cdef int32_t position, i
     cdef token_t[4] last
+    if q.length < 4:
+        return
+    position = q.first_page << PAGE_BITS
     for i in range(q.length):
         last[i & 3] = token_at(s, position)
         if i > 2:

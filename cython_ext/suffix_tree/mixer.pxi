@@ -30,7 +30,7 @@ cdef class Text:
         for i in range(max(context.shape[0] - LONGEST, 0), context.shape[0]):
             self.follow(context[i])
 
-    cdef inline void follow(self, token_t token) noexcept nogil:
+    cdef inline void follow(self, token_t token) noexcept:
         if self.count == LONGEST:
             memmove(&self.last[0], &self.last[1], (LONGEST - 1) * sizeof(token_t))
             self.count -= 1
@@ -44,16 +44,19 @@ cdef class Text:
 
 
 def extend_texts(list texts, const token_t[::1] token_ids, const int64_t[::1] offsets):
-    """Append to each `Text` its tokens, one text's behind another's in int32 [n], not negative.
+    """Append to each `Text`, which has a tree, its tokens, one text's behind another's in int32 [n], not negative.
 
     offsets: int64 [texts + 1], where each text's tokens begin.
     """
     cdef Text text
     cdef Py_ssize_t row, i
     check_offsets(offsets, len(texts), token_ids.shape[0])
+    check_ids(token_ids)
     for row in range(len(texts)):
         text = texts[row]
-        text.tree.extend(text.sequence, token_ids[offsets[row]:offsets[row + 1]])
+        if text.tree is None:
+            raise ValueError("texts: expected ones that have a tree")
+        text.tree._extend(text.tree._checked(text.sequence), token_ids, offsets[row], offsets[row + 1])
         for i in range(offsets[row], offsets[row + 1]):
             text.follow(token_ids[i])
 
@@ -95,8 +98,9 @@ cdef class Mixer:
         cdef float[::1] logit_view = self._logits
         cdef int32_t i
         self.mixture = Mixture(<Cell*>&cell_view[0, 0], &logit_view[0], &weight_view[0, 0], NULL, rate)
-        self.mixture.known = <KnownNames*>grown(NULL, KNOWN * sizeof(KnownNames))
-        memset(self.mixture.known, 0, KNOWN * sizeof(KnownNames))
+        self.mixture.known = <KnownNames*>calloc(KNOWN, sizeof(KnownNames))
+        if self.mixture.known == NULL:
+            raise MemoryError
         for i in range(CELLS):
             logit_view[i] = log_odds(cell_view[i, 0])
         self._reserve(1)

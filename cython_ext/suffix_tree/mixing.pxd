@@ -23,7 +23,7 @@ cdef enum:
     CANDIDATES = 24
     NAMES = 9          # continuations that a context names: the most frequent, and the latest
     TABLE = 64         # room for the candidates
-    KNOWN = 2048       # nodes whose continuations are kept
+    KNOWN = 16384      # nodes whose continuations are kept
     LONGEST = 24       # tokens of the longest context looked at
 
 cdef struct Cell:  # how often candidates with this evidence were right

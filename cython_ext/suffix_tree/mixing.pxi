@@ -293,14 +293,18 @@ cdef inline void find_copy(Sources* sources, const Contexts* contexts, Copy* cop
     if sources.stores[0] != NULL and contexts[0].count:
         adopt_copy(sources.stores[0], copy, &contexts[0].at[0])
 
+cdef void step_text(Sources* sources, Copy* copy, token_t token) noexcept nogil:
+    """The copy and the last tokens one token on."""
+    if sources.stores[0] != NULL:
+        step_copy(sources.stores[0], copy, token)
+    copy.last[2], copy.last[1], copy.last[0] = copy.last[1], copy.last[0], token
+
 cdef void step_all(
     Mixture* m, Sources* sources, const Contexts* contexts, Copy* copy, token_t token, Contexts* out
 ) noexcept nogil:
     """The contexts of all sources, the copy and the last tokens one token on; `out` is elsewhere."""
     cdef int32_t source
-    if sources.stores[0] != NULL:
-        step_copy(sources.stores[0], copy, token)
-    copy.last[2], copy.last[1], copy.last[0] = copy.last[1], copy.last[0], token
+    step_text(sources, copy, token)
     for source in range(SOURCES):
         out[source].count = 0
         if sources.stores[source] != NULL:
@@ -370,13 +374,16 @@ cdef void learn_tokens(
     Mixture* m, Sources* sources, Contexts* contexts, Copy* copy, Trend* trend,
     const token_t[::1] token_ids, Expansion* e,
 ) noexcept nogil:
-    """Learn from the tokens that followed `contexts`, which move along with them."""
+    """Learn from the tokens that followed `contexts`, which move along with them but for the last one."""
     cdef Contexts[SOURCES] next
-    cdef Py_ssize_t i
-    for i in range(token_ids.shape[0]):
+    cdef Py_ssize_t i, last = token_ids.shape[0] - 1
+    for i in range(last + 1):
         find_copy(sources, contexts, copy)
         expand(m, sources, contexts, copy, e)
         follow_trend(trend, e, token_ids[i])
         learn(m, e, token_ids[i])
-        step_all(m, sources, contexts, copy, token_ids[i], next)
-        memcpy(contexts, next, sizeof(next))
+        if i == last:
+            step_text(sources, copy, token_ids[i])
+        else:
+            step_all(m, sources, contexts, copy, token_ids[i], next)
+            memcpy(contexts, next, sizeof(next))

@@ -68,6 +68,14 @@ cdef int32_t next_serial() noexcept:
     return stores
 
 
+cdef int check_ids(const token_t[::1] token_ids) except -1:
+    cdef Py_ssize_t i
+    for i in range(token_ids.shape[0]):
+        if token_ids[i] < 0:
+            raise ValueError(f"token_ids: expected 0 or more, got {token_ids[i]}")
+    return 0
+
+
 class Speculation(NamedTuple):
     """A draft: int32 `token_ids` [n], int32 `parents` [n] (−1: root), float32 `probs` [n]; the
     length of the match it continues (0: none) and its score, the sum of `probs`."""
@@ -190,22 +198,43 @@ cdef class SuffixTree:
     def extend(self, sequence, const token_t[::1] token_ids):
         """Append tokens (int32 [n], not negative). Returns how many fitted under `max_bytes`."""
         cdef int32_t index = self._checked(sequence)
-        cdef Py_ssize_t i = 0, n = token_ids.shape[0]
+        check_ids(token_ids)
+        return self._extend(index, token_ids, 0, token_ids.shape[0])
+
+    def extend_all(self, list sequences, const token_t[::1] token_ids, const int64_t[::1] offsets):
+        """Append to several sequences as `extend` does, one's tokens behind another's in int32 [n].
+
+        offsets: int64 [sequences + 1], where each one's tokens begin.
+
+        Returns how many tokens fitted under `max_bytes`; none is appended behind the first that did not.
+        """
+        cdef Py_ssize_t row, end = 0
+        check_offsets(offsets, len(sequences), token_ids.shape[0])
+        check_ids(token_ids)
+        for sequence in sequences:
+            self._checked(sequence)
+        for row in range(len(sequences)):
+            end = offsets[row] + self._extend(sequences[row], token_ids, offsets[row], offsets[row + 1])
+            if end < offsets[row + 1]:
+                break
+        return end
+
+    cdef Py_ssize_t _extend(
+        self, int32_t sequence, const token_t[::1] token_ids, Py_ssize_t first, Py_ssize_t end
+    ) except -1:
+        """Append the tokens from `first` to `end`; returns how many fitted."""
+        cdef Py_ssize_t i = first
         cdef int room = 1
-        for i in range(n):
-            if token_ids[i] < 0:
-                raise ValueError(f"token_ids: expected 0 or more, got {token_ids[i]}")
         with nogil:
-            i = 0
-            while i < n:
+            while i < end:
                 room = reserve_for_token(&self.store)
                 if room < 1:
                     break
-                append_token(&self.store, index, token_ids[i], token_ids[min(i + 1, n - 1)])
+                append_token(&self.store, sequence, token_ids[i], token_ids[min(i + 1, end - 1)])
                 i += 1
         if room < 0:
             raise MemoryError
-        return i
+        return i - first
 
     def remove(self, sequence):
         """Forget a sequence and its counts. O(its length x max_depth)."""

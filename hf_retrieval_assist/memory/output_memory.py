@@ -221,12 +221,15 @@ class OutputMemory:
             token_ids: int32 [n], ids, one output's behind another's.
             offsets: int64 [outputs + 1], where each output's begin.
         """
-        bounds = pairwise(offsets.tolist())
         with self.lock:
+            learnt = self._learn_together(outputs, token_ids, offsets)
+            if learnt == len(token_ids) and self._log is None:
+                return
+            bounds = pairwise(offsets.tolist())
             for output, (first, end) in zip(outputs, bounds, strict=True):
                 if output is not None and output.epoch == self._epoch:
-                    if not output.full:
-                        self._learn(output, token_ids[first:end])
+                    if not output.full and end > learnt:
+                        self._learn(output, token_ids[max(first, learnt) : end])
                     if output.is_kept:
                         self._keep(output, token_ids[first:end])
 
@@ -406,16 +409,47 @@ class OutputMemory:
         """Append to an output, older ones making room; for good no more where there is none."""
         if output.sequence is None and not self._open(output):
             return
-        tree = self._trees[output.fingerprint]
         while len(token_ids):
-            before = tree.nbytes
-            tree.max_bytes = self.max_bytes - (self.nbytes - before)
-            learnt = tree.extend(output.sequence, token_ids)
-            self._tree_bytes += tree.nbytes - before
+            offsets = np.array([0, len(token_ids)])
+            learnt = self._append(output.fingerprint, [output.sequence], token_ids, offsets)
             token_ids = token_ids[learnt:]
             if len(token_ids) and not self._evict(output):
                 output.full = True
                 return
+
+    def _learn_together(
+        self,
+        outputs: Sequence[RunningOutput | None],
+        token_ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+    ) -> int:
+        """Append to outputs of one model in one call, where all of them are learnt.
+
+        Returns how many of the tokens found room.
+        """
+        for output in filter(None, outputs):
+            if output.sequence is None and not output.full and output.epoch == self._epoch:
+                self._open(output)
+        live = [o for o in outputs if o is not None and o.live_sequence is not None]
+        if len({output.fingerprint for output in live}) != 1 or len(live) < len(outputs):
+            return 0
+        sequences = [output.sequence for output in live]
+        return self._append(live[0].fingerprint, sequences, token_ids, offsets)
+
+    def _append(
+        self,
+        fingerprint: str,
+        sequences: list[int | None],
+        token_ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+    ) -> int:
+        """Append to sequences of a tree; how many of the tokens found room."""
+        tree = self._trees[fingerprint]
+        before = tree.nbytes
+        tree.max_bytes = self.max_bytes - (self.nbytes - before)
+        learnt = tree.extend_all(sequences, token_ids, offsets)
+        self._tree_bytes += tree.nbytes - before
+        return learnt
 
     def _open(self, output: RunningOutput) -> bool:
         """Give an output a sequence in its model's tree, where there is room for one."""

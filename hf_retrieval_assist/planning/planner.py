@@ -150,7 +150,7 @@ class Planner:
             chosen = rows[: self._best_width(tokens, cost, 0)]
             return np.bincount(chosen, minlength=len(trees)).tolist()
         most = _ANY_NODES if self.budget == "paper" else self.budget
-        return [min(most, len(tree)) for tree in trees]
+        return [min(most, size) for size in Forest.of(trees).sizes]
 
     def _best_width(self, tokens: Float64Array, cost: CostModel, extra_tokens: int) -> int:
         """The number of nodes at which `tokens`, float64 [nodes + 1], come fastest."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections import defaultdict
+from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -98,20 +99,18 @@ class Proposer:
         if not self.leads:
             return drafts
         arrived = time.perf_counter()
-        texts = [token_ids_cpu[i, :n] for i, n in enumerate(num_tokens_no_spec[: len(drafts)])]
-        places = self._follow(sampled_token_ids, texts, arrived)
-        for row in places:
-            row.drafted = 0
-        for row, chain in self._draft(list(places)):
-            row.drafted = len(chain)
-            drafts[places[row]] = chain
+        lengths = num_tokens_no_spec[: len(drafts)].tolist()
+        grown = self._follow(sampled_token_ids, lengths, token_ids_cpu, arrived)
+        for row, draft in self._draft([*grown]):
+            row.drafted = len(draft)
+            drafts[grown[row]] = draft
         self._left = time.perf_counter()
         self.cost.observe_overhead("draft", self._left - arrived)
         return drafts
 
     def _draft(self, rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
         """A chain for each request that may grow; together they are as long as pays."""
-        rooms = {row: room for row in rows if (room := self._room(row))}
+        rooms = {row: room for row in rows if (room := self._room(row)) > 0}
         if not rooms:
             return []
         sessions = [row.session for row in rooms]
@@ -123,45 +122,45 @@ class Proposer:
         return list(zip(rooms, drafts, strict=True))
 
     def _room(self, row: Row) -> int:
-        """How many tokens may be drafted for a request; 0 where no token may follow."""
-        left = self.longest_text - row.length - 1
-        return 0 if row.ended else max(0, min(self.longest_draft, left))
+        """How many tokens may be drafted for a request; none may follow where it is not above 0."""
+        return 0 if row.ended else min(self.longest_draft, self.longest_text - row.length - 1)
 
     def _follow(
         self,
         sampled: Sequence[Sequence[int]],
-        texts: Sequence[NDArray[np.int32]],
+        lengths: Sequence[int],
+        token_ids: NDArray[np.int32],
         arrived: float,
     ) -> dict[Row, int]:
         """Learn what the step brought; the rows that it brought tokens, with their places."""
-        known: defaultdict[int, list[Row]] = defaultdict(list)
-        for row in self._rows:
-            known[row.length].append(row)
-        places: dict[Row, int] = {}
+        known: dict[int, list[Row]] = {}
+        for running in self._rows:
+            known.setdefault(running.length, []).append(running)
+        grown: dict[Row, int] = {}
         brought: list[list[int]] = []
         self._rows = []
-        fed = 0
-        for place, (new, text) in enumerate(zip(sampled, texts, strict=True)):
-            before = text[: len(text) - len(new)]
-            found = next((row for row in known[len(before)] if row.has(before)), None)
-            if found is not None:
-                known[len(before)].remove(found)
-                fed += 1 + found.drafted
-            if found is None and len(new):
-                found = Row(self.assistant, self.target, self.eos_ids, before)
-            if found is not None:
-                self._rows.append(found)
-            if found is not None and len(new):
-                brought.append(found.extend(new))
-                places[found] = place
-        sessions = [row.session for row in places]
+        fed = decoding = 0
+        for place, (new, length) in enumerate(zip(sampled, lengths, strict=True)):
+            before = token_ids[place, : length - len(new)]
+            row = _taken(known, before)
+            if row is not None:
+                fed += 1 + row.drafted
+            elif len(new):
+                row = Row(self.assistant, self.target, self.eos_ids, before)
+            else:
+                continue
+            self._rows.append(row)
+            if len(new):
+                brought.append(row.extend(new))
+                grown[row] = place
+                decoding += row.steps > 0
+        sessions = [row.session for row in grown]
         self.assistant.commit(sessions, brought, [None] * len(brought))
-        if len(sampled) == sum(row.steps > 0 for row in places):
+        if len(sampled) == decoding:
             self._time(fed, arrived)
-        for rows in known.values():
-            for row in rows:
-                row.close()
-        return places
+        for gone in chain.from_iterable(known.values()):
+            gone.close()
+        return grown
 
     def _time(self, fed: int, arrived: float) -> None:
         """Learn t(n) from a step that fed no part of a prompt, unless there was none before it."""
@@ -184,11 +183,16 @@ class Row:
 
     Attributes:
         length: its tokens, prompt included.
-        drafted: tokens of its last draft.
+        drafted: tokens of its draft that is being verified.
         session: that drafts for it.
         steps: since the one that ended its prompt.
         ended: whether its last token ends the text.
     """
+
+    __slots__ = (
+        *("_accepted", "_assistant", "_eos_ids", "_held", "_text", "_verified", "drafted"),
+        *("ended", "length", "session", "steps"),
+    )
 
     def __init__(
         self,
@@ -201,9 +205,9 @@ class Row:
         self.drafted = 0
         self.steps = -1
         self.ended = False
+        self._verified = self._accepted = 0
         self._assistant = assistant
         self._eos_ids = eos_ids
-        self._stats = CallStats(tier="vllm", calls=1)
         self._text = bytearray(prompt)  # compared as a whole, at every step
         self.session = assistant.start(np.array(prompt), target)
         # Tokens behind the end of the text, which belong to it only if it goes on.
@@ -215,23 +219,37 @@ class Row:
 
     def extend(self, new: Sequence[int]) -> list[int]:
         """Append what a step brought, at least one token; the tokens to be learnt."""
-        self._text += np.array(new, np.int32).tobytes()
-        self.length += len(new)
-        first, tokens = len(self._held), [*self._held, *map(int, new)]
-        ends = (i + 1 for i in range(first, len(tokens)) if tokens[i] in self._eos_ids)
-        end = next(ends, len(tokens))
-        self._held = tokens[end:]
-        if self.steps >= 0:
-            self._stats.count_step(self.drafted, len(new) - 1)
-        self._stats.tokens += len(new)
+        tokens = array("i", new)
+        self._text += tokens
+        self.length += len(tokens)
         self.steps += 1
-        self.ended = tokens[end - 1] in self._eos_ids
-        return tokens[:end]
+        self._verified += self.drafted
+        self._accepted += len(tokens) - 1
+        self.drafted = 0
+        first, ids = len(self._held), self._held + tokens.tolist()
+        self.ended = not self._eos_ids.isdisjoint(tokens)
+        end = len(ids)
+        if self.ended:
+            end = next(i + 1 for i in range(first, end) if ids[i] in self._eos_ids)
+        self._held = ids[end:]
+        return ids[:end]
 
     def close(self) -> None:
         """The request has ended, or is to be started again."""
         self.session.close()
-        self._assistant.count(self._stats)
+        stats = CallStats("vllm", calls=1, steps=self.steps, drafted=self._verified)
+        stats.accepted, stats.tokens = self._accepted, 1 + self.steps + self._accepted
+        self._assistant.count(stats)
+
+
+def _taken(known: dict[int, list[Row]], text: NDArray[np.int32]) -> Row | None:
+    """The request with this text, int32 [n], taken from those of its length; None: none has it."""
+    same = known.get(len(text), [])
+    for row in same:
+        if row.has(text):
+            same.remove(row)
+            return row
+    return None
 
 
 def make_assistant(

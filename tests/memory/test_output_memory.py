@@ -46,6 +46,46 @@ def test_the_oldest_outputs_make_room_and_the_bound_holds():
     assert 4 < len(memory) < 60
 
 
+@pytest.mark.parametrize("kinds", [["a"], ["a", "b"]])
+@pytest.mark.parametrize("max_bytes", [60_000, 1 << 20])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_outputs_that_grow_together_are_as_one_after_another(tmp_path, kinds, max_bytes, on_disk):
+    """Those of one model, whose tokens go into its tree in one call, and those of several."""
+    rng = np.random.default_rng(0)
+    paths = [tmp_path / name if on_disk else None for name in ("together", "each")]
+    together, each = (OutputMemory(max_bytes, max_depth=16, path=path) for path in paths)
+    outputs = [
+        [memory.start(kinds[i % len(kinds)]) for i in range(6)] for memory in (together, each)
+    ]
+    for _ in range(40):
+        tokens = [rng.integers(0, 30, rng.integers(1, 6)).astype(np.int32) for _ in range(6)]
+        offsets = np.cumsum([0, *map(len, tokens)])
+        together.extend(outputs[0], np.concatenate(tokens), offsets)
+        for output, new in zip(outputs[1], tokens, strict=True):
+            output.extend(new)
+        together.check_invariants()
+        assert together.nbytes <= max_bytes
+    assert together.token_count == each.token_count
+    if max_bytes == 1 << 20:
+        assert together.nbytes == each.nbytes
+        for one, other in zip(*outputs, strict=True):
+            kept = [
+                memory.tree(output.fingerprint).tokens(output.live_sequence).tolist()
+                for memory, output in ((together, one), (each, other))
+            ]
+            assert kept[0] == kept[1]
+    else:
+        assert any(output.full for output in outputs[0])
+
+
+def test_an_output_that_is_not_learnt_is_no_hindrance_to_others():
+    memory = OutputMemory()
+    output = memory.start()
+    memory.extend([None, output, None], np.array([1, 2, 3, 4], np.int32), np.array([0, 1, 3, 4]))
+    assert memory.tree().tokens(output.live_sequence).tolist() == [2, 3]
+    memory.check_invariants()
+
+
 @pytest.mark.slow
 def test_a_million_tokens_pass_through_32_mb_at_one_speed():
     rng = np.random.default_rng(9)

@@ -263,6 +263,43 @@ def test_memory_is_reused_and_never_above_the_limit():
     tree.check_invariants()
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=5),
+    st.sampled_from([None, 10_000, 14_000, 20_000]),
+)
+def test_sequences_extended_together_are_as_one_after_another(sequences, max_bytes):
+    """Up to the first token that does not fit."""
+    together, each = SuffixTree(8, max_bytes=max_bytes), SuffixTree(8, max_bytes=max_bytes)
+    names = [[tree.add_sequence() for _ in sequences] for tree in (together, each)]
+    offsets = np.cumsum([0, *map(len, sequences)])
+    fitted = together.extend_all(names[0], array([*itertools.chain(*sequences)]), offsets)
+    expected = 0
+    for name, tokens in zip(names[1], sequences, strict=True):
+        learnt = each.extend(name, array(tokens))
+        expected += learnt
+        if learnt < len(tokens):
+            break
+    assert fitted == expected
+    assert together.nbytes == each.nbytes
+    for one, other in zip(*names, strict=True):
+        assert together.tokens(one).tolist() == each.tokens(other).tolist()
+    together.check_invariants()
+
+
+def test_nothing_is_appended_where_one_of_several_sequences_is_wrong():
+    tree = SuffixTree()
+    good = tree.add_sequence()
+    offsets = np.array([0, 1, 2])
+    with pytest.raises(ValueError, match="sequence: expected the id of one that is here, got 5"):
+        tree.extend_all([good, 5], array([1, 2]), offsets)
+    with pytest.raises(ValueError, match="token_ids: expected 0 or more, got -2"):
+        tree.extend_all([good, good], array([1, -2]), offsets)
+    with pytest.raises(ValueError, match="offsets: expected 2 of them, got 3"):
+        tree.extend_all([good], array([1, 2]), offsets)
+    assert tree.token_count == 0
+
+
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="max_depth: expected 1 to 65536, got 0"):
         SuffixTree(0)
