@@ -6,6 +6,9 @@ is trained by `hf-retrieval-assist train-head --kind mtp`; without one, its line
 With `--fallback-dice`, instead: how often drafters with a distribution name the next token of
 greedy and of sampled text, and what chains of their first choices bring, when they know the random
 numbers that the tokens will be drawn with ("dice") and when they do not.
+
+With `--fallback-peers`, instead: two published drafters without training (:mod:`benchmarks.peers`)
+beside retrieval, on prompts that nothing was tuned on and on the demo's tasks.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.kernels.quantized_model import quantized_model
 from hf_retrieval_assist.kernels.reroute import reroute, standing_in
 
+from . import peers
 from .methods import Method, assisted
-from .model import Prompt, first_of_each, read_prompts
+from .model import PROMPTS, Prompt, first_of_each, read_prompts
 from .report import Report
 from .spec_bench import COLUMNS, measure
 
@@ -86,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fallback-nodes", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--fallback-tokens", type=int, default=48, help="to generate per prompt")
     parser.add_argument("--fallback-dice", action="store_true", help="sampled text, dice or none")
+    parser.add_argument("--fallback-peers", action="store_true", help="RACER and AdaPLD")
     parser.add_argument("--fallback-levels", type=int, nargs="+", default=[3, 5], help="of drafts")
 
 
@@ -100,13 +105,38 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     sizes = arguments.fallback_nodes
     if arguments.quick:
         count, tokens, sizes = 1, 12, [8]
+    if arguments.fallback_peers:
+        return _beside_peers(model, tokenizer, count, tokens, sizes, progress)
     settings = {"new_tokens": tokens, "mtp_head": "none" if head is None else "trained"}
     report = Report("fallbacks", settings)
-    prompts = first_of_each(read_prompts(), count)
-    prompts += [Prompt("the demo's tasks", task.file, task.prompt) for task in TASKS[:count]]
+    chosen = first_of_each(read_prompts(), count) + _tasks(count)
     for nodes in sizes:
         table = report.table(f"{nodes} nodes", COLUMNS)
-        measure(table, model, tokenizer, prompts, methods(nodes, head), tokens, progress)
+        measure(table, model, tokenizer, chosen, methods(nodes, head), tokens, progress)
+    return report
+
+
+def _tasks(count: int) -> list[Prompt]:
+    """The first prompts of the demo, which ask for copying."""
+    return [Prompt("the demo's tasks", task.file, task.prompt) for task in TASKS[:count]]
+
+
+def _beside_peers(
+    model: Any,
+    tokenizer: Any,
+    count: int,
+    tokens: int,
+    sizes: Sequence[int],
+    progress: Callable[[str], None],
+) -> Report:
+    report = Report("fallbacks", {"new_tokens": tokens})
+    table = report.table("Peers", COLUMNS | {"nodes": "nodes"})
+    prompts = first_of_each(read_prompts(PROMPTS / "untuned"), count) + _tasks(count)
+    for nodes in sizes:
+        known, compared = len(table.rows), peers.methods(nodes, model)
+        measure(table, model, tokenizer, prompts, compared, tokens, progress)
+        for row in table.rows[known:]:
+            row["nodes"] = nodes
     return report
 
 

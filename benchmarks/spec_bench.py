@@ -91,6 +91,14 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     return report
 
 
+def warm_up(model: Any, candidates: Sequence[Method]) -> None:
+    """Call each method once: the first call of its kind tests the model by forwards of its own."""
+    ids = torch.ones((1, 4), dtype=torch.long, device=model.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for method in candidates:
+        run_method(method, model, inputs, do_sample=False, max_new_tokens=4)
+
+
 def measure(
     table: Table,
     model: Any,
@@ -101,6 +109,7 @@ def measure(
     progress: Callable[[str], None],
 ) -> None:
     """A row per category and method, and one over all prompts."""
+    warm_up(model, candidates)
     runs: dict[tuple[str, str], list[tuple[Run, bool]]] = {}
     for number, prompt in enumerate(prompts):
         inputs = dict(tokenizer(prompt.text, return_tensors="pt").to(model.device))
