@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from .transformers_private import attention_of, numbered_hooks
+from .transformers_private import GRADIENT_HOOKS, attention_of, numbered_hooks
 
 # What every module keeps of itself.
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+INTERNAL = frozenset(vars(nn.Module())) - {"training"} | GRADIENT_HOOKS
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -55,7 +55,7 @@ def _settings(module: nn.Module) -> Hashable:
             # −1 and −2 have the same hash.
             (name, value if type(value) in _SCALARS and value != -2 else repr(value))
             for name, value in own.items()
-            if name not in _INTERNAL and isinstance(value, _PLAIN)
+            if name not in INTERNAL and isinstance(value, _PLAIN)
         ]
     )
     # The package's own look at a forward of some thread, and change nothing.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import nn
-from transformers import GenerationConfig, __version__
+from transformers import GenerationConfig, PreTrainedModel, __version__
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
@@ -59,6 +59,21 @@ def attention_of(config: Any) -> str:
     return getattr(config, "_attn_implementation", None) or ""
 
 
+# What a model keeps of the hooks that mark its embeddings for gradients.
+GRADIENT_HOOKS = frozenset(("_require_grads_hook", "_require_grads_hooks"))
+
+
+def _marks_gradients(hook: Any) -> bool:
+    """Whether a hook is transformers' own that marks embeddings for gradients and changes nothing.
+
+    Trainers that turn gradient checkpointing off for `generate` leave one more behind each time.
+    """
+    name = getattr(hook, "__qualname__", "")
+    made_in = PreTrainedModel.enable_input_require_grads
+    of_library = getattr(hook, "__module__", "") == made_in.__module__
+    return of_library and name.startswith(f"{made_in.__qualname__}.")
+
+
 def hooks_of(module: nn.Module) -> list[Any]:
     """A module's hooks round its forward, each with the ways in which it is called."""
     if not (module._forward_pre_hooks or module._forward_hooks):
@@ -77,13 +92,15 @@ def hooks_of(module: nn.Module) -> list[Any]:
         (hook, number in keywords, number in always)
         for hooks, keywords, always in (before, after)
         for number, hook in hooks.items()
+        if not _marks_gradients(hook)
     ]
 
 
 def numbered_hooks(module: nn.Module) -> list[tuple[int, Any]]:
     """The hooks that run after a module's forward and before it, with their numbers, of which
     PyTorch gives none twice."""
-    return [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+    found = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+    return [(number, hook) for number, hook in found if not _marks_gradients(hook)]
 
 
 def keep_address(tensor: torch.Tensor) -> None:

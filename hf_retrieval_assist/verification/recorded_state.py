@@ -21,7 +21,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
-from ..host.model_state import modules_of
+from ..host.model_state import INTERNAL, modules_of
 from ..host.transformers_private import compiled_of, hooks_of
 
 _PLAIN = frozenset((type(None), bool, int, str))
@@ -134,7 +134,7 @@ class _Reader:
             for name, tensor in own[kind].items()
             if tensor is not None
         ]
-        plain = _short(sorted([(n, self.read(own[n])) for n in own.keys() - _INTERNAL], key=_first))
+        plain = _short(sorted([(n, self.read(own[n])) for n in own.keys() - INTERNAL], key=_first))
         parts = _short([(name, self.read(part)) for name, part in own["_modules"].items()])
         return _short([type(module), _short(tensors), plain, self.read(hooks), parts])
 
@@ -195,10 +195,6 @@ def _content(cell: Any) -> Any:
 
 def _is_of_library(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in _LIBRARIES
-
-
-# What every module keeps of itself; hooks and parts are read apart.
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 
 
 def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch.device) -> Any:

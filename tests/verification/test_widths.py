@@ -10,6 +10,7 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.feature_taps import FeatureTap
 from hf_retrieval_assist.verification import service, tiers
 from hf_retrieval_assist.verification.reach import PositionModules
+from hf_retrieval_assist.verification.recorded_state import recorded_state
 from hf_retrieval_assist.verification.service import Demand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
 from tests.support.lossless import PROMPT, build, equal, knowing, run
@@ -113,6 +114,21 @@ def test_hooks_that_are_new_in_every_call_are_not_tested_in_every_call(monkeypat
     assert len(tests) < 10
     assert found.tier is Tier.PLAIN
     assert "in every call" in found.reason
+
+
+def test_hooks_that_trainers_leave_behind_mean_nothing():
+    model = build(LlamaForCausalLM)
+    plain = run(model)
+    settings, state = service.model_settings(model), recorded_state(model, {}, torch.device("cpu"))
+    for _ in range(12):
+        # As a trainer does that turns gradient checkpointing off while it generates.
+        model.enable_input_require_grads()
+        assistant = knowing(plain)
+        assert torch.equal(plain, run(model, assistant=assistant))
+        assert assistant.stats.tier == "tree"
+    assert len(model.model.embed_tokens._forward_hooks) == 12
+    assert service.model_settings(model) == settings
+    assert recorded_state(model, {}, torch.device("cpu")) == state
 
 
 def test_wider_forwards_are_tested_when_they_are_wanted():
