@@ -174,7 +174,7 @@ def test_masks_are_those_of_views(rules, batch, seed, padded):
     width, capacity = fed.width + int(rng.integers(0, 3)), 32
     fixed = FixedMasks(rules, batch, capacity, torch.float32, CPU)
     fixed.start(mask)
-    buffer = PackedBuffer(fixed.fields(width), CPU)
+    buffer = PackedBuffer(fixed.fields(width, width), CPU)
     fixed.write(buffer.host, FedTokens.of([1] * batch, trees, lengths, width=width))
     buffer.send()
     actual = fixed.build(buffer.device)
