@@ -1,4 +1,4 @@
-"""A draft model's forwards on an accelerator, in memory that stays and recorded as the target's are.
+"""A draft model's forwards on an accelerator, in memory that stays, recorded as the target's are.
 
 One recording serves every forward of a width, whether it feeds what is new in the texts or a level
 of their trees: its masks have a column for every token that a draft may feed behind a text. Levels
@@ -49,6 +49,8 @@ class RecordedDrafts(FixedVerifier):
             options=ForwardOptions(recorded=recorded and not compiled_parts(model)),
         )
         self.most = most
+        # What fills a line up lies behind.
+        self._columns = most + self._bucket(most)
         self._forget()
 
     def _forget(self) -> None:
@@ -72,8 +74,8 @@ class RecordedDrafts(FixedVerifier):
         width, earlier = depths.shape[1], self._depths
         if not earlier.shape[1]:
             # The memory of a tree that has begun cannot be exchanged.
-            self._reserve(self.cache.slots.longest + self.most + self._bucket(self.most))
-        step = self._workspace.step(self._bucket(width), self.most)
+            self._reserve(self.cache.slots.longest + self._columns)
+        step = self._workspace.step(self._bucket(width), self._columns)
         self.processed = list(self.cache.slots.lengths)
         self._send(step, self._filled(token_ids, depths, sees))
         if isinstance(token_ids, torch.Tensor):
@@ -111,6 +113,7 @@ class RecordedDrafts(FixedVerifier):
         """Make the layers of the cache show what is kept."""
         self._settle()
 
+    @torch.no_grad()  # as it was recorded
     def release(self) -> None:
         """Give the memory back, for the model's next drafts."""
         self._settle()

@@ -73,10 +73,11 @@ class DraftCache(SlotCache):
             rows, places = self.slots.index(self.drafted, device)
             self.slots.places = rows, places[:, before:]
             self.slots.extent = self.slots.longest + self.drafted
-        asking = depths[:, depths.shape[1] - attends.shape[1] :]
-        queries = torch.from_numpy(asking).to(device)
+        asking = attends.shape[1]
         columns = torch.from_numpy(self._depths).to(device)
-        fed = FedTrees(queries, queries, attends, int(asking.max(initial=0)), columns)
+        queries = columns[:, columns.shape[1] - asking :]
+        deepest = int(self._depths[:, columns.shape[1] - asking :].max(initial=0))
+        fed = FedTrees(queries, queries, attends, deepest, columns)
         return self._attention.masks(fed, self.slots)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:

@@ -1,10 +1,11 @@
 """Additive masks over whole buffers, built on the device from a few small tables.
 
-What a query may see of the tokens behind the kept slots is decided on the host: a table
-`[batch, width, columns + 2]` holds, for each query, whether it sees the kept slots, each of these
-tokens, which are the fed ones and perhaps earlier ones, and the slots behind. A column's entry is looked up by its distance from the row's length, so the
-same few kernels build the mask of any trees at any lengths. Kept slots that lie beyond a query's
-window or chunk are cut off by the last slot that it does not see.
+What a query may see behind the kept slots, of the tokens that are fed with it and of earlier ones,
+is decided on the host: a table `[batch, width, columns + 2]` holds, for each query, whether it sees
+the kept slots, each of these tokens, and the slots behind. A column's entry is looked up by its
+distance from the row's length, so the same few kernels build the mask of any trees at any lengths.
+Kept slots that lie beyond a query's window or chunk are cut off by the last slot that it does not
+see.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class FixedMasks:
         self.first.copy_(torch.from_numpy(self._first))
 
     def fields(self, width: int, columns: int) -> dict[str, Field]:
-        """What `write` fills and `build` reads; of `columns` tokens behind the kept ones at most."""
+        """What `write` fills and `build` reads; `columns` are tokens behind the kept slots."""
         fields: dict[str, Field] = {
             "shift": (torch.int64, (self.batch, 1)),
             "kept": (torch.int32, (self.batch,)),
