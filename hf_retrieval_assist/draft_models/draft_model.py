@@ -198,9 +198,8 @@ class _Nodes:
         """Go on in memory that stays in place, once there is something to hold."""
         cache, model = self._cache, self._model
         if cache.recorded is None and can_stay(cache, model.device):
-            rules = mask_rules(model, "draft_model")
             most = self._drafter.max_nodes + 1
-            cache.recorded = RecordedDrafts(model, cache, rules, most, graphs)
+            cache.recorded = RecordedDrafts(model, cache, cache.rules, most, graphs)
 
     def root_logits(self) -> Tensor:
         """Feed what is new in the texts; when all is cached, the last token again."""

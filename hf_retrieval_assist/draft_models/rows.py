@@ -35,6 +35,7 @@ class DraftCache(SlotCache):
 
     Attributes:
         firsts: position of the first token that is cached of each text.
+        rules: how far back each kind of layer sees.
         recorded: the forwards of which this is the cache, where it stays in place; None: any.
     """
 
@@ -42,6 +43,7 @@ class DraftCache(SlotCache):
 
     def __init__(self, config: Any, rules: Rules, dtype: torch.dtype, rows: int = 1) -> None:
         super().__init__(config)
+        self.rules = rules
         self._made_of = config, rules, dtype
         self._attention = TreeAttention(rules, None, dtype)
         self._depths: Int64Array = np.empty((rows, 0), np.int64)

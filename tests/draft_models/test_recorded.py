@@ -14,6 +14,7 @@ import transformers
 from hf_retrieval_assist.assistants import Assistant
 from hf_retrieval_assist.draft_models import draft_model
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
+from hf_retrieval_assist.draft_models.early_exit import EarlyExit
 from hf_retrieval_assist.draft_models.recorded import RecordedDrafts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from hf_retrieval_assist.drafters.base import Target
@@ -136,18 +137,23 @@ def test_a_recording_that_fails_is_told_once_and_does_without(
     assert len([text for text in told.messages if "one kernel at a time" in text]) == 1
 
 
+@pytest.mark.parametrize("kind", ["draft model", "early exit"])
 def test_calls_share_recordings_and_say_what_plain_decoding_says(
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, model = build(transformers.LlamaForCausalLM), small("LlamaForCausalLM")
     plain = run(target)
     serve_in_place(monkeypatch)
-    assistant = Assistant([DraftModelDrafter(model, max_nodes=8, max_levels=3)], budget=8)
-    made = []
+    sizes = {"max_nodes": 8, "max_levels": 3}
+    exits = EarlyExit(1, **sizes)
+    drafter = DraftModelDrafter(model, **sizes) if kind == "draft model" else exits
+    # Kernels for CPUs are no operators that a recorder sees.
+    assistant, made = Assistant([drafter], budget=8, reroute=False), []
     for _ in range(4):
         assert torch.equal(run(target, assistant=assistant), plain)
         assert assistant.stats.last.drafted > 0
-        made.append(sum(workspace.made for workspace in WORKSPACES._idle[model]))
+        drafting = model if kind == "draft model" else exits._drafter_of(target).model
+        made.append(sum(workspace.made for workspace in WORKSPACES._idle[drafting]))
     assert made[0] > 0
     assert made[1:] == made[:1] * 3
 

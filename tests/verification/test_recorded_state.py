@@ -160,13 +160,16 @@ def test_chats_of_all_lengths_record_little(monkeypatch):
     serve_in_place(monkeypatch)
     model = build(LlamaForCausalLM, max_position_embeddings=8192)
     begin, begun = Replay._try, []
-    monkeypatch.setattr(
-        Replay, "_try", lambda replay, compute: begun.append(call) or begin(replay, compute)
-    )
+
+    def noted(replay, compute):
+        begun.append(len(lengths))
+        begin(replay, compute)
+
+    monkeypatch.setattr(Replay, "_try", noted)
     # Kernels for CPUs are no operators that a recorder sees.
     assistant, rng = SamAssistant(budget=32, reroute=False), np.random.default_rng(0)
     text, lengths = torch.empty((1, 0), dtype=torch.int64), []
-    for call in range(200):
+    for _ in range(200):
         if not 0 < text.shape[1] <= 4000 or rng.random() < 0.12:
             phrase = torch.from_numpy(rng.integers(2, 60, (1, 17)))
             text = phrase.repeat(1, 236)[:, : int(20 * 200 ** rng.random())]
