@@ -106,7 +106,7 @@ test-structured: .venv-structured/.installed
 # Triton's kernels, interpreted on the CPU and compiled for cards that are not here. 700 MB, minutes.
 .venv-triton/.installed: $(VENV)/.installed
 	$(call layered,.venv-triton)
-	$(PIP) --python .venv-triton/bin/python install --quiet "triton>=3.3"
+	$(PIP) --python .venv-triton/bin/python install --quiet "triton>=3.9"
 	touch $@
 
 test-triton: .venv-triton/.installed

@@ -263,12 +263,17 @@ class Generation:
             capacity=self.call.prompt_length + self.room,
             keeps_cache=self.keeps_cache,
             most_tokens=self._most_tokens(),
-            recorded=self.assistant.graphs and not self.call.synced_gpus and not self.ranks.several,
+            recorded=self._records,
             # Compiled code does not show hidden states.
             compiled=None if self.taps.boundaries else self.call.compiled(self.service),
             choose=self._choose(),
             fixed_width=self.assistant.fixed_width,
         )
+
+    @property
+    def _records(self) -> bool:
+        """Whether forwards on an accelerator may be repeated from recordings."""
+        return self.assistant.graphs and not self.call.synced_gpus and not self.ranks.several
 
     def _choose(self) -> NodeChoices | None:
         """What chooses behind all nodes at once; None where tokens need no more than logits, or
@@ -463,7 +468,9 @@ class Generation:
         call = self.call
         for row, prompt_ids in enumerate(call.prompts):
             foresight = RowForesight(self.select, self.dice, self.rows[row])
-            target = replace(call.target, foresight=foresight, own=self.own_forwards)
+            target = replace(
+                call.target, foresight=foresight, own=self.own_forwards, graphs=self._records
+            )
             session = self.assistant.start(prompt_ids, target, row, call.batch_size)
             opened.callback(self._close, session)
             self.sessions.append(session)

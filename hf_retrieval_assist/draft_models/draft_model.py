@@ -21,10 +21,12 @@ from ..structures import draft_tree
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
+from ..verification.fixed_verifier import can_stay, stays_in_place
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from .growth import Growth, Level, grow
 from .other_vocabulary import Tokenizers
+from .recorded import RecordedDrafts
 from .residual import draw_children
 from .rows import DraftCache, Group, RowSession, Rules, chain, groups, last_columns, parts
 from .sequoia import ShapeChooser, TreeShape
@@ -105,7 +107,7 @@ class DraftModelDrafter(Drafter):
         self._choosers: dict[str, ShapeChooser] = {}
         self._lock = Lock()
         parameters = inspect.signature(model.forward).parameters
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     @property
     def vocab_size(self) -> int:
@@ -115,14 +117,16 @@ class DraftModelDrafter(Drafter):
         require_whole(self.model, "draft model")
         chooser = self.chooser(target.fingerprint)
         if self.vocab_size == target.vocab_size and not self._tokenizers.given:
-            return DraftModelSession(self, prompt_ids, chooser, foresight=self._foresight(target))
+            foresight = self._foresight(target)
+            return DraftModelSession(self, prompt_ids, chooser, target.graphs, foresight=foresight)
         if self.temperature is not None:
             raise ValueError(
                 f"draft_model: expected the target's vocabulary of {target.vocab_size} ids where "
                 f"children are drawn, got {type(self.model).__name__} with {self.vocab_size}"
             )
         translation = self._tokenizers.translation(target)
-        return DraftModelSession(self, prompt_ids, chooser, TranslatedText(translation, prompt_ids))
+        translated = TranslatedText(translation, prompt_ids)
+        return DraftModelSession(self, prompt_ids, chooser, target.graphs, translated)
 
     def _foresight(self, target: Target) -> Foresight | None:
         """What tells how the target will draw; None where it does not, or nobody knows.
@@ -155,7 +159,7 @@ class DraftModelDrafter(Drafter):
         # The draws of texts that have ended may no longer be known.
         foresights = [row.foresight if row in asked else None for row in group.rows]
         growth = _StaticGrowth(schedule, self.temperature, foresights)
-        trees = grow(_Nodes(self.model, self._last_only, group), growth)
+        trees = grow(_Nodes(self, group, asked[0].graphs), growth)
         if new <= _LEVEL_LIKE:
             seconds = (time.perf_counter() - started) / len(schedule.levels)
             asked[0].chooser.observe_pass(seconds)
@@ -177,11 +181,26 @@ class DraftModelDrafter(Drafter):
 
 
 class _Nodes:
-    """The draft model behind the texts of a group, and on the nodes of a level."""
+    """The draft model behind the texts of a group, and on the nodes of a level.
 
-    def __init__(self, model: Any, last_only: dict[str, int], group: Group) -> None:
-        self._model, self._last_only, self._group = model, last_only, group
+    Args:
+        drafter: whose model it is.
+        group: of the texts.
+        graphs: whether forwards may be recorded.
+    """
+
+    def __init__(self, drafter: DraftModelDrafter, group: Group, graphs: bool) -> None:
+        self._drafter, self._model, self._group = drafter, drafter.model, group
         (self._cache,) = group.caches
+        if stays_in_place(self._model.device):
+            self._settle(graphs)
+
+    def _settle(self, graphs: bool) -> None:
+        """Go on in memory that stays in place, once there is something to hold."""
+        cache, model = self._cache, self._model
+        if cache.recorded is None and can_stay(cache, model.device):
+            most = self._drafter.max_nodes + 1
+            cache.recorded = RecordedDrafts(model, cache, cache.rules, most, graphs)
 
     def root_logits(self) -> Tensor:
         """Feed what is new in the texts; when all is cached, the last token again."""
@@ -190,20 +209,32 @@ class _Nodes:
         cache.shorten([0 if row is None else row.take_valid() for row in rows])
         news = [text[have:] for text, have in zip(texts, cache.slots.lengths, strict=True)]
         logits = torch.empty(0)
-        for spans in parts([len(new) for new in news], _CHUNK):
+        recorded = cache.recorded
+        for spans in parts([len(new) for new in news], recorded.most if recorded else _CHUNK):
             counts = [len(span) for span in spans]
             ids = np.zeros((len(rows), max(counts)), np.int64)
             for number, (new, span) in enumerate(zip(news, spans, strict=True)):
                 ids[number, ids.shape[1] - len(span) :] = new[span.start : span.stop]
-            depths, attends = chain(counts, self._model.device)
-            fed = torch.from_numpy(ids).to(self._model.device)
-            logits = self._run(fed, depths, attends, self._last_only)[:, -1:]
+            depths, attends = chain(counts, torch.device("cpu"))
+            if recorded:
+                logits = recorded.feed(ids, depths, attends.numpy())[:, -1:]
+            else:
+                logits = self._feed(ids, depths, attends)[:, -1:]
             cache.keep(last_columns(counts))
         return logits
 
     def run(self, level: Level) -> Tensor:
         depths = np.full(level.token_ids.shape, level.depth - 1)
+        if self._cache.recorded is not None:
+            return self._cache.recorded.feed(level.token_ids, depths, level.visible)
         return self._run(level.token_ids, depths, level.visible, {})
+
+    def _feed(
+        self, token_ids: NDArray[np.int64], depths: NDArray[np.int64], attends: Tensor
+    ) -> Tensor:
+        device = self._model.device
+        fed = torch.from_numpy(token_ids).to(device)
+        return self._run(fed, depths, attends.to(device), self._drafter.last_only)
 
     def _run(
         self,
@@ -257,6 +288,15 @@ class _Schedule:
         self.levels = [
             self._level(level, inner, depths, above) for level in range(shape.levels - 1)
         ]
+        self._sent: dict[tuple[int, torch.device], tuple[Tensor, ...]] = {}
+
+    def on(self, device: torch.device, level: int) -> tuple[Tensor, ...]:
+        """The fields of a level, in their order, sent to a device once."""
+        if (level, device) not in self._sent:
+            at = self.levels[level]
+            fields = at.chosen, at.attends, at.parents, at.ranks
+            self._sent[level, device] = tuple(torch.from_numpy(x).to(device) for x in fields)
+        return self._sent[level, device]
 
     def _level(
         self,
@@ -306,7 +346,9 @@ class _StaticGrowth(Growth):
         self._draws: list[tuple[Tensor, Tensor, list[int]]] = []
 
     def add(self, logits: Tensor) -> None:
-        level = self._schedule.levels[len(self._tokens)]
+        done = len(self._tokens)
+        level = self._schedule.levels[done]
+        _, _, parents, ranks = self._schedule.on(logits.device, done)
         count = int(level.ranks.max()) + 1
         if self._temperature is None:
             children, probs = _most_probable(logits, count)
@@ -317,8 +359,8 @@ class _StaticGrowth(Growth):
             probs = law.gather(-1, children)
             counts = np.bincount(level.parents, minlength=law.shape[1]).tolist()
             self._draws.append((law, children, counts))
-        self._tokens.append(children[:, level.parents, level.ranks])
-        self._rates.append(probs[:, level.parents, level.ranks])
+        self._tokens.append(children[:, parents, ranks])
+        self._rates.append(probs[:, parents, ranks])
 
     def _foresee(self, logits: Tensor, children: Tensor, probs: Tensor, level: _Level) -> None:
         """Put what will be drawn of a row in the place of what is most probable."""
@@ -341,16 +383,16 @@ class _StaticGrowth(Growth):
         done = len(self._tokens)
         if done == len(self._schedule.levels):
             return None
-        level, above = self._schedule.levels[done], self._tokens[-1]
-        rows, device = len(above), above.device
-        attends = torch.from_numpy(level.attends).to(device).expand(rows, -1, -1)
+        above = self._tokens[-1]
+        chosen, attends, _, _ = self._schedule.on(above.device, done)
         # Parents among the nodes of the level above are not asked for: the cache knows them.
-        return Level(done, above[:, level.chosen], above[:, :0], attends)
+        return Level(done, above[:, chosen], above[:, :0], attends.expand(len(above), -1, -1))
 
     def trees(self) -> list[TokenTree]:
-        # One transfer of all levels.
-        ids = torch.cat(self._tokens, dim=1).cpu().numpy().astype(np.int32)
-        rates = torch.cat(self._rates, dim=1).float().cpu().numpy()
+        # One transfer of all levels: the bits of the rates beside the ids.
+        bits = torch.cat(self._rates, dim=1).float().view(torch.int32)
+        drafted = torch.stack([torch.cat(self._tokens, dim=1).int(), bits]).cpu().numpy()
+        ids, rates = drafted[0], drafted[1].view(np.float32)
         shape = self._schedule.shape
         return [
             TokenTree(
@@ -378,6 +420,7 @@ class DraftModelSession(RowSession):
         drafter: whose model drafts.
         prompt_ids: int32 [length], the target's.
         chooser: what is measured; tell it t(n) for shapes that fit the target's cost.
+        graphs: whether forwards may be recorded where they stay in place.
         translated: the text in the draft model's vocabulary, where that is another.
         foresight: what tells how the target will draw the text's tokens; None: nothing does.
 
@@ -391,6 +434,7 @@ class DraftModelSession(RowSession):
         drafter: DraftModelDrafter,
         prompt_ids: NDArray[np.int32],
         chooser: ShapeChooser,
+        graphs: bool = True,
         translated: TranslatedText | None = None,
         foresight: Foresight | None = None,
     ):
@@ -401,7 +445,7 @@ class DraftModelSession(RowSession):
         self.chooser = chooser
         self.text: list[int] = prompt_ids.tolist() if translated is None else list(translated.ids)
         self._valid = _ALL
-        self.drafter, self._translated = drafter, translated
+        self.drafter, self.graphs, self._translated = drafter, graphs, translated
         self.foresight = foresight
         self._schedule = _Schedule(chooser.shape())
         self._tree = TokenTree.empty()

@@ -15,7 +15,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..system.arguments import require_at_least
@@ -132,8 +131,9 @@ class _Candidates:
     ranks: Tensor
 
     @property
-    def fields(self) -> tuple[Tensor, ...]:
-        return (self.token_ids, self.parents, self.scores, self.log_probs, self.ranks)
+    def fields(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Integers, then probabilities."""
+        return (self.token_ids, self.parents, self.ranks), (self.scores, self.log_probs)
 
 
 class BestFirst(Growth):
@@ -152,6 +152,7 @@ class BestFirst(Growth):
         self, limits: GrowthLimits, keep: int, to_target_ids: Callable[[Tensor], Tensor]
     ) -> None:
         self._limits, self._keep, self._to_target_ids = limits, keep, to_target_ids
+        self._least = float(torch.tensor(limits.min_prob).log())
         self._top_k = min(limits.top_k, keep)
         self._levels: list[_Candidates] = []
         self._known = 0  # candidates above the last level
@@ -208,37 +209,37 @@ class BestFirst(Growth):
         """[rows, 1], the score that a node must exceed for any descendant to be kept."""
         seen = scores if self._best is None else torch.cat([self._best, scores], dim=1)
         self._best = seen.topk(min(self._keep, seen.shape[1]), dim=1).values
-        least = torch.tensor(self._limits.min_prob, device=scores.device).log()
         if self._best.shape[1] < self._keep:
-            return least.expand(len(scores), 1)
-        return self._best[:, -1:].clamp_min(least)
+            return scores.new_full((len(scores), 1), self._least)
+        return self._best[:, -1:].clamp_min(self._least)
 
     def trees(self) -> list[TokenTree]:
-        fields = zip(*(level.fields for level in self._levels), strict=True)
-        found = [torch.cat(parts, dim=1).cpu().numpy() for parts in fields]
-        return [_tree(*row) for row in zip(*found, strict=True)]
+        integers, floats = (
+            torch.cat([torch.stack(fields) for fields in levels], dim=2)
+            for levels in zip(*(level.fields for level in self._levels), strict=True)
+        )
+        # One transfer of all levels.
+        found = torch.cat([integers.int(), floats.view(torch.int32)]).cpu().numpy().swapaxes(0, 1)
+        return [_tree(*row[:3], *row[3:].view(np.float32)) for row in found]
 
 
 def _tree(
-    token_ids: NDArray[np.int64],
-    parents: NDArray[np.int64],
+    token_ids: Int32Array,
+    parents: Int32Array,
+    ranks: Int32Array,
     scores: Float32Array,
     log_probs: Float32Array,
-    ranks: NDArray[np.int64],
 ) -> TokenTree:
     """One row's candidates, each [n], with their evidence classes."""
     kept = np.flatnonzero(scores > -np.inf)
     place = np.full(len(scores) + 1, -1, np.int32)
     place[kept] = np.arange(len(kept))
-    ids = token_ids[kept].astype(np.int32)
-    bare = TokenTree.build(ids, place[parents[kept]], np.exp(scores[kept]))
+    bare = TokenTree.build(token_ids[kept], place[parents[kept]], np.exp(scores[kept]))
     classes = evidence_classes(np.exp(log_probs[kept]), ranks[kept], bare.depths)
     return TokenTree.build(bare.token_ids, bare.parents, bare.probs, classes)
 
 
-def evidence_classes(
-    probs: Float32Array, ranks: NDArray[np.int64], depths: Int32Array
-) -> Int32Array:
+def evidence_classes(probs: Float32Array, ranks: Int32Array, depths: Int32Array) -> Int32Array:
     """The class of each node from its probability after its parent, rank (0: the likeliest
     sibling) and depth (1: a child of the root); int32 [n]."""
     bucket = np.searchsorted(PROB_EDGES, probs, side="right")

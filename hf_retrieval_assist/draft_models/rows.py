@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from ..drafters.base import DraftSession
 from ..verification.kv_cache import SLOT_LAYERS, SlotCache, SlotLayer
 from ..verification.tree_attention import FedTrees, LayerMask, TreeAttention
+from .recorded import RecordedDrafts
 
 Int64Array = NDArray[np.int64]
 Rules = dict[str, LayerMask] | LayerMask
@@ -34,10 +35,15 @@ class DraftCache(SlotCache):
 
     Attributes:
         firsts: position of the first token that is cached of each text.
+        rules: how far back each kind of layer sees.
+        recorded: the forwards of which this is the cache, where it stays in place; None: any.
     """
+
+    recorded: RecordedDrafts | None = None
 
     def __init__(self, config: Any, rules: Rules, dtype: torch.dtype, rows: int = 1) -> None:
         super().__init__(config)
+        self.rules = rules
         self._made_of = config, rules, dtype
         self._attention = TreeAttention(rules, None, dtype)
         self._depths: Int64Array = np.empty((rows, 0), np.int64)
@@ -69,14 +75,18 @@ class DraftCache(SlotCache):
             rows, places = self.slots.index(self.drafted, device)
             self.slots.places = rows, places[:, before:]
             self.slots.extent = self.slots.longest + self.drafted
-        asking = depths[:, depths.shape[1] - attends.shape[1] :]
-        queries = torch.from_numpy(asking).to(device)
+        asking = attends.shape[1]
         columns = torch.from_numpy(self._depths).to(device)
-        fed = FedTrees(queries, queries, attends, int(asking.max(initial=0)), columns)
+        queries = columns[:, columns.shape[1] - asking :]
+        deepest = int(self._depths[:, columns.shape[1] - asking :].max(initial=0))
+        fed = FedTrees(queries, queries, attends, deepest, columns)
         return self._attention.masks(fed, self.slots)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Forget what was fed since the last `keep`, except the given tokens of each row."""
+        if self.recorded is not None:
+            self.recorded.keep_fed(paths)
+            return
         self.slots.places = self.slots.extent = None
         super().keep(paths)
         self._depths = self._depths[:, :0]
@@ -87,9 +97,17 @@ class DraftCache(SlotCache):
         self.slots.set_lengths(kept)
         self.keep([[]] * len(kept))
 
+    def close(self) -> None:
+        """Give memory that stays in place back; the cache is of no more use."""
+        if self.recorded is not None:
+            self.recorded.release()
+
     @classmethod
     def joined(cls, sources: Sequence[tuple[DraftCache, int]]) -> DraftCache:
         """A cache of rows of other ones, in this order; nothing may have been fed behind them."""
+        for source, _ in sources:
+            if source.recorded is not None:
+                source.recorded.show()
         cache = cls(*sources[0][0]._made_of, rows=len(sources))
         cache.firsts = [source.firsts[row] for source, row in sources]
         cache.slots.set_lengths([source.slots.lengths[row] for source, row in sources])
@@ -140,7 +158,7 @@ class RowSession(DraftSession):
         Group([self], caches)
 
     def close(self) -> None:
-        self.group.rows[self.index] = None
+        self.group.leave(self.index)
         del self.group
 
 
@@ -165,6 +183,13 @@ class Group:
     def joins(self) -> bool:
         return all(cache.joins for cache in self.caches)
 
+    def leave(self, index: int) -> None:
+        """Go on without a text."""
+        self.rows[index] = None
+        if not any(self.rows):
+            for cache in self.caches:
+                cache.close()
+
     def settle(self) -> None:
         """Forget the nodes fed behind each text, except those that the text went on with."""
         paths = [[] if row is None else row.accepted for row in self.rows]
@@ -179,9 +204,11 @@ class Group:
         """The group of these texts, made of their groups where they have several.
 
         Others of their group come along while it lasts: they cost less than a copy of the caches.
+        Where caches stay in place, so do the rows of those that left: a recording has its rows.
         """
         group = asked[0].group
-        if None not in group.rows and all(row.group is group for row in asked):
+        lasts = None not in group.rows or all(cache.recorded for cache in group.caches)
+        if lasts and all(row.group is group for row in asked):
             return group
         for one in {id(row.group): row.group for row in asked}.values():
             one.settle()
@@ -190,7 +217,7 @@ class Group:
             for number in range(len(group.caches))
         ]
         for row in asked:
-            row.group.rows[row.index] = None
+            row.group.leave(row.index)
         return cls(asked, caches)
 
 

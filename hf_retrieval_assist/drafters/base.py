@@ -69,6 +69,7 @@ class Target:
             a call at rest.
         processors: the call's logits processors, which a drafter may read and must not call.
         row: the text's place in the batch.
+        graphs: whether forwards on an accelerator may be repeated from recordings.
     """
 
     vocab_size: int
@@ -82,6 +83,7 @@ class Target:
     own: OwnForwards | None = None
     processors: tuple[Any, ...] = ()
     row: int = 0
+    graphs: bool = True
 
     def known(self, token_ids: Any) -> Int32Array:
         """A text's ids as drafters are told them, int32 of the same shape.

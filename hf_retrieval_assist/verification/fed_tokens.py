@@ -23,8 +23,10 @@ class FedTokens:
         lengths: int64 [n], slots that each row has kept.
         token_ids: int64 [n, width]; filler repeats the root's.
         depths: int64 [n, width]; the root has depth 0.
-        sees: bool [n, width, width], queries and keys: a token itself and those that it descends
+        sees: bool [n, width, columns], queries and keys: a token itself and those that it descends
             from. Nobody sees filler.
+        earlier: int64 [n, columns - width], depths of the tokens that lie between the kept ones and
+            these, fed by forwards before; None: there are none.
     """
 
     rows: Int64Array
@@ -33,6 +35,7 @@ class FedTokens:
     token_ids: Int64Array
     depths: Int64Array
     sees: BoolArray
+    earlier: Int64Array | None = None
 
     @classmethod
     def of(
@@ -70,7 +73,15 @@ class FedTokens:
     @property
     def slots(self) -> Int64Array:
         """int64 [n, width]: where the tokens are written."""
-        return self.lengths[:, None] + np.arange(self.width)
+        last = self.columns.shape[1]
+        return self.lengths[:, None] + np.arange(last - self.width, last)
+
+    @property
+    def columns(self) -> Int64Array:
+        """int64 [n, columns]: depths of all tokens behind the kept ones."""
+        if self.earlier is None:
+            return self.depths
+        return np.concatenate([self.earlier, self.depths], axis=1)
 
     @property
     def begins(self) -> Int64Array:

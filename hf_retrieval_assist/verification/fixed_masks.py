@@ -1,10 +1,11 @@
 """Additive masks over whole buffers, built on the device from a few small tables.
 
-What a query may see of the tokens that are fed with it is decided on the host: a table
-`[batch, width, width + 2]` holds, for each query, whether it sees the kept slots, every fed token,
-and the slots behind. A column's entry is looked up by its distance from the row's length, so the
-same few kernels build the mask of any trees at any lengths. Kept slots that lie beyond a query's
-window or chunk are cut off by the last slot that it does not see.
+What a query may see behind the kept slots, of the tokens that are fed with it and of earlier ones,
+is decided on the host: a table `[batch, width, columns + 2]` holds, for each query, whether it sees
+the kept slots, each of these tokens, and the slots behind. A column's entry is looked up by its
+distance from the row's length, so the same few kernels build the mask of any trees at any lengths.
+Kept slots that lie beyond a query's window or chunk are cut off by the last slot that it does not
+see.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ class FixedMasks:
         self._holes.copy_(columns == _NOWHERE)
         self.first.copy_(torch.from_numpy(self._first))
 
-    def fields(self, width: int) -> dict[str, Field]:
-        """What `write` fills and `build` reads."""
+    def fields(self, width: int, columns: int) -> dict[str, Field]:
+        """What `write` fills and `build` reads; `columns` are tokens behind the kept slots."""
         fields: dict[str, Field] = {
             "shift": (torch.int64, (self.batch, 1)),
             "kept": (torch.int32, (self.batch,)),
         }
         for i, rule in enumerate(self._distinct):
-            fields[f"table{i}"] = (torch.bool, (self.batch, width, width + 2))
+            fields[f"table{i}"] = (torch.bool, (self.batch, width, columns + 2))
             if rule.reach is not None:
                 fields[f"unseen{i}"] = (torch.int64, (self.batch, width, 1))
         return fields
@@ -93,13 +94,21 @@ class FixedMasks:
         host["shift"].numpy()[:] = 1 - kept
         host["kept"].numpy()[:] = kept[:, 0] - self._first
         first = self._first[:, None]
-        places = fed.depths + kept - first
+        places, columns = fed.depths + kept - first, fed.columns + kept - first
         for i, rule in enumerate(self._distinct):
             table = host[f"table{i}"].numpy()
             table[:, :, 0] = True
-            table[:, :, 1:-1] = fed.sees & rule.near(places, places)
+            table[:, :, 1:] = False
+            table[:, :, 1 : 1 + columns.shape[1]] = fed.sees & rule.near(places, columns)
             if rule.reach is not None:
                 host[f"unseen{i}"].numpy()[..., 0] = rule.last_unseen(places) + first
+
+    def narrow(self, device: Mapping[str, torch.Tensor], sees: torch.Tensor) -> None:
+        """Let the first queries see no more of the columns than bool [batch, queries, columns] on
+        the device says, behind what was sent."""
+        _, queries, columns = sees.shape
+        for i in range(len(self._distinct)):
+            device[f"table{i}"][:, :queries, 1 : 1 + columns].logical_and_(sees)
 
     def fed_slots(
         self,
@@ -144,12 +153,12 @@ class FixedMasks:
 
         Empty ones tell kinds of layers apart and take no memory; whatever reads them is NaN.
         """
-        width = device["table0"].shape[1]
+        _, width, entries = device["table0"].shape
         if empty:
             shape = self.batch, 1, width, self.capacity
             masks = {rule: self._empty[i].expand(shape) for i, rule in enumerate(self._distinct)}
         else:
-            places = (self._columns + device["shift"]).clamp(0, width + 1)[:, None, :]
+            places = (self._columns + device["shift"]).clamp(0, entries - 1)[:, None, :]
             masks = {
                 rule: self._mask(device[f"table{i}"], device.get(f"unseen{i}"), places)
                 for i, rule in enumerate(self._distinct)

@@ -234,11 +234,11 @@ class FixedVerifier(TreeVerifier):
         self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
     ) -> Verified:
         fed = 1 + max(map(len, trees))
-        width = next((w for w in self.widths if w >= fed), fed)
+        width = self._bucket(fed)
         self._reserve(self.cache.slots.longest + width)
-        step = self._workspace.step(width)
+        step = self._workspace.step(width, width)
         typical = step.used and step.replay.settled
-        self._send(step, roots, trees, width)
+        self._send(step, FedTokens.of(roots, trees, self.cache.slots.lengths, width=width))
         shown = self._show(step)
         choose, chosen = self.options.choose, None
         if choose is not None:
@@ -246,6 +246,9 @@ class FixedVerifier(TreeVerifier):
         step.results.fetch()
         step.used = True
         return FixedVerified(shown, step.results, typical, chosen)
+
+    def _bucket(self, width: int) -> int:
+        return next((bucket for bucket in self.widths if bucket >= width), width)
 
     def _reserve(self, slots: int) -> None:
         if slots <= self._workspace.shape.capacity:
@@ -255,11 +258,8 @@ class FixedVerifier(TreeVerifier):
         grown.arena.hold(self.cache.slot_layers)
         self._workspace = grown
 
-    def _send(
-        self, step: Step, roots: Sequence[int], trees: Sequence[TokenTree], width: int
-    ) -> None:
-        """Tell the device of the trees, and move what the last step kept."""
-        fed = FedTokens.of(roots, trees, self.cache.slots.lengths, width=width)
+    def _send(self, step: Step, fed: FedTokens) -> None:
+        """Tell the device of the tokens, and move what the last step kept."""
         # Catching up, forwards follow one another without a look at their results.
         step.inputs.wait()
         host = step.inputs.host
@@ -333,8 +333,13 @@ class FixedVerifier(TreeVerifier):
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
     ) -> None:
+        self._keep(accepted)
+        self._count(accepted)
+
+    def _keep(self, accepted: Sequence[Sequence[int]]) -> None:
         lengths = self.cache.slots.lengths
         if sources := moved_from(accepted):
+            self._move()
             base = np.asarray(lengths, np.int64)[:, None]
             self._moves = base + np.asarray(sources), base + np.arange(len(sources[0]))
             if len(sources[0]) > MOST_MOVED:
@@ -342,7 +347,6 @@ class FixedVerifier(TreeVerifier):
         self.cache.slots.set_lengths(
             [length + len(path) for length, path in zip(lengths, accepted, strict=True)]
         )
-        self._count(accepted)
 
     def _move(self) -> None:
         """Move accepted paths now instead of with the next step."""

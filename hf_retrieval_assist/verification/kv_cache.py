@@ -69,9 +69,13 @@ class RowSlots:
         """Row and slot indices, [batch, 1] and [batch, width], of the next `width` tokens."""
         key = (width, device)
         if key not in self._index:
-            lengths = torch.tensor(self.lengths, device=device)
-            slots = lengths[:, None] + torch.arange(width, device=device)
-            self._index[key] = (torch.arange(len(lengths), device=device)[:, None], slots)
+            if width == 1:  # the lengths, which are sent once
+                rows = torch.arange(len(self.lengths), device=device)[:, None]
+                slots = torch.tensor(self.lengths, device=device)[:, None]
+            else:
+                rows, slots = self.index(1, device)
+                slots = slots + torch.arange(width, device=device)
+            self._index[key] = rows, slots
         return self._index[key]
 
     def set_lengths(self, lengths: Sequence[int]) -> None:

@@ -187,7 +187,7 @@ class TreeAttention:
         begin: Any = 0
         if self.prompt_mask is not None:
             begin = self.prompt_mask.int().argmax(dim=1, keepdim=True)
-        lengths = torch.tensor(slots.lengths, device=device)[:, None]
+        _, lengths = slots.index(1, device)
         queries = lengths - begin + fed.depths
         index = torch.arange(first, slots.longest + columns, device=device)
         allowed = (index < lengths)[:, None, :]

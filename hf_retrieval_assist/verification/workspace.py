@@ -93,7 +93,9 @@ class Step:
         used: whether it ran before: the first forward of a width allocates and compiles.
     """
 
-    def __init__(self, shape: Shape, masks: FixedMasks, width: int, record: Record | None):
+    def __init__(
+        self, shape: Shape, masks: FixedMasks, width: int, columns: int, record: Record | None
+    ):
         self.used = False
         self._vocab_size = shape.vocab_size
         batch = shape.batch
@@ -109,7 +111,7 @@ class Step:
             largest = batch, width, shape.top_k
             # Some models compute the logits in float32, whatever their own dtype.
             results |= {"top_ids": (torch.int64, largest), "top_logits": (torch.float32, largest)}
-        self.inputs = PackedBuffer(inputs | masks.fields(width), shape.device)
+        self.inputs = PackedBuffer(inputs | masks.fields(width, columns), shape.device)
         self.results = PackedBuffer(results, shape.device)
         exact = shape.dtype in (torch.float32, torch.float64)
         self.replay = Replay(record, _TOLERANCE if exact else _HALF_PRECISION_TOLERANCE)
@@ -143,7 +145,7 @@ class Workspace:
     masks: FixedMasks = field(init=False)
     rows: torch.Tensor = field(init=False)
     lent_with: int = 0
-    _steps: dict[tuple[int, bool], Step] = field(default_factory=dict)
+    _steps: dict[tuple[int, int, bool], Step] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -153,11 +155,12 @@ class Workspace:
         self.masks = FixedMasks(rules, shape.batch, shape.capacity, shape.dtype, shape.device)
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
 
-    def step(self, width: int) -> Step:
+    def step(self, width: int, columns: int) -> Step:
+        """What feeds so many tokens, of up to `columns` behind the kept ones."""
         # Attention in parts looks at prompts with holes by another way.
-        key = width, self.masks.gapless
+        key = width, columns, self.masks.gapless
         if key not in self._steps:
-            self._steps[key] = Step(self.shape, self.masks, width, self.record)
+            self._steps[key] = Step(self.shape, self.masks, width, columns, self.record)
         return self._steps[key]
 
     def record_no_more(self) -> None:

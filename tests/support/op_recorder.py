@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from hf_retrieval_assist.decoding import call, loop
+from hf_retrieval_assist.draft_models import draft_model
 from hf_retrieval_assist.kernels.scopes import innermost
 from hf_retrieval_assist.verification import replay, service
 
@@ -129,7 +130,7 @@ def outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def serve_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve calls on the CPU as on an accelerator that records."""
-    for module in (loop, service):
+    for module in (loop, service, draft_model):
         monkeypatch.setattr(module, "stays_in_place", lambda device: True)
     # What attention in parts reads follows a number of the host on a CPU.
     monkeypatch.setattr(service, "ways", lambda device: [])

@@ -1,5 +1,7 @@
 """The parts of a step in fixed memory: buffers, arena, masks and replays, each by itself."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -174,7 +176,7 @@ def test_masks_are_those_of_views(rules, batch, seed, padded):
     width, capacity = fed.width + int(rng.integers(0, 3)), 32
     fixed = FixedMasks(rules, batch, capacity, torch.float32, CPU)
     fixed.start(mask)
-    buffer = PackedBuffer(fixed.fields(width), CPU)
+    buffer = PackedBuffer(fixed.fields(width, width), CPU)
     fixed.write(buffer.host, FedTokens.of([1] * batch, trees, lengths, width=width))
     buffer.send()
     actual = fixed.build(buffer.device)
@@ -194,6 +196,36 @@ def test_masks_are_those_of_views(rules, batch, seed, padded):
                 assert torch.equal(got[row, 0, node, shown:stop], whole[row, 0, node])
                 hidden = torch.cat([got[row, 0, node, :shown], got[row, 0, node, stop:]])
                 assert (hidden == torch.finfo(torch.float32).min).all()
+
+
+def built(fixed, fed, columns):
+    """Masks by kind of layer."""
+    buffer = PackedBuffer(fixed.fields(fed.width, columns), CPU)
+    fixed.write(buffer.host, fed)
+    buffer.send()
+    masks = fixed.build(buffer.device)
+    return masks if isinstance(masks, dict) else {"all": masks}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(RULES), st.integers(1, 7), st.integers(0, 3), st.integers(0, 2**32 - 1))
+def test_tokens_fed_one_after_another_see_what_they_would_together(rules, before, spare, seed):
+    rng = np.random.default_rng(seed)
+    parents = [int(rng.integers(max(-1, i - 2), i)) if i else -1 for i in range(8)]
+    trees = [TokenTree.build(rng.permutation(50)[:8], parents, np.full(8, 0.5))] * 2
+    fixed = FixedMasks(rules, 2, 32, torch.float32, CPU)
+    together = FedTokens.of([1, 1], trees, [9, 12])
+    later = replace(
+        together,
+        token_ids=together.token_ids[:, before:],
+        depths=together.depths[:, before:],
+        sees=together.sees[:, before:],
+        earlier=together.depths[:, :before],
+    )
+    assert np.array_equal(later.slots, together.slots[:, before:])
+    whole, part = built(fixed, together, together.width), built(fixed, later, 9 + spare)
+    for kind in whole:
+        assert torch.equal(part[kind], whole[kind][:, :, before:])
 
 
 def computation(buffer, weight, baked=None):

@@ -4,13 +4,16 @@ from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification.recorded_state import recorded_state
+from hf_retrieval_assist.verification.replay import Replay
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.lossless import PROMPT, build, run
 from tests.support.op_recorder import serve_in_place
@@ -149,6 +152,35 @@ def test_no_forward_is_recorded_under_autocast(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         run(model, PROMPT, assistant=oracle_assistant(run(model)))
     assert not WORKSPACES._idle.get(model)
+
+
+@pytest.mark.slow
+def test_chats_of_all_lengths_record_little(monkeypatch):
+    """200 calls of chats that grow from 20 to 4,000 tokens and begin anew."""
+    serve_in_place(monkeypatch)
+    model = build(LlamaForCausalLM, max_position_embeddings=8192)
+    begin, begun = Replay._try, []
+
+    def noted(replay, compute):
+        begun.append(len(lengths))
+        begin(replay, compute)
+
+    monkeypatch.setattr(Replay, "_try", noted)
+    # Kernels for CPUs are no operators that a recorder sees.
+    assistant, rng = SamAssistant(budget=32, reroute=False), np.random.default_rng(0)
+    text, lengths = torch.empty((1, 0), dtype=torch.int64), []
+    for _ in range(200):
+        if not 0 < text.shape[1] <= 4000 or rng.random() < 0.12:
+            phrase = torch.from_numpy(rng.integers(2, 60, (1, 17)))
+            text = phrase.repeat(1, 236)[:, : int(20 * 200 ** rng.random())]
+        lengths.append(text.shape[1])
+        answered = run(model, text, max_new_tokens=12, assistant=assistant)
+        asked = torch.from_numpy(rng.integers(2, 60, (1, int(20 * 20 ** rng.random()))))
+        text = torch.cat([answered, asked], dim=1)
+    assert min(lengths) < 40
+    assert max(lengths) > 3500
+    assert 0 < len(begun) <= 12
+    assert len(set(begun)) <= 20  # nine of ten calls record nothing
 
 
 def test_chats_of_growing_length_share_what_was_recorded(monkeypatch):
