@@ -144,7 +144,8 @@ def test_sampled_rollouts_are_distributed_as_plain_ones(tmp_path):
         learning_rate=0.0,
     )
     assert len(completions) == 32 * 32
-    assert assistant.stats.total.accepted > 1000
+    assert assistant.stats.tier == "tree"  # in the last call as in the first
+    assert assistant.stats.total.accepted > 800
     assert deviations(model, tokenizer("abca").input_ids, completions) < 4.5
     torch.manual_seed(0)
     shuffled = [torch.tensor(ids)[torch.randperm(len(ids))].tolist() for ids in completions]
