@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..drafters.base import FeedbackNeeds, Target
+from ..kernels.largest import largest
 from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, TokenTree
 from ..verification.tree_attention import LayerMask
@@ -117,12 +118,9 @@ class BlockFollower(Follower):
         for text in texts:
             states = self._states(group, text)
         log_probs = self._logits(states).float().log_softmax(dim=-1)
-        best = log_probs.topk(min(self._top_k, keep, log_probs.shape[-1]), dim=-1)
-        token_ids = best.indices.cpu().numpy().astype(np.int32)
-        return [
-            product_tree(*row, keep)
-            for row in zip(token_ids, best.values.cpu().numpy(), strict=True)
-        ]
+        best, ids = largest(log_probs, min(self._top_k, keep))
+        token_ids = ids.cpu().numpy().astype(np.int32)
+        return [product_tree(*row, keep) for row in zip(token_ids, best.cpu().numpy(), strict=True)]
 
     def _nothing(self, rows: int) -> NewText:
         none = torch.empty((rows, 0), dtype=torch.long, device=self.device)

@@ -14,7 +14,8 @@ from ..host.first_layers import first_layers
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, TokenTree
-from .draft_model import PRIORS, DraftModelDrafter, DraftModelSession
+from .draft_model import DraftModelDrafter, DraftModelSession
+from .static_growth import PRIORS
 
 
 class EarlyExit(Drafter):

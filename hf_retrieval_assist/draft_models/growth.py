@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.largest import largest
 from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
@@ -170,7 +171,7 @@ class BestFirst(Growth):
             self._visible = torch.ones((rows, 1, 0), dtype=torch.bool, device=device)
         logits = logits.to(self._scores.device)
         log_probs = logits.float().log_softmax(-1).clamp_(max=0.0)
-        top, draft_ids = log_probs.topk(min(self._top_k, log_probs.shape[-1]), dim=-1)
+        top, draft_ids = largest(log_probs, self._top_k)
         rows, nodes, count = top.shape
         ranks = torch.arange(count, device=top.device).repeat(nodes).expand(rows, -1)
         self._levels.append(

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..memory.output_memory import OutputMemory, RunningOutput, prompt_group
+from ..memory.output_memory import OutputMemory
+from ..memory.running_output import RunningOutput, prompt_group
 from ..structures import draft_tree
 from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree, Text, extend_texts
 from ..system.locks import Lock

@@ -15,22 +15,24 @@ def largest(
     """As `torch.topk`, of equal scores on a CPU the first ones.
 
     Args:
-        scores: [m, columns].
+        scores: [..., columns].
         count: of a row's scores; all of them where there are fewer.
-        rows: which, int64 [n]; None: all.
+        rows: which of [m, columns], int64 [n]; None: all.
 
     Returns:
-        The scores, descending, and their columns, int64, [n, count] each.
+        The scores, descending, and their columns, int64, [..., count] each.
     """
-    count = min(count, scores.shape[1])
+    count = min(count, scores.shape[-1])
     if rows is not None and (scores.device.type != "cpu" or scores.dtype != torch.float32):
         scores, rows = scores[torch.from_numpy(rows).to(scores.device)], None
     if scores.device.type != "cpu":
-        found = scores.topk(count, dim=-1)
-        return found.values, found.indices
-    rows = np.arange(len(scores)) if rows is None else rows
-    ids, values = successors.top_k(scores.detach().float().numpy(), rows, count)
-    return torch.from_numpy(values).to(scores.dtype), torch.from_numpy(ids).long()
+        best = scores.topk(count, dim=-1)
+        return best.values, best.indices
+    shape = (*scores.shape[:-1], count) if rows is None else (len(rows), count)
+    table = scores.detach().float().flatten(0, -2).numpy()
+    found = successors.top_k(table, np.arange(len(table)) if rows is None else rows, count)
+    ids, values = (torch.from_numpy(array).view(shape) for array in found)
+    return values.to(scores.dtype), ids.long()
 
 
 def greatest(scores: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import sys
 import warnings
-from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,29 +21,15 @@ from ..system.locks import Lock
 from .log import OutputLog
 from .outputs import SharedOutputs
 from .redis_server import RedisServer
+from .running_output import GROUP_MARK, RunningOutput
 from .stream import OutputStream
 
 # A token takes 50 to 80 bytes in the tree and 4 in the log, so that the log's newest records, up to
 # this share of the limit, are about what the trees can hold.
 _LOG_SHARE = 12
 
-# What an output costs besides its tokens and its fingerprint: its object and its place.
-_OUTPUT_BYTES = 256
-
-# Ids below this number are checked one by one, since a call of numpy takes longer.
-_FEW = 64
-
-# Between a model's fingerprint and a prompt's name, which no fingerprint contains.
-_GROUP_MARK = "/"
-
 # Between a tenant's digest and a model's fingerprint.
 _TENANT_MARK = ":"
-
-
-def prompt_group(fingerprint: str, prompt_ids: NDArray[np.int32]) -> str:
-    """The name under which outputs of one prompt are kept apart from a model's others."""
-    ids = np.ascontiguousarray(prompt_ids, dtype=np.int32)
-    return fingerprint + _GROUP_MARK + hashlib.blake2b(ids.tobytes(), digest_size=12).hexdigest()
 
 
 class OutputMemory:
@@ -181,7 +165,7 @@ class OutputMemory:
 
         Finished outputs of no named model become this model's.
         """
-        if self._prefix in self._trees and fingerprint and _GROUP_MARK not in fingerprint:
+        if self._prefix in self._trees and fingerprint and GROUP_MARK not in fingerprint:
             self._adopt(fingerprint)
         return self._trees.get(self._prefix + fingerprint)
 
@@ -206,7 +190,7 @@ class OutputMemory:
         with self._tolerated():
             self._learn_news()
         with self.lock:
-            return RunningOutput(self, self._prefix + fingerprint)
+            return self._running(self._prefix + fingerprint)
 
     def extend(
         self,
@@ -330,10 +314,13 @@ class OutputMemory:
                 self._learn_finished(fingerprint, token_ids, output.logged)
 
     def _learn_finished(self, fingerprint: str, token_ids: NDArray[np.int32], logged: bool) -> None:
-        output = RunningOutput(self, fingerprint)
+        output = self._running(fingerprint)
         output.finished, output.logged = True, logged
         self._learn(output, token_ids)
         self._fade(output)
+
+    def _running(self, fingerprint: str) -> RunningOutput:
+        return RunningOutput(self, fingerprint, self._epoch, kept=self._log is not None)
 
     def _fade(self, newest: RunningOutput) -> None:
         """Drop older outputs of its kind by chance, now that one more is finished."""
@@ -346,7 +333,8 @@ class OutputMemory:
                 self._drop(output)
         self._finished.setdefault(newest.fingerprint, []).append(newest)
 
-    def _finish(self, output: RunningOutput) -> None:
+    def finish(self, output: RunningOutput) -> None:
+        """Write an output to the log that grows no more; see `RunningOutput.close`."""
         with self.lock:
             self._fade(output)
             token_ids = output.kept_tokens()
@@ -517,85 +505,3 @@ def _shared_outputs(
     if url is not None:
         return OutputStream(RedisServer(url), keep_bytes)
     return None if path is None else OutputLog(path, keep_bytes)
-
-
-class RunningOutput:
-    """An output that an :class:`OutputMemory` learns while it grows. One thread at a time.
-
-    Attributes:
-        fingerprint: of the model that writes it.
-        cost: bytes that it takes in the memory besides its tokens.
-        sequence: its id in the memory's tree; None before its first token and after its eviction.
-        epoch: of the memory when the output was begun; one that was forgotten is not logged.
-        finished: whether it grows no more.
-        logged: whether it is in the log.
-        full: whether the memory takes in no more of it.
-    """
-
-    __slots__ = (
-        *("_kept", "_memory", "cost", "epoch", "finished", "fingerprint", "full", "logged"),
-        "sequence",
-    )
-
-    def __init__(self, memory: OutputMemory, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
-        self.cost = _OUTPUT_BYTES + sys.getsizeof(fingerprint)
-        self.sequence: int | None = None
-        self.epoch = memory._epoch
-        self.finished = self.logged = self.full = False
-        self._memory = memory
-        # The tree has the tokens too, but not after an eviction.
-        self._kept: array[int] | None = None if memory._log is None else array("i")
-
-    @property
-    def live_sequence(self) -> int | None:
-        """Its id in the memory's tree while all of its tokens are there, otherwise None."""
-        return None if self.full else self.sequence
-
-    def extend(self, token_ids: Sequence[int] | NDArray[np.int32]) -> None:
-        """Append tokens.
-
-        Raises:
-            ValueError: for a negative id, or one above 2^31 − 1.
-        """
-        tokens = _checked(token_ids)
-        self._memory.extend([self], tokens, np.array([0, len(tokens)]))
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether its tokens are kept for the log."""
-        return self._kept is not None
-
-    def close(self) -> None:
-        """The output is finished: write it to the log. Called once."""
-        self._memory._finish(self)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Of the tokens that are kept for the log."""
-        return 0 if self._kept is None else self._kept.itemsize * len(self._kept)
-
-    def kept_tokens(self) -> NDArray[np.int32]:
-        """The tokens that are kept for the log, int32 [n]."""
-        return np.array(self._kept or (), np.int32)
-
-    def keep(self, token_ids: NDArray[np.int32]) -> int:
-        """Keep tokens for the log. Returns the bytes that this takes."""
-        before = self.kept_bytes
-        if self._kept is not None:
-            self._kept.frombytes(token_ids.tobytes())
-        return self.kept_bytes - before
-
-    def keep_nothing(self) -> int:
-        """Keep no tokens for the log, also later. Returns the bytes that this sets free."""
-        freed, self._kept = self.kept_bytes, None
-        return freed
-
-
-def _checked(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-    """A copy of ids as int32 [n]; ValueError for what is none."""
-    tokens = np.array(token_ids, dtype=getattr(token_ids, "dtype", np.int64))
-    ids = tokens.tolist() if len(tokens) < _FEW else [tokens.min(), tokens.max()]
-    if len(ids) and not 0 <= min(ids) <= max(ids) < 2**31:
-        raise ValueError(f"token_ids: expected 0 to 2^31 - 1, got {token_ids}")
-    return tokens.astype(np.int32, copy=False)

@@ -14,8 +14,9 @@ from transformers import (
 
 from hf_retrieval_assist.assistants import Assistant
 from hf_retrieval_assist.decoding import dice
-from hf_retrieval_assist.draft_models.draft_model import PRIORS, DraftModelDrafter, classes_by_rank
+from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.residual import verify_node
+from hf_retrieval_assist.draft_models.static_growth import PRIORS, classes_by_rank
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.lossless import build, run

@@ -46,6 +46,13 @@ def test_of_equal_scores_the_first_come_first(k, columns, seed):
     assert torch.equal(values, scores.gather(1, order))
 
 
+def test_several_dimensions_lead():
+    scores = scores_of(2, 6, 50, torch.float32).view(2, 3, 50)
+    values, ids = largest(scores, 4)
+    assert torch.equal(values, scores.topk(4).values)
+    assert torch.equal(ids, scores.topk(4).indices)
+
+
 def test_part_of_each_row_may_be_looked_at():
     scores = scores_of(1, 3, 700, torch.float32)
     assert torch.equal(largest(scores[:, :300], 4)[1], scores[:, :300].topk(4).indices)

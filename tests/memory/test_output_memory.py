@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_retrieval_assist.memory.output_memory import OutputMemory, prompt_group
+from hf_retrieval_assist.memory.output_memory import OutputMemory
+from hf_retrieval_assist.memory.running_output import prompt_group
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from tests.memory.outputs import count, logged, random_output
 
