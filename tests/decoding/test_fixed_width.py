@@ -54,9 +54,9 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     widths: list[int] = []
     step = Workspace.step
 
-    def noted(workspace: Workspace, width: int) -> Any:
+    def noted(workspace: Workspace, width: int, columns: int) -> Any:
         widths.append(width)
-        return step(workspace, width)
+        return step(workspace, width, columns)
 
     monkeypatch.setattr(Workspace, "step", noted)
     return widths

@@ -346,6 +346,7 @@ def test_an_older_snapshot_does_not_bring_back_what_was_forgotten(tmp_path):
 @pytest.mark.parametrize("away", [True, False])
 def test_what_is_finished_before_the_first_exchange_is_delivered(server, away):
     OutputMemory(url=server.url).forget()  # once, long ago
+    time.sleep(0.2)  # a process takes itself for somewhat older than it is
     if away:
         server.kill()
     for i in range(10):
