@@ -94,7 +94,7 @@ class DraftModelDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
         require_whole(self.model, "draft model")
-        chooser = self.chooser(target.fingerprint)
+        chooser = self.chooser(target.fingerprint, target.model)
         if self.vocab_size == target.vocab_size and not self._tokenizers.given:
             foresight = self._foresight(target)
             return DraftModelSession(self, prompt_ids, chooser, target.graphs, foresight=foresight)
@@ -145,18 +145,24 @@ class DraftModelDrafter(Drafter):
         for row in asked:
             row.drafted(schedule, trees[row.index], growth.draws_of(row.index))
 
-    def chooser(self, fingerprint: str) -> ShapeChooser:
-        """What is measured of this draft model against one target."""
+    def chooser(self, fingerprint: str, model: Any = None) -> ShapeChooser:
+        """What is measured of this draft model against one target; `model` is that, if known."""
         with self._lock:
             if fingerprint not in self._choosers:
                 width = min(self.width, self.vocab_size)
-                chooser = ShapeChooser(width, self.max_nodes + 1, self.max_levels + 1)
+                # Both read all of their weights for every token.
+                share = 0.0 if model is None else _weight_bytes(self.model) / _weight_bytes(model)
+                chooser = ShapeChooser(width, self.max_nodes + 1, self.max_levels + 1, share)
                 self._choosers[fingerprint] = chooser
             return self._choosers[fingerprint]
 
     def priors(self) -> Float32Array:
         """The model's own probabilities, as if it were right about them at any rank."""
         return PRIORS
+
+
+def _weight_bytes(model: Any) -> int:
+    return sum(weight.nbytes for weight in model.parameters())
 
 
 class _Nodes:

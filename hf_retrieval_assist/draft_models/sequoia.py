@@ -158,7 +158,7 @@ class OptimalTrees:
         times = np.asarray(seconds, dtype=np.float64)[: self.max_nodes]
         if times.shape != (self.max_nodes,):
             raise ValueError(f"expected {self.max_nodes} times, got {len(times)}")
-        passes = np.arange(-1, self.max_levels)
+        passes = np.arange(-1, self.max_levels).clip(0)
         step = np.append(np.inf, times)[:, None] + draft_seconds * passes
         return np.maximum(self.values, 0.0) * times[0] / step
 
@@ -229,12 +229,15 @@ class ShapeChooser:
         width: children of a node at most.
         max_nodes: size of a tree at most, its root included.
         max_levels: levels of a tree at most, its root included.
+        share: what a pass takes of the target's step of one token, until one was timed. A first
+            draft that is too dear for what it brings costs more than many later ones save.
     """
 
-    def __init__(self, width: int, max_nodes: int, max_levels: int):
+    def __init__(self, width: int, max_nodes: int, max_levels: int, share: float = 0.0):
         self.max_nodes = max_nodes
         self.max_levels = max_levels
         self.counts = AcceptanceCounts(width)
+        self._share = share
         self._pass = 0.0
         self._seconds: Float64Array | None = None
         self._solved_for: Float64Array | None = None
@@ -249,18 +252,26 @@ class ShapeChooser:
 
     @property
     def draft_seconds(self) -> float:
-        """Time of one forward of the draft model over a level; 0 before any."""
-        return self._pass
+        """Time of one forward of the draft model over a level; before any, what is supposed."""
+        if self._pass or self._seconds is None:
+            return self._pass
+        return self._share * float(self._seconds[0])
 
     def observe_pass(self, seconds: float) -> None:
         """Learn the time of one forward of the draft model over a level."""
         with self._lock:
+            first = not self._pass
             self._pass = toward(self._pass, seconds, _PASS_MEMORY)
+            if first:
+                self._solve()
 
     def set_seconds(self, seconds: ArrayLike) -> None:
         """Tell t(1), t(2), …, at least `max_nodes` of them; None was told: the largest tree."""
         with self._lock:
+            first = self._seconds is None
             self._seconds = np.array(seconds, dtype=np.float64)[: self.max_nodes]
+            if first:
+                self._solve()
 
     def shape(self, budget: int | None = None) -> TreeShape:
         """The tree to draft now, of at most `budget` nodes below the root.

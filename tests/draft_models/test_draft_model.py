@@ -12,12 +12,14 @@ from transformers import (
     RwkvForCausalLM,
 )
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.assistants import Assistant
 from hf_retrieval_assist.decoding import dice
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.residual import verify_node
 from hf_retrieval_assist.draft_models.static_growth import PRIORS, classes_by_rank
 from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.planning.cost_store import CostModels
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.lossless import build, run
 
@@ -183,6 +185,20 @@ def test_the_shape_follows_the_cost_of_the_target():
         session.commit([1], None)
         session.propose(16)
     assert len(session.propose(16)) == 16
+
+
+def test_a_draft_model_as_large_as_the_target_is_not_asked():
+    """Its first draft alone would cost more than many steps."""
+    model = llama()
+    twin, fed = copy.deepcopy(model), []
+    twin.register_forward_hook(lambda *_: fed.append(1))
+    prompt = torch.arange(1, 9)[None]
+    for budget, drafts in (("auto", False), (8, True)):
+        assistant = SamAssistant(fallback=twin, budget=budget, costs=CostModels())
+        model.generate(prompt, assistant=assistant, do_sample=False, max_new_tokens=20)
+        fed.clear()  # what tells whether it can be fed trees has run it
+        model.generate(prompt, assistant=assistant, do_sample=False, max_new_tokens=20)
+        assert bool(fed) == drafts
 
 
 def test_classes_are_within_the_priors():

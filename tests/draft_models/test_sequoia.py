@@ -183,6 +183,23 @@ def test_acceptance_rejects_impossible_ranks():
         AcceptanceCounts(4).observe(2, 2)
 
 
+def test_a_draft_model_that_cannot_pay_is_known_before_its_first_draft():
+    seconds = np.linspace(0.04, 0.06, 16)
+    like_the_target, small, unknown = (ShapeChooser(4, 16, 4, share) for share in (1.0, 0.02, 0.0))
+    for chooser in (like_the_target, small, unknown):
+        chooser.set_seconds(seconds)
+    assert len(like_the_target.shape()) == 0
+    assert small.shape().levels > 2
+    assert unknown.shape().levels > 2
+    assert (like_the_target.draft_seconds, unknown.draft_seconds) == (0.04, 0.0)
+    # What was timed counts from the next draft on.
+    small.observe_pass(0.5)
+    assert small.draft_seconds == 0.5
+    assert len(small.shape()) == 0
+    like_the_target.observe_pass(1e-4)
+    assert len(like_the_target.shape()) > 0
+
+
 def test_one_budget_has_one_shape_until_the_tree_is_solved_for_again():
     chooser = ShapeChooser(4, 16, 4)
     small, smaller = chooser.shape(6), chooser.shape(3)
