@@ -39,12 +39,12 @@ from hf_retrieval_assist.verification import fixed_verifier
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 
-from .decoding.test_fixed_memory import Collector
 from .decoding.test_node_choices import OPTIONS as CHOICES
 from .decoding.test_node_choices import inputs_of
 from .support.lossless import PROMPT, build, equal, run
 from .support.oracle_drafter import OracleDrafter, both, oracle_assistant
 from .support.tiny_models import VOCAB
+from .verification.test_fixed_verifier import Collector
 
 pytestmark = [
     pytest.mark.cuda,

@@ -16,11 +16,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
 from tests.decoding.test_compiled import static
-from tests.decoding.test_fixed_memory import flash_like
 from tests.support import op_recorder
 from tests.support.lossless import PROMPT, build, knowing
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import both
+from tests.verification.test_fixed_verifier import flash_like
 
 triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
 if os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,0 +1,112 @@
+"""Keys and values in memory that stays where it is."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from hf_retrieval_assist.verification.arena import Arena, capacity_bucket
+from hf_retrieval_assist.verification.kv_cache import SlotCache
+from tests.support.tiny_models import tiny_config
+
+
+@given(st.integers(1, 1 << 20))
+def test_capacities_are_few_and_close(slots):
+    capacity = capacity_bucket(slots)
+    assert slots <= capacity < slots + max(256, slots / 4)
+    assert capacity % 64 == 0
+    assert capacity_bucket(capacity) == capacity
+
+
+def filled_cache(lengths, heads=2, depth=4):
+    config = tiny_config(LlamaConfig)
+    cache = SlotCache(config)
+    for i in range(config.num_hidden_layers):
+        keys = torch.randn(len(lengths), heads, max(lengths), depth)
+        cache.update(keys, -keys, i)
+    cache.begin(len(lengths))
+    cache.slots.set_lengths(lengths)
+    return cache
+
+
+@pytest.mark.parametrize(("apart", "by_slot"), [(False, False), (True, False), (False, True)])
+def test_an_arena_holds_what_layers_had_and_moves_paths(apart, by_slot):
+    lengths = [7, 5]
+    one, other = filled_cache(lengths), None
+    torch.manual_seed(0)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in one.slot_layers]
+    arena = Arena(2, 16, apart, by_slot)
+    arena.hold(one.slot_layers)
+    for layer, (keys, values) in zip(one.slot_layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+    fed = torch.arange(5) + torch.tensor(lengths)[:, None]
+    rows = torch.arange(2)[:, None]
+    one.slots.places = rows, fed
+    new = torch.randn(2, 2, 5, 4)
+    for i, layer in enumerate(one.slot_layers):
+        keys, values = layer.update(new + i, new - i)
+        assert keys.shape[2] == values.shape[2] == 16
+        # Models may flatten heads into rows; attention in parts flattens slots into them.
+        assert all((x.transpose(1, 2) if by_slot else x).is_contiguous() for x in (keys, values))
+    # Row 0 keeps what it was fed at 0, 2 and 4, row 1 at 0 alone.
+    arena.move(rows, fed[:, :3].gather(1, torch.tensor([[0, 2, 2], [0, 1, 2]])), fed[:, :3])
+    one.slots.places = None
+    for i, (layer, (keys, values)) in enumerate(zip(one.slot_layers, before, strict=True)):
+        layer.show(12)
+        assert torch.equal(layer.keys[0, :, :7], keys[0])
+        assert torch.equal(layer.values[1, :, :5], values[1, :, :5])
+        assert torch.equal(layer.keys[0, :, 8], new[0, :, 2] + i)
+        assert torch.equal(layer.values[1, :, 5], new[1, :, 0] - i)
+        layer.move_out()
+    kept = [layer.keys.clone() for layer in one.slot_layers]
+    # Another cache in the same memory finds it empty and disturbs nobody.
+    other = filled_cache([3, 3])
+    arena.hold(other.slot_layers)
+    for layer, keys in zip(one.slot_layers, kept, strict=True):
+        assert torch.equal(layer.keys, keys)
+    assert not other.slot_layers[0]._buffers[0][:, :, 3:].any()
+
+
+def highest(work):
+    """Bytes at once, at most, of what is allocated meanwhile."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    memory = [event for event in events if event.name() == "[memory]"]
+    live = [event.nbytes() for event in sorted(memory, key=lambda event: event.start_ns())]
+    return max(np.cumsum(live))
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_cache_moves_into_an_arena_without_twice_its_memory(apart, monkeypatch):
+    layers, slots = 6, 512
+    cache = SlotCache(tiny_config(LlamaConfig, num_hidden_layers=layers))
+    for i in range(layers):
+        cache.update(torch.randn(2, 2, slots, 16), torch.randn(2, 2, slots, 16), i)
+    cache.begin(2)
+    whole = layers * 2 * (2 * 2 * slots * 16 * 4)
+    # Two layers to a tensor.
+    monkeypatch.setattr("hf_retrieval_assist.verification.arena.MOST_BYTES", whole // 3)
+    # Whose memory stays taken, so that nothing is freed that was not counted.
+    before = [(layer.keys, layer.values) for layer in cache.slot_layers]
+    arena = Arena(2, slots, apart)
+
+    def move():
+        for layer in cache.slot_layers:
+            layer.move_out()
+        arena.hold(cache.slot_layers)
+
+    assert whole <= highest(move) <= whole + whole // 3 + 4096
+    assert len(arena._groups) == 3
+    storages = {x.untyped_storage() for y in cache.slot_layers for x in y._buffers}
+    assert len(storages) == (2 * layers if apart else 3)
+    assert arena.nbytes == whole
+    rows, last = torch.arange(2)[:, None], torch.full((2, 1), slots - 1)
+    arena.move(rows, last, torch.zeros_like(last))
+    for layer, (keys, values) in zip(cache.slot_layers, before, strict=True):
+        for shown, held in ((layer.keys, keys), (layer.values, values)):
+            assert torch.equal(shown[:, :, 1:], held[:, :, 1:])
+            assert torch.equal(shown[:, :, 0], held[:, :, -1])
