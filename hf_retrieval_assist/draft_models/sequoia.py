@@ -262,7 +262,7 @@ class ShapeChooser:
         with self._lock:
             first = not self._pass
             self._pass = toward(self._pass, seconds, _PASS_MEMORY)
-            if first:
+            if first and self._seconds is not None:
                 self._solve()
 
     def set_seconds(self, seconds: ArrayLike) -> None:
