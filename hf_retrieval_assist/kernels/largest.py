@@ -30,6 +30,8 @@ def largest(
         return best.values, best.indices
     shape = (*scores.shape[:-1], count) if rows is None else (len(rows), count)
     table = scores.detach().float().flatten(0, -2).numpy()
+    if table.strides[1] != table.itemsize:
+        table = np.ascontiguousarray(table)
     found = successors.top_k(table, np.arange(len(table)) if rows is None else rows, count)
     ids, values = (torch.from_numpy(array).view(shape) for array in found)
     return values.to(scores.dtype), ids.long()

@@ -56,6 +56,8 @@ def test_several_dimensions_lead():
 def test_part_of_each_row_may_be_looked_at():
     scores = scores_of(1, 3, 700, torch.float32)
     assert torch.equal(largest(scores[:, :300], 4)[1], scores[:, :300].topk(4).indices)
+    apart = scores[:, ::7]
+    assert torch.equal(largest(apart, 4)[1], apart.topk(4).indices)
 
 
 @given(st.integers(1, 900), st.integers(0, 2**32 - 1), dtypes, st.booleans())
