@@ -150,8 +150,10 @@ class DraftModelDrafter(Drafter):
         with self._lock:
             if fingerprint not in self._choosers:
                 width = min(self.width, self.vocab_size)
-                # Both read all of their weights for every token.
-                share = 0.0 if model is None else _weight_bytes(self.model) / _weight_bytes(model)
+                share = 0.0
+                if model is not None and model.device == self.model.device:
+                    # Both read all of their weights for every token.
+                    share = _weight_bytes(self.model) / _weight_bytes(model)
                 chooser = ShapeChooser(width, self.max_nodes + 1, self.max_levels + 1, share)
                 self._choosers[fingerprint] = chooser
             return self._choosers[fingerprint]
