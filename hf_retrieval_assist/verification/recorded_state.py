@@ -67,7 +67,21 @@ def _same(thing: Any) -> Any:
         return _Same(thing)
     except TypeError:
         # Something as plain as a namespace is all that it holds.
-        return None if hasattr(thing, "__dict__") else _Unknown()
+        plain = hasattr(thing, "__dict__") or any("__slots__" in vars(t) for t in type(thing).mro())
+        return None if plain else _Unknown()
+
+
+def _slots(thing: Any) -> dict[str, Any]:
+    """What an object holds beside its dictionary."""
+    found: dict[str, Any] = {}
+    for kind in type(thing).mro():
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name.startswith("__") and not name.endswith("__"):  # as Python renames them
+                name = f"_{kind.__name__.lstrip('_')}{name}"
+            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
+                found[name] = getattr(thing, name)
+    return found
 
 
 class _Reader:
@@ -166,7 +180,8 @@ class _Reader:
         ]
 
     def _object(self, thing: Any) -> Any:
-        return type(thing), _same(thing), self._attributes(thing)
+        held = self._mapping(_slots(thing))
+        return type(thing), _same(thing), held, self._attributes(thing)
 
     def _attributes(self, thing: Any) -> Any:
         attributes = getattr(thing, "__dict__", None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification.recorded_state import recorded_state
@@ -33,6 +33,18 @@ def by_module_table(module, inputs, output):
 
 def scaled(module, inputs, output, factors):
     return output * factors[0]
+
+
+class Slotted:
+    """Holds what it knows in no dictionary, and cannot be referred to weakly."""
+
+    __slots__ = ("__strength",)
+
+    def __init__(self, strength):
+        self.__strength = strength
+
+    def hook(self, module, inputs, output):
+        return output + self.__strength
 
 
 class Steered:
@@ -61,6 +73,8 @@ class Steered:
         elif kind == "a hook's object":
             self.held.strength = float(number)
             self.hook(self.by_object)
+        elif kind == "a hook's slots":
+            self.hook(Slotted(float(number)).hook)
         elif kind == "a hook's module":
             STRENGTH["of all"] = float(number)
             self.hook(by_module_table)
@@ -83,8 +97,8 @@ class Steered:
 
 
 KINDS = [
-    *("another hook", "a hook's object", "a hook's module", "a hook's arguments"),
-    *("autocast", "inference mode", "weights", "a setting", "nothing"),
+    *("another hook", "a hook's object", "a hook's slots", "a hook's module"),
+    *("a hook's arguments", "autocast", "inference mode", "weights", "a setting", "nothing"),
 ]
 
 
@@ -138,6 +152,15 @@ def test_hooks_count_by_what_they_do_and_not_by_their_numbers():
         states.append(recorded_state(model, {}, CPU))
         handle.remove()
     assert states[0] == states[1] != states[2]
+
+
+@pytest.mark.parametrize("kind", [MixtralForCausalLM, Qwen3MoeForCausalLM])
+def test_how_a_checkpoint_was_read_is_no_change(kind, tmp_path):
+    """Models whose weights were renamed or joined keep the rules by which they were."""
+    build(kind).save_pretrained(tmp_path)
+    model = kind.from_pretrained(tmp_path)
+    assert model._weight_conversions
+    assert recorded_state(model, {}, CPU) == recorded_state(model, {}, CPU)
 
 
 def test_what_is_too_much_to_read_is_recorded_anew():
