@@ -35,8 +35,8 @@ from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.loop import Generation, cost_key
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.host.transformers_private import compilations
-from hf_retrieval_assist.verification import fixed_verifier
-from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.verification import fixed_memory, fixed_verifier
+from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 
 from .decoding.test_node_choices import OPTIONS as CHOICES
@@ -306,7 +306,7 @@ def test_a_step_waits_once(llama, name, monkeypatch):
 
     def guarded(generation, verifier):
         # Recording and comparing may wait.
-        settled = all(s.replay.settled for s in verifier._workspace._steps.values())
+        settled = all(s.replay.settled for s in verifier.memory.workspace._steps.values())
         torch.cuda.set_sync_debug_mode("error" if settled else "default")
         try:
             step(generation, verifier)
@@ -344,19 +344,18 @@ def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
 
 
 def test_graphs_grow_with_the_text(llama, monkeypatch):
-    monkeypatch.setattr(fixed_verifier, "capacity_bucket", lambda slots: -(-slots // 64) * 64)
-    monkeypatch.setattr(fixed_verifier, "with_room", lambda capacity, slot_bytes: capacity)
+    monkeypatch.setattr(fixed_memory, "capacity_bucket", lambda slots: -(-slots // 64) * 64)
+    monkeypatch.setattr(fixed_memory, "with_room", lambda capacity, slot_bytes: capacity)
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
-    lend, capacities = FixedVerifier._lend, []
+    grow, capacities = FixedMemory.grow, []
 
-    def noted(verifier, slots):
+    def noted(memory, slots):
         # As if the length of the text were not known beforehand.
-        object.__setattr__(verifier.options, "capacity", 0)
-        workspace = lend(verifier, slots)
-        capacities.append(workspace.shape.capacity)
-        return workspace
+        memory._shape = replace(memory._shape, capacity=0)
+        grow(memory, slots)
+        capacities.append(memory.workspace.shape.capacity)
 
-    monkeypatch.setattr(FixedVerifier, "_lend", noted)
+    monkeypatch.setattr(FixedMemory, "grow", noted)
     plain = run(llama, max_new_tokens=200)
     for _ in range(2):
         assistant = oracle_assistant(plain)

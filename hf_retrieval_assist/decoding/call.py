@@ -24,7 +24,7 @@ from ..row_text import strip_padding
 from ..system.lazy import cached_property
 from ..system.log import get_logger
 from ..token_tree import Int32Array
-from ..verification.fixed_verifier import stays_in_place
+from ..verification.fixed_memory import stays_in_place
 from ..verification.kv_cache import SlotCache, has_slots, has_static_slots
 from ..verification.service import Demand, choose_service
 from ..verification.tiers import Service, Tier

@@ -29,7 +29,8 @@ from ..record import CallRecord
 from ..row_text import Path, RowText
 from ..stats import CallStats, Timed
 from ..token_tree import TokenTree
-from ..verification.fixed_verifier import ForwardOptions, stays_in_place
+from ..verification.fixed_memory import stays_in_place
+from ..verification.fixed_verifier import ForwardOptions
 from ..verification.own_forwards import OwnForwards
 from ..verification.tiers import Service, slot_cache
 from ..verification.verified import Verified

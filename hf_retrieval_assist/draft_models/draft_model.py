@@ -18,7 +18,7 @@ from ..host.ranks import require_whole
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
-from ..verification.fixed_verifier import can_stay, stays_in_place
+from ..verification.fixed_memory import can_stay, stays_in_place
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from .growth import Level, grow
@@ -185,9 +185,14 @@ class _Nodes:
     def _settle(self, graphs: bool) -> None:
         """Go on in memory that stays in place, once there is something to hold."""
         cache, model = self._cache, self._model
-        if cache.recorded is None and can_stay(cache, model.device):
+        if self._group.recorded is None and can_stay(cache, model.device):
             most = self._drafter.max_nodes + 1
-            cache.recorded = RecordedDrafts(model, cache, cache.rules, most, graphs)
+            self._group.recorded = RecordedDrafts(model, cache, cache.rules, most, graphs)
+
+    @property
+    def _recorded(self) -> RecordedDrafts | None:
+        recorded: Any = self._group.recorded
+        return recorded
 
     def root_logits(self) -> Tensor:
         """Feed what is new in the texts; when all is cached, the last token again."""
@@ -196,7 +201,7 @@ class _Nodes:
         cache.shorten([0 if row is None else row.take_valid() for row in rows])
         news = [text[have:] for text, have in zip(texts, cache.slots.lengths, strict=True)]
         logits = torch.empty(0)
-        recorded = cache.recorded
+        recorded = self._recorded
         for spans in parts([len(new) for new in news], recorded.most if recorded else _CHUNK):
             counts = [len(span) for span in spans]
             ids = np.zeros((len(rows), max(counts)), np.int64)
@@ -207,13 +212,13 @@ class _Nodes:
                 logits = recorded.feed(ids, depths, attends.numpy())[:, -1:]
             else:
                 logits = self._feed(ids, depths, attends)[:, -1:]
-            cache.keep(last_columns(counts))
+            self._group.keep(last_columns(counts))
         return logits
 
     def run(self, level: Level) -> Tensor:
         depths = np.full(level.token_ids.shape, level.depth - 1)
-        if self._cache.recorded is not None:
-            return self._cache.recorded.feed(level.token_ids, depths, level.visible)
+        if self._recorded is not None:
+            return self._recorded.feed(level.token_ids, depths, level.visible)
         return self._run(level.token_ids, depths, level.visible, {})
 
     def _feed(

@@ -9,7 +9,7 @@ from ..drafters.base import FeedbackNeeds, Target
 from .eagle_head import EagleHead
 from .features import FeatureDrafter, FeatureSession
 from .growth import GrowthLimits
-from .mtp import LayersFollower
+from .layers_follower import LayersFollower
 
 
 class EagleDrafter(FeatureDrafter):
@@ -44,5 +44,5 @@ class EagleDrafter(FeatureDrafter):
         config = self.head.config
         target.require_ids("EAGLE head", config.vocab_size)
         target.require_width("EAGLE head", config.target_width)
-        follower = LayersFollower(self.head, self.limits, config.feature_width)
+        follower = LayersFollower(self.head, self.limits, config.feature_width, target.graphs)
         return FeatureSession(follower, prompt_ids, self.limits.total - 1)

@@ -82,7 +82,10 @@ class Follower(ABC):
         """What the target has processed since it was followed last."""
         rows = group.rows
         counts = [0 if row is None else row.waiting for row in rows]
-        features = [row.take() if count else None for row, count in zip(rows, counts, strict=True)]
+        features = [
+            torch.cat(row.take()) if count else None
+            for row, count in zip(rows, counts, strict=True)
+        ]
         for spans in parts(counts, self.chunk):
             yield self._part(rows, counts, features, spans)
 
@@ -176,9 +179,9 @@ class FeatureSession(RowSession):
         """Hidden states that were not followed yet."""
         return sum(map(len, self._pending))
 
-    def take(self) -> Tensor:
-        """Them, [waiting, feature_width]."""
-        features, self._pending = torch.cat(self._pending), []
+    def take(self) -> list[Tensor]:
+        """Them, [n, feature_width] each."""
+        features, self._pending = self._pending, []
         return features
 
     def close(self) -> None:
@@ -188,8 +191,9 @@ class FeatureSession(RowSession):
     def _begin_at(self, position: int) -> None:
         """Forget everything before a gap: what is followed is one piece of text."""
         self._pending.clear()
-        self.last = [None] * len(self.last)
         self.group.settle()
+        self.group.move_out()
+        self.last = [None] * len(self.last)
         for cache in self.group.caches:
             lengths = list(cache.slots.lengths)
             lengths[self.index] = 0

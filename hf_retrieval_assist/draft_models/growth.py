@@ -8,6 +8,7 @@ all candidates.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,10 +79,15 @@ class Growth(ABC):
 
 def grow(runner: NodeRunner, growth: Growth) -> list[TokenTree]:
     """Draft below the last token of each text."""
+    run_levels(runner, growth)
+    return growth.trees()
+
+
+def run_levels(runner: NodeRunner, growth: Growth) -> None:
+    """All forwards of a draft."""
     growth.add(runner.root_logits())
     while (level := growth.level()) is not None:
         growth.add(runner.run(level))
-    return growth.trees()
 
 
 @dataclass(frozen=True)
@@ -147,13 +153,19 @@ class BestFirst(Growth):
         limits: of a tree.
         keep: how many nodes of each tree will be kept.
         to_target_ids: from columns of the logits to ids of the target's vocabulary.
+        whole: whether all levels are run at their full width, without a look at what is worth it.
     """
 
     def __init__(
-        self, limits: GrowthLimits, keep: int, to_target_ids: Callable[[Tensor], Tensor]
+        self,
+        limits: GrowthLimits,
+        keep: int,
+        to_target_ids: Callable[[Tensor], Tensor],
+        whole: bool = False,
     ) -> None:
         self._limits, self._keep, self._to_target_ids = limits, keep, to_target_ids
-        self._least = float(torch.tensor(limits.min_prob).log())
+        self._whole = whole
+        self._least = math.log(limits.min_prob) if limits.min_prob else -math.inf
         self._top_k = min(limits.top_k, keep)
         self._levels: list[_Candidates] = []
         self._known = 0  # candidates above the last level
@@ -191,7 +203,7 @@ class BestFirst(Growth):
         size = level.scores.shape[1]
         scores, best = level.scores.topk(min(self._limits.width, self._keep, size), dim=1)
         expanded = scores > self._floor(level.scores)
-        width = int(expanded.sum(1).max())
+        width = best.shape[1] if self._whole else int(expanded.sum(1).max())
         if not width:
             return None
         # The rows with fewer nodes to expand run others, of which nothing comes.
@@ -215,13 +227,21 @@ class BestFirst(Growth):
         return self._best[:, -1:].clamp_min(self._least)
 
     def trees(self) -> list[TokenTree]:
+        return trees_of(self.packed())
+
+    def packed(self) -> Tensor:
+        """All candidates in one tensor, int32 [5, rows, n], floats as their bits."""
         integers, floats = (
             torch.cat([torch.stack(fields) for fields in levels], dim=2)
             for levels in zip(*(level.fields for level in self._levels), strict=True)
         )
-        # One transfer of all levels.
-        found = torch.cat([integers.int(), floats.view(torch.int32)]).cpu().numpy().swapaxes(0, 1)
-        return [_tree(*row[:3], *row[3:].view(np.float32)) for row in found]
+        return torch.cat([integers.int(), floats.view(torch.int32)])
+
+
+def trees_of(packed: Tensor) -> list[TokenTree]:
+    """One of each row, from packed candidates."""
+    found = packed.cpu().numpy().swapaxes(0, 1)
+    return [_tree(*row[:3], *row[3:].view(np.float32)) for row in found]
 
 
 def _tree(

@@ -18,7 +18,6 @@ from ..verification.fed_tokens import FedTokens
 from ..verification.fixed_verifier import FixedVerifier, ForwardOptions
 from ..verification.kv_cache import SlotCache
 from ..verification.tree_attention import BoolArray, Int64Array, LayerMask, TreeAttention
-from ..verification.workspace import WORKSPACES
 
 
 class RecordedDrafts(FixedVerifier):
@@ -75,13 +74,13 @@ class RecordedDrafts(FixedVerifier):
         if not earlier.shape[1]:
             # The memory of a tree that has begun cannot be exchanged.
             self._reserve(self.cache.slots.longest + self._columns)
-        step = self._workspace.step(self._bucket(width), self._columns)
+        step = self.memory.workspace.step(self._bucket(width), self._columns)
         self.processed = list(self.cache.slots.lengths)
         self._send(step, self._filled(token_ids, depths, sees))
         if isinstance(token_ids, torch.Tensor):
             step.inputs.device["token_ids"][:, :width].copy_(token_ids)
         if isinstance(sees, torch.Tensor):
-            self._workspace.masks.narrow(step.inputs.device, sees)
+            self.memory.workspace.masks.narrow(step.inputs.device, sees)
         self._depths = np.concatenate([earlier, depths], axis=1)
         return self._show(step).logits[:, :width]
 
@@ -117,4 +116,4 @@ class RecordedDrafts(FixedVerifier):
     def release(self) -> None:
         """Give the memory back, for the model's next drafts."""
         self._settle()
-        WORKSPACES.give_back(self.model, self._workspace, self.kwargs)
+        self.memory.give_back()

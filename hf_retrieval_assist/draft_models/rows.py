@@ -7,7 +7,7 @@ when. A text that is drafted for alone is a batch of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from transformers.cache_utils import DynamicLayer
 from ..drafters.base import DraftSession
 from ..verification.kv_cache import SLOT_LAYERS, SlotCache, SlotLayer
 from ..verification.tree_attention import FedTrees, LayerMask, TreeAttention
-from .recorded import RecordedDrafts
 
 Int64Array = NDArray[np.int64]
 Rules = dict[str, LayerMask] | LayerMask
@@ -36,10 +35,7 @@ class DraftCache(SlotCache):
     Attributes:
         firsts: position of the first token that is cached of each text.
         rules: how far back each kind of layer sees.
-        recorded: the forwards of which this is the cache, where it stays in place; None: any.
     """
-
-    recorded: RecordedDrafts | None = None
 
     def __init__(self, config: Any, rules: Rules, dtype: torch.dtype, rows: int = 1) -> None:
         super().__init__(config)
@@ -84,9 +80,6 @@ class DraftCache(SlotCache):
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Forget what was fed since the last `keep`, except the given tokens of each row."""
-        if self.recorded is not None:
-            self.recorded.keep_fed(paths)
-            return
         self.slots.places = self.slots.extent = None
         super().keep(paths)
         self._depths = self._depths[:, :0]
@@ -97,17 +90,9 @@ class DraftCache(SlotCache):
         self.slots.set_lengths(kept)
         self.keep([[]] * len(kept))
 
-    def close(self) -> None:
-        """Give memory that stays in place back; the cache is of no more use."""
-        if self.recorded is not None:
-            self.recorded.release()
-
     @classmethod
     def joined(cls, sources: Sequence[tuple[DraftCache, int]]) -> DraftCache:
         """A cache of rows of other ones, in this order; nothing may have been fed behind them."""
-        for source, _ in sources:
-            if source.recorded is not None:
-                source.recorded.show()
         cache = cls(*sources[0][0]._made_of, rows=len(sources))
         cache.firsts = [source.firsts[row] for source, row in sources]
         cache.slots.set_lengths([source.slots.lengths[row] for source, row in sources])
@@ -165,13 +150,29 @@ class RowSession(DraftSession):
 Row = TypeVar("Row", bound=RowSession)
 
 
+class Recorded(Protocol):
+    """Forwards over the caches of a group in memory that stays in place."""
+
+    def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
+        """Forget what was fed since the last time, except the given tokens of each row."""
+
+    def show(self) -> None:
+        """Make the layers of the caches, and the texts, show what is kept."""
+
+    def release(self) -> None:
+        """Give the memory back, for the model's next drafts."""
+
+
 class Group:
     """Texts that are drafted for together.
 
     Attributes:
         rows: the texts; None for one that has left.
         caches: with a row for each.
+        recorded: the forwards over the caches, where these stay in place; None: any.
     """
+
+    recorded: Recorded | None = None
 
     def __init__(self, rows: Sequence[RowSession], caches: Sequence[DraftCache]) -> None:
         self.rows: list[Any] = list(rows)
@@ -186,15 +187,31 @@ class Group:
     def leave(self, index: int) -> None:
         """Go on without a text."""
         self.rows[index] = None
-        if not any(self.rows):
-            for cache in self.caches:
-                cache.close()
+        if not any(self.rows) and self.recorded is not None:
+            self.recorded.release()
+
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep, of what was fed behind each text, the tokens of these numbers."""
+        if self.recorded is not None:
+            self.recorded.keep_fed(paths)
+            return
+        for cache in self.caches:
+            cache.keep(paths)
+
+    def move_out(self) -> None:
+        """Go on in memory of the caches' own."""
+        if self.recorded is None:
+            return
+        self.recorded.show()
+        for cache in self.caches:
+            for layer in cache.slot_layers:
+                layer.move_out()
+        self.recorded.release()
+        self.recorded = None
 
     def settle(self) -> None:
         """Forget the nodes fed behind each text, except those that the text went on with."""
-        paths = [[] if row is None else row.accepted for row in self.rows]
-        for cache in self.caches:
-            cache.keep(paths)
+        self.keep([[] if row is None else row.accepted for row in self.rows])
         for row in self.rows:
             if row is not None:
                 row.accepted = []
@@ -207,11 +224,13 @@ class Group:
         Where caches stay in place, so do the rows of those that left: a recording has its rows.
         """
         group = asked[0].group
-        lasts = None not in group.rows or all(cache.recorded for cache in group.caches)
+        lasts = None not in group.rows or group.recorded is not None
         if lasts and all(row.group is group for row in asked):
             return group
         for one in {id(row.group): row.group for row in asked}.values():
             one.settle()
+            if one.recorded is not None:
+                one.recorded.show()
         caches = [
             DraftCache.joined([(row.group.caches[number], row.index) for row in asked])
             for number in range(len(group.caches))

@@ -153,24 +153,25 @@ class FixedMasks:
 
         Empty ones tell kinds of layers apart and take no memory; whatever reads them is NaN.
         """
-        _, width, entries = device["table0"].shape
+        width = device["table0"].shape[1]
         if empty:
             shape = self.batch, 1, width, self.capacity
             masks = {rule: self._empty[i].expand(shape) for i, rule in enumerate(self._distinct)}
         else:
-            places = (self._columns + device["shift"]).clamp(0, entries - 1)[:, None, :]
             masks = {
-                rule: self._mask(device[f"table{i}"], device.get(f"unseen{i}"), places)
+                rule: self.mask(device[f"table{i}"], device.get(f"unseen{i}"), device["shift"])
                 for i, rule in enumerate(self._distinct)
             }
         if isinstance(self.rules, LayerMask):
             return masks[self.rules]
         return {kind: masks[rule] for kind, rule in self.rules.items()}
 
-    def _mask(
-        self, table: torch.Tensor, unseen: torch.Tensor | None, places: torch.Tensor
+    def mask(
+        self, table: torch.Tensor, unseen: torch.Tensor | None, shift: torch.Tensor
     ) -> torch.Tensor:
+        """One mask from fields on the device, whatever wrote them."""
         batch, width, entries = table.shape
+        places = (self._columns + shift).clamp(0, entries - 1)[:, None, :]
         if unseen is None:
             places = places.expand(batch, width, self.capacity)
         else:

@@ -23,16 +23,16 @@ from ..host.transformers_private import attention_of
 from ..kernels.split_attention import AttentionBy, SplitAttention
 from ..row_text import RowText
 from ..token_tree import Forest, TokenTree
-from .arena import capacity_bucket, with_room
 from .fed_tokens import FedTokens
-from .kv_cache import SlotCache, SlotLayer, moved_from
+from .fixed_memory import FixedMemory
+from .kv_cache import moved_from
 from .packed_buffer import PackedBuffer
-from .replay import Record, Shown
+from .replay import Shown
 from .top_logits import FoundTop, TopLogits
 from .tree_attention import Int64Array, LayerMask
 from .verified import Verified
 from .verifiers import TreeVerifier
-from .workspace import MOST_MOVED, WORKSPACES, Shape, Step, Workspace
+from .workspace import MOST_MOVED, Shape, Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Tokens fed per row; what is wider is fed as it is."""
@@ -74,27 +74,6 @@ class ForwardOptions:
     compiled: Compiled | None = None
     choose: Choose | None = None
     fixed_width: int | None = None
-
-
-def stays_in_place(device: torch.device) -> bool:
-    """Whether forwards on a device are worth memory that stays where it is.
-
-    On a CPU nothing is launched, and views of what is in use are read faster than whole buffers.
-    """
-    return device.type != "cpu"
-
-
-def can_stay(cache: SlotCache, device: torch.device) -> bool:
-    """Whether a cache can be served in memory that stays where it is.
-
-    Layers with more than keys and values, or spread over devices, go on as they are.
-    """
-    layers = cache.slot_layers
-    return (
-        bool(layers)
-        and not cache.state_layers
-        and all(type(layer) is SlotLayer and layer.keys.device == device for layer in layers)
-    )
 
 
 class FixedVerified(Verified):
@@ -156,7 +135,6 @@ class FixedVerifier(TreeVerifier):
     ):
         super().__init__(*args, **kwargs)
         self.options = options
-        self.attention_by = by
         self.taps = options.taps or FeatureTaps(self.model, [])
         compiled = options.compiled
         self.widths = WIDTHS if compiled is None or compiled.widens else COMPILED_WIDTHS
@@ -164,57 +142,31 @@ class FixedVerifier(TreeVerifier):
             self.widths = (options.fixed_width,)
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
-        self._workspace = self._lend(self.cache.slots.longest)
-        self._workspace.arena.hold(self.cache.slot_layers)
-
-    def _lend(self, slots: int) -> Workspace:
-        """A workspace with room for so many kept slots, ready for this call."""
-        rules, compiled = self.attention.rules, self.options.compiled
-        record = self._recorder()
-        capacity = capacity_bucket(max(slots, self.options.capacity) + self.widths[-1])
-        if record is not None:
-            capacity = with_room(capacity, self._slot_bytes())
+        rules, room = self.attention.rules, self.widths[-1]
         shape = Shape(
             batch=len(self.processed),
-            capacity=capacity,
+            capacity=options.capacity + room,
             rules=rules if isinstance(rules, LayerMask) else tuple(rules.items()),
             dtype=self.attention.dtype,
             device=self.device,
             positions=self._first.shape[:-2],
-            top_k=self.options.top_k,
+            top_k=options.top_k,
             taps=self.taps.boundaries,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             compiled=compiled is not None,
-            attention_by=self._way(record),
-            exact=self.options.fixed_width is not None,
+            attention_by=by,
+            exact=options.fixed_width is not None,
         )
-        workspace = WORKSPACES.lend(self.model, shape, record, self.kwargs)
-        workspace.masks.start(self.attention.prompt_mask)
-        if compiled is not None:
-            self.call = compiled.call if record is None else compiled.recordable
-        return workspace
-
-    def _way(self, record: Record | None) -> AttentionBy:
-        """What computes attention. Code that records itself would go on reading this call's tables,
-        so what is compiled and not recorded here keeps the model's own function."""
-        alone = self.options.compiled is not None and record is None
-        return "mask" if alone else self.attention_by
-
-    def _recorder(self) -> Record | None:
-        """What records the call's forwards; None: nothing does."""
-        compiled = self.options.compiled
-        if not self.options.recorded or (compiled is not None and compiled.recordable is None):
-            return None
-        return WORKSPACES.recorder(self.model, compiled is not None, self.device)
-
-    def _slot_bytes(self) -> int:
-        """What one slot of all rows and layers takes."""
-        states = [x for layer in self.cache.slot_layers for x in (layer.keys, layer.values)]
-        return sum(x[:, :, :1].numel() * x.element_size() for x in states)
+        self.memory = FixedMemory(
+            *(self.model, self.cache.slot_layers, shape, self.kwargs),
+            recorded=options.recorded and (compiled is None or compiled.recordable is not None),
+            slots=self.cache.slots.longest + room,
+            prompt_mask=self.attention.prompt_mask,
+        )
 
     @property
     def manner(self) -> str:  # type: ignore[override]
-        recorded = self._workspace.record is not None
+        recorded = self.memory.records
         if self.options.compiled is not None:
             manner = "compiled recorded" if recorded else "compiled"
         else:
@@ -236,7 +188,7 @@ class FixedVerifier(TreeVerifier):
         fed = 1 + max(map(len, trees))
         width = self._bucket(fed)
         self._reserve(self.cache.slots.longest + width)
-        step = self._workspace.step(width, width)
+        step = self.memory.workspace.step(width, width)
         typical = step.used and step.replay.settled
         self._send(step, FedTokens.of(roots, trees, self.cache.slots.lengths, width=width))
         shown = self._show(step)
@@ -251,12 +203,9 @@ class FixedVerifier(TreeVerifier):
         return next((bucket for bucket in self.widths if bucket >= width), width)
 
     def _reserve(self, slots: int) -> None:
-        if slots <= self._workspace.shape.capacity:
-            return
-        self._settle()
-        grown = self._lend(slots + slots // 4)
-        grown.arena.hold(self.cache.slot_layers)
-        self._workspace = grown
+        if self.memory.lacks(slots):
+            self._settle()
+            self.memory.grow(slots + slots // 4 + self.widths[-1])
 
     def _send(self, step: Step, fed: FedTokens) -> None:
         """Tell the device of the tokens, and move what the last step kept."""
@@ -267,7 +216,7 @@ class FixedVerifier(TreeVerifier):
         host["slots"].numpy()[:] = fed.slots
         progress = np.asarray(self.processed)[:, None]
         host["positions"].numpy()[:] = self._first + progress + fed.depths
-        self._workspace.masks.write(host, fed)
+        self.memory.workspace.masks.write(host, fed)
         moved = 0
         if self._moves is not None:
             moved = self._moves[0].shape[1]
@@ -275,42 +224,35 @@ class FixedVerifier(TreeVerifier):
         step.inputs.send()
         if moved:
             source, destination = step.inputs.device["moves"][:, :, :moved]
-            self._workspace.arena.move(self._workspace.rows, source, destination)
+            self.memory.workspace.arena.move(self.memory.workspace.rows, source, destination)
             self._moves = None
 
     def _show(self, step: Step) -> Shown:
         if not self._repeatable(step):
             return self._compute(step)
-        shown = step.replay(lambda: self._compute(step))
+        shown = self.memory.show(step, lambda: self._compute(step))
         self.feeding = True
         self.taps.show(shown.features)
-        if step.replay.fault is not None:
-            self._record_no_more(step.replay.fault)
         return shown
-
-    def _record_no_more(self, fault: str) -> None:
-        compiled = self.options.compiled
-        WORKSPACES.refuse(self.model, compiled is not None, fault)
-        self._workspace.record_no_more()
-        if compiled is not None:
-            self.call = compiled.call
 
     def _repeatable(self, step: Step) -> bool:
         """Whether the forward reads nothing that belongs to this call only.
 
         That is known when the model has prepared its inputs once.
         """
-        if self._workspace.record is None or self._steady is None:
+        if not self.memory.records or self._steady is None:
             return False
         others = (*self._steady.values(), *self._token_types(1).values())
         return not any(isinstance(value, torch.Tensor) for value in others)
 
     def _compute(self, step: Step) -> Shown:
         inputs = step.inputs.device
-        self.cache.slots.places = self._workspace.rows, inputs["slots"]
-        triton = self._way(self._workspace.record) == "triton"
+        self.cache.slots.places = self.memory.workspace.rows, inputs["slots"]
+        if (compiled := self.options.compiled) is not None:
+            self.call = compiled.recordable if self.memory.records else compiled.call
         width = inputs["token_ids"].shape[1]
-        masks = self._workspace.masks.build(inputs, empty=triton)
+        triton = self.memory.attention_by == "triton"
+        masks = self.memory.workspace.masks.build(inputs, empty=triton)
         arguments = {"attention_mask": masks, "position_ids": inputs["positions"]}
         with self._attention(inputs, masks):
             outputs = self._run(inputs["token_ids"], width, arguments)
@@ -319,7 +261,7 @@ class FixedVerifier(TreeVerifier):
 
     def _attention(self, inputs: dict[str, torch.Tensor], masks: Any) -> Any:
         """Scope of the attention that a forward runs with."""
-        by, fixed = self._way(self._workspace.record), self._workspace.masks
+        by, fixed = self.memory.attention_by, self.memory.workspace.masks
         if by == "triton":
             from ..kernels.triton_attention import TritonAttention  # needs Triton
 
@@ -352,7 +294,7 @@ class FixedVerifier(TreeVerifier):
         """Move accepted paths now instead of with the next step."""
         if self._moves is not None:
             source, destination = torch.from_numpy(np.stack(self._moves)).to(self.device)
-            self._workspace.arena.move(self._workspace.rows, source, destination)
+            self.memory.workspace.arena.move(self.memory.workspace.rows, source, destination)
             self._moves = None
 
     def _settle(self) -> None:
@@ -367,7 +309,7 @@ class FixedVerifier(TreeVerifier):
         super().finish(tokens)
         if self.options.keeps_cache:
             self._move_out()
-        WORKSPACES.give_back(self.model, self._workspace, self.kwargs)
+        self.memory.give_back()
 
     def abandon(self) -> None:
         self._settle()

@@ -28,7 +28,7 @@ from ..kernels.scopes import is_exchangeable
 from ..kernels.split_attention import AttentionBy, ways
 from ..system.locks import Lock
 from ..system.log import get_logger
-from .fixed_verifier import stays_in_place
+from .fixed_memory import stays_in_place
 from .kv_cache import SLOT_LAYERS
 from .self_test import SHORTAGES, examined, forward_parameters, has_padding
 from .tiers import Service, Tier

@@ -11,7 +11,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from ..host.transformers_private import input_device, is_callers, why_no_mask
 from ..kernels.split_attention import AttentionBy
-from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions, can_stay
+from .fixed_memory import can_stay
+from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions
 from .kv_cache import SlotCache
 from .reach import UNLIMITED, Reach
 from .states import CroppedStates, SavedStates, States

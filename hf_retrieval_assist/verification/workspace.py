@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -53,6 +53,7 @@ class Shape:
         compiled: whether `torch.compile` made the forward.
         attention_by: what computes attention.
         exact: whether another capacity, by which kernels may divide their sums, does not do.
+        states: hidden states of a row, [layers, width], that forwards leave to the next ones.
     """
 
     batch: int
@@ -67,6 +68,7 @@ class Shape:
     compiled: bool = False
     attention_by: AttentionBy = "mask"
     exact: bool = False
+    states: tuple[int, ...] = ()
 
     def serves(self, other: Shape) -> bool:
         """Whether memory of this shape does for a call that asks for the other one.
@@ -81,7 +83,26 @@ class Shape:
         return fits and self == replace(other, capacity=self.capacity)
 
 
-class Step:
+class Repeated:
+    """A computation on inputs of one shape: what it reads, and how it is repeated.
+
+    Args:
+        fields: of what the host tells the device; `moves` is one of them where slots move.
+        shape: of the memory that it runs in.
+        record: what records it; None: nothing does.
+
+    Attributes:
+        inputs: the fields.
+        replay: computes, or repeats.
+    """
+
+    def __init__(self, fields: Mapping[str, Field], shape: Shape, record: Record | None) -> None:
+        self.inputs = PackedBuffer(fields, shape.device)
+        exact = shape.dtype in (torch.float32, torch.float64)
+        self.replay = Replay(record, _TOLERANCE if exact else _HALF_PRECISION_TOLERANCE)
+
+
+class Step(Repeated):
     """One width of forwards: what it reads, what it leaves, and how it is repeated.
 
     Attributes:
@@ -106,15 +127,13 @@ class Step:
             "positions": (torch.int64, (*shape.positions, batch, width)),
             "moves": (torch.int64, (2, batch, MOST_MOVED)),
         }
+        super().__init__(inputs | masks.fields(width, columns), shape, record)
         results: dict[str, Field] = {"best": whole, "chosen": (torch.int64, (batch * width,))}
         if shape.top_k:
             largest = batch, width, shape.top_k
             # Some models compute the logits in float32, whatever their own dtype.
             results |= {"top_ids": (torch.int64, largest), "top_logits": (torch.float32, largest)}
-        self.inputs = PackedBuffer(inputs | masks.fields(width, columns), shape.device)
         self.results = PackedBuffer(results, shape.device)
-        exact = shape.dtype in (torch.float32, torch.float64)
-        self.replay = Replay(record, _TOLERANCE if exact else _HALF_PRECISION_TOLERANCE)
 
     def summarise(self, logits: torch.Tensor) -> None:
         """Write the results of logits [batch, width, vocab_size], on the device."""
@@ -127,6 +146,9 @@ class Step:
             found["top_ids"].copy_(ids)
 
 
+Kind = TypeVar("Kind", bound=Repeated)
+
+
 @dataclass
 class Workspace:
     """The memory of one shape, and what was recorded in it.
@@ -135,6 +157,7 @@ class Workspace:
 
     Attributes:
         state: what its recordings have taken for granted.
+        states: [layers, batch, width], see `Shape`.
         lent_with: how many there were when it was lent.
     """
 
@@ -144,8 +167,9 @@ class Workspace:
     arena: Arena = field(init=False)
     masks: FixedMasks = field(init=False)
     rows: torch.Tensor = field(init=False)
+    states: torch.Tensor = field(init=False)
     lent_with: int = 0
-    _steps: dict[tuple[int, int, bool], Step] = field(default_factory=dict)
+    _steps: dict[Any, Repeated] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shape = self.shape
@@ -154,14 +178,23 @@ class Workspace:
         rules = shape.rules if isinstance(shape.rules, LayerMask) else dict(shape.rules)
         self.masks = FixedMasks(rules, shape.batch, shape.capacity, shape.dtype, shape.device)
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
+        layers, width = shape.states or (0, 0)
+        self.states = torch.zeros(
+            (layers, shape.batch, width), dtype=shape.dtype, device=shape.device
+        )
 
     def step(self, width: int, columns: int) -> Step:
         """What feeds so many tokens, of up to `columns` behind the kept ones."""
         # Attention in parts looks at prompts with holes by another way.
         key = width, columns, self.masks.gapless
+        return self.kept(key, lambda: Step(self.shape, self.masks, width, columns, self.record))
+
+    def kept(self, key: Any, make: Callable[[], Kind]) -> Kind:
+        """What was made for a key."""
         if key not in self._steps:
-            self._steps[key] = Step(self.shape, self.masks, width, columns, self.record)
-        return self._steps[key]
+            self._steps[key] = make()
+        found: Any = self._steps[key]
+        return found
 
     def record_no_more(self) -> None:
         """From now on, forwards are computed in it."""

@@ -153,7 +153,7 @@ def test_sampled_tokens_under_the_same_seed(compiler):
 
 def test_buffers_that_grow_are_compiled_once_more(compiler, widths, monkeypatch):
     monkeypatch.setattr(
-        "hf_retrieval_assist.verification.fixed_verifier.capacity_bucket",
+        "hf_retrieval_assist.verification.fixed_memory.capacity_bucket",
         lambda slots: -(-slots // 16) * 16,
     )
     model = build(LlamaForCausalLM)

@@ -14,7 +14,7 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
+from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service, tiers
 from tests.decoding.test_compiled import static
 from tests.support import op_recorder
 from tests.support.lossless import PROMPT, build, knowing
@@ -95,7 +95,7 @@ def computed_again(compute):
 
 def test_compiled_code_attends_by_them(attended, monkeypatch):
     monkeypatch.setattr(replay, "recorder", lambda device, compiled: computed_again)
-    monkeypatch.setattr(fixed_verifier, "with_room", lambda capacity, slot_bytes: capacity)
+    monkeypatch.setattr(fixed_memory, "with_room", lambda capacity, slot_bytes: capacity)
     model = build(LlamaForCausalLM)
     with op_recorder.compiler() as compiler:
         options = static(compiler, **OPTIONS)

@@ -19,7 +19,7 @@ from hf_retrieval_assist.draft_models.recorded import RecordedDrafts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.verification import fixed_verifier, replay
+from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay
 from hf_retrieval_assist.verification.workspace import WORKSPACES, Step
 from tests.support.accelerator import Accelerator
 from tests.support.lossless import build, run
@@ -108,8 +108,8 @@ def test_memory_grows_between_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small("LlamaForCausalLM")
     expected = conversation(model, range(2), 12)
     serve_in_place(monkeypatch)
-    monkeypatch.setattr(fixed_verifier, "capacity_bucket", lambda slots: slots - slots % 8)
-    monkeypatch.setattr(fixed_verifier, "with_room", lambda capacity, slot_bytes: capacity)
+    monkeypatch.setattr(fixed_memory, "capacity_bucket", lambda slots: slots - slots % 8)
+    monkeypatch.setattr(fixed_memory, "with_room", lambda capacity, slot_bytes: capacity)
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8, 16))
     assert_same(conversation(model, range(2), 12), expected)
     assert len({kept.shape.capacity for kept in WORKSPACES._idle[model]}) > 1
@@ -188,7 +188,7 @@ def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(
     grow, feed = draft_model.grow, RecordedDrafts.feed
 
     def drafted(nodes: Any, growth: Any) -> list[TokenTree]:
-        settled = nodes._cache.recorded is not None
+        settled = nodes._group.recorded is not None
         fed.clear()
         machine.reset()
         trees = grow(nodes, growth)

@@ -180,7 +180,7 @@ class Accelerator(TorchDispatchMode):
         for part in module.modules():
             for tensors in (part._parameters, part._buffers):
                 for name, tensor in tensors.items():
-                    if tensor is not None:
+                    if tensor is not None and not isinstance(tensor, DeviceTensor):
                         tensors[name] = DeviceTensor(tensor.detach())
                         tensors[name]._is_param = tensors is part._parameters
         return module

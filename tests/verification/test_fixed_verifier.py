@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.kernels import split_attention
 from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
-from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service, tiers
+from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.lossless import PROMPT, build, knowing, run
 from tests.support.op_recorder import serve_in_place
@@ -89,21 +90,20 @@ def test_logits_of_another_dtype_than_the_model():
 
 
 def test_buffers_grow_in_mid_call(monkeypatch):
-    monkeypatch.setattr(fixed_verifier, "capacity_bucket", lambda slots: -(-slots // 8) * 8)
-    monkeypatch.setattr(fixed_verifier, "with_room", lambda capacity, slot_bytes: capacity)
+    monkeypatch.setattr(fixed_memory, "capacity_bucket", lambda slots: -(-slots // 8) * 8)
+    monkeypatch.setattr(fixed_memory, "with_room", lambda capacity, slot_bytes: capacity)
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
     model = build(LlamaForCausalLM)
     shapes = []
-    lend = FixedVerifier._lend
+    grow = FixedMemory.grow
 
-    def noted(verifier, slots):
+    def noted(memory, slots):
         # As if the length of the text were not known beforehand.
-        object.__setattr__(verifier.options, "capacity", 0)
-        workspace = lend(verifier, slots)
-        shapes.append(workspace.shape.capacity)
-        return workspace
+        memory._shape = replace(memory._shape, capacity=0)
+        grow(memory, slots)
+        shapes.append(memory.workspace.shape.capacity)
 
-    monkeypatch.setattr(FixedVerifier, "_lend", noted)
+    monkeypatch.setattr(FixedMemory, "grow", noted)
     for inputs in INPUTS.values():
         plain, assisted, _ = both(model, inputs, do_sample=False, max_new_tokens=60)
         assert torch.equal(plain, assisted)
