@@ -25,6 +25,7 @@ from hf_retrieval_assist import (
     Assistant,
     Datastore,
     EagleHead,
+    MtpHead,
     OutputMemory,
     RestAssistant,
     SamAssistant,
@@ -274,6 +275,22 @@ def test_two_threads_record_at_once(llama):
     for thread in threads:
         thread.join()
     assert all(torch.equal(plain, text) for text in found)
+
+
+@pytest.mark.parametrize("kind", ["draft model", "EAGLE head", "MTP head"])
+def test_drafts_are_recorded(llama, kind):
+    """Calls after the first ones record nothing."""
+    kinds = {"EAGLE head": EagleHead, "MTP head": MtpHead}
+    drafting = kinds[kind].for_target(llama) if kind in kinds else copy.deepcopy(llama)
+    plain, made = run(llama, max_new_tokens=60), []
+    for graphs in (False, True, True, True):
+        assistant = SamAssistant(fallback=drafting, budget=12, graphs=graphs)
+        assert torch.equal(plain, run(llama, max_new_tokens=60, assistant=assistant))
+        assert assistant.stats.last.drafted > 0
+        made.append(sum(workspace.made for workspace in WORKSPACES._idle.get(drafting, [])))
+    assert drafting not in WORKSPACES._faults
+    assert made[0] == 0 < made[1]
+    assert made[2] == made[3]
 
 
 def test_a_chat_records_few_graphs(llama):
