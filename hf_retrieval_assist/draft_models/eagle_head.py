@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import Cache, LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
-    LlamaRMSNorm,
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
@@ -355,7 +354,7 @@ def build_head(config: HeadConfig, borrowed: BorrowedLayers) -> EagleHead:
 
 def _norm(width: int, config: HeadConfig) -> nn.Module:
     """An RMS norm, or nothing at width 0."""
-    return LlamaRMSNorm(width, eps=config.rms_norm_eps) if width else nn.Identity()
+    return nn.RMSNorm(width, eps=config.rms_norm_eps) if width else nn.Identity()
 
 
 def _llama_config(config: HeadConfig) -> LlamaConfig:

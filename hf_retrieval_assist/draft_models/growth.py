@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.largest import largest
+from ..kernels.largest import most_probable
 from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, Int32Array, TokenTree
 
@@ -119,28 +119,67 @@ class GrowthLimits:
             raise ValueError(f"min_prob: expected a value in [0, 1), got {self.min_prob}")
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Candidates:
-    """Nodes of one level, n of each row, or of all levels in order.
+    """Children of the nodes that one forward ran, c of each of w nodes of every row.
 
     Attributes:
-        token_ids: int64 [rows, n], ids of the target's vocabulary.
-        parents: int64 [rows, n], index among all candidates of the row; −1: a child of the root.
-        scores: float32 [rows, n], log-probability of the path from the root; −inf: no node.
-        log_probs: float32 [rows, n], log-probability of the node given its parent.
-        ranks: int64 [rows, n], place among its siblings, from the most probable.
+        parents: int64 [rows, w], index of the node among all candidates of the row; −1: the root.
+        token_ids: int64 [rows, w * c], ids of the target's vocabulary, the likeliest of each node
+            first.
+        scores: float32 [rows, w * c], log-probability of the path from the root; −inf: no node.
+        log_probs: float32 [rows, w * c], log-probability of the node given its parent.
     """
 
-    token_ids: Tensor
     parents: Tensor
+    token_ids: Tensor
     scores: Tensor
     log_probs: Tensor
-    ranks: Tensor
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The candidates of all levels, still on the device that found them.
+
+    Attributes:
+        packed: int32 [rows, m * (1 + 3 * children)]: `parents` of m nodes, then `token_ids`,
+            `scores` and `log_probs` of their children, floats as their bits.
+        children: of each node.
+    """
+
+    packed: Tensor
+    children: int
+
+    @classmethod
+    def of(cls, levels: Sequence[_Candidates]) -> Grown:
+        parents, ids, scores, log_probs = (
+            [getattr(level, field.name) for level in levels] for field in fields(_Candidates)
+        )
+        integers = torch.cat([*parents, *ids], dim=1).int()
+        bits = torch.cat([*scores, *log_probs], dim=1).view(torch.int32)
+        count = ids[0].shape[1] // parents[0].shape[1]
+        return cls(torch.cat([integers, bits], dim=1), count)
 
     @property
-    def fields(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Integers, then probabilities."""
-        return (self.token_ids, self.parents, self.ranks), (self.scores, self.log_probs)
+    def nodes(self) -> int:
+        """That were run, of each row."""
+        return self.packed.shape[1] // (1 + 3 * self.children)
+
+    @property
+    def probs(self) -> Tensor:
+        """float32 [rows, m * children], of each candidate given its parent."""
+        return self.packed[:, -self.nodes * self.children :].view(torch.float32).exp()
+
+    def trees(self) -> list[TokenTree]:
+        """One of each row, in one transfer of all levels."""
+        found, nodes = self.packed.cpu().numpy(), self.nodes
+        parents = found[:, :nodes].repeat(self.children, axis=1)
+        ranks = np.tile(np.arange(self.children, dtype=np.int32), nodes)
+        below = found[:, nodes:].reshape(len(found), 3, -1)
+        return [
+            _tree(ids, above, ranks, scores.view(np.float32), log_probs.view(np.float32))
+            for above, (ids, scores, log_probs) in zip(parents, below, strict=True)
+        ]
 
 
 class BestFirst(Growth):
@@ -182,17 +221,13 @@ class BestFirst(Growth):
             self._scores = torch.zeros((rows, 1), device=device)
             self._visible = torch.ones((rows, 1, 0), dtype=torch.bool, device=device)
         logits = logits.to(self._scores.device)
-        log_probs = logits.float().log_softmax(-1).clamp_(max=0.0)
-        top, draft_ids = largest(log_probs, self._top_k)
-        rows, nodes, count = top.shape
-        ranks = torch.arange(count, device=top.device).repeat(nodes).expand(rows, -1)
+        log_probs, draft_ids = most_probable(logits, self._top_k)
         self._levels.append(
             _Candidates(
-                token_ids=self._to_target_ids(draft_ids).flatten(1).to(top.device),
-                parents=self._nodes.repeat_interleave(count, dim=1),
-                scores=(self._scores[..., None] + top).flatten(1),
-                log_probs=top.flatten(1),
-                ranks=ranks,
+                parents=self._nodes,
+                token_ids=self._to_target_ids(draft_ids).flatten(1).to(log_probs.device),
+                scores=(self._scores[..., None] + log_probs).flatten(1),
+                log_probs=log_probs.flatten(1),
             )
         )
 
@@ -227,21 +262,11 @@ class BestFirst(Growth):
         return self._best[:, -1:].clamp_min(self._least)
 
     def trees(self) -> list[TokenTree]:
-        return trees_of(self.packed())
+        return self.grown().trees()
 
-    def packed(self) -> Tensor:
-        """All candidates in one tensor, int32 [5, rows, n], floats as their bits."""
-        integers, floats = (
-            torch.cat([torch.stack(fields) for fields in levels], dim=2)
-            for levels in zip(*(level.fields for level in self._levels), strict=True)
-        )
-        return torch.cat([integers.int(), floats.view(torch.int32)])
-
-
-def trees_of(packed: Tensor) -> list[TokenTree]:
-    """One of each row, from packed candidates."""
-    found = packed.cpu().numpy().swapaxes(0, 1)
-    return [_tree(*row[:3], *row[3:].view(np.float32)) for row in found]
+    def grown(self) -> Grown:
+        """What the levels so far have found."""
+        return Grown.of(self._levels)
 
 
 def _tree(

@@ -21,7 +21,7 @@ from ..verification.packed_buffer import Field
 from ..verification.replay import Record, Shown
 from ..verification.workspace import Repeated, Shape
 from .features import FeatureSession, stacked
-from .growth import BestFirst, GrowthLimits, Level, run_levels, trees_of
+from .growth import BestFirst, Grown, GrowthLimits, Level, run_levels
 from .layer_nodes import LayerNodes, Layers
 from .rows import Group, Int64Array, parts
 
@@ -213,15 +213,16 @@ class RecordedLayers:
         step.inputs.host["reached"].numpy()[:, 0] = reached
         step.inputs.host["kept"].numpy()[:] = self._lengths
         step.inputs.send()
-        return trees_of(self._memory.show(step, lambda: self._grow(step)).outputs)
+        grown: Grown = self._memory.show(step, lambda: self._grow(step)).outputs
+        return grown.trees()
 
     def _grow(self, step: Repeated) -> Shown:
         keep = self._limits.total - 1
         growth = BestFirst(self._limits, keep, self._module.to_target_ids, whole=True)
         states = self._memory.workspace.states
         run_levels(_FixedNodes(self._module, self, self._group, states, step.inputs.device), growth)
-        candidates = growth.packed()
-        return Shown(candidates[3].view(torch.float32).exp(), [], candidates)
+        grown = growth.grown()
+        return Shown(grown.probs, [], grown)
 
     def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
         """Nodes are never kept: texts are read with the target's hidden states."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..drafters.base import ChildDraw, Foresight
-from ..kernels.largest import largest
+from ..kernels.largest import most_probable
 from ..structures import draft_tree
 from ..token_tree import Float32Array, Int32Array, TokenTree
 from .growth import Growth, Level
@@ -132,7 +132,8 @@ class StaticGrowth(Growth):
         _, _, parents, ranks = self._schedule.on(logits.device, done)
         count = int(level.ranks.max()) + 1
         if self._temperature is None:
-            children, probs = _most_probable(logits, count)
+            log_probs, children = most_probable(logits, count)
+            probs = log_probs.exp()
             self._foresee(logits, children, probs, level)
         else:
             law = torch.softmax(logits.float() / self._temperature, dim=-1)
@@ -192,13 +193,6 @@ class StaticGrowth(Growth):
             for law, children, counts in self._draws
             for node, count in enumerate(counts)
         ]
-
-
-def _most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ids [..., count] of the largest logits, and their probabilities."""
-    best, ids = largest(logits.float(), count)
-    total = logits.float().logsumexp(-1, keepdim=True)
-    return ids, (best - total).exp()
 
 
 def classes_by_rank(rates: Float32Array, ranks: Int32Array, foreseen: bool = False) -> Int32Array:

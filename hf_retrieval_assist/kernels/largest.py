@@ -37,6 +37,14 @@ def largest(
     return values.to(scores.dtype), ids.long()
 
 
+def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` likeliest ids behind each of logits [..., ids]: their log-probabilities, float32
+    [..., count] and none above 0, and the ids."""
+    # Faster than a sum beside the search on all devices.
+    best, ids = largest(logits.float().log_softmax(-1), count)
+    return best.clamp_(max=0.0), ids
+
+
 def greatest(scores: torch.Tensor) -> torch.Tensor:
     """As `torch.argmax` of the rows of [n, columns]: int64 [n], of equal scores the first, and a
     NaN before all."""

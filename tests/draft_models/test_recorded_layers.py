@@ -13,10 +13,11 @@ import torch
 import transformers
 
 from hf_retrieval_assist import EagleHead, MtpHead, SamAssistant
-from hf_retrieval_assist.draft_models import growth, layers_follower
+from hf_retrieval_assist.draft_models import layers_follower
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.mtp_layers import mtp_layers
 from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.kernels import largest
 from hf_retrieval_assist.presets import fallback_drafters
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification import fixed_memory, replay
@@ -133,7 +134,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         serve_in_place(monkeypatch)
         monkeypatch.setattr(layers_follower, "stays_in_place", lambda device: True)
         # Searches for CPUs are no operators that a recorder sees.
-        monkeypatch.setattr(growth, "largest", lambda scores, count: tuple(scores.topk(count)))
+        monkeypatch.setattr(largest, "largest", lambda scores, count: tuple(scores.topk(count)))
 
     return serve
 
