@@ -98,6 +98,11 @@ class Path:
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
+    @property
+    def chosen(self) -> list[int]:
+        """Indices of the fed tokens behind which the generated ones were chosen."""
+        return self.accepted[: len(self.tokens)]
+
 
 def strip_padding(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None

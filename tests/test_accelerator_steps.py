@@ -4,11 +4,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant
+from hf_retrieval_assist import EagleHead, MtpHead, SamAssistant, SuffixAssistant
 from hf_retrieval_assist.decoding import dice
 from hf_retrieval_assist.decoding.loop import Generation
 
+from .draft_models.test_feature_drafters import head_of
 from .support.accelerator import DEVICE, Accelerator
+from .support.feature_following import as_launches, put_head
 from .support.lossless import build
 from .support.oracle_drafter import oracle_assistant
 
@@ -32,9 +34,9 @@ ASSISTANTS = {
 }
 
 
-def counted_steps(model, inputs, assistant, monkeypatch, **options):
+def counted_steps(model, inputs, assistant, monkeypatch, machine=None, **options):
     """Output, kernels of one of the model's forwards, and each step's counts and new tokens."""
-    machine, steps, whole = Accelerator(), [], Generation.step
+    machine, steps, whole = machine or Accelerator(), [], Generation.step
     machine.put(model)
 
     def counted(generation, verifier):
@@ -76,6 +78,30 @@ def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
         waits = {(where, "wait") for where in ("loop", "model")}
         copies = {("model", "to device"), ("model", "to host")}
         assert not (waits | copies) & step.keys()
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("kind", [EagleHead, MtpHead])
+def test_a_head_adds_two_launches_and_three_copies(kind, rows, monkeypatch):
+    """At any number of rows, whose hidden states are gathered together."""
+    model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
+    head, inputs = head_of(kind, model), batch_of(rows)
+    plain = model.generate(**inputs, **OPTIONS)
+    machine = Accelerator()
+    put_head(machine, model, head)
+    as_launches(machine, head, monkeypatch)
+    assistant = SamAssistant(fallback=head, budget=16)
+    assisted, _, steps = counted_steps(model, inputs, assistant, monkeypatch, machine=machine)
+    assert torch.equal(assisted, plain)
+    drafted = [step for step, _ in steps if step.get(("loop", "recorded")) == 2]
+    assert len(drafted) > NEW_TOKENS // 2
+    for step in drafted:
+        # The first forward of a width allocates.
+        allocated = step.get(("loop", "kernel", "aten.zeros.default"), 0)
+        assert step["loop", "kernel"] - allocated <= 10
+        assert step["loop", "to device"] == 4
+        assert step["loop", "to host"] == 2
+        assert ("loop", "wait") not in step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

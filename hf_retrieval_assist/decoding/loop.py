@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..drafters.feedback import RowFeedback
+from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..drafting.policy import AssistantSession, DraftingPolicy
 from ..host import transformers_private as private
 from ..host.feature_taps import FeatureTaps
@@ -355,35 +354,16 @@ class Generation:
             path = paths[row.index]
             self.counts.count_step(len(trees[row.index]), len(path.tokens) - 1)
             if self.rounding:
-                chosen = path.accepted[: len(path.tokens)]
-                self.counts.near_ties += verified.near_ties(row.index, chosen, self.rounding)
-        feedbacks: list[RowFeedback | None] = [None] * len(grown)
+                self.counts.near_ties += verified.near_ties(row.index, path.chosen, self.rounding)
+        feedbacks: Sequence[RowFeedback | None] = [None] * len(grown)
         if self.assistant.needs_feedback and (self.unasked == 0 or self.assistant.hidden_layers):
-            feedbacks = [
-                self._feedback(row, trees[row.index], paths[row.index], verified) for row in grown
-            ]
+            needs_all = self.assistant.needs_all_logits
+            feedbacks = row_feedbacks(grown, trees, paths, verified, self.taps, needs_all)
         self.assistant.commit(
             [self.sessions[row.index] for row in grown],
             [paths[row.index].tokens for row in grown],
             feedbacks,
             drafting,
-        )
-
-    def _feedback(
-        self, row: RowText, tree: TokenTree, path: Path, verified: Verified
-    ) -> RowFeedback:
-        """What the forward showed about one row."""
-        accepted = path.accepted[: len(path.tokens)]
-        fed = [verified.roots[row.index] + node for node in accepted]
-        root = np.array([row.generated[path.start - 1]], np.int32)
-        states = self.taps.features
-        needs_all = self.assistant.needs_all_logits
-        return RowFeedback(
-            token_ids=np.concatenate([root, tree.token_ids]),
-            accepted=np.array(accepted, np.int32),
-            logits=verified.of_row(row.index, len(tree)) if needs_all else None,
-            hidden_states={name: found.flatten(0, 1)[fed] for name, found in states.items()},
-            top=verified.top(row.index, len(tree)),
         )
 
     def _cost(self, verifier: Verifier) -> CostModel:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ..token_tree import Int32Array
+from ..host.feature_taps import FeatureTaps
+from ..row_text import Path, RowText
+from ..token_tree import Int32Array, TokenTree
 from ..verification.top_logits import ComputedTop, TopLogits
+from ..verification.verified import Verified
 from .base import Feedback, FeedbackNeeds
 
 Layers = tuple[int, ...]
@@ -41,6 +45,43 @@ class RowFeedback:
             self.hidden_states.get(needs.hidden_layers),
             self.top if needs.top_k else None,
         )
+
+
+def row_feedbacks(
+    rows: Sequence[RowText],
+    trees: Sequence[TokenTree],
+    paths: Sequence[Path],
+    verified: Verified,
+    taps: FeatureTaps,
+    needs_all_logits: bool,
+) -> list[RowFeedback]:
+    """What a forward showed about some rows.
+
+    Args:
+        rows: those.
+        trees, paths: of every row of the batch.
+        verified: of the forward.
+        taps: with its hidden states.
+        needs_all_logits: whether a drafter wants them.
+    """
+    chosen = [paths[row.index].chosen for row in rows]
+    first = [verified.roots[row.index] for row in rows]
+    states = taps.of_rows(
+        [[root + node for node in nodes] for root, nodes in zip(first, chosen, strict=True)]
+    )
+    feedbacks = []
+    for row, nodes, seen in zip(rows, chosen, states, strict=True):
+        tree, number = trees[row.index], row.index
+        root = np.array([row.generated[paths[number].start - 1]], np.int32)
+        feedback = RowFeedback(
+            token_ids=np.concatenate([root, tree.token_ids]),
+            accepted=np.array(nodes, np.int32),
+            logits=verified.of_row(number, len(tree)) if needs_all_logits else None,
+            hidden_states=seen,
+            top=verified.top(number, len(tree)),
+        )
+        feedbacks.append(feedback)
+    return feedbacks
 
 
 def prompt_feedback(

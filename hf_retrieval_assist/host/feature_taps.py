@@ -158,6 +158,19 @@ class FeatureTaps:
         """For each set of layers, [batch, n, width] of the last forward."""
         return {boundaries: tap.features for boundaries, tap in self._taps.items()}
 
+    def of_rows(self, places: Sequence[Sequence[int]]) -> list[dict[tuple[int, ...], Tensor]]:
+        """The same of some rows' tokens, [tokens, width] each, one gather for all rows.
+
+        Args:
+            places: of each row's tokens among all tokens of the last forward.
+        """
+        counts, of_all = [len(row) for row in places], [place for row in places for place in row]
+        found = {
+            boundaries: features.flatten(0, 1)[of_all].split(counts)
+            for boundaries, features in self.features.items()
+        }
+        return [{name: rows[i] for name, rows in found.items()} for i in range(len(places))]
+
     @property
     def boundaries(self) -> tuple[tuple[int, ...], ...]:
         return tuple(self._taps)

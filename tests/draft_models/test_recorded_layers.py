@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from hf_retrieval_assist.verification import fixed_memory, replay
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.draft_models.test_feature_drafters import head_of
 from tests.support.accelerator import DEVICE, Accelerator
-from tests.support.feature_following import features_of, seen
+from tests.support.feature_following import as_launches, features_of, put_head, seen
 from tests.support.lossless import build, run
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
 from tests.support.op_recorder import serve_in_place
@@ -231,20 +230,6 @@ def test_calls_share_recordings_and_say_what_plain_decoding_says(
     assert made[2:] == made[1:2] * 2
 
 
-def put(machine: Accelerator, case: Case) -> None:
-    """Move a head, and what it shares with its target, to an accelerator."""
-    head = case.drafter.head
-    machine.put(case.target)
-    machine.put(head)
-    if isinstance(head, MtpHead):
-        machine.put(head.module)
-    else:
-        head.borrowed.embedding_weight = case.target.get_input_embeddings().weight
-        head.borrowed.device = DEVICE
-    with machine:
-        case.features = [found.to(DEVICE) for found in case.features]
-
-
 # What is new in the texts gathered (two), where their layers have got to kept for another attempt.
 LAUNCHES = 3
 
@@ -257,17 +242,11 @@ def test_a_draft_is_two_copies_there_and_one_back(
     case = Case("EAGLE" if kind is EagleHead else "MTP", tmp_path)
     expected = case.conversation(range(rows))
     machine, drafts = Accelerator(), []
-    put(machine, case)
-    draft, show = layers_follower.LayersFollower.draft, fixed_memory.FixedMemory.show
-
-    def shown(memory: Any, step: Any, compute: Any) -> Any:
-        before, calls = machine.counts.copy(), machine.calls.copy()
-        found = show(memory, step, compute)
-        # A recording of it is one launch.
-        inside = machine.counts - before
-        assert not {kind for _, kind in inside} - {"kernel", "view"}
-        machine.counts, machine.calls = before + Counter({("loop", "recorded"): 1}), calls
-        return found
+    put_head(machine, case.target, case.drafter.head)
+    with machine:
+        case.features = [found.to(DEVICE) for found in case.features]
+    as_launches(machine, case.drafter.head, monkeypatch)
+    draft = layers_follower.LayersFollower.draft
 
     def drafted(follower: Any, group: Any, *asked: Any) -> Any:
         settled = group.recorded is not None
@@ -278,7 +257,6 @@ def test_a_draft_is_two_copies_there_and_one_back(
             drafts.append(machine.counts.copy())
         return trees
 
-    monkeypatch.setattr(fixed_memory.FixedMemory, "show", shown)
     monkeypatch.setattr(layers_follower.LayersFollower, "draft", drafted)
     with machine:
         assert_same(case.conversation(range(rows)), expected)
