@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..drafters.base import Drafter, Feedback
-from ..token_tree import Float32Array, TokenTree
+from ..token_tree import Float32Array, Forest, TokenTree
 from .growth import PRIORS
 from .rows import DraftCache, Group, Int64Array, RowSession, chain, groups, parts
 
@@ -64,7 +64,9 @@ class Follower(ABC):
         """Take in how the texts of a group went on."""
 
     @abstractmethod
-    def draft(self, group: Group, asked: Sequence[FeatureSession], keep: int) -> list[TokenTree]:
+    def draft(
+        self, group: Group, asked: Sequence[FeatureSession], keep: int
+    ) -> Sequence[TokenTree]:
         """A tree below the last token of each text of a group, after what waits was followed.
 
         Args:
@@ -210,7 +212,7 @@ class FeatureSession(RowSession):
 
 
 @torch.no_grad()
-def draft_rows(sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> list[TokenTree]:
+def draft_rows(sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Forest:
     """One draft for each text, those of a batch together."""
     keeps = [session.wanted(budget) for session, budget in zip(sessions, budgets, strict=True)]
     asked = [session for session, keep in zip(sessions, keeps, strict=True) if keep > 0]
@@ -220,10 +222,8 @@ def draft_rows(sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> li
         for group, rows in groups(asked):
             trees = follower.draft(group, rows, max(keeps))
             drafts |= {row: trees[row.index] for row in rows}
-    return [
-        drafts[session].prune(keep) if session in drafts else TokenTree.empty()
-        for session, keep in zip(sessions, keeps, strict=True)
-    ]
+    trees = [drafts.get(session, TokenTree.empty()) for session in sessions]
+    return Forest.of(trees).prune(keeps)
 
 
 class FeatureDrafter(Drafter):
@@ -231,9 +231,7 @@ class FeatureDrafter(Drafter):
 
     costly = True
 
-    def propose_rows(
-        self, sessions: Sequence[FeatureSession], budgets: Sequence[int]
-    ) -> list[TokenTree]:
+    def propose_rows(self, sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Forest:
         return draft_rows(sessions, budgets)
 
     def priors(self) -> Float32Array:

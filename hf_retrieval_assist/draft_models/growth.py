@@ -12,15 +12,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.largest import most_probable
 from ..system.arguments import require_at_least
-from ..token_tree import Float32Array, Int32Array, TokenTree
+from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
 
 # Evidence: how likely the drafting model holds the token after its parent, its place among the
 # siblings, and how deep it stands, for a model is trusted less the longer it feeds on its own
@@ -73,11 +74,11 @@ class Growth(ABC):
         """What to run next; None when the trees are done."""
 
     @abstractmethod
-    def trees(self) -> list[TokenTree]:
+    def trees(self) -> Sequence[TokenTree]:
         """One for each row."""
 
 
-def grow(runner: NodeRunner, growth: Growth) -> list[TokenTree]:
+def grow(runner: NodeRunner, growth: Growth) -> Sequence[TokenTree]:
     """Draft below the last token of each text."""
     run_levels(runner, growth)
     return growth.trees()
@@ -145,10 +146,12 @@ class Grown:
         packed: int32 [rows, m * (1 + 3 * children)]: `parents` of m nodes, then `token_ids`,
             `scores` and `log_probs` of their children, floats as their bits.
         children: of each node.
+        widths: nodes that were run of each level.
     """
 
     packed: Tensor
     children: int
+    widths: tuple[int, ...]
 
     @classmethod
     def of(cls, levels: Sequence[_Candidates]) -> Grown:
@@ -157,29 +160,34 @@ class Grown:
         )
         integers = torch.cat([*parents, *ids], dim=1).int()
         bits = torch.cat([*scores, *log_probs], dim=1).view(torch.int32)
-        count = ids[0].shape[1] // parents[0].shape[1]
-        return cls(torch.cat([integers, bits], dim=1), count)
-
-    @property
-    def nodes(self) -> int:
-        """That were run, of each row."""
-        return self.packed.shape[1] // (1 + 3 * self.children)
+        widths = tuple(nodes.shape[1] for nodes in parents)
+        return cls(torch.cat([integers, bits], dim=1), ids[0].shape[1] // widths[0], widths)
 
     @property
     def probs(self) -> Tensor:
         """float32 [rows, m * children], of each candidate given its parent."""
-        return self.packed[:, -self.nodes * self.children :].view(torch.float32).exp()
+        count = sum(self.widths) * self.children
+        return self.packed[:, -count:].view(torch.float32).exp()
 
-    def trees(self) -> list[TokenTree]:
+    def trees(self) -> Forest:
         """One of each row, in one transfer of all levels."""
-        found, nodes = self.packed.cpu().numpy(), self.nodes
-        parents = found[:, :nodes].repeat(self.children, axis=1)
-        ranks = np.tile(np.arange(self.children, dtype=np.int32), nodes)
-        below = found[:, nodes:].reshape(len(found), 3, -1)
-        return [
-            _tree(ids, above, ranks, scores.view(np.float32), log_probs.view(np.float32))
-            for above, (ids, scores, log_probs) in zip(parents, below, strict=True)
-        ]
+        found, nodes = self.packed.cpu().numpy(), sum(self.widths)
+        ids, scores, log_probs = found[:, nodes:].reshape(len(found), 3, -1).swapaxes(0, 1)
+        kept = scores.view(np.float32) > -np.inf
+        sizes, (rows, columns) = kept.sum(1), kept.nonzero()
+        # Of each candidate its place in the tree; the last one is the root.
+        places = np.full((len(found), kept.shape[1] + 1), -1, np.int32)
+        places[rows, columns] = (kept.cumsum(1) - 1)[rows, columns]
+        above = found[rows, columns // self.children]
+        depths = np.arange(1, len(self.widths) + 1, dtype=np.int32)
+        classes = evidence_classes(
+            np.exp(log_probs.view(np.float32)[rows, columns]),
+            columns % self.children,
+            depths.repeat(self.widths)[columns // self.children],
+        )
+        probs = np.exp(scores.view(np.float32)[rows, columns])
+        offsets = np.concatenate([[0], sizes.cumsum()])
+        return Forest(ids[rows, columns], places[rows, above], probs, classes, offsets)
 
 
 class BestFirst(Growth):
@@ -261,7 +269,7 @@ class BestFirst(Growth):
             return scores.new_full((len(scores), 1), self._least)
         return self._best[:, -1:].clamp_min(self._least)
 
-    def trees(self) -> list[TokenTree]:
+    def trees(self) -> Forest:
         return self.grown().trees()
 
     def grown(self) -> Grown:
@@ -269,23 +277,7 @@ class BestFirst(Growth):
         return Grown.of(self._levels)
 
 
-def _tree(
-    token_ids: Int32Array,
-    parents: Int32Array,
-    ranks: Int32Array,
-    scores: Float32Array,
-    log_probs: Float32Array,
-) -> TokenTree:
-    """One row's candidates, each [n], with their evidence classes."""
-    kept = np.flatnonzero(scores > -np.inf)
-    place = np.full(len(scores) + 1, -1, np.int32)
-    place[kept] = np.arange(len(kept))
-    bare = TokenTree.build(token_ids[kept], place[parents[kept]], np.exp(scores[kept]))
-    classes = evidence_classes(np.exp(log_probs[kept]), ranks[kept], bare.depths)
-    return TokenTree.build(bare.token_ids, bare.parents, bare.probs, classes)
-
-
-def evidence_classes(probs: Float32Array, ranks: Int32Array, depths: Int32Array) -> Int32Array:
+def evidence_classes(probs: Float32Array, ranks: NDArray[Any], depths: Int32Array) -> Int32Array:
     """The class of each node from its probability after its parent, rank (0: the likeliest
     sibling) and depth (1: a child of the root); int32 [n]."""
     bucket = np.searchsorted(PROB_EDGES, probs, side="right")

@@ -106,7 +106,9 @@ class LayersFollower(Follower):
         cache.keep(last_columns(counts))
         return output
 
-    def draft(self, group: Group, asked: Sequence[FeatureSession], keep: int) -> list[TokenTree]:
+    def draft(
+        self, group: Group, asked: Sequence[FeatureSession], keep: int
+    ) -> Sequence[TokenTree]:
         self.catch_up(group)
         if (recorded := _recorded(group)) is not None:
             return recorded.draft()
@@ -123,7 +125,7 @@ class LayersFollower(Follower):
 
     def _grow(
         self, group: Group, rows: Sequence[FeatureSession], known: int, keep: int
-    ) -> list[TokenTree]:
+    ) -> Sequence[TokenTree]:
         growth = BestFirst(self.limits, keep, self.module.to_target_ids)
         # What a draft may overwrite and `settle` does not bring back.
         layers = [layer for cache in group.caches for layer in cache.layers]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..token_tree import TokenTree
+from ..token_tree import Forest
 from ..verification.fixed_memory import FixedMemory
 from ..verification.packed_buffer import Field
 from ..verification.replay import Record, Shown
@@ -202,7 +202,7 @@ class RecordedLayers:
         mask: Tensor = memory.masks.mask(table, unseen, 1 - kept)
         return mask
 
-    def draft(self) -> list[TokenTree]:
+    def draft(self) -> Forest:
         """A tree below each text, as large as the limits allow."""
         self._reserve(self._limits.depth * self._limits.width)
         memory = self._memory.workspace
