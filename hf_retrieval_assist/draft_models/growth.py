@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -140,7 +141,7 @@ class _Candidates:
 
 @dataclass(frozen=True)
 class Grown:
-    """The candidates of all levels, still on the device that found them.
+    """The candidates of all levels that may be kept, still on the device that found them.
 
     Attributes:
         packed: int32 [rows, m * (1 + 3 * children)]: `parents` of m nodes, then `token_ids`,
@@ -154,20 +155,18 @@ class Grown:
     widths: tuple[int, ...]
 
     @classmethod
-    def of(cls, levels: Sequence[_Candidates]) -> Grown:
+    def of(cls, levels: Sequence[_Candidates], keep: int) -> Grown:
+        """The `keep` most probable of each row, and what equals the last of them."""
         parents, ids, scores, log_probs = (
             [getattr(level, field.name) for level in levels] for field in fields(_Candidates)
         )
         integers = torch.cat([*parents, *ids], dim=1).int()
-        bits = torch.cat([*scores, *log_probs], dim=1).view(torch.int32)
+        found = torch.cat(scores, dim=1)
+        least = found.topk(min(keep, found.shape[1]), dim=1).values[:, -1:]
+        found = found.where(found >= least, -torch.inf)
+        bits = torch.cat([found, *log_probs], dim=1).view(torch.int32)
         widths = tuple(nodes.shape[1] for nodes in parents)
         return cls(torch.cat([integers, bits], dim=1), ids[0].shape[1] // widths[0], widths)
-
-    @property
-    def probs(self) -> Tensor:
-        """float32 [rows, m * children], of each candidate given its parent."""
-        count = sum(self.widths) * self.children
-        return self.packed[:, -count:].view(torch.float32).exp()
 
     def trees(self) -> Forest:
         """One of each row, in one transfer of all levels."""
@@ -272,9 +271,15 @@ class BestFirst(Growth):
     def trees(self) -> Forest:
         return self.grown().trees()
 
+    @property
+    def best(self) -> Tensor:
+        """float32 [rows, 1 + levels], 0, then the probability of the likeliest path to each depth."""
+        best = torch.stack([level.scores.amax(1) for level in self._levels], dim=1).exp()
+        return F.pad(best, (1, 0))
+
     def grown(self) -> Grown:
         """What the levels so far have found."""
-        return Grown.of(self._levels)
+        return Grown.of(self._levels, self._keep)
 
 
 def evidence_classes(probs: Float32Array, ranks: NDArray[Any], depths: Int32Array) -> Int32Array:

@@ -221,8 +221,8 @@ class RecordedLayers:
         growth = BestFirst(self._limits, keep, self._module.to_target_ids, whole=True)
         states = self._memory.workspace.states
         run_levels(_FixedNodes(self._module, self, self._group, states, step.inputs.device), growth)
-        grown = growth.grown()
-        return Shown(grown.probs, [], grown)
+        # A recording may order near ties otherwise, which hardly changes the likeliest paths.
+        return Shown(growth.best, [], growth.grown())
 
     def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
         """Nodes are never kept: texts are read with the target's hidden states."""
