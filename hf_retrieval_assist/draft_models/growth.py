@@ -273,7 +273,7 @@ class BestFirst(Growth):
 
     @property
     def best(self) -> Tensor:
-        """float32 [rows, 1 + levels], 0, then the probability of the likeliest path to each depth."""
+        """float32 [rows, 1 + levels], 0, then how probable the likeliest path to each depth is."""
         best = torch.stack([level.scores.amax(1) for level in self._levels], dim=1).exp()
         return F.pad(best, (1, 0))
 
