@@ -274,7 +274,7 @@ class _FixedNodes(LayerNodes):
         ids, before = level.token_ids, self._depths[k]
         depths = torch.cat([before, before.new_full((ids.shape[1],), level.depth - 1)])
         self._depths[k] = depths
-        sees = level.visible[:, :, level.visible.shape[2] - len(depths) :]
-        mask = self._recorded.place(k, self._inputs["kept"][k], depths, sees)
+        # A layer has read all levels so far, or reads no more of them.
+        mask = self._recorded.place(k, self._inputs["kept"][k], depths, level.visible)
         positions = (self._inputs["reached"] + level.depth).expand_as(ids)
         return self._module.run(k, ids, hidden, positions, mask, self._group.caches[k])

@@ -29,9 +29,9 @@ from tests.support.mtp_models import FAMILIES, saved_with_mtp
 from tests.support.op_recorder import serve_in_place
 from tests.support.tiny_models import VOCAB
 
-BUDGET = 12
+BUDGET = 40
 LENGTHS = [3, 9, 1, 17, 9, 30, 5, 12]
-# With one layer, with three, with windows that texts are longer than.
+# With one layer, with three, with windows that trees are deeper than.
 NAMES = ["EAGLE", "MTP", "Glm4MoeForCausalLM", "MTP with windows"]
 
 
@@ -46,7 +46,7 @@ class Case:
         else:
             self.target = build(transformers.LlamaForCausalLM)
             if name == "MTP with windows":
-                layers = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 3}
+                layers = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 2}
                 self.target = build(transformers.Gemma3ForCausalLM, num_hidden_layers=3, **layers)
             head = head_of(EagleHead if name == "EAGLE" else MtpHead, self.target)
             (drafter,) = fallback_drafters(head)
