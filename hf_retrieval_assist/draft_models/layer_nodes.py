@@ -4,55 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from .eagle_head import EagleHead
 from .growth import Level
-from .rows import DraftCache
+from .mtp_layers import MtpLayers
 
-
-class Layers(Protocol):
-    """An EAGLE head, which counts as one layer, or a model's MTP layers.
-
-    Attributes:
-        device, dtype: of the layers.
-        takes_trees: whether every layer keeps one entry per token and nothing else.
-    """
-
-    takes_trees: bool
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def __len__(self) -> int: ...
-
-    def cache(self, layer: int) -> DraftCache:
-        """An empty cache of a layer over one text."""
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's hidden states to the first layer's inputs."""
-
-    def run(
-        self,
-        layer: int,
-        token_ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        mask: Any,
-        cache: Any,
-    ) -> Tensor:
-        """One pass of a layer; see :meth:`~.mtp_layers.MtpLayers.run`."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, ids] from outputs [n, hidden_size] of any layer."""
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Ids of the target's vocabulary for columns of the logits; any shape."""
+Layers = MtpLayers | EagleHead
+"""An EAGLE head counts as one layer."""
 
 
 class LayerNodes(ABC):
