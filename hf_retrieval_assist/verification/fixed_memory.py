@@ -1,4 +1,4 @@
-"""Memory that stays where it is for the forwards over one cache, lent from one call to the next."""
+"""Memory that stays where it is for the forwards over some caches, lent to call after call."""
 
 from __future__ import annotations
 
@@ -111,8 +111,10 @@ class FixedMemory:
 
     def show(self, step: Repeated, compute: Callable[[], Shown]) -> Shown:
         """What a forward leaves, repeated where it can be."""
+        if not self.records:
+            return compute()
         shown = step.replay(compute)
-        if (fault := step.replay.fault) is not None and self.records:
+        if (fault := step.replay.fault) is not None:
             WORKSPACES.refuse(self._model, self._shape.compiled, fault)
             self.workspace.record_no_more()
         return shown

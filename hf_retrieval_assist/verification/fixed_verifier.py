@@ -240,7 +240,7 @@ class FixedVerifier(TreeVerifier):
 
         That is known when the model has prepared its inputs once.
         """
-        if not self.memory.records or self._steady is None:
+        if self._steady is None:
             return False
         others = (*self._steady.values(), *self._token_types(1).values())
         return not any(isinstance(value, torch.Tensor) for value in others)

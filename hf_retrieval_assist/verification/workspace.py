@@ -87,7 +87,7 @@ class Repeated:
     """A computation on inputs of one shape: what it reads, and how it is repeated.
 
     Args:
-        fields: of what the host tells the device; `moves` is one of them where slots move.
+        fields: of what the host tells the device.
         shape: of the memory that it runs in.
         record: what records it; None: nothing does.
 
