@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_retrieval_assist.draft_models import default_boundaries
-from hf_retrieval_assist.host.feature_taps import FeatureTap, find_blocks
+from hf_retrieval_assist.host.feature_taps import FeatureTap, FeatureTaps, find_blocks
 from tests.support.eagle_fixtures import tiny_target
 
 SMALL = {
@@ -105,6 +105,18 @@ def test_the_last_forward_counts_and_nothing_stays(token_ids: torch.Tensor) -> N
         pass
     with pytest.raises(RuntimeError, match="no hidden states at boundaries"):
         tap.features  # noqa: B018
+
+
+def test_rows_get_the_hidden_states_of_their_own_tokens() -> None:
+    model = tiny_target()
+    taps = FeatureTaps(model, [(2,), (1, -1)])
+    with torch.no_grad(), taps:
+        model(torch.randint(3, 100, (2, 6)))
+    found = taps.of_rows([[0, 2, 3], [], [7, 11]])
+    for boundaries, features in taps.features.items():
+        of_all = features.flatten(0, 1)
+        for seen, places in zip(found, ([0, 2, 3], [], [7, 11]), strict=True):
+            assert torch.equal(seen[boundaries], of_all[torch.tensor(places, dtype=torch.long)])
 
 
 def test_hooks_are_removed_when_the_forward_fails(token_ids: torch.Tensor) -> None:
