@@ -177,16 +177,17 @@ class Grown:
         # Of each candidate its place in the tree; the last one is the root.
         places = np.full((len(found), kept.shape[1] + 1), -1, np.int32)
         places[rows, columns] = (kept.cumsum(1) - 1)[rows, columns]
-        above = found[rows, columns // self.children]
+        parents = columns // self.children
         depths = np.arange(1, len(self.widths) + 1, dtype=np.int32)
         classes = evidence_classes(
             np.exp(log_probs.view(np.float32)[rows, columns]),
             columns % self.children,
-            depths.repeat(self.widths)[columns // self.children],
+            depths.repeat(self.widths)[parents],
         )
         probs = np.exp(scores.view(np.float32)[rows, columns])
         offsets = np.concatenate([[0], sizes.cumsum()])
-        return Forest(ids[rows, columns], places[rows, above], probs, classes, offsets)
+        above = places[rows, found[rows, parents]]
+        return Forest(ids[rows, columns], above, probs, classes, offsets)
 
 
 class BestFirst(Growth):

@@ -40,7 +40,7 @@ def largest(
 def most_probable(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `count` likeliest ids behind each of logits [..., ids]: their log-probabilities, float32
     [..., count] and none above 0, and the ids."""
-    # Faster than a sum beside the search on all devices.
+    # One operator; on a CPU it takes half the time of `logsumexp`.
     best, ids = largest(logits.float().log_softmax(-1), count)
     return best.clamp_(max=0.0), ids
 
