@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from hf_retrieval_assist import SuffixAssistant, simulate
 from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.row_text import RowText
 from hf_retrieval_assist.token_tree import TokenTree
@@ -97,14 +98,14 @@ class Batch:
         random = torch.Generator().manual_seed(0)
         ids = torch.randint(1, config.vocab_size, (1, CACHED), generator=random)
         cache = DynamicCache(config=config)
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         rows = len(widths)
         cache.batch_repeat_interleave(rows)
         ids = ids.expand(rows, -1)
         kwargs = {
             "attention_mask": torch.ones_like(ids),
             "position_ids": torch.arange(CACHED).expand(rows, -1),
-            "past_key_values": (cache := SlotCache.around(cache, config)),
+            CACHE: (cache := SlotCache.around(cache, config)),
             "use_cache": True,
         }
         rules = layer_masks(config) or single_mask(config)

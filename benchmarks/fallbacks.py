@@ -38,6 +38,7 @@ from hf_retrieval_assist.demo.comparison import TASKS
 from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels.quantized_model import quantized_model
 from hf_retrieval_assist.kernels.reroute import reroute, standing_in
 
@@ -272,7 +273,7 @@ class Reader:
         fed = torch.cat([text.prompt[-1:], text.new[:-1]])[None]
         cache = copy.deepcopy(self._cache(text.prompt))
         with self._scope():
-            logits: torch.Tensor = self._model(fed, past_key_values=cache).logits[0]
+            logits: torch.Tensor = self._model(fed, **{CACHE: cache}).logits[0]
         return logits
 
     def _cache(self, prompt: torch.Tensor) -> DynamicCache:
@@ -280,7 +281,7 @@ class Reader:
         key = prompt.numpy().tobytes()
         if key not in self._caches:
             cache = DynamicCache(config=self._model.config)
-            self._model(prompt[None, :-1], past_key_values=cache, logits_to_keep=1)
+            self._model(prompt[None, :-1], **{CACHE: cache}, logits_to_keep=1)
             self._caches[key] = cache
         return self._caches[key]
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import screen as screen_module
 from hf_retrieval_assist.kernels.attention import plain_attention
 from hf_retrieval_assist.kernels.linear import transposed_linear
@@ -165,11 +166,11 @@ def real_text(tokenizer: Any, positions: int) -> torch.Tensor:
 def logits_of(model: Any, piece: torch.Tensor, rows: int, scope: Scope) -> torch.Tensor:
     """float32 [PIECE, vocabulary]: after each token behind the prefix, fed `rows` at a time."""
     cache = DynamicCache(config=model.config)
-    model(piece[None, :PREFIX], past_key_values=cache, logits_to_keep=1)
+    model(piece[None, :PREFIX], **{CACHE: cache}, logits_to_keep=1)
     found = []
     for part in piece[PREFIX:].split(rows):
         with scope():
-            found.append(model(part[None], past_key_values=cache).logits[0].float())
+            found.append(model(part[None], **{CACHE: cache}).logits[0].float())
     return torch.cat(found)
 
 

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, set_seed
 
 from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.host.transformers_private import CACHE
 
 from .model import DECODING, read_prompts
 from .traces import SHIPPED, Ids, Trace, write_npz
@@ -27,14 +28,14 @@ def sample(
     """Independent outputs for one prompt (int64 [1, length]), each up to its end token."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(prompt[:, :-1], past_key_values=cache)
+        model(prompt[:, :-1], **{CACHE: cache})
     # All samples share the forward over the prompt.
     cache.batch_repeat_interleave(samples)
     set_seed(seed)
     rows = model.generate(
         prompt.repeat(samples, 1),
         attention_mask=torch.ones(samples, prompt.shape[1], dtype=torch.int64),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=new_tokens,
         **DECODING["sampled"],
     )

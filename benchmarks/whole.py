@@ -20,6 +20,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels.reroute import reroute
 
 from .llama_engine import LlamaCpp
@@ -104,7 +105,7 @@ def forward_seconds(model: Any, routed: bool, ids: list[int]) -> float:
     cache = DynamicCache(config=model.config)
     with reroute(routed):
         started = time.perf_counter()
-        model(torch.tensor([ids]) % model.config.vocab_size, past_key_values=cache)
+        model(torch.tensor([ids]) % model.config.vocab_size, **{CACHE: cache})
         return time.perf_counter() - started
 
 

@@ -23,7 +23,7 @@ from .assistants import Assistant
 from .attachment import attached_to
 from .continuous_batching import draft_for
 from .decoding.call import refused_mode
-from .host.transformers_private import shards_need_company
+from .host.transformers_private import given_cache, shards_need_company
 from .system.arguments import kind_of
 from .system.log import get_logger
 
@@ -215,10 +215,11 @@ def _cache_objection(kwargs: dict[str, Any]) -> str | None:
             'cache_implementation: expected "dynamic", "static" or none with an assistant, got '
             f'"{kind}", {_NO_CACHES[kind]}'
         )
-    if isinstance(kwargs.get("past_key_values"), QuantizedCache):
+    name, cache = given_cache(kwargs)
+    if isinstance(cache, QuantizedCache):
         return (
-            "past_key_values: expected a cache whose tokens can be dropped one by one, got a "
-            f"{type(kwargs['past_key_values']).__name__}"
+            f"{name}: expected a cache whose tokens can be dropped one by one, got a "
+            f"{type(cache).__name__}"
         )
     return None
 

@@ -35,7 +35,7 @@ from hf_retrieval_assist import (
 from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.loop import Generation, cost_key
 from hf_retrieval_assist.decoding.selection import TokenSelector
-from hf_retrieval_assist.host.transformers_private import compilations
+from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from hf_retrieval_assist.verification import fixed_memory, fixed_verifier
 from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 from hf_retrieval_assist.verification.workspace import WORKSPACES
@@ -466,7 +466,7 @@ def test_a_callers_static_cache(llama):
     for assisted in (True, False, True):
         plain = run(llama, text)
         assistant = {"assistant": oracle_assistant(plain)} if assisted else {}
-        text = run(llama, text, past_key_values=cache, **assistant)
+        text = run(llama, text, **{CACHE: cache}, **assistant)
         assert torch.equal(plain, text)
 
 

@@ -126,7 +126,9 @@ class Call:
             )
         cache = self.model_kwargs.get(service.cache_name)
         if not _can_serve(cache, service, self.model.config):
-            return "tokens of past_key_values cannot be dropped one by one; pass a DynamicCache"
+            return (
+                f"tokens of {service.cache_name} cannot be dropped one by one; pass a DynamicCache"
+            )
         states = self._returns_states
         if self.batch_size > 1 and states:
             return (

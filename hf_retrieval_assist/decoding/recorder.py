@@ -14,6 +14,7 @@ from transformers.generation.utils import (
     GenerateEncoderDecoderOutput,
 )
 
+from ..host.transformers_private import CACHE
 from ..row_text import RowText
 from ..verification.kv_cache import SlotCache, SlotLayer
 from ..verification.verified import Verified
@@ -112,7 +113,7 @@ class OutputRecorder:
             "sequences": sequences,
             "scores": _by_step(self._scores, tokens) if self.wants_scores else None,
             "logits": _by_step(self._logits, tokens) if self.wants_logits else None,
-            "past_key_values": cache,
+            CACHE: cache,
             **{name: tuple(entries[:tokens]) for name, entries in self._states.items()},
         }
         if encoder_outputs is None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..drafters.base import FeedbackNeeds, Target
+from ..host.transformers_private import with_cache
 from ..kernels.largest import largest
 from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, TokenTree
@@ -144,7 +145,7 @@ class BlockFollower(Follower):
             context_hidden_states=text.features,
             position_ids=torch.cat([text.positions, block.to(self.device)], dim=1),
             attention_mask=cache.feed(depths, attends),
-            past_key_values=cache,
+            **with_cache(self._model, cache),
         ).last_hidden_state
         cache.keep([range(width - count, width) for count in text.counts])
         return output[:, 1:]

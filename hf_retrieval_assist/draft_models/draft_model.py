@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Foresight, Target
 from ..host.ranks import require_whole
+from ..host.transformers_private import with_cache
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Int32Array, TokenTree
@@ -241,7 +242,7 @@ class _Nodes:
             input_ids=token_ids,
             attention_mask=self._cache.feed(depths, attends),
             position_ids=torch.from_numpy(cached + depths).to(token_ids.device),
-            past_key_values=self._cache,
+            **with_cache(self._model, self._cache),
             use_cache=True,
             return_dict=True,
             **options,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ..host.transformers_private import attention_of, mtp_logits, unloaded_patterns
+from ..host.transformers_private import attention_of, mtp_logits, unloaded_patterns, with_cache
 from ..system.locks import Lock
 from ..verification.kv_cache import SLOT_LAYERS
 from ..verification.tree_attention import LayerMask, layer_masks, single_mask
@@ -124,7 +124,7 @@ class MtpLayers(nn.Module):
             position_embeddings=rotary,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            **with_cache(module.layers[layer], cache),
         )
         if module.use_shared_post_norm:
             output = module.shared_post_norm(output)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..host.transformers_private import compiled_parts
+from ..host.transformers_private import compiled_parts, with_cache
 from ..verification.fed_tokens import FedTokens
 from ..verification.fixed_verifier import FixedVerifier, ForwardOptions
 from ..verification.kv_cache import SlotCache
@@ -41,7 +41,7 @@ class RecordedDrafts(FixedVerifier):
         recorded: bool,
     ) -> None:
         before_first = torch.full((len(cache.slots.lengths), 1), -1)
-        kwargs = {"past_key_values": cache, "use_cache": True, "position_ids": before_first}
+        kwargs = with_cache(model, cache) | {"use_cache": True, "position_ids": before_first}
         super().__init__(
             *(model, cache, kwargs, before_first),
             attention=TreeAttention(rules, None, model.dtype),

@@ -6,18 +6,71 @@ Whatever differs between the supported versions is bridged here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from packaging.version import Version
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, __version__
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __version__
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 PIPELINES_SINCE = Version("5.23")
+
+
+def _takes(function: Any, name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+# The keywords under which `generate` hands a cache to a forward.
+CACHE_NAMES = (
+    ("cache",)
+    if _takes(GenerationMixin.prepare_inputs_for_generation, "cache")
+    else ("past_key_values", "cache_params")
+)
+# What outputs call it.
+CACHE = CACHE_NAMES[0]
+# Those under which any release takes a cache from the caller of `generate`.
+_GIVEN_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
+    """Of the class's forward: an instance's may be wrapped by hooks that take anything."""
+    return inspect.signature(type(module).forward).parameters
+
+
+@cache
+def _cache_name_of(forward: Callable[..., Any]) -> str | None:
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def cache_name(module: Any) -> str | None:
+    """The keyword for the cache in a module's forward; None: it takes none."""
+    return _cache_name_of(type(module).forward)
+
+
+def with_cache(module: Any, held: Any) -> dict[str, Any]:
+    """The keyword argument that hands a cache to a module's forward.
+
+    Raises:
+        TypeError: it takes none.
+    """
+    name = cache_name(module)
+    if name is None:
+        raise TypeError(f"{type(module).__name__}: expected a forward that takes a cache")
+    return {name: held}
+
+
+def given_cache(kwargs: dict[str, Any]) -> tuple[str, Any]:
+    """The cache among the arguments of `generate`, and its name there; None where there is none."""
+    names = (name for name in _GIVEN_NAMES if kwargs.get(name) is not None)
+    name = next(names, CACHE)
+    return name, kwargs.get(name)
 
 
 def prefill(

@@ -8,9 +8,7 @@ from typing import Any
 from torch import nn
 
 from .fusions import fuse
-from .gated_mlp import gated_mlp_of
 from .norm import norm_of
-from .self_attention import self_attention_of
 
 __all__ = ["learn_fusions"]
 
@@ -23,7 +21,4 @@ def learn_fusions(model: nn.Module, attention_of: Callable[[Any], str]) -> None:
     """
     # A module of attention is told by its norms, so children come first.
     for module in reversed(list(model.modules())):
-        fuse(
-            module,
-            norm_of(module) or gated_mlp_of(module) or self_attention_of(module, attention_of),
-        )
+        fuse(module, norm_of(module))

@@ -27,6 +27,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from ..host.transformers_private import CACHE
+
 # A buffer grows by half its size, so that copying it costs O(1) per token, never in small steps.
 _MIN_GROWTH = 256
 
@@ -299,7 +301,7 @@ class SlotCache(DynamicCache):
         # What was made layer by layer lacks the last ones where these share others' entries.
         if known > len(own) or (known and not all(type(layer) in _SHARING for layer in missing)):
             raise ValueError(
-                f"past_key_values: expected a cache of {len(wrapper.layers)} layers as the model "
+                f"{CACHE}: expected a cache of {len(wrapper.layers)} layers as the model "
                 f"has, got {known}"
             )
         pairs = zip(cache.layers, own, strict=True)
@@ -334,7 +336,7 @@ class SlotCache(DynamicCache):
         """
         if self.room is not None and length > self.room:
             raise IndexError(
-                f"past_key_values: expected room for {length} tokens, got a StaticCache of "
+                f"{CACHE}: expected room for {length} tokens, got a StaticCache of "
                 f"max_cache_len={self.room}"
             )
 

@@ -9,8 +9,7 @@ tried until the logits are those of narrow forwards. How far a forward may reach
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from ..host.compiled import Compiled
-from ..host.transformers_private import input_device, kwargs_after, uncompiled
+from ..host.transformers_private import forward_parameters, input_device, kwargs_after, uncompiled
 from ..row_text import RowText
 from ..token_tree import TokenTree
 from .fixed_verifier import ForwardOptions
@@ -273,11 +272,6 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def forward_parameters(model: Any) -> Mapping[str, inspect.Parameter]:
-    """Of the class's forward: an instance's may be wrapped by hooks that take anything."""
-    return inspect.signature(type(model).forward).parameters
 
 
 def has_padding(model_kwargs: dict[str, Any]) -> bool:

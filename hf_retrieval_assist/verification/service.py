@@ -14,6 +14,8 @@ from transformers import DynamicCache
 from ..host.model_state import model_settings
 from ..host.transformers_private import (
     attention_of,
+    cache_name,
+    forward_parameters,
     input_device,
     is_compiled,
     is_pipeline,
@@ -30,7 +32,7 @@ from ..system.locks import Lock
 from ..system.log import get_logger
 from .fixed_memory import stays_in_place
 from .kv_cache import SLOT_LAYERS
-from .self_test import SHORTAGES, examined, forward_parameters, has_padding
+from .self_test import SHORTAGES, examined, has_padding
 from .tiers import Service, Tier
 from .tree_attention import layer_masks, single_mask
 
@@ -198,7 +200,7 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     if (why := why_plain_in_pipeline(model)) is not None:
         return [Service(Tier.PLAIN, why)]
     parameters = forward_parameters(model)
-    name = next((n for n in ("past_key_values", "cache_params") if n in parameters), None)
+    name = cache_name(model)
     if name is None:
         return [Service(Tier.PLAIN, "its forward takes no cache")]
     if not takes_dynamic_cache(model):
@@ -211,7 +213,7 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
         convolution = Service(Tier.CHAIN, "it has a convolution state", cache_name=name)
         return [replay, plain] if stateful else [convolution, replay, plain]
     if (why := _why_no_tree(model, config, parameters)) is not None:
-        return [Service(Tier.CHAIN, why), plain]
+        return [Service(Tier.CHAIN, why, cache_name=name), plain]
     why = why_no_mask(model.config)
     compiled = demand.compiled and why is None
     # Attentions that a call returns have as many columns as slots are in use.
@@ -220,6 +222,7 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
         Tier.TREE,
         "one mask",
         single_mask(config),
+        cache_name=name,
         in_place=in_place,
         compiled=compiled,
         widens=demand.widens,
@@ -233,10 +236,10 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
         found = [way for way in _ways(model) if way == "triton" or not compiled]
         parts = [replace(tree, attention_by=way) for way in found for tree in trees]
     if why is not None:
-        return [*parts, Service(Tier.CHAIN, why), plain]
+        return [*parts, Service(Tier.CHAIN, why, cache_name=name), plain]
     if packs and not in_place:
         trees = [*(replace(service, packed=True) for service in trees), *trees]
-    return [*parts, *trees, Service(Tier.CHAIN, ""), plain]
+    return [*parts, *trees, Service(Tier.CHAIN, "", cache_name=name), plain]
 
 
 def _ways(model: Any) -> list[AttentionBy]:

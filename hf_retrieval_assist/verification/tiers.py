@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from ..host.transformers_private import input_device, is_callers, why_no_mask
+from ..host.transformers_private import CACHE, input_device, is_callers, why_no_mask
 from ..kernels.split_attention import AttentionBy
 from .fixed_memory import can_stay
 from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions
@@ -50,7 +50,7 @@ class Service:
     tier: Tier
     reason: str
     rules: dict[str, LayerMask] | LayerMask = field(default_factory=LayerMask)
-    cache_name: str = "past_key_values"
+    cache_name: str = CACHE
     attention_by: AttentionBy = "mask"
     packed: bool = False
     in_place: bool = False

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..host.transformers_private import attention_of, input_device
+from ..host.transformers_private import CACHE_NAMES, attention_of, input_device
 from ..kernels.packed_attention import PackedAttention, spans_of
 from ..kernels.scopes import Attention, attending
 from ..row_text import RowText
@@ -210,7 +210,7 @@ class Verifier:
         # Some models would keep the last token's logits only, whatever is asked of them, or drop
         # their cache by the number of ids, of which packed rows have more than any text.
         inputs.pop("logits_to_keep", None)
-        inputs |= {n: v for n, v in self.kwargs.items() if n == "past_key_values"}
+        inputs |= {n: v for n, v in self.kwargs.items() if n in CACHE_NAMES}
         rest = {n: v for n, v in inputs.items() if n not in arguments and n != self._ids_name}
         if all(value is self.kwargs.get(name) for name, value in rest.items()):
             self._steady = rest

@@ -18,6 +18,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding import selection
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.support.oracle_drafter import agreeing, both, oracle_assistant, sequences_of
 from tests.support.tiny_models import tiny_config, tiny_model
@@ -170,7 +171,7 @@ def test_convolution_states_after_rows_that_ran_ahead():
         stopping_criteria=[StopsRowWise()],
         return_dict_in_generate=True,
     )
-    pairs = zip(plain.past_key_values.layers, assisted.past_key_values.layers, strict=True)
+    pairs = zip(plain[CACHE].layers, assisted[CACHE].layers, strict=True)
     states = [pair for pair in pairs if isinstance(pair[0], LinearAttentionLayer)]
     assert states
     for expected, actual in states:

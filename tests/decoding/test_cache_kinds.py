@@ -15,6 +15,7 @@ from transformers import (
     StaticCache,
 )
 
+from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build
 from tests.support.oracle_drafter import both, oracle_assistant
 
@@ -102,7 +103,7 @@ def turn(model, ids, cache, assistant=None):
         attention_mask=torch.ones_like(ids),
         do_sample=False,
         max_new_tokens=8,
-        past_key_values=cache,
+        **{CACHE: cache},
         assistant=assistant,
     )
 

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.fixed_verifier import COMPILED_WIDTHS, WIDTHS, FixedVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support import op_recorder
@@ -239,7 +240,7 @@ def filled(model, cache, *turns, **options):
     for number, assisted in enumerate(turns):
         plain = run(model, text, max_new_tokens=14, **options)
         assistant = {"assistant": knowing(plain)} if assisted else {}
-        found = run(model, text, max_new_tokens=14, past_key_values=cache, **options, **assistant)
+        found = run(model, text, max_new_tokens=14, **{CACHE: cache}, **options, **assistant)
         assert torch.equal(plain, found), f"turn {number}"
         assert int(cache.get_seq_length()) == found.shape[1] - 1
         text = torch.cat([found, PROMPT[:, : 3 + number]], dim=1)
@@ -262,15 +263,13 @@ def test_conversations_on_a_callers_static_cache(model_class, turns):
 def test_static_caches_hold_what_plain_decoding_leaves():
     model = build(Gemma3ForCausalLM)
     caches = [StaticCache(config=model.config, max_cache_len=ROOM) for _ in range(2)]
-    plain = run(model, past_key_values=caches[0], return_dict_in_generate=True)
+    plain = run(model, **{CACHE: caches[0]}, return_dict_in_generate=True)
     addresses = None
     assistant = knowing(plain)
     for _ in range(2):
-        found = run(
-            model, past_key_values=caches[1], assistant=assistant, return_dict_in_generate=True
-        )
+        found = run(model, **{CACHE: caches[1]}, assistant=assistant, return_dict_in_generate=True)
         assert torch.equal(found.sequences, plain.sequences)
-        assert found.past_key_values is caches[1]
+        assert found[CACHE] is caches[1]
         assert assistant.stats.last.accepted > 0
         for left, right in zip(caches[0].layers, caches[1].layers, strict=True):
             torch.testing.assert_close(left.keys, right.keys)
@@ -285,19 +284,17 @@ def test_batches_on_a_static_cache():
     model = build(LlamaForCausalLM)
     first, second = (StaticCache(config=model.config, max_cache_len=ROOM) for _ in range(2))
     options = {"do_sample": False, "max_new_tokens": 20, **INPUTS["padded"]}
-    plain = model.generate(**options, past_key_values=first)
+    plain = model.generate(**options, **{CACHE: first})
     assistant = oracle_assistant(plain, MASK)
-    assert torch.equal(
-        plain, model.generate(**options, past_key_values=second, assistant=assistant)
-    )
+    assert torch.equal(plain, model.generate(**options, **{CACHE: second}, assistant=assistant))
     assert assistant.stats.tier == "tree"
     assert assistant.stats.last.accepted > 0
     text = torch.cat([plain, BATCH[:, :4]], dim=1)
     mask = torch.nn.functional.pad(MASK, (0, text.shape[1] - MASK.shape[1]), value=1)
     options = {"do_sample": False, "max_new_tokens": 10, "attention_mask": mask}
     assert torch.equal(
-        model.generate(text, **options, past_key_values=first),
-        model.generate(text, **options, past_key_values=second),
+        model.generate(text, **options, **{CACHE: first}),
+        model.generate(text, **options, **{CACHE: second}),
     )
 
 
@@ -317,19 +314,19 @@ def test_a_static_cache_that_is_too_small(beyond):
     room = plain.shape[1] - 1 - beyond
     caches = [StaticCache(config=model.config, max_cache_len=room) for _ in range(2)]
     if beyond <= 0:
-        assert torch.equal(plain, run(model, past_key_values=caches[0], assistant=knowing(plain)))
+        assert torch.equal(plain, run(model, **{CACHE: caches[0]}, assistant=knowing(plain)))
         return
     with pytest.raises(IndexError):
-        run(model, past_key_values=caches[0])
-    with pytest.raises(IndexError, match=f"past_key_values: expected room.*max_cache_len={room}"):
-        run(model, past_key_values=caches[1], assistant=knowing(plain))
+        run(model, **{CACHE: caches[0]})
+    with pytest.raises(IndexError, match=f"{CACHE}: expected room.*max_cache_len={room}"):
+        run(model, **{CACHE: caches[1]}, assistant=knowing(plain))
     # What fitted in is there to go on from.
     prefix = plain[:, : int(caches[1].get_seq_length()) + 1]
     assert prefix.shape[1] > PROMPT.shape[1]
     more = {"max_new_tokens": 1}
     if prefix.shape[1] <= room:
         assert torch.equal(
-            run(model, prefix, **more), run(model, prefix, past_key_values=caches[1], **more)
+            run(model, prefix, **more), run(model, prefix, **{CACHE: caches[1]}, **more)
         )
 
 
@@ -338,9 +335,9 @@ def test_windows_shorter_than_the_models_are_decoded_plainly():
     window = model.config.sliding_window
     for room, tier in [(window - 2, "plain"), (window, "tree")]:
         first, second = (StaticCache(config=model.config, max_cache_len=room) for _ in range(2))
-        plain = run(model, past_key_values=first)
+        plain = run(model, **{CACHE: first})
         assistant = knowing(plain)
-        assert torch.equal(plain, run(model, past_key_values=second, assistant=assistant))
+        assert torch.equal(plain, run(model, **{CACHE: second}, assistant=assistant))
         assert assistant.stats.tier == tier
 
 
@@ -355,10 +352,10 @@ def test_interrupted_calls_leave_a_static_cache_to_go_on_from():
 
     whole = run(model)
     with pytest.raises(KeyboardInterrupt):
-        run(model, past_key_values=cache, logits_processor=[stop], assistant=knowing(whole))
+        run(model, **{CACHE: cache}, logits_processor=[stop], assistant=knowing(whole))
     assert PROMPT.shape[1] <= int(cache.get_seq_length()) < whole.shape[1]
     prefix = whole[:, : PROMPT.shape[1] + 11]
-    assert torch.equal(run(model, prefix), run(model, prefix, past_key_values=cache))
+    assert torch.equal(run(model, prefix), run(model, prefix, **{CACHE: cache}))
 
 
 def test_its_memory_goes_with_the_model(compiler):

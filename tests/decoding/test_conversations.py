@@ -45,6 +45,7 @@ from hf_retrieval_assist import (
     SamAssistant,
     SuffixAssistant,
 )
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import weight_copies
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
@@ -78,9 +79,21 @@ def adapted_model():
     for name in ("first", "second"):
         torch.manual_seed(len(name))
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        model.add_adapter(config, name)
-    model.disable_adapters()
+        peft.inject_adapter_in_model(config, model, adapter_name=name)
+    choose_adapter(model, None)
     return model.eval()
+
+
+def choose_adapter(model, name):
+    """Compute with one adapter alone; None: with none. transformers' own methods refuse releases of
+    PEFT that are older than they are."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(name is not None)
+            if name is not None:
+                module.set_adapter(name)
 
 
 # Each tier, and forwards that change at a length or with a setting.
@@ -215,7 +228,7 @@ class Conversation(RuleBasedStateMachine):
     def generate(self, who, ids=None, mask=None, kind="", **options):
         ids = self.ids if ids is None else ids
         mask = self.mask if mask is None else mask
-        inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": self.caches[who]}
+        inputs = {"input_ids": ids, "attention_mask": mask, CACHE: self.caches[who]}
         options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None} | options
         # Rows of unequal progress are not asked for states.
         options |= {"output_hidden_states": kind == "plain"}
@@ -250,7 +263,7 @@ class Conversation(RuleBasedStateMachine):
             self.mask[:, -new.shape[1] :][ended] = 0
             # A state has seen the padding, and would not if the text were fed once more.
             self.refillable &= self.name not in ("convolutions", "recurrences")
-        self.caches = {"plain": plain.past_key_values, "ours": ours.past_key_values}
+        self.caches = {"plain": plain[CACHE], "ours": ours[CACHE]}
 
     def assistant(self, kind, plain):
         if kind == "oracle":
@@ -359,10 +372,7 @@ class Conversation(RuleBasedStateMachine):
             hook = steer if state == "steer" else steer_last
             self.hook = blocks[1].register_forward_hook(hook)
         if self.name == "adapters":
-            self.model.disable_adapters()
-            if state in ("first", "second"):
-                self.model.enable_adapters()
-                self.model.set_adapter(state)
+            choose_adapter(self.model, state if state in ("first", "second") else None)
         self.refillable = False
 
     @rule(forwards=st.integers(0, 6), new=st.integers(2, 12), kind=st.sampled_from(KINDS))
@@ -392,7 +402,7 @@ class Conversation(RuleBasedStateMachine):
             )
             assert torch.equal(everything, ours.sequences)
         self.extend(everything[:, length:])
-        self.caches = {"plain": plain.past_key_values, "ours": cache}
+        self.caches = {"plain": plain[CACHE], "ours": cache}
 
     @rule(tokens=st.integers(1, 6))
     @precondition(lambda self: self.caches["plain"] is not None and self.ids.shape[1] > 20)
@@ -468,4 +478,4 @@ def test_returned_caches_are_slot_caches():
         return_dict_in_generate=True,
         assistant=SamAssistant(),
     )
-    assert isinstance(result.past_key_values, SlotCache)
+    assert isinstance(result[CACHE], SlotCache)

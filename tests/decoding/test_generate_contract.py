@@ -26,6 +26,7 @@ from transformers import (
 from transformers.masking_utils import flash_attention_mask
 
 from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.service import Demand, Tier, _candidates, choose_service
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.lossless import build
@@ -88,11 +89,11 @@ def assert_next_turn_continues(model, next_is_assisted, tier):
     if next_is_assisted:
         assistant = oracle_assistant(expected)
         options["assistant"] = assistant
-    actual = model.generate(ids, past_key_values=assisted.past_key_values, **turn, **options)
+    actual = model.generate(ids, **{CACHE: assisted[CACHE]}, **turn, **options)
     assert torch.equal(expected, actual)
     assert assistant.stats.tier == tier
     assert assistant.stats.last.accepted > 0
-    cached = assisted.past_key_values.get_seq_length()
+    cached = assisted[CACHE].get_seq_length()
     # Accepted tokens that wait to be replayed are not in the cache yet.
     assert cached == actual.shape[1] - 1 or (tier == "replay" and cached < actual.shape[1] - 1)
 
@@ -123,16 +124,14 @@ def test_cache_of_the_caller(model, with_config):
 
     turn = {"do_sample": False, "max_new_tokens": 14}
     given = cache()
-    first = model.generate(PROMPT, past_key_values=given, **turn)
+    first = model.generate(PROMPT, **{CACHE: given}, **turn)
     ids = torch.cat([first, torch.tensor([[3, 14, 15]])], dim=1)
-    expected = model.generate(ids, past_key_values=given, **turn)
+    expected = model.generate(ids, **{CACHE: given}, **turn)
 
     given = cache()
-    model.generate(PROMPT, past_key_values=given, assistant=oracle_assistant(first), **turn)
+    model.generate(PROMPT, **{CACHE: given}, assistant=oracle_assistant(first), **turn)
     assert given.get_seq_length() == first.shape[1] - 1
-    actual = model.generate(
-        ids, past_key_values=given, assistant=oracle_assistant(expected), **turn
-    )
+    actual = model.generate(ids, **{CACHE: given}, assistant=oracle_assistant(expected), **turn)
     assert torch.equal(expected, actual)
 
 

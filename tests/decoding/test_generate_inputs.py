@@ -18,6 +18,7 @@ from transformers import (
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
+from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build
 from tests.support.oracle_drafter import agreeing, oracle_assistant
 
@@ -139,9 +140,9 @@ def test_model_compiled_to_machine_code():
 def test_quantised_cache_of_the_caller_is_refused(llama):
     # Made without its quantisation library, which the refusal comes before.
     cache = QuantizedCache.__new__(QuantizedCache)
-    with pytest.raises(ValueError, match=r"past_key_values.*QuantizedCache"):
+    with pytest.raises(ValueError, match=rf"{CACHE}.*QuantizedCache"):
         llama.generate(
-            **INPUTS, max_new_tokens=4, past_key_values=cache, assistant=oracle_assistant(PROMPT)
+            **INPUTS, max_new_tokens=4, **{CACHE: cache}, assistant=oracle_assistant(PROMPT)
         )
 
 
@@ -163,7 +164,7 @@ def test_offloaded_cache_is_decoded_plainly(llama):
     plain = llama.generate(**INPUTS, **options)
     assistant = oracle_assistant(plain)
     cache = OffloadingCache(config=llama.config)
-    assisted = llama.generate(**INPUTS, **options, past_key_values=cache, assistant=assistant)
+    assisted = llama.generate(**INPUTS, **options, **{CACHE: cache}, assistant=assistant)
     assert torch.equal(plain, assisted)
     assert assistant.stats.tier == "plain"
 

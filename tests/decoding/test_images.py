@@ -16,6 +16,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.tiny_models import tiny_config, tiny_model
 
@@ -182,7 +183,7 @@ def test_the_next_turn_continues_from_the_cache(images, assisted_again):
     question = torch.tensor([[7, 44, 12]])
     results = equal(images, prompt(images), [0])
     ids = torch.cat([results[0].sequences, question], dim=1)
-    plain = generate(images, ids, past_key_values=results[0].past_key_values)
+    plain = generate(images, ids, **{CACHE: results[0][CACHE]})
     assistant = oracle_assistant(plain.sequences) if assisted_again else None
-    again = generate(images, ids, past_key_values=results[1].past_key_values, assistant=assistant)
+    again = generate(images, ids, **{CACHE: results[1][CACHE]}, assistant=assistant)
     assert torch.equal(plain.sequences, again.sequences)

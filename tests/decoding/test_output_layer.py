@@ -15,6 +15,7 @@ import transformers
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.decoding import output_layer
 from hf_retrieval_assist.decoding.selection import TokenSelector
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels.quantized_model import WEIGHTS
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.screen import Sampling, Screened
@@ -207,7 +208,7 @@ def test_a_model_that_changes_its_mind() -> None:
         @wraps(transformers.LlamaForCausalLM.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             output = super().forward(*args, **kwargs)
-            length = kwargs["past_key_values"].get_seq_length()
+            length = kwargs[CACHE].get_seq_length()
             if length > PROMPT.shape[1] + 6:
                 output.logits = output.logits * 1.0
             return output

@@ -26,6 +26,7 @@ from transformers import (
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.decoding.loop import cost_key
 from hf_retrieval_assist.drafting.policy import AssistantSession
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.decoding.test_compiled import static
@@ -312,7 +313,7 @@ def test_an_interrupted_call_leaves_the_callers_cache_to_go_on_from(
     encodes = model_class is BartForConditionalGeneration
     model = build(model_class, **({"is_encoder_decoder": True} if encodes else {}))
     model.generation_config.forced_eos_token_id = None
-    name = "cache_params" if model_class is Mamba2ForCausalLM else "past_key_values"
+    name = "cache_params" if model_class is Mamba2ForCausalLM else CACHE
     cache, prompts = make(model.config), PROMPTS[:, 2:].clone()
     prompts[:, 0] = 2  # Bart's decoder starts with it
 

@@ -20,6 +20,7 @@ from transformers import (
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.decoding.in_step import drafts_in_step
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.oracle_drafter import OracleDrafter, oracle_assistant, sequences_of
 from tests.support.tiny_models import tiny_config, tiny_model
@@ -157,7 +158,7 @@ def test_the_cache_is_plain_decodings(kind):
     for result in (plain, assisted):
         ids = torch.cat([result.sequences, torch.full((3, 2), 9)], dim=1)
         mask = torch.cat([inputs["attention_mask"], ids.new_ones(3, ids.shape[1] - 18)], dim=1)
-        cache = {"past_key_values": result.past_key_values}
+        cache = {CACHE: result[CACHE]}
         turns.append(model.generate(ids, attention_mask=mask, **cache, **options))
     assert torch.equal(turns[0].sequences, turns[1].sequences)
 

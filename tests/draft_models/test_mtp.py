@@ -20,6 +20,7 @@ from hf_retrieval_assist import Assistant, MtpHead, SamAssistant
 from hf_retrieval_assist.draft_models import features
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers, mtp_layers
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.service import choose_service
 from tests.support.feature_following import TEXT, features_of, seen, session_of
@@ -287,7 +288,7 @@ def test_several_turns(glm: Any) -> None:
         more = torch.cat([plain.sequences, torch.tensor([[3, 8, 2]])], dim=1)
         again = glm.generate(
             more,
-            past_key_values=cached.past_key_values,
+            **{CACHE: cached[CACHE]},
             max_new_tokens=6,
             do_sample=False,
             assistant=assistant,

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from hf_retrieval_assist import Assistant, QuantizedSelf, SamAssistant
 from hf_retrieval_assist.draft_models import quantized_self as module
 from hf_retrieval_assist.drafters.base import Target
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import quantized_model, weight_copies
 from hf_retrieval_assist.kernels.linear import stand_ins
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
@@ -165,12 +166,12 @@ def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name: str, forwards: 
     drafting = assistant()
     cache = DynamicCache(config=model.config)
     with pytest.raises(Interrupt), InterruptedForward(model, forwards):
-        run(model, max_new_tokens=NEW, past_key_values=cache, assistant=drafting)
+        run(model, max_new_tokens=NEW, **{CACHE: cache}, assistant=drafting)
     assert F.linear is torch._C._nn.linear
     assert not stand_ins()
     held = plain[:, : max(PROMPT.shape[1], cache.get_seq_length() + 1)]
     rest = NEW - (held.shape[1] - PROMPT.shape[1])
-    again = run(model, held, max_new_tokens=rest, past_key_values=cache, assistant=drafting)
+    again = run(model, held, max_new_tokens=rest, **{CACHE: cache}, assistant=drafting)
     assert torch.equal(again, plain)
 
 
@@ -185,7 +186,7 @@ def test_the_next_turn_goes_on_from_the_same_cache(llama: Any) -> None:
                 seed=turn,
                 do_sample=turn == 1,
                 max_new_tokens=11,
-                past_key_values=cache,
+                **{CACHE: cache},
                 **keyword,
             )
             texts.append(result)

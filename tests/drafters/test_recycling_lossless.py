@@ -8,6 +8,7 @@ from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.drafters.token_recycling import (
     TokenRecyclingDrafter,
 )
+from hf_retrieval_assist.host.transformers_private import CACHE
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_last_logits_are_lossless_over_turns_and_rows(small_llama):
         for _ in range(2):
             out = model.generate(
                 ids,
-                past_key_values=cache,
+                **{CACHE: cache},
                 max_new_tokens=24,
                 do_sample=False,
                 eos_token_id=None,
@@ -69,7 +70,7 @@ def test_last_logits_are_lossless_over_turns_and_rows(small_llama):
                 **assisted,
             )
             ids = torch.cat([out.sequences, torch.tensor([[11, 12], [13, 14]])], dim=1)
-            cache = out.past_key_values
+            cache = out[CACHE]
         return out.sequences
 
     expected = turns()

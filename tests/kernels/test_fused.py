@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.host.transformers_private import attention_of
+from hf_retrieval_assist.host.transformers_private import CACHE, attention_of
 from hf_retrieval_assist.kernels import compact, fusions, linear, self_attention
 from hf_retrieval_assist.kernels.attention import AttentionTuning
 from hf_retrieval_assist.kernels.fused import learn_fusions
@@ -97,7 +97,7 @@ def conversation(model):
     """Logits of a text in three forwards over one cache, and of two padded rows."""
     cache = DynamicCache(config=model.config)
     parts = [IDS[:, :3], IDS[:, 3:4], IDS[:, 4:]]
-    logits = [model(part, past_key_values=cache).logits for part in parts]
+    logits = [model(part, **{CACHE: cache}).logits for part in parts]
     mask = torch.ones(2, 6, dtype=torch.long)
     mask[0, :2] = 0
     return [*logits, model(IDS.repeat(2, 1), attention_mask=mask).logits]
@@ -137,8 +137,8 @@ def test_every_row_gives_the_same_bits_whatever_stands_beside_it():
 
     def behind_a_prefix(n):
         cache = DynamicCache(config=model.config)
-        model(IDS[:, :2], past_key_values=cache)
-        return model(IDS[:, 2 : 2 + n], past_key_values=cache).logits
+        model(IDS[:, :2], **{CACHE: cache})
+        return model(IDS[:, 2 : 2 + n], **{CACHE: cache}).logits
 
     with torch.no_grad(), reroute():
         whole = behind_a_prefix(4)

@@ -8,6 +8,7 @@ from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build, run
 
 from .libraries import EOS, LIBRARIES, SCHEMA, VOCABULARY, Counted, tokenizer, xgrammar_processor
@@ -86,9 +87,7 @@ def test_a_chat_of_three_turns(model, library, sampling):
     ids, assistant = torch.tensor([PROMPT]), SamAssistant(budget=8)
     for turn in range(3):
         results = [
-            call(
-                model, LIBRARIES[library], one, ids=ids, past_key_values=cache, **SAMPLING[sampling]
-            )
+            call(model, LIBRARIES[library], one, ids=ids, **{CACHE: cache}, **SAMPLING[sampling])
             for one, cache in zip((None, assistant), caches, strict=True)
         ]
         (plain, seen), (ours, seen_by_ours) = results

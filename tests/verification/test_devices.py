@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist.decoding.node_choices import NodeChoices
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification import fixed_verifier, packed_buffer, replay
 from hf_retrieval_assist.verification.arena import Arena
 from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
@@ -217,7 +218,7 @@ def test_rows_that_catch_up_overwrite_nothing_on_its_way(cuda, monkeypatch):
         assistant = oracle_assistant(plain.sequences)
         assisted = model.generate(**inputs, **options, assistant=assistant)
         assert torch.equal(assisted.sequences, plain.sequences)
-        pairs = zip(assisted.past_key_values.layers, plain.past_key_values.layers, strict=True)
+        pairs = zip(assisted[CACHE].layers, plain[CACHE].layers, strict=True)
         for layer, expected in pairs:
             torch.testing.assert_close(layer.keys, expected.keys, atol=1e-4, rtol=1e-3)
 

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import split_attention
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service, tiers
@@ -124,7 +125,7 @@ def test_drafts_wider_than_any_bucket(monkeypatch):
 def test_returned_caches_are_the_callers_own():
     model = build(LlamaForCausalLM)
     cache = DynamicCache(config=model.config)
-    first = run(model, past_key_values=cache, assistant=knowing(run(model)))
+    first = run(model, **{CACHE: cache}, assistant=knowing(run(model)))
     kept = [layer.keys.clone() for layer in cache.layers]
     # Others use the same workspace meanwhile.
     run(model, assistant=knowing(run(model)), ids=PROMPT.flip(1))
@@ -132,9 +133,9 @@ def test_returned_caches_are_the_callers_own():
         assert torch.equal(layer.keys, keys)
     longer = torch.cat([first, PROMPT[:, :3]], dim=1)
     plain = run(model, longer)
-    assert torch.equal(plain, run(model, longer, past_key_values=cache))
+    assert torch.equal(plain, run(model, longer, **{CACHE: cache}))
     returned = run(model, return_dict_in_generate=True, assistant=knowing(first))
-    again = run(model, longer, past_key_values=returned.past_key_values, assistant=knowing(plain))
+    again = run(model, longer, **{CACHE: returned[CACHE]}, assistant=knowing(plain))
     assert torch.equal(plain, again)
 
 
@@ -205,14 +206,14 @@ def test_an_interrupted_call_leaves_a_cache_to_go_on_from():
             raise KeyboardInterrupt
         return scores
 
-    options = {"past_key_values": cache, "logits_processor": [stop]}
+    options = {CACHE: cache, "logits_processor": [stop]}
     assistant = knowing(run(model))
     with pytest.raises(KeyboardInterrupt):
         run(model, assistant=assistant, **options)
     assert cache.get_seq_length() >= PROMPT.shape[1]
     whole = run(model)
     prefix = whole[:, : PROMPT.shape[1] + 11]
-    assert torch.equal(run(model, prefix), run(model, prefix, past_key_values=cache))
+    assert torch.equal(run(model, prefix), run(model, prefix, **{CACHE: cache}))
 
 
 class Collector(Drafter):

@@ -15,6 +15,7 @@ from transformers import (
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels.linear import MAX_ROWS
 from hf_retrieval_assist.kernels.packed_attention import PackedSpan, spans_of
 from hf_retrieval_assist.kernels.scopes import attending
@@ -51,7 +52,7 @@ def started(model, packed, pads):
     """A verifier behind a prefill, and rows of one generated token."""
     config = model.config.get_text_config(decoder=True)
     ids, kwargs = arguments(pads)
-    kwargs["past_key_values"] = cache = SlotCache(config)
+    kwargs[CACHE] = cache = SlotCache(config)
     model(input_ids=ids, **kwargs)
     cache.begin(ROWS)
     rules = layer_masks(config) or single_mask(config)
@@ -153,13 +154,13 @@ def test_the_returned_cache_holds_rows_that_left(model):
     plain = run(model, ids, mask, **options)
     assisted = run(model, ids, mask, oracle_assistant(sequences_of(plain), mask), **options)
     assert torch.equal(plain.sequences, assisted.sequences)
-    lengths = [result.past_key_values.get_seq_length() for result in (plain, assisted)]
+    lengths = [result[CACHE].get_seq_length() for result in (plain, assisted)]
     assert lengths[0] == lengths[1]
     ids = torch.cat([plain.sequences, torch.tensor([[9], [5], [33], [21]])], dim=1)
     mask = torch.cat([mask, torch.ones_like(ids[:, LENGTH:])], dim=1)
     turns = []
     for result in (plain, assisted):
-        again = options | {"past_key_values": result.past_key_values, "eos_token_id": None}
+        again = options | {CACHE: result[CACHE], "eos_token_id": None}
         turns.append(run(model, ids, mask, **again | {"max_new_tokens": 12}).sequences)
     assert torch.equal(*turns)
 
@@ -209,13 +210,13 @@ def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch)
     with monkeypatch.context() as patched:
         patched.setattr(TreeVerifier, "_on_device", without_memory)
         with pytest.raises(MemoryError):
-            run(model, ids, mask, assistant, past_key_values=cache, **options)
+            run(model, ids, mask, assistant, **{CACHE: cache}, **options)
     assert cache.get_seq_length() == LENGTH
     ids = plain[:, : LENGTH + 1]
     mask = torch.cat([mask, mask.new_ones(ROWS, 1)], dim=1)
     options |= {"max_new_tokens": 29}
     expected = run(model, ids, mask, **options)
-    assert torch.equal(expected, run(model, ids, mask, past_key_values=cache, **options))
+    assert torch.equal(expected, run(model, ids, mask, **{CACHE: cache}, **options))
 
 
 @pytest.mark.parametrize("other_class", [LlamaForCausalLM, Gemma3ForCausalLM])
@@ -262,10 +263,10 @@ def test_a_cache_goes_on_from_a_layer_that_was_interrupted_at_its_first_write(mo
         show = SlotLayer._show
         patched.setattr(SlotLayer, "_show", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run(model, ids, mask, assistant, past_key_values=cache, **options)
+            run(model, ids, mask, assistant, **{CACHE: cache}, **options)
     assert layers[1].is_initialized
     assert cache.get_seq_length() == 0
-    assert torch.equal(plain, run(model, ids, mask, past_key_values=cache, **options))
+    assert torch.equal(plain, run(model, ids, mask, **{CACHE: cache}, **options))
 
 
 @pytest.mark.parametrize("tested", [False, True])
@@ -288,7 +289,7 @@ def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(model, scope, tested,
 
         patched.setattr(scope, "__exit__", exit_or_raise)
         with pytest.raises(KeyboardInterrupt):
-            run(model, ids, mask, assistant, past_key_values=cache, **options)
+            run(model, ids, mask, assistant, **{CACHE: cache}, **options)
     assert torch.equal(plain, run(model, ids, mask, **options))
     length = cache.get_seq_length()
     assert (length >= LENGTH) == (tested or scope is reroute)
@@ -297,7 +298,7 @@ def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(model, scope, tested,
     mask = torch.cat([mask, mask.new_ones(ROWS, length - LENGTH)], dim=1)
     options |= {"max_new_tokens": plain.shape[1] - length, "eos_token_id": None}
     expected = run(model, ids, mask, **options)
-    assert torch.equal(expected, run(model, ids, mask, past_key_values=cache, **options))
+    assert torch.equal(expected, run(model, ids, mask, **{CACHE: cache}, **options))
 
 
 def test_what_is_packed(model):
