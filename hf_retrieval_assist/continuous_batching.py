@@ -23,6 +23,7 @@ from .drafters.feedback import RowFeedback
 from .drafting.policy import AssistantSession
 from .host import transformers_private
 from .host.fingerprint import fingerprint
+from .host.private_names import CONTINUOUS_BATCHING, absent
 from .kernels.fused import learn_fusions
 from .kernels.reroute import reroute
 from .planning.account import Drafting
@@ -41,25 +42,21 @@ logger = get_logger(__name__)
 
 
 def draft_for(manager: Any, assistant: Assistant) -> None:
-    """Let a manager of continuous batching draft, where its release of transformers is known.
+    """Let a manager of continuous batching draft, where its release has what that takes.
 
     Raises:
         ValueError: an assistant that cannot draft here; see :class:`RequestDrafts`.
     """
     drafts = RequestDrafts(assistant, manager.model)
-    why: str | None
-    try:
-        from .host import continuous_batching
-    except ImportError as error:
-        why = f"transformers {transformers.__version__}: {error}"
-    else:
-        why = continuous_batching.why_unknown()
-    if why is not None:
-        logger.warning(
-            "%s: continuous batching without the assistant (%s)", type(manager.model).__name__, why
+    if lacking := absent(CONTINUOUS_BATCHING):
+        logger.warning_once(
+            f"continuous batching without the assistant: transformers {transformers.__version__} "
+            f"lacks what it drafts with: {'; '.join(lacking)}"
         )
         return
-    continuous_batching.serve(manager, drafts)
+    from .host.continuous_batching import serve
+
+    serve(manager, drafts)
 
 
 class RequestDrafts:

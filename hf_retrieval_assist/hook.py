@@ -23,6 +23,7 @@ from .assistants import Assistant
 from .attachment import attached_to
 from .continuous_batching import draft_for
 from .decoding.call import refused_mode
+from .host.private_names import why_plain
 from .host.transformers_private import given_cache, shards_need_company
 from .system.arguments import kind_of
 from .system.log import get_logger
@@ -166,7 +167,7 @@ def _check_configurations(model: Any, kwargs: dict[str, Any], args: Sequence[Any
 
 def _generate(original: Any, model: Any, assistant: Any, kwargs: dict[str, Any]) -> Any:
     if (why := _left_to_transformers(model, kwargs)) is not None:
-        logger.warning("%s: decoding without the assistant", why)
+        logger.warning_once(f"{why}: decoding without the assistant")
         return original(model, **kwargs)
     tokenizer = kwargs.pop("tokenizer", None)
     _heal_tokens(model, tokenizer, kwargs)
@@ -239,7 +240,9 @@ def _objection(kwargs: dict[str, Any]) -> str | None:
 
 
 def _left_to_transformers(model: Any, kwargs: dict[str, Any]) -> str | None:
-    """What of a call `generate` sees to without an assistant in any case."""
+    """What of a call, or of the release, makes `generate` do without an assistant."""
+    if (why := why_plain()) is not None:
+        return why
     for name in _TOKENIZER_SETTINGS:
         if getattr(model.generation_config, name, None):
             # transformers fills it in again and then misses the tokenizer, which it has dropped.

@@ -13,16 +13,23 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, LlamaForCausalLM
 
-from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, SuffixAssistant
+from hf_retrieval_assist import (
+    Assistant,
+    OutputMemory,
+    SamAssistant,
+    SuffixAssistant,
+    continuous_batching,
+)
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
+from hf_retrieval_assist.host import private_names
 from hf_retrieval_assist.kernels import norm
 from hf_retrieval_assist.kernels.skinny import fused_norm
 from hf_retrieval_assist.token_tree import TokenTree
 
 from .support.lossless import build
 
-if Version(transformers.__version__) < Version("5.23"):
-    pytest.skip("drafts from transformers 5.23 on", allow_module_level=True)
+if Version(transformers.__version__) < Version("5.20"):
+    pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
 
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
@@ -322,15 +329,15 @@ def test_log_probabilities_are_those_of_each_token(llama):
     assert assistant.stats.total.accepted > 0
 
 
-def test_an_unknown_release_decodes_plainly_and_says_so(llama, monkeypatch, told):
-    from hf_retrieval_assist.host import continuous_batching
-
-    monkeypatch.setattr(continuous_batching, "KNOWN", {(4, 0)})
+def test_a_release_that_lacks_something_decodes_plainly_and_names_it(llama, monkeypatch, told):
+    lacking = private_names.PrivateName("transformers:GenerationMixin", "gone(now)", "a test")
+    monkeypatch.setattr(continuous_batching, "CONTINUOUS_BATCHING", (lacking,))
     inputs = prompts(2)
     plain = run(llama, inputs)
     assistant = half_knowing(inputs, plain)
     assert run(llama, inputs, assistant=assistant) == plain
     assert "continuous batching without the assistant" in told.text
+    assert "GenerationMixin.gone(now) is gone" in told.text
     assert assistant.stats.total.steps == 0
 
 

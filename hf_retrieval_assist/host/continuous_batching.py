@@ -18,8 +18,6 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from packaging.version import Version
-from transformers import __version__
 from transformers.generation.continuous_batching import cache_allocators
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
@@ -35,9 +33,6 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 from ..system.log import get_logger
 
 logger = get_logger(__name__)
-
-# The releases whose continuous batching this module knows.
-KNOWN = {(5, 23)}
 
 _LONGEST = 4096  # tokens of a draft where nothing else bounds it
 
@@ -79,14 +74,6 @@ class Drafts(Protocol):
 
     def time(self, tokens: int, seconds: float) -> None:
         """A step that fed nothing but these tokens of decoding requests took so long."""
-
-
-def why_unknown() -> str | None:
-    """Why no request can be drafted for with this release of transformers; None: it can."""
-    version = Version(__version__)
-    if (version.major, version.minor) in KNOWN:
-        return None
-    return f"transformers {__version__}, whose continuous batching is not known"
 
 
 def serve(manager: ContinuousBatchingManager, drafts: Drafts) -> None:

@@ -15,27 +15,19 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __version__
+from transformers import GenerationConfig, PreTrainedModel, __version__
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from .private_names import cache_parameter
+
 PIPELINES_SINCE = Version("5.23")
 
-
-def _takes(function: Any, name: str) -> bool:
-    return name in inspect.signature(function).parameters
-
-
-# The keywords under which `generate` hands a cache to a forward.
-CACHE_NAMES = (
-    ("cache",)
-    if _takes(GenerationMixin.prepare_inputs_for_generation, "cache")
-    else ("past_key_values", "cache_params")
-)
-# What outputs call it.
-CACHE = CACHE_NAMES[0]
+# What outputs call a cache. Up to 5.23 forwards of recurrent models have another name for it.
+CACHE = cache_parameter() or "cache"
+CACHE_NAMES = (CACHE, "cache_params")
 # Those under which any release takes a cache from the caller of `generate`.
-_GIVEN_NAMES = ("cache", "past_key_values", "cache_params")
+_GIVEN_NAMES = (CACHE, "cache", "past_key_values", "cache_params")
 
 
 def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
@@ -55,15 +47,8 @@ def cache_name(module: Any) -> str | None:
 
 
 def with_cache(module: Any, held: Any) -> dict[str, Any]:
-    """The keyword argument that hands a cache to a module's forward.
-
-    Raises:
-        TypeError: it takes none.
-    """
-    name = cache_name(module)
-    if name is None:
-        raise TypeError(f"{type(module).__name__}: expected a forward that takes a cache")
-    return {name: held}
+    """The keyword argument that hands a cache to the forward of a module that takes one."""
+    return {cache_name(module) or CACHE: held}
 
 
 def given_cache(kwargs: dict[str, Any]) -> tuple[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..host.model_state import model_settings
+from ..host.private_names import why_plain
 from ..host.transformers_private import (
     attention_of,
     cache_name,
@@ -118,6 +119,8 @@ def choose_service(
         demand: what the call wants of forwards.
     """
     demand = demand or Demand()
+    if (why := why_plain()) is not None:
+        return Service(Tier.PLAIN, why)
     if model.training and (why := _why_plain_in_training(model)) is not None:
         return Service(Tier.PLAIN, why)
     padded, piped = has_padding(model_kwargs), is_pipeline(model)

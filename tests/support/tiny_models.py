@@ -114,6 +114,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
             for kind in ("full_attention", "sliding_attention")
         },
     },
+    "dory": {"layer_types": _MIXED} | dict.fromkeys(("n_input_layers", "n_output_layers"), 1),
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "gemma4_text": {"global_head_dim": 8},

@@ -1,0 +1,109 @@
+"""What the package counts on in transformers is there, and a release without it is told of."""
+
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import GenerationMixin, LlamaForCausalLM
+from transformers.generation.continuous_batching.scheduler import Scheduler
+
+from hf_retrieval_assist.host import private_names, transformers_private
+from hf_retrieval_assist.host.private_names import CONTINUOUS_BATCHING, GENERATE, GROUPS, absent
+from tests.support.lossless import build, knowing, run
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers_versions.md"
+
+# Releases before this one have another continuous batching, in which nothing is drafted.
+HAS_BATCHING = transformers.__version__ >= "5.20"
+NAMES = [
+    name
+    for names in GROUPS.values()
+    for name in names
+    if HAS_BATCHING or names is not CONTINUOUS_BATCHING
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=str)
+def test_a_name_is_there(name):
+    assert (line := name.lacking()) is None, line
+
+
+@pytest.fixture
+def fresh():
+    """What is found of a release once is found anew."""
+    private_names.why_plain.cache_clear()
+    yield
+    private_names.why_plain.cache_clear()
+
+
+def test_a_renamed_method_a_parameter_and_an_attribute_are_named(monkeypatch):
+    def prefill(self, ids, generation_config, model_kwargs):
+        """Its first parameter has another name."""
+
+    monkeypatch.setattr(GenerationMixin, "_prefill", prefill)
+    monkeypatch.delattr(GenerationMixin, "_has_unfinished_sequences")
+    assert absent(GENERATE) == [
+        "GenerationMixin._prefill(input_ids, generation_config, model_kwargs) takes no input_ids; "
+        "used for the prompt's forward",
+        "GenerationMixin._has_unfinished_sequences(this_peer_finished, synced_gpus, device) is "
+        "gone; used for other processes",
+    ]
+    made = private_names.PrivateName("transformers:GenerationMixin", "_renamed_state", "a test")
+    assert made.lacking() == "GenerationMixin._renamed_state is gone; used for a test"
+    gone = private_names.PrivateName("transformers.no_module:Thing", "attribute", "a test")
+    assert "No module named 'transformers.no_module'" in gone.lacking()
+
+
+@pytest.mark.skipif(not HAS_BATCHING, reason="another continuous batching")
+def test_a_renamed_attribute_of_the_scheduler_is_named(monkeypatch):
+    for kind in Scheduler.__mro__[:-1]:
+        for name, member in [*vars(kind).items()]:
+            code = getattr(member, "__code__", None)
+            if code is not None and "waiting_requests_order" in code.co_names:
+                monkeypatch.setattr(kind, name, lambda self: None)
+    assert any("Scheduler.waiting_requests_order" in line for line in absent(CONTINUOUS_BATCHING))
+
+
+def test_a_release_in_which_nothing_can_be_assisted_says_so(monkeypatch, told, fresh):
+    model = build(LlamaForCausalLM)
+    plain = run(model)
+    monkeypatch.setattr(private_names, "absent", lambda names: ["GenerationMixin._prefill is gone"])
+    assistant = knowing(plain)
+    for _ in range(2):
+        assert run(model, assistant=assistant).tolist() == plain.tolist()
+    assert told.text.count("every call of every model is decoded plainly") == 1
+    assert "GenerationMixin._prefill is gone" in told.text
+    assert assistant.stats.total.steps == 0
+
+
+def test_a_release_that_nobody_tried_is_served_and_said_so_once(monkeypatch, told, fresh):
+    model = build(LlamaForCausalLM)
+    plain = run(model)
+    monkeypatch.setattr(private_names, "__version__", "5.99.0.dev0")
+    for _ in range(2):
+        assistant = knowing(plain)
+        assert run(model, assistant=assistant).tolist() == plain.tolist()
+        assert assistant.stats.total.accepted > 0
+    assert told.text.count("transformers 5.99.0.dev0 is newer") == 1
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values", "kept"])
+def test_the_caches_name_is_read_from_transformers(monkeypatch, name):
+    namespace = {"Cache": transformers.Cache}
+    exec(f"def prepare(self, input_ids, {name}: Cache | None = None): pass", namespace)
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", namespace["prepare"])
+    assert private_names.cache_parameter() == name
+
+
+def test_a_cache_is_found_under_any_name_of_it():
+    given = transformers_private.given_cache
+    assert given({"past_key_values": 3}) == ("past_key_values", 3)
+    assert given({"cache": 4, "past_key_values": None}) == ("cache", 4)
+    assert given({})[1] is None
+
+
+def test_the_page_shows_the_list():
+    assert private_names.table() in PAGE.read_text(), (
+        "write what `python -m hf_retrieval_assist.host.private_names` prints into the page"
+    )
+    assert private_names.NEWEST in PAGE.read_text()
