@@ -27,6 +27,7 @@ from ..planning.cost_views import PackedCost, stepped
 from ..record import CallRecord
 from ..row_text import Path, RowText
 from ..stats import CallStats, Timed
+from ..system.log import get_logger
 from ..token_tree import TokenTree
 from ..verification.fixed_memory import stays_in_place
 from ..verification.fixed_verifier import ForwardOptions
@@ -43,6 +44,8 @@ from .recorder import OutputRecorder
 from .selection import TokenSelector
 from .stopping import Stopping
 from .walk import Walk
+
+logger = get_logger(__name__)
 
 # Keyword arguments with one entry per token.
 _PER_TOKEN = (
@@ -113,6 +116,7 @@ class Generation:
         # Accounts of time differ between ranks, which have to ask together.
         self.account = None if self.ranks.several else assistant.account(self.cost_key)
         self.unasked = 0  # steps since drafters were asked
+        self.sound = True  # whether the text's own logits are finite, as far as that was looked at
         self.taps = FeatureTaps(self.model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = []
 
@@ -151,6 +155,9 @@ class Generation:
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = self._forward(verifier, trees)
             verified.wait()
+            if any(map(len, trees)) and not verified.is_sound:
+                trees = [TokenTree.empty()] * len(self.rows)
+                verified = self._forward_alone(verifier, verified)
         self.counts.forwards += 1
         with self._timed("walk") as walked:
             paths = self._walk(running, trees, verified)
@@ -255,6 +262,21 @@ class Generation:
         self.decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
         return self.copies.forward(verifier, self.rows, trees)
 
+    def _forward_alone(self, verifier: Verifier, unsound: Verified) -> Verified:
+        """The forward once more without the drafts, one of which has made NaN of the others."""
+        logger.warning_once(
+            f"{type(self.model).__name__}: logits behind a draft were not finite (an overflow in "
+            "half precision, or weights that are not); the step was repeated without drafts"
+        )
+        verifier.drop(self.rows, unsound)
+        verified = self._forward(verifier, [TokenTree.empty()] * len(self.rows))
+        verified.wait()
+        # Where the text itself is not finite, no draft is of use.
+        self.sound = verified.is_sound
+        self.counts.forwards += 1
+        verified.typical = False
+        return verified
+
     def _options(self) -> ForwardOptions:
         """What this call wants of its forwards."""
         return ForwardOptions(
@@ -304,6 +326,8 @@ class Generation:
         """What to verify of each row; nothing of finished ones, which bring no more tokens."""
 
         def plan() -> Sequence[TokenTree]:
+            if not self.sound:
+                return [TokenTree.empty()] * len(running)
             extra = verifier.backlog(self.rows)
             growing = [row for row in running if row.padding is None or self.step_walk is None]
             sessions = [self.sessions[row.index] for row in growing]

@@ -206,6 +206,12 @@ class SlotLayer(DynamicLayer):
         """Show the first `length` slots."""
         self._view(length)
 
+    def wipe(self, lengths: Sequence[int]) -> None:
+        """Fill the slots behind each row's length with zeros."""
+        for buffer in self._buffers:
+            for row, length in zip(buffer, lengths, strict=True):
+                row[:, length:] = 0
+
 
 def _may_change(buffer: torch.Tensor) -> bool:
     """Whether a buffer may be written to; one from an earlier turn under `torch.inference_mode` may
@@ -247,6 +253,12 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
             self.indexer_position_ids[:, rows, destination] = self.indexer_position_ids[
                 :, rows, source
             ]
+
+    def wipe(self, lengths: Sequence[int]) -> None:
+        super().wipe(lengths)
+        if self.indexer_keys is not None:
+            for row, length in zip(self.indexer_keys, lengths, strict=True):
+                row[length:] = 0
 
     def show(self, length: int) -> None:
         super().show(length)
@@ -382,6 +394,12 @@ class SlotCache(DynamicCache):
         self.slots.set_lengths([min(kept, length) for kept in self.slots.lengths])
         for layer in self.slot_layers:
             layer.show(self.slots.longest)
+
+    def wipe(self) -> None:
+        """Leave no number behind the kept slots: a mask that hides them multiplies by 0, which
+        makes NaN of what is not finite."""
+        for layer in self.slot_layers:
+            layer.wipe(self.slots.lengths)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep, of the tokens that the last forward wrote, those at the given indices of each row.

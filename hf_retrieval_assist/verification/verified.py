@@ -67,6 +67,12 @@ class Verified:
         first = self.roots[row]
         return ComputedTop(self._logits, np.arange(first, first + 1 + nodes))
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether no token's logits are NaN, as one overflow makes those of its whole row: what a
+        mask hides is multiplied by 0, and 0 times infinity is NaN."""
+        return not bool(self._logits[:, 0].isnan().any())
+
     def near_ties(self, row: int, nodes: Sequence[int], share: float) -> int:
         """Behind how many of a row's fed tokens the second greatest logit lies within this share of
         the greatest; 0 where the forward did not bring them along."""

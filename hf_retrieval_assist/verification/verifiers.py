@@ -155,6 +155,11 @@ class Verifier:
         """Keep each row's accepted tokens: 0 for the root, 1 + i for node i; none at rest."""
         raise NotImplementedError
 
+    def drop(self, rows: Sequence[RowText], verified: Verified) -> None:
+        """Keep nothing of a forward, and leave no number of it in the cache."""
+        self.keep(rows, verified, [[] for _ in rows])
+        self.cache.wipe()
+
     def lacking(self, tokens: int) -> int:
         """How many tokens the cache lacks at most of what plain decoding leaves in it after
         generating `tokens` per row: all but the last one."""
@@ -234,6 +239,7 @@ class TreeVerifier(Verifier):
         super().__init__(*args)
         self.attention = attention
         self.packed = packed
+        self._unsound = False  # whether drafts since the last `forget` had NaN for logits
 
     @cached_property
     def _modules(self) -> frozenset[nn.Module]:
@@ -337,6 +343,7 @@ class TreeVerifier(Verifier):
             slots.places = rows, places[:, columns - fed.width :]
             slots.extent = slots.longest + columns
         logits: torch.Tensor = self._run(fed.token_ids, fed.width, arguments).logits
+        self._unsound = self._unsound or bool(logits[..., 0].isnan().any())
         return logits
 
     def forget(self) -> None:
@@ -344,6 +351,9 @@ class TreeVerifier(Verifier):
         self.cache.slots.places = self.cache.slots.extent = None
         self.cache.truncate(self.cache.slots.longest)
         self.feeding = False
+        if self._unsound:
+            self.cache.wipe()
+            self._unsound = False
 
     def _first_positions(self) -> torch.Tensor:
         """Position of each row's root: [batch, 1], or with a leading axis where ids have one."""

@@ -1,0 +1,115 @@
+"""A drafted token whose forward is not finite costs time, and never a token: 0 times NaN is NaN, so
+it reaches what a mask hides it from."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    BartForCausalLM,
+    Gemma3ForCausalLM,
+    GlmMoeDsaForCausalLM,
+    Lfm2ForCausalLM,
+    LlamaForCausalLM,
+    Qwen3NextForCausalLM,
+)
+
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession
+from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.verification.kv_cache import SlotCache
+from tests.support.lossless import PROMPT, build, knowing, run
+from tests.support.oracle_drafter import oracle_assistant, sequences_of
+
+MODELS = {
+    "tree": lambda: build(LlamaForCausalLM),
+    "windows": lambda: build(Gemma3ForCausalLM),
+    "indexed": lambda: build(GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
+    "chain": lambda: build(BartForCausalLM, is_encoder_decoder=False),
+    "convolution": lambda: build(Lfm2ForCausalLM),
+    "replay": lambda: build(Qwen3NextForCausalLM),
+}
+ROWS = torch.cat([PROMPT, PROMPT.roll(3, 1), PROMPT.flip(1)])
+
+
+class Poisoned(Drafter):
+    """Drafts true tokens, one that poisons, and true ones behind and beside it."""
+
+    name = "poisoned"
+
+    def __init__(self, texts, poison):
+        self.texts, self.poison, self.started = texts, poison, 0
+
+    def start(self, prompt_ids, target):
+        self.started += 1
+        return _Session(self, self.texts[(self.started - 1) % len(self.texts)], len(prompt_ids))
+
+
+class _Session(DraftSession):
+    def __init__(self, drafter, text, length):
+        self.drafter, self.text, self.length, self.drafts = drafter, text, length, 0
+
+    def commit(self, token_ids, feedback):
+        self.length += len(token_ids)
+
+    def propose(self, budget):
+        coming = self.text[self.length : self.length + 2]
+        self.drafts += 1
+        if len(coming) < 2 or self.drafts % 2 == 0:
+            return TokenTree.chain(coming, [0.9] * len(coming))
+        tokens = [coming[0], self.drafter.poison, coming[1]]
+        return TokenTree.build(tokens, [-1, 0, 0], [0.9, 0.8, 0.8])
+
+
+def poison_of(texts, vocab_size):
+    """A token that plain decoding never writes nor is given."""
+    return next(token for token in range(vocab_size) if token not in {*np.ravel(texts)})
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_later_calls_are_plain(name, rows):
+    model = MODELS[name]()
+    ids = ROWS[:rows]
+    plain = run(model, ids)
+    run(model, ids, assistant=knowing(plain))  # passes the model's test
+    poison = poison_of(plain.tolist(), model.config.vocab_size)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = torch.nan
+    assert run(model, ids).tolist() == plain.tolist()
+    assistant = Assistant([Poisoned(plain.tolist(), poison)], budget=8)
+    options = {"assistant": assistant, "return_dict_in_generate": True}
+    first = run(model, ids, **options)
+    assert first.sequences.tolist() == plain.tolist()
+    assert assistant.stats.last.accepted > 0
+    assert assistant.stats.last.forwards > assistant.stats.last.steps / rows
+    longer = run(model, plain)
+    cache = next(value for value in first.values() if isinstance(value, SlotCache))
+    for layer in cache.slot_layers:
+        assert all(buffer.isfinite().all() for buffer in layer._buffers)
+    again = run(model, plain, cache=cache) if name != "replay" else run(model, plain)
+    assert again.tolist() == longer.tolist()
+
+
+def test_an_overflow_in_half_precision():
+    model = build(Gemma3ForCausalLM).half()
+    plain = run(model)
+    poison = poison_of(plain.tolist(), model.config.vocab_size)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = 6e4
+    text = plain[0].tolist()
+    assistant = SamAssistant([[*text[:16], poison, *text[16:]]], budget=8)
+    assert run(model, assistant=assistant).tolist() == plain.tolist()
+
+
+def test_a_text_that_is_not_finite_itself_is_drafted_for_no_more(told):
+    """Plain decoding writes token 0 from there on."""
+    model = build(LlamaForCausalLM)
+    text = run(model)
+    run(model, assistant=knowing(text))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[text[0, 20]] = torch.nan
+    plain = run(model)
+    assistant = oracle_assistant(sequences_of(plain))
+    assert run(model, assistant=assistant).tolist() == plain.tolist()
+    assert assistant.stats.last.forwards < 2 * plain.shape[1]
+    assert told.text.count("were not finite") == 1
