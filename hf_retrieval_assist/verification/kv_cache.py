@@ -99,6 +99,7 @@ class SlotLayer(DynamicLayer):
         self.slots = slots
         self.window = window
         self.capacity = capacity
+        self.absent = 0  # first slots that hold nothing, because a window had dropped their tokens
         self._buffers: list[torch.Tensor] = []
         # The views that this layer made last; whoever crops or reorders it puts others there.
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -115,7 +116,28 @@ class SlotLayer(DynamicLayer):
             self.lazy_initialization(layer.keys, layer.values)
             held = min(length, layer.keys.shape[-2])
             shown = (states[:, :, :held] for states in (layer.keys, layer.values))
-            self._show(*(F.pad(states, (0, 0, length - held, 0)) for states in shown))
+            self.absent = length - held
+            self._show(*(F.pad(states, (0, 0, self.absent, 0)) for states in shown))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens.
+
+        Raises:
+            RuntimeError: what the layer then would have to show has been dropped by its window, as
+                plain decoding's layers say.
+        """
+        left = max(0, self.get_seq_length() + min(0, tokens_to_remove))
+        if self.window and max(0, left - self.window + 1) < self.absent:
+            raise RuntimeError(
+                f"crop: expected at most {self.get_seq_length() - self.window + 1 - self.absent} "
+                f"tokens to remove, got {-tokens_to_remove}: a window of {self.window} tokens has "
+                "dropped what it would show then"
+            )
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        super().reset()
+        self.absent = 0
 
     def hand_back(self, layer: StaticLayer, room: int | None) -> None:
         """Leave this layer's content, as far as there is room, in the one that it came from."""

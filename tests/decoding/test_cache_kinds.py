@@ -9,8 +9,10 @@ from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
     Gemma3nForCausalLM,
+    GlmMoeDsaForCausalLM,
     Lfm2ForCausalLM,
     LlamaForCausalLM,
+    MistralForCausalLM,
     Qwen3NextForCausalLM,
     StaticCache,
 )
@@ -200,3 +202,54 @@ def test_generate_of_a_compiled_wrapper():
     plain, assisted, assistant = both(model, inputs, do_sample=False, max_new_tokens=10)
     assert torch.equal(plain, assisted)
     assert assistant.stats.last.accepted > 0
+
+
+def is_right(model, cache, text, removed):
+    """Whether a cache that was cut goes on as plain decoding from the start of the text does; None:
+    it refuses to be cut."""
+    kept = cache.get_seq_length() - removed
+    try:
+        cache.crop(-removed)
+    except RuntimeError:
+        return None
+    shorter = text[:, : kept + 1]
+    return torch.equal(turn(model, shorter, cache), turn(model, shorter, None))
+
+
+@pytest.mark.parametrize(
+    "model_class", [LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM, GlmMoeDsaForCausalLM]
+)
+@pytest.mark.parametrize("before", [None, "assisted"])
+def test_crops_of_a_returned_cache_are_right_or_refused(model_class, before):
+    """Refused only where plain decoding's own cache refuses them too."""
+    model = build(model_class)
+    first = turn(model, PROMPTS[:1], None)
+    second = turn(model, first, None)
+    for removed in (0, 1, 3, 6, 9, 14, second.shape[1] - 2):
+        plain, ours = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        for cache, assisted in ((plain, False), (ours, True)):
+            earlier = oracle_assistant(first) if assisted and before else None
+            turn(model, PROMPTS[:1], cache, earlier)
+            turn(model, first, cache, oracle_assistant(second) if assisted else None)
+        found = is_right(model, ours, second, removed)
+        assert found or (found is None and is_right(model, plain, second, removed) is None)
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+def test_rows_of_a_returned_cache_are_chosen_and_repeated_as_plain_decodings(model_class):
+    model = build(model_class)
+    first = turn(model, PROMPTS[:2], None)
+    changes = {
+        "select": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1]),
+        "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+        "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
+        "reset": (lambda cache: cache.reset(), [0, 1]),
+    }
+    for change, rows in changes.values():
+        for again in (None, "assisted"):
+            cache = DynamicCache(config=model.config)
+            turn(model, PROMPTS[:2], cache, oracle_assistant(first))
+            change(cache)
+            expected = turn(model, first[rows], None)
+            helped = oracle_assistant(expected) if again else None
+            assert torch.equal(turn(model, first[rows], cache, helped), expected)
