@@ -24,7 +24,7 @@ from .attachment import attached_to
 from .continuous_batching import draft_for
 from .decoding.call import refused_mode
 from .host.private_names import why_plain
-from .host.transformers_private import given_cache, shards_need_company
+from .host.transformers_private import given_cache, has_own_loop, shards_need_company
 from .system.arguments import kind_of
 from .system.log import get_logger
 
@@ -243,6 +243,8 @@ def _left_to_transformers(model: Any, kwargs: dict[str, Any]) -> str | None:
     """What of a call, or of the release, makes `generate` do without an assistant."""
     if (why := why_plain()) is not None:
         return why
+    if has_own_loop(model):
+        return f"{type(model).__name__} decodes by a loop of its own"
     for name in _TOKENIZER_SETTINGS:
         if getattr(model.generation_config, name, None):
             # transformers fills it in again and then misses the tokenizer, which it has dropped.

@@ -17,6 +17,7 @@ from transformers.generation import GenerationMode
 
 from ..drafters.base import Target
 from ..host import transformers_private
+from ..host.callers_hooks import has_callers_hooks
 from ..host.compiled import Compiled, compiled_forward
 from ..host.fingerprint import fingerprint
 from ..planning.planner import Planner
@@ -129,6 +130,11 @@ class Call:
             return (
                 f"tokens of {service.cache_name} cannot be dropped one by one; pass a DynamicCache"
             )
+        if self._asks_caller and has_callers_hooks(self.model):
+            return (
+                "a logits processor, stopping criterion or streamer of the caller's may read what "
+                "hooks of the caller's have noted of a forward; leave out either"
+            )
         states = self._returns_states
         if self.batch_size > 1 and states:
             return (
@@ -158,6 +164,14 @@ class Call:
                 "its forwards are compiled, and take no masks or return states; do not compile it"
             )
         return None
+
+    @property
+    def _asks_caller(self) -> bool:
+        """Whether code that is not known runs between forwards."""
+        foreign = type(self.streamer).__module__.partition(".")[0] != "transformers"
+        if self.streamer is not None and foreign:
+            return True
+        return any(map(follows_rows, (*self.processors, *self.criteria)))
 
     @property
     def _returns_states(self) -> bool:

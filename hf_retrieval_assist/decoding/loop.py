@@ -15,6 +15,7 @@ import torch
 from ..drafters.feedback import RowFeedback, row_feedbacks
 from ..drafting.policy import AssistantSession, DraftingPolicy
 from ..host import transformers_private as private
+from ..host.callers_hooks import HookWatch
 from ..host.feature_taps import FeatureTaps
 from ..host.fingerprint import fingerprint
 from ..host.ranks import Ranks
@@ -116,7 +117,8 @@ class Generation:
         # Accounts of time differ between ranks, which have to ask together.
         self.account = None if self.ranks.several else assistant.account(self.cost_key)
         self.unasked = 0  # steps since drafters were asked
-        self.sound = True  # whether the text's own logits are finite, as far as that was looked at
+        self.may_draft = True  # whether nothing has shown that drafts change the text's forwards
+        self.hooks = HookWatch(call.model)
         self.taps = FeatureTaps(self.model, assistant.hidden_layers)
         self.sessions: list[AssistantSession] = []
 
@@ -125,6 +127,7 @@ class Generation:
         device, synced = self.call.input_ids.device, self.call.synced_gpus
         with self.ranks, ExitStack() as opened:
             try:
+                opened.enter_context(self.hooks)
                 self._open_sessions(opened)
                 self.ranks.begin()
                 self.verifier = self.prefill()
@@ -155,9 +158,11 @@ class Generation:
         with self._timed("forward") as forward, self.taps, self.reroute:
             verified = self._forward(verifier, trees)
             verified.wait()
-            if any(map(len, trees)) and not verified.is_sound:
+            if any(map(len, trees)) and not self._holds(verified):
                 trees = [TokenTree.empty()] * len(self.rows)
                 verified = self._forward_alone(verifier, verified)
+            if self.hooks.unsure or self.hooks.changing:
+                self._heed_hooks()
         self.counts.forwards += 1
         with self._timed("walk") as walked:
             paths = self._walk(running, trees, verified)
@@ -262,17 +267,30 @@ class Generation:
         self.decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
         return self.copies.forward(verifier, self.rows, trees)
 
-    def _forward_alone(self, verifier: Verifier, unsound: Verified) -> Verified:
-        """The forward once more without the drafts, one of which has made NaN of the others."""
-        logger.warning_once(
-            f"{type(self.model).__name__}: logits behind a draft were not finite (an overflow in "
-            "half precision, or weights that are not); the step was repeated without drafts"
-        )
-        verifier.drop(self.rows, unsound)
+    def _holds(self, verified: Verified) -> bool:
+        """Whether a forward computed the text as it would have done without drafts."""
+        if not verified.is_sound:
+            logger.warning_once(
+                f"{type(self.model).__name__}: logits behind a draft were not finite (an overflow "
+                "in half precision, or weights that are not); the step was repeated without drafts"
+            )
+            return False
+        # One that was tested without them.
+        return not self.hooks.changing
+
+    def _heed_hooks(self) -> None:
+        """Draft no more where a hook changes forwards, which were tested without it: the next call
+        is served as a test with it says."""
+        if not self.hooks.learn():
+            self.may_draft, self.counts.tier = False, "plain"
+
+    def _forward_alone(self, verifier: Verifier, untrue: Verified) -> Verified:
+        """The forward once more without the drafts."""
+        verifier.drop(self.rows, untrue)
         verified = self._forward(verifier, [TokenTree.empty()] * len(self.rows))
         verified.wait()
         # Where the text itself is not finite, no draft is of use.
-        self.sound = verified.is_sound
+        self.may_draft = verified.is_sound
         self.counts.forwards += 1
         verified.typical = False
         return verified
@@ -326,7 +344,8 @@ class Generation:
         """What to verify of each row; nothing of finished ones, which bring no more tokens."""
 
         def plan() -> Sequence[TokenTree]:
-            if not self.sound:
+            # Hooks that are met for the first time have to show what they do with a single token.
+            if not self.may_draft or self.hooks.unsure:
                 return [TokenTree.empty()] * len(running)
             extra = verifier.backlog(self.rows)
             growing = [row for row in running if row.padding is None or self.step_walk is None]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, __version__
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __version__
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
@@ -68,6 +68,11 @@ def prefill(
 def sample(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
     """transformers' own loop for greedy decoding and sampling."""
     return model._sample(input_ids, **arguments)
+
+
+def has_own_loop(model: Any) -> bool:
+    """Whether a model's class decodes by another loop than transformers' own."""
+    return type(model)._sample is not GenerationMixin._sample
 
 
 def kwargs_after(model: Any, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -134,11 +139,25 @@ def hooks_of(module: nn.Module) -> list[Any]:
     ]
 
 
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks that run after a module's forward, and those that run before it, by their numbers,
+    of which PyTorch gives none twice."""
+    return module._forward_hooks, module._forward_pre_hooks
+
+
 def numbered_hooks(module: nn.Module) -> list[tuple[int, Any]]:
-    """The hooks that run after a module's forward and before it, with their numbers, of which
-    PyTorch gives none twice."""
-    found = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+    """The same as a list, without hooks that change nothing of a forward."""
+    after, before = hook_tables(module)
+    if not (after or before):
+        return []
+    found = [*after.items(), *before.items()]
     return [(number, hook) for number, hook in found if not _marks_gradients(hook)]
+
+
+def global_hooks() -> list[Any]:
+    """The hooks round the forwards of all modules of the process."""
+    module = torch.nn.modules.module
+    return [*module._global_forward_hooks.values(), *module._global_forward_pre_hooks.values()]
 
 
 def keep_address(tensor: torch.Tensor) -> None:

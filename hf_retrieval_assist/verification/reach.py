@@ -1,21 +1,15 @@
-"""How far forwards of a model may reach: what it makes of a position may depend on others.
+"""How far the forwards of a model may reach: what it makes of a position may depend on others.
 
 RoPE that follows the length of the text (dynamic, longrope) takes one set of frequencies for all
 tokens of a forward, by its furthest position. Plain decoding feeds one token after another, so each
-has the frequencies of its own length. Where drafts would reach over such a border they are cut, and
-where every position has frequencies of its own nothing is drafted. Other models start anew at some
-length: they drop their cache and process the whole text once more.
-
-Neither is known by name. The modules that are given positions are found while the model is tested,
-and asked alone, round every length that the configuration or they themselves name; so is how the
-model prepares its inputs.
+has the frequencies of its own length. Drafts are cut at such a border, and where every position has
+frequencies of its own nothing is drafted. A table of learned positions ends the drafts as well.
+Some models drop their cache at a length and process the whole text once more.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +19,8 @@ from transformers import DynamicCache, GenerationMixin
 
 from ..host.transformers_private import input_device
 
-# Tokens of the forwards that modules are asked with.
-_ASKED = 8
+_LENGTHS = ("position", "length", "seq_len", "context")
+_SHORTEST = 8  # numbers below name no length of a text
 
 
 @dataclass(frozen=True)
@@ -37,18 +31,21 @@ class Reach:
         borders: positions, ascending, that no forward may have on both sides: the first one behind
             the border is named.
         apart_from: the position from which on no two may be in one forward; None: there is none.
+        end: the first position that a table does not hold; None: there is no table.
         restarts: lengths of the text, ascending, at which the model drops its cache.
     """
 
     borders: tuple[int, ...] = ()
     apart_from: int | None = None
+    end: int | None = None
     restarts: tuple[int, ...] = ()
 
     def room(self, position: int) -> int | None:
         """How far behind a position a forward may reach; None without limit."""
         if self.apart_from is not None and position >= self.apart_from:
             return 0
-        ahead = [border for border in self._borders if border > position]
+        stops = (*self.borders, self.apart_from, self.end)
+        ahead = [stop for stop in stops if stop is not None and stop > position]
         return min(ahead) - 1 - position if ahead else None
 
     def meets(self, start: int, stop: int) -> bool:
@@ -61,23 +58,21 @@ class Reach:
         prefill where the prompt is longer."""
         return any(length < stop for length in self.restarts)
 
-    @property
-    def _borders(self) -> tuple[int, ...]:
-        return self.borders if self.apart_from is None else (*self.borders, self.apart_from)
-
 
 UNLIMITED = Reach()
 
 
-def find_reach(model: Any, modules: PositionModules, cache_name: str) -> Reach:
-    """The reach of a model whose modules were watched during a forward."""
-    named = named_lengths(model.config.get_text_config(decoder=True).to_dict())
-    lengths = sorted({*named, *modules.named_lengths()})
-    found = [modules.borders(lengths)] if lengths else []
-    borders = sorted({border for some, _ in found for border in some})
-    apart = [start for _, start in found if start is not None]
+def find_reach(model: Any, cache_name: str) -> Reach:
+    """The reach of a model, by its kinds of RoPE, its tables and how it prepares its inputs."""
+    config = model.config.get_text_config(decoder=True)
+    lengths = named_lengths(config.to_dict())
+    ropes = {rope for module in model.modules() for rope in _ropes(module)}
+    tables = [n for module in model.modules() for n in _tables(module, lengths)]
     return Reach(
-        tuple(borders), min(apart, default=None), tuple(_restarts(model, named, cache_name))
+        tuple(sorted(length for kind, length in ropes if kind == "longrope")),
+        min((length for kind, length in ropes if "dynamic" in kind), default=None),
+        min(tables, default=None),
+        tuple(_restarts(model, lengths, cache_name)),
     )
 
 
@@ -87,156 +82,35 @@ def named_lengths(settings: dict[str, Any]) -> set[int]:
     for name, value in settings.items():
         if isinstance(value, dict):
             found |= named_lengths(value)
-        elif type(value) is int and value >= _ASKED and any(w in str(name) for w in _LENGTHS):
+        elif type(value) is int and value >= _SHORTEST and any(w in str(name) for w in _LENGTHS):
             found.add(value)
     return found
 
 
-_LENGTHS = ("position", "length", "seq_len", "context")
+def _ropes(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """The kinds of RoPE that a module computes, and the length at which each changes."""
+    kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+    if kinds is None or config is None:
+        return
+    for layer, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+        parameters: Any = getattr(config, "rope_parameters", None) or {}
+        parameters = parameters if layer is None else parameters.get(layer) or {}
+        longest: int = getattr(config, "max_position_embeddings", 0)
+        if kind == "longrope":
+            longest = parameters.get("original_max_position_embeddings") or longest
+        yield str(kind), longest
 
 
-@dataclass
-class _Asked:
-    """A module as a forward first called it.
-
-    Attributes:
-        place: the argument that holds positions, by number or by name.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    place: int | str
-
-    @property
-    def positions(self) -> torch.Tensor:
-        held: Any = self.args if isinstance(self.place, int) else self.kwargs
-        return held[self.place]
-
-
-class PositionModules:
-    """Scope of forwards in which modules are noted that are given positions and hold no parameters.
-
-    What forwards change in them is put back at its end, since plain decoding would not have
-    changed it.
-    """
-
-    def __init__(self, model: nn.Module):
-        self._model = model
-        self._handles: list[Any] = []
-        self._asked: dict[tuple[int, str], _Asked] = {}
-        self._before: list[tuple[nn.Module, dict[str, Any], dict[str, torch.Tensor]]] = []
-
-    def __enter__(self) -> PositionModules:
-        self._thread = threading.get_ident()
-        for module in self._model.modules():
-            if next(module.children(), None) is None and next(module.parameters(), None) is None:
-                handle = module.register_forward_pre_hook(self._note, with_kwargs=True)
-                self._handles.append(handle)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-        for module, settings, buffers in self._before:
-            held = settings["_buffers"]
-            vars(module).update(settings | {"_buffers": vars(module)["_buffers"]})
-            for name, value in buffers.items():
-                held[name].copy_(value)
-            vars(module)["_buffers"].update(held)
-
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() != self._thread:
-            return
-        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        place = next((name for name, value in given if _is_positions(value)), None)
-        plain = repr([value for _, value in given if not isinstance(value, torch.Tensor)])
-        if place is None or (id(module), plain) in self._asked:
-            return
-        if not any(known is module for known, *_ in self._before):
-            buffers = dict(vars(module)["_buffers"])
-            copies = {name: b.clone() for name, b in buffers.items() if b is not None}
-            self._before.append((module, vars(module) | {"_buffers": buffers}, copies))
-        asked = _Asked(module, _on_cpu(args), _on_cpu(kwargs), place)
-        self._asked[id(module), plain] = asked
-
-    def named_lengths(self) -> set[int]:
-        """Numbers of positions that the noted modules name themselves."""
-        return {n for asked in self._asked.values() for n in named_lengths(vars(asked.module))}
-
-    def borders(self, lengths: Iterable[int]) -> tuple[list[int], int | None]:
-        """The borders next to any of these lengths, and the position from which on every one is
-        processed apart from others; None: there is none."""
-        found: list[int] = []
-        for asked in self._asked.values():
-            for length in lengths:
-                crossed = [n for n in range(length - 1, length + 2) if _affects(asked, n - 1, n)]
-                found += crossed
-                # Far from any border that this length draws.
-                if crossed and _affects(asked, 2 * length, 2 * length + 1):
-                    return sorted({*found}), min(found)
-        return sorted({*found}), None
-
-
-def _is_positions(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not value.is_floating_point()
-        and value.dtype is not torch.bool
-        and value.ndim > 0
-        and value.shape[-1] >= _ASKED
-    )
-
-
-def _affects(asked: _Asked, position: int, further: int) -> bool:
-    """Whether a token at one position is processed otherwise where another one is further."""
-    tokens = asked.positions.shape[-1]
-    alone = torch.full_like(asked.positions, position)
-    beside = alone.clone()
-    beside[..., -1] = further
-    try:
-        pairs = [*zip(_ask(asked, alone), _ask(asked, beside), strict=True)]
-    except (IndexError, RuntimeError, ValueError):
-        return False  # Plain decoding cannot get to such a position either.
-    differing = sum(int((one != other).sum()) for one, other in pairs)
-    # More than what the last token alone brings.
-    return differing * tokens > sum(one.numel() for one, _ in pairs)
-
-
-def _ask(asked: _Asked, positions: torch.Tensor) -> list[torch.Tensor]:
-    """What a copy of the module, as it is at the start of a text, makes of positions."""
-    module = copy.copy(asked.module)
-    vars(module).update(_on_cpu(vars(module)))
-    vars(module)["_buffers"] = {
-        name: None if buffer is None else buffer.detach().cpu().clone()
-        for name, buffer in asked.module.named_buffers(recurse=False)
-    }
-    result: Any = None
-    for given in (torch.zeros_like(positions), positions):
-        args, kwargs = list(asked.args), dict(asked.kwargs)
-        held: Any = args if isinstance(asked.place, int) else kwargs
-        held[asked.place] = given
-        result = type(module).forward(module, *args, **kwargs)
-    return [part for part in _flat(result) if isinstance(part, torch.Tensor)]
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list | tuple):
-        return [value]
-    return [part for member in value for part in _flat(member)]
-
-
-def _on_cpu(values: Any) -> Any:
-    """The same arguments or attributes, tensors among them being copies on the CPU."""
-    if isinstance(values, torch.Tensor):
-        return values.detach().cpu().clone()
-    if isinstance(values, dict):
-        return {n: _on_cpu(v) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
-    if isinstance(values, tuple):
-        return tuple(_on_cpu(v) if isinstance(v, torch.Tensor) else v for v in values)
-    return values
+def _tables(module: nn.Module, lengths: set[int]) -> Iterator[int]:
+    """How many positions a table of learned ones holds: as many rows as a length that the
+    configuration names, or a few more where the first ones are set apart."""
+    if not isinstance(module, nn.Embedding):
+        return
+    offset = int(getattr(module, "offset", 0))
+    rows = module.num_embeddings
+    if rows - offset in lengths:
+        apart = 0 if module.padding_idx is None or offset else module.padding_idx + 1
+        yield rows - offset - apart
 
 
 class _Filled(DynamicCache):

@@ -11,17 +11,19 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..host.model_state import model_settings
+from ..host.model_state import Place, model_settings, modules_of
 from ..host.private_names import why_plain
 from ..host.transformers_private import (
     attention_of,
     cache_name,
     forward_parameters,
+    has_own_loop,
     input_device,
     is_compiled,
     is_pipeline,
     is_stateful,
     keeps_no_activations,
+    numbered_hooks,
     takes_dynamic_cache,
     why_no_mask,
     why_plain_in_pipeline,
@@ -73,11 +75,19 @@ class Demand:
 
 
 class _Verdicts:
-    """What was found out about a model, by everything that it depends on, the newest last."""
+    """What was found out about a model, by everything that it depends on, the newest last.
+
+    Attributes:
+        lock: held while the model is tested.
+        moving: attributes that its forwards change, by which no verdict is told.
+    """
 
     def __init__(self) -> None:
+        self.lock = Lock()
+        self.moving: set[Place] = set()
         self._found: OrderedDict[Any, tuple[int, Service]] = OrderedDict()
         self._new = 0
+        self._refused: Any = None
 
     def get(self, key: Any, width: int) -> Service | None:
         asked, service = self._found.get(key, (0, None))
@@ -87,10 +97,11 @@ class _Verdicts:
         self._new = 0
         return service
 
-    @property
-    def settles(self) -> bool:
-        """Whether some verdict is found again now and then."""
-        return self._new < _MOST_NEW
+    def is_worth_a_test(self, key: Any) -> bool:
+        """Whether a new verdict will be found again, as far as that is known: some are now and
+        then, or this one was asked for in the call before too."""
+        again, self._refused = key == self._refused, key
+        return again or self._new < _MOST_NEW
 
     def add(self, key: Any, width: int, service: Service) -> None:
         self._found[key] = width, service
@@ -119,22 +130,24 @@ def choose_service(
         demand: what the call wants of forwards.
     """
     demand = demand or Demand()
-    if (why := why_plain()) is not None:
+    if (why := _why_plain(model, model_kwargs)) is not None:
         return Service(Tier.PLAIN, why)
-    if model.training and (why := _why_plain_in_training(model)) is not None:
-        return Service(Tier.PLAIN, why)
-    padded, piped = has_padding(model_kwargs), is_pipeline(model)
-    if padded and piped:
-        return Service(Tier.PLAIN, "later stages of a pipeline see no padding; pass one row")
+    padded = has_padding(model_kwargs)
     packs = batch_size > 1 and _packs(model, model_kwargs)
-    several = padded or (batch_size > 1 and not piped)
+    several = padded or (batch_size > 1 and not is_pipeline(model))
+    rows = 2 if several else 1
+    if several and batch_size > 1 and any(map(numbered_hooks, modules_of(model))):
+        # Hooks may know of each row, as PEFT's with an adapter for each do.
+        rows = batch_size
     with _lock:
-        wanted = demand.compiled, demand.widens, demand.states
-        key = (model_settings(model), model.dtype, several, packs, *wanted)
         verdicts = _services.setdefault(model, _Verdicts())
+    with verdicts.lock:
+        wanted = demand.compiled, demand.widens, demand.states
+        settings = model_settings(model, verdicts.moving), model.dtype
+        key = (settings, rows, packs, *wanted)
         if (known := verdicts.get(key, demand.width)) is not None:
             return known
-        if not verdicts.settles:
+        if not verdicts.is_worth_a_test(key):
             return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
         logger.warning_once(
             f"{type(model).__name__}: the first call with an assistant tests how drafts are "
@@ -142,13 +155,27 @@ def choose_service(
         )
         learn_fusions(model, attention_of)
         try:
-            service = _first_right(model, model_kwargs, several, packs, demand)
+            service = _first_right(model, model_kwargs, rows, packs, demand, verdicts.moving)
         except SHORTAGES as shortage:
             why = f"no memory to test how drafts are verified ({shortage!r}); free some of it"
             return Service(Tier.PLAIN, why)
-        verdicts.add(key, demand.width, service)
+        settings = model_settings(model, verdicts.moving), model.dtype
+        verdicts.add((settings, rows, packs, *wanted), demand.width, service)
         logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
         return service
+
+
+def _why_plain(model: Any, model_kwargs: dict[str, Any]) -> str | None:
+    """What no test need be asked about; None: nothing."""
+    if (why := why_plain()) is not None:
+        return why
+    if model.training and (why := _why_plain_in_training(model)) is not None:
+        return why
+    if has_own_loop(model):
+        return "it decodes by a loop of its own"
+    if is_pipeline(model) and has_padding(model_kwargs):
+        return "later stages of a pipeline see no padding; pass one row"
+    return None
 
 
 def _why_plain_in_training(model: Any) -> str | None:
@@ -170,31 +197,31 @@ def _why_plain_in_training(model: Any) -> str | None:
 
 
 def _first_right(
-    model: Any, model_kwargs: dict[str, Any], several: bool, packs: bool, demand: Demand
+    model: Any,
+    model_kwargs: dict[str, Any],
+    rows: int,
+    packs: bool,
+    demand: Demand,
+    moving: set[Place],
 ) -> Service:
     reason = ""
     for service in _candidates(model, packs, demand):
         if service.tier is Tier.PLAIN:
             return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
-        found = _examined(model, service, model_kwargs, several, demand.width)
+        found: Any = service
+        # Compiled code computes attention by itself where it cannot be recorded, so both ways have
+        # to be right.
+        own = service.compiled and service.attention_by != "mask"
+        for way in ("mask", service.attention_by) if own else (service.attention_by,):
+            width = demand.width if found is service else found.width
+            tried = replace(service, attention_by=way)
+            found = examined(model, tried, model_kwargs, rows, width, moving)
+            if isinstance(found, str):
+                break
         if isinstance(found, Service):
             return replace(found, reason=reason or service.reason)
         reason = f"{service.tier.value} failed its test: {found}"
     raise AssertionError("the last candidate is the plain tier")
-
-
-def _examined(
-    model: Any, service: Service, model_kwargs: dict[str, Any], several: bool, width: int
-) -> Service | str:
-    """The same as `examined`; compiled code computes attention by itself where it cannot be
-    recorded, so both ways have to be right."""
-    if service.compiled and service.attention_by != "mask":
-        own = replace(service, attention_by="mask")
-        found = examined(model, own, model_kwargs, several, width)
-        if isinstance(found, str):
-            return found
-        width = found.width
-    return examined(model, service, model_kwargs, several, width)
 
 
 def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:

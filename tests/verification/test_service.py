@@ -9,7 +9,6 @@ from transformers import LlamaForCausalLM, SwitchTransformersForConditionalGener
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.feature_taps import FeatureTap
 from hf_retrieval_assist.verification import service, tiers
-from hf_retrieval_assist.verification.reach import PositionModules
 from hf_retrieval_assist.verification.recorded_state import recorded_state
 from hf_retrieval_assist.verification.service import Demand, choose_service
 from hf_retrieval_assist.verification.tiers import Tier
@@ -79,9 +78,10 @@ def test_hooks_come_and_go():
     for _ in range(2):
         handle = model.model.layers[1].register_forward_hook(steer)
         plain = run(model)
-        assistant = knowing(plain)
-        assert torch.equal(plain, run(model, assistant=assistant))
-        assert assistant.stats.tier == "plain"
+        for _ in range(2):  # the first call finds out what the hook does
+            assistant = knowing(plain)
+            assert torch.equal(plain, run(model, assistant=assistant))
+            assert assistant.stats.tier == "plain"
         handle.remove()
         equal(model)
 
@@ -99,21 +99,22 @@ def test_an_adapter_comes_and_goes():
 def test_what_another_thread_taps_is_no_other_model():
     model = build(LlamaForCausalLM)
     settings = service.model_settings(model)
-    with FeatureTap(model, (0, 1)), PositionModules(model):
+    with FeatureTap(model, (0, 1)):
         assert service.model_settings(model) == settings
 
 
-def test_hooks_that_are_new_in_every_call_are_not_tested_in_every_call(monkeypatch):
+def test_settings_that_are_new_in_every_call_are_not_tested_in_every_call(monkeypatch):
     model, tests = build(LlamaForCausalLM), []
     examined = service.examined
     monkeypatch.setattr(service, "examined", lambda *a: tests.append(1) or examined(*a))
-    for _ in range(20):
-        handle = model.register_forward_hook(lambda *_: None)
+    for number in range(20):
+        model.setting = number
         found = choose_service(model, {})
-        handle.remove()
     assert len(tests) < 10
     assert found.tier is Tier.PLAIN
     assert "in every call" in found.reason
+    # Until they stay.
+    assert choose_service(model, {}).tier is Tier.TREE
 
 
 def test_hooks_that_trainers_leave_behind_mean_nothing():
