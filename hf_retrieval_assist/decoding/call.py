@@ -34,6 +34,14 @@ from .stopping import Stopping
 
 logger = get_logger(__name__)
 
+# Inputs with one entry per token, of which the loop knows those of tokens to come.
+PER_TOKEN = frozenset(
+    (
+        *("attention_mask", "decoder_attention_mask", "position_ids", "decoder_position_ids"),
+        *("token_type_ids", "mm_token_type_ids"),
+    )
+)
+
 # What asks for other ways of decoding.
 _MODE_ARGUMENTS = {
     GenerationMode.CONTRASTIVE_SEARCH: "penalty_alpha",
@@ -113,8 +121,12 @@ class Call:
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
         if why is None:
             return service
-        logger.warning_once(f"{type(self.model).__name__}: the assistant cannot draft here: {why}")
+        self.tell_plain(why)
         return Service(Tier.PLAIN, why)
+
+    def tell_plain(self, why: str) -> None:
+        """Say once why calls like this one are decoded plainly."""
+        logger.warning_once(f"{type(self.model).__name__}: the assistant cannot draft here: {why}")
 
     def _why_plain(self, service: Service) -> str | None:
         config = self.config
@@ -130,6 +142,8 @@ class Call:
             return (
                 f"tokens of {service.cache_name} cannot be dropped one by one; pass a DynamicCache"
             )
+        if (name := self._unknown_input) is not None:
+            return f"{name} has an entry for each token, and nobody knows those of tokens to come"
         if self._asks_caller and has_callers_hooks(self.model):
             return (
                 "a logits processor, stopping criterion or streamer of the caller's may read what "
@@ -164,6 +178,18 @@ class Call:
                 "its forwards are compiled, and take no masks or return states; do not compile it"
             )
         return None
+
+    @property
+    def _unknown_input(self) -> str | None:
+        """An input with one entry per token of the prompt of which steps do not know more."""
+        shape = self.input_ids.shape
+        found = (
+            name
+            for name, value in self.model_kwargs.items()
+            if isinstance(value, torch.Tensor) and value.shape[:2] == shape
+            if name not in PER_TOKEN and name not in ("inputs_embeds", "cache_position")
+        )
+        return next(found, None) if shape[1] > 1 else None
 
     @property
     def _asks_caller(self) -> bool:
@@ -220,6 +246,10 @@ class Call:
             or self.streamer is not None
             or service.reach.meets(*self._lengths)
         )
+        config = self.config
+        if config.return_dict_in_generate and (config.output_scores or config.output_logits):
+            # Of rows that have ended, plain decoding returns what the model makes of padding.
+            together = together or Stopping(self.criteria).has_eos
         return together or any(map(follows_rows, (*self.processors, *self.criteria)))
 
     def keeps_cache(self, service: Service) -> bool:

@@ -21,7 +21,7 @@ from ..system.log import get_logger
 from ..token_tree import Int32Array
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
-from .loop import Generation, kind_of
+from .loop import Generation, UnservableError, kind_of
 from .plainly import decode_at_rest, decode_plainly
 
 logger = get_logger(__name__)
@@ -85,7 +85,12 @@ def decode(
         if account is not None and account.rests():
             result = _decode_at_rest(call, assistant, counts, account)
         else:
-            result = _decode_with_drafts(call, assistant, service, counts, record, account)
+            try:
+                result = _decode_with_drafts(call, assistant, service, counts, record, account)
+            except UnservableError as error:
+                call.tell_plain(str(error))
+                counts.tier = Tier.PLAIN.value
+                result = decode_plainly(call, counts, record)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
     assistant.costs.save_at_times(fingerprint(model))

@@ -45,7 +45,7 @@ class StepWalk(Walker):
             shown = tuple(self._scores) if self.recorder.wants_scores else None
             self.stopping.finish_all(self.rows, self._ids(), shown)
             if self.streamer is not None:
-                self.streamer.put(torch.tensor(tokens))
+                self.streamer.put(torch.tensor(tokens, device="cpu"))
             if self.rows[0].finished:
                 return paths
             children = [

@@ -36,7 +36,7 @@ from ..verification.own_forwards import OwnForwards
 from ..verification.tiers import Service, slot_cache
 from ..verification.verified import Verified
 from ..verification.verifiers import Verifier
-from .call import Call
+from .call import PER_TOKEN, Call
 from .copies import Copies
 from .dice import Dice, RowForesight
 from .in_step import StepWalk, drafts_in_step
@@ -48,22 +48,16 @@ from .walk import Walk
 
 logger = get_logger(__name__)
 
-# Keyword arguments with one entry per token.
-_PER_TOKEN = (
-    "attention_mask",
-    "decoder_attention_mask",
-    "position_ids",
-    "decoder_position_ids",
-    "token_type_ids",
-    "mm_token_type_ids",
-)
-
 # Steps without drafts are all alike: one in so many is timed.
 _TIMING_PERIOD = 8
 
 # Of forwards for which the experts' weights may be copied token by token; plain decoding does so
 # for one token a row.
 _FEW_TOKENS = 2
+
+
+class UnservableError(Exception):
+    """What the prefill has shown of a model that no draft can be verified with."""
 
 
 class Generation:
@@ -156,11 +150,10 @@ class Generation:
             trees = self._drafts(running, verifier, price, drafting)
         self.unasked = self.unasked + 1 if drafting is not None and not drafting.uses else 0
         with self._timed("forward") as forward, self.taps, self.reroute:
-            verified = self._forward(verifier, trees)
-            verified.wait()
-            if any(map(len, trees)) and not self._holds(verified):
+            verified = self._verified(verifier, trees)
+            if verified is None:
                 trees = [TokenTree.empty()] * len(self.rows)
-                verified = self._forward_alone(verifier, verified)
+                verified = self._forward_alone(verifier)
             if self.hooks.unsure or self.hooks.changing:
                 self._heed_hooks()
         self.counts.forwards += 1
@@ -228,6 +221,8 @@ class Generation:
                     self.model, call.input_ids, call.config, self.model_kwargs
                 )
             self.cache.begin(call.batch_size)
+            if not self.cache.is_even:
+                raise UnservableError("its layers do not keep one entry for each token of the text")
             self.model_kwargs = self._kwargs_of_steps(outputs)
             verifier = self.service.verifier(
                 self.model, self.cache, self.model_kwargs, call.input_ids, self._options()
@@ -267,16 +262,30 @@ class Generation:
         self.decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
         return self.copies.forward(verifier, self.rows, trees)
 
-    def _holds(self, verified: Verified) -> bool:
-        """Whether a forward computed the text as it would have done without drafts."""
-        if not verified.is_sound:
-            logger.warning_once(
-                f"{type(self.model).__name__}: logits behind a draft were not finite (an overflow "
-                "in half precision, or weights that are not); the step was repeated without drafts"
-            )
-            return False
-        # One that was tested without them.
-        return not self.hooks.changing
+    def _verified(self, verifier: Verifier, trees: Sequence[TokenTree]) -> Verified | None:
+        """A forward over drafts; None, with nothing of it left, where it did not compute the text
+        as it would have done without them."""
+        if not any(map(len, trees)):
+            verified = self._forward(verifier, trees)
+            verified.wait()
+            return verified
+        try:
+            verified = self._forward(verifier, trees)
+            verified.wait()
+            if verified.is_sound and not self.hooks.changing:
+                return verified
+            verifier.drop(self.rows, verified)
+            why = "logits behind a draft were not finite (an overflow, or weights that are not)"
+        except Exception as error:
+            if self.ranks.several:
+                raise
+            verifier.undo()
+            self.may_draft = False
+            why = f"a forward over a draft raised {error!r}"
+        if not self.hooks.changing:
+            name = type(self.model).__name__
+            logger.warning_once(f"{name}: {why}; the step was repeated without drafts")
+        return None
 
     def _heed_hooks(self) -> None:
         """Draft no more where a hook changes forwards, which were tested without it: the next call
@@ -284,13 +293,12 @@ class Generation:
         if not self.hooks.learn():
             self.may_draft, self.counts.tier = False, "plain"
 
-    def _forward_alone(self, verifier: Verifier, untrue: Verified) -> Verified:
+    def _forward_alone(self, verifier: Verifier) -> Verified:
         """The forward once more without the drafts."""
-        verifier.drop(self.rows, untrue)
         verified = self._forward(verifier, [TokenTree.empty()] * len(self.rows))
         verified.wait()
         # Where the text itself is not finite, no draft is of use.
-        self.may_draft = verified.is_sound
+        self.may_draft = self.may_draft and verified.is_sound
         self.counts.forwards += 1
         verified.typical = False
         return verified
@@ -331,7 +339,7 @@ class Generation:
         """The forward's keyword arguments from here on; the verifier counts on from the prompt."""
         updated = private.kwargs_after(self.model, outputs, self.model_kwargs)
         return updated | {
-            name: self.model_kwargs[name] for name in _PER_TOKEN if name in self.model_kwargs
+            name: self.model_kwargs[name] for name in PER_TOKEN if name in self.model_kwargs
         }
 
     def _drafts(
@@ -454,7 +462,11 @@ class Generation:
         self.counts.keeps_seed = self.dice.plain and not self.residual
         if self.call.streamer is not None:
             self.call.streamer.end()
-        new = self.call.input_ids.new_tensor([row.fed(0, end) for row in self.rows])
+        new = torch.tensor(
+            [row.fed(0, end) for row in self.rows],
+            dtype=torch.long,
+            device=self.call.input_ids.device,
+        )
         return self.outputs.result(
             torch.cat([self.call.input_ids, new], dim=1),
             self._returned_cache(),

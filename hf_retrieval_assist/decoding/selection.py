@@ -74,11 +74,15 @@ def _of_text(processor: Any, row: RowText) -> torch.Tensor:
 
 
 def _listed(name: str) -> Callable[[Any, RowText], torch.Tensor]:
-    return lambda processor, row: torch.as_tensor(getattr(processor, name)).flatten().cpu().long()
+    return lambda processor, row: (
+        torch.as_tensor(getattr(processor, name), device="cpu").flatten().long()
+    )
 
 
 def _last_of_sequences(processor: Any, row: RowText) -> torch.Tensor:
-    return torch.tensor([ids[-1] for ids in processor.sequence_bias], dtype=torch.long)
+    return torch.tensor(
+        [ids[-1] for ids in processor.sequence_bias], dtype=torch.long, device="cpu"
+    )
 
 
 # Processors of transformers that change the logits of known tokens only, whatever others are.

@@ -33,7 +33,7 @@ class Stopping:
                     limits: set[Any] = {math.ceil(limit), self.max_length}
                     self.max_length = min(limits - {None})
             elif type(criterion) is EosTokenCriteria:
-                ids = torch.as_tensor(criterion.eos_token_id).flatten().tolist()
+                ids = torch.as_tensor(criterion.eos_token_id, device="cpu").flatten().tolist()
                 self.eos_ids = self.eos_ids | frozenset(ids)
             else:
                 self.others.append(criterion)

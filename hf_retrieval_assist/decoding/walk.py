@@ -85,7 +85,7 @@ class Walk(Walker):
                 paths[row.index].tokens.append(token)
                 self.stopping.finish(row, self.rows, self.recorder.scores(row))
                 if self.streamer is not None:
-                    self.streamer.put(torch.tensor([token]))
+                    self.streamer.put(torch.tensor([token], device="cpu"))
             running = [
                 row
                 for row, token in zip(running, tokens, strict=True)

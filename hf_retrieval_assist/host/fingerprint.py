@@ -110,6 +110,7 @@ def _sample(parameter: Tensor) -> bytes:
         return b""
     flat = parameter.reshape(-1)
     # In double precision: single knows no places above 2**24.
-    places = torch.linspace(0, len(flat) - 1, min(_SAMPLED, len(flat)), dtype=torch.float64)
+    count = min(_SAMPLED, len(flat))
+    places = torch.linspace(0, len(flat) - 1, count, dtype=torch.float64, device="cpu")
     values = flat[places.long().to(flat.device)]
     return values.to(torch.bfloat16).float().cpu().numpy().tobytes()

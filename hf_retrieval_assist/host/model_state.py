@@ -26,6 +26,9 @@ _PACKAGE = __name__.partition(".")[0]
 _SCALARS = (bool, int, float, str, type(None))
 _PLAIN = (*_SCALARS, tuple, list, dict)
 
+# Those whose operators autocast changes.
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
 Place = tuple[int, str]
 """The identity of a module, and the name of an attribute."""
 
@@ -47,12 +50,11 @@ def model_settings(
     """Every plain attribute of its modules but `moving` ones, their hooks but those that only look,
     how attention is computed, and the modes of PyTorch that change operators."""
     config = getattr(model, "config", None)
-    device = next(model.parameters()).device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    autocast = [d for d in _DEVICES if torch.is_autocast_enabled(d)]
     return (
         hash(tuple([_settings(module, moving) for module in modules_of(model)])),
         None if config is None else attention_of(config),
-        autocast,
+        tuple([(device, torch.get_autocast_dtype(device)) for device in autocast]),
         torch.get_default_device(),
     )
 
@@ -69,16 +71,23 @@ def _settings(module: nn.Module, moving: frozenset[Place] | set[Place]) -> Hasha
             and not (moving and (id(module), name) in moving)
         ]
     )
-    # The package's own look at a forward of some thread, and change nothing.
-    hooks = tuple(
-        [
-            _hook(number, hook)
-            for number, hook in numbered_hooks(module)
-            if not only_looks(number, hook)
-            and getattr(hook, "__module__", "").partition(".")[0] != _PACKAGE
-        ]
-    )
+    hooks = tuple([_hook(number, hook) for number, hook in _changing_hooks(module)])
     return type(module), id(own.get("forward")), hooks, plain
+
+
+def _changing_hooks(module: nn.Module) -> list[tuple[int, Any]]:
+    """The hooks that may change a forward; the package's own look at that of some thread."""
+    return [
+        (number, hook)
+        for number, hook in numbered_hooks(module)
+        if not only_looks(number, hook)
+        and getattr(hook, "__module__", "").partition(".")[0] != _PACKAGE
+    ]
+
+
+def has_changing_hooks(model: nn.Module) -> bool:
+    """Whether hooks may change what the model's forwards compute."""
+    return any(map(_changing_hooks, modules_of(model)))
 
 
 def _told(value: Any) -> Hashable:

@@ -81,6 +81,15 @@ class Ranks:
         torch.distributed.broadcast(message, group=self._group, group_src=0)
         return trees if leads else _unpack(message.cpu().numpy(), rows)
 
+    def lowest(self, value: int) -> int:
+        """The lowest of the numbers that the ranks say; its own where there is one rank."""
+        if self._group is None:
+            return value
+        message = torch.tensor(value, dtype=torch.int64, device=self._device)
+        operation = torch.distributed.ReduceOp.MIN
+        torch.distributed.all_reduce(message, operation, group=self._group)
+        return int(message)
+
     def begin(self) -> None:
         """Wait until every rank is ready for the first forward.
 

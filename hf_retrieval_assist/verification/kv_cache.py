@@ -354,6 +354,11 @@ class SlotCache(DynamicCache):
         return max((len(layer.keys) for layer in self.slot_layers), default=0)
 
     @property
+    def is_even(self) -> bool:
+        """Whether all layers keep equally many slots."""
+        return len({layer.get_seq_length() for layer in self.slot_layers}) <= 1
+
+    @property
     def slot_layers(self) -> list[SlotLayer]:
         return [layer for layer in self.layers if isinstance(layer, SlotLayer) and layer.is_ready]
 

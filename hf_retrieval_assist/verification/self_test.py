@@ -98,10 +98,11 @@ def examined(
 def _noting_dtypes(model: Any) -> Iterator[set[torch.dtype]]:
     """Scope that notes in what forwards compute: the model's dtype, and that of autocast, which a
     wrapper of its forward may enter."""
-    noted, device = {model.dtype}, input_device(model).type
+    noted = {model.dtype}
     part = next((m for m in model.modules() if isinstance(m, nn.Linear)), model)
 
     def note(*_: Any) -> None:
+        device = input_device(model).type
         if torch.is_autocast_enabled(device):
             noted.add(torch.get_autocast_dtype(device))
 
@@ -134,9 +135,10 @@ class _Probe:
             names = ("encoder_outputs", "attention_mask")
             self.extra = {n: model_kwargs[n] for n in names if model_kwargs.get(n) is not None}
             rows = len(self.extra["encoder_outputs"][0])
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         length = _prompt_length(self.config)
-        ids = torch.randint(1, self.config.vocab_size, (rows, length + 10), generator=generator)
+        shape = rows, length + 10
+        ids = torch.randint(1, self.config.vocab_size, shape, generator=generator, device="cpu")
         self.prompt = ids[:, :length].to(input_device(model))
         # Per row the text, and behind it a token that is drafted wrongly.
         self.texts: list[list[int]] = ids[:, length:].tolist()

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..host.model_state import Place, model_settings, modules_of
+from ..host.callers_hooks import has_callers_hooks
+from ..host.model_state import Place, has_changing_hooks, model_settings
 from ..host.private_names import why_plain
+from ..host.ranks import Ranks
 from ..host.transformers_private import (
     attention_of,
     cache_name,
@@ -23,7 +25,6 @@ from ..host.transformers_private import (
     is_pipeline,
     is_stateful,
     keeps_no_activations,
-    numbered_hooks,
     takes_dynamic_cache,
     why_no_mask,
     why_plain_in_pipeline,
@@ -72,6 +73,10 @@ class Demand:
     compiled: bool = False
     states: bool = False
     widens: bool = False
+
+
+_TIERS = [*Tier]
+_OTHER_RANK = "another process that computes this model cannot verify drafts as this one can"
 
 
 class _Verdicts:
@@ -130,14 +135,17 @@ def choose_service(
         demand: what the call wants of forwards.
     """
     demand = demand or Demand()
-    if (why := _why_plain(model, model_kwargs)) is not None:
-        return Service(Tier.PLAIN, why)
+    ranks = Ranks.of(model)
+    why = _why_plain(model, model_kwargs, ranks.several)
+    # Ranks test together or not at all, and go on by what all of them have found.
+    if not ranks.lowest(why is None):
+        return Service(Tier.PLAIN, why or _OTHER_RANK)
     padded = has_padding(model_kwargs)
     packs = batch_size > 1 and _packs(model, model_kwargs)
     several = padded or (batch_size > 1 and not is_pipeline(model))
     rows = 2 if several else 1
-    if several and batch_size > 1 and any(map(numbered_hooks, modules_of(model))):
-        # Hooks may know of each row, as PEFT's with an adapter for each do.
+    if batch_size > rows > 1 and has_changing_hooks(model):
+        # They may know of each row, as PEFT's with an adapter for each do.
         rows = batch_size
     with _lock:
         verdicts = _services.setdefault(model, _Verdicts())
@@ -145,28 +153,36 @@ def choose_service(
         wanted = demand.compiled, demand.widens, demand.states
         settings = model_settings(model, verdicts.moving), model.dtype
         key = (settings, rows, packs, *wanted)
-        if (known := verdicts.get(key, demand.width)) is not None:
+        known = verdicts.get(key, demand.width)
+        if ranks.lowest(known is not None) and known is not None:
             return known
-        if not verdicts.is_worth_a_test(key):
+        if not (ranks.several or verdicts.is_worth_a_test(key)):
             return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
         logger.warning_once(
             f"{type(model).__name__}: the first call with an assistant tests how drafts are "
             "verified, measures forwards and chooses kernels; later ones start at once"
         )
         learn_fusions(model, attention_of)
+        shortage = None
         try:
             service = _first_right(model, model_kwargs, rows, packs, demand, verdicts.moving)
-        except SHORTAGES as shortage:
-            why = f"no memory to test how drafts are verified ({shortage!r}); free some of it"
-            return Service(Tier.PLAIN, why)
+        except SHORTAGES as error:
+            shortage = f"no memory to test how drafts are verified ({error!r}); free some of it"
+            service = Service(Tier.PLAIN, shortage)
+        if ranks.lowest(-_TIERS.index(service.tier)) != -_TIERS.index(service.tier):
+            return Service(Tier.PLAIN, _OTHER_RANK)
+        if shortage is not None:
+            return service
         settings = model_settings(model, verdicts.moving), model.dtype
         verdicts.add((settings, rows, packs, *wanted), demand.width, service)
         logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
         return service
 
 
-def _why_plain(model: Any, model_kwargs: dict[str, Any]) -> str | None:
+def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) -> str | None:
     """What no test need be asked about; None: nothing."""
+    if several_ranks and has_callers_hooks(model):
+        return "hooks of the caller's may change what one of several processes computes"
     if (why := why_plain()) is not None:
         return why
     if model.training and (why := _why_plain_in_training(model)) is not None:

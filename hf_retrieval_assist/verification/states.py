@@ -37,8 +37,8 @@ class States:
     def finish(self, dropped: int) -> None:
         """Leave states as plain decoding does, without so many tokens kept last."""
 
-    def abandon(self, feeding: bool) -> None:
-        """The same where a call was interrupted, `feeding`: in or right after a forward."""
+    def undo(self, feeding: bool) -> None:
+        """Go back to before a forward that was interrupted; `feeding`: whether it had begun."""
 
 
 class CroppedStates(States):
@@ -71,13 +71,13 @@ class CroppedStates(States):
         for layer in self.cache.state_layers:
             layer.record_past = False
 
-    def abandon(self, feeding: bool) -> None:
+    def undo(self, feeding: bool) -> None:
         if feeding:
             # Blocks that the forward had reached hold all that it fed.
             for layer in self.cache.state_layers:
                 grown = layer.conv_states[0].shape[-1] - layer.conv_kernel_size[0]
                 LinearAttentionLayer.crop(layer, -grown)
-        self.finish(0)
+            self._excess = 0
 
     def _crop(self) -> None:
         for layer in self.cache.state_layers:
@@ -110,7 +110,7 @@ class SavedStates(States):
         self._saved = None
         return 0 if self._backlog else tokens
 
-    def abandon(self, feeding: bool) -> None:
+    def undo(self, feeding: bool) -> None:
         if feeding and self._saved is None:
             # The state may have gone half a step, and cannot go back.
             self.cache.forget()

@@ -160,6 +160,10 @@ class Verifier:
         self.keep(rows, verified, [[] for _ in rows])
         self.cache.wipe()
 
+    def undo(self) -> None:
+        """Leave nothing of a forward that was interrupted."""
+        raise NotImplementedError
+
     def lacking(self, tokens: int) -> int:
         """How many tokens the cache lacks at most of what plain decoding leaves in it after
         generating `tokens` per row: all but the last one."""
@@ -355,6 +359,10 @@ class TreeVerifier(Verifier):
             self.cache.wipe()
             self._unsound = False
 
+    def undo(self) -> None:
+        self._unsound = True
+        self.forget()
+
     def _first_positions(self) -> torch.Tensor:
         """Position of each row's root: [batch, 1], or with a leading axis where ids have one."""
         if len(self.processed) == 1:
@@ -491,6 +499,13 @@ class ChainVerifier(Verifier):
         super().finish(tokens)
         self.states.finish(dropped)
 
+    def undo(self) -> None:
+        self.cache.truncate(self.cache.slots.longest)
+        self.cache.wipe()
+        self.states.undo(self.feeding)
+        self.feeding = False
+
     def abandon(self) -> None:
         super().abandon()
-        self.states.abandon(self.feeding)
+        self.states.undo(self.feeding)
+        self.states.finish(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -427,9 +428,31 @@ def test_a_shortage_during_the_self_test_is_not_the_models(shortage, told):
 def test_the_self_test_runs_in_evaluation_mode():
     model = build(LlamaForCausalLM).train()
     modes = []
-    hook = model.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    note = lambda module, *_: modes.append(module.training)  # noqa: E731
+    hook = register_module_forward_pre_hook(note)  # a hook of the model's own would not be called
     choose_service(model, {})
     hook.remove()
     assert modes
     assert not any(modes)
     assert all(module.training for module in model.modules())
+
+
+def test_ids_of_another_dtype_give_the_dtype_of_plain_decoding(llama):
+    ids = PROMPT.to(torch.int32)
+    plain = llama.generate(ids, max_new_tokens=6, do_sample=False)
+    found = llama.generate(ids, max_new_tokens=6, do_sample=False, assistant=SamAssistant())
+    assert found.dtype == plain.dtype
+    assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("wanted", ["output_scores", "output_logits"])
+def test_scores_of_rows_that_have_ended_are_the_models(llama, wanted):
+    ids = torch.cat([PROMPT, PROMPT.flip(1)])
+    free = llama.generate(ids, max_new_tokens=8, do_sample=False)
+    options = {"eos_token_id": int(free[0, -5]), "pad_token_id": 0, "max_new_tokens": 8}
+    options |= {"do_sample": False, "return_dict_in_generate": True, wanted: True}
+    plain = llama.generate(ids, **options)
+    found = llama.generate(ids, **options, assistant=oracle_assistant(plain.sequences))
+    name = wanted.removeprefix("output_")
+    for one, other in zip(plain[name], found[name], strict=True):
+        assert torch.allclose(one, other, atol=1e-4)

@@ -8,7 +8,14 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import LlamaForCausalLM, Phi3ForCausalLM
+from transformers import (
+    BartForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    OPTForCausalLM,
+    Phi3ForCausalLM,
+    RobertaForCausalLM,
+)
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification.reach import Reach
@@ -160,3 +167,31 @@ def test_embeddings_in_place_of_ids_count(kind):
         assistant = SamAssistant([*told.tolist(), *plain.tolist()], budget=8)
         assert torch.equal(plain, model.generate(**options, assistant=assistant))
         assert assistant.stats.tier == ("plain" if kind == "phi3" else "tree")
+
+
+@pytest.mark.parametrize(
+    ("model_class", "end"),
+    [
+        (GPT2LMHeadModel, 128),
+        (OPTForCausalLM, 128),
+        (RobertaForCausalLM, 127),
+        (BartForCausalLM, 128),
+    ],
+)
+def test_drafts_end_at_a_table_of_positions(model_class, end):
+    """Plain decoding goes on to the table's last position and ends there by its end token."""
+    options = {"is_decoder": True, "is_encoder_decoder": False}
+    model = build(model_class, **(options if model_class is not OPTForCausalLM else {}))
+    model.config.is_encoder_decoder = False
+    assert choose_service(model, {}).reach.end == end
+    ids = torch.tensor([([5, 9, 33, 21, 60, 7, 44] * 18)[: end - 12]])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False}
+    given["forced_eos_token_id"] = None
+    free = model.generate(**given, max_new_tokens=12)[0].tolist()
+    eos = None if free[-1] in free[end - 12 : -1] else free[-1]
+    given |= {"max_new_tokens": 200 if eos is not None else 12, "eos_token_id": eos}
+    plain = model.generate(**given)
+    for budget in (4, 16):
+        assistant = SamAssistant([*plain.tolist(), free * 2], budget=budget)
+        assert model.generate(**given, assistant=assistant).tolist() == plain.tolist()
+        assert assistant.stats.last.accepted > 0

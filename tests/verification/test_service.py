@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM, SwitchTransformersForConditionalGeneration
@@ -158,3 +160,84 @@ def test_the_verifier_that_serves_is_the_one_that_was_tested(compiled, options, 
     kinds = {(type(verifier), verifier.widths) for verifier in made}
     assert len(kinds) <= 1
     assert made or (compiled and options)
+
+
+def test_a_verdict_under_autocast_is_another_one():
+    model = build(LlamaForCausalLM)
+    plain = run(model)
+    for inside in (True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            assistant = knowing(plain)
+            found = run(model, assistant=assistant)
+        assert assistant.stats.tier == "tree"
+        if not inside:
+            assert torch.equal(found, plain)
+
+
+def test_mixed_precision_that_a_wrapper_of_the_forward_enters(monkeypatch):
+    """As accelerate prepares a model: the wrapper returns logits in float32."""
+    model = build(LlamaForCausalLM)
+    forward = model.forward
+
+    def wrapped(*args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(*args, **kwargs)
+
+    model.forward = wrapped
+    assert choose_service(model, {}).tier is Tier.TREE
+
+
+class Counting(torch.nn.Module):
+    """Keeps statistics of its calls, as observers of experts do."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.calls, self.usage = part, 0, [0] * 4
+
+    def forward(self, x):
+        self.calls += 1
+        self.usage[self.calls % 4] += x.shape[1]
+        return self.part(x)
+
+
+def test_counters_of_a_models_parts_are_no_other_model(monkeypatch):
+    model, tests = build(LlamaForCausalLM), []
+    model.model.layers[1].mlp = counting = Counting(model.model.layers[1].mlp)
+    plain = run(model)
+    examined, calls = service.examined, counting.calls
+    monkeypatch.setattr(service, "examined", lambda *a: tests.append(1) or examined(*a))
+    choose_service(model, {})
+    assert counting.calls == calls  # the test's forwards are not counted
+    for _ in range(10):
+        assistant = knowing(plain)
+        assert torch.equal(plain, run(model, assistant=assistant))
+        assert assistant.stats.tier == "tree"
+    assert len(tests) <= 2
+
+
+def test_a_long_test_of_one_model_lets_others_go_on(monkeypatch):
+    slow, other = build(LlamaForCausalLM), build(LlamaForCausalLM)
+    began, ends = threading.Event(), threading.Event()
+    examined = service.examined
+
+    def wait(model, *rest):
+        if model is slow:
+            began.set()
+            assert ends.wait(60)
+        return examined(model, *rest)
+
+    monkeypatch.setattr(service, "examined", wait)
+    thread = threading.Thread(target=choose_service, args=(slow, {}))
+    thread.start()
+    assert began.wait(60)
+    assert choose_service(other, {}).tier is Tier.TREE
+    ends.set()
+    thread.join()
+
+
+def test_a_text_that_is_not_finite_says_nothing_of_the_model():
+    model = build(LlamaForCausalLM)
+    used = torch.randint(1, 67, (1, 18), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[used[0, 3]] = torch.nan
+    assert choose_service(model, {}).tier is Tier.TREE
