@@ -39,12 +39,11 @@ from ..verification.verifiers import Verifier
 from .call import PER_TOKEN, Call
 from .copies import Copies
 from .dice import Dice, RowForesight
-from .in_step import StepWalk, drafts_in_step
 from .node_choices import NodeChoices
 from .recorder import OutputRecorder
 from .selection import TokenSelector
 from .stopping import Stopping
-from .walk import Walk
+from .walk import Walk, drafts_in_step
 
 logger = get_logger(__name__)
 
@@ -82,14 +81,13 @@ class Generation:
         self.room = self._room()
         self.rows = self._texts()
         self.select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
-        # Of a logit, what may change with a forward's width where tokens are taken by nothing else.
-        half = self.select.greedy and self.model.dtype.itemsize == 2
-        self.rounding = torch.finfo(self.model.dtype).eps if half else 0.0
         self.dice = Dice(self.rows)
         self.own_forwards = OwnForwards()
-        walk = self.rows, self.select, self.stopping, self.outputs, self.dice, call.streamer
-        self.walk = Walk(*walk)
-        self.step_walk = StepWalk(*walk) if call.rows_in_step(service) else None
+        self.in_step = call.rows_in_step(service)
+        self.walk = Walk(
+            *(self.rows, self.select, self.stopping, self.outputs, self.dice, call.streamer),
+            in_step=self.in_step,
+        )
         self.residual = assistant.residual and self.select.do_sample
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
@@ -158,7 +156,7 @@ class Generation:
                 self._heed_hooks()
         self.counts.forwards += 1
         with self._timed("walk") as walked:
-            paths = self._walk(running, trees, verified)
+            paths = self._walk(trees, verified)
             if self.outputs.wants_states:
                 self.outputs.step(verified, paths[0].accepted, self.cache)
         with self._timed("cache") as kept:
@@ -232,7 +230,7 @@ class Generation:
             self.own_forwards.begin(verifier, self.rows, self._max_depth)
             self.outputs.prefill(outputs, self.cache)
             last = Verified(outputs.logits[:, -1:], [0] * call.batch_size, outputs)
-            paths = self._walk(self.rows, [TokenTree.empty()] * call.batch_size, last)
+            paths = self._walk([TokenTree.empty()] * call.batch_size, last)
         with self._timed("draft"):
             states = self.taps.features
             for i, (session, path) in enumerate(zip(self.sessions, paths, strict=True)):
@@ -246,7 +244,7 @@ class Generation:
     @property
     def _walk_needs_logits(self) -> bool:
         """Whether the walk does more with logits than choosing tokens row by row."""
-        return self.outputs.wants_tokens or self.residual or self.step_walk is not None
+        return self.outputs.wants_tokens or self.residual or self.in_step
 
     def _copies(self) -> Copies:
         """What may stand for the model's layers; nothing for its output layer where all of the
@@ -356,12 +354,12 @@ class Generation:
             if not self.may_draft or self.hooks.unsure:
                 return [TokenTree.empty()] * len(running)
             extra = verifier.backlog(self.rows)
-            growing = [row for row in running if row.padding is None or self.step_walk is None]
+            growing = [row for row in running if row.padding is None or not self.in_step]
             sessions = [self.sessions[row.index] for row in growing]
             depths = [self._max_depth(row) for row in growing]
             proposed = self.assistant.propose(sessions, depths, cost, drafting=drafting)
             drafts = verifier.limit(proposed, growing)
-            if self.step_walk is None:
+            if not self.in_step:
                 planned = self.assistant.plan(drafts, cost, extra, verifier.packed, drafting)
             else:
                 planned = drafts_in_step(
@@ -382,14 +380,9 @@ class Generation:
         # The last token that may be generated needs no node: the walk draws it at its parent.
         return None if remaining is None else max(0, remaining - 1)
 
-    def _walk(
-        self, running: Sequence[RowText], trees: Sequence[TokenTree], verified: Verified
-    ) -> list[Path]:
-        """Walk the running rows; one path per row of the batch."""
-        if self.step_walk is not None:
-            return self.step_walk(trees, verified)
+    def _walk(self, trees: Sequence[TokenTree], verified: Verified) -> list[Path]:
         drawn = [session.draw_at for session in self.sessions] if self.residual else None
-        return self.walk(running, trees, verified, drawn)
+        return self.walk(trees, verified, drawn)
 
     def _learn(
         self,
@@ -404,8 +397,6 @@ class Generation:
         for row in grown:
             path = paths[row.index]
             self.counts.count_step(len(trees[row.index]), len(path.tokens) - 1)
-            if self.rounding:
-                self.counts.near_ties += verified.near_ties(row.index, path.chosen, self.rounding)
         feedbacks: Sequence[RowFeedback | None] = [None] * len(grown)
         if self.assistant.needs_feedback and (self.unasked == 0 or self.assistant.hidden_layers):
             needs_all = self.assistant.needs_all_logits
@@ -431,7 +422,7 @@ class Generation:
         """t(n) as the tokens of one running row see it, the other rows being fed beside it."""
         if not verifier.packed:
             return stepped(cost, verifier.widths)
-        return PackedCost(cost, rows, alike=self.step_walk is not None)
+        return PackedCost(cost, rows, alike=self.in_step)
 
     def rest(self, verifier: Verifier) -> None:
         """A forward after the rows have ended: it feeds what the cache still lacks of them, or

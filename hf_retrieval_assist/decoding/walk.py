@@ -1,17 +1,22 @@
-"""The walk: plain decoding along a token tree whose logits are already there.
+"""The walk: plain decoding along token trees whose logits are already there.
 
 Every token is chosen exactly as transformers' own sampling loop chooses it: the logits processors
 see the true prefix and its logits, then argmax or one draw of `torch.multinomial` decides.
 The tree only saves forwards: when the chosen token is a child of the current node, its logits are
 at hand and the walk goes on.
+
+Rows of a batch walk on their own, or in step: then all accept as many tokens as the one that
+accepts fewest, rows that have ended are given padding, and every processor, criterion and random
+draw sees the batch that plain decoding shows it, whatever it keeps from one call to the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..drafters.base import ChildDraw
@@ -24,13 +29,16 @@ from .recorder import OutputRecorder
 from .selection import TokenSelector
 from .stopping import Stopping
 
-# What was drawn below the node that a path of tokens from the root leads to, if anything was.
 Drawn = Callable[[Sequence[int]], ChildDraw | None]
+"""What was drawn below the node that a path of tokens from the root leads to, if anything was."""
 
 
 @dataclass(eq=False)
-class Walker:
-    """What goes along verified trees.
+class Walk:
+    """Generates tokens of rows along verified trees until there are no logits for the next ones.
+
+    All rows that still walk choose their next tokens together, which costs about what one of them
+    costs. A streamer receives one token after the other, or in step one of every row at once.
 
     Attributes:
         rows: of the call.
@@ -39,6 +47,7 @@ class Walker:
         recorder: is told of each token's scores and logits where the call wants them.
         dice: the call's random draws.
         streamer: receives the new tokens; None: nobody does.
+        in_step: whether all rows choose in one step.
     """
 
     rows: Sequence[RowText]
@@ -47,27 +56,18 @@ class Walker:
     recorder: OutputRecorder
     dice: Dice
     streamer: Any = None
-
-
-class Walk(Walker):
-    """Generates tokens of rows along verified trees until they have no logits for their next ones.
-
-    All rows that still walk choose their next tokens together, which costs about what one of them
-    costs, and where they have got equally far is what plain decoding does. A streamer receives one
-    token after the other.
-    """
+    in_step: bool = False
+    _scores: list[torch.Tensor] = field(default_factory=list, init=False)
 
     def __call__(
         self,
-        running: Sequence[RowText],
         trees: Sequence[TokenTree],
         verified: Verified,
         drawn: Sequence[Drawn] | None = None,
     ) -> list[Path]:
-        """Walk rows.
+        """Walk all rows that have not ended; they grow by the generated tokens.
 
         Args:
-            running: the rows to walk; they grow by the generated tokens.
             trees: the nodes that were verified, one tree per row of the batch.
             verified: the forward that fed each row's last token, the root, and its nodes.
             drawn: per row, tells what is to be verified by residual sampling; None: nothing is.
@@ -76,22 +76,55 @@ class Walk(Walker):
             One path per row of the batch.
         """
         paths = [Path(len(row.generated)) for row in self.rows]
-        for row in running:
+        walking = self.rows if self.in_step else [row for row in self.rows if not row.finished]
+        for row in walking:
             paths[row.index].accepted.append(0)
-        while running:
-            tokens = self._choose(running, paths, verified, drawn)
-            for row, token in zip(running, tokens, strict=True):
-                row.generated.append(token)
-                paths[row.index].tokens.append(token)
-                self.stopping.finish(row, self.rows, self.recorder.scores(row))
-                if self.streamer is not None:
-                    self.streamer.put(torch.tensor([token], device="cpu"))
-            running = [
-                row
-                for row, token in zip(running, tokens, strict=True)
-                if not row.finished and _follow(trees[row.index], paths[row.index], token)
+        while walking:
+            padding = [row.padding if self.in_step else None for row in walking]
+            chosen = self._choose(walking, paths, verified, drawn)
+            tokens = [
+                token if pad is None else pad for token, pad in zip(chosen, padding, strict=True)
             ]
+            for row, token, pad in zip(walking, tokens, padding, strict=True):
+                row.generated.append(token)
+                if pad is None:
+                    paths[row.index].tokens.append(token)
+                if not self.in_step:
+                    self.stopping.finish(row, self.rows, self.recorder.scores(row))
+                    self._stream([token])
+            if self.in_step:
+                shown = tuple(self._scores) if self.recorder.wants_scores else None
+                self.stopping.finish_all(self.rows, self._ids(), shown)
+                self._stream(tokens)
+            walking = self._following(walking, tokens, trees, paths)
         return paths
+
+    def _stream(self, tokens: list[int]) -> None:
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor(tokens, device="cpu"))
+
+    def _following(
+        self,
+        walking: Sequence[RowText],
+        tokens: Sequence[int],
+        trees: Sequence[TokenTree],
+        paths: Sequence[Path],
+    ) -> Sequence[RowText]:
+        """The rows whose trees have the chosen token below the path's end, and so logits for the
+        next one; in step all or none."""
+        children = [
+            -1
+            if row.finished or not len(trees[row.index])
+            else trees[row.index].child(paths[row.index].accepted[-1] - 1, token)
+            for row, token in zip(walking, tokens, strict=True)
+        ]
+        if self.in_step and min(children) < 0:
+            return []
+        going_on = [row for row, child in zip(walking, children, strict=True) if child >= 0]
+        for row, child in zip(walking, children, strict=True):
+            if child >= 0:
+                paths[row.index].accepted.append(child + 1)
+        return going_on
 
     def _choose(
         self,
@@ -103,11 +136,13 @@ class Walk(Walker):
         """The next tokens of rows that have come to the ends of their paths."""
         places = [row.index for row in walking]
         nodes = [paths[i].accepted[-1] for i in places]
-        if self.select.greedy and not self.recorder.wants_tokens:
-            return verified.best(places, nodes)
-        ahead = verified.chosen(places, nodes)
-        if ahead is not None and (not self.select.do_sample or self.dice.follow(walking, ahead)):
-            return ahead
+        if not self.in_step:
+            if self.select.greedy and not self.recorder.wants_tokens:
+                return verified.best(places, nodes)
+            ahead = verified.chosen(places, nodes)
+            sampled = self.select.do_sample
+            if ahead is not None and (not sampled or self.dice.follow(walking, ahead)):
+                return ahead
         if verified.screened is None:
             # A copy in float32 on the prompt's device, as plain decoding makes one.
             device = walking[0].device
@@ -117,7 +152,11 @@ class Walk(Walker):
             if found is not None:
                 return found
             raw = self._decisive(verified.screened, walking, verified.places(places, nodes))
-        scores = self.select.process(walking, raw)
+        if self.in_step:
+            scores = self.select.processors(self._ids(), raw)
+            self._scores += [scores] if self.recorder.wants_scores else []
+        else:
+            scores = self.select.process(walking, raw)
         self.recorder.tokens(walking, scores, raw)
         if drawn is None:
             return self.select.choose(scores, lambda probs: self.dice.draw(probs, walking))
@@ -128,6 +167,10 @@ class Walk(Walker):
             else self.select.verify(one[0], found)
             for one, found in zip(scores.split(1), proposals, strict=True)
         ]
+
+    def _ids(self) -> torch.Tensor:
+        """int64 [batch, length] of rows in step."""
+        return torch.cat([row.ids for row in self.rows])
 
     def _drawn_from(
         self, screened: Screened, walking: Sequence[RowText], places: Sequence[int]
@@ -162,9 +205,24 @@ class Walk(Walker):
         return raw
 
 
-def _follow(tree: TokenTree, path: Path, token: int) -> bool:
-    """Whether the tree has the token below the path's end, and so logits for the next one."""
-    child = tree.child(path.accepted[-1] - 1, token) if len(tree) else -1
-    if child >= 0:
-        path.accepted.append(child + 1)
-    return child >= 0
+def drafts_in_step(
+    rows: Sequence[RowText],
+    drafts: Sequence[TokenTree],
+    plan: Callable[[TokenTree], TokenTree],
+) -> list[TokenTree]:
+    """What to verify of rows in step: chains of one length, to which all are likely to get.
+
+    Args:
+        rows: of the call.
+        drafts: of the rows that have not ended, in their order.
+        plan: the part that pays of a draft of which every node brings a token to each row.
+    """
+    chains = [draft.best_chain() for draft in drafts]
+    depth = min(map(len, chains))
+    together = np.prod([chain.probs[:depth] for chain in chains], axis=0)
+    depth = len(plan(TokenTree.chain([*range(depth)], together)))
+    kept = iter(chain.prune(depth) for chain in chains)
+    return [
+        next(kept) if row.padding is None else TokenTree.chain([row.padding] * depth, [1.0] * depth)
+        for row in rows
+    ]

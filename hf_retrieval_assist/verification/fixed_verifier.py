@@ -113,14 +113,6 @@ class FixedVerified(Verified):
         )
         return FoundTop(ids, logits)
 
-    def near_ties(self, row: int, nodes: Sequence[int], share: float) -> int:
-        top = self._results.host.get("top_logits")
-        if top is None or top.shape[-1] < 2:
-            return 0
-        self.wait()
-        first, second = top[row, nodes, :2].float().unbind(-1)
-        return int((first - second <= share * first.abs()).sum())
-
 
 class FixedVerifier(TreeVerifier):
     """Verifies one token tree per row; see the module's docstring.

@@ -73,11 +73,6 @@ class Verified:
         mask hides is multiplied by 0, and 0 times infinity is NaN."""
         return not bool(self._logits[:, 0].isnan().any())
 
-    def near_ties(self, row: int, nodes: Sequence[int], share: float) -> int:
-        """Behind how many of a row's fed tokens the second greatest logit lies within this share of
-        the greatest; 0 where the forward did not bring them along."""
-        return 0
-
     def wait(self) -> None:
         """Wait until the forward has ended, where it has only been queued."""
         if self._logits.device.type != "cpu":

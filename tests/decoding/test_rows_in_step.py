@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.decoding.in_step import drafts_in_step
+from hf_retrieval_assist.decoding.walk import drafts_in_step
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.oracle_drafter import OracleDrafter, oracle_assistant, sequences_of

@@ -50,7 +50,12 @@ def row_of(*generated, index=0):
 def walk_one(walk, row, tree, verified, drawn=None):
     """The path of one row; the others rest."""
     trees = [tree] * len(walk.rows)
-    return walk([row], trees, verified, drawn and [drawn] * len(trees))[row.index]
+    for other in walk.rows:
+        other.finished = other is not row
+    paths = walk(trees, verified, drawn and [drawn] * len(trees))
+    for other in walk.rows:
+        other.finished = other.finished and other is row
+    return paths[row.index]
 
 
 def walker(rows, processors=(), do_sample=False, criteria=(), streamer=None, **config):
