@@ -3,10 +3,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 # Versions of transformers that `make test-matrix` runs, besides the pinned one of `make test`.
-TRANSFORMERS ?= 5.17.0 5.20.0
+TRANSFORMERS ?= 5.17.0 5.20.0 5.23.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
-.PHONY: demo test test-all test-arm test-contract test-debug test-deepspeed test-ecosystem test-matrix \
+.PHONY: demo test test-all test-arm test-contract test-debug test-deepspeed test-ecosystem test-matrix test-newest \
 	test-ray test-structured test-threads test-triton test-vllm \
 	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results docs recording quality style \
 	build wheel clean
@@ -57,7 +57,7 @@ test-arm: build
 # packages of the first one, torch among them, and hold only what differs.
 MATRIX_TESTS := $(addprefix tests/,decoding host verification draft_models/test_draft_model.py \
 	draft_models/test_eagle_lossless.py draft_models/test_residual.py draft_models/test_sequoia.py \
-	test_candidate_generator.py test_hook.py test_presets.py)
+	test_candidate_generator.py test_continuous_batching.py test_hook.py test_presets.py)
 # The same tests with whatever version of transformers is there.
 test-contract: build
 	$(BIN)/python -m pytest -q -m "not slow and not demo" -n 2 $(MATRIX_TESTS)
@@ -76,6 +76,14 @@ $(TRANSFORMERS:%=.venv-%/.installed): .venv-%/.installed: $(VENV)/.installed
 	touch $@
 
 test-matrix: $(TRANSFORMERS:%=test-transformers-%)
+
+# The same under the newest release, resolved without constraints on transformers as a newcomer's pip does.
+test-newest: build
+	rm -rf .venv-newest
+	$(call layered,.venv-newest)
+	grep ^torch== constraints.txt > .venv-newest/constraints.txt
+	$(PIP) --python .venv-newest/bin/python install --quiet --upgrade --constraint .venv-newest/constraints.txt transformers
+	.venv-newest/bin/python -m pytest -q -m "not slow and not demo" -n 2 $(MATRIX_TESTS)
 
 $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: .venv-%/.installed
 	HFRA_EXPECT_TRANSFORMERS=$* .venv-$*/bin/python -m pytest -q -m "not slow and not demo" \

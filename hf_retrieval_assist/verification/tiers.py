@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .tree_attention import LayerMask, TreeAttention
 from .verifiers import ChainVerifier, TreeVerifier, Verifier
 
 
-class Tier(str, Enum):
+class Tier(StrEnum):
     """How drafts are verified, best first."""
 
     TREE = "tree"
