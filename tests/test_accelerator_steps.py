@@ -104,7 +104,6 @@ def test_a_head_adds_two_launches_and_three_copies(kind, rows, monkeypatch):
         assert ("loop", "wait") not in step
 
 
-
 # Kernels of one token: a copy, the processors, the probabilities and the draw.
 WARPERS = {
     "none": ({"top_k": 0}, 3),
