@@ -42,9 +42,13 @@ class CallStats:
     Attributes:
         tier: how drafts were verified: tree, chain, replay or plain; "at rest" where a call was
             decoded plainly because drafts had made calls like it slower.
+        attention: what computed attention in the forwards that verified: an implementation of
+            transformers', or "triton".
         calls: calls summed up here.
         steps: forwards after the prefill, per row that was running.
         forwards: the same, rows of one forward counted once.
+        repeated: of these, launched at once from a recording, on CUDA devices.
+        recordings: that were made; what earlier calls have made is used again.
         saved_forwards: that plain decoding would have needed besides.
         tokens: generated tokens, all rows together.
         drafted: verified nodes.
@@ -69,9 +73,12 @@ class CallStats:
     """
 
     tier: str = ""
+    attention: str = ""
     calls: int = 0
     steps: int = 0
     forwards: int = 0
+    repeated: int = 0
+    recordings: int = 0
     saved_forwards: int = 0
     tokens: int = 0
     drafted: int = 0
@@ -187,7 +194,10 @@ class CallStats:
         came += f"; {self.near_ties} near ties" if self.near_ties else ""
         phases = ("test", "prefill", *PHASES)
         share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in phases)
-        tier = f" [{self.tier}]" if self.tier else ""
+        served = [self.tier, self.attention] if self.tier else []
+        if self.repeated or self.recordings:
+            served.append(f"{self.repeated} of {self.forwards:,} forwards recorded")
+        tier = f" [{', '.join(filter(None, served))}]" if served else ""
         spent = f" (ms: {share})" if any(self.seconds.values()) else ""
         return f"{self.summary}{came}{tier}{spent}"
 

@@ -209,7 +209,7 @@ def test_steps_are_graphs(llama, dtype):
         if dtype is torch.float32:
             assert torch.equal(plain, assisted)
     steps = idle(model)._steps.values()
-    assert any(step.replay._trusted for step in steps)
+    assert any(step.replay.trusted for step in steps)
     assert [step.replay.fault for step in steps] == [None] * len(steps)
 
 
@@ -423,7 +423,7 @@ def test_compiled_steps_are_graphs(llama, mode):
     assert {key.manner for key in assistant.costs._models} == {"compiled recorded"}
     assert idle(model).shape.attention_by == "triton"
     steps = idle(model)._steps.values()
-    assert any(step.replay._trusted for step in steps)
+    assert any(step.replay.trusted for step in steps)
     assert [step.replay.fault for step in steps] == [None] * len(steps)
     # All but a call's first forward, which asks the model how it prepares its inputs.
     launched = sum(one.count for one in seen.key_averages() if one.key == "cudaGraphLaunch")

@@ -18,7 +18,6 @@ from transformers.generation import GenerationMode
 from ..drafters.base import Target
 from ..host import transformers_private
 from ..host.callers_hooks import has_callers_hooks
-from ..host.compiled import Compiled, compiled_forward
 from ..host.fingerprint import fingerprint
 from ..planning.planner import Planner
 from ..row_text import strip_padding
@@ -29,6 +28,7 @@ from ..verification.fixed_memory import stays_in_place
 from ..verification.kv_cache import SlotCache, has_slots, has_static_slots
 from ..verification.service import Demand, choose_service
 from ..verification.tiers import Service, Tier
+from ..verification.workspace import WORKSPACES
 from .selection import follows_rows
 from .stopping import Stopping
 
@@ -106,17 +106,18 @@ class Call:
             processors=tuple(self.processors),
         )
 
-    def service(self, planner: Planner, fixed_width: int | None = None) -> Service:
+    def service(self, planner: Planner, fixed_width: int | None, recorded: bool) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it.
 
         Args:
             planner: says how many nodes are verified at most.
             fixed_width: tokens per row that every forward feeds; None: any number.
+            recorded: whether forwards on an accelerator may be repeated from recordings.
         """
         few = not stays_in_place(self.input_ids.device)
         width = fixed_width or 1 + planner.most_nodes(few)
-        compiled, widens = self.in_plain, bool(self.in_plain and self.in_plain.widens)
-        demand = Demand(width, compiled is not None, self._returns_states, widens)
+        records = recorded and WORKSPACES.records(self.model, self.input_ids.device)
+        demand = Demand(width, self._returns_states, records or fixed_width is not None)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
         if why is None:
@@ -166,17 +167,6 @@ class Call:
                 "the model processes positions that the text may get to one by one; ask for fewer "
                 "new tokens"
             )
-        if self.compiled(service) is None:
-            return None
-        if service.tier is not Tier.TREE:
-            return (
-                f"its forwards are compiled, and not for the {service.tier.value} tier; do not "
-                "compile it"
-            )
-        if states or transformers_private.why_no_mask(self.model.config) is not None:
-            return (
-                "its forwards are compiled, and take no masks or return states; do not compile it"
-            )
         return None
 
     @property
@@ -224,16 +214,12 @@ class Call:
         return length or (0 if embeds is None else embeds.shape[1])
 
     @cached_property
-    def in_plain(self) -> Compiled | None:
-        """What plain decoding calls after the prefill, compiled by the model's caller or for
-        `generate`; None: the model. Found once, since it asks every module."""
-        return compiled_forward(self.model, self.config, self.model_kwargs)
-
-    def compiled(self, service: Service) -> Compiled | None:
-        """The same as the call is served: attention by kernels of its own is recorded instead."""
-        unmasked = transformers_private.why_no_mask(self.model.config) is not None
-        replaced = service.attention_by != "mask"
-        return None if replaced and unmasked else self.in_plain
+    def compiles_plainly(self) -> bool:
+        """Whether plain decoding compiles its forwards, or their caller has compiled them."""
+        model = self.model
+        return transformers_private.is_compiled(model) or transformers_private.compiles(
+            model, self.config, self.model_kwargs
+        )
 
     def rows_in_step(self, service: Service) -> bool:
         """Whether the rows of the batch have to accept equally many tokens in every step: where

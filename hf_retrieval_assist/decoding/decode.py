@@ -21,7 +21,7 @@ from ..system.log import get_logger
 from ..token_tree import Int32Array
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
-from .loop import Generation, UnservableError, kind_of
+from .loop import Generation, UnservableError, kind_of, records
 from .plainly import decode_at_rest, decode_plainly
 
 logger = get_logger(__name__)
@@ -74,7 +74,7 @@ def decode(
     if (refusal := refused_mode(generation_config)) is not None:
         raise ValueError(refusal)
     started = time.perf_counter()
-    service = call.service(assistant.planner, assistant.fixed_width)
+    service = call.service(assistant.planner, assistant.fixed_width, records(call, assistant))
     counts = CallStats(tier=service.tier.value, calls=1)
     counts.seconds["test"] = time.perf_counter() - started
     record = observe(call.prompts, counts)
@@ -155,6 +155,6 @@ def _reroutes(call: Call, assistant: DraftingPolicy, account: Account) -> bool:
     In half precision they do whatever that takes: the text depends on how it is rounded, and must
     not depend on whether the call rests. Code that was compiled runs as its caller compiled it.
     """
-    if not assistant.reroute or call.in_plain or call.input_ids.device.type != "cpu":
+    if not assistant.reroute or call.compiles_plainly or call.input_ids.device.type != "cpu":
         return False
     return call.model.dtype.itemsize < 4 or account.reroutes()

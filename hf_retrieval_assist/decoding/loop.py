@@ -97,6 +97,7 @@ class Generation:
         self.cache = slot_cache(call.model, self.model_kwargs, service.cache_name, capacity)
         self.verifier: Verifier | None = None
         self.ranks = Ranks.of(call.model)
+        self.records = records(call, assistant)
         if self.residual and self.ranks.several:
             # The other ranks would not know what the first one has drawn from.
             raise ValueError("residual: expected False with a tensor-parallel model, got True")
@@ -309,17 +310,10 @@ class Generation:
             capacity=self.call.prompt_length + self.room,
             keeps_cache=self.keeps_cache,
             most_tokens=self._most_tokens(),
-            recorded=self._records,
-            # Compiled code does not show hidden states.
-            compiled=None if self.taps.boundaries else self.call.compiled(self.service),
+            recorded=self.records,
             choose=self._choose(),
             fixed_width=self.assistant.fixed_width,
         )
-
-    @property
-    def _records(self) -> bool:
-        """Whether forwards on an accelerator may be repeated from recordings."""
-        return self.assistant.graphs and not self.call.synced_gpus and not self.ranks.several
 
     def _choose(self) -> NodeChoices | None:
         """What chooses behind all nodes at once; None where tokens need no more than logits, or
@@ -427,6 +421,7 @@ class Generation:
     def rest(self, verifier: Verifier) -> None:
         """A forward after the rows have ended: it feeds what the cache still lacks of them, or
         nothing, because other processes still wait in their own forwards."""
+        self.decode_scope.want(False)
         if self._lacks_tokens():
             with self._timed("cache"), self.taps, self.reroute:
                 verifier.catch_up(self.rows, self.stopping.end(self.rows))
@@ -438,7 +433,11 @@ class Generation:
     def result(self, verifier: Verifier) -> Any:
         """What plain `generate` returns."""
         end = self.stopping.end(self.rows)
+        # What was recorded has taken the experts' own method for granted.
+        self.decode_scope.want(False)
         verifier.finish(end)
+        self.counts.attention = verifier.attention_by
+        self.counts.repeated, self.counts.recordings = verifier.repeated, verifier.recordings
         self.cache.hand_back()
         if self.record is not None:
             self.record.finish(end)
@@ -496,7 +495,7 @@ class Generation:
         for row, prompt_ids in enumerate(call.prompts):
             foresight = RowForesight(self.select, self.dice, self.rows[row])
             target = replace(
-                call.target, foresight=foresight, own=self.own_forwards, graphs=self._records
+                call.target, foresight=foresight, own=self.own_forwards, graphs=self.records
             )
             session = self.assistant.start(prompt_ids, target, row, call.batch_size)
             opened.callback(self._close, session)
@@ -507,10 +506,15 @@ class Generation:
         session.close()
 
 
+def records(call: Call, assistant: DraftingPolicy) -> bool:
+    """Whether forwards on an accelerator may be repeated from recordings."""
+    return assistant.graphs and not call.synced_gpus and not Ranks.of(call.model).several
+
+
 def kind_of(call: Call) -> CostKey:
     """The calls that have one account with this one: what plain decoding would run tells them."""
     key = cost_key(call.model, call.input_ids)
-    return key if call.in_plain is None else replace(key, manner="compiled")
+    return replace(key, manner="compiled") if call.compiles_plainly else key
 
 
 def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> CostKey:

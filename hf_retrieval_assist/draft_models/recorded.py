@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..host.transformers_private import compiled_parts, with_cache
+from ..host.transformers_private import is_compiled, with_cache
 from ..verification.fed_tokens import FedTokens
 from ..verification.fixed_verifier import FixedVerifier, ForwardOptions
 from ..verification.kv_cache import SlotCache
@@ -29,7 +29,7 @@ class RecordedDrafts(FixedVerifier):
         rules: how far back each kind of layer sees.
         most: tokens of each row that are fed between two calls of `keep_fed` at most.
         recorded: whether forwards may be repeated from a recording. Those of compiled models are
-            not, since what looks for waits before a recording would undo the compilation.
+            not: under what looks for waits, torch would run them as if they were not.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RecordedDrafts(FixedVerifier):
         super().__init__(
             *(model, cache, kwargs, before_first),
             attention=TreeAttention(rules, None, model.dtype),
-            options=ForwardOptions(recorded=recorded and not compiled_parts(model)),
+            options=ForwardOptions(recorded=recorded and not is_compiled(model)),
         )
         self.most = most
         # What fills a line up lies behind.

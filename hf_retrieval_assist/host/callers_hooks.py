@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 from ..system.locks import Lock
 from .transformers_private import global_hooks, hook_tables, numbered_hooks
 
-_PACKAGE = __name__.partition(".")[0]
-_LIBRARIES = frozenset(("torch", "transformers", "accelerate", "deepspeed", "peft", _PACKAGE))
+PACKAGE = __name__.partition(".")[0]
+LIBRARIES = frozenset(
+    ("torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes", PACKAGE)
+)
 
 # By the number of a hook, of which PyTorch gives none twice: whether it changes something.
 _changes: dict[int, bool] = {}
@@ -35,7 +37,7 @@ def is_callers(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     module = getattr(hook, "__module__", None) or type(hook).__module__
-    return isinstance(hook, _Watched) or module.partition(".")[0] not in _LIBRARIES
+    return isinstance(hook, _Watched) or module.partition(".")[0] not in LIBRARIES
 
 
 def only_looks(number: int, hook: Any) -> bool:

@@ -107,7 +107,7 @@ GENERATE = _listed(
             "is_encoder_decoder)": "the inputs of forwards behind the prompt",
             "_has_unfinished_sequences(this_peer_finished, synced_gpus, device)": "other processes",
             "_supports_default_dynamic_cache(); _is_user_defined": "the call's cache",
-            "_valid_auto_compile_criteria(model_kwargs, generation_config)": "compiled forwards",
+            "_valid_auto_compile_criteria(model_kwargs, generation_config)": "plain steps",
             "_optimize_model_for_decode()": "the experts of mixtures",
             "_pad_token_tensor": "rows that have ended",
         },
@@ -115,7 +115,6 @@ GENERATE = _listed(
     (
         "transformers:PreTrainedModel",
         {
-            "get_compiled_call(compile_config)": "compiled forwards",
             "_is_stateful": "states that cannot be cropped",
         },
     ),

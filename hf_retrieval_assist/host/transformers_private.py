@@ -160,79 +160,28 @@ def global_hooks() -> list[Any]:
     return [*module._global_forward_hooks.values(), *module._global_forward_pre_hooks.values()]
 
 
-def keep_address(tensor: torch.Tensor) -> None:
-    """Promise `torch.compile` that an input of its graphs stays where it is.
-
-    Another call's memory may lie elsewhere, which is no reason to compile again.
-    """
-    torch._dynamo.mark_static_address(tensor, guard=False)
-
-
-def compiled_call(
-    model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> Callable[..., Any] | None:
-    """What plain decoding calls for every token in the model's place, compiled; None: the model.
+def compiles(model: Any, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+    """Whether plain decoding compiles the model's forwards behind the prompt.
 
     Args:
         model_kwargs: `generate`'s, with the cache that it made or was given.
     """
-    if not model._valid_auto_compile_criteria(model_kwargs, config):
-        return None
-    call: Callable[..., Any] = model.get_compiled_call(config.compile_config)
-    return None if call == model.__call__ else call
-
-
-def compiled_of(function: Any) -> Any:
-    """What `torch.compile` made a function of; None: it did not make it."""
-    return getattr(function, "_torchdynamo_orig_callable", None)
-
-
-def compiled_parts(model: nn.Module) -> list[Any]:
-    """What a caller has compiled of the model in place, as it is called."""
-    parts = []
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if (call := getattr(module, "_compiled_call_impl", None)) is not None:
-            parts.append(call)
-        elif isinstance(module, torch._dynamo.OptimizedModule):
-            parts.append(module)
-        elif compiled_of(forward) is not None:
-            parts.append(forward)
-    return parts
+    return bool(model._valid_auto_compile_criteria(model_kwargs, config))
 
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether a caller has compiled the model or a part of it in place."""
-    return bool(compiled_parts(model))
-
-
-def makes_graphs(compiled: Any) -> bool:
-    """Whether what was compiled records CUDA graphs by itself, and so cannot be recorded."""
-    settings = getattr(compiled, "get_compiler_config", lambda: None)()
-    return bool((settings or {}).get("triton.cudagraphs"))
-
-
-def sizes_become_variables() -> bool:
-    """Whether `torch.compile` takes a size that has changed for a variable from then on."""
-    return bool(torch._dynamo.config.automatic_dynamic_shapes)
-
-
-def options_of_mode(mode: str) -> dict[str, Any]:
-    """What a mode of `torch.compile` stands for."""
-    return dict(torch._inductor.list_mode_options(mode))
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or isinstance(module, torch._dynamo.OptimizedModule)
+        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
 
 
 def compilations() -> int:
     """Graphs that `torch.compile` has made in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Scope of forwards whose shapes nobody will see again, for which nothing is compiled."""
-    if not is_compiled(model):
-        return nullcontext()
-    scope: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return scope
 
 
 class OptimisedForDecode:

@@ -1,9 +1,7 @@
 """The keys and values of all layers in tensors of fixed capacity.
 
-Layers whose heads are alike share one tensor `[buffers, batch, capacity, heads, head_dim]`, so that
-an accepted path moves to the front in all of them by one gather and one scatter. In memory a head's
-slots lie behind one another, as in caches of transformers, whose models may count on it, or a
-slot's heads do, as attention in parts reads them.
+Layers whose heads are alike share one tensor `[buffers, batch, heads, capacity, head_dim]`, so that
+an accepted path moves to the front in all of them by one gather and one scatter.
 """
 
 from __future__ import annotations
@@ -12,9 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from ..host.transformers_private import keep_address
 from .kv_cache import SlotLayer
 
 # The smallest difference of two capacities.
@@ -58,16 +54,11 @@ class Arena:
     Args:
         batch: rows.
         capacity: slots of each row.
-        apart: whether what a layer sees of a tensor says that it shares no memory with what others
-            see, as `torch.compile` wants it.
-        by_slot: whether the heads of a slot lie side by side, as attention in parts wants them.
     """
 
-    def __init__(self, batch: int, capacity: int, apart: bool = False, by_slot: bool = False):
+    def __init__(self, batch: int, capacity: int):
         self.batch = batch
         self.capacity = capacity
-        self.apart = apart
-        self.by_slot = by_slot
         self._groups: list[torch.Tensor] = []
         self._members: dict[_Kind, list[int]] = {}
 
@@ -92,7 +83,7 @@ class Arena:
                 self._groups[i].zero_()
             else:
                 self._groups.append(self._zeros(len(numbers), *kind[:4]))
-            homes |= zip(numbers, map(self._home, self._groups[i]), strict=True)
+            homes |= zip(numbers, self._groups[i], strict=True)
             for layer in {number // 2 for number in numbers}:
                 if {2 * layer, 2 * layer + 1} <= homes.keys():
                     layers[layer].move_in((homes.pop(2 * layer), homes.pop(2 * layer + 1)))
@@ -114,23 +105,10 @@ class Arena:
     def _zeros(
         self, buffers: int, heads: int, depth: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        rows, slots = (buffers, self.batch), self.capacity
-        if self.by_slot:
-            return torch.zeros((*rows, slots, heads, depth), dtype=dtype, device=device)
-        by_head = torch.zeros((*rows, heads, slots, depth), dtype=dtype, device=device)
-        return by_head.transpose(2, 3)
-
-    def _home(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A layer's view [batch, heads, capacity, head_dim] of one buffer."""
-        home = buffer.transpose(1, 2)
-        if self.apart:
-            # Of one memory, but not of one storage, which torch would have to tell apart.
-            home = from_dlpack(to_dlpack(home))
-            # Graphs that torch captures by itself must not take it for an input to copy.
-            keep_address(home)
-        return home
+        shape = (buffers, self.batch, heads, self.capacity, depth)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy slots within rows: int64 [batch, 1] and [batch, moved]."""
         for group in self._groups:
-            group[:, rows, destination] = group[:, rows, source]
+            group[:, rows, :, destination] = group[:, rows, :, source]

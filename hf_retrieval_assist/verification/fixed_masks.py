@@ -10,12 +10,12 @@ see.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
-from ..kernels.split_attention import FedSlots, Seen
+from ..kernels.split_attention import Seen
 from .fed_tokens import FedTokens
 from .packed_buffer import Field
 from .tree_attention import LayerMask
@@ -110,26 +110,6 @@ class FixedMasks:
         for i in range(len(self._distinct)):
             device[f"table{i}"][:, :queries, 1 : 1 + columns].logical_and_(sees)
 
-    def fed_slots(
-        self,
-        device: Mapping[str, torch.Tensor],
-        masks: dict[str, torch.Tensor] | torch.Tensor,
-        longest: int,
-    ) -> tuple[FedSlots, list[tuple[torch.Tensor, int]]]:
-        """The same for attention in parts: where the tokens lie, and the masks of limited reach."""
-        kinds = masks if isinstance(masks, dict) else {"": masks}
-        rules = {"": self.rules} if isinstance(self.rules, LayerMask) else self.rules
-        reaches = {kind: rule.reach for kind, rule in rules.items()}
-        limited = [(kinds[kind], reach) for kind, reach in reaches.items() if reach is not None]
-        whole = next((kind for kind, reach in reaches.items() if reach is None), None)
-        bias = None
-        if whole is not None and self.gapless:
-            table = device[f"table{self._distinct.index(rules[whole])}"][:, :, 1:-1]
-            bias = torch.where(table, self._shown, self._hidden)[:, None]
-        mask = None if whole is None else kinds[whole]
-        fed = FedSlots(device["slots"], device["kept"], self.first, longest, bias, mask)
-        return fed, limited
-
     def seen(
         self,
         device: Mapping[str, torch.Tensor],
@@ -146,22 +126,21 @@ class FixedMasks:
             found[mask.data_ptr()] = Seen(device["kept"], self.first, table, unseen, holes)
         return found
 
-    def build(
-        self, device: Mapping[str, torch.Tensor], empty: bool = False
-    ) -> dict[str, torch.Tensor] | torch.Tensor:
-        """Masks [batch, 1, width, capacity] from the written fields, on the device.
+    def build(self, device: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | torch.Tensor:
+        """Masks [batch, 1, width, capacity] from the written fields, on the device."""
+        return self._by_kind(
+            lambda i: self.mask(device[f"table{i}"], device.get(f"unseen{i}"), device["shift"])
+        )
 
-        Empty ones tell kinds of layers apart and take no memory; whatever reads them is NaN.
-        """
-        width = device["table0"].shape[1]
-        if empty:
-            shape = self.batch, 1, width, self.capacity
-            masks = {rule: self._empty[i].expand(shape) for i, rule in enumerate(self._distinct)}
-        else:
-            masks = {
-                rule: self.mask(device[f"table{i}"], device.get(f"unseen{i}"), device["shift"])
-                for i, rule in enumerate(self._distinct)
-            }
+    def empty(self, width: int) -> dict[str, torch.Tensor] | torch.Tensor:
+        """Masks that tell kinds of layers apart and take no memory; whatever reads them is NaN."""
+        shape = self.batch, 1, width, self.capacity
+        return self._by_kind(lambda i: self._empty[i].expand(shape))
+
+    def _by_kind(
+        self, make: Callable[[int], torch.Tensor]
+    ) -> dict[str, torch.Tensor] | torch.Tensor:
+        masks = {rule: make(i) for i, rule in enumerate(self._distinct)}
         if isinstance(self.rules, LayerMask):
             return masks[self.rules]
         return {kind: masks[rule] for kind, rule in self.rules.items()}

@@ -8,19 +8,18 @@ from typing import Any
 
 import torch
 
-from ..kernels.split_attention import AttentionBy
 from .arena import capacity_bucket, with_room
 from .kv_cache import SlotCache, SlotLayer
-from .replay import Record, Shown
+from .recorded_state import recorded_state
+from .replay import Shown
 from .workspace import WORKSPACES, Repeated, Shape, Workspace
 
 
 def stays_in_place(device: torch.device) -> bool:
-    """Whether forwards on a device are worth memory that stays where it is.
-
-    On a CPU nothing is launched, and views of what is in use are read faster than whole buffers.
+    """Whether there is anything on a device that is worth memory which stays where it is: forwards
+    that are recorded, or attention that reads the slots in use. Elsewhere views are read faster.
     """
-    return device.type != "cpu"
+    return device.type == "cuda"
 
 
 def can_stay(cache: SlotCache, device: torch.device) -> bool:
@@ -50,6 +49,7 @@ class FixedMemory:
 
     Attributes:
         workspace: lent by :data:`~.workspace.WORKSPACES`.
+        repeated, recordings: forwards that were repeated, and recordings that were made, so far.
     """
 
     workspace: Workspace
@@ -66,7 +66,12 @@ class FixedMemory:
         prompt_mask: torch.Tensor | None = None,
     ) -> None:
         self._model, self._layers, self._shape = model, layers, shape
-        self._arguments, self._recorded, self._prompt_mask = arguments, recorded, prompt_mask
+        self._arguments, self._prompt_mask = arguments, prompt_mask
+        self.repeated = self.recordings = 0
+        # Read once: within a call, transformers' scopes change settings for some of its forwards.
+        self._state: Any = None
+        if recorded and not WORKSPACES.refuses(model):
+            self._state = recorded_state(model, arguments, shape.device)
         self.grow(slots)
 
     @property
@@ -74,35 +79,19 @@ class FixedMemory:
         """Whether forwards are repeated from recordings."""
         return self.workspace.record is not None
 
-    @property
-    def attention_by(self) -> AttentionBy:
-        """What computes attention. Code that records itself would go on reading this call's tables,
-        so what is compiled and not recorded here keeps the model's own function."""
-        shape = self.workspace.shape
-        return "mask" if shape.compiled and not self.records else shape.attention_by
-
     def lacks(self, slots: int) -> bool:
         """Whether rows of so many slots have no room."""
         return slots > self.workspace.shape.capacity
 
     def grow(self, slots: int) -> None:
         """Go on where rows of so many slots have room; the layers show what is kept."""
-        record = self._recorder()
         capacity = capacity_bucket(max(slots, self._shape.capacity))
-        if record is not None:
+        if self._state is not None:
             capacity = with_room(capacity, self._slot_bytes())
-        alone = self._shape.compiled and record is None
-        by = "mask" if alone else self._shape.attention_by
-        shape = replace(self._shape, capacity=capacity, attention_by=by)
-        self.workspace = WORKSPACES.lend(self._model, shape, record, self._arguments)
+        shape = replace(self._shape, capacity=capacity)
+        self.workspace = WORKSPACES.lend(self._model, shape, self._state)
         self.workspace.masks.start(self._prompt_mask)
         self.workspace.arena.hold(self._layers)
-
-    def _recorder(self) -> Record | None:
-        """What records forwards; None: nothing does."""
-        if not self._recorded:
-            return None
-        return WORKSPACES.recorder(self._model, self._shape.compiled, self._shape.device)
 
     def _slot_bytes(self) -> int:
         """What one slot of all rows and layers takes."""
@@ -113,12 +102,21 @@ class FixedMemory:
         """What a forward leaves, repeated where it can be."""
         if not self.records:
             return compute()
-        shown = step.replay(compute)
-        if (fault := step.replay.fault) is not None:
-            WORKSPACES.refuse(self._model, self._shape.compiled, fault)
-            self.workspace.record_no_more()
+        replay, was_new, computed = step.replay, step.replay.new, step.replay.computes
+        self.repeated += replay.trusted
+        shown = replay(compute, step.keep)
+        self.recordings += was_new and not replay.new
+        if replay.fault is not None and not computed:
+            WORKSPACES.refuse(self._model, step.key, replay.fault)
+        if replay.short:
+            # For this call; the next one may find enough.
+            self.workspace.record = None
         return shown
 
     def give_back(self) -> None:
-        """Leave it to the model's next calls."""
-        WORKSPACES.give_back(self._model, self.workspace, self._arguments)
+        """Leave it to the model's next calls, unless the model was changed meanwhile: what was
+        recorded may have been recorded before or after it was."""
+        device = self._shape.device
+        if self.recordings and self._state != recorded_state(self._model, self._arguments, device):
+            return
+        WORKSPACES.give_back(self._model, self.workspace)

@@ -10,17 +10,15 @@ recording serves every step of a width; see :mod:`.replay`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..host.compiled import Compiled
 from ..host.feature_taps import FeatureTaps
 from ..host.transformers_private import attention_of
-from ..kernels.split_attention import AttentionBy, SplitAttention
+from ..kernels.split_attention import AttentionBy
 from ..row_text import RowText
 from ..token_tree import Forest, TokenTree
 from .fed_tokens import FedTokens
@@ -36,10 +34,6 @@ from .workspace import MOST_MOVED, Shape, Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Tokens fed per row; what is wider is fed as it is."""
-
-COMPILED_WIDTHS = (1, 4, 16, 64)
-"""The same where every width may be compiled, which takes its time."""
-
 
 Choose = Callable[[torch.Tensor, Sequence[TokenTree], torch.Tensor], list[int] | None]
 """Given logits [batch, width, vocab_size] and a tree per row, writes to int64 [batch * width] what
@@ -58,7 +52,6 @@ class ForwardOptions:
         keeps_cache: whether the cache outlives the call.
         most_tokens: see :class:`~.verifiers.Verifier`.
         recorded: whether forwards may be repeated from a recording.
-        compiled: what is called in the model's place; None: the model.
         choose: finds what is chosen behind every node; None: the walk does. What it runs is queued
             behind the forward and no part of a recording, which so serves calls of all settings.
         fixed_width: tokens per row that every forward feeds, of chains; None: as many as there are,
@@ -71,7 +64,6 @@ class ForwardOptions:
     keeps_cache: bool = True
     most_tokens: int | None = None
     recorded: bool = False
-    compiled: Compiled | None = None
     choose: Choose | None = None
     fixed_width: int | None = None
 
@@ -82,7 +74,7 @@ class FixedVerified(Verified):
     def __init__(
         self, shown: Shown, results: PackedBuffer, typical: bool, chosen: list[int] | None
     ):
-        super().__init__(shown.logits, [0] * len(shown.logits), shown.outputs)
+        super().__init__(shown.logits, [0] * len(shown.logits), None)
         self.typical = typical
         self._results = results
         # Where each row begins in what was chosen.
@@ -90,6 +82,11 @@ class FixedVerified(Verified):
 
     def wait(self) -> None:
         self._results.wait()
+
+    @property
+    def is_sound(self) -> bool:
+        self.wait()
+        return bool(self._results.host["sound"])
 
     def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
         self.wait()
@@ -128,10 +125,11 @@ class FixedVerifier(TreeVerifier):
         super().__init__(*args, **kwargs)
         self.options = options
         self.taps = options.taps or FeatureTaps(self.model, [])
-        compiled = options.compiled
-        self.widths = WIDTHS if compiled is None or compiled.widens else COMPILED_WIDTHS
-        if options.fixed_width is not None:
-            self.widths = (options.fixed_width,)
+        self.widths = WIDTHS if options.fixed_width is None else (options.fixed_width,)
+        self._by_kernels = by != "mask"
+        if self._by_kernels:
+            self.attention_by = by
+        self._asked = False
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
         rules, room = self.attention.rules, self.widths[-1]
@@ -145,33 +143,35 @@ class FixedVerifier(TreeVerifier):
             top_k=options.top_k,
             taps=self.taps.boundaries,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
-            compiled=compiled is not None,
             attention_by=by,
             exact=options.fixed_width is not None,
         )
         self.memory = FixedMemory(
             *(self.model, self.cache.slot_layers, shape, self.kwargs),
-            recorded=options.recorded and (compiled is None or compiled.recordable is not None),
+            recorded=options.recorded,
             slots=self.cache.slots.longest + room,
             prompt_mask=self.attention.prompt_mask,
         )
 
     @property
     def manner(self) -> str:  # type: ignore[override]
-        recorded = self.memory.records
-        if self.options.compiled is not None:
-            manner = "compiled recorded" if recorded else "compiled"
-        else:
-            manner = "recorded" if recorded else "in place"
+        manner = "recorded" if self.memory.records else "in place"
         return manner if self.options.choose is None else f"{manner} choosing"
+
+    @property
+    def repeated(self) -> int:  # type: ignore[override]
+        return self.memory.repeated
+
+    @property
+    def recordings(self) -> int:  # type: ignore[override]
+        return self.memory.recordings
 
     def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> Sequence[TokenTree]:
         limited = super().limit(trees, rows)
-        if self.options.fixed_width is not None:
-            # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
-            limited = [tree.best_chain() for tree in limited]
-        elif self.options.compiled is None:
+        if self.options.fixed_width is None:
             return limited
+        # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
+        limited = [tree.best_chain() for tree in limited]
         return Forest.of(limited).prune([self.widths[-1] - 1] * len(limited))
 
     def _feed(
@@ -181,9 +181,11 @@ class FixedVerifier(TreeVerifier):
         width = self._bucket(fed)
         self._reserve(self.cache.slots.longest + width)
         step = self.memory.workspace.step(width, width)
-        typical = step.used and step.replay.settled
         self._send(step, FedTokens.of(roots, trees, self.cache.slots.lengths, width=width))
-        shown = self._show(step)
+        repeats = self._repeats()
+        # Where nothing repeats them, all forwards are alike.
+        typical = step.used and (step.replay.settled or not repeats)
+        shown = self._show(step) if repeats else self._compute(step)
         choose, chosen = self.options.choose, None
         if choose is not None:
             chosen = choose(shown.logits, trees, step.results.device["chosen"])
@@ -220,49 +222,44 @@ class FixedVerifier(TreeVerifier):
             self._moves = None
 
     def _show(self, step: Step) -> Shown:
-        if not self._repeatable(step):
-            return self._compute(step)
         shown = self.memory.show(step, lambda: self._compute(step))
         self.feeding = True
         self.taps.show(shown.features)
         return shown
 
-    def _repeatable(self, step: Step) -> bool:
-        """Whether the forward reads nothing that belongs to this call only.
-
-        That is known when the model has prepared its inputs once.
-        """
+    def _repeats(self) -> bool:
+        """Whether forwards read nothing that belongs to this call only."""
+        if not self._asked and self._steady is None:
+            self._asked = True
+            # The model prepares its inputs once, to see whether it passes them on as they are.
+            ids, masks = self.prompt_ids[:, -1:].to(self.device), self.memory.workspace.masks
+            arguments = {
+                "attention_mask": masks.empty(1),
+                "position_ids": self.next_position,
+            }
+            self._prepared(ids, 1, self._token_types(1) | arguments)
         if self._steady is None:
             return False
         others = (*self._steady.values(), *self._token_types(1).values())
         return not any(isinstance(value, torch.Tensor) for value in others)
 
     def _compute(self, step: Step) -> Shown:
-        inputs = step.inputs.device
+        inputs, masks = step.inputs.device, self.memory.workspace.masks
         self.cache.slots.places = self.memory.workspace.rows, inputs["slots"]
-        if (compiled := self.options.compiled) is not None:
-            self.call = compiled.recordable if self.memory.records else compiled.call
         width = inputs["token_ids"].shape[1]
-        triton = self.memory.attention_by == "triton"
-        masks = self.memory.workspace.masks.build(inputs, empty=triton)
-        arguments = {"attention_mask": masks, "position_ids": inputs["positions"]}
-        with self._attention(inputs, masks):
-            outputs = self._run(inputs["token_ids"], width, arguments)
-        step.summarise(outputs.logits)
-        return Shown(outputs.logits, self.taps.shown(), outputs)
-
-    def _attention(self, inputs: dict[str, torch.Tensor], masks: Any) -> Any:
-        """Scope of the attention that a forward runs with."""
-        by, fixed = self.memory.attention_by, self.memory.workspace.masks
-        if by == "triton":
+        arguments: dict[str, Any] = {"position_ids": inputs["positions"]}
+        if self._by_kernels:
             from ..kernels.triton_attention import TritonAttention  # needs Triton
 
+            arguments["attention_mask"] = told = masks.empty(width)
             name = attention_of(self.model.config)
-            return self._attending(TritonAttention(fixed.seen(inputs, masks), name))
-        if by == "parts":
-            parts = fixed.fed_slots(inputs, masks, self.cache.slots.longest)
-            return self._attending(SplitAttention(*parts))
-        return nullcontext()
+            with self._attending(TritonAttention(masks.seen(inputs, told), name)):
+                outputs = self._run(inputs["token_ids"], width, arguments)
+        else:
+            arguments["attention_mask"] = masks.build(inputs)
+            outputs = self._run(inputs["token_ids"], width, arguments)
+        step.summarise(outputs.logits)
+        return Shown(outputs.logits, self.taps.shown())
 
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]

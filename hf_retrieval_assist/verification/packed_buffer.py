@@ -45,7 +45,7 @@ class PackedBuffer:
         self._crossed = torch.cuda.Event() if behind else None
         self.host, self.device = (
             {
-                name: whole[place].view(dtype).view(*shape)
+                name: whole[place].view(dtype).view(tuple(shape))
                 for (name, (dtype, shape)), place in zip(fields.items(), places, strict=True)
             }
             for whole in (self._host, self._device)

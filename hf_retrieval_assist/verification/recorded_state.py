@@ -1,244 +1,210 @@
-"""What a recorded forward has taken for granted, as values that can be compared.
+"""What a recorded forward has taken for granted, as a value that can be compared.
 
-Everything that a forward can reach from the model is looked at: modules with their attributes and
-hooks, what hooks are bound to or close over, where tensors lie. What cannot be looked into is equal
-to itself only, and what cannot be told from another equals nothing. Nothing is kept alive.
+That is: where tensors lie, what modules keep beside them, and what PyTorch takes from the running
+thread and the process. Nothing can be known of what others' hooks do next, so a model that has some
+is not recorded. Nothing is kept alive.
 """
 
 from __future__ import annotations
 
-import builtins
 import weakref
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from operator import attrgetter
+from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from ..host.callers_hooks import LIBRARIES, PACKAGE, is_callers
 from ..host.model_state import INTERNAL, modules_of
-from ..host.transformers_private import compiled_of, hooks_of
+from ..host.transformers_private import global_hooks, hooks_of, numbered_hooks
 
-_PLAIN = frozenset((type(None), bool, int, str))
 _ATOMS = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), Enum),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), Enum, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic),
 )
-_COMMON = frozenset((dict, list))  # of most values, which are no atoms
-_CONTAINERS = (Mapping, tuple, list, set, frozenset, deque)
-_FIXED = (type, ModuleType, BuiltinFunctionType, torch._C._TensorMeta)
-# Whose objects are taken for what they are, where a function names them.
-_LIBRARIES = frozenset(("torch", "transformers", "accelerate", "peft", "logging", "numpy"))
+_COLLECTIONS = (list, tuple, set, frozenset)
+
+# Of what is held by what is held; and of the largest collection. What is deeper or larger is too
+# much to look into before every call.
+_DEEPEST, _MOST = 8, 4096
+
+_SETTINGS = (
+    *("is_inference_mode_enabled", "is_grad_enabled", "get_default_dtype"),
+    *("are_deterministic_algorithms_enabled", "get_float32_matmul_precision"),
+    *(f"backends.{name}" for name in ("fp32_precision", "cudnn.allow_tf32", "cudnn.deterministic")),
+    *(f"backends.cudnn.{name}.fp32_precision" for name in ("conv", "rnn")),
+    *(f"backends.cuda.{name}_sdp_enabled" for name in ("flash", "mem_efficient", "math", "cudnn")),
+    *(
+        f"backends.cuda.matmul.{name}"
+        for name in (
+            *("fp32_precision", "allow_tf32", "allow_fp16_accumulation"),
+            *(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
+        )
+    ),
+)
 
 
-class _Unknown:
-    """Equal to nothing."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return False
-
-    __hash__ = None  # type: ignore[assignment]
+class _UnreadableError(Exception):
+    """Nobody can tell whether something stays as it is."""
 
 
-class _Same:
-    """Equal to another one of the same object while that lives."""
-
-    __slots__ = ("_thing",)
-
-    def __init__(self, thing: Any):
-        self._thing = weakref.ref(thing)
-
-    def __eq__(self, other: object) -> bool:
-        thing = self._thing()
-        return thing is not None and isinstance(other, _Same) and thing is other._thing()
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _same(thing: Any) -> Any:
-    try:
-        return _Same(thing)
-    except TypeError:
-        # Something as plain as a namespace is all that it holds.
-        plain = hasattr(thing, "__dict__") or any("__slots__" in vars(t) for t in type(thing).mro())
-        return None if plain else _Unknown()
-
-
-def _slots(thing: Any) -> dict[str, Any]:
-    """What an object holds beside its dictionary."""
-    found: dict[str, Any] = {}
-    for kind in type(thing).mro():
-        names = vars(kind).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name.startswith("__") and not name.endswith("__"):  # as Python renames them
-                name = f"_{kind.__name__.lstrip('_')}{name}"
-            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-                found[name] = getattr(thing, name)
-    return found
-
-
-class _Reader:
-    """Reads an object and what it refers to, each once.
-
-    Args:
-        most: objects to look into; a hook may refer to a whole training run.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._seen: dict[int, int] = {}
-        # Until all is read, so that no other object gets the address of one.
-        self._kept: list[Any] = []
-
-    def read(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _PLAIN:
-            return value if value != -2 else repr(value)
-        if id(value) in self._seen:
-            return "seen", self._seen[id(value)]
-        if kind not in _COMMON and isinstance(value, _ATOMS):
-            return value if kind is not float else repr(value)
-        self._seen[id(value)] = len(self._kept)
-        self._kept.append(value)
-        if len(self._seen) > self._most:
-            return _Unknown()
-        if kind is dict and len(value) <= self._most:
-            return self._mapping(value)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, nn.Module):
-            return self._module(value)
-        if isinstance(value, _CONTAINERS) and len(value) > self._most:
-            return _Unknown()
-        if isinstance(value, Mapping):
-            return self._mapping(value)
-        if isinstance(value, _CONTAINERS):
-            return _short([self.read(held) for held in value])
-        if isinstance(value, weakref.ref):
-            return self.read(value())
-        if callable(value) and not isinstance(value, _FIXED):
-            return self._callable(value)
-        if isinstance(value, (*_FIXED, GenerationConfig)):
-            return _same(value)
-        return self._object(value)
-
-    def _mapping(self, values: Mapping[Any, Any]) -> Any:
-        return _short([self.read(part) for item in values.items() for part in item])
-
-    def _tensor(self, tensor: torch.Tensor) -> Any:
-        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        # Its value went with the launch.
-        value = repr(tensor.item()) if not tensor.shape and tensor.is_cpu else ""
-        return place, value, self._attributes(tensor)
-
-    def _module(self, module: nn.Module) -> Any:
-        """Attributes and parts; hooks whatever they were numbered."""
-        own = vars(module)
-        hooks = hooks_of(module)
-        tensors = [
-            (name, self._tensor(tensor))
-            for kind in ("_parameters", "_buffers")
-            for name, tensor in own[kind].items()
-            if tensor is not None
-        ]
-        plain = _short(sorted([(n, self.read(own[n])) for n in own.keys() - INTERNAL], key=_first))
-        parts = _short([(name, self.read(part)) for name, part in own["_modules"].items()])
-        return _short([type(module), _short(tensors), plain, self.read(hooks), parts])
-
-    def _callable(self, function: Any) -> Any:
-        if isinstance(function, partial):
-            return "partial", *map(self.read, (function.func, function.args, function.keywords))
-        if isinstance(function, MethodType):
-            return "method", self.read(function.__func__), self.read(function.__self__)
-        if (original := compiled_of(function)) is not None:
-            # What torch keeps of it beside goes on changing.
-            return _same(function), self.read(original)
-        if isinstance(function, FunctionType):
-            cells = [_content(cell) for cell in function.__closure__ or ()]
-            given = function.__defaults__, function.__kwdefaults__, cells, self._named(function)
-            return _same(function), *map(self.read, given)
-        return self._object(function)
-
-    def _named(self, function: FunctionType) -> list[Any]:
-        """What a function's code may look up in its module."""
-        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
-            return []
-        found = [function.__globals__.get(name) for name in function.__code__.co_names]
-        return [
-            value
-            for value in found
-            if not isinstance(value, _FIXED)
-            and (type(value).__module__ == builtins.__name__ or not _is_of_library(value))
-            and (not isinstance(value, FunctionType) or value.__globals__ is function.__globals__)
-        ]
-
-    def _object(self, thing: Any) -> Any:
-        held = self._mapping(_slots(thing))
-        return type(thing), _same(thing), held, self._attributes(thing)
-
-    def _attributes(self, thing: Any) -> Any:
-        attributes = getattr(thing, "__dict__", None)
-        return self.read(attributes) if attributes else ()
-
-
-def _short(values: list[Any]) -> Any:
-    """One number where values hold nothing but what is equal by value: few of those that are kept
-    would make Python look for garbage among all objects."""
-    try:
-        return hash(tuple(values))
-    except TypeError:
-        return values
-
-
-def _first(pair: tuple[str, Any]) -> str:
-    return pair[0]
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing was put into it yet
-        return None
-
-
-def _is_of_library(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in _LIBRARIES
+def why_unrecorded(model: nn.Module, device: torch.device) -> str | None:
+    """Why forwards of a model are not recorded as it is now; None: they may be."""
+    # Copies of weights that operators keep for the scope's time would be gone later.
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return "autocast is on"
+    hooks = [hook for module in modules_of(model) for _, hook in numbered_hooks(module)]
+    strange = [hook for hook in (*global_hooks(), *hooks) if is_callers(hook)]
+    forwards = [vars(module).get("forward") for module in modules_of(model)]
+    strange += [own for own in forwards if own is not None and _root(own) not in LIBRARIES]
+    return f"nobody knows what {strange[0]!r} will do" if strange else None
 
 
 def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch.device) -> Any:
-    """Equal as long as what was recorded of a model's forwards is what they compute.
+    """Equal as long as what was recorded of a model's forwards is what they compute; None where
+    nothing may be recorded.
 
     Args:
         arguments: keyword arguments of the call. Tensors that reach a forward are not recorded at
             all, and caches are the verifier's.
         device: of the model.
     """
-    reader = _Reader(64 * len(modules_of(model)) + 4096)
+    if why_unrecorded(model, device) is not None:
+        return None
     passed = {n: v for n, v in arguments.items() if not isinstance(v, (torch.Tensor, Cache))}
-    return reader.read(model), reader.read(passed), _settings(device)
+    reader = _Reader()
+    try:
+        for part in (*modules_of(model), passed, *map(_setting, _SETTINGS)):
+            reader.read(part)
+    except _UnreadableError:
+        return None
+    return _State(reader.values, reader.objects)
 
 
-def _settings(device: torch.device) -> Any:
-    """What PyTorch takes from the running thread and the process."""
-    backends = torch.backends.cuda
-    return (
-        (torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.get_default_dtype()),
-        (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
-        (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic),
-        (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled()),
-        (backends.math_sdp_enabled(), backends.cudnn_sdp_enabled()),
-    )
+def _setting(name: str) -> Any:
+    """Of PyTorch; some raise where others have set the same thing by another name."""
+    try:
+        found = attrgetter(name)(torch)
+        return found() if callable(found) else found
+    except (AttributeError, RuntimeError) as error:
+        return type(error)
 
 
-def is_autocast(device: torch.device) -> bool:
-    """Whether operators choose dtypes by themselves: copies of weights that they keep for the
-    scope's time would be gone when a recording is repeated."""
-    known = torch.amp.is_autocast_available(device.type)
-    return known and torch.is_autocast_enabled(device.type)
+def _root(function: Any) -> str:
+    """The package that a function was written in, whatever name what wraps it has taken over."""
+    while isinstance(function, partial):
+        function = function.func
+    written = getattr(getattr(function, "__func__", function), "__globals__", None)
+    name: str = written["__name__"] if written else type(function).__module__
+    return name.partition(".")[0]
+
+
+class _State:
+    """What was read, equal to what is read later while it is the same and of the same objects.
+
+    Args:
+        values: all that is plain, and the addresses of what is not.
+        objects: at these addresses.
+    """
+
+    def __init__(self, values: list[Any], objects: list[weakref.ref[Any]]) -> None:
+        # One number: many objects that are kept would make Python look for garbage among all.
+        self._values = hash(tuple(values))
+        self._objects = objects
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, _State) and self._values == other._values
+        return same and all(thing() is not None for thing in self._objects)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Reader:
+    """Reads objects, each once.
+
+    Attributes:
+        values, objects: see :class:`_State`.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.objects: list[weakref.ref[Any]] = []
+        self._seen: dict[int, int] = {}
+        # Until all is read, so that no other object gets the address of one.
+        self._kept: list[Any] = []
+
+    def read(self, value: Any, depth: int = 0) -> None:
+        """Note its value, or which object it is."""
+        if isinstance(value, _ATOMS):
+            self.values.append(repr(value))
+        elif id(value) in self._seen:
+            self.values.append(self._seen[id(value)])
+        else:
+            self._seen[id(value)] = len(self._kept)
+            self._kept.append(value)
+            self._look_into(value, depth)
+
+    def _look_into(self, value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            self._tensor(value)
+        elif isinstance(value, nn.Module):
+            self._module(value)
+        elif isinstance(value, weakref.ref):
+            self.read(value(), depth)
+        elif isinstance(value, partial):
+            self._collection((value.func, value.args, value.keywords), depth)
+        elif isinstance(value, MethodType):
+            self._collection((value.__func__, value.__self__), depth)
+        elif isinstance(value, Mapping):
+            self._collection([part for item in value.items() for part in item], depth)
+        elif isinstance(value, _COLLECTIONS):
+            self._collection(value, depth)
+        else:
+            self._object(value, depth)
+
+    def _collection(self, values: Collection[Any], depth: int) -> None:
+        if len(values) > _MOST or depth == _DEEPEST:
+            raise _UnreadableError
+        self.values.append(len(values))
+        for value in values:
+            self.read(value, depth + 1)
+
+    def _object(self, thing: Any, depth: int) -> None:
+        """Which one it is, and its attributes where they may be changed from outside."""
+        held, library = getattr(thing, "__dict__", None), _root(thing) in LIBRARIES
+        self.values.append(id(thing))
+        try:
+            self.objects.append(weakref.ref(thing))
+        except TypeError:
+            if held is None and not library:
+                raise _UnreadableError from None
+        if held and depth < _DEEPEST and (not library or isinstance(thing, PreTrainedConfig)):
+            self.read(held, depth + 1)
+
+    def _module(self, module: nn.Module) -> None:
+        own = vars(module)
+        self.values += [type(module), *own["_modules"]]
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in own[kind].items():
+                self.values.append(name)
+                self.read(tensor)
+        # The package's own look at a thread's forwards and change nothing.
+        self.read([hook for hook in hooks_of(module) if _root(hook[0]) != PACKAGE])
+        for name in sorted(own.keys() - INTERNAL):
+            self.values.append(name)
+            self.read(own[name])
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        self.values += [tensor.data_ptr(), tensor.shape, tensor.stride()]
+        self.values += [tensor.dtype, tensor.device]
+        if not tensor.shape and tensor.is_cpu:  # its value went with the launch
+            self.values.append(repr(tensor.item()))
+        # Quantised tensors have others inside.
+        self.read(vars(tensor))

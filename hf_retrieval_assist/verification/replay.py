@@ -8,12 +8,16 @@ computation itself gives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,14 +25,21 @@ from ..system.locks import Lock
 
 aten = torch.ops.aten
 
-# Operators whose results have a shape or a value that the host needs.
-_WAITING = {
-    *(aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim, aten.unique_consecutive),
-    *(aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.repeat_interleave),
-}
+SHORTAGES = (MemoryError, torch.OutOfMemoryError)
+"""What happens for reasons of the moment, and says nothing of a model."""
+
+# From this release on, a capture that something broke ends like others.
+_ENDS_BROKEN_CAPTURES = Version("2.13.0.dev0") <= Version(torch.__version__)
+
+# Whose operators may be captured before that release: others may wait where nobody sees it.
+_SAFE = ("aten", "prims", "flash_attn", "hf_retrieval_assist")
+
+# Of these PyTorch does not say that they wait.
+_WAITING = {aten._unique2, aten.unique_dim, aten.unique_consecutive}
 _COPYING = {aten.copy_, aten._to_copy}
-_INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-_MASKS = (torch.bool, torch.uint8)
+
+# Streams that PyTorch has of one priority. It hands them out in turns.
+_STREAMS = 32
 
 Record = Callable[[Callable[[], "Shown"]], tuple[Callable[[], Any], "Shown"]]
 """Records a computation: returns what repeats it, and the tensors in which its results lie."""
@@ -36,29 +47,49 @@ Record = Callable[[Callable[[], "Shown"]], tuple[Callable[[], Any], "Shown"]]
 
 @dataclass
 class Shown:
-    """What a forward left on the device.
+    """What a computation left on the device.
 
     Attributes:
-        logits: [batch, width, vocab_size].
+        logits: [batch, width, vocab_size], by which a recording is compared.
         features: hidden states by boundary, of each tap.
-        outputs: all that the model returned.
+        outputs: what else is wanted of it.
     """
 
     logits: torch.Tensor
     features: list[dict[int, torch.Tensor]]
-    outputs: Any
+    outputs: Any = None
 
 
-def recorder(device: torch.device, compiled: bool) -> Record | None:
-    """What records forwards on a device, compiled ones or the model's own; None: nothing does."""
-    return CudaGraphs(device, watched=not compiled) if device.type == "cuda" else None
+def recorder(device: torch.device) -> Record | None:
+    """What records forwards on a device; None: nothing does."""
+    if device.type != "cuda" or (stream := _unused_stream(device)) is None:
+        return None
+    return CudaGraphs(device, stream)
 
 
-class NoWaits(TorchDispatchMode):
-    """Scope in which an operator of this thread that waits for a device raises.
+def _unused_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream on which no living recorder captures; None: all are taken.
 
-    PyTorch's own mode for it (`torch.cuda.set_sync_debug_mode`) would raise in all threads.
+    Graphs go on using what cuBLAS has allocated for their stream, and the end of a graph frees it.
+    Others seldom multiply matrices on streams of high priority.
     """
+    for _ in range(_STREAMS):
+        stream = torch.cuda.Stream(device, priority=-1)
+        if all(stream != living.stream for living in list(_recorders)):
+            return stream
+    return None
+
+
+class _Operators(TorchDispatchMode):
+    """Scope that notes operators which wait for a device, or may, and which PyTorch does not name.
+
+    Attributes:
+        found: in words.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -66,14 +97,38 @@ class NoWaits(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
         # The value of a tensor without dimensions goes with the launch.
         crosses = len({x.device.type for x in tensors if x.dim() or packet in _COPYING}) > 1
-        masked = packet in _INDEXING and any(
-            isinstance(x, torch.Tensor) and x.dtype in _MASKS for x in args[1]
-        )
-        # PyTorch copies the host's numbers before it shows the tensor that it makes of them.
-        made = packet is aten.lift_fresh and out.device.type != "cpu"
-        if packet in _WAITING or crosses or masked or made:
-            raise RuntimeError(f"{func} waits for the device")
+        if packet in _WAITING or crosses:
+            self.found.append(f"{func} waits for the device")
+        elif not _ENDS_BROKEN_CAPTURES and func.namespace not in _SAFE:
+            self.found.append(f"{func} may wait for the device (torch before 2.13)")
         return out
+
+
+@contextmanager
+def noting_waits() -> Iterator[list[str]]:
+    """Scope that notes what in this thread's work waits for a CUDA device.
+
+    PyTorch warns of it in all threads, wherever in an operator it happens.
+    """
+    thread, show = threading.get_ident(), warnings.showwarning
+    operators = _Operators()
+
+    def noted(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        if "synchronizing CUDA" not in str(message):
+            show(message, category, filename, lineno, *rest)
+        elif threading.get_ident() == thread:
+            operators.found.append(f"what runs at {filename}:{lineno} waits for the device")
+
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message="called a synchronizing CUDA")
+        warnings.showwarning = noted  # type: ignore[assignment]
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with operators:
+                yield operators.found
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 class CudaGraphs:
@@ -83,46 +138,57 @@ class CudaGraphs:
     random states as it found them.
 
     Args:
-        watched: whether what waits is looked for before anything is captured. Under a mode that
-            looks, torch runs what it has compiled as if it had not, and goes on so.
+        stream: no other living recorder's.
     """
 
     _lock = Lock()
 
-    def __init__(self, device: torch.device, watched: bool = True):
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream):
+        self.stream = stream
         self._device = device
-        self._watch = NoWaits if watched else nullcontext
         self._pool = torch.cuda.graph_pool_handle()
-        # PyTorch's own stream for captures is one of the device on which it captured first.
-        self._stream = torch.cuda.Stream(device)
         self._spot = torch.zeros(1, device=device)
+        _recorders.add(self)
 
     def __call__(self, compute: Callable[[], Shown]) -> tuple[Callable[[], Any], Shown]:
         with self._lock, torch.cuda.device(self._device):
-            caller = torch.cuda.current_stream(self._device)
-            self._stream.wait_stream(caller)
+            # On the caller's stream: what cuBLAS allocates for the other one while it captures
+            # lies in the graphs' pool, and lives as long as they do.
+            with noting_waits() as waits:
+                compute()
+            if waits:
+                raise RuntimeError(waits[0])
             # PyTorch goes back to the caller's stream after a capture that ended well only.
-            with torch.cuda.stream(self._stream):
-                # Libraries make what they need of a stream, and what cannot be captured shows.
-                with self._watch():
-                    compute()
+            with torch.cuda.stream(self.stream):
                 try:
-                    recording = self._capture(compute, self._pool)
+                    return self._capture(compute, self._pool)
                 except BaseException:
-                    # Up to torch 2.11 random numbers wait for the end of the capture that failed;
-                    # they take the end of another one for it.
-                    self._capture(self._spot.zero_, torch.cuda.graph_pool_handle())
+                    if not _ENDS_BROKEN_CAPTURES:
+                        self._mend()
                     raise
-            caller.wait_stream(self._stream)
-        return recording
 
     def _capture(self, compute: Callable[[], Any], pool: Any) -> tuple[Callable[[], Any], Any]:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        scope = torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local")
-        with scope:
+        with ExitStack() as capture:
+            # Up to torch 2.10 random states of captures to come would belong to the inference mode.
+            with torch.inference_mode(False):
+                # Other threads may use the device meanwhile.
+                scope = torch.cuda.graph(
+                    graph, pool, self.stream, capture_error_mode="thread_local"
+                )
+                capture.enter_context(scope)
             shown = compute()
         return graph.replay, shown
+
+    def _mend(self) -> None:
+        """The allocator waits for the end of a broken capture, and up to torch 2.11 random numbers
+        do; they take the end of another one for it."""
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(self.stream.device.index, self._pool)
+        self._capture(self._spot.zero_, torch.cuda.graph_pool_handle())
+
+
+_recorders: weakref.WeakSet[CudaGraphs] = weakref.WeakSet()
 
 
 class Replay:
@@ -134,6 +200,8 @@ class Replay:
 
     Attributes:
         fault: why the computation is not repeated, in words; None while nothing speaks against it.
+        short: whether there was no memory to record or to compare it.
+        trusted: whether it was recorded and compared.
     """
 
     def __init__(self, record: Record | None, tolerance: float):
@@ -141,8 +209,9 @@ class Replay:
         self._tolerance = tolerance
         self._repeat: Callable[[], Any] | None = None
         self._recorded: Shown | None = None
-        self._trusted = False
+        self.trusted = False
         self.fault: str | None = None
+        self.short = False
 
     @property
     def new(self) -> bool:
@@ -150,42 +219,52 @@ class Replay:
         return self._repeat is None
 
     @property
+    def computes(self) -> bool:
+        """Whether nothing is recorded, compared or repeated any more."""
+        return self._record is None or self.fault is not None or self.short
+
+    @property
     def settled(self) -> bool:
         """Whether nothing remains to be recorded or compared."""
-        return self._record is None or self._trusted or self.fault is not None
+        return self.computes or self.trusted
 
-    def __call__(self, compute: Callable[[], Shown]) -> Shown:
-        if self._record is None or self.fault is not None:
+    def __call__(self, compute: Callable[[], Shown], keep: Callable[[Shown], Shown]) -> Shown:
+        """What is computed.
+
+        Args:
+            keep: puts the results of a recording where they are to lie, and shows them there.
+        """
+        if self.computes:
             return compute()
         if self._repeat is None:
             shown = compute()
-            self._try(compute)
+            with self._trying():
+                assert self._record is not None
+                self._repeat, self._recorded = self._record(lambda: keep(compute()))
             return shown
         assert self._recorded is not None
         self._repeat()
-        if not self._trusted:
-            return self._compare(compute)
-        return self._recorded
-
-    def _try(self, compute: Callable[[], Shown]) -> None:
-        assert self._record is not None
-        try:
-            self._repeat, self._recorded = self._record(compute)
-        except Exception as error:  # whatever a forward does that cannot be recorded
-            self._refuse(f"{type(error).__name__}: {error}".splitlines()[0][:200])
-
-    def _compare(self, compute: Callable[[], Shown]) -> Shown:
-        assert self._recorded is not None
-        repeated = self._recorded.logits.clone()
+        if self.trusted:
+            return self._recorded
         shown = compute()
-        error = (repeated - shown.logits).abs().amax() / shown.logits.std()
-        # NaN, which compares as no error, is one.
-        if float(error) <= self._tolerance:
-            self._trusted = True
-        else:
-            self._refuse(f"repeated logits are off by {float(error):.2g} of their spread")
+        with self._trying():
+            self._compare(self._recorded.logits, shown.logits)
         return shown
 
-    def _refuse(self, fault: str) -> None:
-        self.fault = fault
-        self._repeat = self._recorded = None
+    @contextmanager
+    def _trying(self) -> Iterator[None]:
+        try:
+            yield
+        except SHORTAGES:
+            self.short = True
+        except Exception as error:  # whatever a forward does that cannot be recorded
+            self.fault = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if self.computes:
+            self._repeat = self._recorded = None
+
+    def _compare(self, repeated: torch.Tensor, computed: torch.Tensor) -> None:
+        error = float((repeated - computed).abs().amax() / computed.std())
+        # NaN, which compares as no error, is one.
+        self.trusted = error <= self._tolerance
+        if not self.trusted:
+            self.fault = f"repeated logits are off by {error:.2g} of their spread"

@@ -19,14 +19,14 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..host.callers_hooks import muted
-from ..host.compiled import Compiled
 from ..host.model_state import Place, restored
-from ..host.transformers_private import forward_parameters, input_device, kwargs_after, uncompiled
+from ..host.transformers_private import forward_parameters, input_device, kwargs_after
 from ..row_text import RowText
 from ..token_tree import TokenTree
 from .fixed_verifier import ForwardOptions
 from .kv_cache import SlotCache
 from .reach import find_reach, named_lengths
+from .replay import SHORTAGES
 from .tiers import Service, Tier, cache_for
 
 # The fed tree: two paths of two nodes below the root. When the second is accepted, keeping it moves
@@ -36,10 +36,6 @@ _TREE_PARENTS = [-1, 0, -1, 2]
 # Tokens that rows generate in the three steps of the test. Rows of a batch differ, so that their
 # progress does.
 _PROGRESS = ((3, 3, 1), (1, 2, 1))
-
-# What happens to a test for reasons of the moment, and says nothing of the model.
-SHORTAGES = (MemoryError, torch.OutOfMemoryError)
-
 
 # Tokens per row that forwards of the three steps feed: what is right there may be wrong beyond.
 _NARROW = 4
@@ -71,7 +67,7 @@ def examined(
         MemoryError, torch.OutOfMemoryError: there is no memory for the test.
     """
     try:
-        with _evaluating(model), uncompiled(model), muted(model), torch.no_grad():
+        with _evaluating(model), muted(model), torch.no_grad():
             with restored(model, moving), _noting_dtypes(model) as dtypes:
                 for seed in range(_TEXTS):
                     probe = _Probe(model, service, model_kwargs, rows, seed)
@@ -103,7 +99,7 @@ def _noting_dtypes(model: Any) -> Iterator[set[torch.dtype]]:
 
     def note(*_: Any) -> None:
         device = input_device(model).type
-        if torch.is_autocast_enabled(device):
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             noted.add(torch.get_autocast_dtype(device))
 
     handle = part.register_forward_pre_hook(note)
@@ -151,11 +147,7 @@ class _Probe:
         cache = SlotCache(self.config)
         kwargs, _ = self._feed_prompt(cache)
         cache.begin(rows)
-        # Attention by kernels is tried where nothing is compiled: what runs is the same.
-        own = service.compiled and service.attention_by == "mask"
-        compiled = Compiled(model.__call__, widens=service.widens) if own else None
-        options = ForwardOptions(compiled=compiled)
-        self.verifier = service.verifier(model, cache, kwargs, self.prompt, options)
+        self.verifier = service.verifier(model, cache, kwargs, self.prompt, ForwardOptions())
 
     def narrow_error(self, expected: torch.Tensor) -> float:
         """Over three steps: a draft that is rejected in part, one that is accepted, and none."""
@@ -169,8 +161,6 @@ class _Probe:
         Trees are as many children of the root; chains go as deep as there are positions.
         """
         tree = self.service.tier is Tier.TREE
-        if self.service.compiled:
-            width = min(width, *self.verifier.widths[-1:], width)
         if not tree:
             lengths = named_lengths(self.config.to_dict())
             width = min(width, *(n - len(self.rows[0]) for n in lengths), width)

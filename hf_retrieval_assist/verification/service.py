@@ -36,7 +36,8 @@ from ..system.locks import Lock
 from ..system.log import get_logger
 from .fixed_memory import stays_in_place
 from .kv_cache import SLOT_LAYERS
-from .self_test import SHORTAGES, examined, has_padding
+from .replay import SHORTAGES
+from .self_test import examined, has_padding
 from .tiers import Service, Tier
 from .tree_attention import layer_masks, single_mask
 
@@ -64,15 +65,14 @@ class Demand:
 
     Attributes:
         width: tokens per row that they may feed.
-        compiled: whether they are compiled.
         states: whether they return hidden states or attentions.
-        widens: see :class:`~hf_retrieval_assist.host.compiled.Compiled`.
+        stays: whether they are worth memory that stays in place, where there is such, under masks
+            over all of it: they are recorded, or of one width.
     """
 
     width: int = 65
-    compiled: bool = False
     states: bool = False
-    widens: bool = False
+    stays: bool = False
 
 
 _TIERS = [*Tier]
@@ -125,7 +125,7 @@ def choose_service(
     """The best tier the model is right at.
 
     Found once per model as it is, its hooks, adapters and settings included, and once more for
-    batches and padding, for wider forwards and for compiled ones. Where memory is too short to find
+    batches and padding, and for wider forwards. Where memory is too short to find
     it, the call is decoded plainly and the next one asks again.
 
     Args:
@@ -150,7 +150,7 @@ def choose_service(
     with _lock:
         verdicts = _services.setdefault(model, _Verdicts())
     with verdicts.lock:
-        wanted = demand.compiled, demand.widens, demand.states
+        wanted = demand.states, demand.stays
         settings = model_settings(model, verdicts.moving), model.dtype
         key = (settings, rows, packs, *wanted)
         known = verdicts.get(key, demand.width)
@@ -189,6 +189,8 @@ def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) ->
         return why
     if has_own_loop(model):
         return "it decodes by a loop of its own"
+    if is_compiled(model):
+        return "its caller has compiled it in place; leave that to `generate` (compile_config)"
     if is_pipeline(model) and has_padding(model_kwargs):
         return "later stages of a pipeline see no padding; pass one row"
     return None
@@ -224,19 +226,15 @@ def _first_right(
     for service in _candidates(model, packs, demand):
         if service.tier is Tier.PLAIN:
             return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
-        found: Any = service
-        # Compiled code computes attention by itself where it cannot be recorded, so both ways have
-        # to be right.
-        own = service.compiled and service.attention_by != "mask"
-        for way in ("mask", service.attention_by) if own else (service.attention_by,):
-            width = demand.width if found is service else found.width
-            tried = replace(service, attention_by=way)
-            found = examined(model, tried, model_kwargs, rows, width, moving)
-            if isinstance(found, str):
-                break
+        found = examined(model, service, model_kwargs, rows, demand.width, moving)
         if isinstance(found, Service):
             return replace(found, reason=reason or service.reason)
         reason = f"{service.tier.value} failed its test: {found}"
+        if service.attention_by != "mask":
+            logger.warning_once(
+                f"{type(model).__name__}: the kernels of {service.attention_by} do not serve its "
+                f"attention, which goes on slower ({found})"
+            )
     raise AssertionError("the last candidate is the plain tier")
 
 
@@ -261,31 +259,23 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     if (why := _why_no_tree(model, config, parameters)) is not None:
         return [Service(Tier.CHAIN, why, cache_name=name), plain]
     why = why_no_mask(model.config)
-    compiled = demand.compiled and why is None
     # Attentions that a call returns have as many columns as slots are in use.
-    in_place = (stays_in_place(input_device(model)) or compiled) and not demand.states
-    one = Service(
-        Tier.TREE,
-        "one mask",
-        single_mask(config),
-        cache_name=name,
-        in_place=in_place,
-        compiled=compiled,
-        widens=demand.widens,
-    )
+    in_place = stays_in_place(input_device(model)) and not demand.states
+    stays = in_place and demand.stays
+    one = Service(Tier.TREE, "one mask", single_mask(config), cache_name=name, in_place=stays)
     trees = [one]
     if rules := layer_masks(config):
         trees.insert(0, replace(one, reason="a mask per layer type", rules=rules))
-    parts = []
-    if in_place:
-        # Graphs of `torch.compile` know of the kernels of Triton, which made them.
-        found = [way for way in _ways(model) if way == "triton" or not compiled]
-        parts = [replace(tree, attention_by=way) for way in found for tree in trees]
+    by_kernels = [
+        replace(tree, in_place=True, attention_by=way)
+        for way in (_ways(model) if in_place else [])
+        for tree in trees
+    ]
     if why is not None:
-        return [*parts, Service(Tier.CHAIN, why, cache_name=name), plain]
-    if packs and not in_place:
+        return [*by_kernels, Service(Tier.CHAIN, why, cache_name=name), plain]
+    if packs and not stays:
         trees = [*(replace(service, packed=True) for service in trees), *trees]
-    return [*parts, *trees, Service(Tier.CHAIN, "", cache_name=name), plain]
+    return [*by_kernels, *trees, Service(Tier.CHAIN, "", cache_name=name), plain]
 
 
 def _ways(model: Any) -> list[AttentionBy]:
@@ -296,16 +286,16 @@ def _ways(model: Any) -> list[AttentionBy]:
 
 
 def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
-    """Whether the rows of a batch may be fed behind one another: where no memory stays in place,
-    no graph was compiled that every step would change, nothing comes with the rows whose meaning is
-    not known, and every layer is here."""
+    """Whether the rows of a batch may be fed behind one another where no memory stays in place:
+    nothing comes with the rows whose meaning is not known, and every layer is here."""
     foreign = any(
         isinstance(value, torch.Tensor)
         for name, value in model_kwargs.items()
         if name not in _OF_TOKENS
     )
-    known = is_exchangeable(attention_of(model.config)) and not is_compiled(model)
-    alone = not stays_in_place(input_device(model)) and not is_pipeline(model)
+    known = is_exchangeable(attention_of(model.config))
+    device = input_device(model)
+    alone = device.type == "cpu" and not stays_in_place(device) and not is_pipeline(model)
     return known and not foreign and alone
 
 

@@ -41,8 +41,6 @@ class Service:
         attention_by: what computes attention where the tree tier verifies in place.
         packed: whether it feeds the rows of a batch behind one another, without padding.
         in_place: whether the tree tier verifies in memory that stays where it is.
-        compiled: whether its forwards are compiled.
-        widens: see :class:`~hf_retrieval_assist.host.compiled.Compiled`.
         width: tokens per row that a forward may feed.
         reach: how far it may reach.
     """
@@ -54,8 +52,6 @@ class Service:
     attention_by: AttentionBy = "mask"
     packed: bool = False
     in_place: bool = False
-    compiled: bool = False
-    widens: bool = False
     width: int = 1 << 30
     reach: Reach = UNLIMITED
 

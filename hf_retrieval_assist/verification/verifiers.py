@@ -59,6 +59,9 @@ class Verifier:
         most_fed: tokens per row that a forward may feed.
         reach: how far it may reach.
         manner: how forwards run, where it is not kernel by kernel; the cost of a width is its own.
+        attention_by: what computes attention.
+        repeated, recordings: forwards that were repeated from a recording, and recordings that were
+            made.
     """
 
     packed = False
@@ -66,6 +69,7 @@ class Verifier:
     most_tokens: int | None = None
     most_fed = 1 << 30
     reach = UNLIMITED
+    repeated = recordings = 0
 
     def __init__(
         self,
@@ -80,6 +84,7 @@ class Verifier:
         self.cache = cache
         self.prompt_ids = prompt_ids
         self.device = input_device(model)
+        self.attention_by = attention_of(model.config)
         self.positions = model_kwargs.get("position_ids")
         if self.positions is not None:
             self.next_position = self.positions[..., -1:].to(self.device) + 1

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from ..kernels.split_attention import AttentionBy
 from ..system.locks import Lock
 from ..system.log import get_logger
-from . import replay
+from . import recorded_state, replay
 from .arena import Arena
 from .fixed_masks import FixedMasks
-from .packed_buffer import Field, PackedBuffer
-from .recorded_state import is_autocast, recorded_state
-from .replay import Record, Replay
+from .packed_buffer import Field, PackedBuffer, runs_behind
+from .replay import Record, Replay, Shown
 from .tree_attention import LayerMask
 
 logger = get_logger(__name__)
@@ -32,6 +30,9 @@ _MOST_SPARE = 4
 # Workspaces of a model that wait for calls.
 _MOST_IDLE = 3
 _MOST_IDLE_BYTES = 1 << 30
+
+# Tokens per row that there is room for where the logits of all widths lie, as far as they are few.
+_LOGITS_OF = (64, 256)
 
 _HALF_PRECISION_TOLERANCE = 0.2
 _TOLERANCE = 1e-3
@@ -50,7 +51,6 @@ class Shape:
         top_k: how many of the largest logits are brought to the host.
         vocab_size: of these, ids from here on being left out.
         taps: the boundaries whose hidden states are wanted.
-        compiled: whether `torch.compile` made the forward.
         attention_by: what computes attention.
         exact: whether another capacity, by which kernels may divide their sums, does not do.
         states: hidden states of a row, [layers, width], that forwards leave to the next ones.
@@ -65,21 +65,15 @@ class Shape:
     top_k: int = 0
     vocab_size: int = 0
     taps: tuple[tuple[int, ...], ...] = ()
-    compiled: bool = False
     attention_by: AttentionBy = "mask"
     exact: bool = False
     states: tuple[int, ...] = ()
 
     def serves(self, other: Shape) -> bool:
-        """Whether memory of this shape does for a call that asks for the other one.
-
-        A compiled forward is made anew for another capacity; a recorded one of the model's own
-        costs what its capacity is, unless attention follows the slots in use.
-        """
+        """Whether memory of this shape does for a call that asks for the other one."""
         if self.exact:
             return self == other
-        largest = other.capacity * _MOST_SPARE
-        fits = self.capacity >= other.capacity and (self.compiled or self.capacity <= largest)
+        fits = other.capacity <= self.capacity <= other.capacity * _MOST_SPARE
         return fits and self == replace(other, capacity=self.capacity)
 
 
@@ -94,12 +88,34 @@ class Repeated:
     Attributes:
         inputs: the fields.
         replay: computes, or repeats.
+        key: by which its workspace knows it.
     """
+
+    key: Hashable = None
 
     def __init__(self, fields: Mapping[str, Field], shape: Shape, record: Record | None) -> None:
         self.inputs = PackedBuffer(fields, shape.device)
         exact = shape.dtype in (torch.float32, torch.float64)
         self.replay = Replay(record, _TOLERANCE if exact else _HALF_PRECISION_TOLERANCE)
+
+    def keep(self, shown: Shown) -> Shown:
+        """Where the results of a recording are to lie."""
+        return shown
+
+
+class LogitsPlace:
+    """Where the recordings of one batch leave their logits, whatever their width."""
+
+    def __init__(self) -> None:
+        self._held: torch.Tensor | None = None
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """The place of logits [batch, width, vocab_size]."""
+        batch, width, size = logits.shape
+        if self._held is None or self._held.shape[1] < width:
+            room = next((room for room in _LOGITS_OF if room >= width), width)
+            self._held = logits.new_empty((batch, room, size))
+        return self._held.view(-1, size)[: batch * width].view(logits.shape)
 
 
 class Step(Repeated):
@@ -108,17 +124,22 @@ class Step(Repeated):
     Attributes:
         inputs: `token_ids`, `slots` [batch, width], `positions` [..., batch, width], `moves`
             [2, batch, MOST_MOVED] (from where, to where), all int64, and the masks' fields.
-        results: `best` int64 [batch, width]; `chosen` int64 [batch * width], see
-            `ForwardOptions.choose`; where they are wanted, the largest logits `top_logits`
-            [batch, width, top_k] and their tokens `top_ids`.
-        used: whether it ran before: the first forward of a width allocates and compiles.
+        results: `best` int64 [batch, width]; `sound` bool, whether no token's logits are NaN;
+            `chosen` int64 [batch * width], see `ForwardOptions.choose`; where they are wanted, the
+            largest logits `top_logits` [batch, width, top_k] and their tokens `top_ids`.
+        used: whether it ran before: the first forward of a width allocates.
     """
 
     def __init__(
-        self, shape: Shape, masks: FixedMasks, width: int, columns: int, record: Record | None
-    ):
+        self,
+        shape: Shape,
+        record: Record | None,
+        width: int,
+        masks: Mapping[str, Field],
+        place: LogitsPlace,
+    ) -> None:
         self.used = False
-        self._vocab_size = shape.vocab_size
+        self._vocab_size, self._place = shape.vocab_size, place
         batch = shape.batch
         whole = torch.int64, (batch, width)
         inputs: dict[str, Field] = {
@@ -127,8 +148,12 @@ class Step(Repeated):
             "positions": (torch.int64, (*shape.positions, batch, width)),
             "moves": (torch.int64, (2, batch, MOST_MOVED)),
         }
-        super().__init__(inputs | masks.fields(width, columns), shape, record)
-        results: dict[str, Field] = {"best": whole, "chosen": (torch.int64, (batch * width,))}
+        super().__init__({**inputs, **masks}, shape, record)
+        results: dict[str, Field] = {
+            "best": whole,
+            "chosen": (torch.int64, (batch * width,)),
+            "sound": (torch.bool, ()),
+        }
         if shape.top_k:
             largest = batch, width, shape.top_k
             # Some models compute the logits in float32, whatever their own dtype.
@@ -139,42 +164,49 @@ class Step(Repeated):
         """Write the results of logits [batch, width, vocab_size], on the device."""
         found = self.results.device
         torch.argmax(logits, dim=-1, out=found["best"])
+        first = logits[..., 0]
+        torch.all(first == first, out=found["sound"])
         if "top_ids" in found:
             known = logits[..., : self._vocab_size]
             largest, ids = torch.topk(known, found["top_ids"].shape[-1], dim=-1)
             found["top_logits"].copy_(largest)
             found["top_ids"].copy_(ids)
 
+    def keep(self, shown: Shown) -> Shown:
+        return replace(shown, logits=self._place.of(shown.logits).copy_(shown.logits))
+
 
 Kind = TypeVar("Kind", bound=Repeated)
 
 
-@dataclass
+@dataclass(eq=False)
 class Workspace:
     """The memory of one shape, and what was recorded in it.
 
     It holds no reference to the model, which it must not outlive.
 
     Attributes:
+        record: what records in it; None: nothing does.
         state: what its recordings have taken for granted.
+        faults: why computations with these keys are not recorded.
         states: [layers, batch, width], see `Shape`.
-        lent_with: how many there were when it was lent.
     """
 
     shape: Shape
-    record: Record | None
+    record: Record | None = None
     state: Any = None
+    faults: dict[Hashable, str] = field(default_factory=dict)
     arena: Arena = field(init=False)
     masks: FixedMasks = field(init=False)
     rows: torch.Tensor = field(init=False)
     states: torch.Tensor = field(init=False)
-    lent_with: int = 0
-    _steps: dict[Any, Repeated] = field(default_factory=dict)
+    _left: torch.cuda.Event | None = None
+    _place: LogitsPlace = field(default_factory=LogitsPlace)
+    _steps: dict[Hashable, Repeated] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shape = self.shape
-        by_slot = shape.attention_by == "parts"
-        self.arena = Arena(shape.batch, shape.capacity, shape.compiled, by_slot)
+        self.arena = Arena(shape.batch, shape.capacity)
         rules = shape.rules if isinstance(shape.rules, LayerMask) else dict(shape.rules)
         self.masks = FixedMasks(rules, shape.batch, shape.capacity, shape.dtype, shape.device)
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
@@ -185,25 +217,39 @@ class Workspace:
 
     def step(self, width: int, columns: int) -> Step:
         """What feeds so many tokens, of up to `columns` behind the kept ones."""
-        # Attention in parts looks at prompts with holes by another way.
+        # Kernels look up holes of prompts only where there are some.
         key = width, columns, self.masks.gapless
-        return self.kept(key, lambda: Step(self.shape, self.masks, width, columns, self.record))
+        fields = self.masks.fields(width, columns)
+        return self.kept(key, lambda: Step(self.shape, self.record, width, fields, self._place))
 
-    def kept(self, key: Any, make: Callable[[], Kind]) -> Kind:
+    def kept(self, key: Hashable, make: Callable[[], Kind]) -> Kind:
         """What was made for a key."""
         if key not in self._steps:
-            self._steps[key] = make()
+            made = self._steps[key] = make()
+            made.key, made.replay.fault = key, self.faults.get(key)
         found: Any = self._steps[key]
         return found
 
-    def record_no_more(self) -> None:
-        """From now on, forwards are computed in it."""
-        self.record, self.state = None, torch.is_inference_mode_enabled()
-
     @property
     def made(self) -> int:
-        """How many recordings were begun in it."""
+        """How many recordings there are in it."""
         return sum(not step.replay.new for step in self._steps.values())
+
+    def enter(self) -> None:
+        """Use it behind what was done in it by the last call, whose stream may be another one."""
+        if self._left is not None:
+            torch.cuda.current_stream(self.shape.device).wait_event(self._left)
+
+    def settle(self) -> None:
+        """Wait until all that was done in it has ended."""
+        if self._left is not None:
+            self._left.synchronize()
+
+    def leave(self) -> None:
+        """Let others use it behind what was done so far."""
+        if runs_behind(self.shape.device):
+            self._left = self._left or torch.cuda.Event()
+            self._left.record(torch.cuda.current_stream(self.shape.device))
 
 
 class Workspaces:
@@ -215,76 +261,73 @@ class Workspaces:
 
     def __init__(self) -> None:
         self._idle: weakref.WeakKeyDictionary[Any, list[Workspace]] = weakref.WeakKeyDictionary()
-        # By whether the forward is compiled.
-        self._faults: weakref.WeakKeyDictionary[Any, dict[bool, str]] = weakref.WeakKeyDictionary()
+        self._faults: weakref.WeakKeyDictionary[Any, dict[Hashable, str]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Models of which something is recorded, whatever else cannot be.
+        self._repeating: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = Lock()
 
-    def recorder(self, model: Any, compiled: bool, device: torch.device) -> Record | None:
-        """What records a model's forwards, as they are compiled or its own; None: nothing does."""
-        if self._refuses(model, compiled) or is_autocast(device):
-            return None
-        return replay.recorder(device, compiled)
+    def records(self, model: Any, device: torch.device) -> bool:
+        """Whether forwards of a model are recorded, as far as that is known."""
+        refused = self.refuses(model)
+        return not refused and recorded_state.why_unrecorded(model, device) is None
 
-    def lend(
-        self, model: Any, shape: Shape, record: Record | None, arguments: Mapping[str, Any]
-    ) -> Workspace:
+    def refuses(self, model: Any) -> bool:
+        """Whether nothing of a model could be recorded."""
+        return bool(self._faults.get(model)) and model not in self._repeating
+
+    def lend(self, model: Any, shape: Shape, state: Any) -> Workspace:
         """The smallest idle workspace of a model that fits, else a new one.
 
         Args:
-            record: what records in a new one.
-            arguments: the call's.
+            state: that recordings take for granted; None: nothing is recorded.
         """
-        if record is None and not shape.compiled:
-            return Workspace(shape, None)
-        state = _state(model, record, shape, arguments)
+        if state is None:
+            return Workspace(shape)
         with self._lock:
             idle = self._idle.setdefault(model, [])
-            if record is not None:
-                # What was recorded of a model that was changed will not be used again.
-                idle[:] = [kept for kept in idle if kept.record is None or kept.state == state]
-            fitting = [kept for kept in idle if kept.shape.serves(shape) and kept.state == state]
+            # What was recorded of a model that was changed will not be used again.
+            _leave(idle, [kept for kept in idle if kept.state == state])
+            fitting = [kept for kept in idle if kept.shape.serves(shape)]
             if fitting:
                 found = min(fitting, key=lambda kept: kept.shape.capacity)
                 idle[:] = [kept for kept in idle if kept is not found]
-                found.lent_with = found.made
+                found.enter()
                 return found
             # Before the new one takes its memory.
             _leave_few(idle, _MOST_IDLE - 1)
-        return Workspace(shape, record, state)
+            faults = self._faults.setdefault(model, {})
+        record = replay.recorder(shape.device)
+        return Workspace(shape, record, state, faults)
 
-    def give_back(self, model: Any, workspace: Workspace, arguments: Mapping[str, Any]) -> None:
-        """Keep a workspace for the model's next calls."""
-        shape = workspace.shape
-        if self._refuses(model, shape.compiled):
-            workspace.record_no_more()
-        if workspace.record is None and not shape.compiled:
+    def give_back(self, model: Any, workspace: Workspace) -> None:
+        """Keep a workspace for the model's next calls, where something was recorded in it."""
+        if workspace.record is None or not workspace.made:
             return
-        # A model that was changed meanwhile may have been recorded before or after it was.
-        grown = workspace.made > workspace.lent_with
-        if grown and workspace.state != _state(model, workspace.record, shape, arguments):
-            return
+        workspace.leave()
         with self._lock:
+            self._repeating.add(model)
             idle = self._idle.setdefault(model, [])
             idle.append(workspace)
             _leave_few(idle, _MOST_IDLE)
 
-    def refuse(self, model: Any, compiled: bool, fault: str) -> None:
-        """Repeat no forward of a model from now on; compiled ones and its own stand apart."""
+    def refuse(self, model: Any, key: Hashable, fault: str) -> None:
+        """Record no computation of a model with this key from now on."""
         with self._lock:
             faults = self._faults.setdefault(model, {})
-            told = compiled in faults
-            faults[compiled] = fault
+            told = bool(faults)
+            faults[key] = fault
         if not told:
-            how = "as they were compiled" if compiled else "one kernel at a time"
-            logger.warning("%s: its forwards run %s (%s)", type(model).__name__, how, fault)
-
-    def _refuses(self, model: Any, compiled: bool) -> bool:
-        return compiled in self._faults.get(model, {})
+            logger.warning(
+                "%s: some of its forwards, if not all, run one kernel at a time (%s)",
+                *(type(model).__name__, fault),
+            )
 
     def release(self, model: Any) -> None:
         """Give the memory that is kept for a model's next call back."""
         with self._lock:
-            self._idle.pop(model, None)
+            _leave(self._idle.pop(model, []), [])
 
 
 WORKSPACES = Workspaces()
@@ -292,15 +335,16 @@ WORKSPACES = Workspaces()
 
 def _leave_few(idle: list[Workspace], most: int) -> None:
     """Forget the oldest; all but the last one, where they take much memory."""
-    while len(idle) > most or sum(kept.arena.nbytes for kept in idle[:-1]) > _MOST_IDLE_BYTES:
-        del idle[0]
+    kept = idle[-most:]
+    while sum(one.arena.nbytes for one in kept[:-1]) > _MOST_IDLE_BYTES:
+        del kept[0]
+    _leave(idle, kept)
 
 
-def _state(
-    model: nn.Module, record: Record | None, shape: Shape, arguments: Mapping[str, Any]
-) -> Any:
-    """What has to be as it was; where nothing is recorded, `torch.compile` sees to all of it but
-    that tensors of the inference mode are not written to outside."""
-    if record is None:
-        return torch.is_inference_mode_enabled()
-    return recorded_state(model, arguments, shape.device)
+def _leave(idle: list[Workspace], kept: list[Workspace]) -> None:
+    """Forget all others. Their memory goes back to the streams that it was allocated for, and may
+    still be in use on another one."""
+    for one in idle:
+        if one not in kept:
+            one.settle()
+    idle[:] = kept

@@ -1,4 +1,4 @@
-"""Calls whose forwards `torch.compile` makes, and callers' static caches."""
+"""Calls that plain decoding compiles, callers' static caches, and models compiled in place."""
 
 from contextlib import contextmanager
 
@@ -14,12 +14,9 @@ from transformers import (
 )
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification.fixed_verifier import COMPILED_WIDTHS, WIDTHS, FixedVerifier
-from hf_retrieval_assist.verification.workspace import WORKSPACES
-from tests.support import op_recorder
+from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from tests.support.lossless import PROMPT, build, knowing, run
-from tests.support.oracle_drafter import both, oracle_assistant
+from tests.support.oracle_drafter import oracle_assistant
 
 BATCH = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3])
 MASK = torch.ones_like(BATCH)
@@ -29,97 +26,60 @@ INPUTS = {
     "padded": {"input_ids": BATCH * MASK, "attention_mask": MASK},
 }
 ROOM = 96
-RARER = [
-    (LlamaForCausalLM, "one row"),
-    (Gemma3ForCausalLM, "padded"),
-    (Qwen3ForCausalLM, "padded"),
-]
 
 
-@pytest.fixture
-def compiler():
-    with op_recorder.compiler() as compiler:
-        yield compiler
+@pytest.fixture(autouse=True)
+def _compiled_anew():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
-def static(compiler, **options):
+def static(**options):
     """What a caller asks for to have forwards compiled, on a CPU as well."""
-    config = CompileConfig(backend=compiler, mode=None, fullgraph=True)
+    config = CompileConfig(backend="eager", mode=None, fullgraph=True)
     config._compile_all_devices = True
     return {"cache_implementation": "static", "compile_config": config, **options}
 
 
-@pytest.fixture
-def widths(monkeypatch):
-    """How many tokens per row were fed by every forward of a call in fixed memory."""
-    seen = []
-    compute = FixedVerifier._compute
-
-    def noted(verifier, step):
-        # The self-test, which nothing is compiled for, has no hidden states to show.
-        if verifier.options.taps is not None:
-            seen.append(step.inputs.device["token_ids"].shape[1])
-        return compute(verifier, step)
-
-    monkeypatch.setattr(FixedVerifier, "_compute", noted)
-    return seen
-
-
 @pytest.mark.parametrize(
-    ("model_class", "inputs"),
+    ("model_class", "inputs", "options"),
     [
-        (LlamaForCausalLM, "padded"),
-        (Gemma3ForCausalLM, "one row"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in RARER),
+        (LlamaForCausalLM, "padded", {}),
+        (Gemma3ForCausalLM, "one row", {}),
+        (LlamaForCausalLM, "one row", {"do_sample": True, "top_k": 8, "repetition_penalty": 1.3}),
+        pytest.param(Qwen3ForCausalLM, "padded", {}, marks=pytest.mark.slow),
     ],
 )
-def test_static_calls_compile_few_graphs_for_all_widths(model_class, inputs, compiler, widths):
+def test_static_calls_draft_by_the_models_own_forward(model_class, inputs, options):
+    """Drafts and plain decoding are told apart by their time; only the latter is compiled."""
     model = build(model_class)
-    options = static(compiler, do_sample=False, max_new_tokens=100)
-    plain = model.generate(**INPUTS[inputs], **options)
-    of_plain, steps = compiler.graphs, []
-    for seed in range(3):
-        assistant = oracle_assistant(
-            plain, INPUTS[inputs].get("attention_mask"), seed=seed, depth=2
-        )
-        assert torch.equal(plain, model.generate(**INPUTS[inputs], **options, assistant=assistant))
-        assert assistant.stats.tier == "tree"
-        assert assistant.stats.last.accepted > 0
-        steps.append(assistant.stats.last.steps)
-        # One for a single token, one for the first other width, one for all others.
-        assert 1 <= compiler.graphs - of_plain <= 3
-    assert max(steps) >= 50
-    assert {4, 8, 16} <= set(widths) <= set(WIDTHS)
-
-
-def test_widths_that_are_compiled_apart(compiler, widths):
-    model = build(LlamaForCausalLM)
-    options = static(compiler, do_sample=False, max_new_tokens=60)
-    options["compile_config"].dynamic = False
-    both(model, INPUTS["one row"], oracle={"depth": 3}, **options)
-    assert len(set(widths)) >= 3
-    assert set(widths) <= set(COMPILED_WIDTHS)
-    assert compiler.graphs == 1 + len(set(widths))
-
-
-def test_trees_are_cut_to_the_widest_that_is_compiled(compiler, widths, monkeypatch):
-    monkeypatch.setattr("hf_retrieval_assist.verification.fixed_verifier.WIDTHS", (1, 4))
-    model = build(LlamaForCausalLM)
-    options = static(compiler, do_sample=False, max_new_tokens=40)
-    plain, assisted, assistant = both(model, INPUTS["padded"], **options)
-    assert torch.equal(plain, assisted)
+    options = INPUTS[inputs] | static(**({"do_sample": False} | options), max_new_tokens=60)
+    before = compilations()
+    torch.manual_seed(4)
+    plain = model.generate(**options)
+    compiled = compilations()
+    assert compiled > before
+    assistant = oracle_assistant(plain, INPUTS[inputs].get("attention_mask"))
+    torch.manual_seed(4)
+    assert torch.equal(plain, model.generate(**options, assistant=assistant))
+    assert assistant.stats.tier == "tree"
     assert assistant.stats.last.accepted > 0
-    assert set(widths) == {1, 4}
+    assert compilations() == compiled
+    assert {key.manner for key in assistant.costs._models} == {""}
 
 
-def test_settings_of_the_model_ask_for_it_too(compiler, widths):
+def test_settings_of_the_model_ask_for_it_too():
     model = build(LlamaForCausalLM)
-    for name, value in static(compiler).items():
+    for name, value in static().items():
         setattr(model.generation_config, name, value)
+    before = compilations()
     plain = run(model)
-    assert compiler.graphs == 1
+    assert compilations() == before + 1
     assert torch.equal(plain, run(model, assistant=knowing(plain)))
-    assert widths
+
+
+AS_A_CALLER = "as a caller"
 
 
 @pytest.mark.parametrize(
@@ -127,111 +87,62 @@ def test_settings_of_the_model_ask_for_it_too(compiler, widths):
     [
         {"cache_implementation": "static"},
         {"cache_implementation": "static", "compile_config": CompileConfig()},
-        {"compile_config": "as a caller", "cache_implementation": None},
-        {"compile_config": "as a caller", "disable_compile": True},
+        {"compile_config": AS_A_CALLER, "cache_implementation": None},
+        {"compile_config": AS_A_CALLER, "disable_compile": True},
+        {"return_dict_in_generate": True, "output_hidden_states": True},
     ],
-    ids=["CPU", "CPU, options", "dynamic", "disabled"],
+    ids=["CPU", "CPU, options", "dynamic", "disabled", "states"],
 )
-def test_nothing_is_compiled_where_plain_decoding_is_not(options, compiler, widths):
+def test_every_way_to_ask_for_it_or_not(options):
     model = build(LlamaForCausalLM)
-    if options.get("compile_config") == "as a caller":
-        options = (
-            static(compiler) | options | {"compile_config": static(compiler)["compile_config"]}
-        )
+    if options.get("compile_config", AS_A_CALLER) == AS_A_CALLER:
+        options = static() | {n: v for n, v in options.items() if n != "compile_config"}
     plain = run(model, **options)
-    assert torch.equal(plain, run(model, assistant=knowing(plain), **options))
-    assert compiler.graphs == 0
-    assert not widths
+    assistant = knowing(plain)
+    found = run(model, assistant=assistant, **options)
+    if "return_dict_in_generate" in options:
+        plain, found = plain.sequences, found.sequences
+    assert torch.equal(plain, found)
+    assert assistant.stats.tier == "tree"
 
 
-def test_sampled_tokens_under_the_same_seed(compiler):
+def test_inference_mode_in_one_call_and_not_in_the_next():
     model = build(LlamaForCausalLM)
-    options = static(compiler, do_sample=True, top_k=8, repetition_penalty=1.3, max_new_tokens=24)
-    plain, assisted, assistant = both(model, INPUTS["one row"], seed=4, **options)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.last.accepted > 0
-
-
-def test_buffers_that_grow_are_compiled_once_more(compiler, widths, monkeypatch):
-    monkeypatch.setattr(
-        "hf_retrieval_assist.verification.fixed_memory.capacity_bucket",
-        lambda slots: -(-slots // 16) * 16,
-    )
-    model = build(LlamaForCausalLM)
-    for new_tokens in (20, 60, 20):
-        options = static(compiler, do_sample=False, max_new_tokens=new_tokens)
-        plain, assisted, _ = both(model, INPUTS["one row"], oracle={"depth": 0}, **options)
-        assert torch.equal(plain, assisted)
-    # Plain decoding's two, and one for each capacity: the shorter call went back to the larger.
-    assert compiler.graphs == 4
-    assert set(widths) == {1}
-
-
-def test_inference_mode_in_one_call_and_not_in_the_next(compiler):
-    model = build(LlamaForCausalLM)
-    options = static(compiler, max_new_tokens=8)
+    options = static(max_new_tokens=8)
     plain = run(model, **options)
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():
             assert torch.equal(plain, run(model, **options, assistant=knowing(plain)))
 
 
-def test_states_are_returned_by_plain_decoding(compiler, widths):
-    model = build(LlamaForCausalLM)
-    options = static(compiler, return_dict_in_generate=True, output_hidden_states=True)
-    plain = run(model, **options)
-    assistant = knowing(plain)
-    assisted = run(model, assistant=assistant, **options)
-    assert torch.equal(plain.sequences, assisted.sequences)
-    assert assistant.stats.tier == "plain"
-    assert not widths
-
-
 COMPILED = {
-    "model": lambda model, compiler: model.compile(backend=compiler, fullgraph=True),
-    "forward": lambda model, compiler: setattr(
-        model, "forward", torch.compile(model.forward, backend=compiler, fullgraph=True)
+    "model": lambda model: model.compile(backend="eager", fullgraph=True),
+    "forward": lambda model: setattr(
+        model, "forward", torch.compile(model.forward, backend="eager", fullgraph=True)
     ),
-    "body": lambda model, compiler: setattr(
-        model, "model", torch.compile(model.model, backend=compiler)
-    ),
-    "layers": lambda model, compiler: [
-        layer.compile(backend=compiler) for layer in model.model.layers
-    ],
+    "body": lambda model: setattr(model, "model", torch.compile(model.model, backend="eager")),
+    "layers": lambda model: [layer.compile(backend="eager") for layer in model.model.layers],
 }
 
 
-@pytest.mark.parametrize(
-    ("part", "inputs"),
-    [
-        ("forward", "padded"),
-        ("layers", "one row"),
-        *(pytest.param(part, "one row", marks=pytest.mark.slow) for part in ("model", "body")),
-        *(pytest.param(part, "padded", marks=pytest.mark.slow) for part in ("model", "layers")),
-    ],
-)
-def test_models_that_their_callers_compiled(part, inputs, compiler, widths):
+@pytest.mark.parametrize("part", COMPILED)
+def test_models_that_their_callers_compiled_in_place_are_decoded_plainly(part, told):
     model = build(LlamaForCausalLM)
-    COMPILED[part](model, compiler)
-    options = {"do_sample": False, "max_new_tokens": 40}
-    plain = model.generate(**INPUTS[inputs], **options)
-    counts = [compiler.graphs]
-    for seed in range(2):
-        assistant = oracle_assistant(plain, INPUTS[inputs].get("attention_mask"), seed=seed)
-        assert torch.equal(plain, model.generate(**INPUTS[inputs], **options, assistant=assistant))
-        assert assistant.stats.tier == "tree"
-        assert assistant.stats.last.accepted > 0
-        counts.append(compiler.graphs)
-    layers = len(model.model.layers) if part == "layers" else 1
-    # One for the prompt, where plain decoding has one for it too, and those of the widths.
-    assert counts[2] - counts[0] <= layers * (1 + len(set(widths)))
-    assert set(widths) <= set(COMPILED_WIDTHS)
-
-
-def test_a_compiled_wrapper_generates_as_its_model(compiler):
-    model = torch.compile(build(LlamaForCausalLM), backend=compiler)
+    COMPILED[part](model)
     plain = run(model)
-    assert torch.equal(plain, run(model, assistant=knowing(plain)))
+    before, assistant = compilations(), knowing(plain)
+    assert torch.equal(plain, run(model, assistant=assistant))
+    assert compilations() == before
+    assert assistant.stats.tier == "plain"
+    assert any("has compiled it in place" in text for text in told.messages)
+
+
+def test_a_compiled_wrapper_generates_as_its_model():
+    model = torch.compile(build(LlamaForCausalLM), backend="eager")
+    plain = run(model)
+    assistant = knowing(plain)
+    assert torch.equal(plain, run(model, assistant=assistant))
+    assert assistant.stats.tier == "tree"
 
 
 def filled(model, cache, *turns, **options):
@@ -299,12 +210,13 @@ def test_batches_on_a_static_cache():
 
 
 @pytest.mark.parametrize("turns", TURNS[:1], ids=str)
-def test_compiled_conversations_on_a_callers_static_cache(turns, compiler):
+def test_compiled_conversations_on_a_callers_static_cache(turns):
     model = build(LlamaForCausalLM)
-    options = static(compiler)
+    options = static()
     del options["cache_implementation"]
+    before = compilations()
     filled(model, StaticCache(config=model.config, max_cache_len=ROOM), *turns, **options)
-    assert compiler.graphs >= 2
+    assert compilations() > before
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1, 7])
@@ -356,14 +268,6 @@ def test_interrupted_calls_leave_a_static_cache_to_go_on_from():
     assert PROMPT.shape[1] <= int(cache.get_seq_length()) < whole.shape[1]
     prefix = whole[:, : PROMPT.shape[1] + 11]
     assert torch.equal(run(model, prefix), run(model, prefix, **{CACHE: cache}))
-
-
-def test_its_memory_goes_with_the_model(compiler):
-    model = build(LlamaForCausalLM)
-    both(model, INPUTS["one row"], **static(compiler, do_sample=False, max_new_tokens=8))
-    assert WORKSPACES._idle[model][-1].shape.compiled
-    WORKSPACES.release(model)
-    assert model not in WORKSPACES._idle
 
 
 def test_experts_are_computed_as_plain_decoding_does_where_few_tokens_are_fed(monkeypatch):

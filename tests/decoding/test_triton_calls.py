@@ -14,13 +14,11 @@ from transformers import (
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service, tiers
-from tests.decoding.test_compiled import static
-from tests.support import op_recorder
+from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
+from tests.support.dense_attention import flash_like
 from tests.support.lossless import PROMPT, build, knowing
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import both
-from tests.verification.test_fixed_verifier import flash_like
 
 triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -48,7 +46,7 @@ def attended(monkeypatch):
     """The shapes of the queries that the kernels were given."""
     serve_in_place(monkeypatch)
     # What is recorded here are PyTorch's operators.
-    monkeypatch.setattr(replay, "recorder", lambda device, compiled: None)
+    monkeypatch.setattr(replay, "recorder", lambda device: None)
     monkeypatch.setattr(service, "ways", lambda device: ["triton"])
     # Interpreted, a program takes milliseconds: narrow forwards over few slots.
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 4, 8))
@@ -84,26 +82,6 @@ def test_tokens_are_those_of_plain_decoding(model_class, inputs, attended):
     # Every layer of every forward.
     layers = model.config.num_hidden_layers
     assert len(attended) % layers == 0
-    assert len(attended) >= layers * assistant.stats.last.forwards
-
-
-def computed_again(compute):
-    """Stands where a graph would be recorded."""
-    shown = compute()
-    return lambda: shown.logits.copy_(compute().logits), shown
-
-
-def test_compiled_code_attends_by_them(attended, monkeypatch):
-    monkeypatch.setattr(replay, "recorder", lambda device, compiled: computed_again)
-    monkeypatch.setattr(fixed_memory, "with_room", lambda capacity, slot_bytes: capacity)
-    model = build(LlamaForCausalLM)
-    with op_recorder.compiler() as compiler:
-        options = static(compiler, **OPTIONS)
-        plain, assisted, assistant = both(model, CALLS["one row"], oracle=ORACLE, **options)
-        assert torch.equal(plain, assisted)
-        assert assistant.stats.last.accepted > 0
-        assert {key.manner for key in assistant.costs._models} == {"compiled recorded"}
-    layers = model.config.num_hidden_layers
     assert len(attended) >= layers * assistant.stats.last.forwards
 
 

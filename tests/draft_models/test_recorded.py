@@ -100,7 +100,7 @@ def test_recordings_draft_what_forwards_do(
     for _ in range(2):
         assert_same(conversation(model, range(rows)), expected)
     steps = steps_of(model)
-    assert any(step.replay._trusted for step in steps)
+    assert any(step.replay.trusted for step in steps)
     assert not any(step.replay.fault for step in steps)
 
 
@@ -132,7 +132,7 @@ def test_a_recording_that_fails_is_told_once_and_does_without(
     model = small("LlamaForCausalLM")
     expected = conversation(model, range(3))
     serve_in_place(monkeypatch)
-    monkeypatch.setattr(replay, "recorder", lambda device, compiled: record)
+    monkeypatch.setattr(replay, "recorder", lambda device: record)
     for _ in range(2):
         assert_same(conversation(model, range(3)), expected)
     assert len([text for text in told.messages if "one kernel at a time" in text]) == 1

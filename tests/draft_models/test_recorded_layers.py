@@ -161,7 +161,7 @@ def test_recordings_draft_what_forwards_do(
     for _ in range(2):
         assert_same(case.conversation(range(rows)), expected)
     steps = [step for kept in workspaces(case) for step in kept._steps.values()]
-    assert any(step.replay._trusted for step in steps)
+    assert any(step.replay.trusted for step in steps)
     assert not any(step.replay.fault for step in steps)
 
 
@@ -198,7 +198,7 @@ def test_a_recording_that_fails_is_told_once_and_does_without(
     case = Case("EAGLE", tmp_path)
     expected = case.conversation(range(3))
     in_place()
-    monkeypatch.setattr(replay, "recorder", lambda device, compiled: record)
+    monkeypatch.setattr(replay, "recorder", lambda device: record)
     for _ in range(2):
         assert_same(case.conversation(range(3)), expected)
     assert len([text for text in told.messages if "one kernel at a time" in text]) == 1

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_retrieval_assist.kernels.split_attention import Seen
 from hf_retrieval_assist.verification import service
@@ -55,8 +56,17 @@ def _shown(seen: Seen, width: int, capacity: int) -> torch.Tensor:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let it compute attention; returns the widths that it will be given."""
-    monkeypatch.setattr(service, "ways", lambda device: ["triton", "parts"])
+    monkeypatch.setattr(service, "ways", lambda device: ["triton"])
     module = SimpleNamespace(TritonAttention=DenseAttention)
     monkeypatch.setitem(sys.modules, "hf_retrieval_assist.kernels.triton_attention", module)
     DenseAttention.widths.clear()
     return DenseAttention.widths
+
+
+def flash_like(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+) -> Any:
+    """An attention function that, like flash attention, takes no mask of four dimensions."""
+    if attention_mask is not None:
+        raise RuntimeError("no masks")
+    return sdpa_attention_forward(module, query, key, value, None, **options)

@@ -1,7 +1,6 @@
 """Keys and values in memory that stays where it is."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,13 +30,12 @@ def filled_cache(lengths, heads=2, depth=4):
     return cache
 
 
-@pytest.mark.parametrize(("apart", "by_slot"), [(False, False), (True, False), (False, True)])
-def test_an_arena_holds_what_layers_had_and_moves_paths(apart, by_slot):
+def test_an_arena_holds_what_layers_had_and_moves_paths():
     lengths = [7, 5]
     one, other = filled_cache(lengths), None
     torch.manual_seed(0)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in one.slot_layers]
-    arena = Arena(2, 16, apart, by_slot)
+    arena = Arena(2, 16)
     arena.hold(one.slot_layers)
     for layer, (keys, values) in zip(one.slot_layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
@@ -49,8 +47,9 @@ def test_an_arena_holds_what_layers_had_and_moves_paths(apart, by_slot):
     for i, layer in enumerate(one.slot_layers):
         keys, values = layer.update(new + i, new - i)
         assert keys.shape[2] == values.shape[2] == 16
-        # Models may flatten heads into rows; attention in parts flattens slots into them.
-        assert all((x.transpose(1, 2) if by_slot else x).is_contiguous() for x in (keys, values))
+        # Models may flatten heads into rows.
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
     # Row 0 keeps what it was fed at 0, 2 and 4, row 1 at 0 alone.
     arena.move(rows, fed[:, :3].gather(1, torch.tensor([[0, 2, 2], [0, 1, 2]])), fed[:, :3])
     one.slots.places = None
@@ -80,8 +79,7 @@ def highest(work):
     return max(np.cumsum(live))
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_a_cache_moves_into_an_arena_without_twice_its_memory(apart, monkeypatch):
+def test_a_cache_moves_into_an_arena_without_twice_its_memory(monkeypatch):
     layers, slots = 6, 512
     cache = SlotCache(tiny_config(LlamaConfig, num_hidden_layers=layers))
     for i in range(layers):
@@ -92,7 +90,7 @@ def test_a_cache_moves_into_an_arena_without_twice_its_memory(apart, monkeypatch
     monkeypatch.setattr("hf_retrieval_assist.verification.arena.MOST_BYTES", whole // 3)
     # Whose memory stays taken, so that nothing is freed that was not counted.
     before = [(layer.keys, layer.values) for layer in cache.slot_layers]
-    arena = Arena(2, slots, apart)
+    arena = Arena(2, slots)
 
     def move():
         for layer in cache.slot_layers:
@@ -102,7 +100,7 @@ def test_a_cache_moves_into_an_arena_without_twice_its_memory(apart, monkeypatch
     assert whole <= highest(move) <= whole + whole // 3 + 4096
     assert len(arena._groups) == 3
     storages = {x.untyped_storage() for y in cache.slot_layers for x in y._buffers}
-    assert len(storages) == (2 * layers if apart else 3)
+    assert len(storages) == 3
     assert arena.nbytes == whole
     rows, last = torch.arange(2)[:, None], torch.full((2, 1), slots - 1)
     arena.move(rows, last, torch.zeros_like(last))

@@ -1,8 +1,12 @@
 """Calls served in memory that stays in place, a recorder standing where CUDA graphs would be."""
 
 import gc
+import sys
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,21 +15,24 @@ from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
     LlamaForCausalLM,
+    MixtralForCausalLM,
     Qwen3ForCausalLM,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations import moe
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.kernels import split_attention
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service, tiers
-from hf_retrieval_assist.verification.fixed_memory import FixedMemory
+from hf_retrieval_assist.verification.fixed_memory import FixedMemory, stays_in_place
+from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
+from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
+from tests.support import dense_attention
 from tests.support.lossless import PROMPT, build, knowing, run
 from tests.support.op_recorder import serve_in_place
-from tests.support.oracle_drafter import OracleDrafter, both
+from tests.support.oracle_drafter import OracleDrafter, both, oracle_assistant
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +65,7 @@ def test_tokens_are_those_of_plain_decoding(model_class, inputs):
         assert assistant.stats.last.accepted > 0
         assert assistant.stats.tier == "tree"
     steps = idle(model)._steps.values()
-    assert any(step.replay._trusted for step in steps)
+    assert any(step.replay.trusted for step in steps)
     assert all(step.replay.fault is None for step in steps)
 
 
@@ -139,28 +146,29 @@ def test_returned_caches_are_the_callers_own():
     assert torch.equal(plain, again)
 
 
-class Flaky:
-    """A setting that a recording takes for granted."""
+class Flaky(torch.nn.Module):
+    """A head that scales logits by a number which a recording takes for granted."""
 
-    def __init__(self, model):
-        self.scale, self.growth = 1.0, 0.0
-        model.register_forward_hook(self)
+    def __init__(self, head):
+        super().__init__()
+        self.head, self.weight = head, head.weight
+        # No setting, by which models are told apart.
+        self.held = SimpleNamespace(scale=1.0, growth=0.0)
 
-    def __call__(self, module, inputs, output):
-        output.logits = output.logits * self.scale
-        self.scale += self.growth
-        return output
+    def forward(self, states):
+        self.held.scale += self.held.growth
+        return self.head(states) * self.held.scale
 
 
 def test_forwards_that_differ_each_time_are_served_as_they_are(told):
     model = build(LlamaForCausalLM)
-    flaky = Flaky(model)
+    model.lm_head = Flaky(model.lm_head)
     both(model, INPUTS["one row"], do_sample=False, max_new_tokens=1)
     # Unknown to the self-test, which was before.
-    flaky.growth = 0.5
-    plain, assisted, _ = both(model, INPUTS["one row"], do_sample=False, max_new_tokens=30)
-    assert torch.equal(plain, assisted)
-    both(model, INPUTS["one row"], do_sample=False, max_new_tokens=30)
+    model.lm_head.held.growth = 0.5
+    for _ in range(2):
+        plain, assisted, _ = both(model, INPUTS["one row"], do_sample=False, max_new_tokens=30)
+        assert torch.equal(plain, assisted)
     shown = [text for text in told.messages if "one kernel at a time" in text]
     assert len(shown) == 1
     assert "of their spread" in shown[0]
@@ -251,48 +259,225 @@ def test_hidden_states_come_from_what_was_recorded():
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
-@pytest.fixture
-def in_parts(monkeypatch):
-    """Attention as on CUDA, in two parts; what it reads follows a number of the host on a CPU."""
-    monkeypatch.setattr(service, "ways", split_attention.ways)
-    monkeypatch.setattr(replay, "recorder", lambda device, compiled: None)
-
-
+@pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM, Qwen3ForCausalLM])
-def test_attention_in_parts(model_class, inputs, in_parts, monkeypatch):
-    # A model that the self-test of this scope has not seen.
-    model = build(model_class)
-    parts = []
-    attend = split_attention.SplitAttention.attend
-
-    def noted(scope, *arguments):
-        parts.append(arguments[0].shape)
-        return attend(scope, *arguments)
-
-    monkeypatch.setattr(split_attention.SplitAttention, "attend", noted)
-    options = {"do_sample": False, "max_new_tokens": 40}
-    plain, assisted, assistant = both(model, INPUTS[inputs], **options)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.tier == "tree"
-    assert parts
-
-
-def flash_like(module, query, key, value, attention_mask, **options):
-    """An attention function that, like flash attention, takes no mask of four dimensions."""
-    if attention_mask is not None:
-        raise RuntimeError("no masks")
-    return sdpa_attention_forward(module, query, key, value, None, **options)
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+def test_attention_by_kernels(model_class, inputs, recorded, monkeypatch):
+    attended, model = dense_attention.install(monkeypatch), build(model_class)
+    for _ in range(3):
+        plain = model.generate(**INPUTS[inputs], **OPTIONS)
+        assistant = oracle_assistant(plain, INPUTS[inputs].get("attention_mask"))
+        assistant.graphs = recorded
+        attended.clear()
+        found = model.generate(**INPUTS[inputs], **OPTIONS, assistant=assistant)
+        assert torch.equal(plain, found)
+        assert assistant.stats.last.accepted > 0
+    last = assistant.stats.last
+    assert (last.tier, last.attention) == ("tree", "triton")
+    # Every layer of every forward, whoever launches it.
+    assert len(attended) == (0 if recorded else model.config.num_hidden_layers * last.forwards)
+    assert last.repeated == (last.forwards if recorded else 0)
 
 
-def test_flash_attention_is_served_by_trees_in_parts(in_parts, monkeypatch):
+def test_flash_attention_is_served_by_trees(monkeypatch):
+    attended = dense_attention.install(monkeypatch)
     # transformers would look for kernels under any name with "flash" in it.
-    AttentionInterface.register("unmasked", flash_like)
+    AttentionInterface.register("unmasked", dense_attention.flash_like)
     for module in (service, tiers):
         monkeypatch.setattr(module, "why_no_mask", lambda config: "no masks")
     model = build(LlamaForCausalLM)
     model.set_attn_implementation("unmasked")
-    options = {"do_sample": False, "max_new_tokens": 30}
-    plain, assisted, assistant = both(model, INPUTS["one row"], **options)
+    plain, assisted, assistant = both(model, INPUTS["one row"], **OPTIONS)
     assert torch.equal(plain, assisted)
     assert assistant.stats.tier == "tree"
+    assert attended
+
+
+# Of a settled call, whatever is drafted in it.
+OPTIONS = {"do_sample": False, "max_new_tokens": 40}
+
+
+def forwards(monkeypatch):
+    """Of every forward behind prompts: its width, whether it ran Python, whether it is timed."""
+    computed, seen = [0], []
+    compute, feed = FixedVerifier._compute, FixedVerifier._feed
+
+    def noted(verifier, step):
+        computed[0] += 1
+        return compute(verifier, step)
+
+    def fed(verifier, *arguments):
+        before = computed[0]
+        verified = feed(verifier, *arguments)
+        seen.append((verified.width, computed[0] > before, verified.typical))
+        return verified
+
+    monkeypatch.setattr(FixedVerifier, "_compute", noted)
+    monkeypatch.setattr(FixedVerifier, "_feed", fed)
+    return seen
+
+
+def test_every_forward_of_a_settled_call_is_repeated(monkeypatch):
+    model, seen = build(LlamaForCausalLM), forwards(monkeypatch)
+    for _ in range(4):
+        seen.clear()
+        both(model, INPUTS["one row"], **OPTIONS)
+    assert len(seen) > 5
+    assert {(ran, typical) for _, ran, typical in seen} == {(False, True)}
+
+
+def test_forwards_that_belong_to_a_call_are_timed_though_they_are_not_repeated(monkeypatch):
+    model, seen = build(LlamaForCausalLM), forwards(monkeypatch)
+    prepare = type(model).prepare_inputs_for_generation
+
+    @wraps(prepare)
+    def own(model, *arguments, **options):
+        # As of a model that makes an input of its own for each forward.
+        return prepare(model, *arguments, **options) | {"output_attentions": False}
+
+    monkeypatch.setattr(type(model), "prepare_inputs_for_generation", own)
+    for _ in range(3):
+        seen.clear()
+        both(model, INPUTS["one row"], **OPTIONS)
+    assert {ran for _, ran, _ in seen} == {True}
+    assert [typical for width, _, typical in seen if width == 1][1:]
+    assert all(typical for width, _, typical in seen[-3:])
+
+
+def test_a_recording_keeps_nothing_of_its_call():
+    """Neither the call's cache nor logits of every width for themselves."""
+    model, caches = build(LlamaForCausalLM), []
+    for _ in range(3):
+        returned = run(model, max_new_tokens=40, return_dict_in_generate=True)
+        assistant = oracle_assistant(returned.sequences)
+        options = {"max_new_tokens": 40, "return_dict_in_generate": True}
+        found = run(model, **options, assistant=assistant)
+        caches.append(weakref.ref(found[CACHE]))
+        del found
+        gc.collect()
+        assert [cache() for cache in caches] == [None] * len(caches)
+    shown = [step.replay._recorded for step in idle(model)._steps.values()]
+    places = {one.logits.untyped_storage().data_ptr() for one in shown}
+    assert len(places) < len(shown)
+    assert {one.outputs for one in shown} == {None}
+
+
+def test_a_shortage_of_memory_is_one_of_the_call(monkeypatch, told):
+    model, record = build(LlamaForCausalLM), replay.recorder(None)
+
+    def short(compute):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for recorder, kept in ((short, 0), (record, 1)):
+        monkeypatch.setattr(replay, "recorder", lambda device, found=recorder: found)
+        for _ in range(2):
+            plain, assisted, _ = both(model, INPUTS["one row"], **OPTIONS)
+            assert torch.equal(plain, assisted)
+        assert len(WORKSPACES._idle[model]) == kept
+    assert not any("one kernel at a time" in text for text in told.messages)
+
+
+@contextmanager
+def few_tokens(model):
+    """transformers' scope of decoding steps, as on an accelerator."""
+    before = model.get_experts_implementation()
+    copying = {k: "batched_mm" if v == "grouped_mm" else v for k, v in before.items()}
+    model.set_experts_implementation(copying)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
+def test_recordings_of_mixtures_are_kept(monkeypatch):
+    """Whichever way the last forward of a call has computed its experts."""
+    monkeypatch.setattr(MixtralForCausalLM, "_optimize_model_for_decode", few_tokens)
+    model, made = build(MixtralForCausalLM), []
+    for _ in range(3):
+        plain, assisted, assistant = both(model, INPUTS["one row"], **OPTIONS)
+        assert torch.equal(plain, assisted)
+        made.append(assistant.stats.last.recordings)
+    assert made[0] > 0 == made[2]
+    assert len(WORKSPACES._idle[model]) == 1
+
+
+def test_mixtures_whose_experts_wait_are_recorded_where_they_do_not(monkeypatch, told):
+    """As where PyTorch has no grouped product: for few tokens experts are computed without one."""
+    monkeypatch.setattr(MixtralForCausalLM, "_optimize_model_for_decode", few_tokens)
+    grouped = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def waits(experts, states, *arguments):
+        states.max().item()
+        return grouped(experts, states, *arguments)
+
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS, "grouped_mm", waits)
+    model = build(MixtralForCausalLM)
+    for _ in range(3):
+        plain, assisted, assistant = both(model, INPUTS["one row"], **OPTIONS)
+        assert torch.equal(plain, assisted)
+    steps = idle(model)._steps
+    recorded = {key[0] for key, step in steps.items() if step.replay.trusted}
+    faulty = {key[0] for key, step in steps.items() if step.replay.fault}
+    assert max(recorded) <= 2 < min(faulty)
+    assert assistant.stats.last.repeated > 0 == assistant.stats.last.recordings
+    assert len([text for text in told.messages if "one kernel at a time" in text]) == 1
+
+
+@pytest.mark.parametrize("refused", ["no recorder", "nothing can be recorded", "no recordings"])
+def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
+    """And no masks over whole buffers: on devices that record nothing, and where nothing can be."""
+    model, verifiers = build(LlamaForCausalLM), []
+    if refused == "no recorder":
+        monkeypatch.undo()
+
+        # As on MPS and XPU.
+        monkeypatch.setattr(service, "stays_in_place", stays_in_place)
+    elif refused == "nothing can be recorded":
+
+        def fails(compute):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        monkeypatch.setattr(replay, "recorder", lambda device: fails)
+        both(model, INPUTS["one row"], **OPTIONS)
+    make = tiers.Service.verifier
+    monkeypatch.setattr(
+        tiers.Service, "verifier", lambda *told: verifiers.append(make(*told)) or verifiers[-1]
+    )
+    plain = model.generate(**INPUTS["padded"], **OPTIONS)
+    assistant = oracle_assistant(plain, MASK)
+    assistant.graphs = refused != "no recordings"
+    assert torch.equal(plain, model.generate(**INPUTS["padded"], **OPTIONS, assistant=assistant))
+    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.accepted > 0
+    # The test's too: what is tested is what serves.
+    assert {type(verifier) for verifier in verifiers} == {TreeVerifier}
+
+
+def test_only_cuda_has_memory_that_stays():
+    devices = ("cuda", "mps", "xpu", "cpu")
+    assert [stays_in_place(torch.device(name)) for name in devices] == [True, False, False, False]
+
+
+def test_what_serves_is_told():
+    model = build(LlamaForCausalLM)
+    for _ in range(3):
+        _, _, assistant = both(model, INPUTS["one row"], **OPTIONS)
+    last = assistant.stats.last
+    assert last.attention == "sdpa"
+    assert last.repeated == last.forwards > 0
+    assert last.recordings == 0
+
+
+def test_kernels_that_fail_their_test_are_told(monkeypatch, told):
+    monkeypatch.setattr(service, "ways", lambda device: ["triton"])
+    broken = SimpleNamespace(TritonAttention=lambda *_: 1 / 0)
+    name = "hf_retrieval_assist.kernels.triton_attention"
+    monkeypatch.setitem(sys.modules, name, broken)
+    model = build(LlamaForCausalLM)
+    for _ in range(2):
+        plain, assisted, assistant = both(model, INPUTS["one row"], **OPTIONS)
+        assert torch.equal(plain, assisted)
+    assert assistant.stats.tier == "tree"
+    warned = [text for text in told.messages if "kernels of triton" in text]
+    assert len(warned) == 1
+    assert "ZeroDivisionError" in warned[0]

@@ -5,7 +5,9 @@ import torch
 from hf_retrieval_assist.verification.replay import Replay, Shown
 from tests.support.op_recorder import record
 
-CPU = torch.device("cpu")
+
+def as_it_is(shown):
+    return shown
 
 
 def computation(buffer, weight, baked=None):
@@ -31,7 +33,7 @@ def test_replays_compute_record_compare_and_repeat():
     for round_ in range(5):
         buffer.copy_(torch.randn(3, 4))
         expected = (buffer @ weight)[None]
-        assert torch.allclose(replay(counted).logits, expected)
+        assert torch.allclose(replay(counted, as_it_is).logits, expected)
         assert calls[0] == min(3, 2 + round_)
         assert replay.settled == (round_ > 0)
     assert replay.fault is None
@@ -43,7 +45,7 @@ def test_what_python_took_for_granted_is_found():
     compute = computation(buffer, weight, baked)
     for _ in range(4):
         baked[0] += 1
-        assert torch.allclose(replay(compute).logits, (buffer @ weight)[None] * baked[0])
+        assert torch.allclose(replay(compute, as_it_is).logits, (buffer @ weight)[None] * baked[0])
     assert "logits are off" in replay.fault
 
 
@@ -56,7 +58,7 @@ def test_what_waits_for_the_device_is_computed():
     replay = Replay(record, 1e-5)
     for _ in range(3):
         buffer.add_(1)
-        assert torch.allclose(replay(compute).logits, (buffer * buffer.sum())[None])
+        assert torch.allclose(replay(compute, as_it_is).logits, (buffer * buffer.sum())[None])
     assert "_local_scalar_dense" in replay.fault
 
 
@@ -64,4 +66,4 @@ def test_nothing_records_on_a_cpu():
     replay = Replay(None, 1e-5)
     compute = computation(torch.ones(2, 2), torch.ones(2, 2))
     assert replay.settled
-    assert replay(compute).outputs == "outputs"
+    assert replay(compute, as_it_is).outputs == "outputs"
