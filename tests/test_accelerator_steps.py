@@ -14,6 +14,9 @@ from .support.feature_following import as_launches, put_head
 from .support.lossless import build
 from .support.oracle_drafter import oracle_assistant
 
+# What the first forward of a width does besides.
+ALLOCATED = "loop", "kernel", "aten.zeros.default"
+
 LAYERS = 4
 NEW_TOKENS = 16
 OPTIONS = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
@@ -72,7 +75,7 @@ def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
     if name != "suffix":
         assert assistant.stats.last.accepted > 0
     for step, _ in steps:
-        assert step["loop", "kernel"] <= 12
+        assert step["loop", "kernel"] - step.get(ALLOCATED, 0) <= 11
         assert step["loop", "to device"] == step["loop", "to host"] == 1
         assert step["model", "kernel"] <= of_model + 2 * LAYERS
         waits = {(where, "wait") for where in ("loop", "model")}
@@ -96,9 +99,7 @@ def test_a_head_adds_two_launches_and_three_copies(kind, rows, monkeypatch):
     drafted = [step for step, _ in steps if step.get(("loop", "recorded")) == 2]
     assert len(drafted) > NEW_TOKENS // 2
     for step in drafted:
-        # The first forward of a width allocates.
-        allocated = step.get(("loop", "kernel", "aten.zeros.default"), 0)
-        assert step["loop", "kernel"] - allocated <= 12
+        assert step["loop", "kernel"] - step.get(ALLOCATED, 0) <= 13
         assert step["loop", "to device"] == 4
         assert step["loop", "to host"] == 2
         assert ("loop", "wait") not in step

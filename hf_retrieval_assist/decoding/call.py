@@ -215,11 +215,8 @@ class Call:
 
     @cached_property
     def compiles_plainly(self) -> bool:
-        """Whether plain decoding compiles its forwards, or their caller has compiled them."""
-        model = self.model
-        return transformers_private.is_compiled(model) or transformers_private.compiles(
-            model, self.config, self.model_kwargs
-        )
+        """Whether plain decoding compiles its forwards."""
+        return transformers_private.compiles(self.model, self.config, self.model_kwargs)
 
     def rows_in_step(self, service: Service) -> bool:
         """Whether the rows of the batch have to accept equally many tokens in every step: where

@@ -32,6 +32,8 @@ class RecordedDrafts(FixedVerifier):
             not: under what looks for waits, torch would run them as if they were not.
     """
 
+    summarises = False
+
     def __init__(
         self,
         model: Any,

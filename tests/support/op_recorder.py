@@ -10,9 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_retrieval_assist.decoding import loop
-from hf_retrieval_assist.draft_models import draft_model
-from hf_retrieval_assist.verification import replay, service
+from hf_retrieval_assist.verification import fixed_memory, replay, service
 
 from .accelerator import _NO_KERNEL, _WAITING, aten
 
@@ -56,7 +54,6 @@ def record(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 
 def serve_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve calls on the CPU as on an accelerator that records."""
-    for module in (loop, service, draft_model):
-        monkeypatch.setattr(module, "stays_in_place", lambda device: True)
+    monkeypatch.setattr(fixed_memory, "_STAYING", ("cpu",))
     monkeypatch.setattr(service, "ways", lambda device: [])
     monkeypatch.setattr(replay, "recorder", lambda device: record)

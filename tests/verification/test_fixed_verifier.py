@@ -428,10 +428,7 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
     """And no masks over whole buffers: on devices that record nothing, and where nothing can be."""
     model, verifiers = build(LlamaForCausalLM), []
     if refused == "no recorder":
-        monkeypatch.undo()
-
-        # As on MPS and XPU.
-        monkeypatch.setattr(service, "stays_in_place", stays_in_place)
+        monkeypatch.undo()  # as on MPS and XPU
     elif refused == "nothing can be recorded":
 
         def fails(compute):
