@@ -114,9 +114,10 @@ class Call:
             fixed_width: tokens per row that every forward feeds; None: any number.
             recorded: whether forwards on an accelerator may be repeated from recordings.
         """
-        few = not stays_in_place(self.input_ids.device)
-        width = fixed_width or 1 + planner.most_nodes(few)
-        records = recorded and WORKSPACES.records(self.model, self.input_ids.device)
+        device = self.input_ids.device
+        stays = stays_in_place(device)
+        width = fixed_width or 1 + planner.most_nodes(not stays)
+        records = recorded and stays and WORKSPACES.records(self.model, device)
         demand = Demand(width, self._returns_states, records or fixed_width is not None)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)

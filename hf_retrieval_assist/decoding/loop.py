@@ -30,7 +30,6 @@ from ..row_text import Path, RowText
 from ..stats import CallStats, Timed
 from ..system.log import get_logger
 from ..token_tree import TokenTree
-from ..verification.fixed_memory import stays_in_place
 from ..verification.fixed_verifier import ForwardOptions
 from ..verification.own_forwards import OwnForwards
 from ..verification.tiers import Service, slot_cache
@@ -91,10 +90,8 @@ class Generation:
         self.residual = assistant.residual and self.select.do_sample
         self.model_kwargs = dict(call.model_kwargs)
         self.keeps_cache = call.keeps_cache(service)
-        # Where forwards get memory that stays in place, it is made after the prefill.
-        views = not stays_in_place(call.input_ids.device)
-        capacity = call.prompt_length + self.room if views else 0
-        self.cache = slot_cache(call.model, self.model_kwargs, service.cache_name, capacity)
+        capacity = call.prompt_length + self.room
+        self.cache = slot_cache(call.model, self.model_kwargs, service, call.batch_size, capacity)
         self.verifier: Verifier | None = None
         self.ranks = Ranks.of(call.model)
         self.records = records(call, assistant)

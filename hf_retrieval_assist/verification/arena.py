@@ -1,13 +1,15 @@
 """The keys and values of all layers in tensors of fixed capacity.
 
 Layers whose heads are alike share one tensor `[buffers, batch, heads, capacity, head_dim]`, so that
-an accepted path moves to the front in all of them by one gather and one scatter.
+an accepted path moves to the front in all of them by one gather and one scatter. Layers that forget
+what lies beyond their window share others, of a smaller capacity, which begin with a later slot.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,17 +18,20 @@ from .kv_cache import SlotLayer
 # The smallest difference of two capacities.
 _MIN_STEP = 256
 
+# Up to so many bytes an arena has room for longer texts than the call's: reading them all takes a
+# fraction of a millisecond, recording all widths anew takes as long as many steps.
+_MOST_ROOMY = 1 << 30
+_LEAST_ROOMY = 2048
+
+# Bytes from which on layers share another tensor. Moving a path then takes two launches more, which
+# is nothing beside reading so much, and a cache is moved in without twice its memory.
+MOST_BYTES = 1 << 30
+
 
 def capacity_bucket(slots: int) -> int:
     """The capacity that serves this many slots: an eighth of a power of two above at most."""
     step = max(_MIN_STEP, 1 << max(0, (slots - 1).bit_length() - 3))
     return -(-slots // step) * step
-
-
-# Up to so many bytes an arena has room for longer texts than the call's: reading them all takes a
-# fraction of a millisecond, recording all widths anew takes as long as many steps.
-_MOST_ROOMY = 1 << 30
-_LEAST_ROOMY = 2048
 
 
 def with_room(capacity: int, slot_bytes: int) -> int:
@@ -40,31 +45,49 @@ def with_room(capacity: int, slot_bytes: int) -> int:
     return roomy if roomy * slot_bytes <= _MOST_ROOMY else capacity
 
 
-# Bytes from which on layers share another tensor. Moving a path then takes two launches more, which
-# is nothing beside reading so much, and a cache is moved in without twice its memory.
-MOST_BYTES = 1 << 30
+class _Kind(NamedTuple):
+    """What buffers have in common that share a tensor; `part` tells tensors of one kind apart."""
 
-# Heads, head_dim, dtype, device, and the number of the layers' part.
-_Kind = tuple[int, int, torch.dtype, torch.device, int]
+    heads: int
+    depth: int
+    dtype: torch.dtype
+    device: torch.device
+    drops: bool
+    part: int
 
 
 class Arena:
-    """Where the layers of one cache write while its memory has to stay where it is.
+    """Where the layers of some caches write while their memory has to stay where it is.
 
     Args:
         batch: rows.
         capacity: slots of each row.
+        near: the same in layers that forget; None: no layer does.
+
+    Attributes:
+        first: the slot with which the buffers of those begin.
     """
 
-    def __init__(self, batch: int, capacity: int):
-        self.batch = batch
-        self.capacity = capacity
-        self._groups: list[torch.Tensor] = []
+    def __init__(self, batch: int, capacity: int, near: int | None = None):
+        self.batch, self.capacity, self.near = batch, capacity, near
+        self.first = 0
+        # By kind the numbers of buffers, of layer i 2i for the keys and 2i + 1 for the values.
         self._members: dict[_Kind, list[int]] = {}
+        self._groups: list[torch.Tensor] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(group.numel() * group.element_size() for group in self._groups)
+        return sum(group.nbytes for group in self._groups)
+
+    def offer(self, layers: Sequence[SlotLayer]) -> None:
+        """Let layers that are empty write here from the beginning, if they are as many as those
+        that did so before."""
+        homes = self._homes()
+        if 2 * len(layers) == len(homes):
+            for group in self._groups:
+                group.zero_()
+            for i, layer in enumerate(layers):
+                layer.homes = homes[2 * i], homes[2 * i + 1]
 
     def hold(self, layers: Sequence[SlotLayer]) -> None:
         """Take the content of the layers in and make them write here.
@@ -74,22 +97,37 @@ class Arena:
         before holds another one of the same model: its tensors are used again, emptied, since what
         was not finite in a masked slot would show.
         """
+        for layer in layers:
+            layer.homes = ()
+            if layer.drops and layer.window:
+                layer.forget_before(layer.get_seq_length() - layer.window + 1)
+        self.first = max((layer.first for layer in layers), default=0)
         members = self._kinds(layers)
         if members != self._members:
             self._members, self._groups = members, []
-        homes: dict[int, torch.Tensor] = {}
+        homes = self._homes()
+        at_home = [bool(homes) and layer.is_in(homes[2 * i]) for i, layer in enumerate(layers)]
+        if all(at_home):
+            return
+        for layer in (layer for layer, here in zip(layers, at_home, strict=True) if here):
+            layer.move_out()
+        homes = {}
         for i, (kind, numbers) in enumerate(members.items()):
             if i < len(self._groups):
                 self._groups[i].zero_()
             else:
-                self._groups.append(self._zeros(len(numbers), *kind[:4]))
+                self._groups.append(self._zeros(kind, len(numbers)))
             homes |= zip(numbers, self._groups[i], strict=True)
-            for layer in {number // 2 for number in numbers}:
-                if {2 * layer, 2 * layer + 1} <= homes.keys():
-                    layers[layer].move_in((homes.pop(2 * layer), homes.pop(2 * layer + 1)))
+            for number in {number // 2 for number in numbers}:
+                if {2 * number, 2 * number + 1} <= homes.keys():
+                    layers[number].move_in((homes.pop(2 * number), homes.pop(2 * number + 1)))
+
+    def _homes(self) -> dict[int, torch.Tensor]:
+        """Buffers by their numbers, as far as they were made."""
+        pairs = zip(self._members.values(), self._groups, strict=False)
+        return {n: home for numbers, group in pairs for n, home in zip(numbers, group, strict=True)}
 
     def _kinds(self, layers: Sequence[SlotLayer]) -> dict[_Kind, list[int]]:
-        """Which buffers share a tensor: of layer i, 2i holds the keys and 2i + 1 the values."""
         members: defaultdict[_Kind, list[int]] = defaultdict(list)
         taken = 0
         for i, layer in enumerate(layers):
@@ -97,18 +135,29 @@ class Arena:
             part = taken // MOST_BYTES
             for number, states in enumerate((layer.keys, layer.values), start=2 * i):
                 _, heads, _, depth = states.shape
-                members[heads, depth, states.dtype, states.device, part].append(number)
-                slots = self.batch * self.capacity
+                kind = _Kind(heads, depth, states.dtype, states.device, layer.drops, part)
+                members[kind].append(number)
+                slots = self.batch * self._capacity(kind)
                 taken += slots * heads * depth * states.element_size()
         return dict(members)
 
-    def _zeros(
-        self, buffers: int, heads: int, depth: int, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        shape = (buffers, self.batch, heads, self.capacity, depth)
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def _capacity(self, kind: _Kind) -> int:
+        return self.near if kind.drops and self.near is not None else self.capacity
+
+    def _zeros(self, kind: _Kind, buffers: int) -> torch.Tensor:
+        shape = buffers, self.batch, kind.heads, self._capacity(kind), kind.depth
+        return torch.zeros(shape, dtype=kind.dtype, device=kind.device)
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy slots within rows: int64 [batch, 1] and [batch, moved]."""
-        for group in self._groups:
-            group[:, rows, :, destination] = group[:, rows, :, source]
+        for kind, group in zip(self._members, self._groups, strict=True):
+            first = self.first if kind.drops else 0
+            start, end = (source - first, destination - first) if first else (source, destination)
+            group[:, rows, :, end] = group[:, rows, :, start]
+
+    def begin_with(self, first: int) -> None:
+        """Let the buffers of layers that forget begin with a later slot."""
+        behind, self.first = first - self.first, first
+        for kind, group in zip(self._members, self._groups, strict=True):
+            if kind.drops and behind:
+                group[..., :-behind, :] = group[..., behind:, :].clone()

@@ -5,12 +5,12 @@ is decided on the host: a table `[batch, width, columns + 2]` holds, for each qu
 the kept slots, each of these tokens, and the slots behind. A column's entry is looked up by its
 distance from the row's length, so the same few kernels build the mask of any trees at any lengths.
 Kept slots that lie beyond a query's window or chunk are cut off by the last slot that it does not
-see.
+see. Buffers of layers that forget what lies beyond begin with a later slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from .tree_attention import LayerMask
 # The column of a slot that nobody sees, padding: behind all others.
 _NOWHERE = 1 << 40
 
+Masks = dict[str, torch.Tensor] | torch.Tensor
+"""Of each kind of layer, or one of all."""
+
 
 class FixedMasks:
     """The masks of one batch over `capacity` slots.
@@ -33,6 +36,7 @@ class FixedMasks:
         capacity: slots of each row.
         dtype: of the masks, the model's.
         device: of the masks.
+        near: slots of each row in the buffers of layers that forget; None: no layer does.
 
     Attributes:
         first: int32 [batch], the slots of padding in front of each row.
@@ -46,17 +50,18 @@ class FixedMasks:
         capacity: int,
         dtype: torch.dtype,
         device: torch.device,
+        near: int | None = None,
     ):
         self.rules = rules
-        self.batch = batch
-        self.capacity = capacity
+        self.batch, self.capacity, self.near = batch, capacity, near
         every = [rules] if isinstance(rules, LayerMask) else rules.values()
         self._distinct = list(dict.fromkeys(every))
-        self._columns = torch.zeros((batch, capacity), dtype=torch.int64, device=device)
+        slots = capacity + (near or 0)
+        self._columns = torch.zeros((batch, slots), dtype=torch.int64, device=device)
+        self._near_slots = torch.arange(near or 0, device=device)
         self._shown = torch.zeros((), dtype=dtype, device=device)
         self._hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
         self._empty = torch.full((len(self._distinct),), torch.nan, dtype=dtype, device=device)
-        self._holes = torch.zeros((batch, capacity), dtype=torch.bool, device=device)
         # The slot of each row's first token, on the host and on the device.
         self._first = np.zeros(batch, np.int64)
         self.first = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -64,7 +69,7 @@ class FixedMasks:
 
     def start(self, prompt_mask: torch.Tensor | None) -> None:
         """Hide the padding of a call's prompt, bool [batch, length]; None: there is none."""
-        columns = torch.arange(self.capacity).repeat(self.batch, 1)
+        columns = torch.arange(self._columns.shape[1]).repeat(self.batch, 1)
         self._first = np.zeros(self.batch, np.int64)
         self.gapless = True
         if prompt_mask is not None:
@@ -73,7 +78,6 @@ class FixedMasks:
             self._first = seen.int().argmax(dim=1).numpy()
             self.gapless = bool((seen[:, 1:] >= seen[:, :-1]).all())
         self._columns.copy_(columns)
-        self._holes.copy_(columns == _NOWHERE)
         self.first.copy_(torch.from_numpy(self._first))
 
     def fields(self, width: int, columns: int) -> dict[str, Field]:
@@ -82,17 +86,22 @@ class FixedMasks:
             "shift": (torch.int64, (self.batch, 1)),
             "kept": (torch.int32, (self.batch,)),
         }
+        if self.near is not None:
+            fields["begin"] = torch.int64, (1,)
         for i, rule in enumerate(self._distinct):
             fields[f"table{i}"] = (torch.bool, (self.batch, width, columns + 2))
             if rule.reach is not None:
                 fields[f"unseen{i}"] = (torch.int64, (self.batch, width, 1))
         return fields
 
-    def write(self, host: Mapping[str, torch.Tensor], fed: FedTokens) -> None:
-        """Tell of the tokens of all rows."""
+    def write(self, host: Mapping[str, torch.Tensor], fed: FedTokens, begin: int = 0) -> None:
+        """Tell of the tokens of all rows; `begin`: the slot that buffers of layers begin with which
+        forget."""
         kept = fed.lengths[:, None]
         host["shift"].numpy()[:] = 1 - kept
         host["kept"].numpy()[:] = kept[:, 0] - self._first
+        if self.near is not None:
+            host["begin"].numpy()[:] = begin
         first = self._first[:, None]
         places, columns = fed.depths + kept - first, fed.columns + kept - first
         for i, rule in enumerate(self._distinct):
@@ -110,51 +119,67 @@ class FixedMasks:
         for i in range(len(self._distinct)):
             device[f"table{i}"][:, :queries, 1 : 1 + columns].logical_and_(sees)
 
-    def seen(
-        self,
-        device: Mapping[str, torch.Tensor],
-        masks: dict[str, torch.Tensor] | torch.Tensor,
-    ) -> dict[int, Seen]:
+    def seen(self, device: Mapping[str, torch.Tensor], masks: Masks) -> dict[int, Seen]:
         """The same for kernels that need no mask, by the address of the empty one."""
         kinds = masks.values() if isinstance(masks, dict) else [masks]
         rules = [self.rules] if isinstance(self.rules, LayerMask) else self.rules.values()
-        holes = None if self.gapless else self._holes
         found = {}
         for mask, rule in zip(kinds, rules, strict=True):
             i = self._distinct.index(rule)
-            table, unseen = device[f"table{i}"], device.get(f"unseen{i}")
-            found[mask.data_ptr()] = Seen(device["kept"], self.first, table, unseen, holes)
+            kept, first, unseen = device["kept"], self.first, device.get(f"unseen{i}")
+            if unseen is not None and "begin" in device:
+                begin = device["begin"].to(torch.int32)
+                end = first + kept - begin
+                first = (first - begin).clamp(min=0)
+                kept, unseen = end - first, unseen - begin
+            holes = None
+            if not self.gapless:
+                holes = self._columns_of(unseen is not None, device.get("begin")) == _NOWHERE
+            found[mask.data_ptr()] = Seen(kept, first, device[f"table{i}"], unseen, holes)
         return found
 
-    def build(self, device: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | torch.Tensor:
-        """Masks [batch, 1, width, capacity] from the written fields, on the device."""
+    def build(self, device: Mapping[str, torch.Tensor]) -> Masks:
+        """Masks [batch, 1, width, slots] from the written fields, on the device."""
+        shift, begin = device["shift"], device.get("begin")
+        kinds = [
+            (device[f"table{i}"], device.get(f"unseen{i}")) for i in range(len(self._distinct))
+        ]
+        return self._by_kind([self.mask(*kind, shift, begin) for kind in kinds])
+
+    def empty(self, width: int) -> Masks:
+        """Masks that tell kinds of layers apart and take no memory; whatever reads them is NaN."""
+        whole, near = self.capacity, self.near or self.capacity
+        slots = [whole if rule.reach is None else near for rule in self._distinct]
         return self._by_kind(
-            lambda i: self.mask(device[f"table{i}"], device.get(f"unseen{i}"), device["shift"])
+            [self._empty[i].expand(self.batch, 1, width, n) for i, n in enumerate(slots)]
         )
 
-    def empty(self, width: int) -> dict[str, torch.Tensor] | torch.Tensor:
-        """Masks that tell kinds of layers apart and take no memory; whatever reads them is NaN."""
-        shape = self.batch, 1, width, self.capacity
-        return self._by_kind(lambda i: self._empty[i].expand(shape))
-
-    def _by_kind(
-        self, make: Callable[[int], torch.Tensor]
-    ) -> dict[str, torch.Tensor] | torch.Tensor:
-        masks = {rule: make(i) for i, rule in enumerate(self._distinct)}
+    def _by_kind(self, masks: list[torch.Tensor]) -> Masks:
+        by_rule = dict(zip(self._distinct, masks, strict=True))
         if isinstance(self.rules, LayerMask):
-            return masks[self.rules]
-        return {kind: masks[rule] for kind, rule in self.rules.items()}
+            return by_rule[self.rules]
+        return {kind: by_rule[rule] for kind, rule in self.rules.items()}
+
+    def _columns_of(self, limited: bool, begin: torch.Tensor | None) -> torch.Tensor:
+        """int64 [batch, slots], the columns of a buffer's slots."""
+        if begin is None or not limited:
+            return self._columns[:, : self.capacity]
+        return self._columns.index_select(1, self._near_slots + begin)
 
     def mask(
-        self, table: torch.Tensor, unseen: torch.Tensor | None, shift: torch.Tensor
+        self,
+        table: torch.Tensor,
+        unseen: torch.Tensor | None,
+        shift: torch.Tensor,
+        begin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One mask from fields on the device, whatever wrote them."""
         batch, width, entries = table.shape
-        places = (self._columns + shift).clamp(0, entries - 1)[:, None, :]
+        columns = self._columns_of(unseen is not None, begin)
+        places = (columns + shift).clamp(0, entries - 1)[:, None, :]
         if unseen is None:
-            places = places.expand(batch, width, self.capacity)
+            places = places.expand(batch, width, columns.shape[1])
         else:
-            near = self._columns[:, None, :] > unseen
-            places = torch.where(near, places, entries - 1)
+            places = torch.where(columns[:, None, :] > unseen, places, entries - 1)
         seen = table.gather(2, places)
         return torch.where(seen, self._shown, self._hidden)[:, None]

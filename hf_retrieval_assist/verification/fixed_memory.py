@@ -37,6 +37,13 @@ def can_stay(cache: SlotCache, device: torch.device) -> bool:
     )
 
 
+def reserve(model: Any, cache: SlotCache, batch: int, slots: int) -> None:
+    """Let a cache that is to be filled begin where an earlier call of the model was served."""
+    cache.reserved = found = WORKSPACES.reserve(model, batch, slots)
+    if found is not None:
+        found.arena.offer([layer for layer in cache.layers if isinstance(layer, SlotLayer)])
+
+
 class FixedMemory:
     """What the layers of some caches write to, and the forwards that are repeated there.
 
@@ -48,6 +55,7 @@ class FixedMemory:
         recorded: whether forwards may be repeated from a recording.
         prompt_mask: bool [batch, length], which slots of the prompts hold tokens; None: all.
         slots: that each row needs at first.
+        reserved: what the layers were filled in, where that was done in memory that stays.
 
     Attributes:
         workspace: lent by :data:`~.workspace.WORKSPACES`.
@@ -66,6 +74,7 @@ class FixedMemory:
         recorded: bool,
         slots: int,
         prompt_mask: torch.Tensor | None = None,
+        reserved: Workspace | None = None,
     ) -> None:
         self._model, self._layers, self._shape = model, layers, shape
         self._arguments, self._prompt_mask = arguments, prompt_mask
@@ -74,7 +83,7 @@ class FixedMemory:
         self._state: Any = None
         if recorded and not WORKSPACES.refuses(model):
             self._state = recorded_state(model, arguments, shape.device)
-        self.grow(slots)
+        self.grow(slots, reserved)
 
     @property
     def records(self) -> bool:
@@ -85,13 +94,26 @@ class FixedMemory:
         """Whether rows of so many slots have no room."""
         return slots > self.workspace.shape.capacity
 
-    def grow(self, slots: int) -> None:
+    def forgets(self, slots: int) -> bool:
+        """Whether rows of so many slots have no room in layers that forget."""
+        arena = self.workspace.arena
+        return arena.near is not None and slots - arena.first > arena.near
+
+    def forget(self, kept: int) -> None:
+        """Forget what lies beyond the window of rows that have kept so many slots."""
+        arena, window = self.workspace.arena, self._shape.window
+        arena.begin_with(max(0, kept - (window or 0) + 1))
+        for layer in self._layers:
+            if layer.drops:
+                layer.first = layer.absent = arena.first
+
+    def grow(self, slots: int, reserved: Workspace | None = None) -> None:
         """Go on where rows of so many slots have room; the layers show what is kept."""
         capacity = capacity_bucket(max(slots, self._shape.capacity))
         if self._state is not None:
             capacity = with_room(capacity, self._slot_bytes())
         shape = replace(self._shape, capacity=capacity)
-        self.workspace = WORKSPACES.lend(self._model, shape, self._state)
+        self.workspace = WORKSPACES.lend(self._model, shape, self._state, reserved)
         self.workspace.masks.start(self._prompt_mask)
         self.workspace.arena.hold(self._layers)
 

@@ -137,7 +137,7 @@ class FixedVerifier(TreeVerifier):
         self._asked = False
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
-        rules, room = self.attention.rules, self.widths[-1]
+        rules, room, layers = self.attention.rules, self.widths[-1], self.cache.slot_layers
         shape = Shape(
             batch=len(self.processed),
             capacity=options.capacity + room,
@@ -150,13 +150,16 @@ class FixedVerifier(TreeVerifier):
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             attention_by=by,
             exact=options.fixed_width is not None,
+            window=max((layer.window or 0 for layer in layers if layer.drops), default=None),
         )
         self.memory = FixedMemory(
-            *(self.model, self.cache.slot_layers, shape, self.kwargs),
+            *(self.model, layers, shape, self.kwargs),
             recorded=options.recorded,
             slots=self.cache.slots.longest + room,
             prompt_mask=self.attention.prompt_mask,
+            reserved=self.cache.reserved,
         )
+        self.cache.reserved = None
 
     @property
     def manner(self) -> str:  # type: ignore[override]
@@ -205,6 +208,9 @@ class FixedVerifier(TreeVerifier):
         if self.memory.lacks(slots):
             self._settle()
             self.memory.grow(slots + slots // 4 + self.widths[-1])
+        elif self.memory.forgets(slots):
+            self._move()
+            self.memory.forget(self.cache.slots.longest)
 
     def _send(self, step: Step, fed: FedTokens) -> None:
         """Tell the device of the tokens, and move what the last step kept."""
@@ -215,7 +221,8 @@ class FixedVerifier(TreeVerifier):
         host["slots"].numpy()[:] = fed.slots
         progress = np.asarray(self.processed)[:, None]
         host["positions"].numpy()[:] = self._first + progress + fed.depths
-        self.memory.workspace.masks.write(host, fed)
+        workspace = self.memory.workspace
+        workspace.masks.write(host, fed, workspace.arena.first)
         moved = 0
         if self._moves is not None:
             moved = self._moves[0].shape[1]
@@ -223,7 +230,7 @@ class FixedVerifier(TreeVerifier):
         step.inputs.send()
         if moved:
             source, destination = step.inputs.device["moves"][:, :, :moved]
-            self.memory.workspace.arena.move(self.memory.workspace.rows, source, destination)
+            workspace.arena.move(workspace.rows, source, destination)
             self._moves = None
 
     def _show(self, step: Step) -> Shown:
@@ -250,7 +257,9 @@ class FixedVerifier(TreeVerifier):
 
     def _compute(self, step: Step) -> Shown:
         inputs, masks = step.inputs.device, self.memory.workspace.masks
-        self.cache.slots.places = self.memory.workspace.rows, inputs["slots"]
+        slots = self.cache.slots
+        slots.places = self.memory.workspace.rows, inputs["slots"]
+        slots.near = inputs["slots"] - inputs["begin"] if "begin" in inputs else None
         width = inputs["token_ids"].shape[1]
         arguments: dict[str, Any] = {"position_ids": inputs["positions"]}
         if self._by_kernels:
@@ -295,7 +304,7 @@ class FixedVerifier(TreeVerifier):
     def _settle(self) -> None:
         """Make the layers show what is kept, as other caches do."""
         self._move()
-        self.cache.slots.places = None
+        self.cache.slots.places = self.cache.slots.near = None
         for layer in self.cache.slot_layers:
             layer.show(self.cache.slots.longest)
 

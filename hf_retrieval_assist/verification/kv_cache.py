@@ -5,6 +5,9 @@ s-th cached token, whatever the other rows have accepted, so ragged progress was
 cache of rows with lengths l_i takes max(l_i) slots, and a verification of n tokens n more. The
 nodes of a token tree are written behind each row's length; `keep` moves the accepted path to the
 front of them, which costs O(accepted).
+
+Layers with a window may forget what lies beyond it, as plain decoding's do: their buffers then hold
+the slots from a first one on, which are the window and what one forward feeds.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ from ..host.transformers_private import CACHE
 # A buffer grows by half its size, so that copying it costs O(1) per token, never in small steps.
 _MIN_GROWTH = 256
 
+# Slots more than a window's that its buffer has at least, so that it is seldom moved to the front.
+_MIN_SPARE = 64
+
 # Layers that share another one's entries have a class of their own in later versions only.
 _SHARING = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
@@ -58,9 +64,16 @@ class RowSlots:
             on no number of the host. None: behind each row's length.
         extent: slots that layers show besides, where `places` holds the places of packed rows,
             [1, tokens] each. None: whole buffers.
+        near: the slots [batch, width] in the buffers of layers that forget, where `places` are of
+            whole ones.
+        drops: whether layers with a window forget what lies beyond it.
+        provisional: whether what is fed may be taken back, as a verifier's tokens may.
     """
 
-    def __init__(self, lengths: Sequence[int]):
+    def __init__(self, lengths: Sequence[int], drops: bool = False):
+        self.drops = drops
+        self.provisional = False
+        self.near: torch.Tensor | None = None
         self.view_from: int | None = None
         self.places: tuple[torch.Tensor, torch.Tensor] | None = None
         self.extent: int | None = None
@@ -99,7 +112,9 @@ class SlotLayer(DynamicLayer):
         self.slots = slots
         self.window = window
         self.capacity = capacity
+        self.first = 0  # the slot with which the buffers begin
         self.absent = 0  # first slots that hold nothing, because a window had dropped their tokens
+        self.homes: Sequence[torch.Tensor] = ()  # buffers to grow into, where there is room in them
         self._buffers: list[torch.Tensor] = []
         # The views that this layer made last; whoever crops or reorders it puts others there.
         self._views: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -117,7 +132,43 @@ class SlotLayer(DynamicLayer):
             held = min(length, layer.keys.shape[-2])
             shown = (states[:, :, :held] for states in (layer.keys, layer.values))
             self.absent = length - held
-            self._show(*(F.pad(states, (0, 0, self.absent, 0)) for states in shown))
+            self.first = self.absent if self.drops else 0
+            empty = self.absent - self.first
+            self._show(*(F.pad(states, (0, 0, empty, 0)) for states in shown))
+
+    @property
+    def drops(self) -> bool:
+        """Whether it forgets what lies beyond its window."""
+        return self.window is not None and self.slots.drops
+
+    @property
+    def is_sliding(self) -> bool:
+        return self.drops
+
+    def get_seq_length(self) -> int:
+        return self.first + super().get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        length = self.get_seq_length()
+        first = self._seen_from(length)
+        return length - first + query_length, first
+
+    def _seen_from(self, length: int) -> int:
+        """The first slot that tokens behind so many kept ones may see."""
+        if self.window is None or not self.slots.drops:
+            return 0
+        return max(self.first, length - self.window + 1)
+
+    def reaches(self, length: int) -> bool:
+        """Whether it could go on behind so many tokens, if it forgot those behind them."""
+        return self.window is None or max(0, length - self.window + 1) >= self.absent
+
+    def forget_before(self, first: int) -> None:
+        """Begin with a later slot."""
+        behind = first - self.first
+        if behind > 0:
+            self.first = self.absent = first
+            self._show(self.keys[:, :, behind:], self.values[:, :, behind:])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens.
@@ -127,7 +178,7 @@ class SlotLayer(DynamicLayer):
                 plain decoding's layers say.
         """
         left = max(0, self.get_seq_length() + min(0, tokens_to_remove))
-        if self.window and max(0, left - self.window + 1) < self.absent:
+        if self.window and not self.reaches(left):
             raise RuntimeError(
                 f"crop: expected at most {self.get_seq_length() - self.window + 1 - self.absent} "
                 f"tokens to remove, got {-tokens_to_remove}: a window of {self.window} tokens has "
@@ -135,30 +186,45 @@ class SlotLayer(DynamicLayer):
             )
         super().crop(tokens_to_remove)
 
+    def hold_absent(self) -> None:
+        """Hold all slots or none that a window has dropped, as layers do from now on."""
+        if self.drops:
+            self.forget_before(self.absent)
+        elif self.first:
+            shown = [F.pad(states, (0, 0, self.first, 0)) for states in (self.keys, self.values)]
+            self.first = 0
+            self._show(*shown)
+
     def reset(self) -> None:
         super().reset()
-        self.absent = 0
+        self.first = self.absent = 0
 
     def hand_back(self, layer: StaticLayer, room: int | None) -> None:
         """Leave this layer's content, as far as there is room, in the one that it came from."""
         layer.reset()
         if self.is_initialized and self.get_seq_length():
-            layer.update(self.keys[:, :, :room], self.values[:, :, :room])
+            whole = (F.pad(states, (0, 0, self.first, 0)) for states in (self.keys, self.values))
+            layer.update(*(states[:, :, :room] for states in whole))
 
     def _show(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._buffers = [keys, values]
-        self._view(keys.shape[-2])
+        self._view(self.first + keys.shape[-2])
 
     def _view(self, length: int) -> None:
         keys, values = self._buffers
-        self._views = keys[:, :, :length], values[:, :, :length]
+        held = max(0, length - self.first)
+        self._views = keys[:, :, :held], values[:, :, :held]
         self.keys, self.values = self._views
+
+    def is_in(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer for keys is this layer's."""
+        return self._buffers[0].data_ptr() == buffer.data_ptr()
 
     def move_in(self, buffers: Sequence[torch.Tensor]) -> None:
         """Go on in other buffers `[batch, heads, capacity, head_dim]`, for keys and values."""
         length = self.get_seq_length()
         for buffer, shown in zip(buffers, (self.keys, self.values), strict=True):
-            buffer[:, :, :length] = shown
+            buffer[:, :, : shown.shape[2]] = shown
         self._buffers = list(buffers)
         self.show(length)
 
@@ -166,58 +232,94 @@ class SlotLayer(DynamicLayer):
         """Go on in memory of its own that holds what is shown."""
         self._show(self.keys.clone(), self.values.clone())
 
-    def _reserve(self, total: int) -> None:
-        """Make the buffers hold `total` slots, keeping what `keys` and `values` show."""
-        shown = (self.keys, self.values)
+    def _reserve(self, total: int, first: int) -> None:
+        """Make the buffers hold slots up to `total`, keeping what `keys` and `values` show of the
+        slots from `first` on."""
+        shown, buffer = (self.keys, self.values), self._buffers[0]
         in_place = self._views is not None and all(map(operator.is_, self._views, shown))
-        if in_place and _may_change(self._buffers[0]) and self._buffers[0].shape[-2] >= total:
+        in_place = in_place and _may_change(buffer)
+        if in_place and buffer.shape[-2] >= total - self.first:
             return
-        length = self.get_seq_length()
-        capacity = max(self.capacity, total + max(_MIN_GROWTH, length // 2))
-        grown = []
-        for view in shown:
-            buffer = view.new_zeros((*view.shape[:-2], capacity, view.shape[-1]))
-            buffer[..., :length, :] = view
-            grown.append(buffer)
+        kept = [states[:, :, first - self.first :] for states in shown]
+        held, needed = kept[0].shape[2], total - first
+        if in_place and first > self.first and buffer.shape[-2] >= needed:
+            grown = self._buffers
+            kept = [states.clone() for states in kept]  # of which the new place may be a part
+        elif self.homes and _like(self.homes[0], kept[0]) and self.homes[0].shape[-2] >= needed:
+            grown = list(self.homes)
+        else:
+            capacity = max(self.capacity, needed + max(_MIN_GROWTH, held // 2))
+            if self.drops:  # which never holds the whole text
+                capacity = needed + max(_MIN_SPARE, (self.window or 0) // 4)
+            grown = [x.new_zeros((*x.shape[:2], capacity, x.shape[3])) for x in kept]
+        for states, room in zip(kept, grown, strict=True):
+            room[:, :, :held] = states
         self._buffers = grown
+        self.first, self.absent = first, max(first, self.absent)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[batch, heads, n, head_dim]` behind each row; show all slots in use."""
-        states = key_states, value_states
-        if self.slots.places is not None and self.slots.extent is None:
-            self._write(self.slots.places, states)
+        states, slots = (key_states, value_states), self.slots
+        if slots.places is not None and slots.extent is None:
+            rows, places = slots.places
+            self._write(
+                rows, places if slots.near is None or not self.drops else slots.near, states
+            )
             return self._buffers[0], self._buffers[1]
         width = key_states.shape[-2]
         if not self.is_ready:
             self.lazy_initialization(key_states, value_states)
             self._show(key_states[..., :0, :], value_states[..., :0, :])
-        uniform = self.slots.uniform and self.slots.places is None
-        start = self.get_seq_length() if uniform else self.slots.longest
-        extent = self.slots.extent or start + width
-        self._reserve(extent)
+        uniform = slots.uniform and slots.places is None
+        start = self.get_seq_length() if uniform else slots.longest
+        extent = slots.extent or start + width
+        # What is fed and not kept yet is no text.
+        first = self._seen_from(min(slots.lengths) if slots.provisional else start)
+        if self.drops and not slots.provisional and width >= (self.window or 0):
+            return self._pass(states, first, extent)
+        self._reserve(extent, first)
         if uniform:
+            begin = start - self.first
             for buffer, new in zip(self._buffers, states, strict=True):
-                buffer[:, :, start:extent] = new
+                buffer[:, :, begin : begin + width] = new
         else:
-            places = self.slots.places or self.slots.index(width, key_states.device)
-            self._write(places, states)
+            rows, places = slots.places or slots.index(width, key_states.device)
+            self._write(rows, places - self.first if self.first else places, states)
         self._view(extent)
-        first = self.slots.view_from if self.window is not None else None
-        if first is None:
-            return self.keys, self.values
-        return self.keys[:, :, first:], self.values[:, :, first:]
+        if self.window is not None and slots.view_from is not None:
+            first = slots.view_from
+        behind = first - self.first
+        return self.keys[:, :, behind:], self.values[:, :, behind:]
+
+    def _pass(
+        self, states: Sequence[torch.Tensor], first: int, extent: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a prompt's tokens see, none of which are taken back: its last ones are kept."""
+        keys, values = (
+            torch.cat([held[:, :, first - self.first :], new], dim=2) if held.shape[2] else new
+            for held, new in zip((self.keys, self.values), states, strict=True)
+        )
+        left = (self.window or 0) - 1
+        self._show(*(new[:, :, :0] for new in states))
+        self.first = self.absent = extent - left
+        self._reserve(extent, self.first)
+        for buffer, new in zip(self._buffers, states, strict=True):
+            buffer[:, :, :left] = new[:, :, new.shape[2] - left :]
+        self._view(extent)
+        return keys, values
 
     def _write(
-        self, places: tuple[torch.Tensor, torch.Tensor], states: Sequence[torch.Tensor]
+        self, rows: torch.Tensor, slots: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> None:
-        rows, slots = places
         for buffer, new in zip(self._buffers, states, strict=True):
             buffer[rows, :, slots] = new.transpose(1, 2)
 
     def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
         """Copy slots within rows; all index tensors broadcast to [batch, moved]."""
+        if self.first:
+            source, destination = source - self.first, destination - self.first
         for buffer in self._buffers:
             if len(rows) == 1:  # less than half the time
                 buffer.index_copy_(2, destination[0], buffer.index_select(2, source[0]))
@@ -225,14 +327,22 @@ class SlotLayer(DynamicLayer):
                 buffer[rows, :, destination] = buffer[rows, :, source]
 
     def show(self, length: int) -> None:
-        """Show the first `length` slots."""
+        """Show the slots in front of `length`."""
+        if not length:
+            self.first = self.absent = 0
         self._view(length)
 
     def wipe(self, lengths: Sequence[int]) -> None:
         """Fill the slots behind each row's length with zeros."""
         for buffer in self._buffers:
             for row, length in zip(buffer, lengths, strict=True):
-                row[:, length:] = 0
+                row[:, max(0, length - self.first) :] = 0
+
+
+def _like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether buffers differ in their slots at most."""
+    alike = (one.dtype, one.device) == (other.dtype, other.device)
+    return alike and one.shape[:2] == other.shape[:2] and one.shape[3] == other.shape[3]
 
 
 def _may_change(buffer: torch.Tensor) -> bool:
@@ -304,32 +414,40 @@ class SlotCache(DynamicCache):
     Args:
         config: the model's configuration; decides the kind of each layer.
         capacity: slots to reserve at the first write.
+        drops: whether layers with a window forget what lies beyond it.
 
     Attributes:
         slots: the rows' lengths, shared by the layers.
         lender: the static cache that this one stands for until `hand_back`.
         room: tokens per row that the lender has room for; None without limit.
+        reserved: the memory that stays in place in which its layers were filled.
     """
 
+    reserved: Any = None
     lender: StaticCache | None = None
     room: int | None = None
 
-    def __init__(self, config: PreTrainedConfig, capacity: int = 0):
+    def __init__(self, config: PreTrainedConfig, capacity: int = 0, drops: bool = False):
         super().__init__(config=config.get_text_config(decoder=True))
-        self.slots = RowSlots([])
+        self.slots = RowSlots([], drops)
         self.layers: list[Any] = [_slot_layer(layer, self.slots, capacity) for layer in self.layers]
 
     @classmethod
-    def around(cls, cache: DynamicCache | StaticCache, config: PreTrainedConfig) -> SlotCache:
+    def around(
+        cls, cache: DynamicCache | StaticCache, config: PreTrainedConfig, drops: bool = False
+    ) -> SlotCache:
         """Take over the content of a caller's cache.
 
         A dynamic one shares the layers from then on. A static one, whose tensors compiled code
         knows by their addresses, stays as it is until `hand_back`.
         """
         if isinstance(cache, SlotCache):
+            cache.slots.drops = drops
+            for layer in cache.slot_layers:
+                layer.hold_absent()
             cache.begin(cache.batch_size)
             return cache
-        wrapper = cls(config)
+        wrapper = cls(config, drops=drops)
         known = len(cache.layers)
         own, missing = wrapper.layers[:known], wrapper.layers[known:]
         # What was made layer by layer lacks the last ones where these share others' entries.
@@ -399,10 +517,20 @@ class SlotCache(DynamicCache):
         """
         self.slots.set_lengths([self.slots.longest] * len(self.slots.lengths))
         self.slots.view_from = None
+        self.slots.provisional = False
+        # A forward that was interrupted may have moved some layers on.
+        first = max((layer.first for layer in self.slot_layers), default=0)
+        for layer in self.slot_layers:
+            if layer.drops:
+                layer.forget_before(first)
+
+    def reaches(self, length: int) -> bool:
+        """Whether all layers could go on behind so many tokens."""
+        return all(layer.reaches(length) for layer in self.slot_layers)
 
     def abandon(self) -> None:
         """Leave the cache as it was before a prefill that did not end."""
-        if self.state_layers:
+        if self.state_layers or not self.reaches(self.slots.longest):
             # A state may have gone half a step, and cannot go back.
             self.forget()
             return
@@ -483,6 +611,7 @@ def _adopted(layer: Any, empty: Any) -> Any:
     """The slot layer `empty` with a layer's content; a layer of another kind as it is."""
     if isinstance(layer, SlotLayer):
         layer.slots = empty.slots
+        layer.hold_absent()
         return layer
     if isinstance(empty, SlotLayer):
         empty.adopt(layer)
@@ -514,7 +643,7 @@ def go_back(cache: Any, config: PreTrainedConfig, length: int) -> None:
     forgetful = any(type(layer) is DynamicSlidingWindowLayer for layer in own.layers)
     if isinstance(own, SlotCache) or (length and has_slots(own) and not forgetful):
         slots = SlotCache.around(own, config)
-        if slots.state_layers:
+        if slots.state_layers or not slots.reaches(length):
             slots.forget()
         slots.truncate(length)
     elif isinstance(own, DynamicCache):

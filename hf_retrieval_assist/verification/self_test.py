@@ -144,7 +144,7 @@ class _Probe:
         self.rows = [RowText(i, self.prompt[i], 16) for i in range(rows)]
         for row, text in zip(self.rows, self.texts, strict=True):
             row.generated.append(text[0])
-        cache = SlotCache(self.config)
+        cache = SlotCache(self.config, drops=service.drops(self.config, rows))
         kwargs, _ = self._feed_prompt(cache)
         cache.begin(rows)
         self.verifier = service.verifier(model, cache, kwargs, self.prompt, ForwardOptions())

@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from ..host.transformers_private import CACHE, input_device, is_callers, why_no_mask
 from ..kernels.split_attention import AttentionBy
-from .fixed_memory import can_stay
+from .fixed_memory import can_stay, reserve
 from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions
 from .kv_cache import SlotCache
 from .reach import UNLIMITED, Reach
@@ -86,6 +86,19 @@ class Service:
         verifier.reach = self.reach
         return verifier
 
+    def drops(self, config: Any, batch: int) -> bool:
+        """Whether layers with a window may forget what lies beyond it.
+
+        Where layers of all kinds get one mask, they show equally many slots. Rows of a batch get on
+        unequally, by any number of slots, which memory that stays in place has no room for.
+        """
+        if self.in_place and batch > 1:
+            return False
+        if self.tier is not Tier.TREE or not isinstance(self.rules, LayerMask):
+            return True
+        layers = DynamicCache(config=config).layers
+        return all(getattr(layer, "sliding_window", None) for layer in layers)
+
     def _most_fed(self, verifier: Verifier, fixed: int | None) -> int:
         """Tokens per row that a forward may feed, at any or at a fixed width."""
         if fixed is None:
@@ -106,16 +119,28 @@ class Service:
         return CroppedStates(cache) if cache.state_layers else States(cache)
 
 
-def slot_cache(model: Any, model_kwargs: dict[str, Any], name: str, capacity: int) -> SlotCache:
-    """Put a slot cache in the place of the one that `generate` prepared, `model_kwargs[name]`."""
+def slot_cache(
+    model: Any, model_kwargs: dict[str, Any], service: Service, batch: int, capacity: int
+) -> SlotCache:
+    """Put a slot cache in the place of the one that `generate` prepared.
+
+    Args:
+        model_kwargs: `generate`'s, with the cache under the service's name for it.
+        service: that will verify with it.
+        batch: rows.
+        capacity: slots that each row will need, as far as that is known.
+    """
     config = model.config.get_text_config(decoder=True)
+    name, drops = service.cache_name, service.drops(config, batch)
     given: Any = model_kwargs.get(name)
     own = getattr(given, "self_attention_cache", given)
     if not is_callers(given):
-        cache = SlotCache(config, capacity)
+        cache = SlotCache(config, 0 if service.in_place else capacity, drops)
+        if service.in_place:
+            reserve(model, cache, batch, capacity + WIDTHS[-1])
         model_kwargs[name] = cache_for(model, cache)
         return cache
-    cache = SlotCache.around(own, config)
+    cache = SlotCache.around(own, config, drops)
     if cache.lender is not None:
         model_kwargs[name] = cache
     if given is not own:

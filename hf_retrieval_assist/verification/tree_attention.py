@@ -155,14 +155,17 @@ class TreeAttention:
         Also sets `slots.view_from`, the first slot that layers of limited reach show.
         """
         plain = fed.columns.shape[1] == 1 and self._is_simple(slots)
-        if isinstance(self.rules, LayerMask):
-            slots.view_from = None
-            # A model whose cache has windows may not know of them in its own masks.
-            unmasked = plain and _furthest_unseen(self.rules, fed, slots) < 0
-            return None if unmasked else self._mask(self.rules, fed, slots, 0)
-        reach = max((rule.reach or 0 for rule in self.rules.values()), default=0)
+        rules = [self.rules] if isinstance(self.rules, LayerMask) else self.rules.values()
+        reach = max((rule.reach or 0 for rule in rules), default=0)
         # The query itself takes one place of its reach.
-        slots.view_from = first = max(0, min(slots.lengths) - reach + 1) if reach else 0
+        first = max(0, min(slots.lengths) - reach + 1) if reach else 0
+        if isinstance(self.rules, LayerMask):
+            # A model whose cache has windows may not know of them in its own masks.
+            first = first if slots.drops else 0
+            slots.view_from = first if slots.drops else None
+            unmasked = plain and _furthest_unseen(self.rules, fed, slots) < first
+            return None if unmasked else self._mask(self.rules, fed, slots, first)
+        slots.view_from = first
         return {
             kind: None
             if plain and not rule.explicit and _furthest_unseen(rule, fed, slots) < first

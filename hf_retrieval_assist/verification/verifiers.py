@@ -97,6 +97,7 @@ class Verifier:
         self._steady: dict[str, Any] | None = None
         self.processed = [0] * len(prompt_ids)
         self.feeding = False
+        cache.slots.provisional = True
 
     def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> Sequence[TokenTree]:
         """The part of the drafts, one of each of these rows, that this tier can verify."""
@@ -322,7 +323,8 @@ class TreeVerifier(Verifier):
         attention = self.attention
         prompts = attention.prompt_mask
         prompts = None if prompts is None else prompts[rows]
-        slots = RowSlots([self.cache.slots.lengths[row] for row in rows])
+        kept = self.cache.slots
+        slots = RowSlots([kept.lengths[row] for row in rows], kept.drops)
         masks = TreeAttention(attention.rules, prompts, attention.dtype).masks(lines, slots)
         self.cache.slots.view_from = slots.view_from
         if isinstance(masks, dict):

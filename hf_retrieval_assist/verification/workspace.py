@@ -13,7 +13,7 @@ from ..kernels.split_attention import AttentionBy
 from ..system.locks import Lock
 from ..system.log import get_logger
 from . import recorded_state, replay
-from .arena import Arena
+from .arena import Arena, capacity_bucket
 from .fixed_masks import FixedMasks
 from .packed_buffer import Field, PackedBuffer, runs_behind
 from .replay import Record, Replay, Shown
@@ -30,6 +30,9 @@ _MOST_SPARE = 4
 # Workspaces of a model that wait for calls.
 _MOST_IDLE = 3
 _MOST_IDLE_BYTES = 1 << 30
+
+# Slots behind a window, of the widest trees, so that buffers are seldom moved to the front.
+_BEYOND_WINDOW = 512
 
 # Tokens per row that there is room for where the logits of all widths lie, as far as they are few.
 _LOGITS_OF = (64, 256)
@@ -54,6 +57,7 @@ class Shape:
         attention_by: what computes attention.
         exact: whether another capacity, by which kernels may divide their sums, does not do.
         states: hidden states of a row, [layers, width], that forwards leave to the next ones.
+        window: of layers that forget what lies beyond it; None: no layer does.
     """
 
     batch: int
@@ -68,13 +72,25 @@ class Shape:
     attention_by: AttentionBy = "mask"
     exact: bool = False
     states: tuple[int, ...] = ()
+    window: int | None = None
+
+    @property
+    def near(self) -> int | None:
+        """Slots of each row in the buffers of layers that forget."""
+        if self.window is None:
+            return None
+        return min(self.capacity, capacity_bucket(self.window + _BEYOND_WINDOW))
 
     def serves(self, other: Shape) -> bool:
         """Whether memory of this shape does for a call that asks for the other one."""
         if self.exact:
             return self == other
-        fits = other.capacity <= self.capacity <= other.capacity * _MOST_SPARE
+        fits = self.has_room(other.batch, other.capacity)
         return fits and self == replace(other, capacity=self.capacity)
+
+    def has_room(self, batch: int, slots: int) -> bool:
+        """Whether so many rows of so many slots fit in, and do not leave too much of it empty."""
+        return batch == self.batch and slots <= self.capacity <= slots * _MOST_SPARE
 
 
 class Repeated:
@@ -205,9 +221,11 @@ class Workspace:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        self.arena = Arena(shape.batch, shape.capacity)
+        self.arena = Arena(shape.batch, shape.capacity, shape.near)
         rules = shape.rules if isinstance(shape.rules, LayerMask) else dict(shape.rules)
-        self.masks = FixedMasks(rules, shape.batch, shape.capacity, shape.dtype, shape.device)
+        self.masks = FixedMasks(
+            rules, shape.batch, shape.capacity, shape.dtype, shape.device, shape.near
+        )
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
         layers, width = shape.states or (0, 0)
         self.states = torch.zeros(
@@ -276,21 +294,42 @@ class Workspaces:
         """Whether nothing of a model could be recorded."""
         return bool(self._faults.get(model)) and model not in self._repeating
 
-    def lend(self, model: Any, shape: Shape, state: Any) -> Workspace:
+    def reserve(self, model: Any, batch: int, slots: int) -> Workspace | None:
+        """An idle workspace for a call whose prompt may be written into it; None: none fits.
+
+        Much memory that is too small for the call is given back, so that its own has room.
+        """
+        with self._lock:
+            idle = self._idle.get(model, [])
+            fitting = [kept for kept in idle if kept.shape.has_room(batch, slots)]
+            if not fitting:
+                few = (1 << 62, _MOST_IDLE_BYTES)
+                _leave(idle, [k for k in idle if k.arena.nbytes <= few[k.shape.capacity < slots]])
+                return None
+            found = min(fitting, key=lambda kept: kept.shape.capacity)
+            idle[:] = [kept for kept in idle if kept is not found]
+        found.enter()
+        return found
+
+    def lend(
+        self, model: Any, shape: Shape, state: Any, reserved: Workspace | None = None
+    ) -> Workspace:
         """The smallest idle workspace of a model that fits, else a new one.
 
         Args:
             state: that recordings take for granted; None: nothing is recorded.
+            reserved: that the call has already, and takes if it fits.
         """
         if state is None:
             return Workspace(shape)
         with self._lock:
             idle = self._idle.setdefault(model, [])
+            idle += [] if reserved is None else [reserved]
             # What was recorded of a model that was changed will not be used again.
             _leave(idle, [kept for kept in idle if kept.state == state])
             fitting = [kept for kept in idle if kept.shape.serves(shape)]
             if fitting:
-                found = min(fitting, key=lambda kept: kept.shape.capacity)
+                found = min(fitting, key=lambda kept: (kept is not reserved, kept.shape.capacity))
                 idle[:] = [kept for kept in idle if kept is not found]
                 found.enter()
                 return found

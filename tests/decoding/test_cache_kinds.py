@@ -168,32 +168,6 @@ COMPILED = {
         model, "forward", torch.compile(model.forward, **options)
     ),
 }
-# A window and a mask per kind of layer are what compiled code could get wrong.
-WINDOWED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model_class", "changes", "how", "backend"),
-    [
-        (LlamaForCausalLM, {"num_hidden_layers": 1}, "method", "eager"),
-        (LlamaForCausalLM, {"num_hidden_layers": 1}, "forward", "eager"),
-        (Gemma3ForCausalLM, WINDOWED, "forward", "eager"),
-        (LlamaForCausalLM, {"num_hidden_layers": 1}, "forward", "inductor"),
-    ],
-)
-def test_compiled_models(model_class, changes, how, backend):
-    """What compiles has to do with other widths and masks than plain decoding shows it."""
-    torch.compiler.reset()
-    model = build(model_class, **changes)
-    COMPILED[how](model, {"backend": backend, "dynamic": True})
-    # Code for a processor takes the default backend a minute to make, for every new shape.
-    for rows in (1,) if backend == "inductor" else (1, 2):
-        inputs = {"input_ids": PROMPTS[:rows], "attention_mask": torch.ones_like(PROMPTS[:rows])}
-        plain, assisted, assistant = both(model, inputs, do_sample=False, max_new_tokens=10)
-        assert torch.equal(plain, assisted)
-        assert assistant.stats.tier == "tree"
-        assert assistant.stats.last.accepted > 0
 
 
 def test_generate_of_a_compiled_wrapper():
