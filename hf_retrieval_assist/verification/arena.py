@@ -15,7 +15,7 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..host.transformers_private import keep_address
-from .kv_cache import SlotLayer
+from .slot_layers import Block, SlotLayer
 
 # The smallest difference of two capacities.
 _MIN_STEP = 256
@@ -95,7 +95,8 @@ class Arena:
             homes |= zip(numbers, map(self._home, self._groups[i]), strict=True)
             for layer in {number // 2 for number in numbers}:
                 if {2 * layer, 2 * layer + 1} <= homes.keys():
-                    layers[layer].move_in((homes.pop(2 * layer), homes.pop(2 * layer + 1)))
+                    pair = homes.pop(2 * layer), homes.pop(2 * layer + 1)
+                    layers[layer].move_in(*((Block(home[None]), 0) for home in pair))
 
     def _kinds(self, layers: Sequence[SlotLayer]) -> dict[_Kind, list[int]]:
         """Which buffers share a tensor: of layer i, 2i holds the keys and 2i + 1 the values."""

@@ -10,8 +10,9 @@ import torch
 
 from ..kernels.split_attention import AttentionBy
 from .arena import capacity_bucket, with_room
-from .kv_cache import SlotCache, SlotLayer
+from .kv_cache import SlotCache
 from .replay import Record, Shown
+from .slot_layers import SlotLayer
 from .workspace import WORKSPACES, Repeated, Shape, Workspace
 
 

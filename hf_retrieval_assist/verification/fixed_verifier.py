@@ -136,7 +136,7 @@ class FixedVerifier(TreeVerifier):
         self._moves: tuple[Int64Array, Int64Array] | None = None
         rules, room = self.attention.rules, self.widths[-1]
         shape = Shape(
-            batch=len(self.processed),
+            batch=len(self.prompt_ids),
             capacity=options.capacity + room,
             rules=rules if isinstance(rules, LayerMask) else tuple(rules.items()),
             dtype=self.attention.dtype,
@@ -268,7 +268,7 @@ class FixedVerifier(TreeVerifier):
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
     ) -> None:
         self._keep(accepted)
-        self._count(accepted)
+        self.feeding = False
 
     def _keep(self, accepted: Sequence[Sequence[int]]) -> None:
         lengths = self.cache.slots.lengths

@@ -1,20 +1,17 @@
-"""A key-value cache in which rows grow by different amounts and rejected drafts cost nothing.
+"""A key-value cache of slot layers, in which rejected drafts cost nothing.
 
-Every layer keeps one buffer `[batch, heads, capacity, head_dim]`. Slot s of a row holds the row's
-s-th cached token, whatever the other rows have accepted, so ragged progress wastes no slots: a
-cache of rows with lengths l_i takes max(l_i) slots, and a verification of n tokens n more. The
+A cache of rows with lengths l_i takes max(l_i) slots, and a verification of n tokens n more. The
 nodes of a token tree are written behind each row's length; `keep` moves the accepted path to the
-front of them, which costs O(accepted).
+front of them, which costs O(accepted). See :mod:`.slot_layers`.
 """
 
 from __future__ import annotations
 
-import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers import DynamicCache, PreTrainedConfig, StaticCache, cache_utils
 from transformers.cache_utils import (
     DynamicIndexedLayer,
@@ -28,9 +25,19 @@ from transformers.cache_utils import (
 )
 
 from ..host.transformers_private import CACHE
+from .slot_layers import (
+    MIN_GROWTH,
+    SLACK,
+    Block,
+    Home,
+    HybridSlotLayer,
+    IndexedSlotLayer,
+    RowSlots,
+    SlotLayer,
+)
 
-# A buffer grows by half its size, so that copying it costs O(1) per token, never in small steps.
-_MIN_GROWTH = 256
+# Bytes from which on layers share another block, so that growing one takes little memory.
+_MOST_BYTES = 1 << 28
 
 # Layers that share another one's entries have a class of their own in later versions only.
 _SHARING = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
@@ -45,279 +52,31 @@ HYBRID_LAYERS = (
 """Layers with one entry per token and a convolution or another recurrent state besides."""
 
 
-class RowSlots:
-    """Where the next tokens of every row are written; shared by all layers of one cache.
-
-    Attributes:
-        lengths: kept slots per row.
-        longest: the most of any row.
-        uniform: whether all rows have equally many.
-        view_from: first slot shown to layers with a sliding window, while a tree is verified.
-        places: rows [batch, 1] and slots [batch, width] that the next tokens are written to, where
-            tensors on the device say so: layers then show whole buffers, so that a forward depends
-            on no number of the host. None: behind each row's length.
-        extent: slots that layers show besides, where `places` holds the places of packed rows,
-            [1, tokens] each. None: whole buffers.
-    """
-
-    def __init__(self, lengths: Sequence[int]):
-        self.view_from: int | None = None
-        self.places: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.extent: int | None = None
-        self._index: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
-        self.set_lengths(lengths)
-
-    def index(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and slot indices, [batch, 1] and [batch, width], of the next `width` tokens."""
-        key = (width, device)
-        if key not in self._index:
-            if width == 1:  # the lengths, which are sent once
-                rows = torch.arange(len(self.lengths), device=device)[:, None]
-                slots = torch.tensor(self.lengths, device=device)[:, None]
-            else:
-                rows, slots = self.index(1, device)
-                slots = slots + torch.arange(width, device=device)
-            self._index[key] = rows, slots
-        return self._index[key]
-
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
-        self.longest = max(self.lengths, default=0)
-        self.uniform = min(self.lengths, default=0) == self.longest
-        self._index.clear()
-
-
-class SlotLayer(DynamicLayer):
-    """A cache layer that writes in place into a preallocated buffer.
-
-    `keys` and `values` are views `[batch, heads, slots, head_dim]` of the buffer, so that whatever
-    reads or crops a :class:`DynamicLayer` goes on working.
-    """
-
-    def __init__(self, slots: RowSlots, window: int | None = None, capacity: int = 0):
-        super().__init__()
-        self.slots = slots
-        self.window = window
-        self.capacity = capacity
-        self.absent = 0  # first slots that hold nothing, because a window had dropped their tokens
-        self._buffers: list[torch.Tensor] = []
-        # The views that this layer made last; whoever crops or reorders it puts others there.
-        self._views: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it has been written to; an interrupt may leave it initialised without buffers."""
-        return bool(self.is_initialized and self._buffers)
-
-    def adopt(self, layer: DynamicLayer | StaticLayer) -> None:
-        """Take over another layer's content; tokens that a window dropped become empty slots."""
-        length = int(layer.get_seq_length())
-        if length:
-            self.lazy_initialization(layer.keys, layer.values)
-            held = min(length, layer.keys.shape[-2])
-            shown = (states[:, :, :held] for states in (layer.keys, layer.values))
-            self.absent = length - held
-            self._show(*(F.pad(states, (0, 0, self.absent, 0)) for states in shown))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens.
-
-        Raises:
-            RuntimeError: what the layer then would have to show has been dropped by its window, as
-                plain decoding's layers say.
-        """
-        left = max(0, self.get_seq_length() + min(0, tokens_to_remove))
-        if self.window and max(0, left - self.window + 1) < self.absent:
-            raise RuntimeError(
-                f"crop: expected at most {self.get_seq_length() - self.window + 1 - self.absent} "
-                f"tokens to remove, got {-tokens_to_remove}: a window of {self.window} tokens has "
-                "dropped what it would show then"
-            )
-        super().crop(tokens_to_remove)
-
-    def reset(self) -> None:
-        super().reset()
-        self.absent = 0
-
-    def hand_back(self, layer: StaticLayer, room: int | None) -> None:
-        """Leave this layer's content, as far as there is room, in the one that it came from."""
-        layer.reset()
-        if self.is_initialized and self.get_seq_length():
-            layer.update(self.keys[:, :, :room], self.values[:, :, :room])
-
-    def _show(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._buffers = [keys, values]
-        self._view(keys.shape[-2])
-
-    def _view(self, length: int) -> None:
-        keys, values = self._buffers
-        self._views = keys[:, :, :length], values[:, :, :length]
-        self.keys, self.values = self._views
-
-    def move_in(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Go on in other buffers `[batch, heads, capacity, head_dim]`, for keys and values."""
-        length = self.get_seq_length()
-        for buffer, shown in zip(buffers, (self.keys, self.values), strict=True):
-            buffer[:, :, :length] = shown
-        self._buffers = list(buffers)
-        self.show(length)
-
-    def move_out(self) -> None:
-        """Go on in memory of its own that holds what is shown."""
-        self._show(self.keys.clone(), self.values.clone())
-
-    def _reserve(self, total: int) -> None:
-        """Make the buffers hold `total` slots, keeping what `keys` and `values` show."""
-        shown = (self.keys, self.values)
-        in_place = self._views is not None and all(map(operator.is_, self._views, shown))
-        if in_place and _may_change(self._buffers[0]) and self._buffers[0].shape[-2] >= total:
-            return
-        length = self.get_seq_length()
-        capacity = max(self.capacity, total + max(_MIN_GROWTH, length // 2))
-        grown = []
-        for view in shown:
-            buffer = view.new_zeros((*view.shape[:-2], capacity, view.shape[-1]))
-            buffer[..., :length, :] = view
-            grown.append(buffer)
-        self._buffers = grown
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the states `[batch, heads, n, head_dim]` behind each row; show all slots in use."""
-        states = key_states, value_states
-        if self.slots.places is not None and self.slots.extent is None:
-            self._write(self.slots.places, states)
-            return self._buffers[0], self._buffers[1]
-        width = key_states.shape[-2]
-        if not self.is_ready:
-            self.lazy_initialization(key_states, value_states)
-            self._show(key_states[..., :0, :], value_states[..., :0, :])
-        uniform = self.slots.uniform and self.slots.places is None
-        start = self.get_seq_length() if uniform else self.slots.longest
-        extent = self.slots.extent or start + width
-        self._reserve(extent)
-        if uniform:
-            for buffer, new in zip(self._buffers, states, strict=True):
-                buffer[:, :, start:extent] = new
-        else:
-            places = self.slots.places or self.slots.index(width, key_states.device)
-            self._write(places, states)
-        self._view(extent)
-        first = self.slots.view_from if self.window is not None else None
-        if first is None:
-            return self.keys, self.values
-        return self.keys[:, :, first:], self.values[:, :, first:]
-
-    def _write(
-        self, places: tuple[torch.Tensor, torch.Tensor], states: Sequence[torch.Tensor]
-    ) -> None:
-        rows, slots = places
-        for buffer, new in zip(self._buffers, states, strict=True):
-            buffer[rows, :, slots] = new.transpose(1, 2)
-
-    def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy slots within rows; all index tensors broadcast to [batch, moved]."""
-        for buffer in self._buffers:
-            if len(rows) == 1:  # less than half the time
-                buffer.index_copy_(2, destination[0], buffer.index_select(2, source[0]))
-            else:
-                buffer[rows, :, destination] = buffer[rows, :, source]
-
-    def show(self, length: int) -> None:
-        """Show the first `length` slots."""
-        self._view(length)
-
-    def wipe(self, lengths: Sequence[int]) -> None:
-        """Fill the slots behind each row's length with zeros."""
-        for buffer in self._buffers:
-            for row, length in zip(buffer, lengths, strict=True):
-                row[:, length:] = 0
-
-
-def _may_change(buffer: torch.Tensor) -> bool:
-    """Whether a buffer may be written to; one from an earlier turn under `torch.inference_mode` may
-    not be outside of it. Compilers cannot ask."""
-    if torch.compiler.is_compiling():
-        return True
-    return not buffer.is_inference() or torch.is_inference_mode_enabled()
-
-
-class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
-    """A slot layer of a sparse-attention model, whose indexer keys follow the same slots."""
-
-    def __init__(self, slots: RowSlots, window: int | None = None, capacity: int = 0):
-        DynamicIndexedLayer.__init__(self)
-        SlotLayer.__init__(self, slots, window, capacity)
-        self.indexer_keys = None
-        self.indexer_position_ids = None
-        self.is_indexer_initialized = False
-
-    def adopt(self, layer: DynamicLayer) -> None:
-        super().adopt(layer)
-        self.indexer_keys = layer.indexer_keys
-        self.indexer_position_ids = layer.indexer_position_ids
-        self.is_indexer_initialized = layer.is_indexer_initialized
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Write the keys `[batch, n, dim]` behind each row, as `update` does; show all of them."""
-        keys = super().update_indexer(indexer_key_states)
-        if not self.slots.uniform:
-            places = self.slots.index(indexer_key_states.shape[1], keys.device)
-            keys[places] = indexer_key_states
-        return keys
-
-    def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
-        super().move(source, destination, rows)
-        if self.indexer_keys is not None:
-            self.indexer_keys[rows, destination] = self.indexer_keys[rows, source]
-        if self.indexer_position_ids is not None:
-            self.indexer_position_ids[:, rows, destination] = self.indexer_position_ids[
-                :, rows, source
-            ]
-
-    def wipe(self, lengths: Sequence[int]) -> None:
-        super().wipe(lengths)
-        if self.indexer_keys is not None:
-            for row, length in zip(self.indexer_keys, lengths, strict=True):
-                row[length:] = 0
-
-    def show(self, length: int) -> None:
-        super().show(length)
-        if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys[:, :length]
-        if self.indexer_position_ids is not None:
-            self.indexer_position_ids = self.indexer_position_ids[..., :length]
-
-
-class HybridSlotLayer(SlotLayer, LinearAttentionAndFullAttentionLayer):
-    """A slot layer of a block that also has a convolution or another recurrent state."""
-
-    def __init__(self, slots: RowSlots, window: int | None, capacity: int, number_of_states: int):
-        super().__init__(slots, window, capacity)
-        LinearAttentionLayer.__init__(self, number_of_states)
-
-
 class SlotCache(DynamicCache):
     """A `DynamicCache` of slot layers; a next `generate`, assisted or not, can continue from it.
 
     Args:
         config: the model's configuration; decides the kind of each layer.
-        capacity: slots to reserve at the first write.
+        capacity: slots to reserve.
 
     Attributes:
         slots: the rows' lengths, shared by the layers.
+        forgets: whether layers with a window drop what it has passed.
         lender: the static cache that this one stands for until `hand_back`.
         room: tokens per row that the lender has room for; None without limit.
     """
 
     lender: StaticCache | None = None
     room: int | None = None
+    forgets = True
 
     def __init__(self, config: PreTrainedConfig, capacity: int = 0):
         super().__init__(config=config.get_text_config(decoder=True))
         self.slots = RowSlots([])
-        self.layers: list[Any] = [_slot_layer(layer, self.slots, capacity) for layer in self.layers]
+        self.capacity = capacity
+        self.layers: list[Any] = [_slot_layer(layer, self.slots) for layer in self.layers]
+        windows = [layer.window for layer in self.layers if getattr(layer, "window", None)]
+        self.slots.window = max(windows, default=None)
 
     @classmethod
     def around(cls, cache: DynamicCache | StaticCache, config: PreTrainedConfig) -> SlotCache:
@@ -391,6 +150,48 @@ class SlotCache(DynamicCache):
         """Take over after a prefill, which appended to all rows alike."""
         length = max((layer.get_seq_length() for layer in self.slot_layers), default=0)
         self.slots.set_lengths([length] * batch_size)
+        self.house()
+        self._forget_passed()
+
+    def house(self) -> None:
+        """Move the layers that hold tensors of their own into blocks."""
+        if all(layer.homes is not None for layer in self.slot_layers):
+            return
+        kinds: defaultdict[Any, list[tuple[SlotLayer, int]]] = defaultdict(list)
+        taken = 0
+        for layer in self.slot_layers:
+            part = taken // _MOST_BYTES  # of keys and values together
+            for number, states in enumerate((layer.keys, layer.values)):
+                batch, heads, _, depth = states.shape
+                kind = layer.is_sliding, batch, heads, depth, states.dtype, states.device, part
+                kinds[kind].append((layer, number))
+                taken += states.nbytes
+        homes: dict[tuple[int, int], Home] = {}
+        length = self.slots.longest
+        for (sliding, batch, heads, depth, dtype, device, _), members in kinds.items():
+            base = max(layer.dropped for layer, _ in members)
+            if sliding and self.forgets:
+                base = max(base, self._needed)
+            room = max(self.capacity, length + MIN_GROWTH) - base
+            if sliding and self.forgets:
+                room = min(room, length - base + SLACK)
+            shape = len(members), batch, heads, room, depth
+            block = Block(torch.zeros(shape, dtype=dtype, device=device), base)
+            for buffer, (layer, number) in enumerate(members):
+                homes[id(layer), number] = block, buffer
+                if (pair := (id(layer), 1 - number)) in homes:
+                    both = sorted(((number, homes[id(layer), number]), (1 - number, homes[pair])))
+                    layer.move_in(*(home for _, home in both))
+
+    @property
+    def _needed(self) -> int:
+        """The first slot that some row's window still shows."""
+        return max(0, self.slots.shortest - (self.slots.window or 0) + 1)
+
+    @property
+    def _blocks(self) -> list[Block]:
+        homes = [home for layer in self.slot_layers for home in layer.homes or ()]
+        return [*{id(block): block for block, _ in homes}.values()]
 
     def align(self) -> None:
         """Make all rows as long as the longest one, for whoever continues from this cache.
@@ -425,8 +226,11 @@ class SlotCache(DynamicCache):
     def wipe(self) -> None:
         """Leave no number behind the kept slots: a mask that hides them multiplies by 0, which
         makes NaN of what is not finite."""
+        for block in self._blocks:
+            block.wipe(self.slots.lengths)
         for layer in self.slot_layers:
-            layer.wipe(self.slots.lengths)
+            if isinstance(layer, IndexedSlotLayer):
+                layer.wipe(self.slots.lengths)
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep, of the tokens that the last forward wrote, those at the given indices of each row.
@@ -435,24 +239,38 @@ class SlotCache(DynamicCache):
             paths: for each row, ascending indices into the tokens that were fed.
         """
         lengths = self.slots.lengths
+        self.house()
         sources = moved_from(paths)
         if sources:
             self._move(sources)
         self.slots.set_lengths(
             [length + len(path) for length, path in zip(lengths, paths, strict=True)]
         )
-        longest = self.slots.longest
         for layer in self.slot_layers:
-            layer.show(longest)
+            layer.show(self.slots.longest)
+        self._forget_passed()
 
     def _move(self, sources: Sequence[Sequence[int]]) -> None:
-        for device in {layer.keys.device for layer in self.slot_layers}:
+        def indices(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             rows, destination = self.slots.index(len(sources[0]), device)
-            base = destination[:, :1]
-            moves = base + torch.tensor(sources, device=device)
-            for layer in self.slot_layers:
-                if layer.keys.device == device:
-                    layer.move(moves, destination, rows)
+            return destination[:, :1] + torch.tensor(sources, device=device), destination, rows
+
+        for block in self._blocks:
+            block.move(*indices(block.states.device))
+        for layer in self.slot_layers:
+            if isinstance(layer, IndexedSlotLayer):
+                layer.move(*indices(layer.keys.device))
+
+    def _forget_passed(self) -> None:
+        """Drop what all windows have passed, many tokens at once."""
+        if self.slots.window is None or not self.forgets:
+            return
+        needed = self._needed
+        for layer in self.slot_layers:
+            if layer.window is not None and layer.homes is not None:
+                for block, _ in layer.homes:
+                    if needed - block.base >= SLACK:
+                        block.drop(needed, self.slots.longest)
 
 
 def moved_from(paths: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -467,15 +285,15 @@ def moved_from(paths: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[*path[:moved], *range(len(path), moved)] for path in paths]
 
 
-def _slot_layer(layer: Any, slots: RowSlots, capacity: int) -> Any:
+def _slot_layer(layer: Any, slots: RowSlots) -> Any:
     """The slot layer that takes an empty layer's place; others are kept as they are."""
     if type(layer) is DynamicIndexedLayer:
-        return IndexedSlotLayer(slots, None, capacity)
+        return IndexedSlotLayer(slots)
     window = getattr(layer, "sliding_window", None)
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return SlotLayer(slots, window, capacity)
+        return SlotLayer(slots, window)
     if type(layer) in HYBRID_LAYERS:
-        return HybridSlotLayer(slots, window, capacity, layer.number_of_states)
+        return HybridSlotLayer(slots, window, layer.number_of_states)
     return layer
 
 
