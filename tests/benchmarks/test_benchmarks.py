@@ -1,6 +1,9 @@
 """Every benchmark at tiny size: it runs, and what it prints adds up. Timings are not looked at."""
 
+import copy
 import json
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +12,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -20,21 +22,18 @@ from benchmarks import (
     datastore,
     forced,
     forwards,
-    model,
-    plots,
+    inputs,
     propose,
     record,
-    repeated,
     replay,
+    requests,
     structures,
     texts,
     traces,
-    whole,
 )
-from benchmarks.__main__ import main, parse
+from benchmarks.__main__ import BENCHMARKS, main, parse
 from benchmarks.report import Report
 from hf_retrieval_assist.simulation import simulate
-from tests.support.lossless import build
 
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -129,16 +128,6 @@ def test_batches(trace_folder):
         assert packed["forwards"] < 71
 
 
-def test_forwards_over_rows_are_timed_both_ways(monkeypatch):
-    shapes = {"alike": [2, 2], "unlike": [3, 1], "left": [1, 0]}
-    monkeypatch.setattr(batches, "SHAPES", shapes)
-    report = Report("batches", {})
-    batches.time_forwards(report, build(LlamaForCausalLM), 1, silent)
-    (table,) = report.tables
-    assert [row["shape"] for row in table.rows] == list(shapes)
-    assert all(row["padded"] > 0 and row["packed"] > 0 for row in table.rows)
-
-
 def test_datastore(trace_folder):
     options = arguments("datastore", "--corpora", trace_folder, "--tokens", 500)
     report = datastore.run(options, silent)
@@ -185,30 +174,8 @@ def test_acceptance(acceptance_report):
     assert presets["prompt lookup"]["nodes"] <= 10
     assert {"SamAssistant, corpus", "RestAssistant"} <= presets.keys()
     assert presets["SamAssistant"]["gpu"] > presets["SamAssistant"]["cpu"] > 0
-    sizes = {row["variant"]: row["nodes"] for row in rows(acceptance_report, "Draft size")}
-    assert sizes["4 tokens"] <= 4 < sizes["40 tokens"]
     for study in acceptance.STUDIES.values():
         assert rows(acceptance_report, study.title)
-
-
-def test_a_memory_of_the_same_texts_helps_and_another_does_not(monkeypatch):
-    monkeypatch.setattr(acceptance, "WINDOW", 1)
-    text = np.arange(20, dtype=np.int32)
-    same = traces.Trace("same", [(text + 20, text), (text + 20, text)], [text])
-    other = traces.Trace("other", [(text + 60, text + 40)])
-    report = Report("acceptance", {})
-    acceptance.distribution_shift(report, [other, same], silent)
-    found = {
-        (row["variant"], row["served"]): row["accepted"]
-        for row in report.tables[0].rows
-        if row["trace"] == "same"
-    }
-    assert found["empty", 0] == found["outputs of other", 0] == 1
-    assert found["its own corpus", 0] == found["empty", 1] > 5
-    sizes = acceptance.variants.memory_sizes(same, None)
-    accepted = [simulate(make(), same.requests).mean_accepted_tokens for make in sizes.values()]
-    assert list(sizes) == ["0 outputs", "1 outputs"]
-    assert accepted[0] == 1 < accepted[1]
 
 
 def test_prompt_lookup_is_counted_as_transformers_drafts(trace_folder):
@@ -264,7 +231,9 @@ def test_replay_emits_the_recorded_text_by_every_method(replay_report):
     assert by_method["prompt lookup"]["steps"] < 8
     assert by_method["draft model"]["steps"] < 12
     assert by_method["SamAssistant"]["steps"] <= 12
-    assert all(0 < row["share"] <= 100 for row in found)
+    assert all(row["step"] > 0 for row in found)
+    assert by_method["SamAssistant"]["forward"] > 0
+    assert "forward" not in by_method["plain"]
     assert replay_report.settings["weight_bytes"] > 0
 
 
@@ -377,58 +346,19 @@ def small_model():
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_real_model_benchmark_on_a_random_one(small_model, tokenizer, tmp_path):
-    prompts = [
-        model.Prompt(c, n, "w1 w2 w3 w1 w2" + n)
-        for c, n in [("a", " w1"), ("a", ""), ("summarise", " w3"), ("summarise", "")]
-    ]
-    options = arguments("model", "--greedy-prompts", 3, "--sampled-prompts", 1)
-    options.new_tokens, options.repeats = 12, 1
-    report = model.measure(small_model, tokenizer, prompts, options, silent)
-    for kind in model.DECODING:
-        found = rows(report, f"Real model, {kind}")
-        assert {row["category"] for row in found} == {"a", "summarise", "all"}
-        same = {(row["category"], row["method"]): row["same"] for row in found}
-        everything = "4 of 4" if kind == "greedy" else "2 of 2"
-        assert same["all", "SamAssistant"] == same["all", "SuffixAssistant"] == everything
-    batch = rows(report, "Real model, a batch of prompts to copy from")
-    kernels = "plain in reroute"
-    assert [row["method"] for row in batch] == ["plain", kernels, "SamAssistant", "SuffixAssistant"]
-    assert {(row["rows"], row["same"]) for row in batch} == {(2, "2 of 2")}
-    pytest.importorskip("matplotlib")
-    assert [path.stem for path in plots.draw(report, tmp_path)] == ["model-0", "model-1"]
-
-
-def test_cost_of_forwards(small_model):
-    report = forwards.measure({"float32": small_model}, arguments("forwards"), silent)
+@torch.no_grad()
+@pytest.mark.parametrize("context", [0, 9])
+def test_cost_of_forwards(small_model, context):
+    options = arguments("forwards", "--context", context)
+    report = forwards.measure({"float32": small_model}, options, silent)
     found = rows(report, "A forward")
     assert [row["tokens"] for row in found] == 2 * [1, 2, 4]
     assert {row["variant"] for row in found} == {"float32, PyTorch's", "float32, ours"}
     assert all(row["ms"] > 0 for row in found)
     assert [row["ratio"] for row in found if row["tokens"] == 1] == [1, 1]
-
-
-@torch.no_grad()
-def test_whole_forwards_without_a_context(small_model):
-    report = whole.measure({"float32": small_model}, {}, True, silent)
-    found = rows(report, "Milliseconds")
-    assert [row["variant"] for row in found] == ["float32, PyTorch", "float32, ours"]
-    assert all(row["1"] > 0 and row["4"] > 0 for row in found)
-
-
-def test_repeated_requests_are_drafted_from_earlier_outputs(small_model, tokenizer, monkeypatch):
-    # Whether drafts pay on a model this small depends on the machine.
-    assistants = repeated.assistants()
-    for assistant in filter(None, assistants.values()):
-        assistant.planner.budget = 8
-    monkeypatch.setattr(repeated, "assistants", lambda: assistants)
-    prompts = ["w1 w2 w3 w4", "w5 w6 w7 w8"]
-    report = repeated.measure(small_model, tokenizer, prompts, 24, silent)
-    found = {(row["prompts"], row["method"]): row for row in rows(report, "The same requests")}
-    assert all(row["same"] == "2 of 2" for row in found.values())
-    assert {row["accepted"] for key, row in found.items() if key[1] == "plain"} == {1}
-    for name in ("SamAssistant, memory", "SuffixAssistant"):
-        assert found["again", name]["accepted"] > found["first time", name]["accepted"]
+    cache = forwards.filled_cache(small_model, context)
+    forwards.forward_seconds(small_model, cache, True, [1, 2])
+    assert cache.get_seq_length() == context
 
 
 def test_samples_of_a_prompt_are_independent_and_end(small_model):
@@ -441,16 +371,49 @@ def test_samples_of_a_prompt_are_independent_and_end(small_model):
     assert all(np.array_equal(a, b) for a, b in zip(samples, again, strict=True))
 
 
-def test_a_changed_prompt_lacks_its_middle_word():
-    assert repeated.changed("a b\nc d e") == "a b\nc e"
+def test_shipped_prompts_cover_their_kinds():
+    for folder, kinds in ((inputs.PROMPTS, 7), (inputs.UNTUNED, 13)):
+        prompts = inputs.read_prompts(folder)
+        counts = Counter(prompt.category for prompt in prompts)
+        assert counts == dict.fromkeys(counts, 3)
+        assert len(counts) == kinds
+        assert len({p.text for p in prompts} | {p.name for p in prompts}) == 2 * len(prompts)
+        assert [len(inputs.first_of_each(prompts, n)) for n in (1, 2, 9)] == [
+            kinds,
+            2 * kinds,
+            3 * kinds,
+        ]
+    assert all(prompt.message for prompt in inputs.read_prompts(inputs.UNTUNED))
 
 
-def test_shipped_prompts_cover_the_categories():
-    prompts = model.read_prompts()
-    counts = {p.category: sum(q.category == p.category for q in prompts) for p in prompts}
-    assert len(counts) == 7
-    assert min(counts.values()) >= 3
-    assert len({p.text for p in prompts}) == len(prompts)
+def test_a_prompt_is_a_message_where_there_is_a_template(tokenizer):
+    prompt = inputs.Prompt("kind", "name", "w1 w2", "w3")
+    assert prompt.inputs(tokenizer)["input_ids"].tolist() == [[3, 4]]
+    chatting = copy.deepcopy(tokenizer)
+    chatting.chat_template = "{% for m in messages %}w9 {{ m.content }}{% endfor %}"
+    assert prompt.inputs(chatting)["input_ids"].tolist() == [[11, 5]]
+    assert replace(prompt, message="").inputs(chatting)["input_ids"].tolist() == [[11, 3, 4]]
+
+
+def test_models_are_taken_by_name_or_from_a_folder(small_model, tokenizer, tmp_path, monkeypatch):
+    small_model.save_pretrained(tmp_path / "own")
+    tokenizer.save_pretrained(tmp_path / "own")
+    monkeypatch.setattr(inputs, "load_demo_model", lambda dtype, name: (dtype, name))
+    assert inputs.load(parse(["--model", "smollm2"])) == (None, "smollm2")
+    assert inputs.load(parse([]), "bfloat16") == (torch.bfloat16, "gemma3")
+    options = parse(["--model", str(tmp_path / "own"), "--dtype", "bfloat16"])
+    model, _ = inputs.load(options)
+    assert inputs.dtype_name(model) == "bfloat16"
+    assert inputs.model_name(options) == "own"
+
+
+def test_requests_side_by_side(small_model):
+    prompts = [[2, 3, 4, 2, 3], [5, 6, 7]]
+    found = requests.measure(small_model, prompts, 2, 8, 1, silent)
+    assert [row["method"] for row in found][:2] == ["plain", "plain in reroute"]
+    assert len(found) == 4
+    assert {row["same"] for row in found} == {"2 of 2"}
+    assert all(row["rate"] > 0 for row in found)
 
 
 def test_shipped_traces_are_there():
@@ -459,20 +422,19 @@ def test_shipped_traces_are_there():
 
 def test_command_line(tmp_path, trace_folder, capsys):
     folders = ["--traces", str(trace_folder), "--output", str(tmp_path)]
-    main(["acceptance", "--quick", "--study", "draft-size", *folders])
-    assert "Draft size" in capsys.readouterr().out
+    main(["acceptance", "--quick", "--study", "sam", *folders])
+    assert "SAM-Decoding: what" in capsys.readouterr().out
     assert json.loads((tmp_path / "acceptance.json").read_text())["benchmark"] == "acceptance"
     with pytest.raises(SystemExit):
         parse(["speed"])
 
 
-def test_figures(tmp_path, structures_report, acceptance_report, replay_report):
-    pytest.importorskip("matplotlib")
-    for report, names in (
-        (structures_report, {"structures"}),
-        (acceptance_report, {"acceptance-0", "learning", "sequoia"}),
-        (replay_report, {"replay-0"}),
-    ):
-        drawn = plots.draw(report, tmp_path)
-        assert names <= {path.stem for path in drawn}
-        assert all(path.stat().st_size > 5_000 for path in drawn)
+def test_a_benchmark_keeps_what_it_fills_in_to_itself(tmp_path, monkeypatch):
+    def fill_in(arguments, progress):
+        assert arguments.dtype is None
+        arguments.dtype = "float64"
+        return Report("x", {})
+
+    for name in ("step", "model"):
+        monkeypatch.setattr(BENCHMARKS[name], "run", fill_in)
+    main(["step", "model", "--output", str(tmp_path)])

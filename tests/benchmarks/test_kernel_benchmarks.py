@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM
 
-from benchmarks import kernel, overhead, plots, roofline, step
+from benchmarks import kernel, overhead, step
 from benchmarks.__main__ import parse
 from benchmarks.report import Report
 from hf_retrieval_assist.kernels.reroute import reroute
@@ -40,15 +40,26 @@ def silent(line):
     pass
 
 
-def test_every_way_is_timed(report, options, monkeypatch):
-    monkeypatch.setattr(kernel, "WEIGHTS", ((48, 32, "float32"),))
+def test_attention_is_timed_both_ways(report, options, monkeypatch):
     monkeypatch.setattr(kernel, "HEADS", ((4, 2, 16),))
     monkeypatch.setattr(kernel, "SLOTS", (8,))
-    kernel.linears(report, options, silent)
     kernel.attentions(report, options, silent)
-    assert [len(table.rows) for table in report.tables] == [3, 4]
-    for table in report.tables:
-        assert all(row["1"] > 0 and row["3"] > 0 for row in table.rows)
+    assert len(report.tables[0].rows) == 4
+    assert all(row["1"] > 0 and row["3"] > 0 for row in report.tables[0].rows)
+
+
+def test_linear_layers_are_shares_of_the_lower_bound(report, options, monkeypatch):
+    monkeypatch.setattr(kernel, "WIDE_ROWS", (1, 64))
+    kernel.linears(report, options, silent)
+    bounds, layers = report.tables
+    assert [row["dtype"] for row in bounds.rows] == ["float32", "bfloat16"]
+    assert len(layers.rows) == 12
+    for row in layers.rows:
+        (bound,) = (bound for bound in bounds.rows if bound["dtype"] == row["dtype"])
+        item_bytes = 4 if row["dtype"] == "float32" else 2
+        assert row["gflops"] == pytest.approx(row["gbytes"] * 2 * row["rows"] / item_bytes)
+        share = max(row["gbytes"] / bound["gbytes"], row["gflops"] / bound["gflops"])
+        assert row["share"] == pytest.approx(100 * share)
 
 
 def test_logits_of_a_screened_output_layer_are_counted(monkeypatch):
@@ -134,18 +145,3 @@ def test_host_time_is_what_a_step_takes_outside_the_model():
         assert row["inside"] > 0
         if row["beyond"] is not None:
             assert row["outside"] == pytest.approx(plain[row["rows"]] + row["rows"] * row["beyond"])
-
-
-def test_roofline_is_a_share_of_the_lower_bound(monkeypatch, tmp_path):
-    monkeypatch.setattr(roofline, "ROWS", (1, 64))
-    report = roofline.run(parse(["roofline", "--quick"]), silent)
-    bounds, layers = report.tables
-    assert [row["dtype"] for row in bounds.rows] == ["float32", "bfloat16"]
-    assert len(layers.rows) == 8
-    for row in layers.rows:
-        (bound,) = (bound for bound in bounds.rows if bound["dtype"] == row["dtype"])
-        item_bytes = 4 if row["dtype"] == "float32" else 2
-        assert row["gflops"] == pytest.approx(row["gbytes"] * 2 * row["rows"] / item_bytes)
-        share = max(row["gbytes"] / bound["gbytes"], row["gflops"] / bound["gflops"])
-        assert row["share"] == pytest.approx(100 * share)
-    assert [path.name for path in plots.draw(report, tmp_path)] == ["roofline.png"]

@@ -9,7 +9,7 @@ from ..test_examples import small_model
 
 
 def test_every_method_writes_plains_tokens_within_its_nodes(monkeypatch):
-    monkeypatch.setattr(spec_bench, "load_demo_model", small_model)
+    monkeypatch.setattr(spec_bench, "load", lambda arguments: small_model())
     arguments = parse(["spec_bench", "--quick", "--spec-nodes", "8"])
     report = spec_bench.run(arguments, lambda text: None)
     rows = report.tables[0].rows
@@ -45,4 +45,4 @@ def test_questions_become_prompts_by_kind(tmp_path):
     path.write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
     first, second = spec_bench.read_questions(path)
     assert (first.category, second.category) == ("multi-turn conversation", "question answering")
-    assert first.text == "Question: Write.\n\nAnswer:"
+    assert (first.text, first.message) == ("Question: Write.\n\nAnswer:", "Write.")
