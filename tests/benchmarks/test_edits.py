@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import edits
-from benchmarks.__main__ import parse
+
+from ..support.benchmarks import quick, silent
 
 FILE = '''
 import os
@@ -79,8 +80,8 @@ def test_files_are_of_a_size_that_a_model_writes():
 
 
 def test_what_is_expected_is_drafted_without_being_in_the_prompt(files):
-    arguments = parse(["edits", "--quick", "--edit-nodes", "16"])
-    report = edits.measure(encode, files, arguments, lambda text: None)
+    arguments = quick("--edit-nodes", 16)
+    report = edits.measure(encode, files, arguments, silent)
     rows = {(r["kind"], r["prompt"], r["method"]): r for r in report.tables[0].rows}
     assert len(rows) == len(edits.KINDS) * len(edits.PROMPTS) * len(edits.methods(16))
     for kind in edits.KINDS:

@@ -7,9 +7,9 @@ import torch
 from transformers import Gemma3ForCausalLM
 
 from benchmarks import kernel, overhead, step
-from benchmarks.__main__ import parse
 from benchmarks.report import Report
 from hf_retrieval_assist.kernels.reroute import reroute
+from tests.support.benchmarks import quick, silent
 from tests.support.lossless import build
 
 
@@ -26,7 +26,7 @@ def report():
 @pytest.fixture
 def options(monkeypatch):
     monkeypatch.setattr(kernel, "ROWS", (1, 3))
-    options = parse(["--quick", "--step-contexts", "20", "--step-nodes", "0", "4"])
+    options = quick("--step-contexts", 20, "--step-nodes", 0, 4)
     options.kernel_repeats = options.step_repeats = 1
     options.step_tokens = 8
     return options
@@ -34,10 +34,6 @@ def options(monkeypatch):
 
 def text(length):
     return torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(0))
-
-
-def silent(line):
-    pass
 
 
 def test_attention_is_timed_both_ways(report, options, monkeypatch):
@@ -119,18 +115,8 @@ def test_a_step_is_split_without_gaps(model, options):
         assert row["total"] == pytest.approx(sum(row[part] for part in parts))
 
 
-def test_a_stopwatch_books_time_once():
-    watch = step.Stopwatch()
-    watch.enter("outer")
-    watch.enter("inner")
-    inner = watch.leave()
-    outer = watch.leave()
-    assert watch.seconds["inner"] == pytest.approx(inner)
-    assert watch.seconds["outer"] + watch.seconds["inner"] == pytest.approx(outer)
-
-
 def test_overhead_compares_both_ways():
-    (table,) = overhead.run(parse(["--quick"]), silent).tables
+    (table,) = overhead.run(quick(), silent).tables
     assert len(table.rows) == 5
     for row in table.rows:
         assert row["ratio"] > 0
@@ -138,7 +124,7 @@ def test_overhead_compares_both_ways():
 
 
 def test_host_time_is_what_a_step_takes_outside_the_model():
-    (table,) = overhead.run(parse(["--quick", "--overhead-host"]), silent).tables
+    (table,) = overhead.run(quick("--overhead-host"), silent).tables
     assert [row["rows"] for row in table.rows] == [n for n in overhead.HOST_ROWS for _ in range(3)]
     plain = {row["rows"]: row["outside"] for row in table.rows if row["method"] == "plain"}
     for row in table.rows:

@@ -11,7 +11,8 @@ from benchmarks.__main__ import parse
 from benchmarks.inputs import Prompt, first_of_each, read_prompts
 from benchmarks.methods import Run
 
-from ..test_examples import small_model
+from ..support.benchmarks import quick, silent
+from ..support.byte_model import small_model
 
 NAMES = [
     "plain",
@@ -22,10 +23,6 @@ NAMES = [
     "+ drafts",
     "+ drafts, a dozen before",
 ]
-
-
-def silent(text):
-    pass
 
 
 @pytest.fixture
@@ -41,8 +38,7 @@ def test_a_file_for_a_model_and_a_dtype_after_each_way_of_decoding(small, tmp_pa
     monkeypatch.setattr(
         model, "fill", lambda *given: written.append(len(list(tmp_path.iterdir()))) or fill(*given)
     )
-    arguments = parse(["model", "--quick", "--output", str(tmp_path), "--model", "small"])
-    report = model.run(arguments, silent)
+    report = model.run(quick("--output", tmp_path, "--model", "small"), silent)
     assert written == [0, 1, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["model-small-float32.json"]
     saved = json.loads((tmp_path / "model-small-float32.json").read_text())
@@ -114,17 +110,7 @@ def test_an_assistant_has_answered_the_prompts_before_and_is_new_in_every_repeat
     assert known[1].stats.total.calls == 4
 
 
-def test_copies_come_without_drafts():
-    """What the line says that measures the kernels with copies of weights."""
-    loaded, tokenizer = small_model()
-    compared = model.Compared(loaded, tokenizer, [], {"max_new_tokens": 40}, 0)
-    prompt = Prompt("", "", "one two one two")
-    run = compared.calls["+ copies"](prompt)
-    assert (run.nodes, run.forwards, run.tokens) == (0, 40, 40)
-    assert run.split["forward"] > 0
-
-
-def test_a_busy_machine_is_waited_for_and_then_refused(monkeypatch):
+def test_a_busy_machine_is_waited_for_and_its_choices_are_forgotten(monkeypatch, tmp_path):
     loads = iter([3.0, 0.9, 0.4])
     monkeypatch.setattr(model.os, "getloadavg", lambda: (next(loads), 0, 0))
     monkeypatch.setattr(model.time, "sleep", lambda seconds: None)
@@ -135,12 +121,9 @@ def test_a_busy_machine_is_waited_for_and_then_refused(monkeypatch):
     monkeypatch.setattr(model, "PATIENCE", 0)
     with pytest.raises(SystemExit, match=r"load of at most 0\.5, got 2\.00"):
         model.run(parse(["model"]), silent)
-
-
-def test_choices_made_under_load_are_forgotten(monkeypatch, tmp_path):
     monkeypatch.setattr(model, "tuning_file", lambda kind: tmp_path / kind)
-    (tmp_path / "linear").write_text("{}")
-    (tmp_path / "other").write_text("{}")
+    for name in ("linear", "other"):
+        (tmp_path / name).write_text("{}")
     model.forget_choices()
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 

@@ -16,8 +16,8 @@ from hf_retrieval_assist.demo import comparison, show
 from hf_retrieval_assist.demo.comparison import Run, Task, Written, compare
 from hf_retrieval_assist.planning.cost_store import CostModels
 
+from ..support.byte_model import small_model
 from ..support.fixed_costs import FixedCosts
-from ..test_examples import small_model
 
 SHORT = tuple(Task(task.title, task.prompt, 24, task.sampling) for task in comparison.TASKS)
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
