@@ -254,7 +254,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     model, tokenizer = load(arguments)
     model.to(arguments.model_device)
     prompts = first_of_each(read_prompts(arguments.model_prompts), arguments.model_each)
-    before = first_of_each(read_prompts(PROMPTS), 2)[:BEFORE]
+    before = sorted(read_prompts(PROMPTS), key=lambda prompt: len(prompt.text))[:BEFORE]
     tokens, repeats, decodings = arguments.model_tokens, arguments.model_repeats, arguments.decoding
     if arguments.quick:
         prompts, before, tokens, repeats = prompts[:2], before[:1], 8, 1
