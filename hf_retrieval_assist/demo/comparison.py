@@ -28,12 +28,6 @@ class Task:
     new_tokens: int
     sampling: bool = False
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of `generate`."""
-        temperature = {"temperature": 0.8} if self.sampling else {}
-        return {"max_new_tokens": self.new_tokens, "do_sample": self.sampling, **temperature}
-
 
 def _text(name: str) -> str:
     return (Path(__file__).parent / "data" / name).read_text(encoding="utf-8")
@@ -86,6 +80,8 @@ class Run:
 def write(model: Any, tokenizer: Any, task: Task, assistant: SamAssistant | None) -> Run:
     """One call, from the same random state every time."""
     inputs = prompt_inputs(tokenizer, task.prompt).to(model.device)
+    options: dict[str, Any] = {"max_new_tokens": task.new_tokens, "do_sample": task.sampling}
+    options |= {"temperature": 0.8} if task.sampling else {}
     run = Run([], torch.empty(0), 0)
     pieces = PieceStream(tokenizer, inputs.input_ids[0].tolist())
     set_seed(0)
@@ -103,10 +99,10 @@ def write(model: Any, tokenizer: Any, task: Task, assistant: SamAssistant | None
 
     if assistant is None:
         feed: Any = SimpleNamespace(put=put, end=lambda: None)
-        ids = model.generate(**inputs, **task.options, streamer=feed)
+        ids = model.generate(**inputs, **options, streamer=feed)
     else:
         with assistant.record(on_step=lambda step: written(step.token_ids.tolist(), step.credits)):
-            ids = model.generate(**inputs, **task.options, assistant=assistant)
+            ids = model.generate(**inputs, **options, assistant=assistant)
     run.ids = ids[0]
     return run
 
