@@ -351,3 +351,20 @@ def test_a_benchmark_keeps_what_it_fills_in_to_itself(tmp_path, monkeypatch):
     for name in ("step", "model"):
         monkeypatch.setattr(BENCHMARKS[name], "run", fill_in)
     main(["step", "model", "--output", str(tmp_path)])
+
+
+COMMANDS = {
+    "forwards": [],
+    "kernel": ["--kernel-parts", "flips"],
+    "step": ["--step-nodes", 0],
+    "structured": ["--structured-tokens", 4],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_runs_on_whatever_model_is_named(name, monkeypatch):
+    monkeypatch.setattr(BENCHMARKS[name], "load", lambda *_: small_model())
+    report = BENCHMARKS[name].run(quick(*COMMANDS[name]), silent)
+    assert report.benchmark == name
+    assert any(table.rows for table in report.tables)
+    assert "gemma3" in map(str, report.settings.values())
