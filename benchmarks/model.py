@@ -271,7 +271,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     }
     report = Report(f"model-{place['model']}-{place['dtype']}", settings)
     report.table("Unseen prompts", COLUMNS)
-    report.table("Unseen prompts by kind", KINDS)
+    report.table("By kind of prompt", KINDS)
     for name in decodings:
         options = DECODINGS[name] | {"max_new_tokens": tokens}
         compared = Compared(model, tokenizer, before, options, arguments.seed)

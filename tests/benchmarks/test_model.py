@@ -1,12 +1,13 @@
 """The benchmark on a real model, on a small random one; timings are not looked at."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import llama_engine, model
+from benchmarks import llama_engine, model, tables
 from benchmarks.__main__ import parse
 from benchmarks.inputs import Prompt, first_of_each, read_prompts
 from benchmarks.methods import Run
@@ -57,6 +58,13 @@ def test_a_file_for_a_model_and_a_dtype_after_each_way_of_decoding(small, tmp_pa
         assert greedy[name]["per_forward"] == 1
     assert [greedy[name]["nodes"] for name in NAMES[:5]] == [None] * 4 + [0]
     assert len(kinds.rows) == 3 * len(NAMES) * len({row["kind"] for row in kinds.rows})
+    page = (tables.RESULTS.parent / "README.md").read_text(encoding="utf-8")
+    (markers,) = re.findall(r"```markdown\n(.*?)```", page, re.DOTALL)
+    shown = tables.render(
+        markers.replace("model-smollm2-bfloat16", "model-small-float32"), tmp_path
+    )
+    assert shown.count("| + copies |") == 2
+    assert re.search(r"at temperature 1 <!--.*?-->\d+\.\d\d<!-- end -->", shown)
 
 
 def run_of(seconds, tokens=4, forwards=4, ids=(1, 2, 3, 4), nodes=None):
