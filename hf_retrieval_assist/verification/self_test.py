@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from ..host.callers_hooks import muted
 from ..host.compiled import Compiled
-from ..host.model_state import Place, restored
+from ..host.model_state import Place, autocast_dtypes, restored
 from ..host.transformers_private import forward_parameters, input_device, kwargs_after, uncompiled
 from ..row_text import RowText
 from ..token_tree import TokenTree
@@ -101,12 +101,7 @@ def _noting_dtypes(model: Any) -> Iterator[set[torch.dtype]]:
     noted = {model.dtype}
     part = next((m for m in model.modules() if isinstance(m, nn.Linear)), model)
 
-    def note(*_: Any) -> None:
-        device = input_device(model).type
-        if torch.is_autocast_enabled(device):
-            noted.add(torch.get_autocast_dtype(device))
-
-    handle = part.register_forward_pre_hook(note)
+    handle = part.register_forward_pre_hook(lambda *_: noted.update(autocast_dtypes()))
     try:
         yield noted
     finally:
