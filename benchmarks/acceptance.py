@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_retrieval_assist import Assistant, OutputMemory, SuffixAssistant
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.draft_models.sequoia import OptimalTrees
 from hf_retrieval_assist.simulation import SimulationReport, simulate
 
@@ -27,7 +27,6 @@ from .traces import SHIPPED, Trace, read_traces
 CPU_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 CPU_TIMES = (1.0, 1.94, 2.31, 2.16, 2.56, 3.29, 5.0)
 
-WINDOW = 25  # requests of one point of a learning curve
 TREE_SIZES = (4, 8, 16, 32, 64, 128)
 # How often the child of each rank is accepted where its parent was.
 ACCEPTANCE_VECTORS = {
@@ -71,13 +70,10 @@ class Study:
 STUDIES = {
     "presets": Study("Presets beside prompt lookup", variants.presets, speedups=True),
     "sam": Study("SAM-Decoding: what each part brings", variants.sam_parts),
-    "sam-grid": Study("SAM-Decoding: thresholds", variants.sam_thresholds),
-    "draft-size": Study("Draft size", variants.draft_sizes),
     "rest": Study("REST: datastore size and longest match", variants.rest_sizes),
     "suffix": Study(
         "SuffixDecoding: nodes per match, and what is learnt", variants.suffix_settings
     ),
-    "memory": Study("SuffixDecoding: outputs learnt beforehand", variants.memory_sizes),
 }
 
 
@@ -105,34 +101,6 @@ def _figures(report: SimulationReport) -> dict[str, float]:
         "draft": report.draft_us,
         "update": report.update_us_per_token,
     }
-
-
-def learning_curve(table: Table, trace: Trace, name: str, memory: OutputMemory) -> None:
-    """Accepted tokens in every window of a trace, while the assistant learns on."""
-    assistant = SuffixAssistant(memory)
-    for start in range(0, len(trace.requests), WINDOW):
-        served = trace.requests[start : start + WINDOW]
-        accepted = simulate(assistant, served, vocab_size=trace.vocab_size).mean_accepted_tokens
-        table.add(trace=trace.name, variant=name, served=start, accepted=accepted)
-
-
-def distribution_shift(
-    report: Report, traces: list[Trace], progress: Callable[[str], None]
-) -> None:
-    """SuffixDecoding's figure 9: a memory that learnt texts of the same kind, of another, none."""
-    table = report.table(
-        f"SuffixDecoding: what the memory held before, by {WINDOW} requests",
-        {"trace": "trace", "variant": "memory", "served": "served", "accepted": "tokens/step"},
-    )
-    for index, trace in enumerate(traces):
-        progress(f"{table.title}: {trace.name}")
-        learning_curve(table, trace, "empty", OutputMemory())
-        if trace.corpus:
-            learning_curve(table, trace, "its own corpus", variants.warmed(trace.corpus))
-        if len(traces) > 1:
-            other = traces[index - 1]
-            outputs = [output for _, output in other.requests]
-            learning_curve(table, trace, f"outputs of {other.name}", variants.warmed(outputs))
 
 
 def sequoia_trees(report: Report) -> None:
@@ -184,7 +152,6 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
             for trace, name, make in _plan(study, traces, folder):
                 progress(f"{study.title}: {trace.name}, {name}")
                 measure(table, trace, name, make, study.speedups)
-    distribution_shift(report, traces, progress)
     sequoia_trees(report)
     return report
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, simulate
-from hf_retrieval_assist.demo_model import converted_model
 
 from .baselines import prompt_lookup
+from .inputs import load, model_name
 from .report import Report
 
 # Files that a model writes in one answer, in characters.
@@ -178,10 +178,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    from transformers import AutoTokenizer
-
     progress("loading the tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(converted_model())
+    _, tokenizer = load(arguments)
     return measure(partial(encoded, tokenizer), library_files(), arguments, progress)
 
 
@@ -198,7 +196,8 @@ def measure(
 ) -> Report:
     """Every kind of change under every prompt, by every method."""
     nodes, count = arguments.edit_nodes, 1 if arguments.quick else arguments.edit_files
-    report = Report("edits", {"nodes": nodes, "files": count, "seed": arguments.seed})
+    settings = {"tokenizer": model_name(arguments), "nodes": nodes, "files": count}
+    report = Report("edits", settings | {"seed": arguments.seed})
     table = report.table("Files written anew", COLUMNS)
     for kind in KINDS:
         chosen = list(edits(kind, files, count, arguments.seed))

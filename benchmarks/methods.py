@@ -1,24 +1,18 @@
-"""Ways to generate, behind one signature, and what each spends inside the model."""
+"""Ways to generate, behind one signature, and what each spends."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
 from hf_retrieval_assist import Assistant
 
 from .baselines import LOOKUP_TOKENS
-
-Generate = Callable[..., torch.Tensor]
 
 
 @dataclass
@@ -39,12 +33,14 @@ class Method:
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+def prompt_lookup(tokens: int = LOOKUP_TOKENS) -> Method:
+    """transformers' own drafts from the prompt."""
+    return Method("prompt lookup", lambda: {"prompt_lookup_num_tokens": tokens}, 1)
+
+
 def baselines() -> list[Method]:
     """What transformers brings along."""
-    return [
-        Method("plain", dict),
-        Method("prompt lookup", lambda: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, 1),
-    ]
+    return [Method("plain", dict), prompt_lookup()]
 
 
 def draft_model(model: Any) -> Method:
@@ -57,57 +53,6 @@ def assisted(name: str, make: Callable[[], Assistant]) -> Method:
     return Method(name, lambda: {"assistant": make()})
 
 
-class ForwardClock:
-    """Counts and times a model's forwards. Where CUDA runs them, by events and without waiting."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.calls = 0
-        self._cuda = device.type == "cuda"
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def watching(self, model: torch.nn.Module) -> Iterator[ForwardClock]:
-        """Watch a model until the block ends."""
-        # Hooks of the model's own would be part of what its forwards are tested with.
-        self._model = model
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave)
-        try:
-            yield self
-        finally:
-            before.remove()
-            after.remove()
-
-    def _enter(self, module: torch.nn.Module, *_: Any) -> None:
-        if module is not self._model:
-            return
-        self.calls += 1
-        self._started = self._mark()
-
-    def _leave(self, module: torch.nn.Module, *_: Any) -> None:
-        if module is not self._model:
-            return
-        ended = self._mark()
-        if self._cuda:
-            self._events.append((self._started, ended))
-        else:
-            self._seconds += ended - self._started
-
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self) -> float:
-        """Seconds inside the model so far."""
-        if self._events:
-            torch.cuda.synchronize()
-        return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
-
-
 @dataclass
 class Run:
     """One call of one method.
@@ -115,31 +60,57 @@ class Run:
     Attributes:
         tokens: generated tokens, all rows together.
         forwards: forwards of the target, the prefill among them.
-        forward_seconds: inside the target.
         seconds: wall clock of the call.
-        split: seconds in draft, walk and cache; empty for transformers' own methods.
         ids: [batch, new tokens].
+        nodes: drafted tokens that were verified; None for transformers' own methods.
+        split: seconds of each phase of the steps; empty for transformers' own methods.
     """
 
     tokens: int
     forwards: int
-    forward_seconds: float
     seconds: float
-    split: dict[str, float]
     ids: torch.Tensor
+    nodes: int | None
+    split: dict[str, float]
+
+
+@contextmanager
+def counted_forwards(model: torch.nn.Module) -> Iterator[list[None]]:
+    """Scope of a list that grows by one with every forward of a model."""
+    forwards: list[None] = []
+    hook = model.register_forward_pre_hook(lambda *_: forwards.append(None))
+    try:
+        yield forwards
+    finally:
+        hook.remove()
 
 
 def run_method(method: Method, model: Any, inputs: dict[str, Any], **options: Any) -> Run:
-    """Call `generate` once, watched."""
-    clock = ForwardClock(model.device)
+    """Call `generate` once."""
     own = method.options()
-    with clock.watching(model), method.scope():
+    assistant = own.get("assistant")
+    # Plain decoding runs a forward for each token, and what it compiles would see a hook.
+    # Assistants count their forwards, and test a model with hooks anew.
+    unknown = bool(own.keys() & {"prompt_lookup_num_tokens", "assistant_model"})
+    with counted_forwards(model) if unknown else nullcontext([]) as counted, method.scope():
+        wait(model.device)
         started = time.perf_counter()
         ids = model.generate(**inputs, **options, **own)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait(model.device)
         seconds = time.perf_counter() - started
     new = ids[:, inputs["input_ids"].shape[1] :].cpu()
-    assistant = own.get("assistant")
-    split = dict(assistant.stats.last.seconds) if assistant is not None else {}
-    return Run(new.numel(), clock.calls, clock.seconds(), seconds, split, new)
+    forwards, nodes, split = len(counted) or new.shape[1], None, {}
+    if assistant is not None:
+        stats = assistant.stats.last
+        forwards, nodes, split = 1 + stats.forwards, stats.drafted, dict(stats.seconds)
+    return Run(new.numel(), forwards, seconds, new, nodes, split)
+
+
+def tokens_per_forward(runs: Sequence[Run]) -> float:
+    return sum(run.tokens for run in runs) / sum(run.forwards for run in runs)
+
+
+def wait(device: torch.device) -> None:
+    """Until a device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -2,40 +2,31 @@
 
     python -m benchmarks.mixture TRACES OUT [--without NAME]
     python -m benchmarks.mixture TRACES OUT --judge [--requests N]
-    python -m benchmarks.mixture TRACES OUT --time [--requests N]
 
 The drafter replays the requests of every trace in turn, a few of each, and keeps what it learns.
 Each trace is replayed from the text alone, with its corpus in the memory, and with it as a corpus.
 `--without` leaves a trace out, for weights that are tried on that trace. `--judge` does so with
-every trace, and writes into a folder how far drafts with these weights come; `--time` says how long
-each part of a step takes.
+every trace, and writes into a folder how far drafts with these weights come.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from hf_retrieval_assist import Assistant, OutputMemory, SuffixAssistant
-from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.mixture import Mixture
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
-from hf_retrieval_assist.planning.acceptance import Calibrator
 from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.structures.suffix_tree import CELL_SHAPE, COPY_SHAPE, WEIGHT_SHAPE
 from hf_retrieval_assist.token_tree import Float32Array
 
 from .acceptance import cpu_time, gpu_time
 from .report import Report
-from .step import Stopwatch
 from .traces import Trace, read_traces
 from .variants import warmed
 
@@ -55,9 +46,6 @@ SHARES = (0.005, 0.01, 0.04, 0.1, 0.22, 0.4, 0.6, 0.85, 0.95, 0.005)
 COPIED = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 
 TRIALS_KEPT = 20  # of each cell, from training to another text
-
-PARTS = {"draft": "draft", "learn": "learn", "memory": "memory"}
-PARTS |= {"calibration": "calibration", "rest": "text and Python"}
 
 
 def untrained() -> Mixture:
@@ -151,91 +139,16 @@ def judge(traces: Sequence[Trace], requests: int | None) -> Report:
     return report
 
 
-class TimedMixer:
-    """A mixer whose time is booked."""
-
-    def __init__(self, mixer: Any, watch: Stopwatch) -> None:
-        self.draft = booked(watch, "draft", mixer.draft)
-        self.learn = booked(watch, "learn", mixer.learn)
-
-
-def booked(watch: Stopwatch, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    """`work`, its time booked on a part of the step."""
-
-    def timed(*arguments: Any, **options: Any) -> Any:
-        watch.enter(part)
-        try:
-            return work(*arguments, **options)
-        finally:
-            watch.leave()
-
-    return timed
-
-
-def time_parts(traces: Sequence[Trace], requests: int | None) -> Report:
-    """Median microseconds of a step by part, the corpus in the memory."""
-    report = Report("mixture-time", {"nodes": BUDGET, "requests": requests})
-    columns = {"trace": "trace", "steps": "steps", "accepted": "tokens/step"}
-    table = report.table(f"us per step, {BUDGET} nodes", columns | PARTS | {"total": "all"})
-    for trace in traces:
-        watch = Stopwatch()
-        with ExitStack() as stack:
-            for kind, method, part in (
-                (OutputMemory, "extend", "memory"),
-                (Calibrator, "calibrate", "calibration"),
-                (Calibrator, "judge", "calibration"),
-            ):
-                timed = booked(watch, part, getattr(kind, method))
-                stack.enter_context(mock.patch.object(kind, method, timed))
-            steps = list(_timed_steps(trace, requests, watch))
-        typical = {part: 1e6 * median(step.get(part, 0.0) for _, step in steps) for part in PARTS}
-        total = 1e6 * median(sum(step.values()) for _, step in steps)
-        accepted = sum(tokens for tokens, _ in steps) / len(steps)
-        table.add(trace=trace.name, steps=len(steps), accepted=accepted, total=total, **typical)
-    return report
-
-
-def _timed_steps(
-    trace: Trace, requests: int | None, watch: Stopwatch
-) -> Iterator[tuple[int, dict[str, float]]]:
-    """The tokens of each step, and seconds by part."""
-    assistant = SuffixAssistant(warmed(trace.corpus), fallback=None, budget=BUDGET)
-    drafter: Any = assistant.drafters[0]
-    drafter.mixer = TimedMixer(drafter.mixer, watch)
-    target = Target(trace.vocab_size, fingerprint="simulation")
-    for prompt, output in trace.requests[:requests]:
-        session = assistant.start(np.asarray(prompt, np.int32), target)
-        session.begin(output[:1].tolist())
-        done = 1
-        while done < len(output):
-            watch.seconds.clear()
-            watch.enter("rest")
-            (tree,) = assistant.plan([session.propose(len(output) - done - 1)], None)
-            watch.leave()
-            new = output[done : done + 1 + len(tree.follow(output[done:]))].tolist()
-            watch.enter("rest")
-            session.commit(new, None)
-            watch.leave()
-            done += len(new)
-            yield len(new), dict(watch.seconds)
-        session.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", type=Path, help="folder of recorded requests")
-    parser.add_argument("out", type=Path, help=".npz to write; a folder with --judge or --time")
+    parser.add_argument("out", type=Path, help=".npz to write; a folder with --judge")
     parser.add_argument("--without", help="a trace to leave out")
     parser.add_argument("--judge", action="store_true", help="write a report instead of weights")
-    parser.add_argument("--time", action="store_true", help="time the parts of a step instead")
-    parser.add_argument("--requests", type=int, help="of each trace, judged or timed; default: all")
+    parser.add_argument("--requests", type=int, help="of each trace, judged; default: all")
     arguments = parser.parse_args()
     if arguments.judge:
         judge(read_traces(arguments.traces), arguments.requests).save(arguments.out)
-        return
-    if arguments.time:
-        report = time_parts(read_traces(arguments.traces), arguments.requests)
-        print(f"{report}\n\nwritten to {report.save(arguments.out)}")
         return
     traces = [t for t in read_traces(arguments.traces) if t.name != arguments.without]
     train(traces).save(arguments.out)

@@ -1,267 +1,284 @@
-"""A real model over real prompts: Gemma-3-270M, greedy and sampled.
+"""A real model over prompts that nothing was tuned on, and what each part brings it.
 
-Prompts stand in `prompts/`, one file per category of Spec-Bench, written for a small base model.
-`--model-prompts benchmarks/prompts/untuned --greedy-prompts 20` takes twenty that nothing was tuned
-on.
+    python -m benchmarks model --model smollm2 --dtype bfloat16 --output benchmarks/results
+
+Lines: plain `generate`; prompt lookup; both by the kernels (inside `reroute()`); the kernels with
+copies of weights, which assisted calls have, and no drafts; the same with drafts, of an assistant
+that is new in every call, and of one that has answered a dozen prompts. All take turns over each
+prompt, with the same random numbers. Kernels are chosen anew, so that none was chosen while the
+machine was busy, and a busy machine is refused. Writes `model-NAME-DTYPE.json` after each way of
+decoding.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 import torch
 from transformers import set_seed
 
-from hf_retrieval_assist import SamAssistant, SuffixAssistant, reroute
-from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist import Assistant, SamAssistant, reroute
+from hf_retrieval_assist.kernels.tuning import tuning_file
 from hf_retrieval_assist.planning.cost_store import CostModels
 
-from .methods import Method, Run, assisted, baselines, run_method
-from .report import Report, Table
-from .timing import alternate
+from .inputs import (
+    PROMPTS,
+    UNTUNED,
+    Prompt,
+    dtype_name,
+    first_of_each,
+    load,
+    model_name,
+    read_prompts,
+)
+from .methods import Method, Run, assisted, prompt_lookup, run_method, tokens_per_forward
+from .report import Report
 
-PROMPTS = Path(__file__).parent / "prompts"
-
-COLUMNS = {
-    "category": "category",
-    "method": "method",
-    "rate": "tokens/s",
-    "ratio": "x plain",
-    "worst": "worst x",
-    "per_forward": "tokens/forward",
-    "same": "identical",
-}
-BATCH_COLUMNS = {
-    "rows": "rows",
-    "method": "method",
-    "rate": "tokens/s",
-    "ratio": "x plain",
-    "per_forward": "tokens/forward",
-    "same": "identical rows",
-}
-COPYING = ("answer from a passage", "multi-turn", "summarise")
-"""Categories whose outputs repeat much of the prompt."""
-
-SETTINGS = ("new_tokens", "repeats", "seed", "greedy_prompts", "sampled_prompts", "batch_rows")
-DECODING: dict[str, dict[str, Any]] = {
+DECODINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "temperature": 0.7},
+    "temperature 0.7": {"do_sample": True, "temperature": 0.7, "top_k": 50},
+    "temperature 1": {"do_sample": True, "temperature": 1.0, "top_k": 0},
 }
+PLAIN, KERNELS = "plain", "kernels"
+BEFORE = 12  # prompts that an assistant has answered before
+QUIET = 0.5  # processes that want to run, on the average of a minute
+PATIENCE = 180  # seconds for which the machine may take to become quiet
 
-
-@dataclass(frozen=True)
-class Prompt:
-    category: str
-    name: str
-    text: str
-
-
-def read_prompts(folder: Path = PROMPTS) -> list[Prompt]:
-    """All prompts, by category."""
-    prompts = []
-    for path in sorted(folder.glob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        prompts += [Prompt(content["category"], **item) for item in content["prompts"]]
-    return prompts
-
-
-def first_of_each(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """At most `count` prompts of every category."""
-    seen: Counter[str] = Counter()
-    chosen = []
-    for prompt in prompts:
-        seen[prompt.category] += 1
-        if seen[prompt.category] <= count:
-            chosen.append(prompt)
-    return chosen
+PLACE = {"model": "model", "dtype": "dtype", "decoding": "decoding"}
+COLUMNS = {
+    **PLACE,
+    "method": "decoded by",
+    "rate": "tokens/s",
+    "plain": "x plain",
+    "worst": "worst prompt, x plain",
+    "kernels": "x kernels",
+    "worst_of_kernels": "worst prompt, x kernels",
+    "worst_kind": "worst kind, x kernels",
+    "per_forward": "tokens/forward",
+    "nodes": "nodes/forward",
+    "same": "plain's text",
+    "same_as_kernels": "kernels' text",
+}
+KINDS = {
+    **PLACE,
+    "kind": "kind",
+    "method": "decoded by",
+    "plain": "x plain",
+    "kernels": "x kernels",
+}
 
 
 @dataclass
-class Comparison:
-    """One prompt through all methods: median seconds, and the last run of each."""
+class Turns:
+    """The runs of every method over one prompt."""
 
     prompt: Prompt
-    seconds: dict[str, float]
-    runs: dict[str, Run]
+    runs: dict[str, list[Run]] = field(default_factory=dict)
 
-    def ratio(self, method: str) -> float:
-        return self.seconds["plain"] / self.seconds[method]
+    def rate(self, method: str) -> float:
+        """Tokens per second, the median of its runs."""
+        return median(run.tokens / run.seconds for run in self.runs[method])
 
-    def identical(self, method: str) -> bool:
-        return torch.equal(self.runs[method].ids, self.runs["plain"].ids)
+    def ratio(self, method: str, other: str) -> float:
+        return self.rate(method) / self.rate(other)
 
-
-def methods() -> list[Method]:
-    costs = CostModels()
-    return [
-        *baselines(),
-        Method("plain in reroute", dict, scope=reroute),
-        assisted("SamAssistant", partial(SamAssistant, costs=costs)),
-        assisted("SuffixAssistant", partial(SuffixAssistant, costs=costs)),
-    ]
+    def same(self, method: str, other: str) -> bool:
+        """Whether all runs of both wrote one text."""
+        first = self.runs[other][0].ids
+        return all(torch.equal(run.ids, first) for run in self.runs[method])
 
 
-def compare(
-    model: Any,
-    tokenizer: Any,
-    prompt: Prompt,
-    candidates: Iterable[Method],
-    arguments: argparse.Namespace,
-    decoding: dict[str, Any],
+def take_turns(
+    prompts: Sequence[Prompt],
+    calls: Mapping[str, Callable[[Prompt], Run]],
+    repeats: int,
     progress: Callable[[str], None],
-) -> Comparison:
-    """Alternate the methods over one prompt."""
-    inputs = dict(tokenizer(prompt.text, return_tensors="pt").to(model.device))
-    return Comparison(prompt, *_alternate(model, inputs, candidates, arguments, decoding, progress))
+    begin: Callable[[], None] = lambda: None,
+) -> list[Turns]:
+    """All prompts through all methods, again and again; whose turn is first goes round.
+
+    Args:
+        calls: a run of each method.
+        begin: called before every repeat.
+    """
+    names = list(calls)
+    turns = [Turns(prompt, {name: [] for name in names}) for prompt in prompts]
+    for repeat in range(repeats):
+        begin()
+        for number, turn in enumerate(turns):
+            progress(f"run {repeat + 1} of {repeats}: prompt {number + 1} of {len(turns)}")
+            first = (number + repeat) % len(names)
+            for name in [*names[first:], *names[:first]]:
+                turn.runs[name].append(calls[name](turn.prompt))
+    return turns
 
 
-def _alternate(
-    model: Any,
-    inputs: dict[str, Any],
-    candidates: Iterable[Method],
-    arguments: argparse.Namespace,
-    decoding: dict[str, Any],
-    progress: Callable[[str], None],
-) -> tuple[dict[str, float], dict[str, Run]]:
-    """Median seconds and last run of each method; every call starts from the same seed."""
-    options = decoding | {"max_new_tokens": arguments.new_tokens}
+class Compared:
+    """Every method on one model, decoding in one way.
 
-    def call(method: Method) -> Run:
-        set_seed(arguments.seed)
-        return run_method(method, model, inputs, **options)
+    Args:
+        before: prompts that the last method's assistant has answered before a repeat.
+        options: of `generate`.
+    """
 
-    calls = {method.name: partial(call, method) for method in candidates}
-    return alternate(calls, arguments.repeats, progress)
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        before: Sequence[Prompt],
+        options: dict[str, Any],
+        seed: int,
+    ) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._before, self._options, self._seed = before, options, seed
+        self._costs = CostModels()
+        self._known = SamAssistant(costs=self._costs)
+        lookup = prompt_lookup()
+        methods = [
+            Method(PLAIN, dict),
+            lookup,
+            Method("prompt lookup in reroute", lookup.options, 1, reroute),
+            Method(KERNELS, dict, scope=reroute),
+            assisted("+ copies", lambda: Assistant([], budget=0, costs=self._costs)),
+            assisted("+ drafts", partial(SamAssistant, costs=self._costs)),
+            assisted("+ drafts, a dozen before", lambda: self._known),
+        ]
+        self.calls = {method.name: partial(self._call, method) for method in methods}
 
+    def _call(self, method: Method, prompt: Prompt) -> Run:
+        set_seed(self._seed)
+        inputs = prompt.inputs(self._tokenizer)
+        inputs = {name: x.to(self._model.device) for name, x in inputs.items()}
+        return run_method(method, self._model, inputs, **self._options)
 
-def compare_batch(
-    table: Table,
-    model: Any,
-    tokenizer: Any,
-    prompts: list[Prompt],
-    candidates: Iterable[Method],
-    arguments: argparse.Namespace,
-    progress: Callable[[str], None],
-) -> None:
-    """A row per method that takes batches: prompts of different lengths in one call, greedy."""
-    texts = [prompt.text for prompt in prompts]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-    seconds, runs = _alternate(
-        model,
-        dict(inputs.to(model.device)),
-        [method for method in candidates if method.max_batch is None],
-        arguments,
-        DECODING["greedy"],
-        progress,
-    )
-    for method, run in runs.items():
-        table.add(
-            rows=len(texts),
-            method=method,
-            rate=run.tokens / seconds[method],
-            ratio=seconds["plain"] / seconds[method],
-            per_forward=run.tokens / run.forwards,
-            same=f"{int((run.ids == runs['plain'].ids).all(dim=1).sum())} of {len(texts)}",
-        )
+    def begin(self) -> None:
+        """Let a new assistant answer the prompts before."""
+        self._known = SamAssistant(costs=self._costs)
+        for prompt in self._before:
+            self.calls["+ drafts, a dozen before"](prompt)
 
 
-def summarise(table: Table, comparisons: list[Comparison]) -> None:
-    """A row per category and method; speed ratios are geometric means over the prompts."""
-    for category in dict.fromkeys(c.prompt.category for c in comparisons):
-        of_category = [c for c in comparisons if c.prompt.category == category]
-        _summarise(table, category, of_category)
-    _summarise(table, "all", comparisons)
+def summary(turns: Sequence[Turns], method: str) -> dict[str, Any]:
+    """Figures of one method; ratios are geometric means over the prompts."""
+    runs = [run for turn in turns for run in turn.runs[method]]
+    over = {other: [turn.ratio(method, other) for turn in turns] for other in (PLAIN, KERNELS)}
+    kinds = {kind: geometric_mean(found) for kind, found in by_kind(turns, method, KERNELS)}
+    same = {o: sum(turn.same(method, o) for turn in turns) for o in (PLAIN, KERNELS)}
+    seconds = sum(median(run.seconds for run in turn.runs[method]) for turn in turns)
+    drafted = [run.nodes for run in runs if run.nodes is not None]
+    return {
+        "method": method,
+        "rate": sum(turn.runs[method][0].tokens for turn in turns) / seconds,
+        "plain": geometric_mean(over[PLAIN]),
+        "worst": min(over[PLAIN]),
+        "kernels": geometric_mean(over[KERNELS]),
+        "worst_of_kernels": min(over[KERNELS]),
+        "worst_kind": min(kinds.values()),
+        "per_forward": tokens_per_forward(runs),
+        "nodes": sum(drafted) / sum(run.forwards for run in runs) if drafted else None,
+        "same": f"{same[PLAIN]} of {len(turns)}",
+        "same_as_kernels": f"{same[KERNELS]} of {len(turns)}",
+    }
 
 
-def _summarise(table: Table, category: str, comparisons: list[Comparison]) -> None:
-    for method in comparisons[0].runs:
-        runs = [c.runs[method] for c in comparisons]
-        ratios = [c.ratio(method) for c in comparisons]
-        tokens = sum(run.tokens for run in runs)
-        table.add(
-            category=category,
-            method=method,
-            rate=tokens / sum(c.seconds[method] for c in comparisons),
-            ratio=geometric_mean(ratios),
-            worst=min(ratios),
-            per_forward=tokens / sum(run.forwards for run in runs),
-            same=f"{sum(c.identical(method) for c in comparisons)} of {len(comparisons)}",
-        )
+def by_kind(turns: Sequence[Turns], method: str, other: str) -> Iterator[tuple[str, list[float]]]:
+    """Of each kind of prompt, the ratios of its prompts."""
+    for kind in dict.fromkeys(turn.prompt.category for turn in turns):
+        of_kind = [turn for turn in turns if turn.prompt.category == kind]
+        yield kind, [turn.ratio(method, other) for turn in of_kind]
+
+
+def fill(report: Report, place: Mapping[str, str], turns: Sequence[Turns]) -> None:
+    """The rows of one way of decoding."""
+    whole, kinds = report.tables
+    for method in turns[0].runs:
+        whole.add(**place, **summary(turns, method))
+        ratios = zip(by_kind(turns, method, PLAIN), by_kind(turns, method, KERNELS), strict=True)
+        for (kind, plain), (_, kernels) in ratios:
+            means = {"plain": geometric_mean(plain), "kernels": geometric_mean(kernels)}
+            kinds.add(**place, kind=kind, method=method, **means)
+
+
+def await_quiet(patience: float, progress: Callable[[str], None]) -> None:
+    """Wait until the machine has nothing else to do.
+
+    Raises:
+        SystemExit: it is still busy.
+    """
+    end = time.monotonic() + patience
+    while (load := os.getloadavg()[0]) > QUIET:
+        if time.monotonic() > end:
+            raise SystemExit(
+                f"model: expected a load of at most {QUIET}, got {load:.2f}; while others work, "
+                "times say nothing (--anyway measures all the same)"
+            )
+        progress(f"the load is {load:.2f}: waiting until it is {QUIET}")
+        time.sleep(5)
+
+
+def forget_choices() -> None:
+    """Kernels that were found to be the fastest, maybe while the machine was busy."""
+    for kind in ("linear", "attention"):
+        tuning_file(kind).unlink(missing_ok=True)
+
+
+def _titled(title: str, progress: Callable[[str], None], text: str) -> None:
+    progress(f"{title}, {text}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="folder or hub id (default: Gemma-3-270M)")
-    parser.add_argument("--model-prompts", type=Path, default=PROMPTS, help="folder of them")
-    parser.add_argument("--model-dtype", default="float32", help="of the weights")
+    parser.add_argument("--decoding", nargs="+", choices=DECODINGS, default=list(DECODINGS))
+    parser.add_argument("--model-prompts", type=Path, default=UNTUNED, help="folder of them")
+    parser.add_argument("--model-each", type=int, default=3, help="prompts of each kind")
     parser.add_argument("--model-device", default="cpu", help="torch device")
-    parser.add_argument("--model-tokens", type=int, help="tokens to generate per prompt")
+    parser.add_argument("--model-tokens", type=int, default=48, help="to generate per prompt")
     parser.add_argument("--model-repeats", type=int, default=3)
-    parser.add_argument("--greedy-prompts", type=int, default=1, help="of each category")
-    parser.add_argument("--sampled-prompts", type=int, default=1, help="of each category")
-    parser.add_argument("--batch-rows", type=int, default=8, help="prompts in the batch; 0: none")
+    parser.add_argument("--anyway", action="store_true", help="though the machine is busy")
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    busy = arguments.anyway or arguments.quick
+    if not busy:
+        await_quiet(PATIENCE, progress)
+        forget_choices()
+    load_before = os.getloadavg()[0]
     progress("loading the model")
-    model, tokenizer = _load(arguments.model, getattr(torch, arguments.model_dtype))
+    model, tokenizer = load(arguments)
     model.to(arguments.model_device)
-    arguments.new_tokens = arguments.model_tokens or (16 if arguments.quick else 32)
-    arguments.repeats = 1 if arguments.quick else arguments.model_repeats
-    return measure(model, tokenizer, read_prompts(arguments.model_prompts), arguments, progress)
-
-
-def measure(
-    model: Any,
-    tokenizer: Any,
-    prompts: list[Prompt],
-    arguments: argparse.Namespace,
-    progress: Callable[[str], None],
-) -> Report:
-    """Every prompt through every method, for each kind of decoding."""
-    report = Report("model", {name: getattr(arguments, name) for name in SETTINGS})
-    report.settings["dtype"] = str(model.dtype)
-    report.settings["model"] = model.config.get_text_config().to_dict()
-    candidates = methods()
-    for method in candidates:
-        progress(f"warming up {method.name}")
-        compare(model, tokenizer, prompts[0], [method], arguments, DECODING["greedy"], _silent)
-    counts = {"greedy": arguments.greedy_prompts, "sampled": arguments.sampled_prompts}
-    for kind in (kind for kind, count in counts.items() if count):
-        done = []
-        for prompt in first_of_each(prompts, counts[kind]):
-            show = _titled(f"{kind}: {prompt.category}, {prompt.name}", progress)
-            done.append(
-                compare(model, tokenizer, prompt, candidates, arguments, DECODING[kind], show)
-            )
-        summarise(report.table(f"Real model, {kind}", COLUMNS), done)
-    copying = [prompt for prompt in prompts if prompt.category in COPYING][: arguments.batch_rows]
-    if copying:
-        table = report.table("Real model, a batch of prompts to copy from", BATCH_COLUMNS)
-        show = _titled("batch", progress)
-        compare_batch(table, model, tokenizer, copying, candidates, arguments, show)
+    prompts = first_of_each(read_prompts(arguments.model_prompts), arguments.model_each)
+    before = sorted(read_prompts(PROMPTS), key=lambda prompt: len(prompt.text))[:BEFORE]
+    tokens, repeats, decodings = arguments.model_tokens, arguments.model_repeats, arguments.decoding
+    if arguments.quick:
+        prompts, before, tokens, repeats = prompts[:2], before[:1], 8, 1
+    place = {"model": model_name(arguments), "dtype": dtype_name(model)}
+    settings = {
+        **place,
+        "prompts": len(prompts),
+        "new_tokens": tokens,
+        "repeats": repeats,
+        "seed": arguments.seed,
+        "before": len(before),
+        "load": load_before,
+        "busy": "maybe" if busy else "no",
+    }
+    report = Report(f"model-{place['model']}-{place['dtype']}", settings)
+    report.table("Unseen prompts", COLUMNS)
+    report.table("By kind of prompt", KINDS)
+    for name in decodings:
+        options = DECODINGS[name] | {"max_new_tokens": tokens}
+        compared = Compared(model, tokenizer, before, options, arguments.seed)
+        show = partial(_titled, name, progress)
+        take_turns(before[:1], compared.calls, 1, show)  # kernels and costs are measured
+        turns = take_turns(prompts, compared.calls, repeats, show, compared.begin)
+        fill(report, place | {"decoding": name}, turns)
+        # A run that is cut off leaves the ways of decoding before.
+        report.save(arguments.output)
     return report
-
-
-def _titled(title: str, progress: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda text: progress(f"{title}: {text}")
-
-
-def _silent(text: str) -> None:
-    """Progress of what is not worth reporting."""
-
-
-def _load(name: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
-    if name is None:
-        return load_demo_model(dtype)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-    return model, AutoTokenizer.from_pretrained(name)

@@ -1,4 +1,7 @@
-"""Two published drafters that need no training, by the rules and parameters of their papers.
+"""Two published drafters that need no training beside ours: tokens per forward at equal nodes.
+
+Counts alone, on prompts that nothing was tuned on and on the demo's tasks, with assistants that are
+new for each prompt. Both drafters follow the rules and parameters of their papers.
 
 RACER (Zhang et al. 2026, https://arxiv.org/abs/2604.14885) joins what followed the text's last
 tokens where they stood before with a tree that is grown from remembered logits. AdaPLD (Liu et al.
@@ -8,8 +11,10 @@ states, and by tokens of like embedding where no token of the text is the last o
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -19,10 +24,14 @@ import torch
 from numpy.typing import NDArray
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
+from hf_retrieval_assist.demo.comparison import TASKS
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 from hf_retrieval_assist.token_tree import Float32Array
 
-from .methods import Method, assisted
+from .inputs import UNTUNED, Prompt, load, model_name, read_prompts
+from .methods import Method, assisted, prompt_lookup
+from .report import Report
+from .spec_bench import COLUMNS, measure
 
 Path = tuple[int, ...]
 
@@ -56,13 +65,44 @@ def methods(nodes: int, model: Any) -> list[Method]:
 
     return [
         Method("plain", dict),
-        Method("prompt lookup", lambda: {"prompt_lookup_num_tokens": nodes}, 1),
+        prompt_lookup(nodes),
         assisted("RACER", lambda: Assistant([RacerDrafter()], budget=nodes)),
         assisted("AdaPLD", lambda: Assistant([AdaPldDrafter(layer)], budget=nodes)),
         assisted("retrieval alone", partial(SamAssistant, fallback=None, budget=nodes)),
         assisted("SamAssistant", beside),
         assisted("SamAssistant and AdaPLD", lambda: beside(AdaPldDrafter(layer))),
     ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peers-prompts", type=int, default=12, help="unseen ones")
+    parser.add_argument("--peers-nodes", type=int, nargs="+", default=[8, 16, 32])
+    parser.add_argument("--peers-tokens", type=int, default=48, help="to generate per prompt")
+
+
+def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    progress("loading the model")
+    model, tokenizer = load(arguments)
+    count, tokens, sizes = (
+        arguments.peers_prompts,
+        arguments.peers_tokens,
+        arguments.peers_nodes,
+    )
+    tasks = [Prompt("the demo's tasks", task.title, task.prompt) for task in TASKS]
+    if arguments.quick:
+        count, tokens, sizes, tasks = 1, 12, [8], tasks[:1]
+    report = Report("peers", {"model": model_name(arguments), "new_tokens": tokens})
+    table = report.table("Peers", COLUMNS | {"nodes": "nodes"})
+    unseen = read_prompts(UNTUNED)
+    # As many of each kind as there can be.
+    spread = [unseen[i * len(unseen) // count] for i in range(count)]
+    prompts = [replace(prompt, category="untuned") for prompt in spread] + tasks
+    for nodes in sizes:
+        known = len(table.rows)
+        measure(table, model, tokenizer, prompts, methods(nodes, model), tokens, progress)
+        for row in table.rows[known:]:
+            row["nodes"] = nodes
+    return report
 
 
 class RacerDrafter(Drafter):

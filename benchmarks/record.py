@@ -18,7 +18,7 @@ from transformers import DynamicCache, set_seed
 from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.host.transformers_private import CACHE
 
-from .model import DECODING, read_prompts
+from .inputs import read_prompts
 from .traces import SHIPPED, Ids, Trace, write_npz
 
 
@@ -37,7 +37,8 @@ def sample(
         attention_mask=torch.ones(samples, prompt.shape[1], dtype=torch.int64),
         **{CACHE: cache},
         max_new_tokens=new_tokens,
-        **DECODING["sampled"],
+        do_sample=True,
+        temperature=0.7,
     )
     ends = np.atleast_1d(model.generation_config.eos_token_id)
     for row in rows[:, prompt.shape[1] :].numpy().astype(np.int32):
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    model, tokenizer = load_demo_model()
+    model, tokenizer = load_demo_model(model="gemma3")
     trace = Trace("sampled", [])
     for prompt in tqdm(read_prompts()):
         ids = tokenizer(prompt.text, return_tensors="pt").input_ids

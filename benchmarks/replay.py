@@ -17,16 +17,36 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from hf_retrieval_assist import SamAssistant, SequoiaAssistant, SuffixAssistant
 from hf_retrieval_assist.planning.cost_store import CostModels
 
 from .forced import forcing
-from .methods import Method, Run, assisted, baselines, draft_model, run_method
+from .methods import Method, Run, assisted, baselines, draft_model, run_method, wait
 from .report import Report, Table
 from .timing import alternate
 from .traces import SHIPPED, Ids, Trace, read_traces
+
+
+def _qwen3(layers: int, heads: int, **sizes: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=151_936,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+        **sizes,
+    )
+
 
 SHAPES: dict[str, PreTrainedConfig] = {
     "tiny": LlamaConfig(
@@ -57,6 +77,8 @@ SHAPES: dict[str, PreTrainedConfig] = {
         tie_word_embeddings=True,
         max_position_embeddings=8192,
     ),
+    "0.6b": _qwen3(hidden_size=1024, intermediate_size=3072, layers=28, heads=16),
+    "4b": _qwen3(hidden_size=2560, intermediate_size=9728, layers=36, heads=32),
     "8b": LlamaConfig(
         vocab_size=128_256,
         hidden_size=4096,
@@ -78,8 +100,8 @@ COLUMNS = {
     "ratio": "x plain",
     "steps": "forwards",
     "per_forward": "tokens/forward",
-    "forward": "ms/forward",
-    "share": "% in forward",
+    "step": "ms/step",
+    "forward": "forward ms",
     "draft": "draft ms",
     "walk": "walk ms",
     "cache": "cache ms",
@@ -154,7 +176,6 @@ def disagreeing(texts: torch.Tensor, agreement: float, vocab_size: int, seed: in
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, help="default: 270m; 8b with --device cuda")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--attention", choices=["sdpa", "eager"], default="sdpa")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes (default: 1 4)")
     parser.add_argument("--new-tokens", type=int, help="tokens to generate per row")
@@ -248,14 +269,14 @@ def _methods(draft: Any) -> list[Method]:
 
 
 def _figures(last: Run, seconds: float, plain: float) -> dict[str, Any]:
+    phases = ("forward", "draft", "walk", "cache") if last.split else ()
     return {
         "rate": last.tokens / seconds,
         "ratio": plain / seconds,
         "steps": last.forwards,
         "per_forward": last.tokens / len(last.ids) / last.forwards,
-        "forward": 1e3 * last.forward_seconds / last.forwards,
-        "share": 100 * last.forward_seconds / last.seconds,
-        **{phase: 1e3 * last.split[phase] for phase in ("draft", "walk", "cache") if last.split},
+        "step": 1e3 * seconds / last.forwards,
+        **{phase: 1e3 * last.split[phase] for phase in phases},
     }
 
 
@@ -285,8 +306,3 @@ def copy_bandwidth(device: torch.device, nbytes: int = 1 << 28, repeats: int = 5
         wait(device)
         best = min(best, time.perf_counter() - started)
     return 2 * nbytes / best
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

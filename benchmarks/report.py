@@ -6,7 +6,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,12 +50,15 @@ class Table:
         return "\n".join([self.title, *lines])
 
 
-def cell(value: Any) -> str:
-    """As printed: three digits, from a thousand on whole numbers, a dash for nothing."""
+def cell(value: Any, digits: str = "") -> str:
+    """As printed: three digits, or so many behind the point; from a thousand on whole numbers; a
+    dash for nothing."""
     if value is None:
         return "-"
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else str(value)
+    if digits:
+        return f"{value:,.{digits}f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -101,7 +106,7 @@ class Report:
 
 
 def environment() -> dict[str, Any]:
-    """Machine, versions and commit."""
+    """Machine, versions, commit and command."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -114,6 +119,7 @@ def environment() -> dict[str, Any]:
         "versions": {"hf-retrieval-assist": hf_retrieval_assist.__version__}
         | {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
+        "command": _command(),
     }
 
 
@@ -148,3 +154,12 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()
+
+
+def _command() -> str | None:
+    """What was typed, where this is a benchmark's process."""
+    program = Path(sys.argv[0])
+    if program.parent.name != "benchmarks":
+        return None
+    module = "benchmarks" if program.stem == "__main__" else f"benchmarks.{program.stem}"
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])

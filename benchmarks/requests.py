@@ -1,6 +1,6 @@
 """Continuous batching: requests side by side, with drafts and without.
 
-Gemma-3-270M by `generate_batch`, greedy: as many requests at a time as the configuration allows,
+`generate_batch`, greedy: as many requests at a time as the configuration allows,
 each prompt by a new assistant and then once more by the same one. Plain and assisted take turns.
 """
 
@@ -9,20 +9,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.planning.cost_store import CostModels
 
-from .model import read_prompts
+from .inputs import UNTUNED, load, model_name, read_prompts
 from .report import Report
 
-UNTUNED = Path(__file__).parent / "prompts" / "untuned"
 COLUMNS = {
     "together": "side by side",
     "method": "method",
@@ -47,12 +44,11 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     repeats = arguments.requests_repeats or 1
     together = arguments.requests_together or ([4] if quick else [4, 16])
     progress("loading the model")
-    model, tokenizer = load_demo_model()
-    texts = [prompt.text for prompt in read_prompts(UNTUNED)]
-    prompts = [tokenizer(text).input_ids for text in texts][: 4 if quick else None]
-    report = Report(
-        "requests", {"prompts": len(prompts), "new_tokens": new_tokens, "repeats": repeats}
-    )
+    model, tokenizer = load(arguments)
+    asked = read_prompts(UNTUNED)[: 4 if quick else None]
+    prompts = [prompt.inputs(tokenizer)["input_ids"][0].tolist() for prompt in asked]
+    settings = {"prompts": len(prompts), "new_tokens": new_tokens, "repeats": repeats}
+    report = Report("requests", {"model": model_name(arguments), **settings})
     table = report.table("Requests side by side", COLUMNS)
     for count in together:
         # Beyond the number of prompts each comes several times.

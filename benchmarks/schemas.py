@@ -2,101 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 SIZES = {"small": 3, "medium": 8, "large": 20}
 """Name -> members of an object."""
 
-_TEXTS = [
-    "name",
-    "title",
-    "description",
-    "city",
-    "country",
-    "street",
-    "postal_code",
-    "email",
-    "phone_number",
-    "comment",
-    "author",
-    "publisher",
-    "language",
-    "department",
-    "manufacturer",
-    "model_number",
-    "serial_number",
-    "contact_person",
-    "reason",
-    "subject",
-    "nickname",
-    "occupation",
-    "place_of_birth",
-    "invoice_number",
-    "customer_identifier",
-]
-_NUMBERS = [
-    "age",
-    "quantity",
-    "price",
-    "weight_in_grams",
-    "floor",
-    "rating",
-    "year",
-    "duration_minutes",
-    "temperature",
-    "number_of_pages",
-    "seats",
-    "discount_percent",
-    "distance_km",
-    "stock_level",
-    "priority",
-]
-_FLAGS = [
-    "active",
-    "verified",
-    "is_gift",
-    "in_stock",
-    "requires_signature",
-    "newsletter",
-    "accessible",
-    "confidential",
-    "refundable",
-    "archived",
-]
-_CHOICES = {
-    "color": ["red", "green", "blue", "black"],
-    "status": ["pending", "in_progress", "completed", "cancelled"],
-    "payment_method": ["credit_card", "bank_transfer", "cash_on_delivery"],
-    "size": ["small", "medium", "large", "extra_large"],
-    "severity": ["low", "normal", "high", "critical"],
-    "unit": ["piece", "kilogram", "litre", "metre"],
-    "weekday": ["monday", "wednesday", "friday", "sunday"],
-    "visibility": ["public", "internal", "private"],
-}
-_THINGS = [
-    "customer",
-    "order",
-    "book",
-    "patient",
-    "recipe",
-    "flight",
-    "ticket",
-    "employee",
-    "product",
-    "event",
-    "building",
-    "invoice",
-    "song",
-    "vehicle",
-    "student",
-    "parcel",
-    "hotel",
-    "course",
-    "animal",
-    "contract",
-]
+_WORDS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_TEXTS, _NUMBERS, _FLAGS = _WORDS["texts"], _WORDS["numbers"], _WORDS["flags"]
+_CHOICES, _THINGS = _WORDS["choices"], _WORDS["things"]
 
 
 class Asked(NamedTuple):
@@ -112,9 +29,8 @@ def schemas(size: str, count: int, seed: int) -> Iterator[Asked]:
     rng = random.Random(f"{size} {seed}")
     for number in range(count):
         thing = _THINGS[number % len(_THINGS)]
-        yield Asked(
-            size, f"A {thing} as JSON:\n", _record(SIZES[size], rng, nested=size != "small")
-        )
+        record = _record(SIZES[size], rng, nested=size != "small")
+        yield Asked(size, f"A {thing} as JSON:\n", record)
 
 
 def _record(members: int, rng: random.Random, nested: bool) -> dict[str, Any]:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant
-from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 
-from .methods import Method, Run, assisted, run_method
-from .model import Prompt, first_of_each, read_prompts
+from .inputs import Prompt, first_of_each, load, model_name, read_prompts
+from .methods import Method, Run, assisted, prompt_lookup, run_method, tokens_per_forward
 from .report import Report, Table
 
 COLUMNS = {
@@ -41,13 +40,14 @@ _KINDS = {
 
 
 def read_questions(path: Path) -> list[Prompt]:
-    """The first turns of Spec-Bench's `question.jsonl`, as prompts for a base model."""
+    """The first turns of Spec-Bench's `question.jsonl`."""
     prompts = []
     for line in path.read_text(encoding="utf-8").splitlines():
         question = json.loads(line)
         category = _KINDS.get(question["category"], "multi-turn conversation")
-        text = f"Question: {question['turns'][0]}\n\nAnswer:"
-        prompts.append(Prompt(category, str(question["question_id"]), text))
+        asked = question["turns"][0]
+        text = f"Question: {asked}\n\nAnswer:"
+        prompts.append(Prompt(category, str(question["question_id"]), text, asked))
     return prompts
 
 
@@ -55,7 +55,7 @@ def methods(nodes: int) -> list[Method]:
     """What is compared, none of which has seen anything before a prompt."""
     return [
         Method("plain", dict),
-        Method("prompt lookup", lambda: {"prompt_lookup_num_tokens": nodes}, 1),
+        prompt_lookup(nodes),
         assisted("Token Recycling", lambda: Assistant([TokenRecyclingDrafter()], budget=nodes)),
         assisted("SamAssistant", partial(SamAssistant, budget=nodes)),
         assisted("SuffixAssistant", partial(SuffixAssistant, budget=nodes)),
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     progress("loading the model")
-    model, tokenizer = load_demo_model()
+    model, tokenizer = load(arguments)
     given = arguments.spec_bench
     prompts = read_prompts() if given is None else read_questions(given)
     count, tokens = arguments.spec_prompts, arguments.spec_tokens
@@ -80,6 +80,7 @@ def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Repor
     report = Report(
         "spec_bench",
         {
+            "model": model_name(arguments),
             "nodes": arguments.spec_nodes,
             "new_tokens": tokens,
             "prompts": "its own" if given is None else "Spec-Bench, the first of each kind",
@@ -112,7 +113,7 @@ def measure(
     warm_up(model, candidates)
     runs: dict[tuple[str, str], list[tuple[Run, bool]]] = {}
     for number, prompt in enumerate(prompts):
-        inputs = dict(tokenizer(prompt.text, return_tensors="pt").to(model.device))
+        inputs = prompt.inputs(tokenizer)
         plain = torch.empty(0)
         for method in candidates:
             progress(f"{number + 1} of {len(prompts)}: {prompt.category}, {method.name}")
@@ -129,7 +130,6 @@ def measure(
                 category=category,
                 method=method.name,
                 prompts=len(found),
-                per_forward=sum(run.tokens for run, _ in found)
-                / sum(run.forwards for run, _ in found),
+                per_forward=tokens_per_forward([run for run, _ in found]),
                 same=f"{sum(same for _, same in found)} of {len(found)}",
             )

@@ -1,4 +1,4 @@
-"""Where the time of a verification step goes, on a real model: Gemma-3-270M on the CPU.
+"""Where the time of a verification step goes, on a real model on the CPU.
 
 Each figure is the median, over calls of `generate`, of milliseconds per step. The forward is split
 by hooks on all modules; a module's time is its own, without what its parts take. The hooks are
@@ -24,9 +24,9 @@ from torch.nn.modules.module import (
 )
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.demo_model import load_demo_model
 from hf_retrieval_assist.verification.kv_cache import SlotLayer
 
+from .inputs import load
 from .kernel import real_text
 from .report import Report, Table
 from .timing import alternate
@@ -191,11 +191,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-nodes", type=int, nargs="+", default=list(NODES), help="verified")
     parser.add_argument("--step-tokens", type=int, default=24, help="to generate per call")
     parser.add_argument("--step-repeats", type=int, default=5)
-    parser.add_argument("--step-dtype", default="float32", help="of the model")
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    model, tokenizer = load_demo_model(getattr(torch, arguments.step_dtype))
+    model, tokenizer = load(arguments)
     if arguments.quick:
         arguments.step_contexts, arguments.step_nodes = [64], [7]
         arguments.step_tokens, arguments.step_repeats = 8, 1
@@ -210,7 +209,7 @@ def measure(
     progress: Callable[[str], None],
 ) -> Report:
     """Every context, a prefix of `text` (int64 [tokens]), with every number of nodes."""
-    names = ("step_contexts", "step_nodes", "step_tokens", "step_repeats", "step_dtype")
+    names = ("model", "step_contexts", "step_nodes", "step_tokens", "step_repeats")
     report = Report("step", {name: getattr(arguments, name) for name in names})
     table = report.table(f"Where a step's time goes, {model.dtype}", COLUMNS)
     for context in arguments.step_contexts:

@@ -19,11 +19,12 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_retrieval_assist import Assistant, SamAssistant, simulate
-from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.demo_model import prompt_inputs
 
-from .methods import Method, Run, assisted, baselines, run_method
+from .inputs import dtype_name, load
+from .methods import Method, Run, assisted, baselines, run_method, tokens_per_forward
 from .report import Report, Table
-from .schemas import SIZES, Asked, schemas
+from .schemas import SIZES, schemas
 from .tool_calls import CALLS, FORMATS, TOOLS, recorded
 
 Make = Callable[[], LogitsProcessor]
@@ -137,7 +138,7 @@ def summary(found: Sequence[Run | Exception], plain: Sequence[Run | Exception]) 
         "equal": f"{equal} of {len(found)}",
         "raised": f"{len(raised)} ({', '.join(sorted(set(raised)))})" if raised else "0",
         "tokens": sum(run.tokens for run in runs),
-        "per_forward": sum(run.tokens for run in runs) / max(1, sum(run.forwards for run in runs)),
+        "per_forward": tokens_per_forward(runs) if runs else None,
         "seconds": sum(run.seconds for run in runs),
     }
 
@@ -168,10 +169,6 @@ def fill(
         table.add(method=name, **labels, **figures)
 
 
-def encoded(tokenizer: Any, asked: Asked) -> dict[str, Any]:
-    return dict(tokenizer(asked.prompt, return_tensors="pt"))
-
-
 def same_calls(
     report: Report,
     model: Any,
@@ -188,7 +185,9 @@ def same_calls(
         report.note(f"{missing} is not installed")
     for library, compiled in known.items():
         progress(f"{library}: compiling")
-        calls = [(encoded(tokenizer, one), compiled(one.schema)) for one in asked]
+        calls = [
+            (dict(prompt_inputs(tokenizer, one.prompt)), compiled(one.schema)) for one in asked
+        ]
         for decoding, options in DECODING.items():
             progress(f"{library}, {decoding}")
             options = options | {"max_new_tokens": arguments.structured_tokens}
@@ -216,8 +215,11 @@ def sizes(
     for size in SIZES:
         progress(f"{size} schemas")
         asked = schemas(size, 1 if arguments.quick else arguments.schemas_each, arguments.seed)
-        calls = [(encoded(tokenizer, one), known["xgrammar"](one.schema)) for one in asked]
-        labels = {"size": size, "dtype": str(model.dtype).removeprefix("torch.")}
+        calls = [
+            (dict(prompt_inputs(tokenizer, one.prompt)), known["xgrammar"](one.schema))
+            for one in asked
+        ]
+        labels = {"size": size, "dtype": dtype_name(model)}
         fill(table, methods, makers, calls, model, options, **labels)
 
 
@@ -258,16 +260,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--calls-each", type=int, default=4, help="of each library")
     parser.add_argument("--structured-tokens", type=int, default=48, help="new, at most")
     parser.add_argument("--structured-nodes", type=int, default=16, help="verified at most")
-    parser.add_argument("--structured-dtypes", nargs="+", default=["float32"])
 
 
 def run(arguments: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    names = ("schemas_each", "calls_each", "structured_tokens", "structured_nodes", "seed")
+    names = ("model", "calls_each", "schemas_each", "structured_tokens", "structured_nodes", "seed")
     report = Report("structured", {name: getattr(arguments, name) for name in names})
-    for number, dtype in enumerate(arguments.structured_dtypes):
-        progress(f"loading the model in {dtype}")
-        model, tokenizer = load_demo_model(getattr(torch, dtype))
-        measure(report, model, tokenizer, arguments, progress, everything=number == 0)
+    progress("loading the model")
+    measure(report, *load(arguments), arguments, progress)
     return report
 
 
@@ -277,12 +276,11 @@ def measure(
     tokenizer: Any,
     arguments: argparse.Namespace,
     progress: Callable[[str], None],
-    everything: bool,
 ) -> None:
-    """All tables of a model, or only the one that depends on its dtype."""
+    """All tables."""
     progress("reading the vocabulary")
     known = dict(libraries(model, tokenizer))
-    if everything:
-        first_calls(report, tokenizer, arguments, progress)
-        same_calls(report, model, tokenizer, known, arguments, progress)
+    same_calls(report, model, tokenizer, known, arguments, progress)
     sizes(report, model, tokenizer, known, arguments, progress)
+    # Last, since it gives the tokenizer other chat templates.
+    first_calls(report, tokenizer, arguments, progress)

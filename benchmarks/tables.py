@@ -1,15 +1,19 @@
-"""Put tables of saved reports into Markdown: `python -m benchmarks.tables [FILE ...] [--check]`.
+"""Put figures of saved reports into Markdown: `python -m benchmarks.tables [FILE ...] [--check]`.
 
 What stands between a marker and `<!-- end -->` is written anew from the JSON that it names:
 
     <!-- table file=acceptance title=Presets columns=variant,accepted where=trace:sql -->
     <!-- table file=acceptance title=Presets rows=variant across=trace value=accepted -->
+    <!-- table file=model-a,model-b title=Unseen rows=model,dtype across=method value=plain -->
     <!-- machine file=acceptance -->
     <!-- machine file=acceptance brief=yes -->
+    in a line: <!-- figure file=sql title=Presets where=variant:memory column=nodes -->4<!-- end -->
 
-`file` is below `--results`, without its suffix; `title` is the beginning of the table's. `where`
-keeps the rows with these values (`key:value,key:value`). `rows`, `across` and `value` name columns
-whose values become lines, columns and cells. `brief` leaves all but machine and version out.
+`file` is below `--results`, without its suffix; rows of several files stand one after the other.
+`title` is the beginning of the table's. `where` keeps the rows with these values
+(`key:value,key:value`), for a figure one row. `rows`, `across` and `value` name columns whose
+values become lines, columns and cells. `digits` are those behind the point. `brief` leaves all but
+the machine, the version and the command out.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,58 +30,82 @@ from .report import Table, cell
 
 FILES = [Path(__file__).parent.parent / name for name in ("RESULTS.md", "README.md")]
 RESULTS = Path(__file__).parent / "results"
-MARKER = re.compile(r"<!-- (table|machine) (.*?) -->\n.*?<!-- end -->", re.DOTALL)
+MARKER = re.compile(r"<!-- (table|machine|figure) (.*?) -->.*?<!-- end -->", re.DOTALL)
 
 
 def render(text: str, results: Path = RESULTS) -> str:
     """The text with what its markers ask for; where a report is missing, it says so.
 
     Raises:
-        ValueError: a marker names a table or column that is not in its report.
+        ValueError: a marker names a table or column that is not in its report, or a figure of none
+            or several rows.
     """
 
     def block(marker: re.Match[str]) -> str:
         kind, arguments = marker.groups()
         options = dict(word.split("=", 1) for word in shlex.split(arguments))
+        paths = [results / f"{name}.json" for name in options.pop("file").split(",")]
         try:
-            content = _content(kind, results / f"{options.pop('file')}.json", options)
+            content = _content(kind, paths, options)
         except (KeyError, TypeError) as error:
             raise ValueError(f"<!-- {kind} {arguments} -->: {error}") from error
-        return f"<!-- {kind} {arguments} -->\n{content}\n<!-- end -->"
+        around = "" if kind == "figure" else "\n"
+        return f"<!-- {kind} {arguments} -->{around}{content}{around}<!-- end -->"
 
     return MARKER.sub(block, text)
 
 
-def _content(kind: str, path: Path, options: dict[str, str]) -> str:
-    if not path.is_file():
-        return f"Not measured yet: there is no {path.name}."
-    return _BLOCKS[kind](json.loads(path.read_text(encoding="utf-8")), **options)
+def _content(kind: str, paths: Sequence[Path], options: dict[str, str]) -> str:
+    for path in paths:
+        if not path.is_file():
+            return f"Not measured yet: there is no {path.name}."
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    if kind == "machine":
+        return _machine(*reports, **options)
+    table = _chosen(reports, options.pop("title"), options.pop("where", ""))
+    if kind == "figure":
+        return _figure(table, **options)
+    return _pivot(table, **options) if "across" in options else _flat(table, **options)
 
 
-def _table(report: dict[str, Any], title: str, where: str = "", **shape: str) -> str:
-    matches = [table for table in report["tables"] if table["title"].startswith(title)]
-    if len(matches) != 1:
-        raise KeyError(f"{len(matches)} tables begin with {title!r}")
-    table = Table(**matches[0])
-    for condition in filter(None, where.split(",")):
+def _chosen(reports: Sequence[dict[str, Any]], title: str, where: str) -> Table:
+    """The rows of one table of each report for which all conditions hold."""
+    found = []
+    for report in reports:
+        matches = [table for table in report["tables"] if table["title"].startswith(title)]
+        if len(matches) != 1:
+            raise KeyError(f"{len(matches)} tables begin with {title!r}")
+        found.append(Table(**matches[0]))
+    rows = [row for table in found for row in table.rows]
+    for condition in filter(None, re.split(r",(?=\w+:)", where)):
         key, value = condition.split(":", 1)
-        table.rows = [row for row in table.rows if str(row[key]) == value]
-    return _pivot(table, **shape) if "across" in shape else _flat(table, **shape)
+        rows = [row for row in rows if str(row[key]) == value]
+    return Table(title, found[0].columns, rows)
 
 
-def _flat(table: Table, columns: str = "") -> str:
+def _figure(table: Table, column: str, digits: str = "") -> str:
+    if len(table.rows) != 1:
+        raise KeyError(f"expected one row, got {len(table.rows)}")
+    return cell(table.rows[0][column], digits)
+
+
+def _flat(table: Table, columns: str = "", digits: str = "") -> str:
     """Chosen columns, or all of them."""
     keys = columns.split(",") if columns else list(table.columns)
-    lines = [[cell(row.get(key)) for key in keys] for row in table.rows]
+    lines = [[cell(row.get(key), digits) for key in keys] for row in table.rows]
     return markdown([table.columns[key] for key in keys], lines)
 
 
-def _pivot(table: Table, rows: str, across: str, value: str) -> str:
-    """One value by two columns: a line for each value of one, a column for each of the other."""
-    cells = {(row[rows], row[across]): row.get(value) for row in table.rows}
-    names, headings = (dict.fromkeys(row[key] for row in table.rows) for key in (rows, across))
-    lines = [[str(name), *(cell(cells.get((name, h))) for h in headings)] for name in names]
-    return markdown([table.columns[rows], *map(str, headings)], lines)
+def _pivot(table: Table, rows: str, across: str, value: str, digits: str = "") -> str:
+    """A line for each value of `rows`, a column for each of `across`."""
+    keys = rows.split(",")
+    headings = dict.fromkeys(row[across] for row in table.rows)
+    found = {(*(row[key] for key in keys), row[across]): row.get(value) for row in table.rows}
+    lines = [
+        [*map(str, line), *(cell(found.get((*line, heading)), digits) for heading in headings)]
+        for line in dict.fromkeys(tuple(row[key] for key in keys) for row in table.rows)
+    ]
+    return markdown([*(table.columns[key] for key in keys), *map(str, headings)], lines)
 
 
 def markdown(headings: list[str], lines: list[list[str]]) -> str:
@@ -89,10 +117,13 @@ def markdown(headings: list[str], lines: list[list[str]]) -> str:
 def _machine(report: dict[str, Any], brief: str = "") -> str:
     """Where and from what a report comes, and with which settings."""
     machine = report["environment"]
+    command = machine.get("command")
     if brief:
         version = machine["versions"].get("hf-retrieval-assist")
         by = f"version {version}, commit" if version else "commit"
-        return f"Measured on {machine['cpu']}, {machine['cores']} cores, {by} {machine['commit']}."
+        typed = f"; `{command}`" if command else ""
+        where = f"{machine['cpu']}, {machine['cores']} cores"
+        return f"Measured on {where}, {by} {machine['commit']}{typed}."
     versions = [f"{name} {v}" for name, v in machine["versions"].items() if v is not None]
     memory = machine["memory_bytes"]
     facts = [
@@ -102,6 +133,7 @@ def _machine(report: dict[str, Any], brief: str = "") -> str:
         f"Python {machine['python']}",
         *versions,
         f"commit {machine['commit']}",
+        f"`{command}`" if command else "",
     ]
     settings = [
         f"{name} {value}"
@@ -109,9 +141,6 @@ def _machine(report: dict[str, Any], brief: str = "") -> str:
         if not isinstance(value, dict)
     ]
     return f"{', '.join(filter(None, facts))}. Settings: {', '.join(settings)}."
-
-
-_BLOCKS: dict[str, Callable[..., str]] = {"table": _table, "machine": _machine}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -16,7 +16,6 @@ from hf_retrieval_assist import (
     SuffixAssistant,
     TokenTree,
 )
-from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import DraftSession
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
@@ -78,32 +77,6 @@ def sam_parts(trace: Trace, folder: Path) -> dict[str, Make]:
     return found
 
 
-def sam_thresholds(trace: Trace, folder: Path) -> dict[str, Make]:
-    """`min_match` (the paper's l_threshold) and `corpus_bias` (l_bias)."""
-    if not trace.corpus:
-        return {}
-
-    def make(min_match: int, bias: int) -> Assistant:
-        return SamAssistant(
-            trace.corpus, fallback=None, min_match=min_match, corpus_bias=bias, budget="paper"
-        )
-
-    return {
-        f"min_match {match}, corpus_bias {bias}": partial(make, match, bias)
-        for match in (1, 3, 5, 8)
-        for bias in (0, 5, 10)
-    }
-
-
-def draft_sizes(trace: Trace, folder: Path) -> dict[str, Make]:
-    """The longest draft from the text itself."""
-    return {f"{size} tokens": partial(_own_text, size) for size in (4, 8, 16, 24, 40, 64, 100)}
-
-
-def _own_text(size: int) -> Assistant:
-    return Assistant([AutomatonDrafter(size)], budget="paper")
-
-
 def suffix_settings(trace: Trace, folder: Path) -> dict[str, Make]:
     """The paper's alpha (nodes per matched token), and what each of the two trees brings."""
     paper = partial(SuffixAssistant, fallback=None, budget="paper")
@@ -122,17 +95,6 @@ def suffix_settings(trace: Trace, folder: Path) -> dict[str, Make]:
         "planned, paths instead of trees": partial(bare, tree=False),
         "planned, without earlier outputs": lambda: Assistant([SuffixDrafter(learn=False)]),
     }
-
-
-def memory_sizes(trace: Trace, folder: Path) -> dict[str, Make]:
-    """From cold to ten thousand outputs, as far as the corpus goes; nothing is learnt meanwhile."""
-
-    def make(count: int) -> Assistant:
-        return SuffixAssistant(warmed(trace.corpus[:count]), fallback=None).private()
-
-    counts = [count for count in (0, 10, 100, 1_000) if count < len(trace.corpus)]
-    counts.append(min(len(trace.corpus), 10_000))
-    return {f"{count:,} outputs": partial(make, count) for count in counts}
 
 
 def warmed(outputs: Iterable[Ids]) -> OutputMemory:

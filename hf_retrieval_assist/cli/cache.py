@@ -11,9 +11,10 @@ from .command import Command
 
 # Kind -> (what it is, names in the package's folder of the user's cache directory).
 _KINDS = {
-    "kernels": ("which kernels are fastest on this machine", "*_tuning.json"),
-    "timings": ("what forwards cost, by model", "cost"),
-    "model": ("the demo's model, unpacked", "gemma-*"),
+    "kernels": ("which kernels are fastest on this machine", ("*_tuning.json",)),
+    "timings": ("what forwards cost, by model", ("cost",)),
+    # What a conversion that was killed has left is among them.
+    "model": ("the demo's models, unpacked", ("gemma-*", "smollm2-*", "unpacking-*")),
 }
 
 
@@ -37,8 +38,8 @@ def _run(args: argparse.Namespace) -> None:
     folder = user_cache_directory()
     print(folder)
     for kind in args.kinds or usual:
-        about, pattern = _KINDS[kind]
-        paths = sorted(folder.glob(pattern))
+        about, patterns = _KINDS[kind]
+        paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
         size = sum(_size(path) for path in paths)
         if args.action == "clear":
             for path in paths:

@@ -16,7 +16,8 @@ from transformers.generation.utils import (
 
 from ..host.transformers_private import CACHE
 from ..row_text import RowText
-from ..verification.kv_cache import SlotCache, SlotLayer
+from ..verification.kv_cache import SlotCache
+from ..verification.slot_layers import SlotLayer
 from ..verification.verified import Verified
 
 

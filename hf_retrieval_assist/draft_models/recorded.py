@@ -49,13 +49,13 @@ class RecordedDrafts(FixedVerifier):
             attention=TreeAttention(rules, None, model.dtype),
             options=ForwardOptions(recorded=recorded and not is_compiled(model)),
         )
-        self.most = most
+        self.most, self.begun = most, 0
         # What fills a line up lies behind.
         self._columns = most + self._bucket(most)
         self._forget()
 
     def _forget(self) -> None:
-        self._depths: Int64Array = np.empty((len(self.processed), 0), np.int64)
+        self._depths: Int64Array = np.empty((len(self.prompt_ids), 0), np.int64)
 
     def feed(
         self,
@@ -77,7 +77,6 @@ class RecordedDrafts(FixedVerifier):
             # The memory of a tree that has begun cannot be exchanged.
             self._reserve(self.cache.slots.longest + self._columns)
         step = self.memory.workspace.step(self._bucket(width), self._columns)
-        self.processed = list(self.cache.slots.lengths)
         self._send(step, self._filled(token_ids, depths, sees))
         if isinstance(token_ids, torch.Tensor):
             step.inputs.device["token_ids"][:, :width].copy_(token_ids)

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..drafters.base import DraftSession
-from ..verification.kv_cache import SLOT_LAYERS, SlotCache, SlotLayer
+from ..verification.kv_cache import SLOT_LAYERS, SlotCache
+from ..verification.slot_layers import SlotLayer
 from ..verification.tree_attention import FedTrees, LayerMask, TreeAttention
 
 Int64Array = NDArray[np.int64]

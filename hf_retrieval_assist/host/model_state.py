@@ -26,9 +26,6 @@ _PACKAGE = __name__.partition(".")[0]
 _SCALARS = (bool, int, float, str, type(None))
 _PLAIN = (*_SCALARS, tuple, list, dict)
 
-# Those whose operators autocast changes.
-_DEVICES = ("cpu", "cuda", "xpu", "mps")
-
 Place = tuple[int, str]
 """The identity of a module, and the name of an attribute."""
 
@@ -50,13 +47,18 @@ def model_settings(
     """Every plain attribute of its modules but `moving` ones, their hooks but those that only look,
     how attention is computed, and the modes of PyTorch that change operators."""
     config = getattr(model, "config", None)
-    autocast = [d for d in _DEVICES if torch.is_autocast_enabled(d)]
     return (
         hash(tuple([_settings(module, moving) for module in modules_of(model)])),
         None if config is None else attention_of(config),
-        tuple([(device, torch.get_autocast_dtype(device)) for device in autocast]),
+        autocast_dtypes(),
         torch.get_default_device(),
     )
+
+
+def autocast_dtypes() -> tuple[torch.dtype, ...]:
+    """In what operators compute where autocast changes that."""
+    enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda", "xpu", "mps"))
+    return tuple(map(torch.get_autocast_dtype, enabled))
 
 
 def _settings(module: nn.Module, moving: frozenset[Place] | set[Place]) -> Hashable:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .kv_cache import SlotLayer
+from .slot_layers import Block, Home, SlotLayer
 
 # The smallest difference of two capacities.
 _MIN_STEP = 256
@@ -52,7 +52,7 @@ class _Kind(NamedTuple):
     depth: int
     dtype: torch.dtype
     device: torch.device
-    drops: bool
+    forgets: bool
     part: int
 
 
@@ -74,6 +74,8 @@ class Arena:
         # By kind the numbers of buffers, of layer i 2i for the keys and 2i + 1 for the values.
         self._members: dict[_Kind, list[int]] = {}
         self._groups: list[torch.Tensor] = []
+        # Of each group the one that its present layers write to. One that grows leaves the group.
+        self._blocks: list[Block] = []
 
     @property
     def nbytes(self) -> int:
@@ -82,12 +84,13 @@ class Arena:
     def offer(self, layers: Sequence[SlotLayer]) -> None:
         """Let layers that are empty write here from the beginning, if they are as many as those
         that did so before."""
+        if 2 * len(layers) != sum(map(len, self._members.values())):
+            return
+        self._empty()
         homes = self._homes()
-        if 2 * len(layers) == len(homes):
-            for group in self._groups:
-                group.zero_()
-            for i, layer in enumerate(layers):
-                layer.homes = homes[2 * i], homes[2 * i + 1]
+        for i, layer in enumerate(layers):
+            if not layer.forgets:
+                layer.begin_in(homes[2 * i], homes[2 * i + 1])
 
     def hold(self, layers: Sequence[SlotLayer]) -> None:
         """Take the content of the layers in and make them write here.
@@ -97,35 +100,48 @@ class Arena:
         before holds another one of the same model: its tensors are used again, emptied, since what
         was not finite in a masked slot would show.
         """
-        for layer in layers:
-            layer.homes = ()
-            if layer.drops and layer.window:
-                layer.forget_before(layer.get_seq_length() - layer.window + 1)
-        self.first = max((layer.first for layer in layers), default=0)
+        windows = [layer.window or 0 for layer in layers if layer.forgets]
+        first = layers[0].slots.longest - max(windows) + 1 if windows else 0
         members = self._kinds(layers)
         if members != self._members:
-            self._members, self._groups = members, []
+            self._members, self._groups, self._blocks = members, [], []
         homes = self._homes()
-        at_home = [bool(homes) and layer.is_in(homes[2 * i]) for i, layer in enumerate(layers)]
-        if all(at_home):
-            return
-        for layer in (layer for layer, here in zip(layers, at_home, strict=True) if here):
-            layer.move_out()
+        begun = [layer for i, layer in enumerate(layers) if homes and layer.is_in(homes[2 * i])]
+        if not begun or not all(layer in begun or layer.forgets for layer in layers):
+            for layer in begun:
+                layer.move_out()
+            self._empty()
+        self.first = max(0, first)
         homes = {}
         for i, (kind, numbers) in enumerate(members.items()):
-            if i < len(self._groups):
-                self._groups[i].zero_()
-            else:
+            if i == len(self._groups):
                 self._groups.append(self._zeros(kind, len(numbers)))
-            homes |= zip(numbers, self._groups[i], strict=True)
+                self._blocks.append(Block(self._groups[i]))
+            self._blocks[i].base = self.first if kind.forgets else 0
+            homes |= self._homes_in(i, numbers)
             for number in {number // 2 for number in numbers}:
                 if {2 * number, 2 * number + 1} <= homes.keys():
-                    layers[number].move_in((homes.pop(2 * number), homes.pop(2 * number + 1)))
+                    pair = homes.pop(2 * number), homes.pop(2 * number + 1)
+                    if not layers[number].is_in(pair[0]):
+                        layers[number].move_in(*pair)
 
-    def _homes(self) -> dict[int, torch.Tensor]:
+    def _empty(self) -> None:
+        """Leave nothing of earlier caches in the tensors."""
+        self._blocks = []
+        for group in self._groups:
+            group.zero_()
+            self._blocks.append(Block(group))
+
+    def _homes(self) -> dict[int, Home]:
         """Buffers by their numbers, as far as they were made."""
-        pairs = zip(self._members.values(), self._groups, strict=False)
-        return {n: home for numbers, group in pairs for n, home in zip(numbers, group, strict=True)}
+        members = list(self._members.values())
+        homes: dict[int, Home] = {}
+        for i in range(len(self._blocks)):
+            homes |= self._homes_in(i, members[i])
+        return homes
+
+    def _homes_in(self, group: int, numbers: Sequence[int]) -> dict[int, Home]:
+        return {number: (self._blocks[group], n) for n, number in enumerate(numbers)}
 
     def _kinds(self, layers: Sequence[SlotLayer]) -> dict[_Kind, list[int]]:
         members: defaultdict[_Kind, list[int]] = defaultdict(list)
@@ -135,14 +151,14 @@ class Arena:
             part = taken // MOST_BYTES
             for number, states in enumerate((layer.keys, layer.values), start=2 * i):
                 _, heads, _, depth = states.shape
-                kind = _Kind(heads, depth, states.dtype, states.device, layer.drops, part)
+                kind = _Kind(heads, depth, states.dtype, states.device, layer.forgets, part)
                 members[kind].append(number)
                 slots = self.batch * self._capacity(kind)
                 taken += slots * heads * depth * states.element_size()
         return dict(members)
 
     def _capacity(self, kind: _Kind) -> int:
-        return self.near if kind.drops and self.near is not None else self.capacity
+        return self.near if kind.forgets and self.near is not None else self.capacity
 
     def _zeros(self, kind: _Kind, buffers: int) -> torch.Tensor:
         shape = buffers, self.batch, kind.heads, self._capacity(kind), kind.depth
@@ -150,14 +166,13 @@ class Arena:
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy slots within rows: int64 [batch, 1] and [batch, moved]."""
-        for kind, group in zip(self._members, self._groups, strict=True):
-            first = self.first if kind.drops else 0
-            start, end = (source - first, destination - first) if first else (source, destination)
-            group[:, rows, :, end] = group[:, rows, :, start]
+        for block in self._blocks:
+            block.move(source, destination, rows)
 
     def begin_with(self, first: int) -> None:
         """Let the buffers of layers that forget begin with a later slot."""
         behind, self.first = first - self.first, first
-        for kind, group in zip(self._members, self._groups, strict=True):
-            if kind.drops and behind:
-                group[..., :-behind, :] = group[..., behind:, :].clone()
+        for kind, block in zip(self._members, self._blocks, strict=True):
+            if kind.forgets and behind:
+                block.states[..., :-behind, :] = block.states[..., behind:, :].clone()
+                block.put(block.states, first)

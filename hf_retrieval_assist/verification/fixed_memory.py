@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from .arena import capacity_bucket, with_room
-from .kv_cache import SlotCache, SlotLayer
+from .kv_cache import SlotCache
 from .recorded_state import recorded_state
 from .replay import Shown
+from .slot_layers import SlotLayer
 from .workspace import WORKSPACES, Repeated, Shape, Workspace
 
 # Where forwards are recorded, or attention reads nothing but the slots in use.
@@ -103,9 +104,6 @@ class FixedMemory:
         """Forget what lies beyond the window of rows that have kept so many slots."""
         arena, window = self.workspace.arena, self._shape.window
         arena.begin_with(max(0, kept - (window or 0) + 1))
-        for layer in self._layers:
-            if layer.drops:
-                layer.first = layer.absent = arena.first
 
     def grow(self, slots: int, reserved: Workspace | None = None) -> None:
         """Go on where rows of so many slots have room; the layers show what is kept."""

@@ -139,7 +139,7 @@ class FixedVerifier(TreeVerifier):
         self._moves: tuple[Int64Array, Int64Array] | None = None
         rules, room, layers = self.attention.rules, self.widths[-1], self.cache.slot_layers
         shape = Shape(
-            batch=len(self.processed),
+            batch=len(self.prompt_ids),
             capacity=options.capacity + room,
             rules=rules if isinstance(rules, LayerMask) else tuple(rules.items()),
             dtype=self.attention.dtype,
@@ -150,7 +150,7 @@ class FixedVerifier(TreeVerifier):
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             attention_by=by,
             exact=options.fixed_width is not None,
-            window=max((layer.window or 0 for layer in layers if layer.drops), default=None),
+            window=max((layer.window or 0 for layer in layers if layer.forgets), default=None),
         )
         self.memory = FixedMemory(
             *(self.model, layers, shape, self.kwargs),
@@ -280,7 +280,7 @@ class FixedVerifier(TreeVerifier):
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
     ) -> None:
         self._keep(accepted)
-        self._count(accepted)
+        self.feeding = False
 
     def _keep(self, accepted: Sequence[Sequence[int]]) -> None:
         lengths = self.cache.slots.lengths

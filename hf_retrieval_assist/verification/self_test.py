@@ -19,7 +19,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from ..host.callers_hooks import muted
-from ..host.model_state import Place, restored
+from ..host.model_state import Place, autocast_dtypes, restored
 from ..host.transformers_private import forward_parameters, input_device, kwargs_after
 from ..row_text import RowText
 from ..token_tree import TokenTree
@@ -96,13 +96,7 @@ def _noting_dtypes(model: Any) -> Iterator[set[torch.dtype]]:
     wrapper of its forward may enter."""
     noted = {model.dtype}
     part = next((m for m in model.modules() if isinstance(m, nn.Linear)), model)
-
-    def note(*_: Any) -> None:
-        device = input_device(model).type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            noted.add(torch.get_autocast_dtype(device))
-
-    handle = part.register_forward_pre_hook(note)
+    handle = part.register_forward_pre_hook(lambda *_: noted.update(autocast_dtypes()))
     try:
         yield noted
     finally:
@@ -144,7 +138,7 @@ class _Probe:
         self.rows = [RowText(i, self.prompt[i], 16) for i in range(rows)]
         for row, text in zip(self.rows, self.texts, strict=True):
             row.generated.append(text[0])
-        cache = SlotCache(self.config, drops=service.drops(self.config, rows))
+        cache = SlotCache(self.config, forgets=service.forgets(self.config, rows))
         kwargs, _ = self._feed_prompt(cache)
         cache.begin(rows)
         self.verifier = service.verifier(model, cache, kwargs, self.prompt, ForwardOptions())

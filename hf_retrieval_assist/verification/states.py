@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers.cache_utils import LinearAttentionLayer
 
-from .kv_cache import HybridSlotLayer, SlotCache, SlotLayer
+from .kv_cache import SlotCache
+from .slot_layers import HybridSlotLayer, SlotLayer
 
 # Above this many pending tokens a recurrent model gets them without a draft behind, which always
 # succeeds: it bounds the width that replaying adds to every forward.

@@ -66,6 +66,8 @@ class Service:
         """The verifier of this tier, for one call whose prefill is done."""
         arguments = model, cache, model_kwargs, prompt_ids
         stays = self.in_place and can_stay(cache, input_device(model))
+        if not stays:
+            cache.house()
         unmasked = not stays and why_no_mask(model.config) is not None
         verifier: Verifier
         if self.tier is not Tier.TREE or unmasked:
@@ -86,7 +88,7 @@ class Service:
         verifier.reach = self.reach
         return verifier
 
-    def drops(self, config: Any, batch: int) -> bool:
+    def forgets(self, config: Any, batch: int) -> bool:
         """Whether layers with a window may forget what lies beyond it.
 
         Where layers of all kinds get one mask, they show equally many slots. Rows of a batch get on
@@ -131,16 +133,17 @@ def slot_cache(
         capacity: slots that each row will need, as far as that is known.
     """
     config = model.config.get_text_config(decoder=True)
-    name, drops = service.cache_name, service.drops(config, batch)
+    name, forgets = service.cache_name, service.forgets(config, batch)
     given: Any = model_kwargs.get(name)
     own = getattr(given, "self_attention_cache", given)
     if not is_callers(given):
-        cache = SlotCache(config, 0 if service.in_place else capacity, drops)
+        cache = SlotCache(config, 0 if service.in_place else capacity, forgets)
+        cache.in_place = service.in_place
         if service.in_place:
             reserve(model, cache, batch, capacity + WIDTHS[-1])
         model_kwargs[name] = cache_for(model, cache)
         return cache
-    cache = SlotCache.around(own, config, drops)
+    cache = SlotCache.around(own, config, forgets)
     if cache.lender is not None:
         model_kwargs[name] = cache
     if given is not own:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from .kv_cache import RowSlots
+from .slot_layers import RowSlots
 
 Int64Array = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -155,17 +155,18 @@ class TreeAttention:
         Also sets `slots.view_from`, the first slot that layers of limited reach show.
         """
         plain = fed.columns.shape[1] == 1 and self._is_simple(slots)
+        single = isinstance(self.rules, LayerMask)
         rules = [self.rules] if isinstance(self.rules, LayerMask) else self.rules.values()
         reach = max((rule.reach or 0 for rule in rules), default=0)
         # The query itself takes one place of its reach.
-        first = max(0, min(slots.lengths) - reach + 1) if reach else 0
+        first = max(0, slots.shortest - reach + 1) if reach else 0
+        if single and (slots.window is None or not slots.forgets):
+            first = 0  # its layers show all
+        slots.view_from = first
         if isinstance(self.rules, LayerMask):
             # A model whose cache has windows may not know of them in its own masks.
-            first = first if slots.drops else 0
-            slots.view_from = first if slots.drops else None
             unmasked = plain and _furthest_unseen(self.rules, fed, slots) < first
             return None if unmasked else self._mask(self.rules, fed, slots, first)
-        slots.view_from = first
         return {
             kind: None
             if plain and not rule.explicit and _furthest_unseen(rule, fed, slots) < first

@@ -28,8 +28,9 @@ from ..row_text import RowText
 from ..system.lazy import cached_property
 from ..token_tree import Forest, TokenTree
 from .fed_tokens import FedTokens
-from .kv_cache import RowSlots, SlotCache
+from .kv_cache import SlotCache
 from .reach import UNLIMITED
+from .slot_layers import RowSlots
 from .states import States
 from .tree_attention import FedTrees, Int64Array, TreeAttention
 from .verified import Verified
@@ -48,7 +49,7 @@ class Verifier:
         prompt_ids: int64 [batch, length], as the rows of text begin.
 
     Attributes:
-        processed: generated tokens of each row that the cache holds.
+        begun: slots per row that held the prompt.
         widths: the numbers of tokens per row that forwards are filled up to; what is wider, or any
             number where there are none, is fed as it is.
         feeding: whether a forward has begun whose tokens are neither kept nor dropped yet.
@@ -95,9 +96,13 @@ class Verifier:
         }
         self._ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
         self._steady: dict[str, Any] | None = None
-        self.processed = [0] * len(prompt_ids)
+        self.begun = cache.slots.longest
         self.feeding = False
-        cache.slots.provisional = True
+
+    @property
+    def processed(self) -> list[int]:
+        """Generated tokens of each row that the cache holds."""
+        return [length - self.begun for length in self.cache.slots.lengths]
 
     def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> Sequence[TokenTree]:
         """The part of the drafts, one of each of these rows, that this tier can verify."""
@@ -137,7 +142,7 @@ class Verifier:
         """That a forward feeds where running rows have so many nodes, `width` being the most."""
         if self.packed:
             return sum(1 + min(count, width) for count in counts)
-        return len(self.processed) * (1 + width)
+        return len(self.prompt_ids) * (1 + width)
 
     @property
     def _most_lacking(self) -> int:
@@ -145,7 +150,7 @@ class Verifier:
         most = min(_MOST_FED, self.most_fed)
         if self.most_tokens is None:
             return most
-        return max(1, min(most, self.most_tokens // len(self.processed)))
+        return max(1, min(most, self.most_tokens // len(self.prompt_ids)))
 
     def backlog(self, rows: Sequence[RowText]) -> int:
         """Pending tokens that every forward carries besides the roots and drafts."""
@@ -181,10 +186,8 @@ class Verifier:
 
     def finish(self, tokens: int) -> None:
         """Forget what rows generated beyond this many tokens; make the cache one of plain use."""
-        prompt = self.cache.slots.lengths[0] - self.processed[0]
-        self.cache.require_room(prompt + tokens - 1)
-        self.processed = [min(done, tokens - 1) for done in self.processed]
-        self.cache.truncate(prompt + tokens - 1)
+        self.cache.require_room(self.begun + tokens - 1)
+        self.cache.truncate(self.begun + tokens - 1)
         self.cache.align()
 
     def abandon(self) -> None:
@@ -324,7 +327,8 @@ class TreeVerifier(Verifier):
         prompts = attention.prompt_mask
         prompts = None if prompts is None else prompts[rows]
         kept = self.cache.slots
-        slots = RowSlots([kept.lengths[row] for row in rows], kept.drops)
+        slots = RowSlots([kept.lengths[row] for row in rows], kept.forgets)
+        slots.window = kept.window
         masks = TreeAttention(attention.rules, prompts, attention.dtype).masks(lines, slots)
         self.cache.slots.view_from = slots.view_from
         if isinstance(masks, dict):
@@ -372,23 +376,17 @@ class TreeVerifier(Verifier):
 
     def _first_positions(self) -> torch.Tensor:
         """Position of each row's root: [batch, 1], or with a leading axis where ids have one."""
-        if len(self.processed) == 1:
-            return self.next_position + self.processed[0]
-        progress = torch.tensor(self.processed, device=self.next_position.device)
+        processed = self.processed
+        if len(processed) == 1:
+            return self.next_position + processed[0]
+        progress = torch.tensor(processed, device=self.next_position.device)
         return self.next_position + progress[:, None]
 
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
     ) -> None:
         self.cache.keep(accepted)
-        self._count(accepted)
-
-    def _count(self, accepted: Sequence[Sequence[int]]) -> None:
-        """Every row has got as far as what was kept of it."""
         self.feeding = False
-        self.processed = [
-            done + len(path) for done, path in zip(self.processed, accepted, strict=True)
-        ]
 
     def catch_up(self, rows: Sequence[RowText], tokens: int) -> None:
         stops = [min(tokens - 1, done + self._most_lacking) for done in self.processed]
@@ -497,9 +495,8 @@ class ChainVerifier(Verifier):
     def _advance(self, tokens: int, verified: Verified) -> None:
         """Keep the first tokens that a forward fed."""
         tokens = self.states.keep(tokens, verified.width)
-        self.cache.keep([range(tokens)] * len(self.processed))
+        self.cache.keep([range(tokens)] * len(self.prompt_ids))
         self.feeding = False
-        self.processed = [done + tokens for done in self.processed]
 
     def finish(self, tokens: int) -> None:
         dropped = max(0, self.processed[0] - (tokens - 1))

@@ -1,17 +1,13 @@
 """Every benchmark at tiny size: it runs, and what it prints adds up. Timings are not looked at."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM
 
 from benchmarks import (
     accelerator,
@@ -20,88 +16,47 @@ from benchmarks import (
     datastore,
     forced,
     forwards,
-    model,
-    plots,
+    inputs,
     propose,
     record,
-    repeated,
     replay,
+    requests,
     structures,
     texts,
     traces,
-    whole,
 )
-from benchmarks.__main__ import main, parse
+from benchmarks.__main__ import BENCHMARKS, main, parse
 from benchmarks.report import Report
-from hf_retrieval_assist.simulation import simulate
+from tests.support.benchmarks import phrases, quick, rows, silent
+from tests.support.byte_model import small_model
 from tests.support.lossless import build
-
-WORDS = [f"w{i}" for i in range(60)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<pad>", *WORDS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
 
 
 @pytest.fixture(scope="module")
 def trace_folder(tmp_path_factory):
     """Requests whose outputs copy from their prompts and from each other."""
     folder = tmp_path_factory.mktemp("traces")
-    rng = np.random.default_rng(0)
-    phrase = rng.integers(0, 50, 24).astype(np.int32)
-    requests = [
-        (np.concatenate([rng.integers(0, 50, 12).astype(np.int32), phrase]), np.tile(phrase, 3))
-        for _ in range(4)
-    ]
-    corpus = [rng.integers(0, 50, 40).astype(np.int32), phrase]
-    traces.write_npz(folder / "phrases.npz", traces.Trace("phrases", requests, corpus))
+    traces.write_npz(folder / "phrases.npz", phrases("phrases", requests=4))
     return folder
 
 
 @pytest.fixture(scope="module")
-def structures_report():
-    return structures.run(arguments("structures", "--max-tokens", 1000), silent)
-
-
-@pytest.fixture(scope="module")
 def acceptance_report(trace_folder):
-    return acceptance.run(arguments("acceptance", "--traces", trace_folder), silent)
+    return acceptance.run(quick("acceptance", "--traces", trace_folder), silent)
 
 
-@pytest.fixture(scope="module")
-def replay_report(trace_folder):
-    options = ("--replay-traces", trace_folder, "--device", "cpu", "--repeats", 1)
-    return replay.run(arguments("replay", *options, "--batch", 1, 3, "--new-tokens", 12), silent)
-
-
-def silent(text):
-    pass
-
-
-def arguments(*argv):
-    return parse(["--quick", *map(str, argv)])
-
-
-def rows(report, title):
-    (table,) = [table for table in report.tables if table.title.startswith(title)]
-    return table.rows
-
-
-def test_structures(structures_report, tmp_path):
-    found = rows(structures_report, "Structures")
+def test_structures(tmp_path):
+    report = structures.run(quick("structures", "--max-tokens", 1000), silent)
+    found = rows(report, "Structures")
     names = {row["structure"] for row in found}
     assert {"suffix automaton", "suffix tree", "suffix array", "prompt lookup"} <= names
     assert {row["text"] for row in found} == {"natural", "recorded", *texts.HARD}
     automaton = [row for row in found if row["structure"] == "suffix automaton"]
     assert all(row["build"] > 0 and row["draft"] > 0 and row["bytes"] > 0 for row in automaton)
-    passed = rows(structures_report, "Outputs through a memory of at most 0.25 MiB")
+    passed = rows(report, "Outputs through a memory of at most 0.25 MiB")
     assert [row["tokens"] for row in passed] == list(range(100, 1001, 100))
     assert all(0 < row["largest"] <= 0.25 and row["speed"] > 0 for row in passed)
-    content = json.loads(structures_report.save(tmp_path).read_text())
+    content = json.loads(report.save(tmp_path).read_text())
     assert content["environment"]["versions"]["torch"] == torch.__version__
     assert content["settings"]["seed"] == 0
     assert len(content["tables"][0]["rows"]) == len(found)
@@ -110,7 +65,7 @@ def test_structures(structures_report, tmp_path):
 def test_propose(trace_folder):
     """Texts side by side are drafted alike whether caches are warm or not."""
     rows = ("--propose-rows", "1", "3", "--quick")
-    report = propose.run(arguments("propose", "--traces", trace_folder, *rows), silent)
+    report = propose.run(quick("propose", "--traces", trace_folder, *rows), silent)
     found = {(row["rows"], row["caches"]): row for row in report.tables[0].rows}
     assert set(found) == {(1, "warm"), (1, "cold"), (3, "warm"), (3, "cold")}
     for rows in (1, 3):
@@ -120,7 +75,7 @@ def test_propose(trace_folder):
 
 
 def test_batches(trace_folder):
-    report = batches.run(arguments("batches", "--traces", trace_folder), silent)
+    report = batches.run(quick("batches", "--traces", trace_folder), silent)
     (table,) = report.tables
     assert len(table.rows) == 4
     for padded, packed in zip(table.rows[::2], table.rows[1::2], strict=True):
@@ -129,18 +84,8 @@ def test_batches(trace_folder):
         assert packed["forwards"] < 71
 
 
-def test_forwards_over_rows_are_timed_both_ways(monkeypatch):
-    shapes = {"alike": [2, 2], "unlike": [3, 1], "left": [1, 0]}
-    monkeypatch.setattr(batches, "SHAPES", shapes)
-    report = Report("batches", {})
-    batches.time_forwards(report, build(LlamaForCausalLM), 1, silent)
-    (table,) = report.tables
-    assert [row["shape"] for row in table.rows] == list(shapes)
-    assert all(row["padded"] > 0 and row["packed"] > 0 for row in table.rows)
-
-
 def test_datastore(trace_folder):
-    options = arguments("datastore", "--corpora", trace_folder, "--tokens", 500)
+    options = quick("datastore", "--corpora", trace_folder, "--tokens", 500)
     report = datastore.run(options, silent)
     (store,) = rows(report, "Datastore")
     assert (store["tokens"], store["shards"]) == (500, 1)
@@ -185,37 +130,8 @@ def test_acceptance(acceptance_report):
     assert presets["prompt lookup"]["nodes"] <= 10
     assert {"SamAssistant, corpus", "RestAssistant"} <= presets.keys()
     assert presets["SamAssistant"]["gpu"] > presets["SamAssistant"]["cpu"] > 0
-    sizes = {row["variant"]: row["nodes"] for row in rows(acceptance_report, "Draft size")}
-    assert sizes["4 tokens"] <= 4 < sizes["40 tokens"]
     for study in acceptance.STUDIES.values():
         assert rows(acceptance_report, study.title)
-
-
-def test_a_memory_of_the_same_texts_helps_and_another_does_not(monkeypatch):
-    monkeypatch.setattr(acceptance, "WINDOW", 1)
-    text = np.arange(20, dtype=np.int32)
-    same = traces.Trace("same", [(text + 20, text), (text + 20, text)], [text])
-    other = traces.Trace("other", [(text + 60, text + 40)])
-    report = Report("acceptance", {})
-    acceptance.distribution_shift(report, [other, same], silent)
-    found = {
-        (row["variant"], row["served"]): row["accepted"]
-        for row in report.tables[0].rows
-        if row["trace"] == "same"
-    }
-    assert found["empty", 0] == found["outputs of other", 0] == 1
-    assert found["its own corpus", 0] == found["empty", 1] > 5
-    sizes = acceptance.variants.memory_sizes(same, None)
-    accepted = [simulate(make(), same.requests).mean_accepted_tokens for make in sizes.values()]
-    assert list(sizes) == ["0 outputs", "1 outputs"]
-    assert accepted[0] == 1 < accepted[1]
-
-
-def test_prompt_lookup_is_counted_as_transformers_drafts(trace_folder):
-    """Ten tokens a step while the phrase repeats, as the outputs were made to."""
-    (trace,) = traces.read_traces(trace_folder)
-    found = simulate(acceptance.variants.prompt_lookup(), trace.requests, vocab_size=50)
-    assert 5 < found.mean_accepted_tokens <= 11
 
 
 def test_sequoia_beats_chains_of_the_same_size(acceptance_report):
@@ -232,17 +148,17 @@ def test_curves_of_t():
         assert time(65) > time(64) > 1
 
 
-def test_traces_round_trip_and_are_checked(tmp_path, trace_folder, tokenizer):
+def test_traces_round_trip_and_are_checked(tmp_path, trace_folder):
+    _, tokenizer = small_model()
     (trace,) = traces.read_traces(trace_folder)
     assert (len(trace.requests), len(trace.corpus), trace.vocab_size) == (4, 2, 50)
     assert len(trace.head(2).requests) == 2
-    lines = [{"prompt": "w1 w2", "output": "w3"}, {"corpus": "w4 w5 w6"}]
     folder = tmp_path / "text"
     folder.mkdir()
-    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (folder / "a.jsonl").write_text('{"prompt": "ab", "output": "c"}\n{"corpus": "def"}')
     (text,) = traces.read_traces(folder, tokenizer)
-    assert [ids.tolist() for ids in text.requests[0]] == [[3, 4], [5]]
-    assert text.corpus[0].tolist() == [6, 7, 8]
+    decoded = [tokenizer.decode(ids) for ids in (*text.requests[0], *text.corpus)]
+    assert decoded == ["ab", "c", "def"]
     with pytest.raises(ValueError, match="tokenizer"):
         traces.read_traces(folder)
     (folder / "a.jsonl").write_text('{"question": "w1"}')
@@ -255,8 +171,10 @@ def test_traces_round_trip_and_are_checked(tmp_path, trace_folder, tokenizer):
         traces.read_traces(tmp_path)
 
 
-def test_replay_emits_the_recorded_text_by_every_method(replay_report):
-    found = rows(replay_report, "Replaying")
+def test_replay_emits_the_recorded_text_by_every_method(trace_folder):
+    options = ("--replay-traces", trace_folder, "--device", "cpu", "--repeats", 1)
+    report = replay.run(quick(*options, "--batch", 1, 3, "--new-tokens", 12), silent)
+    found = rows(report, "Replaying")
     assert {row["same"] for row in found} == {"yes"}
     assert {row["batch"] for row in found} == {1, 3}
     by_method = {row["method"]: row for row in found if row["batch"] == 1}
@@ -264,20 +182,14 @@ def test_replay_emits_the_recorded_text_by_every_method(replay_report):
     assert by_method["prompt lookup"]["steps"] < 8
     assert by_method["draft model"]["steps"] < 12
     assert by_method["SamAssistant"]["steps"] <= 12
-    assert all(0 < row["share"] <= 100 for row in found)
-    assert replay_report.settings["weight_bytes"] > 0
+    assert all(row["step"] > 0 for row in found)
+    assert by_method["SamAssistant"]["forward"] > 0
+    assert "forward" not in by_method["plain"]
+    assert report.settings["weight_bytes"] > 0
 
 
 def test_forcing_tells_rows_and_positions_apart():
-    small = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=90,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-        )
-    )
+    small = build(LlamaForCausalLM, vocab_size=90)
     recorded = torch.tensor([[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 0, 0]])
     inputs = torch.tensor([[1, 2, 3], [0, 11, 12]])
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
@@ -292,16 +204,10 @@ def test_forcing_tells_rows_and_positions_apart():
     assert plain.max() < forced.FORCE
 
 
-@pytest.fixture(scope="module")
-def accelerator_report(trace_folder):
+def test_steps_beside_the_bytes_they_read(trace_folder):
     options = ("--replay-traces", trace_folder, "--device", "cpu", "--repeats", 1, "--steps", 12)
-    return accelerator.run(
-        arguments("accelerator", *options, "--rows", 1, 2, "--widths", 4), silent
-    )
-
-
-def test_steps_beside_the_bytes_they_read(accelerator_report):
-    found = rows(accelerator_report, "Recorded text")
+    report = accelerator.run(quick(*options, "--rows", 1, 2, "--widths", 4), silent)
+    found = rows(report, "Recorded text")
     assert {row["same"] for row in found} == {"yes"}
     assert {row["batch"] for row in found} == {1, 2}
     by_method = {row["method"]: row for row in found if row["batch"] == 1}
@@ -311,10 +217,10 @@ def test_steps_beside_the_bytes_they_read(accelerator_report):
     assert all(by_method[name]["per_forward"] == 1 for name in plain)
     assert by_method["prompt lookup"]["per_forward"] > 1
     assert all(row["roofline"] > 0 and row["first"] > 0 for row in found)
-    equal = rows(accelerator_report, "Steps at equal width")
+    equal = rows(report, "Steps at equal width")
     assert {(row["shape"], row["width"]) for row in equal} == {("chain", 4), ("tree", 4)}
-    assert accelerator_report.settings["backend"] == "eager"
-    assert "sdpa" in accelerator_report.settings
+    assert report.settings["backend"] == "eager"
+    assert "sdpa" in report.settings
 
 
 def test_prompts_of_a_setting_differ_from_call_to_call(trace_folder):
@@ -333,16 +239,9 @@ def test_prompts_of_a_setting_differ_from_call_to_call(trace_folder):
 
 
 def test_bytes_that_a_step_reads():
-    config = LlamaConfig(
-        vocab_size=90,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert accelerator.token_bytes(model) == 2 * 3 * 2 * 4 * 2
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = build(LlamaForCausalLM, vocab_size=90, hidden_size=16, head_dim=8, **sizes).bfloat16()
+    assert accelerator.token_bytes(model) == 2 * 3 * 2 * 8 * 2
     parameters = sum(p.numel() for p in model.parameters())
     assert accelerator.weight_bytes(model) == 2 * (parameters - 90 * 16)
     model.lm_head.weight = model.model.embed_tokens.weight
@@ -363,94 +262,71 @@ def test_dense_ids_keep_what_is_equal(trace_folder):
         replay.dense_ids(far, 10)
 
 
-@pytest.fixture(scope="module")
-def small_model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=62,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        pad_token_id=1,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-def test_real_model_benchmark_on_a_random_one(small_model, tokenizer, tmp_path):
-    prompts = [
-        model.Prompt(c, n, "w1 w2 w3 w1 w2" + n)
-        for c, n in [("a", " w1"), ("a", ""), ("summarise", " w3"), ("summarise", "")]
-    ]
-    options = arguments("model", "--greedy-prompts", 3, "--sampled-prompts", 1)
-    options.new_tokens, options.repeats = 12, 1
-    report = model.measure(small_model, tokenizer, prompts, options, silent)
-    for kind in model.DECODING:
-        found = rows(report, f"Real model, {kind}")
-        assert {row["category"] for row in found} == {"a", "summarise", "all"}
-        same = {(row["category"], row["method"]): row["same"] for row in found}
-        everything = "4 of 4" if kind == "greedy" else "2 of 2"
-        assert same["all", "SamAssistant"] == same["all", "SuffixAssistant"] == everything
-    batch = rows(report, "Real model, a batch of prompts to copy from")
-    kernels = "plain in reroute"
-    assert [row["method"] for row in batch] == ["plain", kernels, "SamAssistant", "SuffixAssistant"]
-    assert {(row["rows"], row["same"]) for row in batch} == {(2, "2 of 2")}
-    pytest.importorskip("matplotlib")
-    assert [path.stem for path in plots.draw(report, tmp_path)] == ["model-0", "model-1"]
-
-
-def test_cost_of_forwards(small_model):
-    report = forwards.measure({"float32": small_model}, arguments("forwards"), silent)
+@torch.no_grad()
+@pytest.mark.parametrize("context", [0, 9])
+def test_cost_of_forwards(context):
+    model = build(LlamaForCausalLM)
+    options = quick("forwards", "--context", context)
+    report = forwards.measure({"float32": model}, options, silent)
     found = rows(report, "A forward")
     assert [row["tokens"] for row in found] == 2 * [1, 2, 4]
     assert {row["variant"] for row in found} == {"float32, PyTorch's", "float32, ours"}
     assert all(row["ms"] > 0 for row in found)
     assert [row["ratio"] for row in found if row["tokens"] == 1] == [1, 1]
+    cache = forwards.filled_cache(model, context)
+    forwards.forward_seconds(model, cache, True, [1, 2])
+    assert cache.get_seq_length() == context
 
 
-@torch.no_grad()
-def test_whole_forwards_without_a_context(small_model):
-    report = whole.measure({"float32": small_model}, {}, True, silent)
-    found = rows(report, "Milliseconds")
-    assert [row["variant"] for row in found] == ["float32, PyTorch", "float32, ours"]
-    assert all(row["1"] > 0 and row["4"] > 0 for row in found)
-
-
-def test_repeated_requests_are_drafted_from_earlier_outputs(small_model, tokenizer, monkeypatch):
-    # Whether drafts pay on a model this small depends on the machine.
-    assistants = repeated.assistants()
-    for assistant in filter(None, assistants.values()):
-        assistant.planner.budget = 8
-    monkeypatch.setattr(repeated, "assistants", lambda: assistants)
-    prompts = ["w1 w2 w3 w4", "w5 w6 w7 w8"]
-    report = repeated.measure(small_model, tokenizer, prompts, 24, silent)
-    found = {(row["prompts"], row["method"]): row for row in rows(report, "The same requests")}
-    assert all(row["same"] == "2 of 2" for row in found.values())
-    assert {row["accepted"] for key, row in found.items() if key[1] == "plain"} == {1}
-    for name in ("SamAssistant, memory", "SuffixAssistant"):
-        assert found["again", name]["accepted"] > found["first time", name]["accepted"]
-
-
-def test_samples_of_a_prompt_are_independent_and_end(small_model):
+def test_samples_of_a_prompt_are_independent_and_end():
+    model = build(LlamaForCausalLM)
     prompt = torch.tensor([[2, 3, 4, 5]])
-    samples = list(record.sample(small_model, prompt, samples=3, new_tokens=12, seed=0))
+    samples = list(record.sample(model, prompt, samples=3, new_tokens=12, seed=0))
     assert len(samples) == 3
     assert len({tuple(ids.tolist()) for ids in samples}) == 3
     assert all(ids.dtype == np.int32 and 1 <= len(ids) <= 12 for ids in samples)
-    again = record.sample(small_model, prompt, samples=3, new_tokens=12, seed=0)
+    again = record.sample(model, prompt, samples=3, new_tokens=12, seed=0)
     assert all(np.array_equal(a, b) for a, b in zip(samples, again, strict=True))
 
 
-def test_a_changed_prompt_lacks_its_middle_word():
-    assert repeated.changed("a b\nc d e") == "a b\nc e"
+@pytest.mark.parametrize(("folder", "kinds"), [(inputs.PROMPTS, 7), (inputs.UNTUNED, 13)])
+def test_shipped_prompts_are_three_of_each_kind(folder, kinds):
+    prompts = inputs.read_prompts(folder)
+    counts = Counter(prompt.category for prompt in prompts)
+    assert list(counts.values()) == [3] * kinds
+    assert len({p.text for p in prompts} | {p.name for p in prompts}) == 2 * len(prompts)
+    assert [len(inputs.first_of_each(prompts, n)) for n in (1, 9)] == [kinds, 3 * kinds]
+    assert all(bool(prompt.message) == (folder == inputs.UNTUNED) for prompt in prompts)
 
 
-def test_shipped_prompts_cover_the_categories():
-    prompts = model.read_prompts()
-    counts = {p.category: sum(q.category == p.category for q in prompts) for p in prompts}
-    assert len(counts) == 7
-    assert min(counts.values()) >= 3
-    assert len({p.text for p in prompts}) == len(prompts)
+def test_a_prompt_is_a_message_where_there_is_a_template():
+    _, tokenizer = small_model()
+    prompt = inputs.Prompt("kind", "name", "text", "message")
+    chat = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    cases = {None: ["text", "text"], chat: ["user: message", "user: text"]}
+    for tokenizer.chat_template, written in cases.items():
+        given = [one.inputs(tokenizer) for one in (prompt, replace(prompt, message=""))]
+        assert [tokenizer.decode(one["input_ids"][0]) for one in given] == written
+
+
+def test_models_are_taken_by_name_or_from_a_folder(tmp_path, monkeypatch):
+    for made in small_model():
+        made.save_pretrained(tmp_path / "own")
+    monkeypatch.setattr(inputs, "load_demo_model", lambda dtype, name: (dtype, name))
+    assert inputs.load(parse(["--model", "smollm2"])) == (None, "smollm2")
+    assert inputs.load(parse([]), "bfloat16") == (torch.bfloat16, "gemma3")
+    options = parse(["--model", str(tmp_path / "own"), "--dtype", "bfloat16"])
+    assert inputs.dtype_name(inputs.load(options)[0]) == "bfloat16"
+    assert inputs.model_name(options) == "own"
+
+
+def test_requests_side_by_side():
+    prompts = [[2, 3, 4, 2, 3], [5, 6, 7]]
+    found = requests.measure(build(LlamaForCausalLM), prompts, 2, 8, 1, silent)
+    assert [row["method"] for row in found][:2] == ["plain", "plain in reroute"]
+    assert len(found) == 4
+    assert {row["same"] for row in found} == {"2 of 2"}
+    assert all(row["rate"] > 0 for row in found)
 
 
 def test_shipped_traces_are_there():
@@ -459,20 +335,36 @@ def test_shipped_traces_are_there():
 
 def test_command_line(tmp_path, trace_folder, capsys):
     folders = ["--traces", str(trace_folder), "--output", str(tmp_path)]
-    main(["acceptance", "--quick", "--study", "draft-size", *folders])
-    assert "Draft size" in capsys.readouterr().out
+    main(["acceptance", "--quick", "--study", "sam", *folders])
+    assert "SAM-Decoding: what" in capsys.readouterr().out
     assert json.loads((tmp_path / "acceptance.json").read_text())["benchmark"] == "acceptance"
     with pytest.raises(SystemExit):
         parse(["speed"])
 
 
-def test_figures(tmp_path, structures_report, acceptance_report, replay_report):
-    pytest.importorskip("matplotlib")
-    for report, names in (
-        (structures_report, {"structures"}),
-        (acceptance_report, {"acceptance-0", "learning", "sequoia"}),
-        (replay_report, {"replay-0"}),
-    ):
-        drawn = plots.draw(report, tmp_path)
-        assert names <= {path.stem for path in drawn}
-        assert all(path.stat().st_size > 5_000 for path in drawn)
+def test_a_benchmark_keeps_what_it_fills_in_to_itself(tmp_path, monkeypatch):
+    def fill_in(arguments, progress):
+        assert arguments.dtype is None
+        arguments.dtype = "float64"
+        return Report("x", {})
+
+    for name in ("step", "model"):
+        monkeypatch.setattr(BENCHMARKS[name], "run", fill_in)
+    main(["step", "model", "--output", str(tmp_path)])
+
+
+COMMANDS = {
+    "forwards": [],
+    "kernel": ["--kernel-parts", "flips"],
+    "step": ["--step-nodes", 0],
+    "structured": ["--structured-tokens", 4],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_runs_on_whatever_model_is_named(name, monkeypatch):
+    monkeypatch.setattr(BENCHMARKS[name], "load", lambda *_: small_model())
+    report = BENCHMARKS[name].run(quick(*COMMANDS[name]), silent)
+    assert report.benchmark == name
+    assert any(table.rows for table in report.tables)
+    assert "gemma3" in map(str, report.settings.values())

@@ -6,11 +6,13 @@ import ast
 import random
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import edits
-from benchmarks.__main__ import parse
+
+from ..support.benchmarks import quick, silent
 
 FILE = '''
 import os
@@ -78,9 +80,13 @@ def test_files_are_of_a_size_that_a_model_writes():
     assert all(isinstance(path, Path) and path.stat().st_size <= edits.LONGEST for path in found)
 
 
-def test_what_is_expected_is_drafted_without_being_in_the_prompt(files):
-    arguments = parse(["edits", "--quick", "--edit-nodes", "16"])
-    report = edits.measure(encode, files, arguments, lambda text: None)
+def test_what_is_expected_is_drafted_without_being_in_the_prompt(files, monkeypatch):
+    def tokenizer(text, add_special_tokens):
+        return SimpleNamespace(input_ids=encode(text))
+
+    monkeypatch.setattr(edits, "load", lambda arguments: (None, tokenizer))
+    monkeypatch.setattr(edits, "library_files", lambda: files)
+    report = edits.run(quick("--edit-nodes", 16), silent)
     rows = {(r["kind"], r["prompt"], r["method"]): r for r in report.tables[0].rows}
     assert len(rows) == len(edits.KINDS) * len(edits.PROMPTS) * len(edits.methods(16))
     for kind in edits.KINDS:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM
 
-from benchmarks import kernel, overhead, plots, roofline, step
-from benchmarks.__main__ import parse
+from benchmarks import kernel, overhead, step
 from benchmarks.report import Report
 from hf_retrieval_assist.kernels.reroute import reroute
+from tests.support.benchmarks import quick, silent
 from tests.support.lossless import build
 
 
@@ -26,7 +26,7 @@ def report():
 @pytest.fixture
 def options(monkeypatch):
     monkeypatch.setattr(kernel, "ROWS", (1, 3))
-    options = parse(["--quick", "--step-contexts", "20", "--step-nodes", "0", "4"])
+    options = quick("--step-contexts", 20, "--step-nodes", 0, 4)
     options.kernel_repeats = options.step_repeats = 1
     options.step_tokens = 8
     return options
@@ -36,19 +36,26 @@ def text(length):
     return torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(0))
 
 
-def silent(line):
-    pass
-
-
-def test_every_way_is_timed(report, options, monkeypatch):
-    monkeypatch.setattr(kernel, "WEIGHTS", ((48, 32, "float32"),))
+def test_attention_is_timed_both_ways(report, options, monkeypatch):
     monkeypatch.setattr(kernel, "HEADS", ((4, 2, 16),))
     monkeypatch.setattr(kernel, "SLOTS", (8,))
-    kernel.linears(report, options, silent)
     kernel.attentions(report, options, silent)
-    assert [len(table.rows) for table in report.tables] == [3, 4]
-    for table in report.tables:
-        assert all(row["1"] > 0 and row["3"] > 0 for row in table.rows)
+    assert len(report.tables[0].rows) == 4
+    assert all(row["1"] > 0 and row["3"] > 0 for row in report.tables[0].rows)
+
+
+def test_linear_layers_are_shares_of_the_lower_bound(report, options, monkeypatch):
+    monkeypatch.setattr(kernel, "WIDE_ROWS", (1, 64))
+    kernel.linears(report, options, silent)
+    bounds, layers = report.tables
+    assert [row["dtype"] for row in bounds.rows] == ["float32", "bfloat16"]
+    assert len(layers.rows) == 12
+    for row in layers.rows:
+        (bound,) = (bound for bound in bounds.rows if bound["dtype"] == row["dtype"])
+        item_bytes = 4 if row["dtype"] == "float32" else 2
+        assert row["gflops"] == pytest.approx(row["gbytes"] * 2 * row["rows"] / item_bytes)
+        share = max(row["gbytes"] / bound["gbytes"], row["gflops"] / bound["gflops"])
+        assert row["share"] == pytest.approx(100 * share)
 
 
 def test_logits_of_a_screened_output_layer_are_counted(monkeypatch):
@@ -108,18 +115,8 @@ def test_a_step_is_split_without_gaps(model, options):
         assert row["total"] == pytest.approx(sum(row[part] for part in parts))
 
 
-def test_a_stopwatch_books_time_once():
-    watch = step.Stopwatch()
-    watch.enter("outer")
-    watch.enter("inner")
-    inner = watch.leave()
-    outer = watch.leave()
-    assert watch.seconds["inner"] == pytest.approx(inner)
-    assert watch.seconds["outer"] + watch.seconds["inner"] == pytest.approx(outer)
-
-
 def test_overhead_compares_both_ways():
-    (table,) = overhead.run(parse(["--quick"]), silent).tables
+    (table,) = overhead.run(quick(), silent).tables
     assert len(table.rows) == 5
     for row in table.rows:
         assert row["ratio"] > 0
@@ -127,25 +124,10 @@ def test_overhead_compares_both_ways():
 
 
 def test_host_time_is_what_a_step_takes_outside_the_model():
-    (table,) = overhead.run(parse(["--quick", "--overhead-host"]), silent).tables
+    (table,) = overhead.run(quick("--overhead-host"), silent).tables
     assert [row["rows"] for row in table.rows] == [n for n in overhead.HOST_ROWS for _ in range(3)]
     plain = {row["rows"]: row["outside"] for row in table.rows if row["method"] == "plain"}
     for row in table.rows:
         assert row["inside"] > 0
         if row["beyond"] is not None:
             assert row["outside"] == pytest.approx(plain[row["rows"]] + row["rows"] * row["beyond"])
-
-
-def test_roofline_is_a_share_of_the_lower_bound(monkeypatch, tmp_path):
-    monkeypatch.setattr(roofline, "ROWS", (1, 64))
-    report = roofline.run(parse(["roofline", "--quick"]), silent)
-    bounds, layers = report.tables
-    assert [row["dtype"] for row in bounds.rows] == ["float32", "bfloat16"]
-    assert len(layers.rows) == 8
-    for row in layers.rows:
-        (bound,) = (bound for bound in bounds.rows if bound["dtype"] == row["dtype"])
-        item_bytes = 4 if row["dtype"] == "float32" else 2
-        assert row["gflops"] == pytest.approx(row["gbytes"] * 2 * row["rows"] / item_bytes)
-        share = max(row["gbytes"] / bound["gbytes"], row["gflops"] / bound["gflops"])
-        assert row["share"] == pytest.approx(100 * share)
-    assert [path.name for path in plots.draw(report, tmp_path)] == ["roofline.png"]

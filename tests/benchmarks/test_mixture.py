@@ -4,19 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks import mixture
-from benchmarks.traces import Trace
 from hf_retrieval_assist.simulation import simulate
 
-
-def phrases(name, seed):
-    """Requests whose outputs repeat a phrase of the prompt."""
-    rng = np.random.default_rng(seed)
-    phrase = rng.integers(0, 50, 24).astype(np.int32)
-    requests = [
-        (np.concatenate([rng.integers(0, 50, 12).astype(np.int32), phrase]), np.tile(phrase, 3))
-        for _ in range(3)
-    ]
-    return Trace(name, requests, [phrase])
+from ..support.benchmarks import phrases
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import fallbacks, peers
-from benchmarks.__main__ import parse
+from benchmarks import peers
 from hf_retrieval_assist.drafters.base import Feedback
 from hf_retrieval_assist.verification.top_logits import FoundTop
 
-from ..test_examples import small_model
+from ..support.benchmarks import quick, silent
+from ..support.byte_model import small_model
 
 B = peers.BREADTH
 
@@ -137,8 +137,8 @@ def test_adapld_needs_what_the_model_shows():
 
 
 def test_peers_write_plains_tokens_within_their_nodes(monkeypatch):
-    monkeypatch.setattr(fallbacks, "load_demo_model", small_model)
-    report = fallbacks.run(parse(["fallbacks", "--quick", "--fallback-peers"]), lambda text: None)
+    monkeypatch.setattr(peers, "load", lambda arguments: small_model())
+    report = peers.run(quick(), silent)
     (table,) = report.tables
     whole = {row["method"]: row for row in table.rows if row["category"] == "all"}
     assert [*whole] == [method.name for method in peers.methods(8, small_model()[0])]

@@ -1,13 +1,14 @@
-"""What benchmarks share: turns, tables, progress."""
+"""What benchmarks share: turns, tables, progress; and figures in Markdown, read from files."""
+
+import json
+import re
 
 import pytest
 import torch
 
-from benchmarks import (
-    tables,
-    timing,
-)
-from benchmarks.__main__ import BENCHMARKS, MINUTES, UNKNOWN_MINUTES, Progress, chosen
+from benchmarks import report as reports
+from benchmarks import tables, timing
+from benchmarks.__main__ import BENCHMARKS, Progress, chosen
 from benchmarks.report import Report
 
 
@@ -34,48 +35,98 @@ def test_tables_refuse_unknown_columns_and_print_dashes():
     assert body[1].endswith("-")
 
 
-def test_tables_in_markdown(tmp_path):
+def block_of(marker, folder, old="old"):
+    """What `marker` brings in front of an end."""
+    rendered = tables.render(f"before <!-- {marker} -->{old}<!-- end --> after", folder)
+    start, end = f"before <!-- {marker} -->", "<!-- end --> after"
+    assert rendered.startswith(start)
+    assert rendered.endswith(end)
+    return rendered[len(start) : -len(end)]
+
+
+@pytest.fixture
+def sizes(tmp_path):
+    """Reports of two files."""
     report = Report("sizes", {})
     table = report.table("Sizes of things", {"name": "name", "kind": "kind", "value": "value/s"})
-    for name, kind, value in [("a", "x", 1.25), ("b", "x", 2.0), ("a", "y", 3333.4)]:
+    for name, kind, value in [("a", "x", 1.25), ("b, too", "x", 2.0), ("a", "y", 3333.4)]:
         table.add(name=name, kind=kind, value=value)
     report.save(tmp_path)
-
-    def block(marker):
-        start, end = f"<!-- {marker} -->\n", "\n<!-- end -->"
-        rendered = tables.render(f"before\n{start}old{end}\nafter", tmp_path)
-        assert rendered.startswith(f"before\n{start}")
-        assert rendered.endswith(f"{end}\nafter")
-        return rendered.split(start)[1].split(end)[0].splitlines()
-
-    flat = block("table file=sizes title=Sizes columns=name,value where=kind:x")
-    assert flat == ["| name | value/s |", "| --- | --: |", "| a | 1.25 |", "| b | 2 |"]
-    pivot = block("table file=sizes title='Sizes of' rows=name across=kind value=value")
-    assert pivot[2:] == ["| a | 1.25 | 3,333 |", "| b | 2 | - |"]
-    assert torch.__version__ in block("machine file=sizes")[0]
-    assert block("table file=none title=Sizes") == ["Not measured yet: there is no none.json."]
-    with pytest.raises(ValueError, match="None"):
-        block("table file=sizes title=None")
-    with pytest.raises(ValueError, match="colour"):
-        block("table file=sizes title=Sizes columns=colour")
-
-
-def test_markdown_out_of_step_is_found(tmp_path):
-    report = Report("sizes", {})
-    report.table("Sizes", {"value": "value"}).add(value=5)
+    report.benchmark, report.tables[0].rows = "more", [{"name": "c", "kind": "x", "value": 0.5}]
     report.save(tmp_path)
-    text = tmp_path / "text.md"
-    text.write_text("<!-- table file=sizes title=Sizes -->\n<!-- end -->\n")
-    options = [str(text), "--results", str(tmp_path)]
+    return tmp_path
+
+
+def test_tables_in_markdown(sizes):
+    flat = block_of("table file=sizes title=Sizes columns=name,value where=kind:x", sizes)
+    assert flat == "\n| name | value/s |\n| --- | --: |\n| a | 1.25 |\n| b, too | 2 |\n"
+    pivot = "table file=sizes title='Sizes of' rows=name across=kind value=value"
+    assert block_of(pivot, sizes).splitlines()[3:] == ["| a | 1.25 | 3,333 |", "| b, too | 2 | - |"]
+    both = "table file=sizes,more title=Sizes rows=kind,name across=kind value=value digits=1"
+    assert block_of(both, sizes).splitlines()[1:] == [
+        "| kind | name | x | y |",
+        "| --- | --: | --: | --: |",
+        "| x | a | 1.2 | - |",
+        "| x | b, too | 2.0 | - |",
+        "| y | a | - | 3,333.4 |",
+        "| x | c | 0.5 | - |",
+    ]
+    assert block_of("table file=none title=Sizes", sizes).strip() == (
+        "Not measured yet: there is no none.json."
+    )
+    for marker, said in {
+        "table file=sizes title=None": "None",
+        "table file=sizes title=Sizes columns=colour": "colour",
+        "figure file=sizes title=Sizes column=value where=kind:x": "one row, got 2",
+        "figure file=sizes title=Sizes column=value where=name:z": "one row, got 0",
+        "figure file=sizes title=Sizes column=colour where='kind:x,name:b, too'": "colour",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            block_of(marker, sizes)
+
+
+def test_figures_stand_within_a_line(sizes):
+    marker = "figure file=sizes title=Sizes column=value where=name:a,kind:x"
+    assert block_of(marker, sizes) == "1.25"
+    assert block_of(f"{marker} digits=3", sizes, old="") == "1.250"
+    line = f"| <!-- {marker} -->7<!-- end --> | <!-- {marker} digits=1 --><!-- end --> |"
+    assert re.sub(r"<!--.*?-->", "", tables.render(line, sizes)) == "| 1.25 | 1.2 |"
+
+
+def test_a_report_says_where_it_comes_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["/somewhere/benchmarks/__main__.py", "model", "--dtype", "a b"]
+    )
+    Report("sizes", {"seed": 3}).save(tmp_path)
+    command = "python -m benchmarks model --dtype 'a b'"
+    assert json.loads((tmp_path / "sizes.json").read_text())["environment"]["command"] == command
+    said = block_of("machine file=sizes", tmp_path)
+    assert torch.__version__ in said
+    assert said.endswith(f"`{command}`. Settings: seed 3.\n")
+    assert block_of("machine file=sizes brief=yes", tmp_path).endswith(f"; `{command}`.\n")
+    monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/llama_engine.py"])
+    assert reports.environment()["command"] == "python -m benchmarks.llama_engine"
+    monkeypatch.setattr("sys.argv", ["/somewhere/pytest"])
+    assert reports.environment()["command"] is None
+
+
+def test_markdown_out_of_step_is_found(sizes):
+    text = sizes / "text.md"
+    text.write_text("<!-- table file=more title=Sizes columns=value -->\n<!-- end -->\n")
+    options = [str(text), "--results", str(sizes)]
     with pytest.raises(SystemExit, match="out of step"):
         tables.main([*options, "--check"])
     tables.main(options)
     tables.main([*options, "--check"])
-    assert "| 5 |" in text.read_text()
+    assert "| 0.5 |" in text.read_text()
 
 
-def test_committed_tables_show_the_committed_figures():
-    tables.main(["--check"])
+@pytest.mark.parametrize("path", tables.FILES, ids=lambda path: path.name)
+def test_committed_pages_show_the_committed_figures(path):
+    """The README's too: both pages have markers, all of which name a file that is there."""
+    assert tables.MARKER.search(path.read_text(encoding="utf-8"))
+    tables.main([str(path), "--check"])
+    assert "Not measured yet" not in path.read_text(encoding="utf-8")
 
 
 def test_progress_says_where_a_run_is(monkeypatch, capsys):
@@ -84,22 +135,14 @@ def test_progress_says_where_a_run_is(monkeypatch, capsys):
     progress = Progress(["model", "step"])
     assert progress.next() == "model"
     clock[0] = 60.0
-    assert progress.minutes_left == MINUTES["model"] + MINUTES["step"] - 1
     progress("plain, 1 of 3")
-    left = f"{progress.minutes_left:.0f}"
-    line = f"[1 of 2: model, 1.0 min, about {left} to go] plain, 1 of 3\n"
-    assert capsys.readouterr().err == line
-    clock[0] = 3600.0
-    assert progress.minutes_left == MINUTES["step"]
+    assert capsys.readouterr().err == "[1 of 2: model, 1.0 min] plain, 1 of 3\n"
     assert progress.next() == "step"
-    assert progress.minutes_left == MINUTES["step"]
 
 
-def test_all_of_them_take_less_than_an_hour():
-    assert MINUTES.keys() <= BENCHMARKS.keys()
-    names = chosen([])
-    assert ("accelerator" in names) == torch.cuda.is_available()
-    assert set(names) | {"accelerator", "structured"} == BENCHMARKS.keys()
-    on_cpu = [name for name in BENCHMARKS if name not in ("accelerator", "structured")]
-    assert sum(MINUTES.get(name, UNKNOWN_MINUTES) for name in on_cpu) < 60
+@pytest.mark.parametrize("gpu", [True, False])
+def test_what_runs_unless_benchmarks_are_named(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    left_out = {"structured"} if gpu else {"structured", "accelerator"}
+    assert set(chosen([])) == BENCHMARKS.keys() - left_out
     assert chosen(["step"]) == ["step"]

@@ -7,30 +7,22 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks import structured
-from benchmarks.__main__ import parse
 from benchmarks.report import Report
 from benchmarks.schemas import SIZES, schemas
 from benchmarks.tool_calls import CALLS, TOOLS
-from tests.test_examples import small_model
 
-
-def silent(text):
-    pass
+from ..support.benchmarks import quick, rows, silent
+from ..support.byte_model import small_model
 
 
 @pytest.fixture(scope="module")
 def report():
-    arguments = parse(["structured", "--quick", "--structured-tokens", "24"])
+    arguments = quick("--structured-tokens", 24)
     found = Report("structured", {})
     model, tokenizer = small_model()
     tokenizer.eos_token = "<pad>"
-    structured.measure(found, model, tokenizer, arguments, silent, everything=True)
+    structured.measure(found, model, tokenizer, arguments, silent)
     return found
-
-
-def rows(report, title):
-    (table,) = (table for table in report.tables if table.title.startswith(title))
-    return table.rows
 
 
 def test_schemas_are_sixty_of_three_sizes():

@@ -251,13 +251,16 @@ def test_what_is_kept_is_shown_and_cleared(tmp_path, monkeypatch, capsys):
     (tmp_path / "linear_tuning.json").write_text("{}")
     (tmp_path / "cost").mkdir()
     (tmp_path / "cost" / "model.json").write_text("x" * (1 << 20))
-    (tmp_path / "gemma-3").mkdir()
+    for name in ("gemma-3", "smollm2-135m", "unpacking-abc"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("x" * (1 << 20))
     assert main(["cache", "show"]) == 0
     shown = capsys.readouterr().out
     assert "1.00 MiB" in shown
+    assert "3.00 MiB" in shown
     assert shown.count("MiB") == 3
     assert main(["cache", "clear"]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["gemma-3"]
+    assert len(list(tmp_path.iterdir())) == 3
     assert main(["cache", "clear", "model"]) == 0
     assert not list(tmp_path.iterdir())
     assert main(["cache", "clear", "everything"]) == 1

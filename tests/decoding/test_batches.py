@@ -108,7 +108,7 @@ def test_slots_in_use_are_bounded_by_the_tokens_kept(model, monkeypatch):
 
     def recording(cache, paths):
         keep(cache, paths)
-        shown = {layer.keys.shape[-2] for layer in cache.slot_layers}
+        shown = {layer.get_seq_length() for layer in cache.slot_layers}
         slots.append((shown, cache.slots.lengths))
 
     monkeypatch.setattr(SlotCache, "keep", recording)

@@ -227,3 +227,23 @@ def test_rows_of_a_returned_cache_are_chosen_and_repeated_as_plain_decodings(mod
             expected = turn(model, first[rows], None)
             helped = oracle_assistant(expected) if again else None
             assert torch.equal(turn(model, first[rows], cache, helped), expected)
+
+
+def test_windows_hold_what_they_show_and_little_more():
+    """Whatever the prompt's length and the texts behind it."""
+    kinds = ["sliding_attention"] * 2 + ["full_attention"]
+    options = {"sliding_window": 32, "layer_types": kinds, "max_position_embeddings": 4096}
+    model = build(Gemma3ForCausalLM, **options)
+    ids = torch.randint(3, 67, (2, 700), generator=torch.Generator().manual_seed(0))
+    plain = turn(model, ids, None)
+    cache = DynamicCache(config=model.config)
+    assert torch.equal(turn(model, ids, cache, oracle_assistant(plain)), plain)
+    more = torch.cat([plain, ids[:, :500]], dim=1)
+    assert torch.equal(
+        turn(model, more, cache, oracle_assistant(turn(model, more, None))),
+        turn(model, more, None),
+    )
+    for layer in cache.layers:
+        held = layer.homes[0][0].states.shape[3]
+        assert held <= (32 + 8 * 64 if layer.window else 2048)
+        assert layer.get_seq_length() == more.shape[1] + 7

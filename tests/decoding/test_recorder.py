@@ -10,7 +10,7 @@ from transformers.utils import ModelOutput
 
 from hf_retrieval_assist.decoding.recorder import OutputRecorder
 from hf_retrieval_assist.row_text import RowText
-from hf_retrieval_assist.verification.kv_cache import RowSlots, SlotLayer
+from hf_retrieval_assist.verification.slot_layers import RowSlots, SlotLayer
 from hf_retrieval_assist.verification.verified import Verified
 
 

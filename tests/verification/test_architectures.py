@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
-from hf_retrieval_assist.verification.kv_cache import HybridSlotLayer, IndexedSlotLayer, SlotCache
+from hf_retrieval_assist.verification.kv_cache import SlotCache
+from hf_retrieval_assist.verification.slot_layers import HybridSlotLayer, IndexedSlotLayer
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.architectures import (
     BELOW_KNOWN,

@@ -66,7 +66,8 @@ def test_an_arena_holds_what_layers_had_and_moves_paths():
     arena.hold(other.slot_layers)
     for layer, keys in zip(one.slot_layers, kept, strict=True):
         assert torch.equal(layer.keys, keys)
-    assert not other.slot_layers[0]._buffers[0][:, :, 3:].any()
+    (block, buffer), _ = other.slot_layers[0].homes
+    assert not block.states[buffer, :, :, 3:].any()
 
 
 def highest(work):
@@ -99,8 +100,8 @@ def test_a_cache_moves_into_an_arena_without_twice_its_memory(monkeypatch):
 
     assert whole <= highest(move) <= whole + whole // 3 + 4096
     assert len(arena._groups) == 3
-    storages = {x.untyped_storage() for y in cache.slot_layers for x in y._buffers}
-    assert len(storages) == 3
+    homes = [home for layer in cache.slot_layers for home in layer.homes]
+    assert len({block.states.untyped_storage() for block, _ in homes}) == 3
     assert arena.nbytes == whole
     rows, last = torch.arange(2)[:, None], torch.full((2, 1), slots - 1)
     arena.move(rows, last, torch.zeros_like(last))

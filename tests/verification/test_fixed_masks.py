@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.fed_tokens import FedTokens
 from hf_retrieval_assist.verification.fixed_masks import FixedMasks
-from hf_retrieval_assist.verification.kv_cache import RowSlots
 from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
+from hf_retrieval_assist.verification.slot_layers import RowSlots
 from hf_retrieval_assist.verification.tree_attention import (
     LayerMask,
     TreeAttention,

@@ -105,10 +105,10 @@ def test_buffers_grow_in_mid_call(monkeypatch):
     shapes = []
     grow = FixedMemory.grow
 
-    def noted(memory, slots):
+    def noted(memory, slots, reserved=None):
         # As if the length of the text were not known beforehand.
         memory._shape = replace(memory._shape, capacity=0)
-        grow(memory, slots)
+        grow(memory, slots, reserved)
         shapes.append(memory.workspace.shape.capacity)
 
     monkeypatch.setattr(FixedMemory, "grow", noted)
@@ -450,7 +450,8 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
     assert {type(verifier) for verifier in verifiers} == {TreeVerifier}
 
 
-def test_only_cuda_has_memory_that_stays():
+def test_only_cuda_has_memory_that_stays(monkeypatch):
+    monkeypatch.undo()
     devices = ("cuda", "mps", "xpu", "cpu")
     assert [stays_in_place(torch.device(name)) for name in devices] == [True, False, False, False]
 

@@ -64,7 +64,8 @@ def test_an_interrupted_convolution_goes_back(reached):
     cropped.begin(undo=True)
     if reached:
         feed(layer, 6, 9)
-    cropped.abandon(feeding=True)
+    cropped.undo(feeding=True)
+    cropped.finish(0)
     assert held(layer) == [3.0, 4.0, 5.0]
     assert not layer.record_past
 
@@ -127,7 +128,7 @@ def test_an_interrupted_recurrence_goes_back_or_is_forgotten(recurrent, feeding,
     layer.total += 5
     if not feeding:
         saved.keep(1, 1)
-    saved.abandon(feeding)
+    saved.undo(feeding)
     assert recurrent.forgotten == (feeding and not undo)
     if undo:
         assert layer.total == (10 if feeding else 15)

@@ -8,7 +8,7 @@ import torch
 
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.fed_tokens import FedTokens
-from hf_retrieval_assist.verification.kv_cache import RowSlots
+from hf_retrieval_assist.verification.slot_layers import RowSlots
 from hf_retrieval_assist.verification.tree_attention import (
     FedTrees,
     LayerMask,

@@ -22,8 +22,9 @@ from hf_retrieval_assist.kernels.scopes import attending
 from hf_retrieval_assist.row_text import RowText
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.fixed_verifier import ForwardOptions
-from hf_retrieval_assist.verification.kv_cache import SlotCache, SlotLayer
+from hf_retrieval_assist.verification.kv_cache import SlotCache
 from hf_retrieval_assist.verification.service import choose_service
+from hf_retrieval_assist.verification.slot_layers import SlotLayer
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
@@ -260,14 +261,13 @@ def test_a_cache_goes_on_from_a_layer_that_was_interrupted_at_its_first_write(mo
         layers.append(layer)
         if len(layers) == 2:
             raise KeyboardInterrupt
-        show(layer, *states)
+        return append(layer, *states)
 
     with monkeypatch.context() as patched:
-        show = SlotLayer._show
-        patched.setattr(SlotLayer, "_show", interrupted)
+        append = SlotLayer._append
+        patched.setattr(SlotLayer, "_append", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(model, ids, mask, assistant, **{CACHE: cache}, **options)
-    assert layers[1].is_initialized
     assert cache.get_seq_length() == 0
     assert torch.equal(plain, run(model, ids, mask, **{CACHE: cache}, **options))
 

@@ -1,15 +1,21 @@
-"""A comparison as an animated SVG: both runs from one start, at the times they took."""
+"""Draws `docs/assets/demo.svg`, the README's picture, from a run of now: `make recording`.
+
+Both runs of the demo's first task, from one start, at the times they took. The picture begins with
+its end, which is all that a reader sees who prints it or whose browser animates nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
-from ..record.palette import colours
-from ..record.pieces import readable
-from .comparison import Comparison, Run
-from .show import verdict
+from hf_retrieval_assist.demo.comparison import TASKS, WARM_UP, Run, Task, compare, verdict
+from hf_retrieval_assist.demo_model import load_demo_model
+from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist.record.palette import colours
+from hf_retrieval_assist.record.pieces import readable
 
 _COLUMNS = 54  # characters of a line of text
 _LINES = 17
@@ -17,7 +23,7 @@ _ADVANCE, _LEADING = 7.25, 18  # pixels of a character and of a line, at a font 
 _MARGIN = 14
 _PANEL = _COLUMNS * _ADVANCE + 2 * _MARGIN
 _TOP = 64
-_REST = 4.0  # seconds of the finished picture before it starts again
+_REST = 4.0  # seconds of the finished picture before both runs start
 _TICK = 0.25  # seconds between figures of speed
 _HIDDEN = ' opacity="0"'  # where nothing is animated
 
@@ -33,33 +39,29 @@ class _Piece:
     colour: str | None
 
 
-def animation(comparison: Comparison) -> str:
-    """The SVG document; where nothing is animated it shows the end."""
-    duration = max(comparison.plain.seconds, comparison.assisted.seconds) + _REST
+def animation(task: Task, plain: Run, assisted: Run) -> str:
+    """The SVG document."""
+    slower = max(plain.seconds, assisted.seconds)
+    duration = _REST + slower
     width, height = 2 * _PANEL + _MARGIN, _TOP + _LINES * _LEADING + 78
-    panels = "".join(
-        _panel(run, place * (_PANEL + _MARGIN), duration)
-        for place, run in enumerate((comparison.plain, comparison.assisted))
-    )
-    # The verdict appears when the slower run has ended.
-    end = _appear(duration - _REST, duration)
+    panels = _panel("plain generate", plain, 0, duration)
+    panels += _panel("assistant=SamAssistant()", assisted, _PANEL + _MARGIN, duration)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'font-family="ui-monospace,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="12">'
         f'<rect width="100%" height="100%" rx="8" fill="#16181d"/>'
         f'<text x="{_MARGIN}" y="24" fill="#e6e6e6" font-size="14">'
-        f"{escape(comparison.task.title)}, {len(comparison.assisted.tokens)} tokens</text>"
-        f"{panels}{_legend(comparison, height - 40)}"
-        f'<text x="{_MARGIN}" y="{height - 14:.0f}" fill="#7ee787" font-size="14">{end}'
-        f"{escape(verdict(comparison))}: {comparison.assisted.forwards} forwards instead of "
-        f"{comparison.plain.forwards}</text></svg>\n"
+        f"{escape(task.title)}, {len(assisted.tokens)} tokens</text>"
+        f"{panels}{_legend(assisted, height - 40)}"
+        f'<text x="{_MARGIN}" y="{height - 14:.0f}" fill="#7ee787" font-size="14">'
+        f"{_appear(slower, duration)}{escape(verdict(plain, assisted))}: "
+        f"{assisted.forwards} forwards instead of {plain.forwards}</text></svg>\n"
     )
 
 
-def _panel(run: Run, left: float, duration: float) -> str:
-    name = "assistant=SamAssistant()" if run.assisted else "plain generate"
+def _panel(name: str, run: Run, left: float, duration: float) -> str:
     height = _LINES * _LEADING + 8
-    clip = "right" if run.assisted else "left"
+    clip = f"clip{left:.0f}"
     pieces = list(_layout(run))
     body = "".join(_drawn(piece, duration) for piece in pieces)
     return (
@@ -70,7 +72,8 @@ def _panel(run: Run, left: float, duration: float) -> str:
         f'fill="none" stroke="#3b4252"/>'
         f'<clipPath id="{clip}"><rect x="4" y="{_TOP - 4}" width="{_PANEL:.0f}" '
         f'height="{height - 4}"/></clipPath>'
-        f'<g clip-path="url(#{clip})"><g>{_scroll(pieces, duration)}{body}</g></g></g>'
+        f'<g clip-path="url(#{clip})"><g transform="translate(0 {_offset(pieces[-1])})">'
+        f"{_scroll(pieces, duration)}{body}</g></g></g>"
     )
 
 
@@ -108,29 +111,35 @@ def _drawn(piece: _Piece, duration: float) -> str:
 
 
 def _appear(seconds: float, duration: float, until: float | None = None) -> str:
-    """Makes what it stands in visible from a time on, in every round."""
-    times, values = [0.0, seconds / duration], ["0", "1"]
+    """Shows what it stands in from a time of the runs on: to their end and while the picture
+    rests, or until another time."""
+    shown = "1" if until is None else "0"
+    times, values = [0.0, _REST, _REST + seconds], [shown, "0", "1"]
     if until is not None:
-        times, values = [*times, until / duration], [*values, "0"]
+        times, values = [*times, _REST + until], [*values, "0"]
     return _animate("animate", 'attributeName="opacity"', times, values, duration)
 
 
 def _animate(tag: str, what: str, times: list[float], values: list[str], duration: float) -> str:
-    key_times = ";".join(f"{time:.5f}" for time in times)
+    key_times = ";".join(f"{time / duration:.5f}" for time in times)
     return (
         f'<{tag} {what} values="{";".join(values)}" keyTimes="{key_times}" '
         f'calcMode="discrete" dur="{duration:.2f}s" repeatCount="indefinite"/>'
     )
 
 
+def _offset(piece: _Piece) -> int:
+    """How far the text stands up where a piece's line is the panel's last."""
+    return -_LEADING * max(0, piece.line - _LINES + 1)
+
+
 def _scroll(pieces: list[_Piece], duration: float) -> str:
-    """Moves the text up so that the last line is the panel's last."""
-    times, offsets = [0.0], [0]
+    """Moves the text up as it grows."""
+    times, offsets = [0.0, _REST], [_offset(pieces[-1]), 0]
     for piece in pieces:
-        offset = -_LEADING * max(0, piece.line - _LINES + 1)
-        if offset < offsets[-1]:
-            times.append(piece.seconds / duration)
-            offsets.append(offset)
+        if _offset(piece) < offsets[-1]:
+            times.append(_REST + piece.seconds)
+            offsets.append(_offset(piece))
     values = [f"0 {offset}" for offset in offsets]
     what = 'attributeName="transform" type="translate"'
     return _animate("animateTransform", what, times, values, duration)
@@ -153,8 +162,8 @@ def _speeds(run: Run, duration: float) -> str:
     )
 
 
-def _legend(comparison: Comparison, y: float) -> str:
-    palette = colours(dict.fromkeys(token.origin for token in comparison.assisted.tokens))
+def _legend(run: Run, y: float) -> str:
+    palette = colours(dict.fromkeys(token.origin for token in run.tokens))
     parts, x = [], float(_MARGIN)
     for origin, colour in [*palette.items(), ("unmarked: the model itself", None)]:
         width = (len(origin) + 2) * _ADVANCE
@@ -168,3 +177,15 @@ def _legend(comparison: Comparison, y: float) -> str:
         )
         x += width + _ADVANCE
     return "".join(parts)
+
+
+def main() -> None:
+    model, tokenizer = load_demo_model(model="gemma3")
+    costs = CostModels()
+    compare(model, tokenizer, WARM_UP, costs)
+    document = animation(TASKS[0], *compare(model, tokenizer, TASKS[0], costs))
+    (Path(__file__).parent / "assets" / "demo.svg").write_text(document, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The models and prompts that benchmarks take."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_retrieval_assist.demo_model import MODELS, load_demo_model, prompt_inputs
+
+PROMPTS = Path(__file__).parent / "prompts"
+UNTUNED = PROMPTS / "untuned"
+"""Prompts that nothing was tuned on: three of each of thirteen kinds."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked to write.
+
+    Attributes:
+        text: for a base model to go on from.
+        message: for a model with a chat template; empty: the same text.
+    """
+
+    category: str
+    name: str
+    text: str
+    message: str = ""
+
+    def inputs(self, tokenizer: Any) -> dict[str, torch.Tensor]:
+        """What `generate` takes: int64 [1, length] each."""
+        text = self.message or self.text if tokenizer.chat_template else self.text
+        return dict(prompt_inputs(tokenizer, text))
+
+
+def read_prompts(folder: Path = PROMPTS) -> list[Prompt]:
+    """All prompts, by category."""
+    prompts = []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        prompts += [Prompt(content["category"], **item) for item in content["prompts"]]
+    return prompts
+
+
+def first_of_each(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """At most `count` prompts of every category."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for prompt in prompts:
+        seen[prompt.category] += 1
+        if seen[prompt.category] <= count:
+            chosen.append(prompt)
+    return chosen
+
+
+def load(arguments: argparse.Namespace, dtype: str | None = None) -> tuple[Any, Any]:
+    """The model that `--model` names, in `dtype` or that of `--dtype`, and its tokenizer."""
+    dtype = dtype or arguments.dtype
+    chosen = None if dtype is None else getattr(torch, dtype)
+    if arguments.model in MODELS:
+        return load_demo_model(chosen, arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=chosen or "auto")
+    return model.eval(), AutoTokenizer.from_pretrained(arguments.model)
+
+
+def model_name(arguments: argparse.Namespace) -> str:
+    """The name of `--model` without the folders of a path."""
+    return Path(arguments.model).name
+
+
+def dtype_name(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")

@@ -1,0 +1,420 @@
+"""Layers of a key-value cache in which rows grow by different amounts.
+
+Slot s of a row holds the row's s-th cached token, whatever the other rows have accepted, so ragged
+progress wastes no slots: a cache of rows with lengths l_i takes max(l_i) slots, and a verification
+of n tokens n more. The nodes of a token tree are written behind each row's length; `keep` moves the
+accepted path to the front of them, which costs O(accepted).
+
+Layers whose heads are alike share one tensor, a :class:`Block`, so that where a forward writes and
+what it shows is found once for all of them. Until a prefill has ended a layer keeps what it is
+given, as transformers' own layers do; so it does again once somebody else crops or reorders it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+)
+
+# A block grows by half its size, so that copying it costs O(1) per token, never in small steps.
+MIN_GROWTH = 256
+
+# Tokens that windowed layers hold beyond their windows before they drop them.
+SLACK = 64
+
+Places = tuple[torch.Tensor, torch.Tensor]
+"""Rows [batch, 1] and slots [batch, width]."""
+
+
+class RowSlots:
+    """Where the next tokens of every row are written; shared by all layers of one cache.
+
+    Attributes:
+        lengths: kept slots per row.
+        longest, shortest: the most and the fewest of any row.
+        uniform: whether all rows have equally many.
+        window: the largest of any layer; None: there is none.
+        view_from: first slot shown to layers with a sliding window, while a tree is verified.
+        places: rows and slots that the next tokens are written to, where tensors on the device say
+            so: layers then show whole buffers, so that a forward depends on no number of the host.
+            None: behind each row's length.
+        extent: slots that layers show besides, where `places` holds the places of packed rows,
+            [1, tokens] each. None: whole buffers.
+        forgets: whether layers with a window drop what it has passed.
+        near: the slots [batch, width] in the buffers of layers that forget, where `places` are of
+            whole ones.
+    """
+
+    def __init__(self, lengths: Sequence[int], forgets: bool = True):
+        self.window: int | None = None
+        self.forgets = forgets
+        self.near: torch.Tensor | None = None
+        self.view_from: int | None = None
+        self.places: Places | None = None
+        self.extent: int | None = None
+        self._index: dict[tuple[int, torch.device], Places] = {}
+        self.set_lengths(lengths)
+
+    def index(self, width: int, device: torch.device) -> Places:
+        """Row and slot indices, [batch, 1] and [batch, width], of the next `width` tokens."""
+        key = (width, device)
+        if key not in self._index:
+            if width == 1:  # the lengths, which are sent once
+                rows = torch.arange(len(self.lengths), device=device)[:, None]
+                slots = torch.tensor(self.lengths, device=device)[:, None]
+            else:
+                rows, slots = self.index(1, device)
+                slots = slots + torch.arange(width, device=device)
+            self._index[key] = rows, slots
+        return self._index[key]
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+        self.longest = max(self.lengths, default=0)
+        self.shortest = min(self.lengths, default=0)
+        self.uniform = self.shortest == self.longest
+        self._index.clear()
+
+
+class Block:
+    """The keys or values of layers whose heads are alike.
+
+    Attributes:
+        states: [buffers, batch, heads, capacity, depth].
+        base: the slot that stands first: windows have dropped those before it.
+    """
+
+    def __init__(self, states: torch.Tensor, base: int = 0):
+        self.states = states
+        self.base = base
+        self._made: Any = None
+        self._new: Sequence[torch.Tensor] = ()
+        self._shown: Sequence[torch.Tensor] = ()
+
+    def put(self, states: torch.Tensor, base: int) -> None:
+        """Go on in other memory."""
+        self.states, self.base, self._made = states, base, None
+
+    def views(
+        self, start: int, extent: int, first: int | None
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Of every buffer the slots from `start` and those from `first` on, up to `extent`; made
+        once for all layers of a forward, and room for them where there is none."""
+        made = start, extent, first
+        if made != self._made or (self.states.is_inference() and not _in_inference()):
+            self._reserve(extent)
+            first = self.base if first is None else first
+            base, states = self.base, self.states
+            self._new = states[:, :, :, start - base : extent - base].unbind(0)
+            self._shown = states[:, :, :, first - base : extent - base].unbind(0)
+            self._made = made
+        return self._new, self._shown
+
+    def _reserve(self, extent: int) -> None:
+        capacity, used = self.states.shape[3], extent - self.base
+        # What was made in inference mode may not be written to outside of it.
+        if used > capacity:
+            capacity = used + max(SLACK if self.base else MIN_GROWTH, used // 2)
+        elif not self.states.is_inference() or _in_inference():
+            return
+        shape = *self.states.shape[:3], capacity, self.states.shape[4]
+        grown = self.states.new_zeros(shape)
+        grown[:, :, :, : self.states.shape[3]] = self.states
+        self.put(grown, self.base)
+
+    def drop(self, before: int, length: int) -> None:
+        """Forget the slots before one, and the room that is not needed for so many in all."""
+        kept = self.states[:, :, :, before - self.base : length - self.base]
+        used = length - before
+        if self.states.shape[3] > 2 * (used + SLACK):
+            states = kept.new_zeros((*kept.shape[:3], used + SLACK, kept.shape[4]))
+        else:
+            states, kept = self.states, kept.clone()
+        states[:, :, :, :used] = kept
+        self.put(states, before)
+
+    def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy slots within rows; all index tensors broadcast to [batch, moved]."""
+        if self.base:
+            source, destination = source - self.base, destination - self.base
+        if len(rows) == 1:  # less than half the time
+            self.states.index_copy_(3, destination[0], self.states.index_select(3, source[0]))
+        else:
+            self.states[:, rows, :, destination] = self.states[:, rows, :, source]
+
+    def wipe(self, lengths: Sequence[int]) -> None:
+        for row, length in enumerate(lengths):
+            self.states[:, row, :, max(0, length - self.base) :] = 0
+
+
+def _in_inference() -> bool:
+    """Whether tensors of the inference mode may be written to. Compilers cannot ask."""
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+
+
+Home = tuple[Block, int]
+"""A block, and the number of a buffer in it."""
+
+
+class SlotLayer(DynamicLayer):
+    """A cache layer that writes in place.
+
+    `keys` and `values` are what it holds, `[batch, heads, slots, head_dim]`, so that whatever reads
+    or crops a :class:`DynamicLayer` goes on working.
+
+    Attributes:
+        dropped: slots before those that it holds.
+    """
+
+    def __init__(self, slots: RowSlots, window: int | None = None):
+        self._own: list[Any] = [None, None]
+        self._homes: tuple[Home, Home] | None = None
+        self._length = self._dropped = 0
+        super().__init__()
+        self.slots = slots
+        self.window = window
+        self.is_sliding = window is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has been written to; an interrupt may leave it initialised without states."""
+        return self._homes is not None or (self._own[0] is not None and self._own[0].ndim == 4)
+
+    @property
+    def homes(self) -> tuple[Home, Home] | None:
+        """Where its keys and values lie in blocks; None: in tensors of its own."""
+        return self._homes
+
+    @property
+    def dropped(self) -> int:
+        return self._dropped if self._homes is None else self._homes[0][0].base
+
+    @property
+    def keys(self) -> Any:
+        return self._states(0)
+
+    @keys.setter
+    def keys(self, states: Any) -> None:
+        self._leave(0, states)
+
+    @property
+    def values(self) -> Any:
+        return self._states(1)
+
+    @values.setter
+    def values(self, states: Any) -> None:
+        self._leave(1, states)
+
+    @property
+    def forgets(self) -> bool:
+        """Whether it drops what its window has passed."""
+        return self.window is not None and self.slots.forgets
+
+    def _states(self, number: int) -> Any:
+        if self._homes is None:
+            return self._own[number]
+        block, buffer = self._homes[number]
+        states = block.states[buffer, :, :, : self._length - block.base]
+        # Whoever asks how much memory a layer holds is told of its own part.
+        return torch.from_dlpack(states) if states.is_cpu and states.numel() else states
+
+    def _leave(self, number: int, states: Any) -> None:
+        """Hold other states than those in the blocks."""
+        if self._homes is not None:
+            self._own, self._dropped, self._homes = [self.keys, self.values], self.dropped, None
+        self._own[number] = states
+
+    def get_seq_length(self) -> int:
+        if self._homes is not None:
+            return self._length
+        return self._dropped + self._own[0].shape[-2] if self.is_ready else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() - self.dropped + query_length, self.dropped
+
+    def adopt(self, layer: DynamicLayer | StaticLayer) -> None:
+        """Take over another layer's content."""
+        if length := int(layer.get_seq_length()):
+            self.lazy_initialization(layer.keys, layer.values)
+            held = min(length, layer.keys.shape[-2])
+            self._own = [layer.keys[:, :, :held], layer.values[:, :, :held]]
+            self._dropped = length - held
+
+    def reset(self) -> None:
+        super().reset()
+        self._dropped = 0
+
+    def reaches(self, length: int) -> bool:
+        """Whether it could go on behind so many tokens, if it forgot those behind them."""
+        return self.window is None or max(0, length - self.window + 1) >= self.dropped
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens.
+
+        Raises:
+            RuntimeError: what the layer then would have to show has been dropped by its window, as
+                plain decoding's layers say.
+        """
+        left = max(0, self.get_seq_length() + min(0, tokens_to_remove))
+        if self.window and not self.reaches(left):
+            most = self.get_seq_length() - self.window + 1 - self.dropped
+            raise RuntimeError(
+                f"crop: expected at most {most} tokens to remove, got {-tokens_to_remove}: a "
+                f"window of {self.window} tokens has dropped what it would show then"
+            )
+        super().crop(tokens_to_remove)
+
+    def hand_back(self, layer: StaticLayer, room: int | None) -> None:
+        """Leave this layer's content, as far as there is room, in the one that it came from."""
+        layer.reset()
+        if self.get_seq_length():
+            whole = (F.pad(x, (0, 0, self.dropped, 0)) for x in (self.keys, self.values))
+            layer.update(*(states[:, :, :room] for states in whole))
+
+    def move_in(self, *homes: Home) -> None:
+        """Go on in blocks, whose buffers get what this layer holds."""
+        length, dropped = self.get_seq_length(), self.dropped
+        for (block, buffer), shown in zip(homes, (self.keys, self.values), strict=True):
+            held = max(0, block.base - dropped)
+            first = max(block.base, dropped) - block.base
+            block.states[buffer, :, :, first : length - block.base] = shown[:, :, held:]
+        self._own = [None, None]
+        self._homes, self._length = (homes[0], homes[1]), length
+
+    def begin_in(self, *homes: Home) -> None:
+        """Write to blocks from the first token on."""
+        self.lazy_initialization(homes[0][0].states, homes[1][0].states)
+        self._own = [None, None]
+        self._homes, self._length, self._dropped = (homes[0], homes[1]), 0, 0
+
+    def is_in(self, home: Home) -> bool:
+        """Whether its keys lie in this very memory."""
+        if self._homes is None:
+            return False
+        (block, buffer), (theirs, number) = self._homes[0], home
+        return block.states.data_ptr() == theirs.states.data_ptr() and buffer == number
+
+    def move_out(self) -> None:
+        """Go on in memory of its own that holds what is shown."""
+        self._leave(0, self.keys.clone())
+        self.values = self.values.clone()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the states `[batch, heads, n, head_dim]` behind each row; show all slots in use."""
+        if self._homes is None:
+            return self._append(key_states, value_states)
+        (keys, k), (values, v) = self._homes
+        slots, places = self.slots, self.slots.places
+        first = slots.view_from if self.window is not None else None
+        if places is None and slots.uniform:
+            start, extent = self._length, self._length + key_states.shape[2]
+        else:
+            start = extent = slots.extent or slots.longest + key_states.shape[2]
+            if places is not None and slots.extent is None:
+                rows, held = places
+                if self.forgets and slots.near is not None:
+                    held = slots.near
+                self._write(rows, held, key_states, value_states)
+                return keys.states[k], values.states[v]
+        new, shown = keys.views(start, extent, first)
+        more, besides = (new, shown) if values is keys else values.views(start, extent, first)
+        if start < extent:
+            new[k].copy_(key_states)
+            more[v].copy_(value_states)
+        else:
+            rows, held = places or slots.index(key_states.shape[2], key_states.device)
+            held = held - keys.base if keys.base else held
+            self._write(rows, held, key_states, value_states)
+        self._length = extent
+        return shown[k], besides[v]
+
+    def _append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_ready:
+            self.lazy_initialization(key_states, value_states)
+            whole = [key_states, value_states]
+        else:
+            pairs = zip(self._own, (key_states, value_states), strict=True)
+            whole = [torch.cat(pair, dim=-2) for pair in pairs]
+        self._own = whole
+        if self.forgets and (passed := whole[0].shape[2] - (self.window or 0) + 1) > SLACK:
+            self._own = [states[:, :, passed:].clone() for states in whole]
+            self._dropped += passed
+        return whole[0], whole[1]
+
+    def _write(self, rows: torch.Tensor, held: torch.Tensor, *states: torch.Tensor) -> None:
+        assert self._homes is not None
+        for (block, buffer), new in zip(self._homes, states, strict=True):
+            block.states[buffer][rows, :, held] = new.transpose(1, 2)
+
+    def show(self, length: int) -> None:
+        """Hold the first `length` slots."""
+        if self._homes is not None:
+            self._length = length
+        elif self.get_seq_length() > length:
+            self._own = [states[:, :, : length - self._dropped] for states in self._own]
+
+
+class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
+    """A slot layer of a sparse-attention model, whose indexer keys follow the same slots."""
+
+    def __init__(self, slots: RowSlots):
+        SlotLayer.__init__(self, slots)
+        self.indexer_keys = None
+        self.indexer_position_ids = None
+        self.is_indexer_initialized = False
+
+    def adopt(self, layer: DynamicLayer) -> None:
+        super().adopt(layer)
+        self.indexer_keys = layer.indexer_keys
+        self.indexer_position_ids = layer.indexer_position_ids
+        self.is_indexer_initialized = layer.is_indexer_initialized
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Write the keys `[batch, n, dim]` behind each row, as `update` does; show all of them."""
+        keys = super().update_indexer(indexer_key_states)
+        if not self.slots.uniform:
+            places = self.slots.index(indexer_key_states.shape[1], keys.device)
+            keys[places] = indexer_key_states
+        return keys
+
+    def move(self, source: torch.Tensor, destination: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy the indexer's slots within rows, as a block copies those of keys and values."""
+        if self.indexer_keys is not None:
+            self.indexer_keys[rows, destination] = self.indexer_keys[rows, source]
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids[:, rows, destination] = self.indexer_position_ids[
+                :, rows, source
+            ]
+
+    def wipe(self, lengths: Sequence[int]) -> None:
+        if self.indexer_keys is not None:
+            for row, length in zip(self.indexer_keys, lengths, strict=True):
+                row[length:] = 0
+
+    def show(self, length: int) -> None:
+        super().show(length)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[:, :length]
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length]
+
+
+class HybridSlotLayer(SlotLayer, LinearAttentionAndFullAttentionLayer):
+    """A slot layer of a block that also has a convolution or another recurrent state."""
+
+    def __init__(self, slots: RowSlots, window: int | None, number_of_states: int):
+        super().__init__(slots, window)
+        LinearAttentionLayer.__init__(self, number_of_states)
