@@ -91,36 +91,23 @@ cdef int _read_dense(linear_problem *problem, object weight) except -1:
 
 cdef object _solve(linear_problem *problem, object x, object bias, object out, int path, int threads):
     """The product of x with the weights of a problem, plus bias."""
+    cdef int failed
     if out is None:
         out = _new_output(x, problem.outputs)
     if problem.depth == 0:
         return out.zero_() if bias is None else out.copy_(bias)
-    rows = _as_rows(x, problem.depth, problem)
-    adjacent_bias = _aim(problem, bias, out)
-    problem.next = NULL
-    _run(problem, path, threads)
-    return out
-
-
-cdef object _aim(linear_problem *problem, object bias, object out):
-    """Let a problem write to `out`; returns the tensor that owns its bias."""
+    rows = _as_rows(x, problem.depth, problem)  # which owns what the problem points to
     if bias is not None:
         bias = bias.contiguous()
     problem.bias = NULL if bias is None else <char *><uintptr_t>bias.data_ptr()
     problem.dtype = _dtypes[out.dtype]
     problem.y = <char *><uintptr_t>out.data_ptr()
     problem.y_stride = problem.outputs
-    return bias
-
-
-cdef int _run(linear_problem *problem, int path, int threads) except -1:
-    """Solve a problem, and those behind it."""
-    cdef int failed
     with nogil:
         failed = _paths[path].linear(problem, threads)
     if failed:
         raise MemoryError(f"no memory to pack {problem.rows} rows of {problem.depth}")
-    return 0
+    return out
 
 
 def skinny_linear(x, weight, bias=None, out=None, *, path=None, threads=None):

@@ -87,31 +87,26 @@ TARGET static void NAMED(write_outputs)(const linear_pass *pass, int64_t o, int6
     }
 }
 
-/* Chunks of a problem's outputs until none is left. */
-TARGET static void NAMED(chunks)(linear_pass *pass, float *sums) {
+/* What one thread does: chunks of outputs until none is left. */
+TARGET static void NAMED(work)(void *shared) {
+    linear_pass *pass = shared;
     const linear_problem *p = pass->problem;
+    float *sums = pass->sums + FETCH_ADD(&pass->next_thread) * p->rows * CHUNK_ROWS;
     int64_t first;
+    BEGIN_THREAD();
     while ((first = FETCH_ADD(&pass->next_chunk) * CHUNK_ROWS) < p->outputs) {
         const int64_t count = skinny_min(CHUNK_ROWS, p->outputs - first);
         NAMED(chunk)(pass, first, count, sums);
         for (int64_t o = 0; o < count; o += LANES)
             NAMED(write_outputs)(pass, first + o, skinny_min(LANES, count - o), sums + o);
     }
-}
-
-/* What one thread does: one problem after another. */
-TARGET static void NAMED(work)(void *shared) {
-    linear_pass *pass = shared;
-    float *sums = pass->sums + FETCH_ADD(&pass->next_thread) * pass->problem->rows * CHUNK_ROWS;
-    BEGIN_THREAD();
-    for (; pass->problem; pass++) NAMED(chunks)(pass, sums);
     END_THREAD();
 }
 
-/* At most PASS_ROWS rows of `count` problems. Returns 0, or -1 when memory ran out. */
-TARGET static int NAMED(run_pass)(const linear_problem *p, int count, int threads) {
+/* At most PASS_ROWS rows. Returns 0, or -1 when memory ran out. */
+TARGET static int NAMED(run_pass)(const linear_problem *p, int threads) {
     float x_scales[PASS_ROWS];
-    linear_pass passes[MOST_TOGETHER + 1], pass = {.problem = p, .x_scales = x_scales};
+    linear_pass pass = {.problem = p, .x_scales = x_scales};
     if (p->weight_dtype == SKINNY_GROUPED)
         pass.packed_bytes = (p->depth + GROUP - 1) / GROUP * GROUP * 2;
     else
@@ -126,31 +121,23 @@ TARGET static int NAMED(run_pass)(const linear_problem *p, int count, int thread
     /* The last outputs may fill less than the vector that is read of them. */
     memset(pass.sums, 0, sums_bytes);
     NAMED(pack_panels)(pass.panels, &pass);
-    for (int i = 0; i < count; i++) passes[i] = pass, passes[i].problem = p + i;
-    passes[count].problem = NULL;
-    openmp_parallel(NAMED(work), passes, threads);
+    openmp_parallel(NAMED(work), &pass, threads);
     free(memory);
     return 0;
 }
 
 TARGET static int NAMED(linear)(const linear_problem *problem, int threads) {
-    linear_problem parts[MOST_TOGETHER];
-    const int64_t bytes = skinny_item_bytes(problem->dtype);
-    int64_t weight_bytes = 0, chunks = 0;
-    int count = 0, failed = 0;
-    for (const linear_problem *p = problem; p; p = p->next) {
-        weight_bytes += p->outputs * p->depth * skinny_item_bytes(p->weight_dtype);
-        chunks += (p->outputs + CHUNK_ROWS - 1) / CHUNK_ROWS;
-        parts[count++] = *p;
-    }
+    linear_problem part = *problem;
+    const int64_t bytes = skinny_item_bytes(part.dtype);
+    const int64_t weight_bytes = part.outputs * part.depth * skinny_item_bytes(part.weight_dtype);
+    const int64_t chunks = (part.outputs + CHUNK_ROWS - 1) / CHUNK_ROWS;
     const int64_t useful = skinny_min(chunks, weight_bytes / THREAD_BYTES + 1);
+    int failed = 0;
     for (int64_t row = 0; row < problem->rows && !failed; row += PASS_ROWS) {
-        for (int i = 0; i < count; i++) {
-            parts[i].rows = skinny_min(PASS_ROWS, problem->rows - row);
-            if (row) parts[i].x += PASS_ROWS * problem->x_stride * bytes;
-            if (row) parts[i].y += PASS_ROWS * parts[i].y_stride * bytes;
-        }
-        failed = NAMED(run_pass)(parts, count, (int)skinny_min(threads, useful));
+        part.x = problem->x + row * part.x_stride * bytes;
+        part.y = problem->y + row * part.y_stride * bytes;
+        part.rows = skinny_min(PASS_ROWS, problem->rows - row);
+        failed = NAMED(run_pass)(&part, (int)skinny_min(threads, useful));
     }
     return failed;
 }

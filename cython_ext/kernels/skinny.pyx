@@ -30,7 +30,6 @@ cdef extern from "paths.h" nogil:
         WIDTH_MULTIPLE
         ROUTED_ROWS
         MAX_PATHS
-        MOST_TOGETHER
 
     ctypedef struct linear_problem:
         char *x
@@ -44,7 +43,6 @@ cdef extern from "paths.h" nogil:
         const char *factors
         const char *scales
         int scale_dtype
-        linear_problem *next
 
     ctypedef struct int8_packing:
         const char *weight
@@ -86,9 +84,6 @@ cdef extern from "norm_kernel.h" nogil:
         const char *x
         const char *weight
         char *y
-        const char *cosines
-        const char *sines
-        int64_t heads
         int64_t rows, depth
         float epsilon
         int dtype
@@ -187,7 +182,5 @@ OPENMP = _share_openmp()
 
 include "linear.pxi"
 include "int8.pxi"
-include "together.pxi"
 include "attention.pxi"
 include "norm.pxi"
-include "heads.pxi"

@@ -79,13 +79,7 @@ class _CompactProduct:
     values: torch.Tensor
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self.kernel_reads(x) is None:
-            return routed_linear(x, self.weight, bias)
-        return compact_linear(x, self.values, bias)
-
-    def kernel_reads(self, x: torch.Tensor) -> tuple[torch.Tensor, None, None] | None:
-        """See :func:`.skinny.linear_together`."""
         few = 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         if not few or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-            return None
-        return self.values, None, None
+            return routed_linear(x, self.weight, bias)
+        return compact_linear(x, self.values, bias)

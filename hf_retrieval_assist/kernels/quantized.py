@@ -61,10 +61,6 @@ class QuantizedWeight:
         """See :func:`quantized_linear`."""
         return quantized_linear(x, self, bias)
 
-    def kernel_reads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :func:`.skinny.linear_together`."""
-        return self.values, self.factors, self.scales
-
     def dequantized(self) -> torch.Tensor:
         """The matrix that its products are of, float32 [outputs, depth]."""
         outputs = len(self.values)

@@ -29,7 +29,7 @@ from ..host.transformers_private import (
     why_no_mask,
     why_plain_in_pipeline,
 )
-from ..kernels.fused import learn_fusions
+from ..kernels.norms import learn_norms
 from ..kernels.scopes import is_exchangeable
 from ..kernels.split_attention import AttentionBy, ways
 from ..system.locks import Lock
@@ -162,7 +162,7 @@ def choose_service(
             f"{type(model).__name__}: the first call with an assistant tests how drafts are "
             "verified, measures forwards and chooses kernels; later ones start at once"
         )
-        learn_fusions(model, attention_of)
+        learn_norms(model)
         shortage = None
         try:
             service = _first_right(model, model_kwargs, rows, packs, demand, verdicts.moving)
