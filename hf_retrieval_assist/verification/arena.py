@@ -2,8 +2,7 @@
 
 Layers whose heads are alike share one tensor `[buffers, batch, capacity, heads, head_dim]`, so that
 an accepted path moves to the front in all of them by one gather and one scatter. In memory a head's
-slots lie behind one another, as in caches of transformers, whose models may count on it, or a
-slot's heads do, as attention in parts reads them.
+slots lie behind one another, as in caches of transformers, whose models may count on it.
 """
 
 from __future__ import annotations
@@ -60,14 +59,12 @@ class Arena:
         capacity: slots of each row.
         apart: whether what a layer sees of a tensor says that it shares no memory with what others
             see, as `torch.compile` wants it.
-        by_slot: whether the heads of a slot lie side by side, as attention in parts wants them.
     """
 
-    def __init__(self, batch: int, capacity: int, apart: bool = False, by_slot: bool = False):
+    def __init__(self, batch: int, capacity: int, apart: bool = False):
         self.batch = batch
         self.capacity = capacity
         self.apart = apart
-        self.by_slot = by_slot
         self._groups: list[torch.Tensor] = []
         self._members: dict[_Kind, list[int]] = {}
 
@@ -115,11 +112,8 @@ class Arena:
     def _zeros(
         self, buffers: int, heads: int, depth: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        rows, slots = (buffers, self.batch), self.capacity
-        if self.by_slot:
-            return torch.zeros((*rows, slots, heads, depth), dtype=dtype, device=device)
-        by_head = torch.zeros((*rows, heads, slots, depth), dtype=dtype, device=device)
-        return by_head.transpose(2, 3)
+        shape = buffers, self.batch, heads, self.capacity, depth
+        return torch.zeros(shape, dtype=dtype, device=device).transpose(2, 3)
 
     def _home(self, buffer: torch.Tensor) -> torch.Tensor:
         """A layer's view [batch, heads, capacity, head_dim] of one buffer."""

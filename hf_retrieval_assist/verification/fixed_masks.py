@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..kernels.split_attention import FedSlots, Seen
+from ..kernels.fixed_attention import Seen
 from .fed_tokens import FedTokens
 from .packed_buffer import Field
 from .tree_attention import LayerMask
@@ -110,32 +110,12 @@ class FixedMasks:
         for i in range(len(self._distinct)):
             device[f"table{i}"][:, :queries, 1 : 1 + columns].logical_and_(sees)
 
-    def fed_slots(
-        self,
-        device: Mapping[str, torch.Tensor],
-        masks: dict[str, torch.Tensor] | torch.Tensor,
-        longest: int,
-    ) -> tuple[FedSlots, list[tuple[torch.Tensor, int]]]:
-        """The same for attention in parts: where the tokens lie, and the masks of limited reach."""
-        kinds = masks if isinstance(masks, dict) else {"": masks}
-        rules = {"": self.rules} if isinstance(self.rules, LayerMask) else self.rules
-        reaches = {kind: rule.reach for kind, rule in rules.items()}
-        limited = [(kinds[kind], reach) for kind, reach in reaches.items() if reach is not None]
-        whole = next((kind for kind, reach in reaches.items() if reach is None), None)
-        bias = None
-        if whole is not None and self.gapless:
-            table = device[f"table{self._distinct.index(rules[whole])}"][:, :, 1:-1]
-            bias = torch.where(table, self._shown, self._hidden)[:, None]
-        mask = None if whole is None else kinds[whole]
-        fed = FedSlots(device["slots"], device["kept"], self.first, longest, bias, mask)
-        return fed, limited
-
     def seen(
         self,
         device: Mapping[str, torch.Tensor],
         masks: dict[str, torch.Tensor] | torch.Tensor,
     ) -> dict[int, Seen]:
-        """The same for kernels that need no mask, by the address of the empty one."""
+        """What kernels that need no mask read instead, by the address of the empty one."""
         kinds = masks.values() if isinstance(masks, dict) else [masks]
         rules = [self.rules] if isinstance(self.rules, LayerMask) else self.rules.values()
         holes = None if self.gapless else self._holes

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.split_attention import AttentionBy
+from ..kernels.fixed_attention import AttentionBy
 from .arena import capacity_bucket, with_room
 from .kv_cache import SlotCache
 from .replay import Record, Shown

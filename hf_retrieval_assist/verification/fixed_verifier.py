@@ -20,7 +20,7 @@ import torch
 from ..host.compiled import Compiled
 from ..host.feature_taps import FeatureTaps
 from ..host.transformers_private import attention_of
-from ..kernels.split_attention import AttentionBy, SplitAttention
+from ..kernels.fixed_attention import AttentionBy
 from ..row_text import RowText
 from ..token_tree import Forest, TokenTree
 from .fed_tokens import FedTokens
@@ -119,7 +119,7 @@ class FixedVerifier(TreeVerifier):
 
     Args:
         options: what the call wants.
-        by: what computes attention; see :mod:`~hf_retrieval_assist.kernels.split_attention`.
+        by: what computes attention; see :mod:`~hf_retrieval_assist.kernels.fixed_attention`.
     """
 
     def __init__(
@@ -253,16 +253,12 @@ class FixedVerifier(TreeVerifier):
 
     def _attention(self, inputs: dict[str, torch.Tensor], masks: Any) -> Any:
         """Scope of the attention that a forward runs with."""
-        by, fixed = self.memory.attention_by, self.memory.workspace.masks
-        if by == "triton":
-            from ..kernels.triton_attention import TritonAttention  # needs Triton
+        if self.memory.attention_by == "mask":
+            return nullcontext()
+        from ..kernels.triton_attention import TritonAttention  # needs Triton
 
-            name = attention_of(self.model.config)
-            return self._attending(TritonAttention(fixed.seen(inputs, masks), name))
-        if by == "parts":
-            parts = fixed.fed_slots(inputs, masks, self.cache.slots.longest)
-            return self._attending(SplitAttention(*parts))
-        return nullcontext()
+        seen = self.memory.workspace.masks.seen(inputs, masks)
+        return self._attending(TritonAttention(seen, attention_of(self.model.config)))
 
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]

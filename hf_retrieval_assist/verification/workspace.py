@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..kernels.split_attention import AttentionBy
+from ..kernels.fixed_attention import AttentionBy
 from ..system.locks import Lock
 from ..system.log import get_logger
 from . import replay
@@ -173,8 +173,7 @@ class Workspace:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        by_slot = shape.attention_by == "parts"
-        self.arena = Arena(shape.batch, shape.capacity, shape.compiled, by_slot)
+        self.arena = Arena(shape.batch, shape.capacity, shape.compiled)
         rules = shape.rules if isinstance(shape.rules, LayerMask) else dict(shape.rules)
         self.masks = FixedMasks(rules, shape.batch, shape.capacity, shape.dtype, shape.device)
         self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
@@ -185,7 +184,7 @@ class Workspace:
 
     def step(self, width: int, columns: int) -> Step:
         """What feeds so many tokens, of up to `columns` behind the kept ones."""
-        # Attention in parts looks at prompts with holes by another way.
+        # Triton's kernels look at prompts with holes by another way.
         key = width, columns, self.masks.gapless
         return self.kept(key, lambda: Step(self.shape, self.masks, width, columns, self.record))
 

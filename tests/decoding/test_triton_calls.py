@@ -17,10 +17,10 @@ from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service, tiers
 from tests.decoding.test_compiled import static
 from tests.support import op_recorder
+from tests.support.dense_attention import flash_like
 from tests.support.lossless import PROMPT, build, knowing
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import both
-from tests.verification.test_fixed_verifier import flash_like
 
 triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -49,7 +49,7 @@ def attended(monkeypatch):
     serve_in_place(monkeypatch)
     # What is recorded here are PyTorch's operators.
     monkeypatch.setattr(replay, "recorder", lambda device, compiled: None)
-    monkeypatch.setattr(service, "ways", lambda device: ["triton"])
+    monkeypatch.setattr(service, "has_triton", lambda device: True)
     # Interpreted, a program takes milliseconds: narrow forwards over few slots.
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 4, 8))
     shapes = []

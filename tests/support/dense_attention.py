@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_retrieval_assist.kernels.split_attention import Seen
+from hf_retrieval_assist.kernels.fixed_attention import Seen
 from hf_retrieval_assist.verification import service
 
 
@@ -53,9 +54,19 @@ def _shown(seen: Seen, width: int, capacity: int) -> torch.Tensor:
     return shown if seen.hidden is None else shown & ~seen.hidden[:, None]
 
 
+def flash_like(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
+) -> tuple[torch.Tensor, None]:
+    """An attention function that, like flash attention, takes no mask of four dimensions."""
+    if attention_mask is not None:
+        raise RuntimeError("no masks")
+    out: torch.Tensor = sdpa_attention_forward(module, query, key, value, None, **options)[0]
+    return out, None
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let it compute attention; returns the widths that it will be given."""
-    monkeypatch.setattr(service, "ways", lambda device: ["triton", "parts"])
+    monkeypatch.setattr(service, "has_triton", lambda device: True)
     module = SimpleNamespace(TritonAttention=DenseAttention)
     monkeypatch.setitem(sys.modules, "hf_retrieval_assist.kernels.triton_attention", module)
     DenseAttention.widths.clear()

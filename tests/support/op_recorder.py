@@ -132,8 +132,6 @@ def serve_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve calls on the CPU as on an accelerator that records."""
     for module in (loop, service, draft_model):
         monkeypatch.setattr(module, "stays_in_place", lambda device: True)
-    # What attention in parts reads follows a number of the host on a CPU.
-    monkeypatch.setattr(service, "ways", lambda device: [])
     monkeypatch.setattr(replay, "recorder", lambda device, compiled: record)
     made = call.compiled_forward
 

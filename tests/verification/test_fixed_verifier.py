@@ -13,16 +13,16 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3ForCausalLM,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.kernels import split_attention
 from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service, tiers
+from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, service, tiers
 from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 from hf_retrieval_assist.verification.workspace import WORKSPACES
+from tests.support import dense_attention
+from tests.support.dense_attention import flash_like
 from tests.support.lossless import PROMPT, build, knowing, run
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import OracleDrafter, both
@@ -251,41 +251,8 @@ def test_hidden_states_come_from_what_was_recorded():
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
-@pytest.fixture
-def in_parts(monkeypatch):
-    """Attention as on CUDA, in two parts; what it reads follows a number of the host on a CPU."""
-    monkeypatch.setattr(service, "ways", split_attention.ways)
-    monkeypatch.setattr(replay, "recorder", lambda device, compiled: None)
-
-
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM, Qwen3ForCausalLM])
-def test_attention_in_parts(model_class, inputs, in_parts, monkeypatch):
-    # A model that the self-test of this scope has not seen.
-    model = build(model_class)
-    parts = []
-    attend = split_attention.SplitAttention.attend
-
-    def noted(scope, *arguments):
-        parts.append(arguments[0].shape)
-        return attend(scope, *arguments)
-
-    monkeypatch.setattr(split_attention.SplitAttention, "attend", noted)
-    options = {"do_sample": False, "max_new_tokens": 40}
-    plain, assisted, assistant = both(model, INPUTS[inputs], **options)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.tier == "tree"
-    assert parts
-
-
-def flash_like(module, query, key, value, attention_mask, **options):
-    """An attention function that, like flash attention, takes no mask of four dimensions."""
-    if attention_mask is not None:
-        raise RuntimeError("no masks")
-    return sdpa_attention_forward(module, query, key, value, None, **options)
-
-
-def test_flash_attention_is_served_by_trees_in_parts(in_parts, monkeypatch):
+def test_flash_attention_is_served_by_trees_where_there_is_triton(monkeypatch):
+    widths = dense_attention.install(monkeypatch)
     # transformers would look for kernels under any name with "flash" in it.
     AttentionInterface.register("unmasked", flash_like)
     for module in (service, tiers):
@@ -296,3 +263,4 @@ def test_flash_attention_is_served_by_trees_in_parts(in_parts, monkeypatch):
     plain, assisted, assistant = both(model, INPUTS["one row"], **options)
     assert torch.equal(plain, assisted)
     assert assistant.stats.tier == "tree"
+    assert widths
