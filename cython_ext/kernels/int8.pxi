@@ -45,7 +45,7 @@ def pack_int8(weight, *, path=None, threads=None):
     """
     cdef int8_packing packing
     _check_weight(weight)
-    cdef int chosen = _path_index(path, PATHS)
+    cdef int chosen = _path_index(path)
     cdef int count = _thread_count(threads)
     packing.outputs, packing.depth = weight.shape
     cdef int64_t groups = (packing.depth + GROUP - 1) // GROUP
@@ -86,7 +86,7 @@ def int8_linear(x, values, factors, scales, bias=None, *, path=None, threads=Non
         TypeError, ValueError: as for `skinny_linear`.
     """
     cdef linear_problem problem
-    cdef int chosen = _path_index(path, PATHS)
+    cdef int chosen = _path_index(path)
     _check_parts(values, factors, scales)
     dtype = getattr(x, "dtype", None)
     if dtype not in _dtypes:
@@ -131,7 +131,7 @@ def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):
     Raises:
         TypeError, ValueError: as for `skinny_linear`.
     """
-    cdef int chosen = _path_index(path, PATHS)
+    cdef int chosen = _path_index(path)
     for name, tensor in (("x", x), ("scales", scales)):
         dtype = getattr(tensor, "dtype", None)
         if dtype not in _dtypes:
@@ -167,7 +167,7 @@ def routed_scaled(x, values, scales, dtype, bias=None):
         or _is_recorded(x, scales, bias)
     ):
         return None
-    return _multiply_scaled(x, values, scales, bias, _path_count - 1, _get_num_threads())
+    return _multiply_scaled(x, values, scales, bias, _path_index(None), _get_num_threads())
 
 
 cdef object _multiply_scaled(object x, object values, object scales, object bias, int path, int threads):

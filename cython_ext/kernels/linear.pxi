@@ -113,9 +113,9 @@ cdef object _solve(linear_problem *problem, object x, object bias, object out, i
 def skinny_linear(x, weight, bias=None, out=None, *, path=None, threads=None):
     """`x @ weight.T + bias`, made for 1 to 64 rows of x; more rows read the weights again per 64.
 
-    Sums are float32 fused multiply-adds (separate roundings on the "portable" path), rounded once
-    to the dtype. A row of x gives the same bits whatever rows stand beside it and however many
-    threads work; they differ between paths. Not differentiable.
+    Sums are float32 fused multiply-adds, rounded once to the dtype. A row of x gives the same bits
+    whatever rows stand beside it and however many threads work; they differ between paths. Not
+    differentiable.
 
     Args:
         x: [..., in_features], any strides.
@@ -129,14 +129,15 @@ def skinny_linear(x, weight, bias=None, out=None, *, path=None, threads=None):
         TypeError: an argument is not a tensor of the weight's dtype, or that is not supported.
         ValueError: shapes do not fit, a tensor is not dense on the CPU or requires grad, no such
             path, or `threads` is not positive.
+        RuntimeError: this CPU has none of them, here and in all other kernels but norms.
     """
     _check_linear(x, weight, bias, out)
-    return _multiply(x, weight, bias, out, _path_index(path, PATHS), _thread_count(threads))
+    return _multiply(x, weight, bias, out, _path_index(path), _thread_count(threads))
 
 
 def kernel_linear(x, weight, bias):
     """`skinny_linear` with its defaults, on arguments that `routed_linear` has looked at."""
-    return _multiply(x, weight, bias, None, _path_count - 1, _get_num_threads())
+    return _multiply(x, weight, bias, None, _path_index(None), _get_num_threads())
 
 
 def compact_linear(x, weight, bias=None, *, path=None, threads=None):
@@ -155,7 +156,7 @@ def compact_linear(x, weight, bias=None, *, path=None, threads=None):
     _check_plain("weight", weight, torch.bfloat16)
     _check_weight(weight)
     _check_rows(x, weight, bias, None, torch.float32)
-    return _multiply(x, weight, bias, None, _path_index(path, PATHS), _thread_count(threads))
+    return _multiply(x, weight, bias, None, _path_index(path), _thread_count(threads))
 
 
 cdef object _plain_linear = torch._C._nn.linear
@@ -207,7 +208,7 @@ def routed_linear(input, weight, bias=None):
     """`torch.nn.functional.linear`; inside a scope of this thread, by the method chosen for the
     weight, where the arguments allow it.
     """
-    if thread_depth == 0 or not _can_route(input, weight, bias):
+    if thread_depth == 0 or not PATHS or not _can_route(input, weight, bias):
         return _plain_linear(input, weight, bias)
     return _method_of(weight)(input, weight, bias)
 

@@ -97,6 +97,7 @@ cdef extern from "norm_kernel.h" nogil:
 cdef kernel_path _paths[MAX_PATHS]
 cdef int _path_count = kernel_paths(_paths)
 
+# The instruction sets there are kernels for here; without one PyTorch computes everything.
 PATHS = tuple(_paths[i].name.decode() for i in range(_path_count))
 
 cdef dict _dtypes = {
@@ -126,13 +127,15 @@ cdef str _share_openmp():
     return name
 
 
-cdef int _path_index(object path, tuple paths) except -1:
-    """The place of an instruction set in `paths`; None: the last one, the fastest."""
+cdef int _path_index(object path) except -1:
+    """The place of an instruction set in `PATHS`; None: the last one, the fastest."""
+    if not PATHS:
+        raise RuntimeError("kernels: expected a CPU with AVX2 or NEON, got another one")
     if path is None:
-        return <int>len(paths) - 1
-    if path not in paths:
-        raise ValueError(f"path: expected one of {paths}, got {path!r}")
-    return paths.index(path)
+        return <int>len(PATHS) - 1
+    if path not in PATHS:
+        raise ValueError(f"path: expected one of {PATHS}, got {path!r}")
+    return PATHS.index(path)
 
 
 cdef int _thread_count(object threads) except -1:

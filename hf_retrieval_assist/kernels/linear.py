@@ -20,7 +20,6 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,10 +28,10 @@ from .library_weights import library_linear
 from .skinny import MAX_ROWS, kernel_linear, routed_linear, set_chooser, skinny_linear
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
-if TYPE_CHECKING:
-    from .skinny import LinearMethod
-
 __all__ = ["MAX_ROWS", "METHODS", "LinearTuning", "is_kernel", "linear", "plain_linear"]
+
+LinearMethod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(x, weight, bias) -> `x @ weight.T + bias`."""
 
 plain_linear = torch._C._nn.linear
 

@@ -7,6 +7,7 @@ import time
 
 from torch import nn
 
+from . import skinny
 from .quantized import QuantizedWeight
 from .weight_copies import WeightCopies, packable
 
@@ -22,7 +23,12 @@ def quantized_model(model: nn.Module) -> dict[int, QuantizedWeight]:
 
     A weight that layers share is packed once. Layers that are no linears stay as they are, and so
     do small ones: adapters keep their precision. The log says what was packed.
+
+    Raises:
+        ValueError: there are no kernels for this CPU.
     """
+    if not skinny.PATHS:
+        raise ValueError("QuantizedSelf: expected a CPU with AVX2 or NEON, got another one")
     started = time.perf_counter()
     known = WEIGHTS.nbytes()
     found = {id(weight): weight for weight in map(packable, model.modules()) if weight is not None}

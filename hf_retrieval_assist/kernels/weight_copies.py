@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..system.locks import Lock
+from . import skinny
 from .linear import LEAST_ELEMENTS
 
 __all__ = ["WeightCopies", "packable"]
@@ -101,7 +102,7 @@ class WeightCopies(Generic[C]):
 
 def packable(layer: nn.Module) -> Any:
     """The weight of a linear layer that is worth packing; None otherwise."""
-    if not isinstance(layer, nn.Linear):
+    if not skinny.PATHS or not isinstance(layer, nn.Linear):
         return None
     # Not by attribute: a parametrised layer would compute it.
     weight = dict(layer.named_parameters(recurse=False)).get("weight")

@@ -12,7 +12,7 @@ static void check(kernel_path path, int dtype) {
     fill(w, ws, outputs * depth, dtype);
     fill(bias, biases, outputs, dtype);
     linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype, dtype,
-                              NULL, NULL, 0, NULL};
+                              NULL, NULL, 0};
     path.linear(&problem, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
@@ -36,7 +36,7 @@ static void check_int8(kernel_path path, int dtype) {
     fill(scales, factors, outputs, dtype);
     for (int64_t i = 0; i < outputs * depth; i++) values[i] = (int8_t)between(-128, 127);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, depth, outputs,
-                              dtype, SKINNY_INT8, NULL, scales, dtype, NULL};
+                              dtype, SKINNY_INT8, NULL, scales, dtype};
     path.linear(&problem, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
@@ -66,7 +66,7 @@ static void check_grouped(kernel_path path, int dtype) {
     path.pack_int8(&packing, 1);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, groups * GROUP,
                               outputs, dtype, SKINNY_GROUPED, (char *)factors, (char *)scales,
-                              SKINNY_FLOAT32, NULL};
+                              SKINNY_FLOAT32};
     path.linear(&problem, 1);
     for (int64_t o = 0; o < outputs; o++) {
         double left_out = 0;
@@ -89,39 +89,12 @@ static void check_grouped(kernel_path path, int dtype) {
     free(x), free(w), free(y), free(xs), free(ws), free(values), free(factors), free(scales), free(norms);
 }
 
-/* Two matrices at once give what each gives alone. */
-static void check_together(kernel_path path, int dtype) {
-    const int64_t rows = between(1, 70), depth = between(1, 200), outputs = between(1, 140);
-    const int64_t all = 2 * outputs + 3;
-    char *x = malloc(rows * depth * 4), *w = malloc(all * depth * 4);
-    char *alone = malloc(rows * all * 4), *together = malloc(rows * all * 4);
-    double *unused = malloc((rows + all) * depth * 8);
-    const int64_t bytes = skinny_item_bytes(dtype);
-    fill(x, unused, rows * depth, dtype);
-    fill(w, unused, all * depth, dtype);
-    linear_problem first = {x, w, NULL, alone, rows, depth, outputs, depth, depth, outputs, dtype, dtype,
-                            NULL, NULL, 0, NULL};
-    linear_problem second = first;
-    second.weight += outputs * depth * bytes, second.y += rows * outputs * bytes;
-    second.outputs = second.y_stride = outputs + 3;
-    path.linear(&first, 1), path.linear(&second, 1);
-    first.next = &second;
-    first.y = together, second.y = together + rows * outputs * bytes;
-    path.linear(&first, 2);
-    if (memcmp(alone, together, rows * all * bytes)) {
-        printf("%s: matrices at once differ from each alone\n", path.name);
-        failures++;
-    }
-    free(x), free(w), free(alone), free(together), free(unused);
-}
-
 int main(void) {
     kernel_path paths[MAX_PATHS];
     const int count = kernel_paths(paths);
     for (int i = 0; i < count; i++)
         for (int turn = 0; turn < 60; turn++)
-            check(paths[i], turn % 3), check_int8(paths[i], turn % 3), check_grouped(paths[i], turn % 3),
-                check_together(paths[i], turn % 3);
+            check(paths[i], turn % 3), check_int8(paths[i], turn % 3), check_grouped(paths[i], turn % 3);
     printf("linear, last of %d paths: %s, %d failures\n", count, paths[count - 1].name, failures);
     return failures != 0;
 }
