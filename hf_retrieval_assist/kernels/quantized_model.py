@@ -13,7 +13,7 @@ from .weight_copies import WeightCopies, packable
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS = WeightCopies(QuantizedWeight.pack)
+WEIGHTS = WeightCopies(QuantizedWeight.pack, element_bits=8.5)
 """Of all models in this process."""
 
 
@@ -32,7 +32,7 @@ def quantized_model(model: nn.Module) -> dict[int, QuantizedWeight]:
     started = time.perf_counter()
     known = WEIGHTS.nbytes()
     found = {id(weight): weight for weight in map(packable, model.modules()) if weight is not None}
-    packed = {key: WEIGHTS.of(weight) for key, weight in found.items()}
+    packed = {key: WEIGHTS.of(weight).copy for key, weight in found.items()}
     if WEIGHTS.nbytes() != known:
         share = sum(weight.nbytes for weight in found.values())
         total = sum(parameter.nbytes for parameter in model.parameters())

@@ -4,9 +4,10 @@ import threading
 
 import pytest
 import torch
-from hf_retrieval_assist.kernels.skinny import PATHS, skinny_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hf_retrieval_assist.kernels.skinny import PATHS, skinny_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place, relative, of each dtype, and its smallest number.

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from hf_retrieval_assist.kernels.skinny import routed_linear, set_chooser, skinny_attention
 from transformers import Gemma3ForCausalLM
 
 from hf_retrieval_assist import QuantizedSelf, SamAssistant, reroute
-from hf_retrieval_assist.decoding import compact_layers, output_layer
+from hf_retrieval_assist.decoding import copies
 from hf_retrieval_assist.kernels import linear, norms, skinny
 from hf_retrieval_assist.kernels.attention import AttentionTuning
 from hf_retrieval_assist.kernels.compact import COMPACT
 from hf_retrieval_assist.kernels.quantized import QuantizedWeight
 from hf_retrieval_assist.kernels.quantized_model import WEIGHTS
+from hf_retrieval_assist.kernels.skinny import routed_linear, set_chooser, skinny_attention
 from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import PROMPT, build, run
 
@@ -39,8 +39,7 @@ def test_models_are_computed_by_pytorch(wrap, monkeypatch):
 
 
 def test_assistants_keep_no_copies(monkeypatch):
-    monkeypatch.setattr(compact_layers, "PATIENCE", 1)
-    monkeypatch.setattr(output_layer, "PATIENCE", 1)
+    monkeypatch.setattr(copies, "PATIENCE", 1)
     model = build(Gemma3ForCausalLM, head_dim=16, vocab_size=4096, hidden_size=64)
     with torch.no_grad():
         for parameter in model.parameters():
