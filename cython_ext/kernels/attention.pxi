@@ -71,9 +71,7 @@ cdef bint _mask_fits(object mask, object query, object key):
 
 
 cdef int _check_attention(object query, object key, object value, object mask) except -1:
-    dtype = getattr(query, "dtype", None)
-    if dtype not in _dtypes:
-        raise TypeError(f"query: expected float32, bfloat16 or float16, got {dtype}")
+    dtype = _dtype_of("query", query)
     _check_plain("query", query, dtype)
     _check_plain("key", key, dtype)
     _check_plain("value", value, dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .linear import is_kernel
-from .skinny import compact_linear, routed_linear
+from .skinny import routed_linear, skinny_linear
 from .weight_copies import Kept, WeightCopies, packable
 
 __all__ = ["COMPACT", "CompactProduct", "CompactWeight", "compactable"]
@@ -93,4 +93,4 @@ class CompactProduct:
             or not self.kept.stands_for(self.weight, self.sampled)
         ):
             return routed_linear(x, self.weight, bias)
-        return compact_linear(x, self.kept.copy.values, bias)
+        return skinny_linear(x, self.kept.copy.values, bias)

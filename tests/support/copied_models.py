@@ -12,7 +12,7 @@ import transformers
 
 from hf_retrieval_assist.kernels import compact
 from hf_retrieval_assist.kernels.screen import Screened
-from hf_retrieval_assist.kernels.skinny import compact_linear
+from hf_retrieval_assist.kernels.skinny import skinny_linear
 
 from .lossless import build
 
@@ -67,8 +67,8 @@ def compact_products() -> Iterator[list[int]]:
 
     def count(x: torch.Tensor, *others: Any) -> torch.Tensor:
         rows.append(x.numel() // x.shape[-1])
-        product: torch.Tensor = compact_linear(x, *others)
+        product: torch.Tensor = skinny_linear(x, *others)
         return product
 
-    with mock.patch.object(compact, "compact_linear", count):
+    with mock.patch.object(compact, "skinny_linear", count):
         yield rows

@@ -2,18 +2,25 @@
 #include "common.h"
 #include "paths.h"
 
+#define GUARD 64 /* bytes on either side of an output, which nobody may write to */
+
 static void check(kernel_path path, int dtype) {
     const int64_t rows = between(1, 70), depth = between(1, 200), outputs = between(1, 140);
     char *x = malloc(rows * depth * 4), *w = malloc(outputs * depth * 4);
-    char *bias = malloc(outputs * 4), *y = malloc(rows * outputs * 4);
+    char *bias = malloc(outputs * 4), *y = malloc(rows * outputs * 4 + 2 * GUARD);
     double *xs = malloc(rows * depth * 8), *ws = malloc(outputs * depth * 8);
     double *biases = malloc(outputs * 8);
     fill(x, xs, rows * depth, dtype);
     fill(w, ws, outputs * depth, dtype);
     fill(bias, biases, outputs, dtype);
+    memset(y, 7, rows * outputs * 4 + 2 * GUARD);
+    y += GUARD;
     linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype, dtype,
                               NULL, NULL, 0};
     path.linear(&problem, 1);
+    for (int64_t i = 1; i <= GUARD; i++)
+        if (y[-i] != 7 || y[rows * outputs * skinny_item_bytes(dtype) + i - 1] != 7)
+            failures++, printf("%s: wrote beside the output\n", path.name);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
             double sum = biases[o], size = fabs(sum);
@@ -23,7 +30,7 @@ static void check(kernel_path path, int dtype) {
             }
             compare(path.name, dtype, read_one(y, r * outputs + o, dtype), sum, size);
         }
-    free(x), free(w), free(bias), free(y), free(xs), free(ws), free(biases);
+    free(x), free(w), free(bias), free(y - GUARD), free(xs), free(ws), free(biases);
 }
 
 /* The same of weights in eight bits and scales of the rows. */
