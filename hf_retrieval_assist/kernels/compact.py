@@ -85,12 +85,14 @@ class CompactProduct:
     sampled: bool
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        values = self.kept.copy.values
         few = 0 < x.numel() <= MOST_ROWS * x.shape[-1]
         if (
-            not few
+            values is None
+            or not few
             or x.dtype != torch.float32
             or torch.is_autocast_enabled("cpu")
             or not self.kept.stands_for(self.weight, self.sampled)
         ):
             return routed_linear(x, self.weight, bias)
-        return skinny_linear(x, self.kept.copy.values, bias)
+        return skinny_linear(x, values, bias)
