@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip
 # Versions of transformers that `make test-matrix` runs, besides the pinned one of `make test`.
 TRANSFORMERS ?= 5.17.0 5.20.0 5.23.0
-SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h))
+SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h c))
 
 .PHONY: demo test test-all test-arm test-contract test-debug test-deepspeed test-ecosystem test-matrix test-newest \
 	test-ray test-structured test-threads test-triton test-vllm \

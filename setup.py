@@ -45,12 +45,17 @@ def headers_of(source: Path) -> list[str]:
     return sorted(str(header) for folder in folders for header in folder.glob("*.h"))
 
 
+def sources_of(source: Path) -> list[str]:
+    """A .pyx and the C files beside it, one for each instruction set."""
+    return [str(source), *sorted(map(str, source.parent.glob("*.c")))]
+
+
 def extensions() -> list[Extension]:
     """One extension per .pyx, named after it, so that a new structure is one new file."""
     return [
         Extension(
             f"hf_retrieval_assist.{package_of(source)}.{source.stem}",
-            [str(source)],
+            sources_of(source),
             include_dirs=["cython_ext", "cython_ext/kernels", numpy.get_include()],
             define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
             extra_compile_args=compile_args(),

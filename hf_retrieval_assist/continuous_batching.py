@@ -24,7 +24,7 @@ from .drafting.policy import AssistantSession
 from .host import transformers_private
 from .host.fingerprint import fingerprint
 from .host.private_names import CONTINUOUS_BATCHING, absent
-from .kernels.fused import learn_fusions
+from .kernels.norms import learn_norms
 from .kernels.reroute import reroute
 from .planning.account import Drafting
 from .planning.cost_store import CostKey, size_bucket
@@ -97,7 +97,7 @@ class RequestDrafts:
         self._forwards = 0  # behind a prefill, and not counted for `stats` yet
         self._rerouted = assistant.reroute and model.device.type == "cpu"
         if self._rerouted:
-            learn_fusions(model, transformers_private.attention_of)
+            learn_norms(model)
 
     def assign(self, request_id: str, assistant: Assistant) -> None:
         """Let a request that has not begun have a twin of the assistant.

@@ -71,9 +71,7 @@ cdef bint _mask_fits(object mask, object query, object key):
 
 
 cdef int _check_attention(object query, object key, object value, object mask) except -1:
-    dtype = getattr(query, "dtype", None)
-    if dtype not in _dtypes:
-        raise TypeError(f"query: expected float32, bfloat16 or float16, got {dtype}")
+    dtype = _dtype_of("query", query)
     _check_plain("query", query, dtype)
     _check_plain("key", key, dtype)
     _check_plain("value", value, dtype)
@@ -123,13 +121,13 @@ def skinny_attention(query, key, value, mask=None, scale=None, *, path=None, thr
     """
     _check_attention(query, key, value, mask)
     return _attend(
-        query, key, value, mask, scale, _path_index(path, PATHS), _thread_count(threads)
+        query, key, value, mask, scale, _path_index(path), _thread_count(threads)
     )
 
 
 def kernel_attention(query, key, value, mask, scale):
     """`skinny_attention` with its defaults, on arguments that `can_attend` accepts."""
-    return _attend(query, key, value, mask, scale, _path_count - 1, _get_num_threads())
+    return _attend(query, key, value, mask, scale, _path_index(None), _get_num_threads())
 
 
 def can_attend(query, key, value, mask):
@@ -137,7 +135,7 @@ def can_attend(query, key, value, mask):
     records or transforms it.
     """
     dtype = getattr(query, "dtype", None)
-    if dtype not in _dtypes:
+    if not PATHS or dtype not in _dtypes:
         return False
     if not (_is_plain(query, dtype) and _is_plain(key, dtype) and _is_plain(value, dtype)):
         return False

@@ -1,24 +1,22 @@
 /* Attention for one instruction set; see attention_kernels.h and tile_template.h. */
 
-/* A header with tiles of its own brings pack_head and score_block too. */
-#ifndef OWN_TILES
 /* The rows of a head, its panels one after another. */
-TARGET static void NAMED(pack_head)(const attention_pass *pass, int64_t unit) {
+static void pack_head(const attention_pass *pass, int64_t unit) {
     const attention_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype);
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = attention_panel_start(pass, i), end = attention_panel_start(pass, i + 1);
         char *panel = pass->panels + (unit * pass->rows + start) * pass->packed_bytes;
         for (int64_t row = start; row < end; row++)
-            NAMED(pack_row)(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
-                            p->query + attention_row(p, p->query_strides, pass->first + unit, row) * bytes,
-                            p->depth, p->dtype);
+            pack_row(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
+                     p->query + attention_row(p, p->query_strides, pass->first + unit, row) * bytes,
+                     p->depth, p->dtype);
     }
 }
 
 /* BLOCK_KEYS keys from `first` times all rows of a head. Past the last key, it is repeated: nobody reads
  * those scores. */
-TARGET static void NAMED(score_block)(const attention_pass *pass, int64_t unit, int64_t first) {
+static void score_block(const attention_pass *pass, int64_t unit, int64_t first) {
     const attention_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype), end = skinny_min(first + BLOCK_KEYS, p->slots);
     const char *keys = p->key + attention_head(p, p->key_strides, pass->first + unit) * bytes;
@@ -31,45 +29,40 @@ TARGET static void NAMED(score_block)(const attention_pass *pass, int64_t unit, 
             for (int o = 0; o < TILE_ROWS; o++)
                 tile.weight[o] = keys + skinny_min(slot + o, p->slots - 1) * p->key_strides[2] * bytes;
             tile.sums = pass->scores + row * pass->padded + slot;
-            NAMED(tile_of)(rows, p->dtype, tile);
+            tile_of(rows, p->dtype, tile);
         }
     }
 }
 
-#endif
-
-TARGET static void NAMED(pack_work)(void *shared) {
+static void pack_work(void *shared) {
     attention_pass *pass = shared;
     int64_t unit;
-    while ((unit = FETCH_ADD(&pass->next)) < pass->count) NAMED(pack_head)(pass, unit);
+    while ((unit = FETCH_ADD(&pass->next)) < pass->count) pack_head(pass, unit);
 }
 
-TARGET static void NAMED(score_work)(void *shared) {
+static void score_work(void *shared) {
     attention_pass *pass = shared;
     const int64_t slots = pass->problem->slots;
-    const int64_t chunks = (slots + CHUNK_SLOTS - 1) / CHUNK_SLOTS;
+    const int64_t chunks = skinny_parts(slots, CHUNK_SLOTS);
     int64_t i;
-    BEGIN_THREAD();
     while ((i = FETCH_ADD(&pass->next)) < pass->count * chunks) {
         const int64_t end = skinny_min((i % chunks + 1) * CHUNK_SLOTS, slots);
         for (int64_t slot = i % chunks * CHUNK_SLOTS; slot < end; slot += BLOCK_KEYS)
-            NAMED(score_block)(pass, i / chunks, slot);
+            score_block(pass, i / chunks, slot);
     }
-    END_THREAD();
 }
 
 /* What is added to LANES scores from `slot`; slots past the last one are not seen. */
-TARGET static ALWAYS_INLINE VEC NAMED(mask_at)(const attention_problem *p, const char *mask,
-                                               int64_t slot) {
+static ALWAYS_INLINE VEC mask_at(const attention_problem *p, const char *mask, int64_t slot) {
     const int64_t bytes = p->mask_kind == MASK_BOOL ? 1 : skinny_item_bytes(p->dtype);
     const int64_t count = skinny_min(LANES, p->slots - slot);
     char part[LANES * 4] = {0};
     float added[LANES];
     if (count == LANES && p->mask_kind == MASK_NONE) return ZERO();
     if (count == LANES && p->mask_kind == MASK_ADDED)
-        return NAMED(read)(mask + slot * bytes, p->dtype);
+        return read_lanes(mask + slot * bytes, p->dtype);
     if (p->mask_kind != MASK_NONE && count > 0) memcpy(part, mask + slot * bytes, count * bytes);
-    STORE(added, p->mask_kind == MASK_ADDED ? NAMED(read)(part, p->dtype) : ZERO());
+    STORE(added, p->mask_kind == MASK_ADDED ? read_lanes(part, p->dtype) : ZERO());
     for (int64_t i = 0; i < LANES; i++)
         if (i >= count || (p->mask_kind == MASK_BOOL && !part[i])) added[i] = -INFINITY;
     return LOAD(added);
@@ -77,7 +70,7 @@ TARGET static ALWAYS_INLINE VEC NAMED(mask_at)(const attention_problem *p, const
 
 /* exp(x) of numbers that are not positive, exactly 0 below -87.7: 2^n times Taylor's series of the
  * rest, which lies within ln 2 / 2 of zero. Adding 1.5 * 2^23 rounds to a whole number. */
-TARGET static ALWAYS_INLINE VEC NAMED(exp)(VEC x) {
+static ALWAYS_INLINE VEC exp_lanes(VEC x) {
     const VEC magic = SET1(12582912.0f), bounded = MAX(SET1(-88.0f), x);
     const VEC shifted = FMA(bounded, SET1(1.44269504f), magic);
     const VEC n = ADD(shifted, SET1(-12582912.0f));
@@ -91,17 +84,17 @@ TARGET static ALWAYS_INLINE VEC NAMED(exp)(VEC x) {
     sum = FMA(sum, rest, SET1(0.5f));
     sum = FMA(sum, rest, SET1(1.0f));
     sum = FMA(sum, rest, SET1(1.0f));
-    return FMA(sum, POWER2(shifted), ZERO());
+    return FMA(sum, power2(shifted), ZERO());
 }
 
 /* Scales and masks a row of scores; returns the maximum, or 0 where everything is masked. */
-TARGET static float NAMED(mask_row)(const attention_pass *pass, const char *mask, float *scores) {
+static float mask_row(const attention_pass *pass, const char *mask, float *scores) {
     const VEC scale = SET1(pass->problem->scale);
     VEC most = SET1(-INFINITY);
     float lanes[LANES], maximum = -INFINITY;
     for (int64_t slot = pass->problem->slots; slot < pass->padded; slot++) scores[slot] = 0;
     for (int64_t slot = 0; slot < pass->padded; slot += LANES) {
-        const VEC masked = FMA(LOAD(scores + slot), scale, NAMED(mask_at)(pass->problem, mask, slot));
+        const VEC masked = FMA(LOAD(scores + slot), scale, mask_at(pass->problem, mask, slot));
         STORE(scores + slot, masked);
         most = MAX(masked, most);
     }
@@ -111,19 +104,19 @@ TARGET static float NAMED(mask_row)(const attention_pass *pass, const char *mask
 }
 
 /* Turns a row of scores into weights, not yet divided by their sum. */
-TARGET static void NAMED(weigh_row)(const attention_pass *pass, int64_t unit, int64_t row) {
+static void weigh_row(const attention_pass *pass, int64_t unit, int64_t row) {
     const attention_problem *p = pass->problem;
     const int64_t bytes = p->mask_kind == MASK_BOOL ? 1 : skinny_item_bytes(p->dtype);
     const int64_t place = attention_row(p, p->mask_strides, pass->first + unit, row) * bytes;
     float *scores = pass->scores + (unit * pass->rows + row) * pass->padded;
-    const VEC shift = SET1(-NAMED(mask_row)(pass, p->mask ? p->mask + place : NULL, scores));
+    const VEC shift = SET1(-mask_row(pass, p->mask ? p->mask + place : NULL, scores));
     for (int64_t slot = 0; slot < pass->padded; slot += LANES)
-        STORE(scores + slot, NAMED(exp)(ADD(LOAD(scores + slot), shift)));
+        STORE(scores + slot, exp_lanes(ADD(LOAD(scores + slot), shift)));
 }
 
 /* The sums of WEIGHT_ROWS rows side by side, each in the order of its slots. The last row is repeated
  * for those that are missing. */
-TARGET static void NAMED(total_rows)(const attention_pass *pass, int64_t first, int64_t count) {
+static void total_rows(const attention_pass *pass, int64_t first, int64_t count) {
     const float *rows[WEIGHT_ROWS];
     float sums[WEIGHT_ROWS] = {0};
     for (int64_t r = 0; r < WEIGHT_ROWS; r++)
@@ -134,23 +127,23 @@ TARGET static void NAMED(total_rows)(const attention_pass *pass, int64_t first, 
         pass->totals[first + r] = sums[r] == 0 ? 0 : 1 / sums[r];
 }
 
-TARGET static void NAMED(weight_work)(void *shared) {
+static void weight_work(void *shared) {
     attention_pass *pass = shared;
     const int64_t all = pass->count * pass->rows;
     int64_t first;
     while ((first = FETCH_ADD(&pass->next) * WEIGHT_ROWS) < all) {
         const int64_t count = skinny_min(WEIGHT_ROWS, all - first);
         for (int64_t i = first; i < first + count; i++)
-            NAMED(weigh_row)(pass, i / pass->rows, i % pass->rows);
-        NAMED(total_rows)(pass, first, count);
+            weigh_row(pass, i / pass->rows, i % pass->rows);
+        total_rows(pass, first, count);
     }
 }
 
 /* `rows` rows of weights times `slots` values, `stride` floats from one another, added to `sums`,
  * [rows][vectors]. */
-TARGET static ALWAYS_INLINE void NAMED(output_tile)(const int rows, const int vectors, int64_t slots,
-                                                    int64_t padded, const float *weights, int64_t stride,
-                                                    const float *values, float *sums) {
+static ALWAYS_INLINE void output_tile(const int rows, const int vectors, int64_t slots,
+                                      int64_t padded, const float *weights, int64_t stride,
+                                      const float *values, float *sums) {
     VEC acc[PANEL_ROWS][TILE_ROWS];
     for (int r = 0; r < rows; r++)
         for (int o = 0; o < vectors; o++) acc[r][o] = LOAD(sums + (r * vectors + o) * LANES);
@@ -170,31 +163,30 @@ TARGET static ALWAYS_INLINE void NAMED(output_tile)(const int rows, const int ve
 #define OUTPUT_CASE(rows)                                                                   \
     case rows:                                                                              \
         if (vectors == TILE_ROWS)                                                           \
-            NAMED(output_tile)(rows, TILE_ROWS, slots, padded, weights, stride, values, sums); \
+            output_tile(rows, TILE_ROWS, slots, padded, weights, stride, values, sums); \
         else                                                                                \
-            NAMED(output_tile)(rows, 1, slots, padded, weights, stride, values, sums);      \
+            output_tile(rows, 1, slots, padded, weights, stride, values, sums);      \
         break;
 
-TARGET static void NAMED(output_tile_of)(int64_t rows, int64_t vectors, int64_t slots, int64_t padded,
-                                         const float *weights, int64_t stride, const float *values,
-                                         float *sums) {
+static void output_tile_of(int64_t rows, int64_t vectors, int64_t slots, int64_t padded,
+                           const float *weights, int64_t stride, const float *values, float *sums) {
     switch (rows) {
         CASES(PANEL_ROWS, OUTPUT_CASE)
     }
 }
 
 /* `vectors` vectors of the values of some slots, as float32. */
-TARGET static void NAMED(widen_values)(const attention_problem *p, const char *values, int64_t slots,
-                                       int64_t vectors, float *block) {
+static void widen_values(const attention_problem *p, const char *values, int64_t slots,
+                         int64_t vectors, float *block) {
     const int64_t bytes = skinny_item_bytes(p->dtype), stride = p->value_strides[2] * bytes;
     for (int64_t slot = 0; slot < slots; slot++, values += stride)
         for (int64_t o = 0; o < vectors; o++, block += LANES)
-            STORE(block, NAMED(read)(values + o * LANES * bytes, p->dtype));
+            STORE(block, read_lanes(values + o * LANES * bytes, p->dtype));
 }
 
 /* Divides by the sums of the weights and writes `rows` rows from `first`, from `vector` on. */
-TARGET static void NAMED(write_rows)(const attention_pass *pass, int64_t unit, int64_t first, int64_t rows,
-                                     int64_t vector, int64_t vectors, const float *sums) {
+static void write_rows(const attention_pass *pass, int64_t unit, int64_t first, int64_t rows,
+                       int64_t vector, int64_t vectors, const float *sums) {
     const attention_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype);
     const int64_t width = p->width, all_heads = p->groups * p->heads;
@@ -203,14 +195,14 @@ TARGET static void NAMED(write_rows)(const attention_pass *pass, int64_t unit, i
         const VEC total = SET1(pass->totals[unit * pass->rows + r]);
         const int64_t row = attention_row(p, strides, pass->first + unit, r) + vector * LANES;
         for (int64_t o = 0; o < vectors; o++, sums += LANES)
-            NAMED(write)(p->out + (row + o * LANES) * bytes, FMA(LOAD(sums), total, ZERO()), p->dtype);
+            write_lanes(p->out + (row + o * LANES) * bytes, FMA(LOAD(sums), total, ZERO()), p->dtype);
     }
 }
 
 /* Panels [panel, last) of a head over `vectors` vectors of the values' width, block by block of slots. A
  * single panel reads float32 where it lies. */
-TARGET static void NAMED(output_panels)(const attention_pass *pass, int64_t unit, int64_t panel, int64_t last,
-                                        int64_t vector, int64_t vectors) {
+static void output_panels(const attention_pass *pass, int64_t unit, int64_t panel, int64_t last,
+                          int64_t vector, int64_t vectors) {
     const attention_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype), first = attention_panel_start(pass, panel);
     const int64_t begin = attention_head(p, p->value_strides, pass->first + unit) + vector * LANES;
@@ -222,24 +214,24 @@ TARGET static void NAMED(output_panels)(const attention_pass *pass, int64_t unit
     for (int64_t slot = 0; slot < p->slots; slot += BLOCK_VALUES) {
         const int64_t slots = skinny_min(BLOCK_VALUES, p->slots - slot);
         const char *from = values + slot * p->value_strides[2] * bytes;
-        if (!in_place) NAMED(widen_values)(p, from, slots, vectors, block);
+        if (!in_place) widen_values(p, from, slots, vectors, block);
         for (int64_t i = panel; i < last; i++) {
             const int64_t start = attention_panel_start(pass, i);
             const float *weights = pass->scores + (unit * pass->rows + start) * pass->padded + slot;
-            NAMED(output_tile_of)(attention_panel_start(pass, i + 1) - start, vectors, slots, pass->padded,
-                                  weights, stride, in_place ? (const float *)from : block,
-                                  sums + (start - first) * vectors * LANES);
+            output_tile_of(attention_panel_start(pass, i + 1) - start, vectors, slots, pass->padded,
+                           weights, stride, in_place ? (const float *)from : block,
+                           sums + (start - first) * vectors * LANES);
         }
     }
-    NAMED(write_rows)(pass, unit, first, attention_panel_start(pass, last) - first, vector, vectors, sums);
+    write_rows(pass, unit, first, attention_panel_start(pass, last) - first, vector, vectors, sums);
 }
 
 /* Tiles of the width are shared out, and blocks of panels; vectors that fill no tile pass one by one. */
-TARGET static void NAMED(output_work)(void *shared) {
+static void output_work(void *shared) {
     attention_pass *pass = shared;
     const int64_t vectors = pass->problem->width / LANES;
-    const int64_t tiles = (vectors + TILE_ROWS - 1) / TILE_ROWS;
-    const int64_t blocks = (pass->panel_count + BLOCK_PANELS - 1) / BLOCK_PANELS;
+    const int64_t tiles = skinny_parts(vectors, TILE_ROWS);
+    const int64_t blocks = skinny_parts(pass->panel_count, BLOCK_PANELS);
     int64_t i;
     while ((i = FETCH_ADD(&pass->next)) < pass->count * tiles * blocks) {
         const int64_t unit = i / blocks / tiles, panel = i % blocks * BLOCK_PANELS;
@@ -247,12 +239,12 @@ TARGET static void NAMED(output_work)(void *shared) {
         const int64_t first = i / blocks % tiles * TILE_ROWS, end = skinny_min(first + TILE_ROWS, vectors);
         const int64_t step = end - first == TILE_ROWS ? TILE_ROWS : 1;
         for (int64_t vector = first; vector < end; vector += step)
-            NAMED(output_panels)(pass, unit, panel, last, vector, step);
+            output_panels(pass, unit, panel, last, vector, step);
     }
 }
 
-TARGET static void NAMED(run_phases)(attention_pass *pass, int threads) {
-    openmp_work phases[4] = {NAMED(pack_work), NAMED(score_work), NAMED(weight_work), NAMED(output_work)};
+static void run_phases(attention_pass *pass, int threads) {
+    openmp_work phases[4] = {pack_work, score_work, weight_work, output_work};
     for (int i = 0; i < 4; i++) {
         const int alone = i == 0 && pass->count * pass->rows < ALONE_ROWS;
         pass->next = 0;
@@ -260,13 +252,12 @@ TARGET static void NAMED(run_phases)(attention_pass *pass, int threads) {
     }
 }
 
-/* Returns 0, or -1 when memory ran out. */
-TARGET static int NAMED(attention)(const attention_problem *p, int threads) {
+static int attention(const attention_problem *p, int threads) {
     attention_pass pass = {.problem = p, .rows = p->heads * p->queries};
-    pass.padded = (p->slots + SLOT_MULTIPLE - 1) / SLOT_MULTIPLE * SLOT_MULTIPLE;
-    pass.packed_bytes = (p->depth + STEP - 1) / STEP * STEP_BYTES;
-    pass.panel_count = (pass.rows + PANEL_ROWS - 1) / PANEL_ROWS;
-    const int64_t head_bytes = PACKED_ROWS(pass.rows) * pass.packed_bytes + pass.rows * (pass.padded + 1) * 4;
+    pass.padded = skinny_parts(p->slots, SLOT_MULTIPLE) * SLOT_MULTIPLE;
+    pass.packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
+    pass.panel_count = skinny_parts(pass.rows, PANEL_ROWS);
+    const int64_t head_bytes = pass.rows * pass.packed_bytes + pass.rows * (pass.padded + 1) * 4;
     const int64_t heads = p->batch * p->groups;
     const int64_t share = skinny_min(heads, threads * SCORE_BYTES / head_bytes + 1);
     const int64_t products = share * pass.rows * p->slots * (p->depth + p->width);
@@ -275,10 +266,10 @@ TARGET static int NAMED(attention)(const attention_problem *p, int threads) {
     if (!memory) return -1;
     pass.scores = (float *)(memory + (CACHE_LINE - (uintptr_t)memory % CACHE_LINE));
     pass.panels = (char *)(pass.scores + share * pass.rows * pass.padded);
-    pass.totals = (float *)(pass.panels + share * PACKED_ROWS(pass.rows) * pass.packed_bytes);
+    pass.totals = (float *)(pass.panels + share * pass.rows * pass.packed_bytes);
     for (; pass.first < heads; pass.first += share) {
         pass.count = skinny_min(share, heads - pass.first);
-        NAMED(run_phases)(&pass, useful);
+        run_phases(&pass, useful);
     }
     free(memory);
     return 0;

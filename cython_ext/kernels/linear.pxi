@@ -2,29 +2,16 @@
 # them its time grows with the rows although the memory traffic, which bounds it, does not.
 
 MAX_ROWS = ROUTED_ROWS
+INT8_GROUP = GROUP
 
-
-cdef tuple _output_shape(object x, int64_t outputs):
-    cdef tuple shape = tuple(x.shape)
-    return shape[: len(shape) - 1] + (outputs,)
-
-
-cdef object _new_output(object x, int64_t outputs):
-    # `new_empty` takes three times as long.
-    return _empty(_output_shape(x, outputs), dtype=x.dtype, device=_cpu)
+# Elements that kernels may read behind the last factor or scale of weights in groups.
+_BEHIND = INT8_BLOCK
 
 
 cdef int _check_shape(str name, object tensor, object shape) except -1:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
     return 0
-
-
-cdef int _check_weight(object weight) except -1:
-    dtype = getattr(weight, "dtype", None)
-    if dtype not in _dtypes:
-        raise TypeError(f"weight: expected float32, bfloat16 or float16, got {dtype}")
-    return _check_matrix("weight", weight, dtype)
 
 
 cdef int _check_matrix(str name, object matrix, object dtype) except -1:
@@ -37,138 +24,214 @@ cdef int _check_matrix(str name, object matrix, object dtype) except -1:
     return 0
 
 
-cdef int _check_linear(object x, object weight, object bias, object out) except -1:
-    _check_weight(weight)
-    return _check_rows(x, weight, bias, out, weight.dtype)
-
-
-cdef int _check_rows(object x, object weight, object bias, object out, object dtype) except -1:
+cdef int _check_rows(object x, object dtype, int64_t outputs, int64_t depth, object bias) except -1:
     _check_plain("x", x, dtype)
-    if x.dim() < 1 or x.size(-1) != weight.size(1):
-        raise ValueError(f"x: expected shape [..., {weight.size(1)}], got {list(x.shape)}")
+    if x.dim() < 1 or x.size(-1) != depth:
+        raise ValueError(f"x: expected shape [..., {depth}], got {list(x.shape)}")
     if bias is not None:
         _check_plain("bias", bias, dtype)
-        _check_shape("bias", bias, (weight.size(0),))
-    if out is not None:
-        _check_plain("out", out, dtype)
-        _check_shape("out", out, _output_shape(x, weight.size(0)))
-        if not out.is_contiguous():
-            raise ValueError(f"out: expected a contiguous tensor, got strides {list(out.stride())}")
+        _check_shape("bias", bias, (outputs,))
     return 0
 
 
-cdef object _as_rows(object x, int64_t depth, linear_problem *problem):
-    """Describe x as rows of adjacent elements; returns the tensor that owns them."""
+cdef object _solve(linear_problem *problem, object x, object bias, int path, int threads):
+    """The product of x with the weights of a problem, plus bias; all of them known to fit."""
+    cdef int failed
+    cdef tuple shape = tuple(x.shape)
+    # `new_empty` takes three times as long.
+    out = _empty(shape[: len(shape) - 1] + (problem.outputs,), dtype=x.dtype, device=_cpu)
+    if problem.depth == 0:
+        return out.zero_() if bias is None else out.copy_(bias)
+    problem.x_stride = problem.depth
     if not x.is_contiguous():
-        x = x.reshape(-1, depth)
+        x = x.reshape(-1, problem.depth)
         if x.stride(1) != 1:
             x = x.contiguous()
         problem.x_stride = x.stride(0)
-    else:
-        problem.x_stride = depth
-    problem.rows = <int64_t>x.numel() // depth
-    problem.x = <char *><uintptr_t>x.data_ptr()
-    return x
-
-
-cdef object _multiply(object x, object weight, object bias, object out, int path, int threads):
-    """`skinny_linear` on arguments known to be valid."""
-    cdef linear_problem problem
-    _read_dense(&problem, weight)
-    return _solve(&problem, x, bias, out, path, threads)
-
-
-cdef int _read_dense(linear_problem *problem, object weight) except -1:
-    problem.outputs, problem.depth = weight.shape
-    problem.weight = <char *><uintptr_t>weight.data_ptr()
-    problem.weight_stride = weight.stride()[0]
-    problem.weight_dtype = _dtypes[weight.dtype]
-    problem.factors = NULL
-    problem.scales = NULL
-    problem.scale_dtype = SKINNY_FLOAT32
-    return 0
-
-
-cdef object _solve(linear_problem *problem, object x, object bias, object out, int path, int threads):
-    """The product of x with the weights of a problem, plus bias."""
-    if out is None:
-        out = _new_output(x, problem.outputs)
-    if problem.depth == 0:
-        return out.zero_() if bias is None else out.copy_(bias)
-    rows = _as_rows(x, problem.depth, problem)
-    adjacent_bias = _aim(problem, bias, out)
-    problem.next = NULL
-    _run(problem, path, threads)
-    return out
-
-
-cdef object _aim(linear_problem *problem, object bias, object out):
-    """Let a problem write to `out`; returns the tensor that owns its bias."""
     if bias is not None:
         bias = bias.contiguous()
+    problem.x = <char *><uintptr_t>x.data_ptr()
+    problem.rows = <int64_t>x.numel() // problem.depth
     problem.bias = NULL if bias is None else <char *><uintptr_t>bias.data_ptr()
     problem.dtype = _dtypes[out.dtype]
     problem.y = <char *><uintptr_t>out.data_ptr()
     problem.y_stride = problem.outputs
-    return bias
-
-
-cdef int _run(linear_problem *problem, int path, int threads) except -1:
-    """Solve a problem, and those behind it."""
-    cdef int failed
     with nogil:
         failed = _paths[path].linear(problem, threads)
     if failed:
         raise MemoryError(f"no memory to pack {problem.rows} rows of {problem.depth}")
-    return 0
+    return out
 
 
-def skinny_linear(x, weight, bias=None, out=None, *, path=None, threads=None):
+cdef object _multiply(object x, object weight, object bias, int path, int threads):
+    """`skinny_linear` on arguments known to be valid."""
+    cdef linear_problem problem
+    problem.outputs, problem.depth = weight.shape
+    problem.weight = <char *><uintptr_t>weight.data_ptr()
+    problem.weight_stride = weight.stride()[0]
+    problem.weight_dtype = _dtypes[weight.dtype]
+    problem.factors, problem.scales, problem.scale_dtype = NULL, NULL, SKINNY_FLOAT32
+    return _solve(&problem, x, bias, path, threads)
+
+
+def skinny_linear(x, weight, bias=None, *, path=None, threads=None):
     """`x @ weight.T + bias`, made for 1 to 64 rows of x; more rows read the weights again per 64.
 
-    Sums are float32 fused multiply-adds (separate roundings on the "portable" path), rounded once
-    to the dtype. A row of x gives the same bits whatever rows stand beside it and however many
-    threads work; they differ between paths. Not differentiable.
+    Sums are float32 fused multiply-adds, rounded once to x's dtype. A row of x gives the same bits
+    whatever rows stand beside it and however many threads work; they differ between paths. Not
+    differentiable.
 
     Args:
-        x: [..., in_features], any strides.
+        x: [..., in_features], any strides; of the weight's dtype, or float32 for a bfloat16 weight,
+            which gives the bits of the same weight in float32.
         weight: [out_features, in_features], float32, bfloat16 or float16, adjacent columns.
-        bias: [out_features] or None.
-        out: contiguous [..., out_features] to write to, overlapping no input; None: a new tensor.
+        bias: [out_features] of x's dtype, or None.
         path: one of `PATHS`, the instruction sets this CPU has; None: the last of them.
         threads: at most so many; None: `torch.get_num_threads()`.
 
     Raises:
-        TypeError: an argument is not a tensor of the weight's dtype, or that is not supported.
+        TypeError: an argument is not a tensor of such a dtype.
         ValueError: shapes do not fit, a tensor is not dense on the CPU or requires grad, no such
             path, or `threads` is not positive.
+        RuntimeError: this CPU has no path, here and in all other kernels but norms.
     """
-    _check_linear(x, weight, bias, out)
-    return _multiply(x, weight, bias, out, _path_index(path, PATHS), _thread_count(threads))
+    dtype = _dtype_of("weight", weight)
+    _check_matrix("weight", weight, dtype)
+    if dtype is torch.bfloat16 and getattr(x, "dtype", None) is torch.float32:
+        dtype = torch.float32
+    _check_rows(x, dtype, weight.size(0), weight.size(1), bias)
+    return _multiply(x, weight, bias, _path_index(path), _thread_count(threads))
 
 
 def kernel_linear(x, weight, bias):
-    """`skinny_linear` with its defaults, on arguments that `routed_linear` has looked at."""
-    return _multiply(x, weight, bias, None, _path_count - 1, _get_num_threads())
+    """`skinny_linear` with its defaults, on arguments known to be valid."""
+    return _multiply(x, weight, bias, _path_index(None), _get_num_threads())
 
 
-def compact_linear(x, weight, bias=None, *, path=None, threads=None):
-    """`skinny_linear` of float32 rows with a bfloat16 weight: the bits of the same weight in float32,
-    from half the bytes.
+def pack_int8(weight, *, path=None, threads=None):
+    """Round a matrix to eight bits, GROUP (32) weights of a row to a scale of their own.
+
+    A weight becomes `scale[row] * factor[row, group] * value`, with values from -127 to 127. The scale is
+    the row's greatest magnitude over 127, the factor (bfloat16, rounded up) the group's share of it.
 
     Args:
-        x: float32 [..., in_features], any strides.
-        weight: bfloat16 [out_features, in_features], adjacent columns.
-        bias: float32 [out_features] or None.
+        weight, path, threads: as for `skinny_linear`.
+
+    Returns:
+        values: int8 [outputs, groups * 32]; the last group is padded with zeros.
+        factors: bfloat16 [outputs * groups + 16], the last 16 unused.
+        scales: float32 [outputs + 16], the last 16 unused; NaN for rows that are not finite.
+        left_out: float32 [outputs], the Euclidean norm of what rounding takes from a row, rounded up.
+        norms: float32 [outputs], of the rows themselves, rounded up.
+
+    Raises:
+        As `skinny_linear`.
+    """
+    cdef int8_packing packing
+    dtype = _dtype_of("weight", weight)
+    _check_matrix("weight", weight, dtype)
+    cdef int chosen = _path_index(path)
+    cdef int count = _thread_count(threads)
+    packing.outputs, packing.depth = weight.shape
+    cdef int64_t groups = (packing.depth + GROUP - 1) // GROUP
+    values = torch.empty((packing.outputs, groups * GROUP), dtype=torch.int8)
+    factors = torch.zeros(packing.outputs * groups + _BEHIND, dtype=torch.bfloat16)
+    scales = torch.zeros(packing.outputs + _BEHIND)
+    left_out, norms = torch.empty(packing.outputs), torch.empty(packing.outputs)
+    packing.weight = <char *><uintptr_t>weight.data_ptr()
+    packing.weight_stride = weight.stride(0)
+    packing.dtype = _dtypes[dtype]
+    packing.values = <int8_t *><uintptr_t>values.data_ptr()
+    packing.factors = <uint16_t *><uintptr_t>factors.data_ptr()
+    packing.row_scales = <float *><uintptr_t>scales.data_ptr()
+    packing.left_out = <float *><uintptr_t>left_out.data_ptr()
+    packing.norms = <float *><uintptr_t>norms.data_ptr()
+    packing.next_chunk = 0
+    with nogil:
+        _paths[chosen].pack_int8(&packing, count)
+    return values, factors, scales, left_out, norms
+
+
+def int8_linear(x, values, factors, scales, bias=None, *, path=None, threads=None):
+    """`x @ weight.T + bias` for the weight that `pack_int8` has rounded, made for 1 to 64 rows of x.
+
+    A row of x is rounded to 16 bits, one scale per row; products of a group are summed as integers and
+    groups in float32, and the result is rounded once to x's dtype. A row of x gives the same bits
+    whatever rows stand beside it and however many threads work. A row of x that is not finite gives
+    NaN. Not differentiable.
+
+    Args:
+        x: [..., depth], float32, bfloat16 or float16, any strides; depth may be less than the values' by
+            what pads their last group.
+        values, factors, scales: what `pack_int8` returned.
+        bias: [outputs] of x's dtype, or None.
         path, threads: as for `skinny_linear`.
 
     Raises:
-        TypeError, ValueError: as for `skinny_linear`.
+        As `skinny_linear`.
     """
-    _check_plain("weight", weight, torch.bfloat16)
-    _check_weight(weight)
-    _check_rows(x, weight, bias, None, torch.float32)
-    return _multiply(x, weight, bias, None, _path_index(path, PATHS), _thread_count(threads))
+    cdef linear_problem problem
+    for name, part, dtype in (
+        ("values", values, torch.int8),
+        ("factors", factors, torch.bfloat16),
+        ("scales", scales, torch.float32),
+    ):
+        _check_plain(name, part, dtype)
+        if not part.is_contiguous():
+            raise ValueError(f"{name}: expected adjacent elements, got strides {part.stride()}")
+    if values.dim() != 2 or values.size(1) % GROUP:
+        raise ValueError(f"values: expected rows of groups of {GROUP}, got {list(values.shape)}")
+    _check_shape("factors", factors, (values.numel() // GROUP + _BEHIND,))
+    _check_shape("scales", scales, (values.size(0) + _BEHIND,))
+    dtype = _dtype_of("x", x)
+    padding = values.size(1) - x.size(-1) if x.dim() else -1
+    depth = values.size(1) - (padding if 0 <= padding < GROUP else 0)
+    _check_rows(x, dtype, values.size(0), depth, bias)
+    _read_values(&problem, values, scales)
+    problem.depth = depth
+    problem.weight_dtype = SKINNY_GROUPED
+    problem.factors = <char *><uintptr_t>factors.data_ptr()
+    return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
+
+
+cdef int _read_values(linear_problem *problem, object values, object scales) except -1:
+    problem.outputs, problem.depth = values.shape
+    problem.weight = <char *><uintptr_t>values.data_ptr()
+    problem.weight_stride = values.stride(0)
+    problem.weight_dtype = SKINNY_INT8
+    problem.factors = NULL
+    problem.scales = <char *><uintptr_t>scales.data_ptr()
+    problem.scale_dtype = _dtypes[scales.dtype]
+    return 0
+
+
+def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):
+    """`x @ (scales[:, None] * values).T + bias`, made for 1 to 64 rows of x, which are not rounded.
+
+    Sums of products with the values are those of `skinny_linear`, taken in float32, scaled and rounded
+    once to x's dtype. A row of x gives the same bits whatever rows stand beside it and however many
+    threads work. Not differentiable.
+
+    Args:
+        x: [..., depth], float32, bfloat16 or float16, any strides.
+        values: int8 [outputs, depth], adjacent columns.
+        scales: float32, bfloat16 or float16 [outputs], contiguous.
+        bias: [outputs] of x's dtype, or None.
+        path, threads: as for `skinny_linear`.
+
+    Raises:
+        As `skinny_linear`.
+    """
+    cdef linear_problem problem
+    dtype = _dtype_of("x", x)
+    _check_plain("scales", scales, _dtype_of("scales", scales))
+    _check_matrix("values", values, torch.int8)
+    _check_rows(x, dtype, values.size(0), values.size(1), bias)
+    _check_shape("scales", scales, (values.size(0),))
+    if not scales.is_contiguous():
+        raise ValueError(f"scales: expected adjacent elements, got strides {list(scales.stride())}")
+    _read_values(&problem, values, scales)
+    return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
 
 
 cdef object _plain_linear = torch._C._nn.linear
@@ -181,24 +244,6 @@ cdef bint _is_recorded(object x, object weight, object bias):
     """Whether autograd would record the product."""
     return _is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-
-
-cdef bint _can_route(object x, object weight, object bias):
-    """Whether the product may be computed here: few rows of plain tensors that fit, and nobody who
-    records or transforms it.
-    """
-    return _is_routed_weight(weight) and _are_few_rows(x, weight, bias, weight.dtype)
-
-
-cdef bint _is_routed_weight(object weight):
-    dtype = getattr(weight, "dtype", None)
-    return (
-        dtype in _dtypes
-        and _is_plain(weight, dtype)
-        and weight.dim() == 2
-        and weight.is_contiguous()
-        and weight.numel() >= _least_routed
     )
 
 
@@ -220,18 +265,23 @@ def routed_linear(input, weight, bias=None):
     """`torch.nn.functional.linear`; inside a scope of this thread, by the method chosen for the
     weight, where the arguments allow it.
     """
-    if thread_depth == 0 or not _can_route(input, weight, bias):
+    dtype = getattr(weight, "dtype", None)
+    if (
+        thread_depth == 0
+        or not PATHS
+        or dtype not in _dtypes
+        or not _is_plain(weight, dtype)
+        or weight.dim() != 2
+        or not weight.is_contiguous()
+        or weight.numel() < _least_routed
+        or not _are_few_rows(input, weight, bias, dtype)
+    ):
         return _plain_linear(input, weight, bias)
-    return _method_of(weight)(input, weight, bias)
-
-
-cdef object _method_of(object weight):
-    """What computes a weight's products, chosen when its like is first met."""
-    key = (weight.shape, weight.dtype, _get_num_threads())
+    key = (weight.shape, dtype, _get_num_threads())
     method = _methods.get(key)
     if method is None:
         method = _methods[key] = _choose(weight)
-    return method
+    return method(input, weight, bias)
 
 
 def set_chooser(choose, least_elements=0):
@@ -243,6 +293,33 @@ def set_chooser(choose, least_elements=0):
     _choose = choose
     _least_routed = least_elements
     _methods.clear()
+
+
+def routed_scaled(x, values, scales, dtype, bias=None):
+    """`scaled_linear` with its defaults inside a scope of this thread, of a few rows of plain tensors
+    that nobody records or transforms; None otherwise.
+
+    Args:
+        x, values, bias: as for `scaled_linear`.
+        scales: contiguous, as many as `values` has rows, in any shape.
+        dtype: that x and the bias must have.
+    """
+    cdef linear_problem problem
+    if (
+        thread_depth == 0
+        or dtype not in _dtypes
+        or not _is_plain(values, torch.int8)
+        or scales.dtype not in _dtypes
+        or not _is_plain(scales, scales.dtype)
+        or not (values.is_contiguous() and scales.is_contiguous())
+        or values.dim() != 2
+        or scales.numel() != values.size(0)
+        or not _are_few_rows(x, values, bias, dtype)
+        or _is_recorded(x, scales, bias)
+    ):
+        return None
+    _read_values(&problem, values, scales)
+    return _solve(&problem, x, bias, _path_index(None), _get_num_threads())
 
 
 def route_depth():

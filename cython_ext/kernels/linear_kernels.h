@@ -20,11 +20,8 @@
 /* Waking one more thread costs as much as reading about so many bytes of weights. */
 #define THREAD_BYTES 65536
 
-/* Weights that one x is multiplied with together. */
-#define MOST_TOGETHER 4
-
 /* Strides count elements; a row's elements are adjacent. */
-typedef struct linear_problem {
+typedef struct {
     const char *x;      /* [rows, depth] */
     const char *weight; /* [outputs, depth] */
     const char *bias;   /* [outputs] or NULL */
@@ -36,7 +33,6 @@ typedef struct linear_problem {
     const char *factors; /* of groups: bfloat16 [outputs, groups], INT8_BLOCK more behind the last */
     const char *scales;  /* of int8 and groups: [outputs], or NULL */
     int scale_dtype;
-    const struct linear_problem *next; /* of the same x, rows and dtypes; NULL: none */
 } linear_problem;
 
 /* A matrix to be rounded to int8, with one bfloat16 factor for each GROUP of a row; zeros pad the last. */
@@ -66,7 +62,7 @@ typedef struct {
     float *x_scales;      /* [rows] of x in 16 bits, for groups */
     float *sums;          /* [threads, rows, CHUNK_ROWS] */
     int64_t next_chunk;   /* taken atomically, like the next */
-    int64_t next_thread;  /* of the first problem's pass */
+    int64_t next_thread;
 } linear_pass;
 
 /* Panels of equal height, give or take one row: panel i holds the rows from here to i + 1's start. */

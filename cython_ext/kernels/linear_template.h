@@ -1,33 +1,26 @@
-/* The linear layer for one instruction set; see linear_kernels.h and tile_template.h. A header that
- * multiplies by other means than register tiles defines OWN_TILES, and pack_panels and chunk itself.
- */
-#ifndef OWN_TILES
-#define PANEL_COUNT(rows) (((rows) + PANEL_ROWS - 1) / PANEL_ROWS)
-#define PACKED_ROWS(rows) (rows)
-#define BEGIN_THREAD() ((void)0)
-#define END_THREAD() ((void)0)
+/* The linear layer for one instruction set; see linear_kernels.h and tile_template.h. */
 
 /* Panels of x one after another, each as [steps][its rows][STEP]: a tile reads them forward. */
-TARGET static void NAMED(pack_panels)(char *panels, const linear_pass *pass) {
+static void pack_panels(char *panels, const linear_pass *pass) {
     const linear_problem *p = pass->problem;
-    if (p->weight_dtype == SKINNY_GROUPED) return NAMED(pack_int16_panels)(panels, pass);
+    if (p->weight_dtype == SKINNY_GROUPED) return pack_int16_panels(panels, pass);
     const int64_t row_bytes = p->x_stride * skinny_item_bytes(p->dtype);
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = linear_panel_start(pass, i), end = linear_panel_start(pass, i + 1);
         char *panel = panels + start * pass->packed_bytes;
         for (int64_t row = start; row < end; row++)
-            NAMED(pack_row)(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
-                            p->x + row * row_bytes, p->depth, p->dtype);
+            pack_row(panel + (row - start) * STEP_BYTES, (end - start) * STEP_BYTES,
+                     p->x + row * row_bytes, p->depth, p->dtype);
     }
 }
 
 /* All panels times TILE_ROWS weight rows of a chunk, `apart` rows from one another. The rows behind them
  * are fetched meanwhile, shared out among the panels so that memory stays busy while the arithmetic
  * runs from the caches. A tile past the last weight row repeats it: nobody reads those sums. */
-TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, int64_t apart, float *sums) {
+static void tile_row(const linear_pass *pass, int64_t first, int64_t apart, float *sums) {
     const linear_problem *p = pass->problem;
     const int64_t row_bytes = p->weight_stride * skinny_item_bytes(p->weight_dtype);
-    const int64_t share = (TILE_ROWS + pass->panel_count - 1) / pass->panel_count;
+    const int64_t share = skinny_parts(TILE_ROWS, pass->panel_count);
     skinny_tile tile = {.depth = p->depth, .ahead = row_bytes, .sums_stride = CHUNK_ROWS, .sums_step = apart};
     const char *factors[TILE_ROWS];
     for (int64_t o = 0; o < TILE_ROWS; o++) {
@@ -42,35 +35,33 @@ TARGET static void NAMED(tile_row)(const linear_pass *pass, int64_t first, int64
         tile.fetch_end = skinny_min(tile.fetch_first + share, TILE_ROWS);
         tile.sums = sums + start * CHUNK_ROWS;
         if (p->weight_dtype == SKINNY_GROUPED)
-            NAMED(int8_tile_of)(end - start, tile, factors);
+            int8_tile_of(end - start, tile, factors);
         else
-            NAMED(tile_of)(end - start, p->weight_dtype, tile);
+            tile_of(end - start, p->weight_dtype, tile);
     }
 }
 
 /* A chunk is read in TILE_ROWS places at once: as many streams, each of which the hardware follows. */
-TARGET static void NAMED(chunk)(const linear_pass *pass, int64_t first, int64_t count, float *sums) {
-    const int64_t apart = (count + TILE_ROWS - 1) / TILE_ROWS;
-    for (int64_t o = 0; o < apart; o++) NAMED(tile_row)(pass, first + o, apart, sums + o);
+static void chunk(const linear_pass *pass, int64_t first, int64_t count, float *sums) {
+    const int64_t apart = skinny_parts(count, TILE_ROWS);
+    for (int64_t o = 0; o < apart; o++) tile_row(pass, first + o, apart, sums + o);
 }
-#endif
 
 /* Elements [o, o + count) of one for each output, and zeros behind them; zeros of none. */
-TARGET static ALWAYS_INLINE VEC NAMED(of_outputs)(const char *all, int64_t o, int64_t count, int dtype) {
+static ALWAYS_INLINE VEC of_outputs(const char *all, int64_t o, int64_t count, int dtype) {
     const int64_t bytes = skinny_item_bytes(dtype);
     char part[LANES * 4] = {0};
     if (all) memcpy(part, all + o * bytes, count * bytes);
-    return NAMED(read)(part, dtype);
+    return read_lanes(part, dtype);
 }
 
 /* Sums, in their scales, plus bias for outputs [o, o + count), count <= LANES, rounded once to the output's
  * dtype. */
-TARGET static void NAMED(write_outputs)(const linear_pass *pass, int64_t o, int64_t count,
-                                        const float *sums) {
+static void write_outputs(const linear_pass *pass, int64_t o, int64_t count, const float *sums) {
     const linear_problem *p = pass->problem;
     const int64_t bytes = skinny_item_bytes(p->dtype);
-    const VEC bias = NAMED(of_outputs)(p->bias, o, count, p->dtype);
-    const VEC scales = NAMED(of_outputs)(p->scales, o, count, p->scale_dtype);
+    const VEC bias = of_outputs(p->bias, o, count, p->dtype);
+    const VEC scales = of_outputs(p->scales, o, count, p->scale_dtype);
     char part[LANES * 4];
     for (int64_t row = 0; row < p->rows; row++) {
         VEC value = LOAD(sums + row * CHUNK_ROWS);
@@ -79,45 +70,38 @@ TARGET static void NAMED(write_outputs)(const linear_pass *pass, int64_t o, int6
         value = ADD(value, bias);
         char *to = p->y + (row * p->y_stride + o) * bytes;
         if (count == LANES) {
-            NAMED(write)(to, value, p->dtype);
+            write_lanes(to, value, p->dtype);
         } else {
-            NAMED(write)(part, value, p->dtype);
+            write_lanes(part, value, p->dtype);
             memcpy(to, part, count * bytes);
         }
     }
 }
 
-/* Chunks of a problem's outputs until none is left. */
-TARGET static void NAMED(chunks)(linear_pass *pass, float *sums) {
+/* What one thread does: chunks of outputs until none is left. */
+static void work(void *shared) {
+    linear_pass *pass = shared;
     const linear_problem *p = pass->problem;
+    float *sums = pass->sums + FETCH_ADD(&pass->next_thread) * p->rows * CHUNK_ROWS;
     int64_t first;
     while ((first = FETCH_ADD(&pass->next_chunk) * CHUNK_ROWS) < p->outputs) {
         const int64_t count = skinny_min(CHUNK_ROWS, p->outputs - first);
-        NAMED(chunk)(pass, first, count, sums);
+        chunk(pass, first, count, sums);
         for (int64_t o = 0; o < count; o += LANES)
-            NAMED(write_outputs)(pass, first + o, skinny_min(LANES, count - o), sums + o);
+            write_outputs(pass, first + o, skinny_min(LANES, count - o), sums + o);
     }
 }
 
-/* What one thread does: one problem after another. */
-TARGET static void NAMED(work)(void *shared) {
-    linear_pass *pass = shared;
-    float *sums = pass->sums + FETCH_ADD(&pass->next_thread) * pass->problem->rows * CHUNK_ROWS;
-    BEGIN_THREAD();
-    for (; pass->problem; pass++) NAMED(chunks)(pass, sums);
-    END_THREAD();
-}
-
-/* At most PASS_ROWS rows of `count` problems. Returns 0, or -1 when memory ran out. */
-TARGET static int NAMED(run_pass)(const linear_problem *p, int count, int threads) {
+/* At most PASS_ROWS rows. Returns 0, or -1 when memory ran out. */
+static int run_pass(const linear_problem *p, int threads) {
     float x_scales[PASS_ROWS];
-    linear_pass passes[MOST_TOGETHER + 1], pass = {.problem = p, .x_scales = x_scales};
+    linear_pass pass = {.problem = p, .x_scales = x_scales};
     if (p->weight_dtype == SKINNY_GROUPED)
-        pass.packed_bytes = (p->depth + GROUP - 1) / GROUP * GROUP * 2;
+        pass.packed_bytes = skinny_parts(p->depth, GROUP) * GROUP * 2;
     else
-        pass.packed_bytes = (p->depth + STEP - 1) / STEP * STEP_BYTES;
-    pass.panel_count = PANEL_COUNT(p->rows);
-    const int64_t panel_bytes = PACKED_ROWS(p->rows) * pass.packed_bytes;
+        pass.packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
+    pass.panel_count = skinny_parts(p->rows, PANEL_ROWS);
+    const int64_t panel_bytes = p->rows * pass.packed_bytes;
     const int64_t sums_bytes = threads * p->rows * CHUNK_ROWS * 4;
     char *memory = malloc(sums_bytes + panel_bytes + CACHE_LINE);
     if (!memory) return -1;
@@ -125,32 +109,24 @@ TARGET static int NAMED(run_pass)(const linear_problem *p, int count, int thread
     pass.panels = (char *)pass.sums + sums_bytes;
     /* The last outputs may fill less than the vector that is read of them. */
     memset(pass.sums, 0, sums_bytes);
-    NAMED(pack_panels)(pass.panels, &pass);
-    for (int i = 0; i < count; i++) passes[i] = pass, passes[i].problem = p + i;
-    passes[count].problem = NULL;
-    openmp_parallel(NAMED(work), passes, threads);
+    pack_panels(pass.panels, &pass);
+    openmp_parallel(work, &pass, threads);
     free(memory);
     return 0;
 }
 
-TARGET static int NAMED(linear)(const linear_problem *problem, int threads) {
-    linear_problem parts[MOST_TOGETHER];
-    const int64_t bytes = skinny_item_bytes(problem->dtype);
-    int64_t weight_bytes = 0, chunks = 0;
-    int count = 0, failed = 0;
-    for (const linear_problem *p = problem; p; p = p->next) {
-        weight_bytes += p->outputs * p->depth * skinny_item_bytes(p->weight_dtype);
-        chunks += (p->outputs + CHUNK_ROWS - 1) / CHUNK_ROWS;
-        parts[count++] = *p;
-    }
+static int linear(const linear_problem *problem, int threads) {
+    linear_problem part = *problem;
+    const int64_t bytes = skinny_item_bytes(part.dtype);
+    const int64_t weight_bytes = part.outputs * part.depth * skinny_item_bytes(part.weight_dtype);
+    const int64_t chunks = skinny_parts(part.outputs, CHUNK_ROWS);
     const int64_t useful = skinny_min(chunks, weight_bytes / THREAD_BYTES + 1);
+    int failed = 0;
     for (int64_t row = 0; row < problem->rows && !failed; row += PASS_ROWS) {
-        for (int i = 0; i < count; i++) {
-            parts[i].rows = skinny_min(PASS_ROWS, problem->rows - row);
-            if (row) parts[i].x += PASS_ROWS * problem->x_stride * bytes;
-            if (row) parts[i].y += PASS_ROWS * parts[i].y_stride * bytes;
-        }
-        failed = NAMED(run_pass)(parts, count, (int)skinny_min(threads, useful));
+        part.x = problem->x + row * part.x_stride * bytes;
+        part.y = problem->y + row * part.y_stride * bytes;
+        part.rows = skinny_min(PASS_ROWS, problem->rows - row);
+        failed = run_pass(&part, (int)skinny_min(threads, useful));
     }
     return failed;
 }

@@ -40,6 +40,7 @@ def fused_norm(x, weight, float epsilon, bint shifted, bint rounded, int lanes):
         MemoryError: there is none for a row.
     """
     cdef norm_problem problem
+    cdef int failed
     if lanes not in NORM_LANES:
         raise ValueError(f"lanes: expected one of {NORM_LANES}, got {lanes}")
     if not _can_norm(x, weight):
@@ -49,35 +50,16 @@ def fused_norm(x, weight, float epsilon, bint shifted, bint rounded, int lanes):
     if not x.is_contiguous() and y.stride() != x.stride():
         x = x.contiguous()
         y = _empty_like(x)
-    _place_rows(&problem, x, y, weight.numel())
-    problem.heads = 0
-    _weigh(&problem, weight, epsilon, shifted, rounded, lanes)
-    _norm_rows(&problem)
-    return y
-
-
-cdef int _place_rows(norm_problem *problem, object x, object y, int64_t depth) except -1:
     problem.x = <char *><uintptr_t>x.data_ptr()
-    problem.y = <char *><uintptr_t>y.data_ptr()
-    problem.depth = depth
-    problem.rows = <int64_t>x.numel() // depth
-    problem.dtype = _dtypes[x.dtype]
-    return 0
-
-
-cdef int _weigh(
-    norm_problem *problem, object weight, float epsilon, bint shifted, bint rounded, int lanes
-) except -1:
     problem.weight = <char *><uintptr_t>weight.data_ptr()
-    problem.epsilon = epsilon
-    problem.lanes, problem.shifted, problem.rounded = lanes, shifted, rounded
-    return 0
-
-
-cdef int _norm_rows(norm_problem *problem) except -1:
-    cdef int failed
+    problem.y = <char *><uintptr_t>y.data_ptr()
+    problem.depth = weight.numel()
+    problem.rows = <int64_t>x.numel() // problem.depth
+    problem.dtype = _dtypes[x.dtype]
+    problem.epsilon, problem.lanes = epsilon, lanes
+    problem.shifted, problem.rounded = shifted, rounded
     with nogil:
-        failed = rms_norm(problem)
+        failed = rms_norm(&problem)
     if failed:
         raise MemoryError(f"no memory for a row of {problem.depth}")
-    return 0
+    return y

@@ -22,10 +22,8 @@
 #endif
 
 typedef struct {
-    const char *x, *weight; /* [rows, depth] and [depth], adjacent; without weight y is not normed */
-    char *y;                /* may be x */
-    const char *cosines, *sines; /* [rows / heads, depth] */
-    int64_t heads;               /* rows that are turned alike; 0: none is turned */
+    const char *x, *weight; /* [rows, depth] and [depth], adjacent */
+    char *y;
     int64_t rows, depth;
     float epsilon;
     int dtype;
@@ -105,27 +103,9 @@ ROUND_PRODUCTS static ALWAYS_INLINE void norm_row(const norm_problem *p, const c
     }
 }
 
-/* A row with its halves turned against one another: x * cos + (-upper, lower) * sin. */
-ROUND_PRODUCTS static ALWAYS_INLINE void turn_row(const norm_problem *p, const char *cosines,
-                                                  const char *sines, char *y, float *v, const int dtype) {
-    const int64_t half = p->depth / 2;
-    for (int64_t i = 0; i < p->depth; i++) v[i] = norm_read(y, i, dtype);
-    for (int64_t i = 0; i < p->depth; i++) {
-        const float other = i < half ? -v[i + half] : v[i - half];
-        const float straight = norm_round(v[i] * norm_read(cosines, i, dtype), dtype);
-        const float across = norm_round(other * norm_read(sines, i, dtype), dtype);
-        norm_write(y, i, straight + across, dtype);
-    }
-}
-
 ROUND_PRODUCTS static ALWAYS_INLINE void norm_rows(const norm_problem *p, float *v, const int dtype) {
     const int64_t bytes = p->depth * skinny_item_bytes(dtype);
-    for (int64_t row = 0; row < p->rows; row++) {
-        const int64_t turn = p->heads ? row / p->heads * bytes : 0;
-        char *y = p->y + row * bytes;
-        if (p->weight) norm_row(p, p->x + row * bytes, y, v, dtype);
-        if (p->heads) turn_row(p, p->cosines + turn, p->sines + turn, y, v, dtype);
-    }
+    for (int64_t row = 0; row < p->rows; row++) norm_row(p, p->x + row * bytes, p->y + row * bytes, v, dtype);
 }
 
 /* Returns 0, or -1 when memory ran out. */

@@ -1,5 +1,4 @@
-/* What the kernels share: element types, register tiles, and how functions are named for each
- * instruction set. */
+/* What the kernels share: element types, conversions of single numbers, register tiles. */
 #ifndef SIMD_H
 #define SIMD_H
 
@@ -30,6 +29,7 @@ typedef struct {
 } skinny_tile;
 
 static inline int64_t skinny_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t skinny_parts(int64_t all, int64_t part) { return (all + part - 1) / part; }
 static inline int64_t skinny_item_bytes(int dtype) {
     return dtype == SKINNY_FLOAT32 ? 4 : dtype >= SKINNY_INT8 ? 1 : 2;
 }
@@ -39,15 +39,9 @@ static inline int64_t skinny_item_bytes(int dtype) {
 #define PREFETCH(address) __builtin_prefetch((address), 0, 2) /* into the second-level cache */
 #define FETCH_ADD(counter) __atomic_fetch_add((counter), 1, __ATOMIC_RELAXED)
 #elif defined(_MSC_VER)
-#include <intrin.h>
 #define ALWAYS_INLINE __forceinline
-#define PREFETCH(address) ((void)(address))
-#define FETCH_ADD(counter) skinny_fetch_add(counter)
-static __forceinline int64_t skinny_fetch_add(int64_t *counter) {
-    return _InterlockedExchangeAdd64((volatile __int64 *)counter, 1);
-}
 #else
-#error "expected a compiler with atomic additions: GCC, Clang or MSVC"
+#error "expected GCC, Clang or MSVC"
 #endif
 
 /* The cases of a switch over 1 to `count` rows, so that the compiler knows how many each has. */
@@ -58,8 +52,48 @@ static __forceinline int64_t skinny_fetch_add(int64_t *counter) {
 #define CASES_(count, CASE) CASES_##count(CASE)
 #define CASES(count, CASE) CASES_(count, CASE)
 
-#define PASTE_(name, isa) skinny_##name##_##isa
-#define PASTE(name, isa) PASTE_(name, isa)
-#define NAMED(name) PASTE(name, ISA)
+static ALWAYS_INLINE float skinny_float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static ALWAYS_INLINE uint32_t skinny_bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static ALWAYS_INLINE float skinny_float_of_bf16(uint16_t half) { return skinny_float_of((uint32_t)half << 16); }
+
+/* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
+static ALWAYS_INLINE uint16_t skinny_bf16_of(float value) {
+    const uint32_t bits = skinny_bits_of(value);
+    if (value != value) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* The exponent field is moved into place and rebiased by a multiplication, which also normalises
+ * subnormal halves; infinities and NaNs are then given float32's highest exponent. */
+static ALWAYS_INLINE float skinny_float_of_f16(uint16_t half) {
+    const uint32_t magnitude = half & 0x7fffu, sign = (uint32_t)(half & 0x8000u) << 16;
+    const float finite = skinny_float_of(magnitude << 13) * 0x1p112f;
+    const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0;
+    return skinny_float_of(skinny_bits_of(finite) | special | sign);
+}
+
+/* To nearest, ties to even. Subnormal halves are rounded by adding 0.5, whose last bit is worth as
+ * much as theirs; normal ones by an integer addition that carries into the exponent. */
+static ALWAYS_INLINE uint16_t skinny_f16_of(float value) {
+    const uint32_t bits = skinny_bits_of(value), magnitude = bits & 0x7fffffffu;
+    const uint32_t sign = bits >> 16 & 0x8000u;
+    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+    if (magnitude < 0x38800000u) {
+        const uint32_t rounded = skinny_bits_of(skinny_float_of(magnitude) + 0.5f);
+        return (uint16_t)(sign | (rounded - 0x3f000000u));
+    }
+    return (uint16_t)(sign | ((magnitude - 0x38000000u + 0xfff + (magnitude >> 13 & 1)) >> 13));
+}
 
 #endif

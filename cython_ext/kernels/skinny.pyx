@@ -2,18 +2,26 @@
 from memory once for all rows.
 """
 
+import ctypes
+import sys
+
 import torch
 
 from libc.math cimport sqrt
 from libc.stdint cimport int8_t, int64_t, uint16_t, uintptr_t
 
-from hf_retrieval_assist.kernels.openmp import find_openmp
-
 cdef extern from "openmp_runtime.h" nogil:
     void openmp_use(const uintptr_t *addresses, int count)
 
-cdef extern from "route_depth.h" nogil:
-    int thread_depth
+cdef extern from *:
+    """
+    #if defined(_MSC_VER)
+    static __declspec(thread) int thread_depth = 0;
+    #else
+    static __thread int thread_depth = 0;
+    #endif
+    """
+    int thread_depth  # how many scopes of reroute the running thread is in
 
 cdef extern from "paths.h" nogil:
     enum:
@@ -30,7 +38,6 @@ cdef extern from "paths.h" nogil:
         WIDTH_MULTIPLE
         ROUTED_ROWS
         MAX_PATHS
-        MOST_TOGETHER
 
     ctypedef struct linear_problem:
         char *x
@@ -44,7 +51,6 @@ cdef extern from "paths.h" nogil:
         const char *factors
         const char *scales
         int scale_dtype
-        linear_problem *next
 
     ctypedef struct int8_packing:
         const char *weight
@@ -86,9 +92,6 @@ cdef extern from "norm_kernel.h" nogil:
         const char *x
         const char *weight
         char *y
-        const char *cosines
-        const char *sines
-        int64_t heads
         int64_t rows, depth
         float epsilon
         int dtype
@@ -102,6 +105,7 @@ cdef extern from "norm_kernel.h" nogil:
 cdef kernel_path _paths[MAX_PATHS]
 cdef int _path_count = kernel_paths(_paths)
 
+# The instruction sets there are kernels for here; without one PyTorch computes everything.
 PATHS = tuple(_paths[i].name.decode() for i in range(_path_count))
 
 cdef dict _dtypes = {
@@ -121,23 +125,36 @@ cdef object _is_autocast_enabled = torch.is_autocast_enabled
 cdef object _function_transform = torch._C._functorch.peek_interpreter_stack
 
 
-cdef str _share_openmp():
-    """Let this module's kernels run on PyTorch's threads; returns the interface's name."""
+# GNU's entry point, which LLVM's and Intel's runtimes offer too on Linux, and LLVM's own.
+cdef tuple _openmp_functions = (
+    ("GOMP_parallel",),
+    ("__kmpc_fork_call", "__kmpc_global_thread_num", "__kmpc_push_num_threads"),
+)
+
+
+cdef int _share_openmp() except -1:
+    """Let this module's kernels run on the threads of PyTorch's OpenMP, if there is one."""
     cdef uintptr_t addresses[3]
-    name, found = find_openmp()
-    for i, address in enumerate(found):
-        addresses[i] = address
-    openmp_use(addresses, len(found))
-    return name
+    windows = sys.platform == "win32"
+    library = ctypes.WinDLL("libiomp5md.dll") if windows else ctypes.CDLL(None)
+    for functions in _openmp_functions:
+        if hasattr(library, functions[0]):
+            for i, function in enumerate(functions):
+                addresses[i] = ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+            openmp_use(addresses, len(functions))
+            break
+    return 0
 
 
-cdef int _path_index(object path, tuple paths) except -1:
-    """The place of an instruction set in `paths`; None: the last one, the fastest."""
+cdef int _path_index(object path) except -1:
+    """The place of an instruction set in `PATHS`; None: the last one, the fastest."""
+    if not PATHS:
+        raise RuntimeError("kernels: expected a CPU with AVX2 or NEON, got another one")
     if path is None:
-        return <int>len(paths) - 1
-    if path not in paths:
-        raise ValueError(f"path: expected one of {paths}, got {path!r}")
-    return paths.index(path)
+        return <int>len(PATHS) - 1
+    if path not in PATHS:
+        raise ValueError(f"path: expected one of {PATHS}, got {path!r}")
+    return PATHS.index(path)
 
 
 cdef int _thread_count(object threads) except -1:
@@ -166,6 +183,13 @@ cdef int _check_plain(str name, object tensor, object dtype) except -1:
     return 0
 
 
+cdef object _dtype_of(str name, object tensor):
+    dtype = getattr(tensor, "dtype", None)
+    if dtype not in _dtypes:
+        raise TypeError(f"{name}: expected float32, bfloat16 or float16, got {dtype}")
+    return dtype
+
+
 cdef bint _is_plain(object tensor, object dtype):
     """Whether nothing but the tensor's own memory decides its values."""
     kind = type(tensor)
@@ -183,11 +207,8 @@ cdef bint _is_transformed():
     return _is_autocast_enabled("cpu") or _function_transform() is not None
 
 
-OPENMP = _share_openmp()
+_share_openmp()
 
 include "linear.pxi"
-include "int8.pxi"
-include "together.pxi"
 include "attention.pxi"
 include "norm.pxi"
-include "heads.pxi"

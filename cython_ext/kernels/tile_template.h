@@ -1,77 +1,73 @@
 /* Register tiles for one instruction set: the products of a few rows of a streamed matrix with a few
- * packed rows. The header of the instruction set defines
+ * packed rows. The file of the instruction set defines
  *
- *   ISA, TARGET                  suffix of the names; attribute of the functions
  *   VEC, LANES, PANEL_ROWS       a vector of LANES floats; input rows of one register tile
  *   ZERO(), SET1(x), LOAD(p), STORE(p, v)        float32, any alignment
  *   ADD(a, b), MAX(a, b), FMA(a, b, c)           of a NaN and b, MAX is b or NaN; of a and NaN, NaN
- *   POWER2(t)                    2^n from t = 1.5 * 2^23 + n, n from -127 (giving 0) to 0
- *   LOAD_BF16(p), LOAD_F16(p), STORE_BF16(p, v), STORE_F16(p, v)  to and from float32
- *   LOAD_INT8(p)                 to float32
- *   SUM_LANES(a, b, c, d, out)   four sums over lanes, written side by side
+ *   load_bf16(p), store_bf16(p, v), LOAD_F16(p), STORE_F16(p, v)  from and to other dtypes
+ *   load_int8(p)                 to float32
+ *   power2(t)                    2^n from t = 1.5 * 2^23 + n, n from -127 (giving 0) to 0
+ *   sum_lanes(a, b, c, d, out)   four sums over lanes, written side by side
  *   PACKED_DTYPE                 what the multiplication takes: float32, LANES to a vector, or
  *                                bfloat16, twice as many; other dtypes are widened to it
  *   MULTIPLY_ADD(w, x, sum)      on vectors of PACKED_DTYPE, adding to a VEC
  *
- * and includes templates.h. A header that brings OWN_TILES gets no more than read and write. No
- * include guards: these are compiled once for each instruction set.
+ * and includes templates.h.
  */
 
 #define STEP (PACKED_DTYPE == SKINNY_FLOAT32 ? LANES : 2 * LANES)
 #define STEP_BYTES (LANES * 4)
 
-TARGET static ALWAYS_INLINE VEC NAMED(read)(const char *from, int dtype) {
+static ALWAYS_INLINE VEC read_lanes(const char *from, int dtype) {
     if (dtype == SKINNY_FLOAT32) return LOAD((const float *)from);
-    if (dtype == SKINNY_INT8) return LOAD_INT8(from);
-    return dtype == SKINNY_BFLOAT16 ? LOAD_BF16(from) : LOAD_F16(from);
+    if (dtype == SKINNY_INT8) return load_int8(from);
+    return dtype == SKINNY_BFLOAT16 ? load_bf16(from) : LOAD_F16(from);
 }
 
-TARGET static ALWAYS_INLINE void NAMED(write)(char *to, VEC value, int dtype) {
+static ALWAYS_INLINE void write_lanes(char *to, VEC value, int dtype) {
     if (dtype == SKINNY_FLOAT32)
         STORE((float *)to, value);
     else if (dtype == SKINNY_BFLOAT16)
-        STORE_BF16(to, value);
+        store_bf16(to, value);
     else
         STORE_F16(to, value);
 }
 
-#ifndef OWN_TILES
 /* STEP elements, ready to be multiplied. */
-TARGET static ALWAYS_INLINE VEC NAMED(operand)(const char *from, int dtype) {
-    return NAMED(read)(from, dtype == PACKED_DTYPE ? SKINNY_FLOAT32 : dtype);
+static ALWAYS_INLINE VEC operand(const char *from, int dtype) {
+    return read_lanes(from, dtype == PACKED_DTYPE ? SKINNY_FLOAT32 : dtype);
 }
 
 /* The same of the last `count` < STEP elements of a row, with zeros behind them. */
-TARGET static VEC NAMED(last_operand)(const char *from, int64_t count, int dtype) {
+static VEC last_operand(const char *from, int64_t count, int dtype) {
     char part[STEP_BYTES] = {0};
     memcpy(part, from, count * skinny_item_bytes(dtype));
-    return NAMED(operand)(part, dtype);
+    return operand(part, dtype);
 }
 
 /* One row of x for the multiplication, STEP elements every `stride` bytes. */
-TARGET static void NAMED(pack_row)(char *to, int64_t stride, const char *from, int64_t depth,
-                                   int dtype) {
+static void pack_row(char *to, int64_t stride, const char *from, int64_t depth, int dtype) {
     const int64_t bytes = skinny_item_bytes(dtype);
     int64_t k = 0;
     for (; k + STEP <= depth; k += STEP, to += stride)
-        STORE((float *)to, NAMED(operand)(from + k * bytes, dtype));
-    if (k < depth) STORE((float *)to, NAMED(last_operand)(from + k * bytes, depth - k, dtype));
+        STORE((float *)to, operand(from + k * bytes, dtype));
+    if (k < depth) STORE((float *)to, last_operand(from + k * bytes, depth - k, dtype));
 }
 
 /* acc[input row][weight row] += one step of both. The input rows wait in registers and the weight rows
  * pass by: one register less than the other way round, which lets the tile fit into 16 or 32 of them. */
-TARGET static ALWAYS_INLINE void NAMED(step)(const int rows, const int dtype, const skinny_tile *t,
-                                             int64_t k, VEC acc[PANEL_ROWS][TILE_ROWS]) {
+static ALWAYS_INLINE void step(const int rows, const int dtype, const skinny_tile *t,
+                               int64_t k, VEC acc[PANEL_ROWS][TILE_ROWS]) {
     VEC x[PANEL_ROWS];
     for (int r = 0; r < rows; r++) x[r] = LOAD((const float *)(t->panel + r * STEP_BYTES));
     for (int o = 0; o < TILE_ROWS; o++) {
-        const VEC w = NAMED(operand)(t->weight[o] + k * skinny_item_bytes(dtype), dtype);
+        const VEC w = operand(t->weight[o] + k * skinny_item_bytes(dtype), dtype);
         for (int r = 0; r < rows; r++) acc[r][o] = MULTIPLY_ADD(w, x[r], acc[r][o]);
     }
 }
 
 /* Lets the last step, of less than STEP elements, read zeros behind them. */
-static void NAMED(end_weights)(skinny_tile *t, int64_t k, int64_t bytes, char part[TILE_ROWS][STEP_BYTES]) {
+static void end_weights(skinny_tile *t, int64_t k, int64_t bytes, char part[TILE_ROWS][STEP_BYTES]) {
     memset(part, 0, TILE_ROWS * STEP_BYTES);
     for (int o = 0; o < TILE_ROWS; o++) {
         memcpy(part[o], t->weight[o] + k * bytes, (t->depth - k) * bytes);
@@ -79,18 +75,17 @@ static void NAMED(end_weights)(skinny_tile *t, int64_t k, int64_t bytes, char pa
     }
 }
 
-TARGET static ALWAYS_INLINE void NAMED(store_sums)(const int rows, const skinny_tile *t,
-                                                   VEC acc[PANEL_ROWS][TILE_ROWS]) {
+static ALWAYS_INLINE void store_sums(const int rows, const skinny_tile *t, VEC acc[PANEL_ROWS][TILE_ROWS]) {
     for (int r = 0; r < rows; r++) {
         float sums[TILE_ROWS], *to = t->sums + r * t->sums_stride;
-        SUM_LANES(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t->sums_step == 1 ? to : sums);
+        sum_lanes(acc[r][0], acc[r][1], acc[r][2], acc[r][3], t->sums_step == 1 ? to : sums);
         for (int o = 0; o < TILE_ROWS && t->sums_step != 1; o++) to[o * t->sums_step] = sums[o];
     }
 }
 
 /* TILE_ROWS weight rows times one panel; into t.sums. Rows of int8 are short: hardware follows them by
  * itself. */
-TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, skinny_tile t) {
+static ALWAYS_INLINE void tile(const int rows, const int dtype, skinny_tile t) {
     char part[TILE_ROWS][STEP_BYTES];
     VEC acc[PANEL_ROWS][TILE_ROWS];
     for (int r = 0; r < rows; r++)
@@ -99,31 +94,30 @@ TARGET static ALWAYS_INLINE void NAMED(tile)(const int rows, const int dtype, sk
     for (; k + STEP <= t.depth; k += STEP, t.panel += rows * STEP_BYTES) {
         for (int64_t o = t.fetch_first; o < t.fetch_end && dtype != SKINNY_INT8; o++)
             PREFETCH(t.weight[o] + t.ahead + k * skinny_item_bytes(dtype));
-        NAMED(step)(rows, dtype, &t, k, acc);
+        step(rows, dtype, &t, k, acc);
     }
     if (k < t.depth) {
-        NAMED(end_weights)(&t, k, skinny_item_bytes(dtype), part);
-        NAMED(step)(rows, dtype, &t, k, acc);
+        end_weights(&t, k, skinny_item_bytes(dtype), part);
+        step(rows, dtype, &t, k, acc);
     }
-    NAMED(store_sums)(rows, &t, acc);
+    store_sums(rows, &t, acc);
 }
 
 /* The same with row count and dtype known to the compiler, so that the sums live in registers. */
 #define TILE_CASE(rows)                                                                     \
     case rows:                                                                              \
         if (dtype == PACKED_DTYPE)                                                          \
-            NAMED(tile)(rows, PACKED_DTYPE, t);                                             \
+            tile(rows, PACKED_DTYPE, t);                                             \
         else if (dtype == SKINNY_BFLOAT16)                                                  \
-            NAMED(tile)(rows, SKINNY_BFLOAT16, t);                                          \
+            tile(rows, SKINNY_BFLOAT16, t);                                          \
         else if (dtype == SKINNY_INT8)                                                      \
-            NAMED(tile)(rows, SKINNY_INT8, t);                                              \
+            tile(rows, SKINNY_INT8, t);                                              \
         else                                                                                \
-            NAMED(tile)(rows, SKINNY_FLOAT16, t);                                           \
+            tile(rows, SKINNY_FLOAT16, t);                                           \
         break;
 
-TARGET static void NAMED(tile_of)(int64_t rows, int dtype, skinny_tile t) {
+static void tile_of(int64_t rows, int dtype, skinny_tile t) {
     switch (rows) {
         CASES(PANEL_ROWS, TILE_CASE)
     }
 }
-#endif

@@ -248,7 +248,7 @@ class Generation:
         """What may stand for the model's layers; nothing for its output layer where all of the
         logits are needed, or it is not known how tokens are chosen from them."""
         if not self.reroute.enabled:
-            return Copies(None, None)
+            return Copies()
         screens = self.select.shortlist > 0 or self.select.sampling is not None
         screens &= not self._walk_needs_logits
         return Copies.of(self.model, screens, self.assistant.extra_memory)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .linear import StandIn, is_kernel
-from .skinny import compact_linear, routed_linear
-from .weight_copies import WeightCopies, packable
+from .linear import is_kernel
+from .skinny import routed_linear, skinny_linear
+from .weight_copies import Kept, WeightCopies, packable
 
-__all__ = ["COMPACT", "CompactWeight", "compactable", "stand_in"]
+__all__ = ["COMPACT", "CompactProduct", "CompactWeight", "compactable"]
 
 # More rows spend more on widening than they save on reading.
 MOST_ROWS = 8
@@ -51,8 +51,13 @@ class CompactWeight:
         """The memory it takes, in bytes."""
         return 0 if self.values is None else self.values.nbytes
 
+    def is_of(self, rows: torch.Tensor, first: int) -> bool:
+        """Whether rows of a weight from `first` on are those that were packed."""
+        values = self.values
+        return values is None or torch.equal(values[first : first + len(rows)].float(), rows)
 
-COMPACT = WeightCopies(CompactWeight.pack)
+
+COMPACT = WeightCopies(CompactWeight.pack, element_bits=16)
 """Of all models in this process."""
 
 
@@ -67,25 +72,27 @@ def compactable(model: nn.Module) -> list[torch.Tensor]:
     return [weight for weight in weights if is_kernel(weight)]
 
 
-def stand_in(weight: torch.Tensor) -> StandIn | None:
-    """What multiplies in a weight's place; None where its values are not bfloat16's."""
-    values = COMPACT.of(weight).values
-    return None if values is None else _CompactProduct(weight, values)
-
-
 @dataclass(frozen=True)
-class _CompactProduct:
+class CompactProduct:
+    """Multiplies in a weight's place, by its copy while that stands for it.
+
+    Attributes:
+        sampled: look at an element of each row each time.
+    """
+
     weight: torch.Tensor
-    values: torch.Tensor
+    kept: Kept[CompactWeight]
+    sampled: bool
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self.kernel_reads(x) is None:
-            return routed_linear(x, self.weight, bias)
-        return compact_linear(x, self.values, bias)
-
-    def kernel_reads(self, x: torch.Tensor) -> tuple[torch.Tensor, None, None] | None:
-        """See :func:`.skinny.linear_together`."""
+        values = self.kept.copy.values
         few = 0 < x.numel() <= MOST_ROWS * x.shape[-1]
-        if not few or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-            return None
-        return self.values, None, None
+        if (
+            values is None
+            or not few
+            or x.dtype != torch.float32
+            or torch.is_autocast_enabled("cpu")
+            or not self.kept.stands_for(self.weight, self.sampled)
+        ):
+            return routed_linear(x, self.weight, bias)
+        return skinny_linear(x, values, bias)

@@ -20,27 +20,18 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .library_weights import library_linear
-from .skinny import (
-    MAX_ROWS,
-    kernel_linear,
-    linear_together,
-    routed_linear,
-    set_chooser,
-    skinny_linear,
-)
+from .skinny import MAX_ROWS, kernel_linear, routed_linear, set_chooser, skinny_linear
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
-if TYPE_CHECKING:
-    from .skinny import LinearMethod
+__all__ = ["MAX_ROWS", "METHODS", "LinearTuning", "is_kernel", "linear", "plain_linear"]
 
-__all__ = ["MAX_ROWS", "METHODS", "LinearTuning", "is_kernel", "linear", "linears", "plain_linear"]
+LinearMethod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(x, weight, bias) -> `x @ weight.T + bias`."""
 
 plain_linear = torch._C._nn.linear
 
@@ -156,12 +147,6 @@ def linear(
     if type(weight) in _DENSE:
         return routed_linear(input, weight, bias)
     return library_linear(input, weight, bias)
-
-
-def linears(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
-    """What layers make of x, of which one operation reads all weights where it can."""
-    products = linear_together(x, layers, _thread.stand_ins) if F.linear is linear else None
-    return [layer(x) for layer in layers] if products is None else products
 
 
 StandIn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

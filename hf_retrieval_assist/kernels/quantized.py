@@ -45,7 +45,8 @@ class QuantizedWeight:
         """
         if bits != 8:
             raise ValueError(f"bits: expected 8, got {bits}")
-        return cls(*pack_int8(weight.detach()), depth=weight.shape[1])
+        values, factors, scales, left_out, norms = pack_int8(weight.detach())
+        return cls(values, factors, scales, left_out, norms, weight.shape[1])
 
     @property
     def shape(self) -> torch.Size:
@@ -61,9 +62,19 @@ class QuantizedWeight:
         """See :func:`quantized_linear`."""
         return quantized_linear(x, self, bias)
 
-    def kernel_reads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See :func:`.skinny.linear_together`."""
-        return self.values, self.factors, self.scales
+    def is_of(self, rows: torch.Tensor, first: int) -> bool:
+        """Whether rows of a weight from `first` on are those that were packed."""
+        again, end = QuantizedWeight.pack(rows), first + len(rows)
+        groups = self.values.shape[1] // INT8_GROUP
+        parts = (
+            (again.values, self.values[first:end]),
+            (again.factors[: len(rows) * groups], self.factors[first * groups : end * groups]),
+            (again.scales[: len(rows)], self.scales[first:end]),
+            (again.left_out, self.left_out[first:end]),
+            (again.norms, self.norms[first:end]),
+        )
+        # As bytes, in which what is not a number equals itself.
+        return all(torch.equal(one.view(torch.int8), own.view(torch.int8)) for one, own in parts)
 
     def dequantized(self) -> torch.Tensor:
         """The matrix that its products are of, float32 [outputs, depth]."""

@@ -2,8 +2,7 @@
 
 Within :class:`reroute` the running thread's linear layers (`torch.nn.functional.linear`) and
 transformers' `sdpa` attention function are computed by the method that is fastest for few rows; see
-:mod:`linear` and :mod:`attention`. Norms, gated MLPs and attention
-of known models take fewer operations; see :mod:`fused`.
+:mod:`linear` and :mod:`attention`. Norms of known models take one operation; see :mod:`norms`.
 
 The functions are exchanged where modules look them up while any thread is in a scope, and put back
 after the last one. Code outside of scopes, other threads among it, then reaches the plain functions
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from . import fusions
+from . import norms, skinny
 from .linear import StandIn, linear, plain_linear, set_stand_ins, stand_ins
 from .scopes import Exchange, innermost, leave_to, settle
 from .skinny import route_depth, set_route_depth
@@ -35,15 +34,15 @@ __all__ = ["all_scopes_left", "reroute", "standing_in"]
 
 
 def _put() -> None:
-    if F.linear is plain_linear:
+    if skinny.PATHS and F.linear is plain_linear:
         F.linear = linear
-    fusions.put()
+    norms.put()
 
 
 def _take_back() -> None:
     if F.linear is linear:
         F.linear = plain_linear
-    fusions.take_back()
+    norms.take_back()
 
 
 _exchange = Exchange(_put, _take_back)

@@ -1,10 +1,11 @@
 """Functions that this package computes in the place of others, within scopes of one thread.
 
 transformers looks attention functions up by name in a registry. While any thread is in a scope that
-has to do with one of them, one function stands there instead, and no other ever does: it asks the
-scope that its own thread is in. Inside :class:`attending` a model's attention goes to the function
-of the scope; within :class:`~.reroute.reroute` the `sdpa` function is the one of :mod:`.attention`.
-All others, models that a hook of a model calls among them, reach the function that stood there.
+concerns one of them, one function stands there instead, and no other ever does: it asks the scope
+that its own thread is in. Inside :class:`attending` a model's attention goes to the function of the
+scope; within :class:`~.reroute.reroute` the `sdpa` function is the one of :mod:`.attention`.
+Everything else, such as a model that a hook of this model calls, reaches the function that stood
+there.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class Exchange:
     """Whether something stands in another's place; the last thread that wanted it takes it back.
 
     An exception may come between any two lines (Python raises KeyboardInterrupt where it likes).
-    So nothing is counted: whatever one has left half done, the next `want` of any thread settles.
+    So nothing is counted: the next `want` of any thread settles what was left half done.
 
     Args:
-        put, take_back: what to do, where it has not been done already.
+        put, take_back: what to do, unless it has been done already.
     """
 
     def __init__(self, put: Callable[[], None], take_back: Callable[[], None]):
@@ -60,12 +61,7 @@ class attending:  # noqa: N801, a context manager reads as a verb
         attend: called with the function that would compute, and its arguments.
     """
 
-    def __init__(
-        self,
-        name: str,
-        modules: Container[nn.Module],
-        attend: Callable[..., tuple[torch.Tensor, Any]],
-    ):
+    def __init__(self, name: str, modules: Container[nn.Module], attend: Attention):
         self.name = name
         self.modules = modules
         self.compute = attend
@@ -99,7 +95,7 @@ def innermost() -> attending | None:
 
 
 def leave_to(outer: attending | None) -> None:
-    """Leave the scopes of the running thread inside of `outer`; all where that is None."""
+    """Leave the running thread's scopes inside of `outer`; None: all of them."""
     while (scope := _thread.scope) is not None and scope is not outer:
         settle(scope.name, scope.outer, route_depth())
         _thread.scope = scope.outer
@@ -117,6 +113,11 @@ def settle(name: str, scope: attending | None, depth: int) -> None:
     _registered(name).want(scope is not None or (name == "sdpa" and depth > 0))
 
 
+def is_exchangeable(name: str) -> bool:
+    """Whether models reach an attention implementation through transformers' registry."""
+    return name in ALL_ATTENTION_FUNCTIONS
+
+
 class _Routed:
     """The function that is registered: it asks the thread's scopes who computes."""
 
@@ -131,58 +132,6 @@ class _Routed:
         if scope is None or module not in scope.modules:
             return self._outside(module, *arguments, **options)
         return scope.compute(self._outside, module, *arguments, **options)
-
-
-@torch.library.custom_op(
-    "hf_retrieval_assist::attention",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float? scaling, float? softcap, "
-    "Tensor? sinks) -> Tensor",
-)
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """What the thread's scope computes, as one operator of a graph that `torch.compile` has made:
-    [batch, queries, heads, width]."""
-    scope = _thread.scope
-    assert scope is not None
-    options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks}
-    return scope.compute(_nothing_else, None, query, key, value, mask, **options)[0]
-
-
-@_attention.register_fake
-def _attention_shape(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> torch.Tensor:
-    batch, heads, queries, _width = query.shape
-    return query.new_empty((batch, queries, heads, value.shape[3]))
-
-
-def _nothing_else(*arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-    raise RuntimeError("attention: expected the mask that the forward was given, got a copy")
-
-
-def _in_graph(
-    plain: Attention,
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, Any]:
-    """Attention while `torch.compile` traces, which sees no scopes: a mask that holds one number,
-    seen as many, says that there is one."""
-    if mask is None or any(mask.stride()) or asks_for_more(options):
-        return plain(module, query, key, value, mask, **options)
-    scores = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
-    return _attention(query, key, value, mask, *scores), None
 
 
 class _Registered(Exchange):
@@ -220,6 +169,51 @@ def _registered(name: str) -> _Registered:
     return _names.get(name) or _names.setdefault(name, _Registered(name))
 
 
-def is_exchangeable(name: str) -> bool:
-    """Whether models reach an attention implementation through transformers' registry."""
-    return name in ALL_ATTENTION_FUNCTIONS
+def _in_graph(
+    plain: Attention,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Attention while `torch.compile` traces, which sees no scopes: a mask that holds one number,
+    expanded, says that the thread will be in one when the graph runs."""
+    if mask is None or any(mask.stride()) or asks_for_more(options):
+        return plain(module, query, key, value, mask, **options)
+    scores = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
+    return _scopes_attention(query, key, value, mask, *scores), None
+
+
+@torch.library.custom_op(
+    "hf_retrieval_assist::attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float? scaling, float? softcap, "
+    "Tensor? sinks) -> Tensor",
+)
+def _scopes_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """What the thread's scope computes, as one operator of a compiled graph: [batch, queries,
+    heads, width]. So compiled code calls Triton's kernels with the tables of each forward."""
+    scope = _thread.scope
+    assert scope is not None
+    options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks}
+    return scope.compute(_refuse, None, query, key, value, mask, **options)[0]
+
+
+@_scopes_attention.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    batch, heads, queries, _width = query.shape
+    return query.new_empty((batch, queries, heads, value.shape[3]))
+
+
+def _refuse(*arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+    raise RuntimeError("attention: expected the mask that the forward was given, got a copy")

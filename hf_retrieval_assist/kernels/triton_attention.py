@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from .attention import asks_for_more
+from .fixed_attention import Seen
 from .scopes import Attention
-from .split_attention import Seen
 
 # Slots of a part at least, and parts at most.
 _PART = 128

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..kernels.split_attention import Seen
+from ..kernels.fixed_attention import Seen
 from .fed_tokens import FedTokens
 from .packed_buffer import Field
 from .tree_attention import LayerMask

@@ -18,7 +18,7 @@ import torch
 
 from ..host.feature_taps import FeatureTaps
 from ..host.transformers_private import attention_of
-from ..kernels.split_attention import AttentionBy
+from ..kernels.fixed_attention import AttentionBy
 from ..row_text import RowText
 from ..token_tree import Forest, TokenTree
 from .fed_tokens import FedTokens

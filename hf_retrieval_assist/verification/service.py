@@ -29,9 +29,9 @@ from ..host.transformers_private import (
     why_no_mask,
     why_plain_in_pipeline,
 )
-from ..kernels.fused import learn_fusions
+from ..kernels.fixed_attention import has_triton
+from ..kernels.norms import learn_norms
 from ..kernels.scopes import is_exchangeable
-from ..kernels.split_attention import AttentionBy, ways
 from ..system.locks import Lock
 from ..system.log import get_logger
 from .fixed_memory import stays_in_place
@@ -162,7 +162,7 @@ def choose_service(
             f"{type(model).__name__}: the first call with an assistant tests how drafts are "
             "verified, measures forwards and chooses kernels; later ones start at once"
         )
-        learn_fusions(model, attention_of)
+        learn_norms(model)
         shortage = None
         try:
             service = _first_right(model, model_kwargs, rows, packs, demand, verdicts.moving)
@@ -266,23 +266,21 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     trees = [one]
     if rules := layer_masks(config):
         trees.insert(0, replace(one, reason="a mask per layer type", rules=rules))
-    by_kernels = [
-        replace(tree, in_place=True, attention_by=way)
-        for way in (_ways(model) if in_place else [])
-        for tree in trees
-    ]
+    by_triton = []
+    if in_place and _takes_triton(model):
+        by_triton = [replace(tree, in_place=True, attention_by="triton") for tree in trees]
     if why is not None:
-        return [*by_kernels, Service(Tier.CHAIN, why, cache_name=name), plain]
+        return [*by_triton, Service(Tier.CHAIN, why, cache_name=name), plain]
     if packs and not stays:
         trees = [*(replace(service, packed=True) for service in trees), *trees]
-    return [*by_kernels, *trees, Service(Tier.CHAIN, "", cache_name=name), plain]
+    return [*by_triton, *trees, Service(Tier.CHAIN, "", cache_name=name), plain]
 
 
-def _ways(model: Any) -> list[AttentionBy]:
-    """What may compute attention in the place of the model's own function, where it computes."""
+def _takes_triton(model: Any) -> bool:
+    """Whether Triton's kernels may compute attention in the place of the model's own function."""
     device = input_device(model)
     known = is_exchangeable(attention_of(model.config))
-    return ways(device) if stays_in_place(device) and known else []
+    return known and stays_in_place(device) and has_triton(device)
 
 
 def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:

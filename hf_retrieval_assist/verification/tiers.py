@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from ..host.transformers_private import CACHE, input_device, is_callers, why_no_mask
-from ..kernels.split_attention import AttentionBy
+from ..kernels.fixed_attention import AttentionBy
 from .fixed_memory import can_stay, reserve
 from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions
 from .kv_cache import SlotCache

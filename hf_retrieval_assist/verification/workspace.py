@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..kernels.split_attention import AttentionBy
+from ..kernels.fixed_attention import AttentionBy
 from ..system.locks import Lock
 from ..system.log import get_logger
 from . import recorded_state, replay

@@ -1,134 +1,283 @@
-"""Which copies of a model's weights a call reads."""
+"""Which copies of a model's weights a call reads, and that they are what the weights are."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+import transformers
+from torch import nn
 
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.decoding import copies
 from hf_retrieval_assist.decoding.copies import Copies
+from hf_retrieval_assist.host.transformers_private import CACHE
+from hf_retrieval_assist.kernels import compact, linear
+from hf_retrieval_assist.kernels.compact import COMPACT
+from hf_retrieval_assist.kernels.quantized_model import WEIGHTS
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.verifiers import ChainVerifier, TreeVerifier
+from tests.decoding.test_batches import padded
+from tests.support.copied_models import HIDDEN, TOKENS, Watch, compact_products, model_of
+from tests.support.lossless import PROMPT, run
+
+LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
 
-class Copy:
-    """A copy that notes what is done with it, and of whose logits others may be made."""
-
-    copy_bytes = 50
-    screened = "rows"
-
-    def __init__(self, extra_bytes: int = 100, due: bool = True, shows: bool = True) -> None:
-        self.extra_bytes, self.due, self.shown = extra_bytes, due, shows
-        self.serves = False
-        self.entered = 0
-
-    def pack(self) -> None:
-        self.serves = True
-
-    def is_worth_packing(self) -> bool:
-        return self.due
-
-    def shows(self, logits: Any) -> bool:
-        return self.shown
-
-    def __enter__(self) -> Copy:
-        self.entered += 1
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(copies, "PATIENCE", 1)
+    # The machine's own choice may be another.
+    monkeypatch.setattr(compact, "is_kernel", lambda weight: True)
+    linear.set_chooser(lambda weight: linear.kernel_linear, linear.LEAST_ELEMENTS)
+    gc.collect()  # copies of other tests' models
+    yield
+    linear.set_chooser(linear.TUNING.choose, linear.LEAST_ELEMENTS)
 
 
-def verifier(kind: type = TreeVerifier) -> Any:
+@pytest.fixture
+def products() -> Iterator[list[int]]:
+    """Rows of each product with a copy in bfloat16."""
+    with compact_products() as rows:
+        yield rows
+
+
+def rounded(kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
+    """A float32 model whose weights are bfloat16's."""
+    model = model_of(kind, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"do_sample": True, "top_k": 0, "typical_p": 0.9}, {"do_sample": True, "top_k": 20}],
+    ids=["greedy", "typical", "top-k"],
+)
+def test_tokens_are_plain_decodings(kind: str, options: Any, products: list[int]) -> None:
+    model = rounded(getattr(transformers, kind))
+    plain = run(model, **options)
+    assistant = SamAssistant()
+    for _ in range(2):
+        assert torch.equal(run(model, assistant=assistant, **options), plain)
+    screened = "typical_p" not in options  # then the output layer has eight bits
+    assert bool(products) != screened
+    assert all(rows <= compact.MOST_ROWS for rows in products)
+
+
+def test_logits_have_the_same_bits(products: list[int]) -> None:
+    model = rounded()
+    expected = run(model, assistant=SamAssistant(budget=4, extra_memory=0), **LOGITS)
+    assert not products
+    found = run(model, assistant=SamAssistant(budget=4), **LOGITS)
+    assert products
+    for one, other in zip(found.logits, expected.logits, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_batches(products: list[int]) -> None:
+    model, inputs = rounded(), padded(2)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **LOGITS}
+    plain = model.generate(**inputs, **options)
+    found = model.generate(**inputs, **options, assistant=SamAssistant())
+    assert torch.equal(found.sequences, plain.sequences)
+    assert products
+
+
+@pytest.mark.parametrize(
+    ("limit", "read"),
+    [
+        (0, set()),
+        (HIDDEN * TOKENS, set()),  # without the scales
+        (2 * HIDDEN * TOKENS, {"screened"}),
+        (4 * HIDDEN * TOKENS, {"screened", "compact"}),
+    ],
+)
+def test_memory_is_the_users_to_give(limit: int, read: set[str]) -> None:
+    model, known = rounded(), WEIGHTS.nbytes() + COMPACT.nbytes()
+    for options in ({}, LOGITS):
+        with Watch() as watch, compact_products() as products:
+            run(model, assistant=SamAssistant(extra_memory=limit), **options)
+        assert bool(watch.screened) == ("screened" in read and not options)
+        assert bool(products) == (limit >= 2 * HIDDEN * TOKENS and bool(options))
+    taken = WEIGHTS.nbytes() + COMPACT.nbytes() - known
+    assert taken <= (limit if "compact" in read else 2 * limit)
+
+
+def verifier(kind: type) -> Any:
     made = kind.__new__(kind)
     if kind is not FixedVerifier:  # which names its own
         made.manner = ""
-    made.forward = mock.Mock()
-    made.forget = mock.Mock()
     return made
 
 
-def copies(output: Copy | None, compact: Copy | None) -> Copies:
-    return Copies(output, compact)  # type: ignore[arg-type]
-
-
-LOGITS = torch.zeros(1)
-
-
-def test_nothing_stands_for_a_layer_unless_told() -> None:
-    served, none = verifier(), copies(None, None)
-    with none.watching():
-        none.begin(served, LOGITS)
-    none.pack_due(served)
-    assert none.forward(served, [], []) is served.forward.return_value
-    assert served.manner == ""
-
-
-def test_copies_that_there_are_serve_at_once_and_others_when_they_are_worth_it() -> None:
-    output, compact, served = Copy(extra_bytes=0), Copy(due=False), verifier()
-    both = copies(output, compact)
-    both.begin(served, LOGITS)
-    assert (output.serves, compact.serves, served.manner) == (True, False, "screened")
-    both.pack_due(served)
-    assert not compact.serves
-    compact.due = True
-    both.pack_due(served)
-    assert served.manner == "screened compact"
-    verified = both.forward(served, [], [])
-    assert verified.screened == "rows"
-    assert (output.entered, compact.entered) == (1, 1)
-
-
 @pytest.mark.parametrize(
-    ("kind", "entered"), [(TreeVerifier, 1), (ChainVerifier, 0), (FixedVerifier, 0)]
+    ("kind", "screened", "compacted"),
+    [(TreeVerifier, True, True), (ChainVerifier, False, True), (FixedVerifier, False, False)],
 )
-def test_the_output_layer_is_read_in_full_unless_trees_are_verified(
-    kind: type, entered: int
+def test_what_verifies_decides_what_is_read(
+    kind: type, screened: bool, compacted: bool, products: list[int]
 ) -> None:
-    output, served = Copy(extra_bytes=0), verifier(kind)
-    found = copies(output, None)
-    found.begin(served, LOGITS)
-    found.forward(served, [], [])
-    assert output.entered == entered
+    """Only trees are screened; what is recorded or compiled reads no copies."""
+    model = rounded(tie_word_embeddings=True)
+    WEIGHTS.of(model.lm_head.weight)
+    COMPACT.of(model.lm_head.weight)
+    other = nn.Linear(HIDDEN, TOKENS, bias=False).bfloat16().float().requires_grad_(False)
+    model.extra = other
+    COMPACT.of(other.weight)
+    found, made = Copies.of(model, True, None), verifier(kind)
+    with torch.no_grad():
+        with found.watching():
+            logits = model(PROMPT).logits
+        found.begin(made, logits)
+        with found.watching(), Watch() as watch:
+            model.lm_head(torch.randn(1, HIDDEN))
+            other(torch.randn(1, HIDDEN))
+    assert bool(watch.screened) == screened
+    assert len(products) == (0 if not compacted else 1 if screened else 2)
+    if kind is not FixedVerifier:
+        assert made.manner == ("screened compact" if screened else "compact")
 
 
-def test_recorded_forwards_read_no_compact_layers() -> None:
-    compact, served = Copy(extra_bytes=0), verifier(FixedVerifier)
-    found = copies(None, compact)
-    found.begin(served, LOGITS)
-    found.forward(served, [], [])
-    assert (compact.serves, compact.entered) == (False, 0)
+def test_copies_are_packed_once_they_have_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "PATIENCE", 10)
+    model = model_of()
+    known = WEIGHTS.nbytes()
+    run(model, assistant=SamAssistant(), max_new_tokens=9)
+    assert WEIGHTS.nbytes() == known
+    assistant = SamAssistant()
+    run(model, assistant=assistant, max_new_tokens=9)
+    packed = WEIGHTS.nbytes()
+    assert packed > known
+    assert assistant.stats.last.seconds["pack"] > 0
+    with Watch() as watch:
+        run(model, assistant=SamAssistant(), max_new_tokens=4)
+    assert watch.screened > 0
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1.0)
+    with Watch() as watch:  # computed in full until it has paid again
+        run(model, assistant=SamAssistant(), max_new_tokens=9)
+        assert watch.screened == 0
+        run(model, assistant=SamAssistant())
+        assert watch.screened > 0
+    gc.collect()
+    assert WEIGHTS.nbytes() == packed
+    del model
+    gc.collect()
+    assert WEIGHTS.nbytes() == known
 
 
-@pytest.mark.parametrize("screened", ["rows", None])
-def test_a_forward_is_fed_anew_whose_model_has_changed_screened_logits(screened: Any) -> None:
-    output, served = Copy(extra_bytes=0), verifier()
-    found = copies(output, None)
-    found.begin(served, LOGITS)
-    output.shown, output.screened = False, screened
-    found.forward(served, [], [])
-    assert served.forget.called == (screened is not None)
-    assert served.forward.call_count == (2 if screened else 1)
-    assert served.manner == ""
-    found.forward(served, [], [])
-    assert output.entered == 1
+def test_values_that_are_no_longer_bfloat16s(products: list[int]) -> None:
+    model = rounded()
+    run(model, assistant=SamAssistant(), **LOGITS)
+    assert COMPACT.nbytes() > 0
+    with torch.no_grad():
+        model.lm_head.weight[7] += 2.0**-20
+    products.clear()
+    run(model, assistant=SamAssistant(), **LOGITS)
+    assert not products
+    assert COMPACT.nbytes() == 0
 
 
-@pytest.mark.parametrize(
-    ("limit", "read"), [(0, ()), (60, ("output",)), (1000, ("output", "compact"))]
-)
-def test_memory_that_copies_may_take(limit: int, read: tuple[str, ...]) -> None:
-    where = "hf_retrieval_assist.decoding.copies."
-    output, compact = Copy(extra_bytes=50), Copy(extra_bytes=100)
-    with (
-        mock.patch(where + "OutputLayer.of", return_value=output),
-        mock.patch(where + "CompactLayers.of", return_value=compact),
-    ):
-        found = Copies.of(None, True, limit)
-        found.begin(verifier(), LOGITS)
-        found.pack_due(verifier())
-        assert (output.serves, compact.serves) == ("output" in read, "compact" in read)
-        output.serves = False
-        Copies.of(None, False, 1000).pack_due(verifier())
-        assert not output.serves
+def favour(model: Any, write: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    """Write to the output layer's weights, so that another token follows on the prompt."""
+    with torch.no_grad():
+        state = model.model(PROMPT).last_hidden_state[0, -1]
+        write(model.lm_head.weight, (9 * state).bfloat16().float())
+
+
+def swapped(weight: torch.Tensor, row: torch.Tensor) -> None:
+    weight.data = weight.data.clone()
+    weight.data[77] = row
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "counted": lambda weight, row: weight[77].copy_(row),
+    "added": lambda weight, row: weight[:99].add_(row),
+    "a row through data": lambda weight, row: weight.data[77].copy_(row),
+    "all of it through data": lambda weight, row: weight.data.neg_(),
+    "a column through data": lambda weight, row: weight.data[:, 5].mul_(-8),
+    "numpy": lambda weight, row: weight.detach().numpy().__setitem__(77, row.numpy()),
+    "swapped data": swapped,
+}
+
+
+@pytest.mark.parametrize("options", [{}, LOGITS], ids=["screened", "compact"])
+@pytest.mark.parametrize("name", WRITES)
+def test_weights_that_change_between_calls(name: str, options: Any) -> None:
+    model = rounded()
+    before = run(model, assistant=SamAssistant(), **options)
+    with Watch() as watch, compact_products() as products:
+        run(model, assistant=SamAssistant(), **options)
+    assert watch.screened or products
+    favour(model, WRITES[name])
+    plain = run(model, **options)
+    for _ in range(2):
+        ours = run(model, assistant=SamAssistant(), **options)
+        for one, other, different in zip(
+            *(found.sequences if options else found for found in (ours, plain, before)), strict=True
+        ):
+            assert torch.equal(one, other)
+            assert not torch.equal(one, different)
+
+
+@pytest.mark.parametrize("options", [{}, LOGITS], ids=["screened", "compact"])
+@pytest.mark.parametrize("name", ["counted", "a row through data", "numpy", "swapped data"])
+def test_weights_that_a_hook_changes_within_a_call(name: str, options: Any) -> None:
+    """Between two layers of one forward, by position, so that plain decoding is changed alike."""
+    model = rounded()
+    run(model, assistant=SamAssistant(), **options)
+    original = model.lm_head.weight.detach().clone()
+
+    def write(module: Any, arguments: Any, states: torch.Tensor) -> None:
+        if lengths[-1] == PROMPT.shape[1] + 4:
+            WRITES[name](model.lm_head.weight, (9 * states[0, -1]).bfloat16().float())
+
+    lengths: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda module, arguments, given: lengths.append(given[CACHE].get_seq_length()),
+        with_kwargs=True,
+    )
+    model.model.norm.register_forward_hook(write)
+    with torch.no_grad():
+        plain = run(model, **options)
+        model.lm_head.weight.data.copy_(original)
+        warm = Assistant([], budget=4)
+        run(model, assistant=warm, max_new_tokens=3, **options)
+        model.lm_head.weight.data.copy_(original)
+        with Watch() as watch, compact_products() as products:
+            ours = run(model, assistant=warm, **options)
+    assert watch.screened or products
+    if options:
+        plain, ours = plain.sequences, ours.sequences
+    assert torch.equal(ours, plain)
+    assert 77 in ours[0, PROMPT.shape[1] :]
+
+
+def test_hooks_of_all_modules_leave_the_output_layer_alone() -> None:
+    """They may write to weights after a product and before a token is chosen by it."""
+    model = model_of()
+    run(model, assistant=SamAssistant())
+    handle = nn.modules.module.register_module_forward_hook(lambda *arguments: None)
+    try:
+        with Watch() as watch:
+            run(model, assistant=SamAssistant())
+    finally:
+        handle.remove()
+    assert watch.screened == 0
+
+
+def test_tied_weights_and_new_embeddings() -> None:
+    model = rounded(tie_word_embeddings=True)
+    run(model, assistant=SamAssistant())
+    model.get_input_embeddings().weight.data[9] *= -20
+    assert torch.equal(run(model, assistant=SamAssistant()), run(model))
+    run(model, assistant=SamAssistant())
+    model.resize_token_embeddings(TOKENS + 64)
+    assert torch.equal(run(model, assistant=SamAssistant()), run(model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from functools import wraps
 from typing import Any
@@ -13,18 +12,15 @@ import torch
 import transformers
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.decoding import output_layer
+from hf_retrieval_assist.decoding import copies
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.kernels.quantized_model import WEIGHTS
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.screen import Sampling, Screened
 from hf_retrieval_assist.system import memory
 from tests.decoding.test_batches import padded
-from tests.support.lossless import PROMPT, build, knowing, run
-
-# Large enough for the kernels.
-TOKENS, HIDDEN = 4096, 64
+from tests.support.copied_models import Watch, model_of
+from tests.support.lossless import PROMPT, knowing, run
 
 SAMPLED = {"do_sample": True}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -59,52 +55,12 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_layer, "PATIENCE", 1)
-
-
-def model_of(kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
-    model = build(kind, vocab_size=TOKENS, hidden_size=HIDDEN, tie_word_embeddings=False, **options)
-    # So that a token follows on the last one with some certainty, as in trained models.
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        weight = model.get_output_embeddings().weight
-        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
-    return model
+    monkeypatch.setattr(copies, "PATIENCE", 1)
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return model_of()
-
-
-class Watch:
-    """Scope that counts the rows that were screened, and those of which all logits were asked."""
-
-    def __init__(self) -> None:
-        self.screened = self.whole = 0
-
-    def __enter__(self) -> Watch:
-        init, whole = Screened.__init__, Screened.whole
-
-        def look(found: Any, screen: Any, x: torch.Tensor) -> None:
-            self.screened += len(x)
-            init(found, screen, x)
-
-        def compute(found: Any, row: int) -> torch.Tensor:
-            self.whole += 1
-            return whole(found, row)
-
-        self._patches = [
-            mock.patch.object(Screened, "__init__", look),
-            mock.patch.object(Screened, "whole", compute),
-        ]
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for patch in self._patches:
-            patch.stop()
 
 
 def both(model: Any, **options: Any) -> tuple[Watch, Assistant]:
@@ -159,14 +115,14 @@ def test_batches(llama: Any, name: str) -> None:
 
 def test_half_precision_rounds_as_plain_decoding_by_the_kernels() -> None:
     model = model_of().bfloat16()
-    with mock.patch.object(output_layer, "is_kernel", return_value=True):
+    with mock.patch.object(copies, "is_kernel", return_value=True):
         with reroute():
             plain = run(model)
         with Watch() as watch:
             ours = run(model, assistant=knowing(plain))
     assert torch.equal(ours, plain)
     assert watch.screened > 0
-    with mock.patch.object(output_layer, "is_kernel", return_value=False), Watch() as watch:
+    with mock.patch.object(copies, "is_kernel", return_value=False), Watch() as watch:
         run(model, assistant=SamAssistant())
     assert watch.screened == 0
 
@@ -195,6 +151,7 @@ def test_logits_that_are_scaled_or_capped() -> None:
 def test_hooks_on_the_layer(llama: Any) -> None:
     handle = llama.lm_head.register_forward_hook(lambda layer, args, output: output * -1)
     try:
+        run(llama, assistant=SamAssistant())  # which finds that the hook changes something
         assert both(llama)[0].screened == 0
     finally:
         handle.remove()
@@ -214,46 +171,6 @@ def test_a_model_that_changes_its_mind() -> None:
             return output
 
     assert both(model_of(Fickle))[0].screened > 0
-
-
-def test_packed_once_and_anew_for_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_layer, "PATIENCE", 10)
-    model = model_of()
-    gc.collect()  # copies of other tests' models
-    known = WEIGHTS.nbytes()
-    run(model, assistant=SamAssistant(), max_new_tokens=9)
-    assert WEIGHTS.nbytes() == known
-    assistant = SamAssistant()
-    run(model, assistant=assistant, max_new_tokens=9)
-    packed = WEIGHTS.nbytes()
-    assert packed > known
-    assert assistant.stats.last.seconds["pack"] > 0
-    assert both(model)[0].screened > 0
-    assert WEIGHTS.nbytes() == packed
-    with torch.no_grad():
-        model.lm_head.weight.mul_(-1.0)
-    watch, _ = both(model, max_new_tokens=9)  # computed in full until it has paid again
-    assert watch.screened == 0
-    run(model, assistant=SamAssistant())
-    run(model, assistant=SamAssistant())
-    assert both(model)[0].screened > 0
-
-
-def test_memory_is_the_users_to_give(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gc.collect()  # copies of other tests' models
-    model, known = model_of(), WEIGHTS.nbytes()
-    for limit in (0, HIDDEN * TOKENS):  # without the scales
-        run(model, assistant=SamAssistant(extra_memory=limit))
-        assert WEIGHTS.nbytes() == known
-    with mock.patch.object(memory, "free_memory", return_value=8 * HIDDEN * TOKENS):
-        run(model, assistant=SamAssistant())
-        assert WEIGHTS.nbytes() == known
-        run(model, assistant=SamAssistant(extra_memory=2 * HIDDEN * TOKENS))
-    assert 0 < WEIGHTS.nbytes() - known < 2 * HIDDEN * TOKENS
-    for limit, uses in ((0, False), (1, True), (None, True)):
-        with Watch() as watch:
-            run(model, assistant=SamAssistant(extra_memory=limit))
-        assert bool(watch.screened) == uses
 
 
 def test_free_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

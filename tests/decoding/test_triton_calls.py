@@ -47,7 +47,7 @@ def attended(monkeypatch):
     serve_in_place(monkeypatch)
     # What is recorded here are PyTorch's operators.
     monkeypatch.setattr(replay, "recorder", lambda device: None)
-    monkeypatch.setattr(service, "ways", lambda device: ["triton"])
+    monkeypatch.setattr(service, "has_triton", lambda device: True)
     # Interpreted, a program takes milliseconds: narrow forwards over few slots.
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 4, 8))
     shapes = []

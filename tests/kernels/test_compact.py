@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_retrieval_assist.kernels.compact import CompactWeight
-from hf_retrieval_assist.kernels.skinny import PATHS, compact_linear, skinny_linear
+from hf_retrieval_assist.kernels.skinny import PATHS, skinny_linear
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -17,17 +17,17 @@ def test_bits_are_those_of_the_weight_in_float32(shape, path):
         x = torch.randn(rows, shape[1], generator=random)
         for added in (None, bias):
             expected = skinny_linear(x, weight.float(), added, path=path)
-            assert torch.equal(compact_linear(x, weight, added, path=path), expected)
+            assert torch.equal(skinny_linear(x, weight, added, path=path), expected)
 
 
 def test_arguments():
-    x, weight = torch.ones(2, 8), torch.ones(3, 8)
-    with pytest.raises(TypeError, match=r"weight: expected torch\.bfloat16"):
-        compact_linear(x, weight)
-    with pytest.raises(TypeError, match=r"x: expected torch\.float32"):
-        compact_linear(x.bfloat16(), weight.bfloat16())
+    x, weight, bias = torch.ones(2, 8), torch.ones(3, 8).bfloat16(), torch.ones(3)
+    with pytest.raises(TypeError, match=r"x: expected torch\.float16"):
+        skinny_linear(x, weight.half())
+    with pytest.raises(TypeError, match=r"bias: expected torch\.float32"):
+        skinny_linear(x, weight, bias.bfloat16())
     with pytest.raises(ValueError, match=r"x: expected shape \[..., 8\]"):
-        compact_linear(x[:, :7], weight.bfloat16())
+        skinny_linear(x[:, :7], weight)
 
 
 @pytest.mark.parametrize("place", [(0, 0), (1, 3), (4, 31)])

@@ -17,19 +17,11 @@ RUNNER = os.environ.get("KERNEL_RUN", "").split()
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler")
 @pytest.mark.parametrize("kernel", ["linear", "attention"])
 def test_every_path_against_sums_in_double(kernel, tmp_path):
-    source = ROOT / "tests" / "kernels" / "c" / f"check_{kernel}.c"
-    program = tmp_path / kernel
+    kernels, program = ROOT / "cython_ext" / "kernels", tmp_path / kernel
+    sources = [ROOT / "tests" / "kernels" / "c" / f"check_{kernel}.c", *kernels.glob("*.c")]
     options = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
-    command = [
-        COMPILER,
-        *options,
-        f"-I{ROOT / 'cython_ext' / 'kernels'}",
-        source,
-        "-o",
-        program,
-        "-static",
-    ]
-    subprocess.run([*command, "-lm"], check=True)
+    command = [COMPILER, *options, f"-I{kernels}", *sources, "-o", program, "-static", "-lm"]
+    subprocess.run(command, check=True)
     result = subprocess.run([*RUNNER, program], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert ", 0 failures" in result.stdout

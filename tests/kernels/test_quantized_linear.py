@@ -1,7 +1,5 @@
 """Weights in eight bits: against products in float64, on every instruction set this CPU has."""
 
-import gc
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.kernels.quantized import QuantizedWeight, quantized_linear
 from hf_retrieval_assist.kernels.skinny import PATHS, int8_linear, pack_int8
-from hf_retrieval_assist.kernels.weight_copies import WeightCopies
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -219,58 +216,3 @@ def test_a_packed_parameter_multiplies():
         torch.testing.assert_close(y, layer(X), rtol=0.02, atol=0.02)
         with pytest.raises(ValueError, match=r"x: expected shape \[..., 40\]"):
             quantized_linear(torch.ones(2, 64), weight)
-
-
-def test_a_weight_is_packed_once_for_all_who_share_it():
-    weights = WeightCopies(QuantizedWeight.pack)
-    embedding, head = torch.nn.Embedding(50, 32), torch.nn.Linear(32, 50, bias=False)
-    head.weight = embedding.weight
-    other = torch.nn.Parameter(embedding.weight.detach())
-    first = weights.of(head.weight)
-    assert weights.of(embedding.weight) is first
-    assert weights.of(other) is first
-    assert weights.nbytes() == first.nbytes
-
-
-def test_copies_go_with_their_model():
-    weights = WeightCopies(QuantizedWeight.pack)
-    layers = [torch.nn.Linear(32, 50), torch.nn.Linear(32, 20)]
-    for layer in layers:
-        weights.of(layer.weight)
-    kept = weights.of(layers[1].weight).nbytes
-    assert weights.nbytes() > kept
-    del layers[0], layer
-    gc.collect()
-    assert weights.nbytes() == kept
-
-
-@pytest.mark.parametrize("change", ["copy", "data", "merge", "replace", "dtype"])
-@torch.no_grad()
-def test_a_weight_that_changed_is_packed_anew_and_its_old_copy_freed(change):
-    weights = WeightCopies(QuantizedWeight.pack)
-    layer = torch.nn.Linear(32, 50)
-    before = weights.of(layer.weight).dequantized()
-    changed = torch.randn(50, 32)
-    if change == "copy":
-        layer.weight.copy_(changed)
-    elif change == "data":
-        layer.weight.data = changed
-    elif change == "merge":  # uncounted by PyTorch
-        layer.weight.data += changed
-    elif change == "replace":
-        layer.weight = torch.nn.Parameter(changed)
-    else:
-        layer.to(torch.bfloat16)
-    after = weights.of(layer.weight)
-    gc.collect()
-    assert weights.of(layer.weight) is after
-    assert weights.nbytes() == after.nbytes
-    expected = layer.weight.float()
-    torch.testing.assert_close(after.dequantized(), expected, rtol=0, atol=0.05)
-    assert (change == "dtype") == torch.allclose(after.dequantized(), before, atol=0.05)
-
-
-def test_inference_tensors_are_packed():
-    with torch.inference_mode():
-        weight = torch.randn(5, 32)
-        assert WeightCopies(QuantizedWeight.pack).of(weight).shape == (5, 32)

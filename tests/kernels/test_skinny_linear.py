@@ -12,8 +12,8 @@ from hf_retrieval_assist.kernels.skinny import PATHS, skinny_linear
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place, relative, of each dtype, and its smallest number.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-# Paths whose bfloat16 instruction takes subnormal numbers for zero.
-FLUSHING = ("avx512bf16", "amx")
+# The path whose bfloat16 instruction takes subnormal numbers for zero.
+FLUSHING = "avx512bf16"
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 paths = pytest.mark.parametrize("path", PATHS)
@@ -85,25 +85,6 @@ def test_strided_arguments(path, dtype):
 
 @paths
 @dtypes
-def test_out_is_written_and_returned(path, dtype):
-    x, weight = random(2, 3, 20, dtype=dtype), random(17, 20, dtype=dtype, seed=1)
-    out = torch.full((2, 3, 17), float("nan"), dtype=dtype)
-    assert skinny_linear(x, weight, out=out, path=path) is out
-    assert_close(out, x, weight)
-
-
-@paths
-@dtypes
-def test_nothing_beside_the_output_is_written(path, dtype):
-    x, weight = random(5, 31, dtype=dtype), random(67, 31, dtype=dtype, seed=1)
-    memory = torch.full((2 + 5 * 67 + 64,), 7.0, dtype=dtype)
-    skinny_linear(x, weight, out=memory[2 : 2 + 5 * 67].view(5, 67), path=path)
-    assert (memory[:2] == 7).all()
-    assert (memory[2 + 5 * 67 :] == 7).all()
-
-
-@paths
-@dtypes
 @pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
 def test_empty_sizes(path, dtype, shape):
     rows, depth, outputs = shape
@@ -142,7 +123,7 @@ def test_overflow_rounds_to_infinity(path, dtype):
 @paths
 @dtypes
 def test_subnormal_numbers_are_kept(path, dtype):
-    if path in FLUSHING and dtype is torch.bfloat16:
+    if path == FLUSHING and dtype is torch.bfloat16:
         pytest.skip("its instruction takes subnormal numbers for zero")
     tiny = torch.finfo(dtype).smallest_normal
     x = torch.tensor([[tiny, 0.0], [tiny / 2, 0.0], [tiny / 4, tiny / 8]], dtype=dtype)
@@ -157,7 +138,7 @@ def test_subnormal_numbers_are_kept(path, dtype):
 def test_every_half_precision_number_passes_through(path, dtype):
     """Times one: what is read is what is written, for all 65536 bit patterns."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-    if path in FLUSHING and dtype is torch.bfloat16:
+    if path == FLUSHING and dtype is torch.bfloat16:
         values = values[(values.abs() >= torch.finfo(dtype).smallest_normal) | (values == 0)]
     one = torch.ones(1, 1, dtype=dtype)
     y = skinny_linear(one, values[:, None], path=path)[0]
@@ -217,8 +198,6 @@ X, W = torch.ones(2, 3), torch.ones(4, 3)
         (ValueError, "weight: requires grad", {"weight": W.clone().requires_grad_()}),
         (ValueError, "x: expected values in memory", {"x": torch._neg_view(X)}),
         (ValueError, "bias: expected shape", {"bias": torch.ones(1)}),
-        (ValueError, "out: expected shape", {"out": torch.ones(4, 2)}),
-        (ValueError, "out: expected a contiguous", {"out": torch.ones(4, 2).T}),
         (ValueError, "path: expected one of", {"path": "vax"}),
         (ValueError, "threads: expected a positive", {"threads": 0}),
     ],

@@ -10,7 +10,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs Triton's interpreter: make test-triton", allow_module_level=True)
 
 from hf_retrieval_assist.kernels import triton_attention  # noqa: E402
-from hf_retrieval_assist.kernels.split_attention import Seen  # noqa: E402
+from hf_retrieval_assist.kernels.fixed_attention import Seen  # noqa: E402
 from hf_retrieval_assist.kernels.triton_attention import tree_attention  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_retrieval_assist.kernels.split_attention import Seen
+from hf_retrieval_assist.kernels.fixed_attention import Seen
 from hf_retrieval_assist.verification import service
 
 
@@ -56,7 +56,7 @@ def _shown(seen: Seen, width: int, capacity: int) -> torch.Tensor:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let it compute attention; returns the widths that it will be given."""
-    monkeypatch.setattr(service, "ways", lambda device: ["triton"])
+    monkeypatch.setattr(service, "has_triton", lambda device: True)
     module = SimpleNamespace(TritonAttention=DenseAttention)
     monkeypatch.setitem(sys.modules, "hf_retrieval_assist.kernels.triton_attention", module)
     DenseAttention.widths.clear()

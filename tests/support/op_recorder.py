@@ -55,5 +55,5 @@ def record(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
 def serve_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve calls on the CPU as on an accelerator that records."""
     monkeypatch.setattr(fixed_memory, "_STAYING", ("cpu",))
-    monkeypatch.setattr(service, "ways", lambda device: [])
+    monkeypatch.setattr(service, "has_triton", lambda device: False)
     monkeypatch.setattr(replay, "recorder", lambda device: record)

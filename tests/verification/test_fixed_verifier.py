@@ -467,7 +467,7 @@ def test_what_serves_is_told():
 
 
 def test_kernels_that_fail_their_test_are_told(monkeypatch, told):
-    monkeypatch.setattr(service, "ways", lambda device: ["triton"])
+    monkeypatch.setattr(service, "has_triton", lambda device: True)
     broken = SimpleNamespace(TritonAttention=lambda *_: 1 / 0)
     name = "hf_retrieval_assist.kernels.triton_attention"
     monkeypatch.setitem(sys.modules, name, broken)

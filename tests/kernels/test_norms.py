@@ -1,16 +1,23 @@
 """Norms in one operation: the bits of the modules' own forward, or the modules' own forward."""
 
 import gc
+import threading
 
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma3ForCausalLM, LlamaForCausalLM, Olmo2ForCausalLM, Qwen3ForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers import (
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    Olmo2ForCausalLM,
+    OlmoForCausalLM,
+    Qwen3ForCausalLM,
+)
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from hf_retrieval_assist.kernels import fusions, norm
-from hf_retrieval_assist.kernels.fusions import fuse
-from hf_retrieval_assist.kernels.norm import norm_of
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.kernels import norms
+from hf_retrieval_assist.kernels.norms import learn_norms
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.skinny import NORM_LANES, fused_norm
 from tests.support.lossless import build
@@ -30,13 +37,8 @@ def fused(monkeypatch):
         counted.append(y is not None)
         return y
 
-    monkeypatch.setattr(norm, "fused_norm", count)
+    monkeypatch.setattr(norms, "fused_norm", count)
     return counted
-
-
-def learn_norms(model):
-    for module in model.modules():
-        fuse(module, norm_of(module))
 
 
 def norms_of(model):
@@ -116,10 +118,17 @@ class Centred(LlamaRMSNorm):
 
 class Capped(LlamaRMSNorm):
     def forward(self, x):
-        return super().forward(x).clamp(-1.5, 1.5)
+        return super().forward(x).clamp(-100, 100)
 
 
-@pytest.mark.parametrize("module", [Centred(24), Capped(24), nn.LayerNorm(24), nn.RMSNorm(24)])
+class Clipped(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x.clamp(-1000, 1000))
+
+
+@pytest.mark.parametrize(
+    "module", [Centred(24), Capped(24), Clipped(24), nn.LayerNorm(24), nn.RMSNorm(24)]
+)
 def test_other_norms_are_left_alone(module, fused):
     learn_norms(module)
     fused.clear()
@@ -169,15 +178,94 @@ def test_outside_of_scopes_classes_are_as_they_were(monkeypatch):
     assert LlamaRMSNorm.forward is replaced
 
 
+def test_other_threads_compute_the_modules_own_operators(fused):
+    module = LlamaRMSNorm(8)
+    learn_norms(module)
+    fused.clear()
+    with torch.no_grad(), reroute():
+        thread = threading.Thread(target=module, args=(torch.randn(2, 8),))
+        thread.start()
+        thread.join()
+    assert not fused
+
+
+def test_compiled_models_are_served_as_they_are(fused):
+    model = build(LlamaForCausalLM)
+    learn_norms(model)
+    compiled = torch.compile(model, backend="eager")
+    fused.clear()
+    with torch.no_grad(), reroute():
+        inside = compiled(IDS).logits
+    with torch.no_grad():
+        assert torch.equal(compiled(IDS).logits, inside)
+    assert not fused
+
+
+def test_assistants_learn_norms(fused):
+    model = build(LlamaForCausalLM)
+    model.generate(IDS, assistant=SamAssistant(), max_new_tokens=2, do_sample=False)
+    fused.clear()
+    with torch.no_grad(), reroute():
+        model(IDS)
+    assert fused == [True] * len(norms_of(model))
+
+
+def clipped_projections():
+    """OLMo as it is published: `clip_qkv` bounds what it projects."""
+    model = build(OlmoForCausalLM, clip_qkv=8.0)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.weight.data *= 200
+    return model
+
+
+class ClampedMLP(LlamaMLP):
+    """As those of DeepSeek-V4 and GLM-5 bound their gates."""
+
+    def forward(self, x):
+        gate = self.gate_proj(x).clamp(max=7.0)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x).clamp(-7.0, 7.0))
+
+
+def clamped_gates():
+    model = build(LlamaForCausalLM)
+    for layer in model.model.layers:
+        layer.mlp.__class__ = ClampedMLP
+        for projection in (layer.mlp.gate_proj, layer.mlp.up_proj):
+            projection.weight.data *= 200
+    return model
+
+
+@pytest.mark.parametrize("make", [clipped_projections, clamped_gates])
+def test_models_that_clamp_what_they_project(make):
+    """The bounds are met, and inside a scope they are kept."""
+    model, met = make(), []
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features != model.config.vocab_size:
+            module.register_forward_hook(lambda layer, x, y: met.append(float(y.abs().amax())))
+    with torch.no_grad():
+        plain = model(IDS).logits
+        learn_norms(model)
+        with reroute():
+            torch.testing.assert_close(model(IDS).logits, plain, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(model(IDS[:, :2]).logits, plain[:, :2], rtol=1e-5, atol=1e-5)
+    assert max(met) > 10
+    text = model.generate(IDS, max_new_tokens=24, do_sample=False)
+    for assistant in (SamAssistant(), SamAssistant(budget=4)):
+        ours = model.generate(IDS, max_new_tokens=24, do_sample=False, assistant=assistant)
+        assert torch.equal(ours, text)
+
+
 def test_what_is_known_goes_with_the_module():
     module = LlamaRMSNorm(8)
     learn_norms(module)
-    assert module in fusions._fused
+    assert module in norms._forms
     gc.collect()
-    before = len(fusions._fused)
+    before = len(norms._forms)
     del module
     gc.collect()
-    assert len(fusions._fused) == before - 1
+    assert len(norms._forms) == before - 1
 
 
 def test_arguments():

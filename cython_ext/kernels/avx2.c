@@ -1,19 +1,11 @@
 /* AVX2 with FMA and half-precision conversion: 4 x 3 accumulators of 8 floats. */
-#include <cpuid.h>
+#include "paths.h"
+
+#ifdef X86_PATHS
 #include <immintrin.h>
+#define TARGET "avx2,fma,f16c"
+#include "target_begin.h"
 
-/* Half-precision conversion has a CPUID bit, but not every compiler's builtin knows its name. */
-static int skinny_cpu_has_f16c(void) {
-    unsigned int a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-
-static int skinny_cpu_has_avx2(void) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && skinny_cpu_has_f16c();
-}
-
-#define ISA avx2
-#define TARGET __attribute__((target("avx2,fma,f16c")))
 #define VEC __m256
 #define LANES 8
 #define PANEL_ROWS 3
@@ -24,44 +16,40 @@ static int skinny_cpu_has_avx2(void) {
 #define ADD(a, b) _mm256_add_ps((a), (b))
 #define MAX(a, b) _mm256_max_ps((a), (b))
 #define FMA(a, b, c) _mm256_fmadd_ps((a), (b), (c))
-#define POWER2(t) skinny_power2_avx2(t)
-#define PACKED_DTYPE SKINNY_FLOAT32
-#define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
-#define LOAD_BF16(p) skinny_load_bf16_avx2(p)
 #define LOAD_F16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
-#define STORE_BF16(p, v) skinny_store_bf16_avx2((p), (v))
 #define STORE_F16(p, v) \
     _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph((v), _MM_FROUND_TO_NEAREST_INT))
-#define SUM_LANES(a, b, c, d, out) skinny_sum_lanes_avx2((a), (b), (c), (d), (out))
-#define LOAD_INT8(p) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
-#define INT8_GROUP skinny_group_avx2
-#define LOAD_INT8_GROUP(p) skinny_load_group_avx2(p)
-#define INT8_GROUP_DOT(w, p) skinny_group_dot_avx2((w), (p))
+#define PACKED_DTYPE SKINNY_FLOAT32
+#define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
 
 typedef struct {
     __m256i low, high;
-} skinny_group_avx2;
+} int8_group;
 
-TARGET static ALWAYS_INLINE skinny_group_avx2 skinny_load_group_avx2(const char *p) {
+static ALWAYS_INLINE int8_group load_group(const char *p) {
     const __m128i *from = (const __m128i *)p;
-    return (skinny_group_avx2){_mm256_cvtepi8_epi16(_mm_loadu_si128(from)),
-                               _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
+    return (int8_group){_mm256_cvtepi8_epi16(_mm_loadu_si128(from)),
+                        _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
 }
 
-TARGET static ALWAYS_INLINE __m256 skinny_group_dot_avx2(skinny_group_avx2 w, const char *p) {
+static ALWAYS_INLINE __m256 group_dot(int8_group w, const char *p) {
     const __m256i *x = (const __m256i *)p;
     const __m256i low = _mm256_madd_epi16(w.low, _mm256_loadu_si256(x));
     const __m256i high = _mm256_madd_epi16(w.high, _mm256_loadu_si256(x + 1));
     return _mm256_cvtepi32_ps(_mm256_add_epi32(low, high));
 }
 
-TARGET static ALWAYS_INLINE __m256 skinny_load_bf16_avx2(const char *p) {
+static ALWAYS_INLINE __m256 load_int8(const char *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+
+static ALWAYS_INLINE __m256 load_bf16(const char *p) {
     const __m128i half = _mm_loadu_si128((const __m128i *)p);
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 
 /* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
-TARGET static ALWAYS_INLINE void skinny_store_bf16_avx2(char *p, __m256 v) {
+static ALWAYS_INLINE void store_bf16(char *p, __m256 v) {
     const __m256i bits = _mm256_castps_si256(v);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i rounded =
@@ -75,16 +63,18 @@ TARGET static ALWAYS_INLINE void skinny_store_bf16_avx2(char *p, __m256 v) {
     _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(packed));
 }
 
-TARGET static ALWAYS_INLINE __m256 skinny_power2_avx2(__m256 t) {
+static ALWAYS_INLINE __m256 power2(__m256 t) {
     const __m256i exponent = _mm256_add_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
 }
 
-TARGET static ALWAYS_INLINE void skinny_sum_lanes_avx2(__m256 a, __m256 b, __m256 c, __m256 d,
-                                                       float *out) {
+static ALWAYS_INLINE void sum_lanes(__m256 a, __m256 b, __m256 c, __m256 d, float *out) {
     const __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 
 #include "templates.h"
-#include "undef_vectors.h"
+
+const kernel_path avx2_path = {"avx2", linear, attention, pack_int8};
+TARGET_END
+#endif

@@ -1,8 +1,9 @@
 /* NEON, which every arm64 CPU has: 4 x 5 accumulators of 4 floats. */
+#include "paths.h"
+
+#ifdef ARM_PATHS
 #include <arm_neon.h>
 
-#define ISA neon
-#define TARGET
 #define VEC float32x4_t
 #define LANES 4
 #define PANEL_ROWS 5
@@ -13,39 +14,29 @@
 #define ADD(a, b) vaddq_f32((a), (b))
 #define MAX(a, b) vmaxq_f32((a), (b))
 #define FMA(a, b, c) vfmaq_f32((c), (a), (b))
-#define POWER2(t) skinny_power2_neon(t)
+#define LOAD_F16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p))))
+#define STORE_F16(p, v) vst1_u16((uint16_t *)(p), vreinterpret_u16_f16(vcvt_f16_f32(v)))
 #define PACKED_DTYPE SKINNY_FLOAT32
 #define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
-#define LOAD_BF16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)(p)), 16))
-#define LOAD_F16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p))))
-#define STORE_BF16(p, v) skinny_store_bf16_neon((p), (v))
-#define STORE_F16(p, v) vst1_u16((uint16_t *)(p), vreinterpret_u16_f16(vcvt_f16_f32(v)))
-#define SUM_LANES(a, b, c, d, out) \
-    vst1q_f32((out), vpaddq_f32(vpaddq_f32((a), (b)), vpaddq_f32((c), (d))))
-
-#define LOAD_INT8(p) skinny_load_int8_neon(p)
-#define INT8_GROUP skinny_group_neon
-#define LOAD_INT8_GROUP(p) skinny_load_group_neon(p)
-#define INT8_GROUP_DOT(w, p) skinny_group_dot_neon((w), (p))
 
 typedef struct {
     int16x8_t part[4];
-} skinny_group_neon;
+} int8_group;
 
-static ALWAYS_INLINE float32x4_t skinny_load_int8_neon(const char *p) {
+static ALWAYS_INLINE float32x4_t load_int8(const char *p) {
     uint32_t bytes;
     memcpy(&bytes, p, 4);
     const int16x8_t words = vmovl_s8(vcreate_s8(bytes));
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(words)));
 }
 
-static ALWAYS_INLINE skinny_group_neon skinny_load_group_neon(const char *p) {
+static ALWAYS_INLINE int8_group load_group(const char *p) {
     const int8x16_t low = vld1q_s8((const int8_t *)p), high = vld1q_s8((const int8_t *)p + 16);
-    return (skinny_group_neon){{vmovl_s8(vget_low_s8(low)), vmovl_s8(vget_high_s8(low)),
+    return (int8_group){{vmovl_s8(vget_low_s8(low)), vmovl_s8(vget_high_s8(low)),
                                 vmovl_s8(vget_low_s8(high)), vmovl_s8(vget_high_s8(high))}};
 }
 
-static ALWAYS_INLINE float32x4_t skinny_group_dot_neon(skinny_group_neon w, const char *p) {
+static ALWAYS_INLINE float32x4_t group_dot(int8_group w, const char *p) {
     int32x4_t sum = vdupq_n_s32(0);
     for (int i = 0; i < 4; i++) {
         const int16x8_t x = vld1q_s16((const int16_t *)p + 8 * i);
@@ -56,7 +47,7 @@ static ALWAYS_INLINE float32x4_t skinny_group_dot_neon(skinny_group_neon w, cons
 }
 
 /* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
-static ALWAYS_INLINE void skinny_store_bf16_neon(char *p, float32x4_t v) {
+static ALWAYS_INLINE void store_bf16(char *p, float32x4_t v) {
     const uint32x4_t bits = vreinterpretq_u32_f32(v);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
@@ -65,10 +56,20 @@ static ALWAYS_INLINE void skinny_store_bf16_neon(char *p, float32x4_t v) {
     vst1_u16((uint16_t *)p, vshrn_n_u32(chosen, 16));
 }
 
-static ALWAYS_INLINE float32x4_t skinny_power2_neon(float32x4_t t) {
+static ALWAYS_INLINE float32x4_t power2(float32x4_t t) {
     const uint32x4_t exponent = vaddq_u32(vreinterpretq_u32_f32(t), vdupq_n_u32(127));
     return vreinterpretq_f32_u32(vshlq_n_u32(exponent, 23));
 }
 
+static ALWAYS_INLINE float32x4_t load_bf16(const char *p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)p), 16));
+}
+
+static ALWAYS_INLINE void sum_lanes(float32x4_t a, float32x4_t b, float32x4_t c, float32x4_t d, float *out) {
+    vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+}
+
 #include "templates.h"
-#include "undef_vectors.h"
+
+const kernel_path neon_path = {"neon", linear, attention, pack_int8};
+#endif

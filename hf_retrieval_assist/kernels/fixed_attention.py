@@ -1,0 +1,43 @@
+"""What may compute attention over buffers of fixed capacity, and what it has to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+AttentionBy = Literal["triton", "mask"]
+"""The kernels of :mod:`.triton_attention`, or the model's own function under a mask over the whole
+capacity."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the queries of one forward see, for the layers of one kind.
+
+    Attributes:
+        kept: int32 [batch], slots of each row in front of the fed tokens, padding left out.
+        first: int32 [batch], slots of padding in front of them.
+        table: bool [batch, width, width + 2], whether a query sees fed token j in column j + 1.
+        unseen: int64 [batch, width, 1], the last slot beyond a query's reach, the first query's
+            being the smallest; None: all are within it.
+        hidden: bool [batch, capacity], slots that hold no token; None: those of the padding alone.
+    """
+
+    kept: torch.Tensor
+    first: torch.Tensor
+    table: torch.Tensor
+    unseen: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on a device: on CUDA, from the cards on that multiply bfloat16
+    (compute capability 8.0)."""
+    return (
+        device.type == "cuda"
+        and find_spec("triton") is not None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )

@@ -1,0 +1,74 @@
+"""Tiny models that are large enough for copies of their weights, and what is read of copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+
+from hf_retrieval_assist.kernels import compact
+from hf_retrieval_assist.kernels.screen import Screened
+from hf_retrieval_assist.kernels.skinny import skinny_linear
+
+from .lossless import build
+
+TOKENS, HIDDEN = 4096, 64
+
+
+def model_of(kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
+    """A model of which a token follows on the last one with some certainty, as in trained ones."""
+    untied = {"tie_word_embeddings": False}
+    model = build(kind, vocab_size=TOKENS, hidden_size=HIDDEN, **untied | options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        weight = model.get_output_embeddings().weight
+        weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    return model
+
+
+class Watch:
+    """Scope that counts the rows that were screened, and those of which all logits were asked."""
+
+    def __init__(self) -> None:
+        self.screened = self.whole = 0
+
+    def __enter__(self) -> Watch:
+        init, whole = Screened.__init__, Screened.whole
+
+        def look(found: Any, screen: Any, x: torch.Tensor) -> None:
+            self.screened += len(x)
+            init(found, screen, x)
+
+        def compute(found: Any, row: int) -> torch.Tensor:
+            self.whole += 1
+            return whole(found, row)
+
+        self._patches = [
+            mock.patch.object(Screened, "__init__", look),
+            mock.patch.object(Screened, "whole", compute),
+        ]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+
+@contextmanager
+def compact_products() -> Iterator[list[int]]:
+    """Rows of each product with a copy in bfloat16."""
+    rows: list[int] = []
+
+    def count(x: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows.append(x.numel() // x.shape[-1])
+        product: torch.Tensor = skinny_linear(x, *others)
+        return product
+
+    with mock.patch.object(compact, "skinny_linear", count):
+        yield rows
