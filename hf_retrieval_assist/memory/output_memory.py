@@ -291,8 +291,6 @@ class OutputMemory:
             for name, faded in self._finished.items():
                 assert faded, "an empty group"
                 assert all(o.fingerprint == name and o in self._outputs for o in faded), "a ghost"
-            for tree in self._trees.values():
-                tree.check_invariants()
 
     def _adopt(self, model: str) -> None:
         """Make the finished outputs of no named model those of this one."""

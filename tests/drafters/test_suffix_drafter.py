@@ -171,7 +171,6 @@ def test_scored_drafts_are_the_best_of_both_structures(earlier, prompt, output, 
             offset=-1,
             min_prob=0.02,
             tree=branching,
-            convention="paper",
         )
         scores.append(found.score)
     assert whole.expected_tokens == pytest.approx(max(scores), abs=1e-5)
