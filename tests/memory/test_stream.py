@@ -17,8 +17,9 @@ import pytest
 from hf_retrieval_assist.memory import redis_server, stream
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.memory.outputs import Output
-from hf_retrieval_assist.memory.redis_server import RedisServer
+from hf_retrieval_assist.memory.redis_server import Answer, RedisServer
 from hf_retrieval_assist.memory.stream import OutputStream
+from tests.support.memories import check_memory
 
 from .redis_process import PASSWORD, RedisProcess, needs_redis
 
@@ -62,39 +63,41 @@ class Keeper:
     """A server in this process, which can be slow, or answer nobody."""
 
     place = "nowhere"
-    errors = (OSError,)
 
     def __init__(self):
-        self.epoch, self.entries = 0, []
+        self.epoch, self.entries, self.forgotten = 0, [], {}
         self.answers, self.sends = threading.Event(), threading.Event()
         self.answers.set()
         self.sends.set()
         self.held = 0  # answers on their way
         self.lose_answers = 0
 
-    def exchange(self, epoch, began, after, most, keep_bytes, outputs):
+    def exchange(self, epoch, after, most, keep_bytes, outputs):
         self.answers.wait()
-        forgotten = epoch is not None and epoch < self.epoch
-        self.epoch = max(self.epoch, epoch or 0)
-        if not forgotten:
-            self.entries += outputs
+        if epoch != self.epoch:
+            return Answer(self.epoch, 1e3 * time.monotonic(), dict(self.forgotten))
+        self.entries += outputs
         if self.lose_answers:
             self.lose_answers -= 1
             raise OSError("timed out")
         first = int(after)
-        found = [] if forgotten else self.entries[first : first + most]
-        entries = [(b"%d" % i, o) for i, o in enumerate(found, first + 1)]
+        found = self.entries[first : first + most]
+        answer = Answer(epoch, entries=[(b"%d" % i, o) for i, o in enumerate(found, first + 1)])
         self.held += 1
         self.sends.wait()
         self.held -= 1
-        return self.epoch, forgotten, entries
+        return answer
 
-    def forget(self, epoch):
+    def forget(self, epoch, forgettings):
         if not self.answers.is_set():
             raise OSError("timed out")
-        self.epoch = max(self.epoch, epoch or 0) + 1
+        self.epoch = max(int(1e3 * time.monotonic()), self.epoch, epoch or 0) + 1
+        self.forgotten |= {name or self.epoch: prefix for name, prefix in forgettings}
         self.entries = [None] * len(self.entries)
         return self.epoch
+
+    def disconnect(self):
+        pass
 
 
 def numbers(view):
@@ -108,7 +111,7 @@ def test_nothing_waits_for_a_server_that_does_not_answer():
     view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
     for i in range(100):
         assert view.append("m", output(i))
-        assert view.read() == (False, [])
+        assert view.read() == ([], [])
     assert not view.sync(0.01)
     keeper.answers.set()
     assert view.sync(WAIT)
@@ -172,14 +175,13 @@ def test_forgetting_reaches_what_others_had_finished_but_not_delivered():
     keeper.answers.clear()
     other.append("m", output(1))
     with pytest.raises(OSError, match="forgotten here, but the server at nowhere could not"):
-        view.forget()
-    keeper.epoch += 1  # as if a third process had been heard
-    keeper.entries = [None]
+        view.forget("")
     keeper.answers.set()
+    keeper.forget(0, [(None, "")])  # a third process is heard
     assert other.sync(WAIT)
     assert view.sync(WAIT)
     assert not other.append("m", output(3))
-    assert other.read() == (True, [])
+    assert other.read() == ([""], [])
     assert keeper.entries == [None]
     assert other.append("m", output(2))
     assert other.sync(WAIT)
@@ -198,10 +200,10 @@ def test_an_answer_from_before_the_own_forgetting_is_not_taken():
     keeper.sends.clear()
     keeper.entries.append(Output(b"x" * 16, 0, "m", output(7)))
     wait_until(lambda: keeper.held)
-    view.forget()
+    view.forget("")
     keeper.sends.set()
     assert view.sync(WAIT)
-    assert view.read() == (False, [])
+    assert view.read() == ([], [])
     keeper.entries.append(Output(b"x" * 16, 1, "m", output(8)))
     assert view.sync(WAIT)
     assert numbers(view) == [8]
@@ -224,7 +226,7 @@ def test_memories_share_outputs_and_each_learns_them_once(server):
         assert memory.sync(WAIT)
     for memory in memories:
         assert known(memory) == Counter(range(30))
-        memory.check_invariants()
+        check_memory(memory)
     late = OutputMemory(url=server.url)
     assert late.sync(WAIT)
     assert known(late) == Counter(range(30))
@@ -302,11 +304,11 @@ def test_forgetting_outlives_a_server_that_lost_everything(server):
     memory = OutputMemory(url=server.url)
     memory.add(output(0), "m")
     memory.forget()
-    epoch = server.client.hget("{hf-retrieval-assist}:2:state", "epoch")
+    forgotten = server.client.hgetall("{hf-retrieval-assist}:2:forgotten")
     server.client.flushall()
     memory.add(output(1), "m")
     assert memory.sync(WAIT)
-    assert server.client.hget("{hf-retrieval-assist}:2:state", "epoch") == epoch
+    assert server.client.hgetall("{hf-retrieval-assist}:2:forgotten") == forgotten
     other = OutputMemory(url=server.url)
     assert other.sync(WAIT)
     assert known(other) == known(memory) == Counter([1])
@@ -379,17 +381,17 @@ def test_what_was_forgotten_before_the_first_exchange_is_not_delivered(server):
 @needs_redis
 def test_who_was_on_its_way_while_all_was_forgotten_is_told(server):
     late, other = RedisServer(server.url), RedisServer(server.url)
-    began, send = time.monotonic(), late._exchange
+    known, send = late.exchange(None, b"0", 1, 1 << 20, []).epoch, late._exchange
 
     def send_late(**arguments):
-        other.forget(None)
+        other.forget(None, [(None, "")])
         return send(**arguments)
 
     late._exchange = send_late
-    epoch, forgotten, _ = late.exchange(None, began, b"0", 1, 1 << 20, [])
-    assert forgotten
+    found = late.exchange(known, b"0", 1, 1 << 20, [Output(b"x" * 16, 0, "m", output(7))])
+    assert found.forgotten == {found.epoch: ""}
     late._exchange = send
-    assert late.exchange(epoch, began, b"0", 1, 1 << 20, []) == (epoch, False, [])
+    assert late.exchange(found.epoch, b"0", 1, 1 << 20, []).entries == []
 
 
 @needs_redis
@@ -623,7 +625,7 @@ def test_a_forked_child_reads_though_another_thread_held_the_view():
         pool.submit(view._changed.acquire).result()
         child = os.fork()
         if not child:
-            os._exit(0 if view.read() == (False, []) else 1)
+            os._exit(0 if view.read() == ([], []) else 1)
         # The child would wait for a thread that it does not have.
         deadline = time.monotonic() + WAIT
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
