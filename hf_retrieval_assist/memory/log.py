@@ -1,9 +1,9 @@
 """A SQLite database of finished outputs that several processes share.
 
 Two tables: `outputs`, whose names are microseconds since 1970 and only grow, and `forgotten`, with
-the names of forgettings among them, and what each was of. SQLite keeps its rollback journal beside the file during
-a transaction; between transactions the one file is all, so that it may be deleted, replaced or
-copied under running processes.
+the names of forgettings among them, and what each was of. SQLite keeps its rollback journal beside
+the file during a transaction; between transactions the one file is all, so that it may be deleted,
+replaced or copied under running processes.
 """
 
 from __future__ import annotations
@@ -226,8 +226,9 @@ class OutputLog:
 
     def _hear(self, database: sqlite3.Connection) -> None:
         """Hear what others have forgotten, and forget anew what an older copy brought back."""
-        last = _number(database, "SELECT max(name) FROM forgotten")
-        if self._known is not None and last == self._newest:
+        queries = ("SELECT count(*) FROM forgotten", "SELECT max(name) FROM forgotten")
+        found = [_number(database, query) for query in queries]
+        if self._known is not None and found == [len(self._known), self._newest]:
             return
         stored: Forgettings = dict(database.execute("SELECT name, prefix FROM forgotten"))
         if not all(isinstance(prefix, str) for prefix in stored.values()):

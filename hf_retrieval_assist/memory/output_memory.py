@@ -293,7 +293,7 @@ class OutputMemory:
 
         Raises:
             OSError: the others could not be told; this process has forgotten.
-            ValueError: a tenant's, in a log that is damaged; `forget` of the whole memory empties it.
+            ValueError: a tenant's outputs are in a log that is damaged; forgetting all empties it.
         """
         with self._log_lock:
             with self.lock:

@@ -8,10 +8,10 @@ Three keys. `{hf-retrieval-assist}:2:outputs` is a stream with one entry per out
     ids    the token ids (uint32, little-endian)
 
 Entries are named by the server's time, in milliseconds, and their names only grow.
-`{hf-retrieval-assist}:2:forgotten` is a hash: the names of forgettings, milliseconds as well, and the
-prefix of fingerprints that each was of. `{hf-retrieval-assist}:2:state` is a hash: `epoch`, which grows
-with every forgetting, and `bytes`, the size of the stream's contents, which is bounded. The part of
-the keys in braces lets a cluster keep all in one place.
+`{hf-retrieval-assist}:2:forgotten` is a hash: the names of forgettings, milliseconds as well, and
+the prefix of fingerprints that each was of. `{hf-retrieval-assist}:2:state` is a hash: `epoch`,
+which grows with every forgetting, and `bytes`, the size of the stream's contents, which is bounded.
+The part of the keys in braces lets a cluster keep all in one place.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ end
 # nothing is taken from it until it does. An earlier version forgot everything, and kept no names.
 # An entry that was read last and is gone made room, or was lost with all that were read: what there
 # is now is read from the beginning.
-# ARGV: the epoch that the caller knows or "", the last entry it has read, entries to return at most,
-# bytes to keep, then by, seq, model and ids of each output.
+# ARGV: the epoch that the caller knows or "", the last entry it has read, entries to return at
+# most, bytes to keep, then by, seq, model and ids of each output.
 _EXCHANGE = (
     _COMMON
     + """
@@ -85,8 +85,8 @@ return {ARGV[1], '', {}, redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', ARGV
 """
 )
 
-# Forget what entries with a prefix there are with names below a forgetting's: now, or at a past one's
-# that an older copy of the server does not know. Later entries are named from the new epoch on.
+# Delete the entries with a prefix and a name below a forgetting's: all for a new one, older ones for
+# one that an older copy of the server does not know. Later entries are named from the new epoch on.
 # ARGV: the latest epoch that the caller knows, forgettings to keep one by one, then the name of each
 # forgetting, or "", and its prefix.
 _FORGET = (

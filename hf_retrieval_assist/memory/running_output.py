@@ -51,7 +51,7 @@ class RunningOutput:
         fingerprint: of the model that writes it.
         cost: bytes that it takes in the memory besides its tokens.
         sequence: its id in the memory's tree; None before its first token and after its eviction.
-        kept: its tokens, for a log: the tree has them no more after an eviction; None: none are kept.
+        kept: its tokens, for a log, since the tree has none after an eviction; None: not kept.
         finished: whether it grows no more.
         forgotten: whether it was forgotten, so that nothing of it is learnt or logged any more.
         full: whether the memory takes in no more of it.

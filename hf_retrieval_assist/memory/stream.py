@@ -210,7 +210,7 @@ class OutputStream:
         return pause * random.uniform(0.5, 1.0)
 
     def _hear(self, answer: Answer) -> None:
-        """Hear what others have forgotten, and have the server forget anew what it knows no more."""
+        """Hear what others have forgotten, and tell the server what it knows no more."""
         stored = answer.forgotten or {}
         with self._changed:
             missing = lost(self._known, stored)

@@ -1,10 +1,13 @@
 """Made-up outputs, and what memories and logs hold of them."""
 
+import time
 from collections import Counter
 
 import numpy as np
 
 from hf_retrieval_assist.memory.log import OutputLog
+
+WAIT = 30.0  # seconds, for what takes far less
 
 
 def count(memory, tokens, fingerprint=""):
@@ -44,3 +47,23 @@ def check_memory(memory):
             assert len(kind.tree) == len(texts)
             for text in texts:
                 assert kind.tree.count(text[: memory.max_depth]) > 0
+
+
+def output(i, length=30):
+    return np.arange(length, dtype=np.int32) + 1000 * i
+
+
+def known(memory):
+    """How often each output of the model "m" is remembered, by its number."""
+    tree = memory.tree("m")
+    if tree is None:
+        return Counter()
+    outputs = [tree.tokens(o.sequence) for o in memory._outputs if o.fingerprint == "m"]
+    return Counter(int(tokens[0]) // 1000 for tokens in outputs)
+
+
+def wait_until(condition):
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
