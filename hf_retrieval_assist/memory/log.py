@@ -15,21 +15,14 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .outputs import (
-    HANDED_OVER,
-    MOST_FORGETTINGS,
-    Forgettings,
-    Output,
-    Writers,
-    is_forgotten,
-    lost,
-)
+from .outputs import HANDED_OVER, MOST_FORGETTINGS, Forgettings, Output, Writers, is_forgotten, lost
 
 _SCHEMA = [
     "CREATE TABLE outputs (name INTEGER PRIMARY KEY, writer BLOB, place INTEGER, model TEXT,"
@@ -100,8 +93,7 @@ class OutputLog:
                 if is_forgotten(fingerprint, self._forgotten):
                     return False
                 self._insert(database, output)
-                if self._bytes_in_use(database) > 2 * self.keep_bytes:
-                    self._drop_oldest(database)
+                self._make_room(database)
             if self._is_open():  # and not deleted or replaced meanwhile
                 return True
 
@@ -175,21 +167,14 @@ class OutputLog:
             with suppress(FileExistsError):
                 os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_ONLY))
             self._opened = self._found()
-            self._database = self._connection()
+            how: dict[str, Any] = {"uri": True, "isolation_level": None, "check_same_thread": False}
+            uri = f"{self.path.as_uri()}?mode=rw"
+            database = sqlite3.connect(uri, timeout=self._patience, **how)
+            database.text_factory = partial(bytes.decode, errors="replace")
+            for setting in _SETTINGS:
+                database.execute(f"PRAGMA {setting}")
+            self._database = database
         return self._database
-
-    def _connection(self) -> sqlite3.Connection:
-        database = sqlite3.connect(
-            f"{self.path.as_uri()}?mode=rw",
-            timeout=self._patience,
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        database.text_factory = _text
-        for setting in _SETTINGS:
-            database.execute(f"PRAGMA {setting}")
-        return database
 
     def _is_open(self) -> bool:
         try:
@@ -270,15 +255,12 @@ class OutputLog:
         row = (self._next_name(database), *fields, _checksum(*fields))
         database.execute("INSERT INTO outputs VALUES (?, ?, ?, ?, ?, ?)", row)
 
-    def _bytes_in_use(self, database: sqlite3.Connection) -> int:
-        size, pages, free = (
-            _number(database, f"PRAGMA {name}")
-            for name in ("page_size", "page_count", "freelist_count")
-        )
-        return size * (pages - free)
-
-    def _drop_oldest(self, database: sqlite3.Connection) -> None:
+    def _make_room(self, database: sqlite3.Connection) -> None:
         """Keep the newest outputs up to `keep_bytes`, the last one in any case."""
+        counted = ("page_size", "page_count", "freelist_count")
+        size, pages, free = (_number(database, f"PRAGMA {name}") for name in counted)
+        if size * (pages - free) <= 2 * self.keep_bytes:
+            return
         sizes = "SELECT name, length(ids) + length(model) FROM outputs"
         kept, beyond = 0, _now() + _FAR
         rows = database.execute(f"{sizes} WHERE name < ? ORDER BY name DESC", [beyond])
@@ -324,10 +306,6 @@ class OutputLog:
         for path in (self.path, Path(f"{self.path}-journal")):
             with suppress(FileNotFoundError):
                 os.truncate(path, 0)
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
 
 
 def _now() -> int:

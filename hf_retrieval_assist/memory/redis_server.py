@@ -85,10 +85,10 @@ return {ARGV[1], '', {}, redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', ARGV
 """
 )
 
-# Delete the entries with a prefix and a name below a forgetting's: all for a new one, older ones for
-# one that an older copy of the server does not know. Later entries are named from the new epoch on.
-# ARGV: the latest epoch that the caller knows, forgettings to keep one by one, then the name of each
-# forgetting, or "", and its prefix.
+# Delete the entries with a prefix and a name below a forgetting's: all entries for a new one, older
+# entries for one that an older copy of the server lacks. Later entries are named from the epoch on.
+# ARGV: the latest epoch that the caller knows, forgettings to keep one by one, then of each
+# forgetting its name, or "", and its prefix.
 _FORGET = (
     _COMMON
     + """

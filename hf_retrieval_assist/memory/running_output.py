@@ -6,7 +6,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,26 +24,11 @@ def prompt_group(fingerprint: str, prompt_ids: NDArray[np.int32]) -> str:
     return fingerprint + GROUP_MARK + hashlib.blake2b(ids.tobytes(), digest_size=12).hexdigest()
 
 
-class Learner(Protocol):
-    """What learns outputs."""
-
-    def extend(
-        self,
-        outputs: Sequence[RunningOutput | None],
-        token_ids: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-    ) -> None:
-        """Append tokens to outputs."""
-
-    def finish(self, output: RunningOutput) -> None:
-        """An output grows no more."""
-
-
 class RunningOutput:
     """An output that a memory learns while it grows. One thread at a time.
 
     Args:
-        memory: that learns it.
+        memory: the `OutputMemory` that learns it.
         fingerprint: of the model that writes it.
         kept: whether its tokens are kept for a log.
 
@@ -62,7 +47,7 @@ class RunningOutput:
         *("kept", "sequence"),
     )
 
-    def __init__(self, memory: Learner, fingerprint: str, kept: bool) -> None:
+    def __init__(self, memory: Any, fingerprint: str, kept: bool) -> None:
         self.fingerprint = fingerprint
         self.cost = _OUTPUT_BYTES + sys.getsizeof(fingerprint)
         self.sequence: int | None = None
