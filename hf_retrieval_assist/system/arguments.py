@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any
 
@@ -34,6 +35,15 @@ def kind_of(value: Any) -> str:
     return type(value).__name__
 
 
+def encodable(name: str, text: str) -> str:
+    """The text; ValueError for `name` if it has half a surrogate pair, which cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: expected text, got one with {error.reason}") from None
+    return text
+
+
 def real_number(name: str, value: Any) -> Any:
     """The value, a number of any kind; TypeError for the argument `name` if it is none."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -41,7 +51,7 @@ def real_number(name: str, value: Any) -> Any:
     return value
 
 
-def whole_number(name: str, value: Any, least: int, most: float = float("inf")) -> int:
+def whole_number(name: str, value: Any, least: int, most: float = math.inf) -> int:
     """The value, a whole number between bounds.
 
     Raises:
@@ -50,10 +60,9 @@ def whole_number(name: str, value: Any, least: int, most: float = float("inf")) 
     """
     if not float(real_number(name, value)).is_integer():
         raise ValueError(f"{name}: expected a whole number, got {value}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")
-    if value > most:
-        raise ValueError(f"{name}: expected at most {most}, got {value}")
+    if not least <= value <= most:
+        expected = f"at least {least}" if most == math.inf else f"{least} to {most}"
+        raise ValueError(f"{name}: expected {expected}, got {value}")
     return int(value)
 
 
