@@ -67,6 +67,8 @@ class OutputLog:
             names the file.
     """
 
+    place = "on disk"
+
     def __init__(self, path: str | os.PathLike[str], keep_bytes: int) -> None:
         self.path = Path(path).resolve()
         self.keep_bytes = keep_bytes

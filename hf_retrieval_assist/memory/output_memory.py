@@ -20,11 +20,8 @@ from numpy.typing import NDArray
 from ..structures.suffix_tree import MAX_DEPTH, SuffixTree
 from ..system.arguments import byte_count, real_number, whole_number
 from ..system.locks import Lock
-from .log import OutputLog
 from .outputs import SharedOutputs
-from .redis_server import RedisServer
 from .running_output import GROUP_MARK, RunningOutput
-from .stream import OutputStream
 
 # A token takes 50 to 80 bytes in the tree and 4 in the log, so that the log's newest records, up to
 # this share of the limit, are about what the trees can hold.
@@ -146,7 +143,7 @@ class OutputMemory:
             return sum(kind.tree.token_count for kind in self._own_kinds())
 
     def __repr__(self) -> str:
-        kept = {OutputLog: ", on disk", OutputStream: ", shared"}.get(type(self._log), "")
+        kept = "" if self._log is None else f", {self._log.place}"
         return (
             f"OutputMemory({len(self)} outputs of {self.token_count:,} tokens, "
             f"{self.nbytes / 2**20:.1f} of {self.max_bytes / 2**20:,.0f} MiB{kept})"
@@ -531,5 +528,12 @@ def _shared_outputs(
     if path is not None and url is not None:
         raise ValueError("path: expected none beside url, got both")
     if url is not None:
+        from .redis_server import RedisServer
+        from .stream import OutputStream
+
         return OutputStream(RedisServer(url), keep_bytes)
-    return None if path is None else OutputLog(path, keep_bytes)
+    if path is None:
+        return None
+    from .log import OutputLog
+
+    return OutputLog(path, keep_bytes)

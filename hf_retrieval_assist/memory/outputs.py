@@ -109,6 +109,8 @@ class SharedOutputs(Protocol):
     have come back from an older copy.
     """
 
+    place: str  # as an `OutputMemory` shows it
+
     def read(self) -> tuple[list[str], list[Output]]:
         """The prefixes that others have forgotten, and outputs of other processes, none of which
         was read before: about `HANDED_OVER` tokens at most; none if there are no more.

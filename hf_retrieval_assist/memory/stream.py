@@ -82,6 +82,8 @@ class OutputStream:
         keep_bytes: see above.
     """
 
+    place = "shared"
+
     def __init__(self, server: RedisServer, keep_bytes: int) -> None:
         self.server = server
         self.keep_bytes = keep_bytes

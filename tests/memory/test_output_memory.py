@@ -343,3 +343,19 @@ def test_an_output_begun_before_everything_was_forgotten_is_learnt_no_more():
         output.close()
     assert memory.token_count == 0
     check_memory(memory)
+
+
+def test_a_memory_of_this_process_alone_needs_neither_log_nor_server():
+    program = (
+        "import sys\n"
+        "for name in ('log', 'redis_server', 'stream'):\n"
+        "    sys.modules[f'hf_retrieval_assist.memory.{name}'] = None\n"
+        "from hf_retrieval_assist import OutputMemory, SamAssistant\n"
+        "SamAssistant()\n"
+        "memory = OutputMemory()\n"
+        "memory.add([1, 2, 3])\n"
+        "print(memory)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "1 outputs of 3 tokens" in ran.stdout
