@@ -101,7 +101,7 @@ class TreeIndex(Index):
         return self._tree.nbytes
 
     def append(self, token: int) -> None:
-        self._tree.append(self._sequence, token)
+        self._tree.extend(self._sequence, np.array([token], np.int32))
 
     def draft(self) -> None:
         self._tree.speculate_after(self._sequence, DRAFT)

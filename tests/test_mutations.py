@@ -14,6 +14,7 @@ from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.kernels.tuning import Tuning
 from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
+from tests.support.memories import check_memory
 
 from .support.eagle_fixtures import load_case
 
@@ -121,7 +122,7 @@ def test_logs_of_outputs(tmp_path, count):
         memory = refused_or(lambda: OutputMemory(path=path, max_depth=8))
         if memory is not None:
             opened += 1
-            memory.check_invariants()
+            check_memory(memory)
             tree = memory.tree("model")
             found = [] if tree is None else [tree.tokens(o.sequence) for o in memory._outputs]
             assert all(tokens.tolist() in written for tokens in found)

@@ -21,6 +21,7 @@ from hf_retrieval_assist import (
 )
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.host.fingerprint import fingerprint
+from tests.support.memories import check_memory
 
 from .support.lossless import NEW_TOKENS, PROMPT, build, run
 from .support.tiny_models import VOCAB
@@ -102,7 +103,7 @@ def test_sam_with_a_memory(model, budget):
     memory = OutputMemory()
     check_lossless(model, SamAssistant(memory=memory, budget=budget))
     assert len(memory) == 4
-    memory.check_invariants()
+    check_memory(memory)
 
 
 def test_sam_drafts_from_its_memory(llama):
@@ -119,7 +120,7 @@ def test_suffix(model, budget, options):
     assistant = SuffixAssistant(budget=budget, **options)
     check_lossless(model, assistant)
     assert len(assistant.memory) == 4
-    assistant.memory.check_invariants()
+    check_memory(assistant.memory)
 
 
 def test_a_second_identical_call_needs_fewer_steps(llama):

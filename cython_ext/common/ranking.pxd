@@ -1,6 +1,7 @@
 # The nodes of a tree by their probability.
-from libc.stdlib cimport malloc, qsort
+from libc.stdlib cimport qsort
 
+from common.blocks cimport resized
 from common.types cimport int32_t
 
 
@@ -21,9 +22,7 @@ cdef inline int by_probability(const void* a, const void* b) noexcept nogil:
 cdef inline Ranked* ranking(const float* probs, Py_ssize_t n) except NULL:
     """The n nodes by falling probability, for the caller to free."""
     cdef Py_ssize_t i
-    cdef Ranked* ranked = <Ranked*>malloc((n + 1) * sizeof(Ranked))
-    if ranked == NULL:
-        raise MemoryError()
+    cdef Ranked* ranked = <Ranked*>resized(NULL, n * sizeof(Ranked))
     for i in range(n):
         ranked[i] = Ranked(probs[i], <int32_t>i)
     qsort(ranked, n, sizeof(Ranked), by_probability)

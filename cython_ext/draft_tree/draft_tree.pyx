@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from libc.stdint cimport int64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memset
 
+from common.blocks cimport resized
 from common.offsets cimport check_offsets
 from common.ranking cimport Ranked, ranking
-from common.types cimport int32_t, token_t
+from common.types cimport int32_t, int64_t, token_t
 
 # Of a token tree's arrays: ids, parents, probabilities, classes.
 TREE_DTYPES = tuple(np.dtype(name) for name in ("int32", "int32", "float32", "int32"))
@@ -126,9 +126,7 @@ def fault(
     if offsets is None:
         offsets = np.array([0, len(token_ids)])
     token_view, parent_view, prob_view, class_view = token_ids, parents, probs, classes
-    family = <int32_t*>malloc(2 * (token_view.shape[0] + 1) * sizeof(int32_t))
-    if family == NULL:
-        raise MemoryError
+    family = <int32_t*>resized(NULL, 2 * (token_view.shape[0] + 1) * sizeof(int32_t))
     try:
         first = 0
         for tree in range(offsets.shape[0] - 1):
@@ -293,46 +291,31 @@ cdef void shared_paths(
         place[i] = node
 
 
-cdef class _SharedPaths:
+cdef int32_t* shared_places(
+    const token_t[::1] tokens_a, const int32_t[::1] parents_a, const int64_t[::1] offsets_a,
+    const token_t[::1] tokens_b, const int32_t[::1] parents_b, const int64_t[::1] offsets_b,
+) except NULL:
     """Of two forests of as many trees, for every node of the second that of the same path in the first.
 
-    `place` [nodes of the second], counted from its own tree's beginning; −1: there is none.
+    int32 [nodes of the second], counted from its own tree's beginning; −1: there is none. For the caller
+    to free.
     """
-
+    cdef Py_ssize_t n = tokens_a.shape[0], m = tokens_b.shape[0], tree, a, b
+    cdef const token_t* first_ids = &tokens_a[0] if n else NULL
+    cdef const int32_t* first_parents = &parents_a[0] if n else NULL
     cdef int32_t* place
-
-    def __cinit__(
-        self,
-        const token_t[::1] tokens_a,
-        const int32_t[::1] parents_a,
-        const int64_t[::1] offsets_a,
-        const token_t[::1] tokens_b,
-        const int32_t[::1] parents_b,
-        const int64_t[::1] offsets_b,
-    ):
-        cdef Py_ssize_t n = tokens_a.shape[0], m = tokens_b.shape[0], tree, a, b
-        cdef const token_t* first_ids = &tokens_a[0] if n else NULL
-        cdef const int32_t* first_parents = &parents_a[0] if n else NULL
-        cdef int32_t* room = NULL
-        check_offsets(offsets_a, offsets_a.shape[0] - 1, n)
-        check_offsets(offsets_b, offsets_a.shape[0] - 1, m)
-        self.place = <int32_t*>malloc((m + 1) * sizeof(int32_t))
-        room = <int32_t*>malloc((2 * n + 1) * sizeof(int32_t))
-        if self.place == NULL or room == NULL:
-            free(room)
-            raise MemoryError()
-        with nogil:
-            for tree in range(offsets_a.shape[0] - 1):
-                a, b = offsets_a[tree], offsets_b[tree]
-                if b < offsets_b[tree + 1]:
-                    shared_paths(
-                        first_ids + a, first_parents + a, offsets_a[tree + 1] - a,
-                        &tokens_b[b], &parents_b[b], offsets_b[tree + 1] - b, self.place + b, room,
-                    )
-        free(room)
-
-    def __dealloc__(self):
-        free(self.place)
+    check_offsets(offsets_a, offsets_a.shape[0] - 1, n)
+    check_offsets(offsets_b, offsets_a.shape[0] - 1, m)
+    place = <int32_t*>resized(NULL, (m + 2 * n + 1) * sizeof(int32_t))
+    with nogil:
+        for tree in range(offsets_a.shape[0] - 1):
+            a, b = offsets_a[tree], offsets_b[tree]
+            if b < offsets_b[tree + 1]:
+                shared_paths(
+                    first_ids + a, first_parents + a, offsets_a[tree + 1] - a,
+                    &tokens_b[b], &parents_b[b], offsets_b[tree + 1] - b, place + b, place + m,
+                )
+    return place
 
 
 def known_probs(
@@ -348,14 +331,15 @@ def known_probs(
     that they have not. Takes as long as `merge`; for the arguments see there.
     """
     cdef Py_ssize_t tree, i
-    cdef _SharedPaths shared = _SharedPaths(
-        tokens_a, parents_a, offsets_a, tokens_b, parents_b, offsets_b
-    )
     out = np.empty(tokens_b.shape[0], dtype=np.float32)
     cdef float[::1] prob = out
+    cdef int32_t* place = shared_places(
+        tokens_a, parents_a, offsets_a, tokens_b, parents_b, offsets_b
+    )
     for tree in range(offsets_a.shape[0] - 1):
         for i in range(offsets_b[tree], offsets_b[tree + 1]):
-            prob[i] = probs_a[offsets_a[tree] + shared.place[i]] if shared.place[i] >= 0 else -1
+            prob[i] = probs_a[offsets_a[tree] + place[i]] if place[i] >= 0 else -1
+    free(place)
     return out
 
 
@@ -381,13 +365,12 @@ def merge(
     """
     cdef Py_ssize_t tree, i, first, total = 0
     cdef _Nodes out = _Nodes(tokens_a.shape[0] + tokens_b.shape[0])
-    cdef _SharedPaths shared = _SharedPaths(
-        tokens_a, parents_a, offsets_a, tokens_b, parents_b, offsets_b
-    )
-    cdef int32_t* place = shared.place
     cdef int32_t parent
     offsets_out = np.zeros(offsets_a.shape[0], dtype=np.int64)
     cdef int64_t[::1] offsets = offsets_out
+    cdef int32_t* place = shared_places(
+        tokens_a, parents_a, offsets_a, tokens_b, parents_b, offsets_b
+    )
     for tree in range(offsets_a.shape[0] - 1):
         first = total
         for i in range(offsets_a[tree], offsets_a[tree + 1]):
@@ -403,6 +386,7 @@ def merge(
                 out.prob[first + place[i]] = probs_b[i]
                 out.kind[first + place[i]] = classes_b[i]
         offsets[tree + 1] = total
+    free(place)
     return (*out.arrays(total), offsets_out)
 
 
@@ -424,9 +408,7 @@ def prune(
     cdef _Nodes out = _Nodes(token_ids.shape[0])
     ends_out = np.zeros(trees + 1, np.int64)
     cdef int64_t[::1] ends = ends_out
-    cdef int32_t* place = <int32_t*>malloc((token_ids.shape[0] + 1) * sizeof(int32_t))
-    if place == NULL:
-        raise MemoryError()
+    cdef int32_t* place = <int32_t*>resized(NULL, token_ids.shape[0] * sizeof(int32_t))
     try:
         for tree in range(trees):
             choose_likeliest(probs, offsets[tree], offsets[tree + 1], budgets[tree], place)

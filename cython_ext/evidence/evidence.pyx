@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memcpy
 
+from common.blocks cimport resized
 from common.offsets cimport check_offsets
 from common.types cimport int32_t, int64_t, token_t
 
@@ -39,13 +40,6 @@ def share_classes(
     return classes_out
 
 
-cdef inline Py_ssize_t checked(int32_t evidence_class, Py_ssize_t classes) except -2:
-    """The class as an index, −1 for none."""
-    if evidence_class >= classes:
-        raise ValueError(f"expected evidence classes below {classes}, got {evidence_class}")
-    return evidence_class if evidence_class >= 0 else -1
-
-
 cdef enum:
     MOST_OPEN = 4  # proposals for a text that later tokens may still judge
 
@@ -75,9 +69,7 @@ cdef class OpenDrafts:
         if self.count == MOST_OPEN:
             self.close(0)
         draft = &self.drafts[self.count]
-        draft.rates = <double*>malloc(n * (sizeof(double) + 3 * sizeof(int32_t)))
-        if draft.rates == NULL:
-            raise MemoryError()
+        draft.rates = <double*>resized(NULL, n * (sizeof(double) + 3 * sizeof(int32_t)))
         draft.token_ids = <token_t*>(draft.rates + n)
         draft.parents = <int32_t*>(draft.token_ids + n)
         draft.classes = draft.parents + n
@@ -265,11 +257,8 @@ def judge(
                         f"counts: expected {draft.classes_known} classes, got {counts.shape[0]}"
                     )
                 if draft.size > room:
-                    free(after)
-                    room, after = draft.size, <int32_t*>malloc(draft.size * sizeof(int32_t))
-                    if after == NULL:
-                        room = 0
-                        raise MemoryError()
+                    after = <int32_t*>resized(after, draft.size * sizeof(int32_t))
+                    room = draft.size
                 if judge_draft(
                     draft, first + offsets[row], m, after, bins, counts, priors, memory
                 ):

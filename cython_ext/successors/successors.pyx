@@ -6,9 +6,10 @@ import numpy as np
 cimport cython
 from libc.math cimport expf
 from libc.stdint cimport int64_t
-from libc.stdlib cimport free, malloc, qsort
+from libc.stdlib cimport free, qsort
 from libc.string cimport memcpy
 
+from common.blocks cimport resized
 from common.types cimport int32_t, token_t, uint8_t
 
 cdef enum:
@@ -24,6 +25,39 @@ cdef inline int32_t child_among(
         if parents[j] == parent and tokens[j] == token:
             return <int32_t>j
     return -1
+
+
+cdef class Template:
+    """A tree of ranks, and what the evidence of its nodes is worth.
+
+    Node "rank r below p" stands for the r-th successor of p's token; parents come first. Behind all
+    others may stand nodes that take the r-th successor of the token before the root for a child of the
+    root, but not the root itself, and what is below those.
+
+    Args:
+        parents, ranks: int32 [n]. Parent −1 is the root, −2 the root for successors of the token before.
+        rates: float32 [kinds], probability that a successor is right, given that its parent is.
+        kind_count, text_kind: evidence is of text from `text_kind` on, modulo the count.
+        first_kind: evidence of the first successor of the token before, the r-th having that and r;
+            with `known_kinds` more where the root's row is known.
+    """
+
+    cdef const int32_t[::1] parents, ranks
+    cdef const float[::1] rates
+    cdef int32_t kind_count, text_kind, first_kind, known_kinds
+    cdef Py_ssize_t below_root  # nodes in front of those for the token before
+
+    def __cinit__(
+        self, parents, ranks, rates, int32_t kind_count, int32_t text_kind, int32_t first_kind,
+        int32_t known_kinds,
+    ):
+        self.parents, self.ranks, self.rates = parents, ranks, rates
+        self.kind_count, self.text_kind = kind_count, text_kind
+        self.first_kind, self.known_kinds = first_kind, known_kinds
+        if len(ranks) != len(parents):
+            raise ValueError(f"ranks: expected {len(parents)} of them, got {len(ranks)}")
+        while self.below_root < len(parents) and self.parents[self.below_root] != -2:
+            self.below_root += 1
 
 
 @cython.final
@@ -61,14 +95,22 @@ cdef class _Table:
         return 0
 
 
+cdef struct Nodes:  # where a draft is written, and room for as many numbers
+    token_t* tokens
+    int32_t* parents
+    float* probs
+    int32_t* evidence
+    int32_t* places
+    int32_t* chosen
+    float* path
+
+
 cdef Py_ssize_t lay_template(
-    _Table table, token_t root, token_t before, const int32_t[::1] parents, const int32_t[::1] ranks,
-    Py_ssize_t n, const float[::1] rates, int32_t first_kind, token_t* tokens, int32_t* above_out,
-    float* probs, int32_t* evidence, int32_t* places, float* path,
+    Template t, _Table table, token_t root, token_t before, Py_ssize_t n, int32_t first_kind, Nodes out
 ) except -1:
     """Lay the first n nodes of a template over a table; the number of known nodes, which it writes.
 
-    `places` and `path`, [n], tell of each template node its place in the draft, −1: unknown, and the
+    `places` and `path` tell of each template node its place in the draft, −1: unknown, and the
     probability of its own path.
     """
     cdef Py_ssize_t i, known = 0
@@ -77,33 +119,33 @@ cdef Py_ssize_t lay_template(
     cdef float prob
     cdef bint again = False  # whether paths may be named again
     for i in range(n):
-        places[i] = parent = -1
+        out.places[i] = parent = -1
         above, prob = root, 1
-        if parents[i] >= 0:
-            parent = places[parents[i]]
+        if t.parents[i] >= 0:
+            parent = out.places[t.parents[i]]
             if parent < 0:
                 continue
-            above, prob = tokens[parent], path[parents[i]]
-        elif parents[i] == -2:
+            above, prob = out.tokens[parent], out.path[t.parents[i]]
+        elif t.parents[i] == -2:
             above, again = before, True
-        kind = table.look_up(above, ranks[i], &token)
-        if parents[i] == -2:
-            kind = first_kind + ranks[i]
+        kind = table.look_up(above, t.ranks[i], &token)
+        if t.parents[i] == -2:
+            kind = first_kind + t.ranks[i]
             if token == root:
                 continue
         if token < 0:
             continue
-        if not 0 <= kind < rates.shape[0]:
-            raise ValueError(f"kinds: expected below {rates.shape[0]}, got {kind}")
-        path[i] = prob * rates[kind]
-        place = child_among(tokens, above_out, known, parent, token) if again else -1
+        if not 0 <= kind < t.rates.shape[0]:
+            raise ValueError(f"kinds: expected below {t.rates.shape[0]}, got {kind}")
+        out.path[i] = prob * t.rates[kind]
+        place = child_among(out.tokens, out.parents, known, parent, token) if again else -1
         if place < 0:
             place = <int32_t>known
-            tokens[place], above_out[place], probs[place] = token, parent, -1
+            out.tokens[place], out.parents[place], out.probs[place] = token, parent, -1
             known += 1
-        if path[i] > probs[place]:
-            probs[place], evidence[place] = path[i], kind
-        places[i] = place
+        if out.path[i] > out.probs[place]:
+            out.probs[place], out.evidence[place] = out.path[i], kind
+        out.places[i] = place
     return known
 
 
@@ -137,28 +179,23 @@ cdef void largest(const float* row, Py_ssize_t n, Py_ssize_t k, float* values, i
                     settle_among(values, ids, k, row[i], <int32_t>i)
 
 
-cdef Py_ssize_t keep_best(
-    Py_ssize_t known, Py_ssize_t budget, token_t* tokens, int32_t* parents, float* probs,
-    int32_t* evidence, int32_t* places, float* best, int32_t* chosen,
-) noexcept nogil:
-    """Keep the `budget` most probable of more nodes, in their order; returns their number.
-
-    `places`, `best` and `chosen` are room for as many numbers as there are nodes.
-    """
+cdef Py_ssize_t keep_best(Py_ssize_t known, Py_ssize_t budget, Nodes out) noexcept nogil:
+    """Keep the `budget` most probable of more nodes, in their order; returns their number."""
     cdef Py_ssize_t i, kept = 0
     if budget < 1:
         return 0
-    largest(probs, known, budget, best, chosen)
+    largest(out.probs, known, budget, out.path, out.chosen)
     for i in range(known):
-        places[i] = -1
+        out.places[i] = -1
     for i in range(budget):
-        places[chosen[i]] = 0
+        out.places[out.chosen[i]] = 0
     for i in range(known):
-        if places[i] < 0:
+        if out.places[i] < 0:
             continue
-        tokens[kept], probs[kept], evidence[kept] = tokens[i], probs[i], evidence[i]
-        parents[kept] = places[parents[i]] if parents[i] >= 0 else -1
-        places[i] = <int32_t>kept
+        out.tokens[kept], out.probs[kept] = out.tokens[i], out.probs[i]
+        out.evidence[kept] = out.evidence[i]
+        out.parents[kept] = out.places[out.parents[i]] if out.parents[i] >= 0 else -1
+        out.places[i] = <int32_t>kept
         kept += 1
     return kept
 
@@ -169,76 +206,49 @@ def draft(
     const token_t[::1] roots,
     const token_t[::1] befores,
     const int64_t[::1] budgets,
-    const int32_t[::1] parents,
-    const int32_t[::1] ranks,
-    const float[::1] rates,
-    int32_t kind_count,
-    int32_t text_kind,
-    int32_t first_kind,
-    int32_t known_kinds,
-    own_rows,
-    own_successors,
-    own_kinds,
+    Template template not None,
+    own=None,
 ):
     """A template laid over the table below the last token of each of several texts, without what is unknown.
 
-    Template node "rank r below p" stands for the r-th successor of p's token; `parents` come first. A
-    negative successor is unknown, and so is all below it, and below a token beyond the table's rows.
-    Behind all others may stand nodes that take the r-th successor of the token before the root for
-    a child of the root, but not the root itself, and what is below those; of a path that is named
-    twice the higher probability counts. They are left out where text alone has taught the row of the
-    token before.
+    A negative successor is unknown, and so is all below it, and below a token beyond the table's rows.
+    Of a path that is named twice the higher probability counts. Successors of the token before are left
+    out where text alone has taught its row.
 
     Args:
         successors, kinds: int32 and uint8 [tokens, k], the table and the evidence of each entry.
         roots, befores: int32 [texts], the last token of each, and the one before it; −1: unknown.
         budgets: int64 [texts], nodes at most, the most probable ones; of equal ones the first.
-        parents, ranks: int32 [n], the template; ranks below k. Parent −1 is the root, −2 the root
-            for successors of the token before.
-        rates: float32 [kinds], probability that a successor is right, given that its parent is.
-        kind_count, text_kind: evidence is of text from `text_kind` on, modulo the count.
-        first_kind: evidence of the first successor of the token before, the r-th having that and r;
-            with `known_kinds` more where the root's row is known.
-        own_rows: int32 [ids], where a token's row in `own_successors` and `own_kinds`, [rows, k], stands
-            for its row in the table: the number of that row plus 1; 0 where none does.
+        own: rows that stand for the table's: int32 [ids], 1 and the number of a token's row, 0 where it
+            has none; int32 and uint8 [rows, k], those rows.
 
     Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes] of one text's tree
     behind another's, and int64 [texts + 1], where each begins. O(texts x n²).
     """
-    cdef Py_ssize_t n = parents.shape[0], count = roots.shape[0], row, end = 0, known, first = 0
-    cdef _Table table = _Table(successors, kinds, own_rows, own_successors, own_kinds)
+    cdef Py_ssize_t n = template.parents.shape[0], count = roots.shape[0], row, end = 0, known
+    cdef _Table table = _Table(successors, kinds, *own or (np.empty(0, np.int32), successors, kinds))
     cdef token_t found
     cdef int32_t kind
-    tokens_out, parents_out = np.empty(count * n + 1, np.int32), np.empty(count * n + 1, np.int32)
-    probs_out, kinds_out = np.empty(count * n + 1, np.float32), np.empty(count * n + 1, np.int32)
-    place_out, path_out = np.empty((2, n + 1), np.int32), np.empty(n + 1, np.float32)
+    cdef Nodes out
+    if not befores.shape[0] == budgets.shape[0] == count:
+        raise ValueError(f"expected {count} befores and budgets")
+    ints_out, probs_out = np.empty((5, count * n + 1), np.int32), np.empty((2, count * n + 1), np.float32)
     offsets_out = np.zeros(count + 1, np.int64)
-    cdef token_t[::1] tokens = tokens_out
-    cdef int32_t[:, ::1] places = place_out
-    cdef int32_t[::1] above_out = parents_out, evidence = kinds_out
-    cdef float[::1] probs = probs_out, path = path_out
+    cdef int32_t[:, ::1] ints = ints_out
+    cdef float[:, ::1] probs = probs_out
     cdef int64_t[::1] offsets = offsets_out
-    if not ranks.shape[0] == n or not befores.shape[0] == budgets.shape[0] == count:
-        raise ValueError(f"expected {n} ranks, and {count} befores and budgets")
-    while first < n and parents[first] != -2:
-        first += 1
+    out.places, out.chosen, out.path = &ints[3, 0], &ints[4, 0], &probs[1, 0]
     for row in range(count):
         kind = table.look_up(befores[row], 0, &found)
-        known = n if found >= 0 and kind % kind_count < text_kind else first
+        known = n if found >= 0 and kind % template.kind_count < template.text_kind else template.below_root
         table.look_up(roots[row], 0, &found)
-        kind = first_kind + known_kinds * (found >= 0)
-        known = lay_template(
-            table, roots[row], befores[row], parents, ranks, known, rates, kind, &tokens[end],
-            &above_out[end], &probs[end], &evidence[end], &places[0, 0], &path[0],
-        )
-        if budgets[row] < known:
-            known = keep_best(
-                known, budgets[row], &tokens[end], &above_out[end], &probs[end], &evidence[end],
-                &places[0, 0], &path[0], &places[1, 0],
-            )
-        end += known
+        kind = template.first_kind + template.known_kinds * (found >= 0)
+        out.tokens, out.parents, out.evidence = &ints[0, end], &ints[1, end], &ints[2, end]
+        out.probs = &probs[0, end]
+        known = lay_template(template, table, roots[row], befores[row], known, kind, out)
+        end += keep_best(known, budgets[row], out) if budgets[row] < known else known
         offsets[row + 1] = end
-    return tokens_out[:end], parents_out[:end], probs_out[:end], kinds_out[:end], offsets_out
+    return *ints_out[:2, :end], probs_out[0, :end], ints_out[2, :end], offsets_out
 
 
 cdef inline int32_t index_of(const token_t* row, Py_ssize_t k, token_t token) noexcept nogil:
@@ -323,12 +333,8 @@ def rows_to_learn(
     for i in range(accepted.shape[0]):
         if not 0 <= accepted[i] < n:
             raise ValueError(f"accepted: expected 0 to {n - 1}, got {accepted[i]}")
-    cdef Fed* fed = <Fed*>malloc(max(1, n) * sizeof(Fed))
-    cdef uint8_t* learnt = <uint8_t*>malloc(max(1, n))
-    if fed == NULL or learnt == NULL:
-        free(fed)
-        free(learnt)
-        raise MemoryError()
+    cdef Fed* fed = <Fed*>resized(NULL, n * (sizeof(Fed) + sizeof(uint8_t)))
+    cdef uint8_t* learnt = <uint8_t*>(fed + n)
     with nogil:
         for i in range(n):
             fed[i].token, fed[i].accepted, fed[i].node = tokens[i], 0, i
@@ -348,7 +354,6 @@ def rows_to_learn(
             nodes[count] = i
             count += 1
     free(fed)
-    free(learnt)
     return found[:count]
 
 
@@ -379,14 +384,9 @@ def write(
         )
     if not k:
         return
-    cdef float* shares = <float*>malloc(k * sizeof(float))
-    cdef token_t* row = <token_t*>malloc(k * sizeof(token_t))
-    cdef uint8_t* kinds = <uint8_t*>malloc(k)
-    if shares == NULL or row == NULL or kinds == NULL:
-        free(shares)
-        free(row)
-        free(kinds)
-        raise MemoryError()
+    cdef float* shares = <float*>resized(NULL, k * (sizeof(float) + sizeof(token_t) + sizeof(uint8_t)))
+    cdef token_t* row = <token_t*>(shares + k)
+    cdef uint8_t* kinds = <uint8_t*>(row + k)
     with nogil:
         for i in range(n):
             total = 0
@@ -399,8 +399,6 @@ def write(
                     kinds[j] += not shares[j] / total <= edges[edge]
             replace(&successors[tokens[i], 0], &classes[tokens[i], 0], k, row, kinds, kind_count)
     free(shares)
-    free(row)
-    free(kinds)
 
 
 def learn_text(
@@ -422,41 +420,38 @@ def learn_text(
         kinds: uint8 [k], of each rank.
     """
     cdef Py_ssize_t n = order.shape[0], k = successors.shape[1], i = 0, end, j, size
-    cdef token_t* new = <token_t*>malloc(k * sizeof(token_t))
+    cdef token_t* new
     cdef token_t follower
     cdef int32_t row
-    if new == NULL:
-        raise MemoryError()
-    try:
-        if n != max(0, tokens.shape[0] - 1) or rows.shape[0] != n or kinds.shape[0] != k:
-            raise ValueError(
-                f"expected order and rows of {max(0, tokens.shape[0] - 1)} tokens and {k} kinds, got {n}, "
-                f"{rows.shape[0]} and {kinds.shape[0]}"
-            )
-        check_rows(successors, classes, rows, -1)
-        while i < n:
-            row, end, size = rows[order[i]], i, 0
-            while i < n and rows[order[i]] == row:
-                i += 1
-            if row < 0:
-                continue
-            for j in range(i - 1, end - 1, -1):
-                follower = tokens[order[j] + 1]
-                if size < k and follower >= 0 and index_of(new, size, follower) < 0:
-                    new[size] = follower
-                    size += 1
-            if not size:
-                continue
-            for j in range(k):
-                if size < k and index_of(new, size, successors[row, j]) < 0:
-                    new[size] = successors[row, j]
-                    size += 1
-            while size < k:  # unknown ones, which are equal
-                new[size] = -1
+    if n != max(0, tokens.shape[0] - 1) or rows.shape[0] != n or kinds.shape[0] != k:
+        raise ValueError(
+            f"expected order and rows of {max(0, tokens.shape[0] - 1)} tokens and {k} kinds, got {n}, "
+            f"{rows.shape[0]} and {kinds.shape[0]}"
+        )
+    check_rows(successors, classes, rows, -1)
+    new = <token_t*>resized(NULL, k * sizeof(token_t))
+    while i < n:
+        row, end, size = rows[order[i]], i, 0
+        while i < n and rows[order[i]] == row:
+            i += 1
+        if row < 0:
+            continue
+        for j in range(i - 1, end - 1, -1):
+            follower = tokens[order[j] + 1]
+            if size < k and follower >= 0 and index_of(new, size, follower) < 0:
+                new[size] = follower
                 size += 1
-            replace(&successors[row, 0], &classes[row, 0], k, new, &kinds[0], kind_count)
-    finally:
-        free(new)
+        if not size:
+            continue
+        for j in range(k):
+            if size < k and index_of(new, size, successors[row, j]) < 0:
+                new[size] = successors[row, j]
+                size += 1
+        while size < k:  # unknown ones, which are equal
+            new[size] = -1
+            size += 1
+        replace(&successors[row, 0], &classes[row, 0], k, new, &kinds[0], kind_count)
+    free(new)
 
 
 def top_k(const float[:, :] logits, const int64_t[::1] rows, Py_ssize_t k):

@@ -1,5 +1,94 @@
-# Searching the suffixes of one shard, many searches at a time; see search.pxd.
+# Searching the suffixes of one shard, many searches at a time.
+#
+# A comparison reads two places, in the suffix array and in the text, that no cache holds: half a
+# microsecond each time for a large corpus. Memory answers some thirty such reads in little more than
+# the time of one, so all loops here first ask for what they will read and then read it.
 
+cdef enum:
+    LANES = 64   # codes that are looked for at a time
+    POINTS = 32  # comparisons at little more than the price of one
+
+cdef struct Text:             # codes: token id + 1, and 0 after every document
+    const uint8_t* codes      # [length * width], each big-endian in `width` bytes
+    int64_t length
+    int32_t width
+
+cdef struct Shard:
+    Text text
+    const uint32_t* suffixes  # [suffix_count], positions of codes, in the order of their suffixes
+    const uint32_t* starts    # [bucket_count + 1], first rank of every bucket of first codes
+    int64_t suffix_count
+    int64_t bucket_count
+    int32_t bucket_shift
+
+cdef struct Interval:         # ranks [low, high) of one shard's suffixes
+    int64_t low
+    int64_t high
+
+cdef struct Probe:            # a search for a rank in [low, high]; done when they are equal
+    int64_t low
+    int64_t high
+    uint32_t code             # sought: the first rank whose code ...
+    int32_t offset            # ... so many places into the suffix is at least `code`
+
+cdef struct Sample:           # the code of one suffix
+    int64_t rank
+    const Text* text
+    int64_t place
+    uint32_t code
+
+cdef inline uint32_t code_at(const Text* text, int64_t position) noexcept nogil:
+    """The code at a position; 0, the end of a document, outside the text."""
+    cdef const uint8_t* byte
+    if not 0 <= position < text.length:
+        return 0
+    byte = text.codes + position * text.width
+    if text.width == 3:
+        return <uint32_t>byte[0] << 16 | <uint32_t>byte[1] << 8 | byte[2]
+    if text.width == 2:
+        return <uint32_t>byte[0] << 8 | byte[1]
+    if text.width == 4:
+        return (
+            <uint32_t>byte[0] << 24 | <uint32_t>byte[1] << 16 | <uint32_t>byte[2] << 8 | byte[3]
+        )
+    return byte[0]
+
+cdef inline void ask_rank(const Shard* shard, int64_t rank) noexcept nogil:
+    """Prefetch the position of the suffix of a rank."""
+    if 0 <= rank < shard.suffix_count:
+        prefetch(shard.suffixes + rank)
+
+cdef inline int64_t ask_place(const Shard* shard, int64_t rank, int32_t offset) noexcept nogil:
+    """The place `offset` into the suffix of a rank, prefetched; -1 for a rank that is none."""
+    cdef int64_t place
+    if not 0 <= rank < shard.suffix_count:
+        return -1
+    place = <int64_t>shard.suffixes[rank] + offset
+    if place < shard.text.length:
+        prefetch(shard.text.codes + place * shard.text.width)
+    return place
+
+cdef inline int64_t rank_of(const Probe* probe, int32_t point, int32_t points) noexcept nogil:
+    """The rank of one of `points` comparisons that cut a probe's interval evenly."""
+    return probe.low + (probe.high - probe.low) * (point + 1) // (points + 1)
+
+cdef inline void place_samples(Interval within, Sample* samples, int32_t count) noexcept nogil:
+    """Spread samples evenly over an interval: all its ranks if they are as many."""
+    cdef int64_t size = within.high - within.low
+    cdef int32_t i
+    for i in range(count):
+        samples[i].rank = within.low + (2 * i + 1) * size // (2 * count)
+
+cdef inline Interval bucket_of(const Shard* shard, uint32_t code) noexcept nogil:
+    """The suffixes whose first code shares an entry of the bucket table with `code`."""
+    cdef int64_t bucket = code >> shard.bucket_shift
+    cdef Interval out
+    if bucket >= shard.bucket_count:
+        out.low = out.high = 0
+        return out
+    out.low = min(<int64_t>shard.starts[bucket], shard.suffix_count)
+    out.high = max(out.low, min(<int64_t>shard.starts[bucket + 1], shard.suffix_count))
+    return out
 
 cdef void compare(
     const Shard* shard, Probe* probe, const int64_t* places, int32_t points
@@ -13,7 +102,6 @@ cdef void compare(
         else:
             probe.high = rank_of(&before, j, points)
             return
-
 
 cdef void settle(const Shard* shard, Probe* probes, int32_t count) noexcept nogil:
     """Finish up to 2 * LANES searches together, each by more points the fewer they are."""

@@ -1,15 +1,86 @@
-# Selecting the most frequent continuations of a match in a suffix array; see selection.pxd.
+# The most frequent continuations of a match, found in two passes.
+#
+# The first finds candidates in batches, largest ranges first: it samples a range of suffixes densely
+# enough that no code frequent enough for the tree can hide between two samples, and then finds the
+# ends of all codes of the batch together. The second takes candidates best-first. What is taken, and
+# in which order, depends on the exact counts alone, not on the batches.
 
+cdef enum:
+    ABSENT = -2       # the node of a candidate that is not in the tree
+    DENSITY = 2       # samples per code that is just frequent enough
+    DEPTH_BITS = 17
+    BATCH = 64        # ranges that are sampled together
+
+cdef struct Tree:             # what was taken, in the arrays that the caller gets
+    int32_t size
+    int32_t capacity
+    int32_t* token_ids
+    int32_t* parents
+    int32_t* contexts
+    int64_t* counts
+    int64_t* parent_counts
+
+cdef struct Candidate:        # the match with a continuation of `depth` tokens
+    int64_t count
+    uint32_t code             # of its last token
+    int32_t parent            # candidate without the last token; the first candidate is the match
+    int32_t depth
+    int32_t row               # its suffixes
+    int32_t child             # newest candidate that continues it, then by `sibling`; 0 for none
+    int32_t sibling
+    int32_t node              # in the tree: -1 for the match, or ABSENT
+
+cdef struct Range:            # suffixes of a candidate among whose next codes some are not known
+    int32_t parent
+    int32_t row
+
+cdef struct Split:            # a range in the batch
+    int32_t range             # its index
+    const Interval* row       # its suffixes
+    int32_t offset            # place of its codes in their suffixes
+    int64_t spacing           # suffixes of a shard per sample
+    bint complete             # no code of use is missing from those below
+    int32_t samples           # first of its samples; those of each shard follow each other
+    int32_t first_code
+    int32_t codes
+
+cdef struct Selection:
+    const Shard* shards
+    int32_t shard_count
+    int64_t vocab_size
+    int32_t codes_left        # candidates that there is room for
+    int32_t searches_left     # codes of long ranges that may be looked for
+    int32_t length            # of the match
+    int32_t depth             # most tokens of a continuation
+    int32_t wanted            # nodes that the tree has room for
+    int32_t candidate_count
+    int32_t range_count
+    int32_t range_limit
+    int32_t row_count
+    int32_t frontier_size
+    int32_t best_size
+    int32_t split_count
+    int32_t sample_count
+    int32_t code_count
+    Candidate* candidates     # [codes + 1]
+    Range* ranges             # [range_limit]
+    Entry* frontier            # [as many], heap of ranges; in the second pass of candidates
+    Interval* rows            # [3 * codes + 1, shard_count]
+    Entry* best                # [nodes + 1], heap of the `wanted` best candidates, the worst on top
+    Sample* samples           # [2 * (LANES + shard_count)]
+    uint32_t* found           # [LANES + shard_count], the codes of one split ...
+    int64_t* most             # ... and how often they may occur
+    Probe[2 * LANES] probes
+    uint32_t[LANES] codes     # of all splits
+    Split[BATCH] splits
 
 cdef int64_t key_of(int64_t count, int32_t depth) noexcept nogil:
     """Orders by count, then the shallower first."""
     return (count << DEPTH_BITS) - depth
 
-
 cdef int64_t least_key(const Selection* work) noexcept nogil:
     """No candidate with a lower key can be taken any more."""
     return <int64_t>-work.best[0].key if work.best_size == work.wanted else 0
-
 
 cdef int64_t least_count(const Selection* work) noexcept nogil:
     """No candidate that occurs less often can be taken any more."""
@@ -27,7 +98,6 @@ cdef int32_t find_node(const Tree* tree, int32_t parent, uint32_t code) noexcept
             return node
     return ABSENT
 
-
 cdef void take(Selection* work, Candidate* candidate, Tree* tree) noexcept nogil:
     """Make a candidate, whose parent is in the tree, a node of its own."""
     cdef const Candidate* parent = &work.candidates[candidate.parent]
@@ -40,7 +110,6 @@ cdef void take(Selection* work, Candidate* candidate, Tree* tree) noexcept nogil
     tree.size = node + 1
     candidate.node = node
 
-
 cdef void push_children(Selection* work, int32_t parent) noexcept nogil:
     cdef int32_t child = work.candidates[parent].child
     cdef int64_t node = work.candidates[parent].node + 1
@@ -51,7 +120,6 @@ cdef void push_children(Selection* work, int32_t parent) noexcept nogil:
             key_of(candidate.count, candidate.depth), node << 32 | candidate.code, child
         ))
         child = candidate.sibling
-
 
 cdef void take_best(Selection* work, Tree* tree) noexcept nogil:
     """The second pass: by count, then depth, earlier parent, lower code."""
@@ -80,7 +148,6 @@ cdef int64_t total(const Selection* work, int32_t row) noexcept nogil:
         count += intervals[s].high - intervals[s].low
     return count
 
-
 cdef void add_range(Selection* work, int32_t parent, int32_t row) noexcept nogil:
     cdef int64_t count = total(work, row)
     cdef int64_t key = key_of(count, work.candidates[parent].depth + 1)
@@ -90,7 +157,6 @@ cdef void add_range(Selection* work, int32_t parent, int32_t row) noexcept nogil
     work.ranges[index] = Range(parent, row)
     work.range_count = index + 1
     push(work.frontier, &work.frontier_size, Entry(key, index, index))
-
 
 cdef void add_candidate(
     Selection* work, const Tree* tree, int32_t parent, uint32_t code, int32_t row
@@ -114,11 +180,9 @@ cdef void add_candidate(
     if above.depth + 1 < work.depth:
         add_range(work, index, row)
 
-
 cdef int32_t samples_of(Interval within, int64_t spacing) noexcept nogil:
     cdef int64_t size = within.high - within.low
     return <int32_t>min(size, size // spacing + 1)
-
 
 cdef void plan_split(Selection* work, int32_t index) noexcept nogil:
     """Add a range to the batch and ask for the suffixes that it will sample."""
@@ -143,7 +207,6 @@ cdef void plan_split(Selection* work, int32_t index) noexcept nogil:
         work.sample_count += seen
     work.split_count += 1
 
-
 cdef void plan_batch(Selection* work) noexcept nogil:
     """Fill the batch with the largest ranges, as long as all their codes have room."""
     cdef int32_t index
@@ -162,7 +225,6 @@ cdef void plan_batch(Selection* work) noexcept nogil:
         if count <= LANES or work.searches_left > 0:
             plan_split(work, index)
 
-
 cdef void read_samples(Selection* work) noexcept nogil:
     cdef int32_t e, s, i, stop
     cdef const Split* split
@@ -180,7 +242,6 @@ cdef void read_samples(Selection* work) noexcept nogil:
     for i in range(work.sample_count):
         work.samples[i].code = code_at(work.samples[i].text, work.samples[i].place)
 
-
 cdef int32_t insert(uint32_t* codes, int32_t count, uint32_t code) noexcept nogil:
     """Put a code into an ascending list unless it is there; returns how many there are."""
     cdef int32_t i = count
@@ -191,7 +252,6 @@ cdef int32_t insert(uint32_t* codes, int32_t count, uint32_t code) noexcept nogi
     memmove(codes + i + 1, codes + i, (count - i) * sizeof(uint32_t))
     codes[i] = code
     return count + 1
-
 
 cdef int32_t bracket(
     Interval within, const Sample* samples, int32_t count, uint32_t code, int32_t start, Probe* ends
@@ -210,7 +270,6 @@ cdef int32_t bracket(
     ends[1].high = samples[stop].rank if stop < count else within.high
     return stop
 
-
 cdef void bound_codes(Selection* work, const Split* split, int32_t found) noexcept nogil:
     """How often each code of a split may occur, going by the samples."""
     cdef const Sample* samples = work.samples + split.samples
@@ -225,7 +284,6 @@ cdef void bound_codes(Selection* work, const Split* split, int32_t found) noexce
             start = bracket(split.row[s], samples, seen, work.found[i], start, ends)
             work.most[i] += ends[1].high - ends[0].low
         samples += seen
-
 
 cdef int32_t keep_codes(
     Selection* work, int32_t found, int64_t least, int32_t room
@@ -242,7 +300,6 @@ cdef int32_t keep_codes(
             kept += 1
     return kept
 
-
 cdef int32_t sampled_codes(Selection* work, const Split* split) noexcept nogil:
     """Fill `found` with the codes of a split's samples; returns how many."""
     cdef int32_t found = 0, seen = 0, s, i
@@ -252,7 +309,6 @@ cdef int32_t sampled_codes(Selection* work, const Split* split) noexcept nogil:
         if work.samples[i].code <= work.vocab_size:  # but in an altered file
             found = insert(work.found, found, work.samples[i].code)
     return found
-
 
 cdef void choose_codes(Selection* work, Split* split) noexcept nogil:
     """The codes of a split that are looked for, as many as there is room for."""
@@ -275,7 +331,6 @@ cdef void choose_codes(Selection* work, Split* split) noexcept nogil:
         work.searches_left -= split.codes
     work.code_count += split.codes
     work.codes_left -= split.codes
-
 
 cdef void cut_shard(Selection* work, int32_t s) noexcept nogil:
     """Find the codes of the batch in one shard and write its column of the new rows."""
@@ -311,7 +366,6 @@ cdef void cut_shard(Selection* work, int32_t s) noexcept nogil:
         out[2 * split.codes * shards] = Interval(low, max(low, split.row[s].high))
         first_row += 2 * split.codes + 1
 
-
 cdef void collect(Selection* work, const Tree* tree) noexcept nogil:
     """Make candidates of the codes of the batch, and ranges of what may hide more."""
     cdef int32_t e, i, parent
@@ -332,7 +386,6 @@ cdef void collect(Selection* work, const Tree* tree) noexcept nogil:
             for i in range(split.codes + 1):
                 add_range(work, parent, work.row_count + 2 * i)
         work.row_count += 2 * split.codes + 1
-
 
 cdef void grow(
     Selection* work, const Interval* match, int32_t length, int32_t depth, Tree* tree

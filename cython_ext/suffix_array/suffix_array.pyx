@@ -9,22 +9,14 @@ Everything here may point into files that someone altered. Ranks, positions and 
 where they are read: any bytes give some answer, and never an id outside the vocabulary.
 """
 
-from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
-
 import numpy as np
 
 from libc.string cimport memmove
 
+from common.blocks cimport kept
 from common.heap cimport Entry, pop, push
+from common.prefetch cimport prefetch
 from common.types cimport int32_t, int64_t, uint8_t, uint32_t
-from suffix_array.codes cimport Text, code_at
-from suffix_array.search cimport (
-    LANES, POINTS, Interval, Probe, Sample, Shard, ask_place, ask_rank, bucket_of, place_samples,
-    rank_of,
-)
-from suffix_array.selection cimport (
-    ABSENT, BATCH, DENSITY, DEPTH_BITS, Candidate, Range, Selection, Split, Tree,
-)
 
 include "suffix_array/search.pxi"
 include "suffix_array/selection.pxi"
@@ -63,9 +55,7 @@ cdef class SuffixArray:
         self.vocab_size = vocab_size
         self.shard_count = <int32_t>len(shards)
         self.buffers = []
-        self.shards = <Shard*>PyMem_Malloc(len(shards) * sizeof(Shard))
-        if not self.shards:
-            raise MemoryError()
+        self.shards = <Shard*>kept(self.buffers, len(shards) * sizeof(Shard))
         for i, (codes, suffixes, starts, shift) in enumerate(shards):
             if not 0 <= shift <= 30:
                 raise ValueError(f"bucket_shift: expected 0 to 30, got {shift}")
@@ -78,9 +68,6 @@ cdef class SuffixArray:
                 Text(&codes[0], codes.shape[0] // width, width), &suffixes[0], &starts[0],
                 suffixes.shape[0], starts.shape[0] - 1, shift,
             )
-
-    def __dealloc__(self):
-        PyMem_Free(self.shards)
 
     def count(self, token_ids) -> int:
         """Occurrences of a token string inside documents. O(len(token_ids) x log(tokens)).
@@ -96,8 +83,6 @@ cdef class SuffixArray:
             return 0
         return matcher.occurrences(matcher.match_length)
 
-
-# ---------------------------------------------------------------------------------- evidence
 
 cdef inline int32_t bucket(double value, const double[::1] edges) noexcept nogil:
     """How many of the ascending edges are at or below the value."""
@@ -133,7 +118,6 @@ def classes_by_count(
     return np.asarray(classes)
 
 
-# ---------------------------------------------------------------------------------- matching
 
 cdef class SuffixMatcher:
     """The suffixes of a growing text that occur in a :class:`SuffixArray`, with all their places.
@@ -157,6 +141,7 @@ cdef class SuffixMatcher:
     cdef Interval* matches  # [max_match, shard_count], row l-1: the matches of length l
     cdef Selection selection
     cdef int32_t max_codes
+    cdef list blocks
 
     def __cinit__(self, SuffixArray index not None, int32_t max_match, int32_t max_nodes=1):
         if not 1 <= max_match <= 1 << 16:
@@ -168,41 +153,25 @@ cdef class SuffixMatcher:
         self.max_nodes = max_nodes
         self.match_length = 0
         self.max_codes = 4 * max_nodes + LANES
-        self.matches = <Interval*>PyMem_Calloc(max_match * index.shard_count, sizeof(Interval))
-        if not self.matches:
-            raise MemoryError()
+        self.blocks = []
+        self.matches = <Interval*>kept(self.blocks, max_match * index.shard_count * sizeof(Interval))
         self.allocate()
 
     cdef allocate(self):
         cdef Selection* work = &self.selection
+        cdef list blocks = self.blocks
         cdef size_t shards = self.index.shard_count, codes = self.max_codes
         work.shards, work.shard_count = self.index.shards, self.index.shard_count
         work.vocab_size = self.index.vocab_size
         work.range_limit = 4 * self.max_codes + 2 * LANES
-        work.candidates = <Candidate*>PyMem_Malloc((codes + 1) * sizeof(Candidate))
-        work.ranges = <Range*>PyMem_Malloc(work.range_limit * sizeof(Range))
-        work.frontier = <Entry*>PyMem_Malloc(work.range_limit * sizeof(Entry))
-        work.rows = <Interval*>PyMem_Malloc((3 * codes + 1) * shards * sizeof(Interval))
-        work.best = <Entry*>PyMem_Malloc((self.max_nodes + 1) * sizeof(Entry))
-        work.samples = <Sample*>PyMem_Malloc(2 * (LANES + shards) * sizeof(Sample))
-        work.found = <uint32_t*>PyMem_Malloc((LANES + shards) * sizeof(uint32_t))
-        work.most = <int64_t*>PyMem_Malloc((LANES + shards) * sizeof(int64_t))
-        if not (
-            work.candidates and work.ranges and work.frontier and work.rows
-            and work.best and work.samples and work.found and work.most
-        ):
-            raise MemoryError()
-
-    def __dealloc__(self):
-        PyMem_Free(self.matches)
-        PyMem_Free(self.selection.candidates)
-        PyMem_Free(self.selection.ranges)
-        PyMem_Free(self.selection.frontier)
-        PyMem_Free(self.selection.rows)
-        PyMem_Free(self.selection.best)
-        PyMem_Free(self.selection.samples)
-        PyMem_Free(self.selection.found)
-        PyMem_Free(self.selection.most)
+        work.candidates = <Candidate*>kept(blocks, (codes + 1) * sizeof(Candidate))
+        work.ranges = <Range*>kept(blocks, work.range_limit * sizeof(Range))
+        work.frontier = <Entry*>kept(blocks, work.range_limit * sizeof(Entry))
+        work.rows = <Interval*>kept(blocks, (3 * codes + 1) * shards * sizeof(Interval))
+        work.best = <Entry*>kept(blocks, (self.max_nodes + 1) * sizeof(Entry))
+        work.samples = <Sample*>kept(blocks, 2 * (LANES + shards) * sizeof(Sample))
+        work.found = <uint32_t*>kept(blocks, (LANES + shards) * sizeof(uint32_t))
+        work.most = <int64_t*>kept(blocks, (LANES + shards) * sizeof(int64_t))
 
     def extend(self, token_ids):
         """Append tokens to the text. O(max_match x log(tokens)) per token.
@@ -261,13 +230,6 @@ cdef class SuffixMatcher:
                 length -= 1
         token_ids, parents, contexts = np.asarray(ids)[:, : tree.size]
         return (token_ids, parents, *np.asarray(counts)[:, : tree.size], contexts)
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError unless every shorter match occurs at least as often as a longer one."""
-        cdef int32_t length
-        for length in range(1, self.match_length):
-            assert self.occurrences(length) >= self.occurrences(length + 1) > 0, "counts"
-        assert 0 <= self.match_length <= self.max_match, "match length"
 
     cdef Interval* row(self, int32_t length) noexcept nogil:
         return self.matches + (length - 1) * self.index.shard_count

@@ -8,22 +8,16 @@ There are fewer of the latter than tokens.
 
 import numpy as np
 
-from libc.stdlib cimport calloc, free, malloc, qsort, realloc
+cimport cython
+from libc.stdlib cimport free, qsort
 from libc.string cimport memset
 
+from common.blocks cimport resized
 from common.heap cimport Entry, pop, push
-from common.types cimport int32_t, int64_t, state_t, token_t
-from suffix_automaton.automaton cimport (
-    FIRST_CAPACITY, MAX_POSITIONS, MISSING, ROOT, SEPARATOR, Automaton, Branch, Candidate, Clone,
-    Frontier, Match, Position, branch_cell, count_of, earliest_end, first_target, first_token,
-    latest_cell, latest_end, length_of, link_cell, link_of, step,
-)
-from suffix_automaton.transition_table cimport NO_TOKEN, Slot, Table, find
+from common.types cimport int32_t, int64_t, state_t, token_t, uint32_t, uint64_t
 
-include "suffix_automaton/construction.pxi"
-include "suffix_automaton/matching.pxi"
-include "suffix_automaton/counts.pxi"
-include "suffix_automaton/branching.pxi"
+include "suffix_automaton/automaton.pxi"
+include "suffix_automaton/drafting.pxi"
 
 cdef enum:
     GIL_FREE = 1024  # tokens from which giving up the GIL is worth a possible wait to get it back
@@ -96,7 +90,8 @@ cdef class SuffixAutomaton:
         free(self.a.clones)
         free(self.a.root.slots)
         free(self.a.branches.slots)
-        release_counts(&self.a)
+        if self.a.counts != NULL:
+            free(self.a.counts - self.a.clone_count)
 
     def __len__(self):
         """Tokens and separators."""
@@ -161,42 +156,24 @@ cdef class SuffixAutomaton:
             return
         with nogil:
             count_occurrences(&self.a)
-            sort_all_branches(&self.a)
-            self._shrink()
         self._frozen = True
-
-    cdef int _shrink(self) except -1 nogil:
-        cdef Automaton* a = &self.a
-        a.position_capacity = 0
-        reserve_positions(a, a.n)
-        if a.clone_count:
-            a.clone_capacity = 0
-            reserve_clones(a, a.clone_count)
-        return 0
+        with nogil:
+            sort_all_branches(&self.a)
+            self.a.position_capacity = self.a.clone_capacity = -1
+            reserve_positions(&self.a, self.a.n)
+            reserve_clones(&self.a, self.a.clone_count)
 
     @property
     def nbytes(self):
         """Bytes allocated."""
         cdef Automaton* a = &self.a
-        cdef int64_t counts = 0
-        if a.position_counts != NULL:
-            counts = (a.n + a.clone_count + 2) * sizeof(int32_t)
+        cdef int64_t counted = 0 if a.counts == NULL else a.n + 1 + a.clone_count
         return (
             a.position_capacity * sizeof(Position)
             + a.clone_capacity * sizeof(Clone)
             + (a.root.capacity + a.branches.capacity) * sizeof(Slot)
-            + counts
+            + counted * sizeof(int32_t)
         )
-
-    @property
-    def state_count(self):
-        """States, the root included; separators count as states of their own."""
-        return self.a.n + 1 + self.a.clone_count
-
-    @property
-    def operations(self):
-        """Links followed and transitions written while building, for tests of linear time."""
-        return self.a.operations
 
     def tokens(self):
         """int32 [len], the text; −1 at separators."""
@@ -210,70 +187,6 @@ cdef class SuffixAutomaton:
     def cursor(self):
         """A new cursor at the empty match."""
         return Cursor(self)
-
-    def check_invariants(self):
-        """Raise AssertionError where the arrays do not form the automaton of the text. O(n)."""
-        cdef Automaton* a = &self.a
-        cdef int64_t i, chained = 0
-        assert a.position_capacity >= a.n + 2 and a.clone_capacity >= a.clone_count, "capacities"
-        assert a.positions[a.n + 1].token == SEPARATOR, "sentinel"
-        assert a.positions[ROOT].link == ROOT, "link of the root"
-        assert a.clone_count <= a.n, "more clones than tokens"
-        for i in range(1, a.n + 1):
-            chained += self._check_state(<state_t>i)
-        for i in range(a.clone_count):
-            chained += self._check_state(~<state_t>i)
-        assert chained == a.branches.used, "a transition that no state lists"
-        assert self._check_transitions(ROOT) == a.root.used, "a root transition not listed"
-        self._check_table(&a.root)
-        self._check_table(&a.branches)
-
-    cdef int64_t _check_state(self, state_t s) except -1:
-        cdef Automaton* a = &self.a
-        cdef state_t link = link_of(a, s)
-        cdef int32_t end = earliest_end(a, s)
-        assert -a.clone_count <= link <= a.n, "link out of range"
-        assert length_of(a, link) < length_of(a, s) <= end <= a.n, "length"
-        assert earliest_end(a, link) <= end <= latest_end(a, s) <= a.n, "end positions"
-        assert link == ROOT or a.positions[earliest_end(a, link)].token == a.positions[end].token, (
-            "a link that is no suffix"
-        )
-        assert a.positions[latest_end(a, s)].token == a.positions[end].token, "latest end"
-        if first_token(a, s) != SEPARATOR:
-            self._check_target(s, first_token(a, s), first_target(a, s))
-        return self._check_transitions(s)
-
-    cdef int64_t _check_transitions(self, state_t s) except -1:
-        """Checks the chained transitions of a state and returns their number."""
-        cdef Automaton* a = &self.a
-        cdef const Table* table = &a.root if s == ROOT else &a.branches
-        cdef token_t token = branch_cell(a, s)[0]
-        cdef Slot slot
-        cdef int64_t n = 0
-        while token != NO_TOKEN:
-            slot = find(table, s, token)[0]
-            assert slot.token == token and slot.state == s, "a listed transition is missing"
-            assert s == ROOT or token != first_token(a, s), "the first transition stored again"
-            self._check_target(s, token, slot.target)
-            token = slot.next_branch
-            n += 1
-            assert n <= table.used, "a cycle of transitions"
-        return n
-
-    cdef int _check_target(self, state_t s, token_t token, state_t target) except -1:
-        cdef Automaton* a = &self.a
-        assert -a.clone_count <= target <= a.n and target != ROOT, "target out of range"
-        assert a.positions[earliest_end(a, target)].token == token, "target by another token"
-        assert length_of(a, s) < length_of(a, target), "target not longer"
-        assert length_of(a, s) >= length_of(a, link_of(a, target)), "target of a shorter string"
-        return 0
-
-    cdef int _check_table(self, const Table* t) except -1:
-        cdef int64_t i, used = 0
-        for i in range(t.capacity):
-            used += t.slots[i].token != NO_TOKEN
-        assert used == t.used and 4 * used <= 3 * t.capacity, "table load"
-        return 0
 
 
 cdef class Cursor:
@@ -313,13 +226,6 @@ cdef class Cursor:
             advance(&self.automaton.a, &self.match, ids[i])
         return self.match.length
 
-    def retreat(self):
-        """Shorten the match to its longest suffix with more occurrences. Returns the new length."""
-        normalise(&self.automaton.a, &self.match)
-        self.match.state = link_of(&self.automaton.a, self.match.state)
-        self.match.length = length_of(&self.automaton.a, self.match.state)
-        return self.match.length
-
     @property
     def length(self):
         """Tokens matched."""
@@ -357,14 +263,15 @@ cdef class Cursor:
         if not self.automaton._frozen:
             raise ValueError("expected a frozen automaton, got a growing one")
 
-    def draft(self, int64_t limit, bint latest=False, bint retreat=True):
-        """The tokens after an occurrence of the match.
+    def draft(self, int64_t limit, bint latest=False):
+        """The tokens after an occurrence of the match, or of a shorter suffix of it.
+
+        While fewer than `limit` tokens follow, shorter suffixes are looked at, which occur earlier;
+        the first with the most followers is taken.
 
         Args:
             limit: at most so many.
             latest: take the late occurrence instead of the earliest.
-            retreat: while fewer than `limit` tokens follow, look at shorter suffixes of the match,
-                which occur earlier; the first with the most followers is taken.
 
         Returns:
             int32 [0 .. limit], ending where the text or the document does.
@@ -372,7 +279,7 @@ cdef class Cursor:
         cdef const Automaton* a = &self.automaton.a
         cdef int64_t end = 0, n, i
         normalise(a, &self.match)
-        n = continuation(a, self.match, limit, latest, retreat, &end)
+        n = continuation(a, self.match, limit, latest, &end)
         out = np.empty(n, dtype=np.int32)
         cdef int32_t[::1] view = out
         for i in range(n):
@@ -398,7 +305,7 @@ cdef class Cursor:
             ValueError: the automaton is not frozen; limit or max_children is below 0.
         """
         cdef Frontier f
-        cdef int64_t room
+        cdef size_t room
         self._require_frozen()
         if limit < 0 or max_children < 0:
             raise ValueError(f"limit, max_children: expected at least 0, got {limit}, {max_children}")
@@ -412,17 +319,12 @@ cdef class Cursor:
         if limit == 0:
             return tokens, parents, rates, counts
         room = (limit + 1) * (max_children + 1)
-        f.candidates = <Candidate*>malloc(room * sizeof(Candidate))
-        f.heap = <Entry*>malloc(room * sizeof(Entry))
-        if f.candidates == NULL or f.heap == NULL:
-            free(f.candidates)
-            free(f.heap)
-            raise MemoryError(f"no memory for a draft of {limit} nodes")
+        f.candidates = <Candidate*>resized(NULL, room * (sizeof(Candidate) + sizeof(Entry)))
+        f.heap = <Entry*>(f.candidates + room)
         f.offered, f.waiting, f.max_children, f.min_prob = 0, 0, max_children, min_prob
         n = best_first(
             &self.automaton.a, self.match.state, &f, limit,
             &tokens_view[0], &parents_view[0], &rates_view[0], &counts_view[0],
         )
         free(f.candidates)
-        free(f.heap)
         return tokens[:n], parents[:n], rates[:n], counts[:n]

@@ -13,34 +13,45 @@ cdef class Text:
 
     cdef readonly SuffixTree tree
     cdef readonly int32_t sequence
-    cdef token_t vocab_size
-    cdef token_t last[LONGEST]  # tokens of the text, the last one at the end
-    cdef int32_t count
-    cdef Copy copy
-    cdef Trend trend
+    cdef MixedText state
 
     def __cinit__(self, SuffixTree tree, sequence, const token_t[::1] context, token_t vocab_size):
-        self.tree, self.vocab_size = tree, vocab_size
-        self.sequence = NIL if tree is None else tree._checked(sequence)
-        self.copy = Copy(
-            next=NIL, length=0, left=NIL, since=0, breaks=0, last=[-1, -1, -1]
-        )
-        self.trend = Trend(TREND_TRIALS, TREND_TRIALS, TREND_TRIALS, TREND_TRIALS)
+        cdef MixedText* t = &self.state
         cdef Py_ssize_t i
+        self.tree = tree
+        self.sequence = NIL if tree is None else tree._checked(sequence)
+        t.sources.vocab_size = vocab_size
+        t.sources.stores[0], t.sequences[0] = NULL, self.sequence
+        if tree is not None:
+            t.sources.stores[0] = &tree.store
+        t.sequences[2] = NIL
+        t.copy.next = t.copy.left = NIL
+        t.trend = Trend(TREND_TRIALS, TREND_TRIALS, TREND_TRIALS, TREND_TRIALS)
         for i in range(max(context.shape[0] - LONGEST, 0), context.shape[0]):
             self.follow(context[i])
 
     cdef inline void follow(self, token_t token) noexcept:
-        if self.count == LONGEST:
-            memmove(&self.last[0], &self.last[1], (LONGEST - 1) * sizeof(token_t))
-            self.count -= 1
-        self.last[self.count] = token
-        self.count += 1
+        cdef MixedText* t = &self.state
+        if t.count == LONGEST:
+            memmove(&t.last[0], &t.last[1], (LONGEST - 1) * sizeof(token_t))
+            t.count -= 1
+        t.last[t.count] = token
+        t.count += 1
 
-    cdef void look_back(self) noexcept nogil:
+    cdef MixedText* beside(self, SuffixTree memory, running, SuffixTree corpus) except NULL:
+        """The text with what it is drafted from besides itself."""
+        cdef MixedText* t = &self.state
         cdef int32_t i
+        t.sources.stores[1], t.sequences[1], t.sources.stores[2] = NULL, NIL, NULL
+        if memory is not None:
+            t.sources.stores[1] = &memory.store
+            if running is not None:
+                t.sequences[1] = memory._checked(running)
+        if corpus is not None:
+            t.sources.stores[2] = &corpus.store
         for i in range(3):
-            self.copy.last[i] = self.last[self.count - 1 - i] if i < self.count else -1
+            t.copy.last[i] = t.last[t.count - 1 - i] if i < t.count else -1
+        return t
 
 
 def extend_texts(list texts, const token_t[::1] token_ids, const int64_t[::1] offsets):
@@ -75,9 +86,8 @@ cdef class Mixer:
     """
 
     cdef readonly object cells, copy_cells, weights
-    cdef object _logits
+    cdef list blocks
     cdef Mixture mixture
-    cdef Expansion expansion
     cdef MixedDraft room
     cdef int32_t capacity
 
@@ -92,70 +102,51 @@ cdef class Mixer:
         self.cells = state[:COPY_CELL].reshape(cells.shape)
         self.copy_cells = state[COPY_CELL:].reshape(copy_cells.shape)
         self.weights = np.array(weights, dtype=np.float32, order="C")
-        self._logits = np.empty(CELLS, dtype=np.float32)
+        self.blocks = []
         cdef float[:, ::1] cell_view = state
         cdef float[:, ::1] weight_view = self.weights
-        cdef float[::1] logit_view = self._logits
+        cdef Mixture* m = &self.mixture
         cdef int32_t i
-        self.mixture = Mixture(<Cell*>&cell_view[0, 0], &logit_view[0], &weight_view[0, 0], NULL, rate)
-        self.mixture.known = <KnownNames*>calloc(KNOWN, sizeof(KnownNames))
-        if self.mixture.known == NULL:
-            raise MemoryError
+        m.cells, m.weights, m.rate = <Cell*>&cell_view[0, 0], &weight_view[0, 0], rate
+        m.logits = <float*>kept(self.blocks, CELLS * sizeof(float))
+        m.known = <KnownNames*>kept(self.blocks, KNOWN * sizeof(KnownNames))
         for i in range(CELLS):
-            logit_view[i] = log_odds(cell_view[i, 0])
-        self._reserve(1)
+            m.logits[i] = log_odds(cell_view[i, 0])
 
     def __dealloc__(self):
         free(self.room.contexts)
         free(self.room.copies)
         free(self.room.guesses)
-        free(self.mixture.known)
 
     cdef int _reserve(self, int32_t nodes) except -1:
         """Room for drafts of so many nodes."""
         cdef size_t places = <size_t>nodes + 1
-        if nodes <= self.capacity:
-            return 0
-        self.room.contexts = <Contexts*>grown(self.room.contexts, places * SOURCES * sizeof(Contexts))
-        self.room.copies = <Copy*>grown(self.room.copies, places * sizeof(Copy))
-        self.room.guesses = <Guess*>grown(self.room.guesses, places * sizeof(Guess))
-        self.capacity = nodes
+        cdef MixedDraft* d = &self.room
+        if nodes >= self.capacity:
+            d.contexts = <Contexts*>resized(d.contexts, places * SOURCES * sizeof(Contexts))
+            d.copies = <Copy*>resized(d.copies, places * sizeof(Copy))
+            d.guesses = <Guess*>resized(d.guesses, places * sizeof(Guess))
+            self.capacity = nodes + 1
         return 0
 
-    cdef MixedText* _gather(self, list texts, list memories, list running, SuffixTree corpus) except NULL:
-        """The texts and what each is drafted from, for the caller to free; see `draft`."""
-        cdef Py_ssize_t count = len(texts), row, source
+    cdef MixedText** _gather(self, list texts, list memories, list running, SuffixTree corpus) except NULL:
+        """The texts with what each is drafted from, for the caller to free; see `draft`."""
+        cdef Py_ssize_t count = len(texts), row
+        cdef Text text
         if not len(memories) == len(running) == count:
             raise ValueError(
                 f"memories and running: expected {count} of each, got {len(memories)} and "
                 f"{len(running)}"
             )
-        cdef MixedText* gathered = <MixedText*>grown(NULL, (count + 1) * sizeof(MixedText))
-        cdef MixedText* found
-        cdef Text text
-        cdef SuffixTree tree
+        cdef MixedText** found = <MixedText**>resized(NULL, count * sizeof(MixedText*))
         try:
             for row in range(count):
-                text, found = texts[row], &gathered[row]
-                text.look_back()
-                found.last, found.count = &text.last[0], text.count
-                found.copy, found.trend = &text.copy, &text.trend
-                found.sources.vocab_size = text.vocab_size
-                for source in range(SOURCES):
-                    found.sources.stores[source], found.sequences[source] = NULL, NIL
-                if text.tree is not None:
-                    found.sources.stores[0], found.sequences[0] = &text.tree.store, text.sequence
-                if memories[row] is not None:
-                    tree = memories[row]
-                    found.sources.stores[1] = &tree.store
-                    if running[row] is not None:
-                        found.sequences[1] = tree._checked(running[row])
-                if corpus is not None:
-                    found.sources.stores[2] = &corpus.store
+                text = texts[row]
+                found[row] = text.beside(memories[row], running[row], corpus)
         except BaseException:
-            free(gathered)
+            free(found)
             raise
-        return gathered
+        return found
 
     def draft(
         self, list texts, list memories, list running, SuffixTree corpus, list budgets, *,
@@ -181,7 +172,7 @@ cdef class Mixer:
         """
         cdef Py_ssize_t count = len(texts), row, end = 0
         cdef MixedDraft* d = &self.room
-        cdef MixedText* gathered
+        cdef MixedText** gathered
         cdef int32_t i
         if len(budgets) != count:
             raise ValueError(f"budgets: expected {count} of them, got {len(budgets)}")
@@ -201,7 +192,7 @@ cdef class Mixer:
             gathered[row].nodes = budgets[row]
         with nogil:
             for row in range(count):
-                draft_text(&gathered[row], alpha, d, &self.mixture, &self.expansion)
+                draft_text(gathered[row], alpha, d, &self.mixture)
                 for i in range(d.size):
                     token_view[end], parent_view[end] = d.guesses[i].token, d.guesses[i].parent
                     prob_view[end], class_view[end] = d.guesses[i].prob, -1 - d.guesses[i].source
@@ -221,19 +212,8 @@ cdef class Mixer:
         """
         cdef Py_ssize_t row
         check_offsets(offsets, len(texts), token_ids.shape[0])
-        cdef MixedText* gathered = self._gather(texts, memories, running, corpus)
+        cdef MixedText** gathered = self._gather(texts, memories, running, corpus)
         with nogil:
             for row in range(offsets.shape[0] - 1):
-                find_contexts_of(&gathered[row], self.room.contexts)
-                learn_tokens(
-                    &self.mixture, &gathered[row].sources, self.room.contexts, gathered[row].copy,
-                    gathered[row].trend, token_ids[offsets[row]:offsets[row + 1]], &self.expansion,
-                )
+                learn_tokens(&self.mixture, gathered[row], token_ids[offsets[row]:offsets[row + 1]])
         free(gathered)
-
-
-cdef void* grown(void* block, size_t size) except NULL:
-    block = realloc(block, size)
-    if block == NULL:
-        raise MemoryError
-    return block

@@ -13,39 +13,20 @@ import numpy as np
 
 cimport cython
 from libc.math cimport INFINITY, expf, logf
-from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memmove, memset
 
+from common.blocks cimport kept, resized
 from common.heap cimport Entry, pop as heap_pop, push as heap_push
 from common.offsets cimport check_offsets
 from common.prefetch cimport prefetch
-from common.types cimport int32_t, int64_t, token_t, uint16_t, uint32_t, uint64_t
-from suffix_tree.drafting cimport Candidate, CandidateHeap, Draft
-from suffix_tree.mixing cimport (
-    BIAS, BOTH, CANDIDATES, CELLS, CONTEXTS, COPIES, COPY_CELL, COPY_KINDS, COPY_STATES, Cell,
-    Context, Contexts, Copy, CopyNames, Expansion, GROUPS, Guess, Heard, INPUTS, KINDS, KNOWN,
-    KnownNames, LONGEST, MixedDraft, MixedText, Mixture, NAMES, Named, Names, OFFSETS, ORDERS, Reading, SHARES,
-    SOURCES, SUPPORTS, Sources, TABLE, Trend, Witness,
-)
-from suffix_tree.store cimport (
-    GAP_NAMES, Gap, Group, Link, NIL, NO_ITEM, Node, PAGE_BITS, PAGE_TOKENS, Page, Place, Pool,
-    ROOT, Sequence, Slot, Store, backward, fits, forward, group_at, item_count, item_depth,
-    item_parent, label_end, label_token, link_at, node_at, page_at, page_of, pool_size, sequence_at,
-    start_of, store_bytes, token_at, touch,
-)
+from common.types cimport int8_t, int32_t, int64_t, token_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-include "pools.pxi"
-include "child_table.pxi"
-include "children.pxi"
-include "matching.pxi"
-include "gaps.pxi"
-include "growth.pxi"
-include "scored_draft.pxi"
-include "contexts.pxi"
-include "names.pxi"
-include "copying.pxi"
-include "mixing.pxi"
-include "mixed_draft.pxi"
+include "suffix_tree/store.pxi"
+include "suffix_tree/growth.pxi"
+include "suffix_tree/scored.pxi"
+include "suffix_tree/evidence.pxi"
+include "suffix_tree/mixing.pxi"
 
 
 MAX_DEPTH = 1 << 16
@@ -59,13 +40,7 @@ COPY_SHAPE = (COPIES, COPY_KINDS, 2)
 WEIGHT_SHAPE = (GROUPS, INPUTS)
 
 
-cdef int32_t stores = 0
-
-cdef int32_t next_serial() noexcept:
-    """A number that no other store has."""
-    global stores
-    stores += 1
-    return stores
+cdef int32_t stores = 0  # that there have been
 
 
 cdef int check_ids(const token_t[::1] token_ids) except -1:
@@ -95,10 +70,10 @@ cdef class SuffixTree:
     """
 
     cdef Store store
-    cdef Place* matches
     cdef int32_t live
 
     def __cinit__(self, int max_depth=64, *, max_bytes=None):
+        global stores
         if not 1 <= max_depth <= MAX_DEPTH:
             raise ValueError(f"max_depth: expected 1 to {MAX_DEPTH}, got {max_depth}")
         cdef Store* s = &self.store
@@ -106,19 +81,13 @@ cdef class SuffixTree:
         pool_init(&s.groups, sizeof(Group))
         pool_init(&s.pages, sizeof(Page))
         pool_init(&s.sequences, sizeof(Sequence))
-        s.slots = NULL
-        s.gaps = NULL
-        s.gap_count = s.gaps_used = 0
-        s.slot_count = s.slots_used = s.max_bytes = 0
-        s.max_depth, s.clock, s.serial = max_depth, 0, next_serial()
-        self.matches = <Place*>malloc((max_depth + 1) * sizeof(Place))
-        if self.matches == NULL or reserve_for_token(s) < 1:
+        stores += 1
+        s.max_depth, s.serial = max_depth, stores
+        if reserve_for_token(s) < 1:
             raise MemoryError
         cdef Node* root = node_at(s, pool_take(&s.nodes))
-        root[0] = Node(
-            parent=NIL, count=0, end=NIL, depth=0, ends=0, children=0, first_child=NIL, first_leaf=NIL,
-            first_end=NIL, next=NIL, prev=NIL, group=NIL, stale=NIL, stamp=0,
-        )
+        memset(root, NIL, sizeof(Node))
+        root.count = root.depth = root.ends = root.children = 0
         if max_bytes is not None:
             if max_bytes < self.nbytes:
                 raise ValueError(f"max_bytes: expected at least {self.nbytes}, got {max_bytes}")
@@ -131,34 +100,25 @@ cdef class SuffixTree:
         free(self.store.sequences.data)
         free(self.store.slots)
         free(self.store.gaps)
-        free(self.matches)
 
     @property
     def max_depth(self):
         """Longest suffix kept, in tokens."""
         return self.store.max_depth
 
-    cdef int64_t _match_bytes(self):
-        return (self.store.max_depth + 1) * <int64_t>sizeof(Place)
-
     @property
     def nbytes(self):
         """Bytes allocated, spare capacity included."""
-        return store_bytes(&self.store) + self._match_bytes()
-
-    @property
-    def gap_bytes(self):
-        """Part of `nbytes`: the table of pairs before a gap."""
-        return self.store.gap_count * <int64_t>sizeof(Gap)
+        return store_bytes(&self.store)
 
     @property
     def max_bytes(self):
         """Limit on `nbytes`, or None. Lowering it below `nbytes` only stops growth."""
-        return self.store.max_bytes + self._match_bytes() if self.store.max_bytes else None
+        return self.store.max_bytes or None
 
     @max_bytes.setter
     def max_bytes(self, limit):
-        self.store.max_bytes = 0 if limit is None else max(<int64_t>limit - self._match_bytes(), 1)
+        self.store.max_bytes = 0 if limit is None else max(limit, 1)
 
     @property
     def token_count(self):
@@ -190,10 +150,6 @@ cdef class SuffixTree:
                 or sequence_at(&self.store, <int32_t>sequence).pending == NIL):
             raise ValueError(f"sequence: expected the id of one that is here, got {sequence}")
         return <int32_t>sequence
-
-    def append(self, sequence, token_t token):
-        """Append one token. Returns whether it fitted under `max_bytes`. O(max_depth)."""
-        return self.extend(sequence, np.array([token], dtype=np.int32)) == 1
 
     def extend(self, sequence, const token_t[::1] token_ids):
         """Append tokens (int32 [n], not negative). Returns how many fitted under `max_bytes`."""
@@ -245,15 +201,7 @@ cdef class SuffixTree:
 
     def tokens(self, sequence):
         """The tokens of a sequence, int32 [n]."""
-        cdef Sequence* q = sequence_at(&self.store, self._checked(sequence))
-        cdef int32_t page = q.first_page, i
-        out = np.empty(q.length, dtype=np.int32)
-        cdef token_t[::1] view = out
-        for i in range(q.length):
-            view[i] = page_at(&self.store, page).tokens[i % PAGE_TOKENS]
-            if i % PAGE_TOKENS == PAGE_TOKENS - 1:
-                page = page_at(&self.store, page).next
-        return out
+        return self.last_tokens(sequence, sequence_at(&self.store, self._checked(sequence)).length)
 
     def last_tokens(self, sequence, int32_t count):
         """The last tokens of a sequence, int32 [n], at most so many. O(n)."""
@@ -261,13 +209,11 @@ cdef class SuffixTree:
         cdef int32_t n = min(max(count, 0), q.length), position, i
         out = np.empty(n, dtype=np.int32)
         cdef token_t[::1] view = out
-        if n:
-            position = (q.last_page << PAGE_BITS) + (q.length - 1) % PAGE_TOKENS
-            position = backward(&self.store, position, n - 1)
-        for i in range(n):
+        position = (q.last_page << PAGE_BITS) + (q.length - 1) % PAGE_TOKENS
+        for i in range(n - 1, -1, -1):
             view[i] = token_at(&self.store, position)
-            if i + 1 < n:
-                position = forward(&self.store, position, 1)
+            if i:
+                position = backward(&self.store, position, 1)
         return out
 
     cdef bint _find(self, const token_t[::1] token_ids, Place* at) noexcept:
@@ -299,191 +245,56 @@ cdef class SuffixTree:
             item = next_item(&self.store, item)
         return found
 
-    def after_gap(self, token_t first, token_t second):
-        """(token, count) of what followed two tokens and any third, by descending count.
-
-        The most frequent four, of as many pairs as the table has room for.
-        """
-        cdef const Gap* gap = gap_after(&self.store, second, first)
-        return [] if gap == NULL else [(gap.tokens[i], gap.counts[i]) for i in range(names_of(gap))]
-
     def speculate(
         self, const token_t[::1] context, int max_nodes, *, double factor=1.0, double offset=0.0,
-        double min_prob=0.1, bint tree=True, str convention="arctic",
+        double min_prob=0.1, bint tree=True,
     ):
         """The best continuation of the last 1, 2, .. tokens of `context` (Algorithm 1).
 
         A match of L tokens drafts at most min(max_nodes, L * factor + offset) nodes, the most
         probable first (`tree`) or along the most frequent children (a path), none below `min_prob`.
-        A child's probability is its parent's times its count over its parent's count ("arctic") or
-        over the sum of the siblings' counts ("paper", C(N)). The highest sum of probabilities
-        wins, and among equals the longer match.
+        A child's probability is its parent's times its count over the sum of the siblings' counts,
+        the paper's C(N). The highest sum of probabilities wins, and among equals the longer match.
         """
-        cdef int32_t longest
-        with nogil:
-            longest = match_context(&self.store, context, self.matches)
-        return self._speculation(longest, max_nodes, factor, offset, min_prob, tree, convention)
+        return self._speculation(context, NIL, max_nodes, factor, offset, min_prob, tree)
 
     def speculate_after(
         self, sequence, int max_nodes, *, double factor=1.0, double offset=0.0,
-        double min_prob=0.1, bint tree=True, str convention="arctic",
+        double min_prob=0.1, bint tree=True,
     ):
         """`speculate` with a sequence's own tokens as the context, which costs no matching."""
-        cdef int32_t longest = match_sequence(
-            &self.store, self._checked(sequence), self.matches)
-        return self._speculation(longest, max_nodes, factor, offset, min_prob, tree, convention)
-
-    cdef object _speculation(
-        self, int32_t longest, int max_nodes, double factor, double offset, double min_prob,
-        bint tree, str convention,
-    ):
-        cdef int32_t budget = max(max_nodes, 0), chosen
-        cdef bint paper = convention == "paper"
-        cdef Draft best = Draft(0, 0.0, NULL, NULL, NULL), spare = best
-        if convention not in ("paper", "arctic"):
-            raise ValueError(f"convention: expected 'paper' or 'arctic', got {convention!r}")
-        tokens, parents = np.empty((2, budget), np.int32), np.empty((2, budget), np.int32)
-        probs = np.empty((2, budget), np.float64)
-        cdef token_t[:, ::1] token_rows = tokens
-        cdef int32_t[:, ::1] parent_rows = parents
-        cdef double[:, ::1] prob_rows = probs
-        cdef CandidateHeap queue
-        queue.candidates = <Candidate*>malloc((2 * budget + 1) * sizeof(Candidate))
-        queue.entries = <Entry*>malloc((2 * budget + 1) * sizeof(Entry))
-        if queue.candidates == NULL or queue.entries == NULL:
-            free(queue.candidates)
-            free(queue.entries)
-            raise MemoryError
-        if budget:
-            best.tokens, spare.tokens = &token_rows[0, 0], &token_rows[1, 0]
-            best.parents, spare.parents = &parent_rows[0, 0], &parent_rows[1, 0]
-            best.probs, spare.probs = &prob_rows[0, 0], &prob_rows[1, 0]
-        with nogil:
-            chosen = speculate(
-                &self.store, self.matches, longest, budget, factor, offset, min_prob, tree, paper,
-                &queue, &best, &spare,
-            )
-        free(queue.candidates)
-        free(queue.entries)
-        row = 1 if budget and best.tokens == &token_rows[1, 0] else 0
-        return Speculation(
-            tokens[row, :best.size], parents[row, :best.size],
-            probs[row, :best.size].astype(np.float32), chosen, best.score,
+        return self._speculation(
+            None, self._checked(sequence), max_nodes, factor, offset, min_prob, tree
         )
 
-    def check_invariants(self):
-        """Raise AssertionError where the structure contradicts itself. For tests: slow."""
-        cdef int32_t node, children = 0, nodes = 0
-        cdef Store* s = &self.store
-        waiting = [ROOT]
-        while waiting:
-            node = waiting.pop()
-            nodes += 1
-            items = self._items(node)
-            self._check_counts(node, items)
-            self._check_siblings(node)
-            for item in items:
-                assert item_parent(s, item) == node, "a child of another node"
-                assert item_depth(s, item) > node_at(s, node).depth, "an edge without a token"
-                assert self._label(item)[:node_at(s, node).depth] == self._label(node), "labels"
-                assert child_of(s, node, label_token(s, item, node_at(s, node).depth + 1)) == item
-            children += len(items) if branches(s, node) else 0
-            waiting.extend(item for item in items if item >= 0)
-        assert nodes == pool_size(&s.nodes), "nodes that are not in the tree"
-        assert children == s.slots_used, "table entries that are not in the tree"
-        assert 2 * pool_size(&s.groups) <= nodes, "groups of fewer than two"
-        assert nodes <= 2 * s.groups.capacity, "no room for the groups that removals may make"
-        self._check_sequences()
-        self._check_gaps()
-
-    cdef object _check_gaps(self):
-        cdef Store* s = &self.store
-        cdef Gap* gap
-        cdef int32_t i, used = 0
-        for i in range(s.gap_count):
-            gap = &s.gaps[i]
-            used += gap.tag != 0
-            counts = [gap.counts[k] for k in range(GAP_NAMES)]
-            named = [gap.tokens[k] for k in range(GAP_NAMES) if counts[k]]
-            assert counts == sorted(counts, reverse=True), "continuations out of order"
-            assert sum(counts) <= gap.total, "more continuations than were counted"
-            assert len(set(named)) == len(named), "a continuation counted twice"
-        assert used == s.gaps_used, "entries are counted wrong"
-
-    cdef list _items(self, int32_t node):
-        cdef int32_t item = first_item(&self.store, node)
-        found = []
-        while item != NO_ITEM:
-            found.append(item)
-            item = next_item(&self.store, item)
-        return found
-
-    cdef list _label(self, int32_t item):
-        cdef int32_t depth
-        return [
-            label_token(&self.store, item, depth)
-            for depth in range(1, item_depth(&self.store, item) + 1)
-        ]
-
-    cdef object _check_counts(self, int32_t node, list items):
-        cdef Node* v = node_at(&self.store, node)
-        cdef int32_t end = v.first_end, ends = 0
-        counts = [item_count(&self.store, item) for item in items]
-        while end != NIL:
-            assert link_at(&self.store, end).node == ~node, "an end of another node"
-            ends += 1
-            end = link_at(&self.store, end).next
-        assert v.children == len(items), "children are counted wrong"
-        assert v.ends == ends, "ends are counted wrong"
-        assert v.count == ends + sum(counts), "a count that its items do not add up to"
-        assert counts == sorted(counts, reverse=True), "children out of order"
-        assert node == ROOT or ends + len(items) > 1, "a node without need"
-        assert v.stale == NIL, "a label left unread"
-
-    cdef object _check_siblings(self, int32_t node):
-        cdef Store* s = &self.store
-        cdef int32_t child = node_at(s, node).first_child, last = NIL
-        run = []
-        while child != NIL:
-            if run and node_at(s, child).count != node_at(s, run[0]).count:
-                self._check_group(run)
-                run = []
-            run.append(child)
-            last = child
-            child = node_at(s, child).next
-        if run:
-            self._check_group(run)
-            assert node_at(s, node_at(s, node).first_child).prev == last, "the last sibling"
-
-    cdef object _check_group(self, list equals):
-        cdef Store* s = &self.store
-        cdef int32_t group = node_at(s, equals[0]).group
-        assert {node_at(s, node).group for node in equals} == {group}, "a divided group"
-        assert (group == NIL) == (len(equals) == 1), "a group of one, or none of several"
-        if group != NIL:
-            assert group_at(s, group).first == equals[0], "a group that starts elsewhere"
-            assert group_at(s, group).last == equals[len(equals) - 1], "a group that stops elsewhere"
-
-    cdef object _check_sequences(self):
-        cdef Store* s = &self.store
-        cdef int32_t i, j, position, node, total = 0, pages = 0, length
-        for i in range(s.sequences.used):
-            if sequence_at(s, i).pending == NIL:
-                continue
-            length = sequence_at(s, i).length
-            total += length
-            pages += (length + PAGE_TOKENS - 1) // PAGE_TOKENS
-            for j in range(length):
-                position = forward(s, sequence_at(s, i).first_page << PAGE_BITS, j)
-                assert start_of(s, position) == j, "pages out of order"
-                node = link_at(s, position).node
-                if node < 0 and node_at(s, ~node).depth < s.max_depth:
-                    assert j >= sequence_at(s, i).pending, "a suffix that would not move"
-                    assert node_at(s, ~node).depth == length - j, "a suffix that stops too early"
-                else:
-                    assert j < sequence_at(s, i).pending, "a suffix that cannot move"
-        assert total == node_at(s, ROOT).count, "tokens are counted wrong"
-        assert pages == pool_size(&s.pages), "pages that are not in the tree"
+    cdef object _speculation(
+        self, const token_t[::1] context, int32_t sequence, int max_nodes, double factor,
+        double offset, double min_prob, bint tree,
+    ):
+        cdef int32_t most = max(max_nodes, 0), chosen
+        cdef size_t room = 2 * <size_t>most + 1
+        tokens, parents = np.empty((2, most + 1), np.int32), np.empty((2, most + 1), np.int32)
+        probs = np.empty((2, most + 1), np.float64)
+        cdef int32_t[:, ::1] token_rows = tokens, parent_rows = parents
+        cdef double[:, ::1] prob_rows = probs
+        cdef Search q
+        q.store, q.most = &self.store, most
+        q.factor, q.offset, q.min_prob, q.tree = factor, offset, min_prob, tree
+        q.best = ScoredDraft(0, 0.0, &token_rows[0, 0], &parent_rows[0, 0], &prob_rows[0, 0])
+        q.spare = ScoredDraft(0, 0.0, &token_rows[1, 0], &parent_rows[1, 0], &prob_rows[1, 0])
+        q.candidates = <Candidate*>resized(
+            NULL, room * (sizeof(Candidate) + sizeof(Entry)) + self.store.max_depth * sizeof(Place)
+        )
+        q.queue = <Entry*>(q.candidates + room)
+        q.matches = <Place*>(q.queue + room)
+        with nogil:
+            chosen = search(&q, context, sequence)
+        free(q.candidates)
+        row = int(q.best.tokens == &token_rows[1, 0])
+        return Speculation(
+            tokens[row, :q.best.size], parents[row, :q.best.size],
+            probs[row, :q.best.size].astype(np.float32), chosen, q.best.score,
+        )
 
 
-include "mixer.pxi"
+include "suffix_tree/mixer.pxi"

@@ -8,19 +8,19 @@ import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import Timeout
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
-from ..system.arguments import require_at_least
+from ..system.arguments import kind_of, whole_number
 from ..system.files import locked
 from .format import (
     MAX_BYTES,
@@ -61,12 +61,9 @@ class BuildOptions:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.vocab_size <= MAX_VOCAB:
-            raise ValueError(f"vocab_size: expected 1 to {MAX_VOCAB}, got {self.vocab_size}")
-        require_at_least(1, workers=self.workers)
-        if self.memory < _MIN_SHARD * self.workers * self.bytes_per_code:
-            least = _MIN_SHARD * self.workers * self.bytes_per_code
-            raise ValueError(f"memory: expected at least {least} bytes, got {self.memory}")
+        whole_number("vocab_size", self.vocab_size, 1, MAX_VOCAB)
+        whole_number("workers", self.workers, 1)
+        whole_number("memory", self.memory, _MIN_SHARD * self.workers * self.bytes_per_code)
 
     @property
     def bytes_per_code(self) -> int:
@@ -80,6 +77,30 @@ class BuildOptions:
         return min(in_memory, MAX_BYTES // code_width(self.vocab_size))
 
 
+def require_documents(name: str, documents: Any) -> None:
+    """TypeError for the argument `name` if it is no iterable of documents: a text, a mapping or a
+    table, whose parts would be taken for documents."""
+    parts = isinstance(documents, (str, bytes, Mapping)) or hasattr(documents, "columns")
+    if parts or isinstance(documents, type) or not isinstance(documents, Iterable):
+        hint = "; of a table, its column of texts" if parts else ""
+        raise TypeError(
+            f"{name}: expected documents, a path or a Datastore, got {kind_of(documents)}{hint}"
+        )
+
+
+def as_ids(name: str, document: Any) -> NDArray[np.int64]:
+    """A document's ids, int64 [n]; TypeError or ValueError for `name` if they are none."""
+    try:
+        ids = np.asarray(document)
+    except ValueError:
+        raise ValueError(f"{name}: expected a flat sequence of ids, got {document!r:.80}") from None
+    if ids.ndim != 1:
+        raise ValueError(f"{name}: expected a flat sequence of ids, got {document!r:.80}")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
+    return ids.astype(np.int64, copy=False)
+
+
 @contextmanager
 def staging_directory(path: Path) -> Iterator[Path]:
     """A new directory beside `path`, removed at the end with what is still in it.
@@ -91,9 +112,12 @@ def staging_directory(path: Path) -> Iterator[Path]:
         BlockingIOError: another process is writing to `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    abandoned = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
     try:
         with locked(path.parent / f".{path.name}.lock", patience=0):
-            _remove_abandoned(path)
+            for left in path.parent.iterdir():
+                if abandoned.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
+                    shutil.rmtree(left, ignore_errors=True)
             staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
             staging.mkdir()
             try:
@@ -102,14 +126,6 @@ def staging_directory(path: Path) -> Iterator[Path]:
                 shutil.rmtree(staging, ignore_errors=True)
     except Timeout:
         raise BlockingIOError(f"{path}: another process is writing to it") from None
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Delete the staging directories of `path`, whose builds no longer live."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
-    for staging in path.parent.iterdir():
-        if name.fullmatch(staging.name) and staging.is_dir() and not staging.is_symlink():
-            shutil.rmtree(staging, ignore_errors=True)
 
 
 def publish(staging: Path, path: Path, manifest: Manifest) -> None:
@@ -147,40 +163,37 @@ def build_shards(
 
     Raises:
         ValueError: a document is not a flat sequence of ids below the vocabulary's size.
-        TypeError: a document is not made of integers.
+        TypeError: no documents, or one that is not made of integers.
         OSError: the disk is full or not writable.
         ImportError: the `corpus` extra is not installed.
     """
+    require_documents("documents", documents)
     _divsufsort()  # rather than after all documents were read
     shards: list[Shard] = []
     running: deque[Future[Shard]] = deque()
     sorting: AbstractContextManager[Executor] = (
         ThreadPoolExecutor(options.workers) if executor is None else nullcontext(executor)
     )
-    with sorting as pool, _progress_bar(options) as bar:
+    shown: dict[str, Any] = {"unit": "tok", "unit_scale": True, "desc": "indexing"}
+    with sorting as pool, tqdm(**shown, disable=not options.progress) as bar:
         for text in _write_texts(documents, directory, options, number, bar):
             if len(running) == options.workers:
                 shards.append(running.popleft().result())
-            running.append(pool.submit(_index, text.contents, directory, options.vocab_size))
+            running.append(pool.submit(_index, text, directory, options.vocab_size))
             bar.set_postfix(shards=len(shards) + len(running))
         shards += [future.result() for future in running]
     return tuple(shards)
 
 
-def _progress_bar(options: BuildOptions) -> tqdm[Any]:
-    return tqdm(unit="tok", unit_scale=True, desc="indexing", disable=not options.progress)
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """What a shard holds."""
+class _Text(NamedTuple):
+    """A shard whose tokens are written."""
 
     name: str
     documents: int
     tokens: int
 
 
-class _Text:
+class _TextFile:
     """The tokens file of a shard that is being filled.
 
     The shard's name comes from what it holds and from its place in the datastore: a datastore that
@@ -188,55 +201,50 @@ class _Text:
     """
 
     def __init__(self, directory: Path, number: int) -> None:
-        self.contents = _Contents("", 0, 0)
+        self.documents = self.tokens = 0
         self._path = directory / f"{number}.filling"
         self._file: Any = self._path.open("wb")
         self._hash = hashlib.sha256(b"%d:" % number)
-
-    @property
-    def codes(self) -> int:
-        return self.contents.tokens + self.contents.documents
 
     def write(self, batch: list[NDArray[np.int64]], vocab_size: int) -> None:
         codes = _encode(batch, vocab_size)
         self._file.write(codes)
         self._hash.update(codes.data)
-        documents, tokens = self.contents.documents, self.contents.tokens
-        self.contents = _Contents("", documents + len(batch), tokens + sum(map(len, batch)))
+        self.documents += len(batch)
+        self.tokens += sum(map(len, batch))
 
-    def close(self) -> None:
+    def close(self) -> _Text:
         """The shard is full; it gets its name."""
         sync_file(self._file)
         self._file.close()
-        self.contents = replace(self.contents, name=self._hash.hexdigest()[:_NAME_DIGITS])
-        self._path.rename(self._path.with_name(f"{self.contents.name}.tokens"))
+        name = self._hash.hexdigest()[:_NAME_DIGITS]
+        self._path.rename(self._path.with_name(f"{name}.tokens"))
+        return _Text(name, self.documents, self.tokens)
 
 
 def _write_texts(
     documents: Iterable[Ids], directory: Path, options: BuildOptions, number: int, bar: tqdm[Any]
 ) -> Iterator[_Text]:
     """Write tokens files, numbered from `number` on, and yield each when it is full or the last."""
-    text: _Text | None = None
+    text: _TextFile | None = None
     for batch in _batches(documents, options.shard_codes):
-        codes = sum(map(len, batch)) + len(batch)
-        if text and text.codes + codes > options.shard_codes:
-            text.close()
-            yield text
+        tokens = sum(map(len, batch))
+        if text and text.documents + text.tokens + len(batch) + tokens > options.shard_codes:
+            yield text.close()
             text, number = None, number + 1
-        text = text or _Text(directory, number)
+        text = text or _TextFile(directory, number)
         text.write(batch, options.vocab_size)
-        bar.update(codes - len(batch))
+        bar.update(tokens)
     if text:
-        text.close()
-        yield text
+        yield text.close()
 
 
 def _batches(documents: Iterable[Ids], shard_codes: int) -> Iterator[list[NDArray[np.int64]]]:
     """Documents in groups of a moderate size; one too long for a shard is cut."""
     batch: list[NDArray[np.int64]] = []
     size = 0
-    for document in documents:
-        ids = _as_ids(document)
+    for number, document in enumerate(documents):
+        ids = as_ids(f"documents: document {number}", document)
         for start in range(0, len(ids), shard_codes - 1):
             piece = ids[start : start + shard_codes - 1]
             if batch and size + len(piece) + 1 > min(_BATCH, shard_codes):
@@ -246,15 +254,6 @@ def _batches(documents: Iterable[Ids], shard_codes: int) -> Iterator[list[NDArra
             size += len(piece) + 1
     if batch:
         yield batch
-
-
-def _as_ids(document: Ids) -> NDArray[np.int64]:
-    ids = np.asarray(document)
-    if ids.ndim != 1:
-        raise ValueError(f"documents: expected flat sequences of ids, got shape {ids.shape}")
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"documents: expected integer ids, got {ids.dtype}")
-    return ids.astype(np.int64, copy=False)
 
 
 def _encode(batch: list[NDArray[np.int64]], vocab_size: int) -> NDArray[np.uint8]:
@@ -281,22 +280,26 @@ def _divsufsort() -> Callable[[NDArray[np.uint8]], Any]:
     return divsufsort
 
 
-def _index(text: _Contents, directory: Path, vocab_size: int) -> Shard:
+def _index(text: _Text, directory: Path, vocab_size: int) -> Shard:
     """Write the suffix array and bucket table of a tokens file."""
     width = code_width(vocab_size)
     codes = np.fromfile(directory / f"{text.name}.tokens", np.uint8)
     counts = count_codes(codes, width, vocab_size)
     shift = _bucket_shift(vocab_size, text.tokens)
-    starts = bucket_starts(counts, shift)
     ranks = rank_codes(codes, width, counts)
     rank_width = ranks.shape[1]
     by_bytes = _divsufsort()(ranks.reshape(-1))
     del ranks
-    suffixes = align_suffixes(by_bytes, rank_width, text.documents)
-    _write_array(directory / f"{text.name}.suffixes", suffixes)
-    _write_array(directory / f"{text.name}.starts", starts)
-    checksums = tuple(hashlib.sha256(part.data).hexdigest() for part in (codes, suffixes, starts))
-    return Shard(text.name, text.documents, text.tokens, shift, checksums)
+    written: dict[str, NDArray[Any]] = {
+        "suffixes": align_suffixes(by_bytes, rank_width, text.documents),
+        "starts": bucket_starts(counts, shift),
+    }
+    for part, array in written.items():
+        with (directory / f"{text.name}.{part}").open("wb") as file:
+            file.write(array.data)
+            sync_file(file)
+    checksums = (hashlib.sha256(array.data).hexdigest() for array in (codes, *written.values()))
+    return Shard(text.name, text.documents, text.tokens, shift, tuple(checksums))
 
 
 def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
@@ -358,9 +361,3 @@ def _bucket_shift(vocab_size: int, tokens: int) -> int:
     while (vocab_size >> shift) + 2 > max(tokens // 8, 3):
         shift += 1
     return shift
-
-
-def _write_array(path: Path, array: NDArray[Any]) -> None:
-    with path.open("wb") as file:
-        file.write(array.data)
-        sync_file(file)

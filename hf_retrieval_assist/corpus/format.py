@@ -19,7 +19,7 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -121,29 +121,25 @@ def _expect(condition: object, expected: str, got: object) -> None:
         raise ValueError(f"expected {expected}, got {got!r}")
 
 
-def _from_json(kind: type, values: Any, types: Mapping[str, Any]) -> Any:
-    """A `kind` from a JSON object with exactly its fields, each of the type given."""
-    _expect(isinstance(values, dict), f"an object describing a {kind.__name__}", values)
-    _expect(values.keys() == {f.name for f in fields(kind)}, f"the fields of {kind}", [*values])
+_SHARD = {"name": str, "documents": int, "tokens": int, "bucket_shift": int, "checksums": list}
+_MANIFEST = {"vocab_size": int, "tokenizer": (str, type(None)), "shards": list}
+
+
+def _fields(values: Any, types: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with exactly these fields, each of its type."""
+    _expect(isinstance(values, dict), f"an object of {', '.join(types)}", values)
+    _expect(values.keys() == types.keys(), f"the fields {', '.join(types)}", [*values])
     for name, expected in types.items():
-        value = values[name]
-        valid = isinstance(value, expected) and not isinstance(value, bool)
-        _expect(valid, f"{name} of type {expected}", value)
-    return kind(**values)
+        valid = isinstance(values[name], expected) and not isinstance(values[name], bool)
+        _expect(valid, f"{name} of type {expected}", values[name])
+    return dict(values)
 
 
 def _shard_from_json(values: Any) -> Shard:
-    types = {"name": str, "documents": int, "tokens": int, "bucket_shift": int, "checksums": list}
-    shard = _from_json(Shard, values, types)
-    _expect(all(isinstance(c, str) for c in shard.checksums), "checksums as text", shard.checksums)
-    return Shard(**{**vars(shard), "checksums": tuple(shard.checksums)})
-
-
-def _manifest_from_json(values: Any) -> Manifest:
-    types = {"vocab_size": int, "tokenizer": (str, type(None)), "shards": list}
-    manifest = _from_json(Manifest, values, types)
-    shards = tuple(_shard_from_json(shard) for shard in manifest.shards)
-    return Manifest(manifest.vocab_size, manifest.tokenizer, shards)
+    shard = _fields(values, _SHARD)
+    sums = shard.pop("checksums")
+    _expect(all(isinstance(checksum, str) for checksum in sums), "checksums as text", sums)
+    return Shard(**shard, checksums=tuple(sums))
 
 
 def _digest(contents: dict[str, Any]) -> str:
@@ -173,7 +169,9 @@ def _parse_manifest(data: bytes) -> Manifest:
     _expect(envelope.get("format") == MAGIC, f"format {MAGIC!r}", envelope.get("format"))
     _expect(envelope.get("version") == VERSION, f"version {VERSION}", envelope.get("version"))
     contents = envelope.get("contents")
-    manifest = _manifest_from_json(contents)
+    values = _fields(contents, _MANIFEST)
+    values["shards"] = tuple(_shard_from_json(shard) for shard in values["shards"])
+    manifest = Manifest(**values)
     _expect(envelope.get("sha256") == _digest(contents), "an unaltered manifest", "a wrong sha256")
     manifest.check()
     return manifest
@@ -182,12 +180,8 @@ def _parse_manifest(data: bytes) -> Manifest:
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Replace the manifest at `path` in one step: a reader sees the old one or the new one."""
     contents = asdict(manifest)
-    envelope = {
-        "format": MAGIC,
-        "version": VERSION,
-        "sha256": _digest(contents),
-        "contents": contents,
-    }
+    header = {"format": MAGIC, "version": VERSION, "sha256": _digest(contents)}
+    envelope = {**header, "contents": contents}
     with replacing(path / MANIFEST, alone=True) as file:
         file.write_text(json.dumps(envelope, indent=1) + "\n", encoding="utf-8")
     sync_directory(path)
@@ -239,22 +233,15 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def verify_files(path: Path, manifest: Manifest) -> None:
     """Raise ValueError naming the first file whose size or checksum is not the manifest's."""
     for shard in manifest.shards:
         sizes = shard.sizes(manifest.vocab_size)
         for name, size, expected in zip(shard.files(), sizes, shard.checksums, strict=True):
             _map_file(path / name, size)
-            if checksum(path / name) != expected:
+            with (path / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != expected:
                 raise ValueError(f"{path / name} is altered: its SHA-256 is not the manifest's")
 
 

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ..system.arguments import encodable
 from ..system.files import BlankLineError, read_json_lines
 
 DATASET_PREFIX = "datasets:"
@@ -159,10 +160,9 @@ def _text_of(row: Any, field: str, place: str) -> Text:
     if not isinstance(text, str):
         return ValueError(f"{place}: expected text in field {field!r}, got {type(text).__name__}")
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return ValueError(f"{place}: expected text in field {field!r}, got {error}")
-    return text
+        return encodable(f"{place}: field {field!r}", text)
+    except ValueError as error:
+        return error
 
 
 def _import(module: str, purpose: str) -> Any:

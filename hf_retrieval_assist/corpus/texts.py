@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..system.arguments import kind_of
-from .build import Ids
+from ..system.arguments import encodable
+from .build import Ids, as_ids, require_documents
 from .datastore import Datastore
 from .format import MANIFEST
 from .readers import DATASET_PREFIX, read_texts
 
 Document: TypeAlias = "str | Mapping[str, Any] | Ids"
 Corpus: TypeAlias = "Iterable[Document] | Datastore | str | os.PathLike[str]"
+_SHOWN = 80  # characters of what is no path
 
 
 def tokenised(corpus: Corpus, tokenizer: Any = None) -> Iterable[Ids] | Datastore:
@@ -26,31 +27,44 @@ def tokenised(corpus: Corpus, tokenizer: Any = None) -> Iterable[Ids] | Datastor
         tokenizer: for texts; of a datastore's path, the one it has to be of.
 
     Raises:
-        TypeError: none of these.
+        TypeError: none of these; ids that are no integers.
         FileNotFoundError: there is nothing at the path.
-        ValueError: a text without a tokenizer; a file that cannot be read.
+        ValueError: a text that is no path; a text without a tokenizer, or one that cannot be
+            encoded; a row without text; a document that is none; a file that cannot be read.
     """
     if isinstance(corpus, (str, os.PathLike)):
-        if (Path(corpus) / MANIFEST).is_file():
-            return Datastore.open(corpus, tokenizer)
         place = os.fspath(corpus)
-        if not place.startswith(DATASET_PREFIX) and not Path(place).exists():
-            raise FileNotFoundError(
-                f"corpus: expected a path, got {place!r}; a single text stands in a list"
-            )
+        if not place.startswith(DATASET_PREFIX) and (_existing(place) / MANIFEST).is_file():
+            return Datastore.open(corpus, tokenizer)
         corpus = read_texts([place])
     if isinstance(corpus, Datastore):
         return corpus
-    if isinstance(corpus, type) or not isinstance(corpus, Iterable):
-        raise TypeError(f"corpus: expected documents, a path or a Datastore, got {kind_of(corpus)}")
+    require_documents("corpus", corpus)
     return _ids(corpus, tokenizer)
 
 
+def _existing(place: str) -> Path:
+    path, shown = Path(place), f"got {place[:_SHOWN]!r}; a single text stands in a list"
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"corpus: expected a path, {shown}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"corpus: expected a path ({error.args[-1]:.80}), {shown}") from None
+    return path
+
+
 def _ids(documents: Iterable[Document], tokenizer: Any) -> Iterator[Ids]:
-    for document in documents:
-        text: Any = document.get("text") if isinstance(document, Mapping) else document
+    for number, document in enumerate(documents):
+        name = f"corpus: document {number}"
+        text: Any = document
+        if isinstance(document, Mapping):
+            text = document.get("text")
+            if not isinstance(text, str):
+                found = f"{type(text).__name__} in a row of {[*document]!r:.{_SHOWN}}"
+                raise ValueError(f"{name}: expected text in field 'text', got {found}")
         if isinstance(text, str):
             if tokenizer is None:
                 raise ValueError("tokenizer: expected one, since the corpus is text, got None")
-            text = tokenizer(text, add_special_tokens=False).input_ids
-        yield text
+            text = tokenizer(encodable(name, text), add_special_tokens=False).input_ids
+        yield as_ids(name, text)

@@ -253,7 +253,6 @@ class SuffixSession(DraftSession):
             "offset": -1.0,
             "min_prob": drafter.min_prob,
             "tree": drafter.tree,
-            "convention": "paper",
         }
         assert text.tree is not None
         drafts = [text.tree.speculate_after(text.sequence, budget, **how)]

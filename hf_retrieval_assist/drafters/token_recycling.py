@@ -243,7 +243,16 @@ class TokenRecyclingDrafter(Drafter):
                 ranks = min(self.top_k, target.vocab_size)
                 last_logits = Template(_LAST_LOGITS_TREE, ranks)
                 template = Template(self._child_counts, ranks).beside(last_logits)
-                self._tables[key] = SuccessorTable(target.vocab_size, ranks, template)
+                laid = successors.Template(
+                    template.parents,
+                    template.ranks,
+                    _RATES,
+                    _KINDS,
+                    _FIRST_TEXT_KIND,
+                    _FIRST_LAST_LOGITS,
+                    _LAST_LOGITS_RANKS,
+                )
+                self._tables[key] = SuccessorTable(target.vocab_size, ranks, laid)
             return self._tables[key]
 
 
@@ -292,7 +301,7 @@ class SuccessorTable:
     so below an unknown node everything is unknown.
     """
 
-    def __init__(self, vocab_size: int, top_k: int, template: Template) -> None:
+    def __init__(self, vocab_size: int, top_k: int, template: successors.Template) -> None:
         self._vocab_size = vocab_size
         self._top_k = top_k
         self._template = template
@@ -321,9 +330,9 @@ class SuccessorTable:
             self._successors, self._classes = table, classes
         return tokens
 
-    def _arrays(self) -> tuple[Rows, OwnRows]:
+    def _arrays(self) -> tuple[Rows, OwnRows | None]:
         """The table, and rows that stand for others of it."""
-        return (self._successors, self._classes), (np.empty(0, np.int32), *self._unknown(0))
+        return (self._successors, self._classes), None
 
     def draft(self, roots: Sequence[int], befores: Sequence[int], budgets: Sequence[int]) -> Forest:
         """The template over the table below each of several tokens: of its known nodes the most
@@ -337,25 +346,15 @@ class SuccessorTable:
             befores: the one before it; −1: unknown, or not to be looked at.
             budgets: nodes of each at most.
         """
-        template = self._template
         with self._lock:
-            (rows, kinds), (own, own_rows, own_kinds) = self._arrays()
+            rows, own = self._arrays()
             draft = successors.draft(
-                rows,
-                kinds,
+                *rows,
                 np.array(roots, np.int32),
                 np.array(befores, np.int32),
                 np.array(budgets, np.int64),
-                template.parents,
-                template.ranks,
-                _RATES,
-                _KINDS,
-                _FIRST_TEXT_KIND,
-                _FIRST_LAST_LOGITS,
-                _LAST_LOGITS_RANKS,
+                self._template,
                 own,
-                own_rows,
-                own_kinds,
             )
         return Forest(*draft)
 
@@ -445,5 +444,5 @@ class PrivateTable(SuccessorTable):
         self._own[tokens] = np.arange(self._used + 1, end + 1)
         self._used = end
 
-    def _arrays(self) -> tuple[Rows, OwnRows]:
+    def _arrays(self) -> tuple[Rows, OwnRows | None]:
         return self._table._arrays()[0], (self._own, self._successors, self._classes)

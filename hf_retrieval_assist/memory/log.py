@@ -1,9 +1,9 @@
 """A SQLite database of finished outputs that several processes share.
 
-Two tables: `outputs`, whose names are microseconds since 1970 and only grow, and `epoch`, with the
-name below which everything was forgotten. SQLite keeps its rollback journal beside the file during
-a transaction; between transactions the one file is all, so that it may be deleted, replaced or
-copied under running processes.
+Two tables: `outputs`, whose names are microseconds since 1970 and only grow, and `forgotten`, with
+the names of forgettings among them, and what each was of. SQLite keeps its rollback journal beside
+the file during a transaction; between transactions the one file is all, so that it may be deleted,
+replaced or copied under running processes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .outputs import HANDED_OVER, Output, Writers
+from .outputs import HANDED_OVER, MOST_FORGETTINGS, Forgettings, Output, Writers, is_forgotten, lost
 
 _SCHEMA = [
     "CREATE TABLE outputs (name INTEGER PRIMARY KEY, writer BLOB, place INTEGER, model TEXT,"
     " ids BLOB, crc INTEGER)",
-    "CREATE TABLE epoch (name INTEGER)",
+    "CREATE TABLE forgotten (name INTEGER, prefix TEXT)",
 ]
+_EPOCH = "CREATE TABLE epoch (name INTEGER)"  # of version 2, which knew forgetting all alone
 _APPLICATION = 0x48465241  # in the header, and the version
-_VERSION = 2
+_VERSION = 3
 _SETTINGS = (
     "trusted_schema = OFF",
     "cell_size_check = ON",
@@ -59,11 +61,13 @@ class OutputLog:
             size, are kept.
 
     Raises:
-        ValueError: from any method but `forget`, if the file is not such a log, of another version,
-            or damaged.
+        ValueError: from any method but `forget` of everything, if the file is not such a log, of a
+            later version, or damaged.
         OSError: from any method, if the file cannot be used, or is used by others for too long; it
             names the file.
     """
+
+    place = "on disk"
 
     def __init__(self, path: str | os.PathLike[str], keep_bytes: int) -> None:
         self.path = Path(path).resolve()
@@ -71,16 +75,16 @@ class OutputLog:
         self._database: sqlite3.Connection | None = None
         self._opened: tuple[int, ...] = ()  # process, device and inode of the open database
         self._patience = _PATIENCE
-        self._epoch: int | None = None  # none was heard
-        self._forgotten = False  # since the last `read`
+        self._known: Forgettings | None = None  # none was heard of
+        self._forgotten: list[str] = []  # by others since the last `read`
         self._last_read = 0
         self._writers = Writers()
 
-    def read(self) -> tuple[bool, list[Output]]:
+    def read(self) -> tuple[list[str], list[Output]]:
         """See `SharedOutputs`."""
         with self._transaction() as database:
             outputs = self._news(database)
-        forgotten, self._forgotten = self._forgotten, False
+        forgotten, self._forgotten = self._forgotten, []
         return forgotten, outputs
 
     def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
@@ -88,35 +92,41 @@ class OutputLog:
         output = self._writers.own(fingerprint, token_ids)
         while True:
             with self._transaction() as database:
-                if self._forgotten:
+                if is_forgotten(fingerprint, self._forgotten):
                     return False
                 self._insert(database, output)
-                if self._bytes_in_use(database) > 2 * self.keep_bytes:
-                    self._drop_oldest(database)
+                self._make_room(database)
             if self._is_open():  # and not deleted or replaced meanwhile
                 return True
 
-    def forget(self) -> None:
-        """See `SharedOutputs`. The file is emptied in place, whatever it holds, so that other links
-        to it do not keep the outputs."""
-        epoch = max(_now(), (self._epoch or 0) + 1)
+    def forget(self, prefix: str) -> None:
+        """See `SharedOutputs`. To forget everything the file is emptied in place, whatever it
+        holds, so that other links to it do not keep the outputs."""
         self._patience = _FORGETTING
+        if prefix:
+            with self._transaction() as database:
+                self._forget(database, self._next_name(database), prefix)
+            return
+        name = max(_now(), self._newest + 1)
         try:
             with self._transaction() as database:
-                epoch = self._next_name(database)
+                name = self._next_name(database)
                 database.execute("ROLLBACK")
                 database.execute("BEGIN EXCLUSIVE")
                 self._empty()
         except ValueError:  # nobody can use it
             self._empty()
         self._database = None  # it remembers the tables
-        self._epoch, self._last_read = epoch, 0
-        self._writers.clear()
+        self._known = {name: ""}
+        self._read_anew()
         with self._transaction() as database:
             # Processes that have not heard of it may have been quicker with the new file.
-            self._epoch = self._next_name(database)
-            self._agree_on_epoch(database)
-        self._forgotten = False
+            self._forget(database, self._next_name(database), "")
+        self._forgotten = []
+
+    def _read_anew(self) -> None:
+        self._last_read = 0
+        self._writers.clear()
 
     def sync(self, timeout: float) -> bool:
         """True: whoever reads the file sees it as it is."""
@@ -124,7 +134,7 @@ class OutputLog:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Everything that the block does, or nothing; the epochs here and there are made one."""
+        """Everything that the block does, or nothing; what was forgotten is told in between."""
         try:
             database = self._connected()
             database.execute(f"PRAGMA busy_timeout = {int(1000 * self._patience)}")
@@ -134,7 +144,7 @@ class OutputLog:
             self._patience = _PATIENCE
             try:
                 self._prepare(database)
-                self._agree_on_epoch(database)
+                self._hear(database)
                 yield database
                 if database.in_transaction:
                     database.execute("COMMIT")
@@ -159,21 +169,14 @@ class OutputLog:
             with suppress(FileExistsError):
                 os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, _OWNER_ONLY))
             self._opened = self._found()
-            self._database = self._connection()
+            how: dict[str, Any] = {"uri": True, "isolation_level": None, "check_same_thread": False}
+            uri = f"{self.path.as_uri()}?mode=rw"
+            database = sqlite3.connect(uri, timeout=self._patience, **how)
+            database.text_factory = partial(bytes.decode, errors="replace")
+            for setting in _SETTINGS:
+                database.execute(f"PRAGMA {setting}")
+            self._database = database
         return self._database
-
-    def _connection(self) -> sqlite3.Connection:
-        database = sqlite3.connect(
-            f"{self.path.as_uri()}?mode=rw",
-            timeout=self._patience,
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        database.text_factory = _text
-        for setting in _SETTINGS:
-            database.execute(f"PRAGMA {setting}")
-        return database
 
     def _is_open(self) -> bool:
         try:
@@ -197,41 +200,69 @@ class OutputLog:
                 database.execute(command)
             database.execute(f"PRAGMA application_id = {_APPLICATION}")
             database.execute(f"PRAGMA user_version = {_VERSION}")
+        elif tables == [_SCHEMA[0], _EPOCH] and header == [_APPLICATION, 2]:
+            epoch = _number(database, "SELECT max(name) FROM epoch")
+            database.execute("DROP TABLE epoch")
+            database.execute(_SCHEMA[1])
+            database.execute("INSERT INTO forgotten VALUES (?, '')", [epoch])
+            database.execute(f"PRAGMA user_version = {_VERSION}")
         elif tables != _SCHEMA or header[0] != _APPLICATION:
             raise ValueError(f"{self.path}: expected a log of outputs, got another database")
         elif header[1] != _VERSION:
             raise ValueError(f"{self.path}: expected version {_VERSION}, got {header[1]}")
 
-    def _agree_on_epoch(self, database: sqlite3.Connection) -> None:
-        epoch = _number(database, "SELECT name FROM epoch LIMIT 1")
-        if self._epoch is None:
-            self._epoch = epoch
-        elif epoch > self._epoch:
-            self._epoch, self._last_read, self._forgotten = epoch, 0, True
-            self._writers.clear()
-        elif epoch < self._epoch:  # the file is new, or an older copy
-            database.execute("DELETE FROM outputs WHERE name < ?", [self._epoch])
-            database.execute("DELETE FROM epoch")
-            database.execute("INSERT INTO epoch VALUES (?)", [self._epoch])
+    def _hear(self, database: sqlite3.Connection) -> None:
+        """Hear what others have forgotten, and forget anew what an older copy brought back."""
+        queries = ("SELECT count(*) FROM forgotten", "SELECT max(name) FROM forgotten")
+        found = [_number(database, query) for query in queries]
+        if self._known is not None and found == [len(self._known), self._newest]:
+            return
+        stored: Forgettings = dict(database.execute("SELECT name, prefix FROM forgotten"))
+        if not all(isinstance(prefix, str) for prefix in stored.values()):
+            raise sqlite3.DatabaseError("something else in place of what was forgotten")
+        known, self._known = self._known, stored
+        if known is not None:
+            news = [prefix for name, prefix in stored.items() if name not in known]
+            self._forgotten += news
+            if "" in news:  # an old one perhaps: what has been written since is read again
+                self._read_anew()
+            for name, prefix in lost(known, stored).items():
+                self._forget(database, name, prefix)
+
+    def _forget(self, database: sqlite3.Connection, name: int, prefix: str) -> None:
+        """Drop the outputs with a prefix that are older than a name, and say so to others."""
+        assert self._known is not None
+        where = "name < ? AND substr(model, 1, ?) = ?" if prefix else "name < ?"
+        arguments = [name, len(prefix), prefix] if prefix else [name]
+        database.execute(f"DELETE FROM outputs WHERE {where}", arguments)
+        database.execute("INSERT INTO forgotten VALUES (?, ?)", [name, prefix])
+        self._known[name] = prefix
+        if len(self._known) > 2 * MOST_FORGETTINGS:
+            oldest = sorted(self._known)[-MOST_FORGETTINGS]
+            self._known = {n: p for n, p in self._known.items() if n > oldest} | {oldest: ""}
+            database.execute("DELETE FROM forgotten WHERE name <= ?", [oldest])
+            database.execute("INSERT INTO forgotten VALUES (?, '')", [oldest])
 
     def _next_name(self, database: sqlite3.Connection) -> int:
         last = _number(database, "SELECT max(name) FROM outputs WHERE name < ?", _now() + _FAR)
-        return max(_now(), last + 1, (self._epoch or 0) + 1)
+        return max(_now(), last + 1, self._newest + 1)
+
+    @property
+    def _newest(self) -> int:
+        """The name of the latest forgetting that is known."""
+        return max(self._known or (), default=0)
 
     def _insert(self, database: sqlite3.Connection, output: Output) -> None:
         fields = output.fields()
         row = (self._next_name(database), *fields, _checksum(*fields))
         database.execute("INSERT INTO outputs VALUES (?, ?, ?, ?, ?, ?)", row)
 
-    def _bytes_in_use(self, database: sqlite3.Connection) -> int:
-        size, pages, free = (
-            _number(database, f"PRAGMA {name}")
-            for name in ("page_size", "page_count", "freelist_count")
-        )
-        return size * (pages - free)
-
-    def _drop_oldest(self, database: sqlite3.Connection) -> None:
+    def _make_room(self, database: sqlite3.Connection) -> None:
         """Keep the newest outputs up to `keep_bytes`, the last one in any case."""
+        counted = ("page_size", "page_count", "freelist_count")
+        size, pages, free = (_number(database, f"PRAGMA {name}") for name in counted)
+        if size * (pages - free) <= 2 * self.keep_bytes:
+            return
         sizes = "SELECT name, length(ids) + length(model) FROM outputs"
         kept, beyond = 0, _now() + _FAR
         rows = database.execute(f"{sizes} WHERE name < ? ORDER BY name DESC", [beyond])
@@ -277,10 +308,6 @@ class OutputLog:
         for path in (self.path, Path(f"{self.path}-journal")):
             with suppress(FileNotFoundError):
                 os.truncate(path, 0)
-
-
-def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
 
 
 def _now() -> int:

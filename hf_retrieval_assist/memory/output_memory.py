@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-import random
 import warnings
-from collections import defaultdict
+import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..structures.suffix_tree import SuffixTree
-from ..system.arguments import byte_count
+from ..structures.suffix_tree import MAX_DEPTH, SuffixTree
+from ..system.arguments import byte_count, real_number, whole_number
 from ..system.locks import Lock
-from .log import OutputLog
 from .outputs import SharedOutputs
-from .redis_server import RedisServer
 from .running_output import GROUP_MARK, RunningOutput
-from .stream import OutputStream
 
 # A token takes 50 to 80 bytes in the tree and 4 in the log, so that the log's newest records, up to
 # this share of the limit, are about what the trees can hold.
 _LOG_SHARE = 12
 
-# Between a tenant's digest and a model's fingerprint.
+# Between a tenant's digest and what is inside the tenant's namespace.
 _TENANT_MARK = ":"
+
+
+@dataclass
+class _Kind:
+    """Outputs with one fingerprint.
+
+    Attributes:
+        tree: that holds them.
+        outputs: in the tree.
+        finished: so many have come.
+        fading: (number of the later output that an output does not outlive, its own number, the
+            output), a heap.
+    """
+
+    tree: SuffixTree
+    outputs: dict[RunningOutput, None] = field(default_factory=dict)
+    finished: int = 0
+    fading: list[tuple[float, int, RunningOutput]] = field(default_factory=list)
 
 
 class OutputMemory:
@@ -75,8 +92,9 @@ class OutputMemory:
         lock: guards the trees that `tree` hands out.
 
     Raises:
-        ValueError: if the file at `path` is not a log of outputs, `max_bytes` is too little, or
-            `url` lacks a password or is none of the client's.
+        ValueError: if the file at `path` is not a log of outputs, `max_bytes` is too little,
+            another number is out of range, or `url` lacks a password or is none of the client's.
+        TypeError: if an argument is no number.
         OSError: if the file at `path` cannot be read, or locked, or closed to others.
         ImportError: with `url`, if the `redis` extra is not installed.
     """
@@ -91,29 +109,24 @@ class OutputMemory:
         url: str | None = None,
         half_life: float | None = None,
     ) -> None:
-        max_bytes = byte_count(max_bytes)
-        smallest = SuffixTree(max_depth).nbytes
-        if max_bytes < 2 * smallest:
-            raise ValueError(f"max_bytes: expected at least {2 * smallest}, got {max_bytes}")
-        if half_life is not None and not half_life > 0:
+        self.max_depth = whole_number("max_depth", max_depth, 1, MAX_DEPTH)
+        smallest = 2 * SuffixTree(self.max_depth).nbytes
+        self.max_bytes = whole_number("max_bytes", byte_count(max_bytes, "max_bytes"), smallest)
+        if half_life is not None and not real_number("half_life", half_life) > 0:
             raise ValueError(f"half_life: expected None or a number above 0, got {half_life}")
-        self.max_bytes = max_bytes
-        self.max_depth = max_depth
         self.half_life = half_life
         self.lock = Lock()
         self._log_lock = Lock()  # taken before the other one
-        self._trees: dict[str, SuffixTree] = {}
+        self._kinds: dict[str, _Kind] = {}  # by fingerprint
+        self._outputs: OrderedDict[RunningOutput, None] = OrderedDict()  # in trees, by age
+        self._running: weakref.WeakSet[RunningOutput] = weakref.WeakSet()
+        self._kept: OrderedDict[RunningOutput, None] = OrderedDict()  # running, for the log
+        self._unlogged: OrderedDict[RunningOutput, None] = OrderedDict()  # finished, in trees
         self._tree_bytes = 0
         self._output_bytes = 0  # of outputs in the trees, besides their tokens
         self._kept_bytes = 0
-        self._kept: dict[RunningOutput, None] = {}  # running, their tokens kept for the log
-        self._epoch = 0  # how often everything was forgotten
-        self._outputs: dict[RunningOutput, None] = {}  # in order of age
-        self._finished: dict[str, list[RunningOutput]] = {}  # those that fade, by fingerprint
-        # By tenant, so that none can tell from its own outputs that others have finished some.
-        self._chances = defaultdict[str, random.Random](partial(random.Random, 0))
-        self._log = _shared_outputs(path, url, max_bytes // _LOG_SHARE)
-        self._behind = False  # finished outputs could not be written to the log
+        self._log = _shared_outputs(path, url, self.max_bytes // _LOG_SHARE)
+        self._alone = False  # the log could not be read or written lately
         while self._learn_news():
             pass
 
@@ -125,22 +138,27 @@ class OutputMemory:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens remembered."""
+        """Number of tokens remembered; see `len`."""
         with self.lock:
-            own = (name for name in self._trees if name.startswith(self._prefix))
-            return sum(self._trees[name].token_count for name in own)
+            return sum(kind.tree.token_count for kind in self._own_kinds())
 
     def __repr__(self) -> str:
-        kept = {OutputLog: ", on disk", OutputStream: ", shared"}.get(type(self._log), "")
+        kept = "" if self._log is None else f", {self._log.place}"
         return (
             f"OutputMemory({len(self)} outputs of {self.token_count:,} tokens, "
             f"{self.nbytes / 2**20:.1f} of {self.max_bytes / 2**20:,.0f} MiB{kept})"
         )
 
     def __len__(self) -> int:
-        """Number of outputs remembered, running ones included."""
+        """Number of outputs remembered, running ones included: a namespace's own, or all."""
         with self.lock:
-            return sum(output.fingerprint.startswith(self._prefix) for output in self._outputs)
+            return sum(len(kind.outputs) for kind in self._own_kinds())
+
+    def _own_kinds(self) -> Iterator[_Kind]:
+        """All of a memory; of a namespace those that are not in a namespace inside it."""
+        for name, kind in self._kinds.items():
+            if not self._prefix or name.rpartition(_TENANT_MARK)[0] == self._prefix[:-1]:
+                yield kind
 
     def namespace(self, tenant: str) -> OutputMemory:
         """This memory for one tenant: what it writes is drafted to nobody else, nor is anything of
@@ -149,13 +167,17 @@ class OutputMemory:
         Tenants share the bound of bytes, the log and the server. The oldest outputs go first,
         whoever wrote them, so that a full memory shows that others write much, but not what. Give
         each tenant an assistant of its own: whatever else assistants learn of texts stays in them.
+        A namespace inside a tenant's is forgotten with it.
 
         Args:
             tenant: any name; the log and the server are told a digest of it.
 
         Raises:
             ValueError: an empty name.
+            TypeError: what is no text.
         """
+        if not isinstance(tenant, str):
+            raise TypeError(f"tenant: expected a name, got {type(tenant).__name__}")
         if not tenant:
             raise ValueError("tenant: expected a name, got ''")
         return _Namespace(self, tenant)
@@ -165,9 +187,10 @@ class OutputMemory:
 
         Finished outputs of no named model become this model's.
         """
-        if self._prefix in self._trees and fingerprint and GROUP_MARK not in fingerprint:
+        if self._prefix in self._kinds and fingerprint and GROUP_MARK not in fingerprint:
             self._adopt(fingerprint)
-        return self._trees.get(self._prefix + fingerprint)
+        kind = self._kinds.get(self._prefix + fingerprint)
+        return None if kind is None else kind.tree
 
     def add(self, token_ids: Sequence[int] | NDArray[np.int32], fingerprint: str = "") -> None:
         """Learn a whole output, or any other text.
@@ -179,6 +202,7 @@ class OutputMemory:
                 that drafts from this memory.
 
         Raises:
+            TypeError: for what is no list of integers.
             ValueError: for a negative id.
         """
         output = self.start(fingerprint)
@@ -190,7 +214,9 @@ class OutputMemory:
         with self._tolerated():
             self._learn_news()
         with self.lock:
-            return self._running(self._prefix + fingerprint)
+            output = RunningOutput(self, self._prefix + fingerprint, kept=self._log is not None)
+            self._running.add(output)
+            return output
 
     def extend(
         self,
@@ -211,10 +237,10 @@ class OutputMemory:
                 return
             bounds = pairwise(offsets.tolist())
             for output, (first, end) in zip(outputs, bounds, strict=True):
-                if output is not None and output.epoch == self._epoch:
+                if output is not None and not output.forgotten:
                     if not output.full and end > learnt:
                         self._learn(output, token_ids[max(first, learnt) : end])
-                    if output.is_kept:
+                    if output.kept is not None:
                         self._keep(output, token_ids[first:end])
 
     def refresh(self) -> None:
@@ -233,10 +259,10 @@ class OutputMemory:
         with self._log_lock:
             forgotten, outputs = self._log.read()
             with self.lock:
-                if forgotten:
-                    self._forget_all()
+                for prefix in forgotten:
+                    self._forget(prefix)
                 for output in outputs:
-                    self._learn_finished(output.fingerprint, output.token_ids, logged=True)
+                    self._learn_finished(output.fingerprint, output.token_ids)
         return bool(outputs)
 
     def sync(self, timeout: float = 10.0) -> bool:
@@ -256,116 +282,112 @@ class OutputMemory:
         return reached
 
     def forget(self) -> None:
-        """Forget every output, running ones and those in the log or on the server included, of all
-        tenants.
+        """Forget every output of this memory, running ones and those in the log or on the server
+        included: a namespace's are the tenant's alone, and those of the memory that tenants share
+        are everybody's.
 
         Other processes forget them when they next start or finish an output.
 
         Raises:
             OSError: the others could not be told; this process has forgotten.
+            ValueError: a tenant's outputs are in a log that is damaged; forgetting all empties it.
         """
         with self._log_lock:
             with self.lock:
-                self._forget_all()
+                self._forget(self._prefix)
             if self._log is not None:
-                self._log.forget()
+                self._log.forget(self._prefix)
 
-    def _forget_all(self) -> None:
-        for output in list(self._outputs):
-            self._drop(output)
-        for output in list(self._kept):
-            self._keep_no_tokens(output)
-        self._epoch += 1
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError where trees, outputs and limit contradict one another."""
-        with self.lock:
-            assert self.nbytes <= self.max_bytes, "above the limit"
-            assert sum(map(len, self._trees.values())) == len(self._outputs), "lost sequences"
-            held = sum(tree.nbytes for tree in self._trees.values())
-            assert held == self._tree_bytes, "miscounted bytes of trees"
-            costs = sum(output.cost for output in self._outputs)
-            assert costs == self._output_bytes, "miscounted bytes of outputs"
-            kept = sum(output.kept_bytes for output in self._kept)
-            assert kept == self._kept_bytes, "miscounted bytes of tokens"
-            for name, faded in self._finished.items():
-                assert faded, "an empty group"
-                assert all(o.fingerprint == name and o in self._outputs for o in faded), "a ghost"
-            for tree in self._trees.values():
-                tree.check_invariants()
+    def _forget(self, prefix: str) -> None:
+        for output in [*self._outputs, *self._running]:
+            if output.fingerprint.startswith(prefix):
+                output.forgotten = True
+                self._keep_nothing(output)
+                if output.sequence is not None:
+                    self._drop(output)
 
     def _adopt(self, model: str) -> None:
         """Make the finished outputs of no named model those of this one."""
         nobody, fingerprint = self._prefix, self._prefix + model
-        unnamed = self._trees[nobody]
-        finished = [o for o in self._outputs if o.fingerprint == nobody and o.finished]
-        if fingerprint not in self._trees and len(finished) == len(unnamed):
+        unnamed = self._kinds[nobody]
+        finished = [output for output in unnamed.outputs if output.finished]
+        if fingerprint not in self._kinds and len(finished) == len(unnamed.outputs):
             # The whole tree, which a second one beside it would not leave room for.
-            self._trees[fingerprint] = self._trees.pop(nobody)
-            if faded := self._finished.pop(nobody, None):
-                self._finished[fingerprint] = faded
+            self._kinds[fingerprint] = self._kinds.pop(nobody)
             for output in finished:
                 output.fingerprint = fingerprint
             return
         for output in finished:
             if output.sequence is not None:  # it has not made room for one before it
-                token_ids = unnamed.tokens(output.sequence)
+                token_ids, waits = unnamed.tree.tokens(output.sequence), output in self._unlogged
                 self._drop(output)
-                self._learn_finished(fingerprint, token_ids, output.logged)
+                again = self._learn_finished(fingerprint, token_ids)
+                if waits and again.live_sequence is not None:
+                    self._unlogged[again] = None
 
-    def _learn_finished(self, fingerprint: str, token_ids: NDArray[np.int32], logged: bool) -> None:
-        output = self._running(fingerprint)
-        output.finished, output.logged = True, logged
+    def _learn_finished(self, fingerprint: str, token_ids: NDArray[np.int32]) -> RunningOutput:
+        output = RunningOutput(self, fingerprint, kept=False)
+        output.finished = True
         self._learn(output, token_ids)
         self._fade(output)
-
-    def _running(self, fingerprint: str) -> RunningOutput:
-        return RunningOutput(self, fingerprint, self._epoch, kept=self._log is not None)
+        return output
 
     def _fade(self, newest: RunningOutput) -> None:
-        """Drop older outputs of its kind by chance, now that one more is finished."""
+        """Drop older outputs of its kind by chance, now that one more is finished.
+
+        How long an output lasts is drawn at its end, from its kind and number alone: no tenant can
+        tell from its own outputs that others have finished some.
+        """
         if self.half_life is None or newest.sequence is None:
             return
-        lasting = 0.5 ** (1 / self.half_life)
-        chance = self._chances[newest.fingerprint.rpartition(_TENANT_MARK)[0]]
-        for output in list(self._finished.get(newest.fingerprint, ())):
-            if chance.random() > lasting:
+        kind = self._kinds[newest.fingerprint]
+        while kind.fading and kind.fading[0][0] <= kind.finished + 1:
+            output = heappop(kind.fading)[2]
+            if output.sequence is not None:
                 self._drop(output)
-        self._finished.setdefault(newest.fingerprint, []).append(newest)
+        if len(kind.fading) > 2 * len(kind.outputs):
+            kind.fading = [entry for entry in kind.fading if entry[2].sequence is not None]
+            heapify(kind.fading)
+        kind.finished += 1
+        drawn = f"{newest.fingerprint} {kind.finished}".encode(errors="surrogatepass")
+        number = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest()) + 1
+        lasts = self.half_life * (64 - math.log2(number))
+        heappush(kind.fading, (kind.finished + lasts, kind.finished, newest))
 
     def finish(self, output: RunningOutput) -> None:
         """Write an output to the log that grows no more; see `RunningOutput.close`."""
         with self.lock:
+            self._running.discard(output)
             self._fade(output)
-            token_ids = output.kept_tokens()
+            token_ids = np.array(output.kept or (), np.int32)
             output.finished = True
-            self._keep_no_tokens(output)
-        if self._log is not None and len(token_ids):
-            with self._log_lock, self._tolerated():
-                if self._behind:
-                    self._deliver(self._log)
-                self._write(self._log, output, token_ids)
-                self._behind = False
-
-    def _write(
-        self, log: SharedOutputs, output: RunningOutput, token_ids: NDArray[np.int32]
-    ) -> None:
-        if output.logged or output.epoch != self._epoch:
+            self._keep_nothing(output)
+        if self._log is None or not len(token_ids):
             return
-        output.logged = log.append(output.fingerprint, token_ids)
-        if not output.logged:
-            self._learn_news()
+        with self._log_lock, self._tolerated():
+            try:
+                self._deliver(self._log)
+                written = self._log.append(output.fingerprint, token_ids)
+            except (OSError, ValueError):
+                with self.lock:
+                    if output.live_sequence is not None:
+                        self._unlogged[output] = None
+                raise
+            if not written:
+                self._learn_news()
+            self._alone = False
 
     def _deliver(self, log: SharedOutputs) -> None:
         """Write the outputs that could not be written before, as far as they are still whole."""
-        with self.lock:
-            waiting = [o for o in self._outputs if o.finished and not o.logged]
-        for output in waiting:
+        while True:
             with self.lock:
-                if output.live_sequence is None:
-                    continue
-                token_ids = self._trees[output.fingerprint].tokens(output.live_sequence)
-            self._write(log, output, token_ids)
+                output = next(iter(self._unlogged), None)
+                if output is None:
+                    return
+                token_ids = self._kinds[output.fingerprint].tree.tokens(output.sequence)
+            if not log.append(output.fingerprint, token_ids):
+                self._learn_news()
+            self._unlogged.pop(output, None)
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
@@ -373,25 +395,29 @@ class OutputMemory:
         try:
             yield
         except (OSError, ValueError) as error:
-            if not self._behind:
+            if not self._alone:
                 warnings.warn(f"outputs are not kept on disk for now: {error}", stacklevel=4)
-            self._behind = True
+            self._alone = True
 
     def _keep(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         """Keep tokens of a running output for the log, older outputs making room."""
+        assert output.kept is not None
+        output.kept.frombytes(token_ids.tobytes())
         self._kept[output] = None
-        self._kept_bytes += output.keep(token_ids)
+        self._kept_bytes += token_ids.nbytes
         while self.nbytes > self.max_bytes:
             if not self._evict(output):
                 # Drafts matter less than the log, the oldest output less than later ones.
                 if output.sequence is not None:
                     self._drop(output)
                 else:
-                    self._keep_no_tokens(next(iter(self._kept)))
+                    self._keep_nothing(next(iter(self._kept)))
 
-    def _keep_no_tokens(self, output: RunningOutput) -> None:
-        self._kept_bytes -= output.keep_nothing()
+    def _keep_nothing(self, output: RunningOutput) -> None:
+        """Keep no tokens for the log, also later."""
         self._kept.pop(output, None)
+        self._kept_bytes -= 4 * len(output.kept or ())
+        output.kept = None
 
     def _learn(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         """Append to an output, older ones making room; for good no more where there is none."""
@@ -403,6 +429,7 @@ class OutputMemory:
             token_ids = token_ids[learnt:]
             if len(token_ids) and not self._evict(output):
                 output.full = True
+                self._unlogged.pop(output, None)
                 return
 
     def _learn_together(
@@ -416,7 +443,7 @@ class OutputMemory:
         Returns how many of the tokens found room.
         """
         for output in filter(None, outputs):
-            if output.sequence is None and not output.full and output.epoch == self._epoch:
+            if output.sequence is None and not output.full and not output.forgotten:
                 self._open(output)
         live = [o for o in outputs if o is not None and o.live_sequence is not None]
         if len({output.fingerprint for output in live}) != 1 or len(live) < len(outputs):
@@ -432,7 +459,7 @@ class OutputMemory:
         offsets: NDArray[np.int64],
     ) -> int:
         """Append to sequences of a tree; how many of the tokens found room."""
-        tree = self._trees[fingerprint]
+        tree = self._kinds[fingerprint].tree
         before = tree.nbytes
         tree.max_bytes = self.max_bytes - (self.nbytes - before)
         learnt = tree.extend_all(sequences, token_ids, offsets)
@@ -442,17 +469,18 @@ class OutputMemory:
     def _open(self, output: RunningOutput) -> bool:
         """Give an output a sequence in its model's tree, where there is room for one."""
         while True:
-            known = self._trees.get(output.fingerprint)
-            tree = SuffixTree(self.max_depth) if known is None else known
-            counted = 0 if known is None else tree.nbytes
+            kind = self._kinds.get(output.fingerprint)
+            counted = 0 if kind is None else kind.tree.nbytes
+            opened = kind or _Kind(SuffixTree(self.max_depth))
+            tree = opened.tree
             tree.max_bytes = self.max_bytes - (self.nbytes - counted) - output.cost
             sequence = tree.add_sequence() if tree.nbytes <= tree.max_bytes else None
-            if known is not None or sequence is not None:
+            if kind is not None or sequence is not None:
                 self._tree_bytes += tree.nbytes - counted
             if sequence is not None:
                 output.sequence = sequence
-                self._trees[output.fingerprint] = tree
-                self._outputs[output] = None
+                self._kinds[output.fingerprint] = opened
+                opened.outputs[output] = self._outputs[output] = None
                 self._output_bytes += output.cost
                 return True
             if not self._evict(output):
@@ -469,20 +497,16 @@ class OutputMemory:
 
     def _drop(self, output: RunningOutput) -> None:
         """Take an output out of its tree; it will not be learnt any further."""
-        name = output.fingerprint
-        tree = self._trees[name]
-        before = tree.nbytes
-        tree.remove(output.sequence)
-        self._tree_bytes += tree.nbytes - before
-        if not len(tree):
-            del self._trees[name]
-            self._tree_bytes -= tree.nbytes
-        del self._outputs[output]
+        kind = self._kinds[output.fingerprint]
+        before = kind.tree.nbytes
+        kind.tree.remove(output.sequence)
+        self._tree_bytes += kind.tree.nbytes - before
+        del self._outputs[output], kind.outputs[output]
+        if not kind.outputs:
+            del self._kinds[output.fingerprint]
+            self._tree_bytes -= kind.tree.nbytes
+        self._unlogged.pop(output, None)
         self._output_bytes -= output.cost
-        if output in self._finished.get(name, ()):
-            self._finished[name].remove(output)
-            if not self._finished[name]:
-                del self._finished[name]
         output.sequence, output.full = None, True
 
 
@@ -493,8 +517,9 @@ class _Namespace(OutputMemory):
 
     def __init__(self, memory: OutputMemory, tenant: str) -> None:
         self.__dict__ = memory.__dict__
-        digest = hashlib.blake2b((memory._prefix + tenant).encode(), digest_size=12).hexdigest()
-        self._prefix = digest + _TENANT_MARK
+        name = tenant.encode(errors="surrogatepass")
+        digest = hashlib.blake2b(name, digest_size=12).hexdigest()
+        self._prefix = memory._prefix + digest + _TENANT_MARK
 
 
 def _shared_outputs(
@@ -503,5 +528,12 @@ def _shared_outputs(
     if path is not None and url is not None:
         raise ValueError("path: expected none beside url, got both")
     if url is not None:
+        from .redis_server import RedisServer
+        from .stream import OutputStream
+
         return OutputStream(RedisServer(url), keep_bytes)
-    return None if path is None else OutputLog(path, keep_bytes)
+    if path is None:
+        return None
+    from .log import OutputLog
+
+    return OutputLog(path, keep_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,8 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 HANDED_OVER = 1 << 14  # tokens that one `read` returns, about: learnt in a few milliseconds
+MOST_FORGETTINGS = 1 << 12  # that are kept one by one
 _OVERHEAD = 64  # bytes of an output besides its fingerprint and ids
 _WRITERS = 1 << 14  # those whose last output is known
+
+# Of each forgetting its name and a prefix of fingerprints: all outputs with that prefix and a lower
+# name are gone. The empty prefix is that of all outputs.
+Forgettings = dict[int, str]
 
 
 @dataclass(frozen=True)
@@ -82,28 +88,46 @@ class Writers:
         self._last.clear()
 
 
+def is_forgotten(fingerprint: str, prefixes: Iterable[str]) -> bool:
+    """Whether a forgetting of one of these prefixes is of a fingerprint's outputs."""
+    return any(fingerprint.startswith(prefix) for prefix in prefixes)
+
+
+def lost(known: Forgettings, stored: Forgettings) -> Forgettings:
+    """The forgettings that a view knows, and that shared outputs lack which came back from an older
+    copy; those from before a forgetting of everything count no more."""
+    everything = max((name for name, prefix in stored.items() if not prefix), default=0)
+    return {n: prefix for n, prefix in known.items() if n not in stored and n > everything}
+
+
 class SharedOutputs(Protocol):
     """A process's view of finished outputs that other processes read and write too.
 
-    Outputs have names that grow with time, and an epoch, which is such a name: what is named lower
-    was forgotten. A view that knows a later epoch than the shared outputs have, since these came
-    back from an older copy, forgets them there anew.
+    Outputs and forgettings have names that grow with time: an output with a forgotten prefix and a
+    lower name than the forgetting is gone. Of many forgettings the oldest become one of everything
+    that is older still. A view forgets anew what it knows to be forgotten where the shared outputs
+    have come back from an older copy.
     """
 
-    def read(self) -> tuple[bool, list[Output]]:
-        """Whether everything read or written before was forgotten, and outputs of other processes
-        that were not read before, about `HANDED_OVER` tokens at most; none if there are no more.
+    place: str  # as an `OutputMemory` shows it
+
+    def read(self) -> tuple[list[str], list[Output]]:
+        """The prefixes that others have forgotten, and outputs of other processes, none of which
+        was read before: about `HANDED_OVER` tokens at most; none if there are no more.
+
+        The forgettings come before these outputs.
         """
 
     def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
-        """Write an output. False, and nothing is written, if another process has forgotten
-        everything since the last `read`."""
+        """Write an output. False, and nothing is written, if another process has forgotten its
+        prefix since the last `read`."""
 
-    def forget(self) -> None:
-        """Drop all outputs, for every process.
+    def forget(self, prefix: str) -> None:
+        """Drop the outputs whose fingerprints have this prefix, for every process.
 
         Raises:
             OSError: the others could not be told.
+            ValueError: what there is holds no outputs; not for the empty prefix, all outputs'.
         """
 
     def sync(self, timeout: float) -> bool:

@@ -1,6 +1,6 @@
 """What a Redis or Valkey server keeps for all processes that share an output memory.
 
-Two keys. `{hf-retrieval-assist}:2:outputs` is a stream with one entry per output:
+Three keys. `{hf-retrieval-assist}:2:outputs` is a stream with one entry per output:
 
     by     the writer (16 random bytes)
     seq    its place among that writer's outputs; `by` and `seq` identify an output
@@ -8,39 +8,31 @@ Two keys. `{hf-retrieval-assist}:2:outputs` is a stream with one entry per outpu
     ids    the token ids (uint32, little-endian)
 
 Entries are named by the server's time, in milliseconds, and their names only grow.
-`{hf-retrieval-assist}:2:state` is a hash: `epoch`, the name below which everything was forgotten,
-`forgotten`, the time when it was, and `bytes`, the size of the stream's contents, which is bounded.
-The part of the keys in braces lets a cluster keep both in one place.
+`{hf-retrieval-assist}:2:forgotten` is a hash: the names of forgettings, milliseconds as well, and
+the prefix of fingerprints that each was of. `{hf-retrieval-assist}:2:state` is a hash: `epoch`,
+which grows with every forgetting, and `bytes`, the size of the stream's contents, which is bounded.
+The part of the keys in braces lets a cluster keep all in one place.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from .outputs import Output
+from .outputs import MOST_FORGETTINGS, Forgettings, Output
 
-_KEYS = ("{hf-retrieval-assist}:2:outputs", "{hf-retrieval-assist}:2:state")
+_KEYS = [f"{{hf-retrieval-assist}}:2:{name}" for name in ("outputs", "state", "forgotten")]
 _TIMEOUT = 2.0  # seconds that the server may take to answer
 _OPTIONS = (
     *("client_name", "db", "password", "username"),
     *("ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile"),
 )
 
-# One exchange. Outputs are not taken from a process that has not heard of the last forgetting; the
-# epoch in the answer tells it, and it forgets them too. One that has heard of none yet says when it
-# began, by the server's clock. A process that knows a later epoch than the server, which has come
-# back from an older copy, has it forget anew; what was written there since is named by a later time
-# and stays.
-# An entry that was read last and is gone made room, or was lost with all that were read: what there
-# is now is read from the beginning.
-# ARGV: the writer's epoch or "", the millisecond when it began, the last entry it has read, entries
-# to return at most, bytes to keep, then by, seq, model and ids of each output.
-_EXCHANGE = """
+_COMMON = """
 local function size(entry)
   local bytes = 0
   for _, part in ipairs(entry) do bytes = bytes + #part end
@@ -49,27 +41,37 @@ end
 local function stored(name)
   return tonumber(redis.call('HGET', KEYS[2], name) or 0)
 end
-local epoch, known = stored('epoch'), tonumber(ARGV[1])
-if known and known > epoch then
-  redis.call('XTRIM', KEYS[1], 'MINID', ARGV[1])
-  local bytes = 0
-  for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', '+')) do
-    bytes = bytes + size(entry[2])
-  end
-  redis.call('HSET', KEYS[2], 'epoch', ARGV[1], 'forgotten', ARGV[1], 'bytes', bytes)
-  epoch = known
+local function milliseconds()
+  local time = redis.call('TIME')
+  return string.format('%.0f', time[1] * 1000 + time[2] / 1000)
 end
-local forgotten = known and known < epoch or not known and stored('forgotten') > tonumber(ARGV[2])
-if forgotten then return {string.format('%.0f', epoch), 1, {}} end
-if #ARGV > 5 then
+"""
+
+# One exchange. A process that does not know the epoch is told what was forgotten, and the time;
+# nothing is taken from it until it does. An earlier version forgot everything, and kept no names.
+# An entry that was read last and is gone made room, or was lost with all that were read: what there
+# is now is read from the beginning.
+# ARGV: the epoch that the caller knows or "", the last entry it has read, entries to return at
+# most, bytes to keep, then by, seq, model and ids of each output.
+_EXCHANGE = (
+    _COMMON
+    + """
+local epoch = stored('epoch')
+if tonumber(ARGV[1]) ~= epoch then
+  if redis.call('HDEL', KEYS[2], 'forgotten') == 1 then
+    redis.call('HSET', KEYS[3], string.format('%.0f', epoch), '')
+  end
+  return {string.format('%.0f', epoch), milliseconds(), redis.call('HGETALL', KEYS[3]), {}}
+end
+if #ARGV > 4 then
   local kept = stored('bytes')
   if redis.call('XLEN', KEYS[1]) == 0 then kept = 0 end
-  for i = 6, #ARGV, 4 do
+  for i = 5, #ARGV, 4 do
     local entry = {'by', ARGV[i], 'seq', ARGV[i + 1], 'model', ARGV[i + 2], 'ids', ARGV[i + 3]}
     redis.call('XADD', KEYS[1], '*', unpack(entry))
     kept = kept + size(entry)
   end
-  while kept > tonumber(ARGV[5]) do
+  while kept > tonumber(ARGV[4]) do
     local oldest = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
     if not oldest then break end
     redis.call('XDEL', KEYS[1], oldest[1])
@@ -78,22 +80,62 @@ if #ARGV > 5 then
   redis.call('HSET', KEYS[2], 'bytes', kept)
 end
 local after = '-'
-if #redis.call('XRANGE', KEYS[1], ARGV[3], ARGV[3]) == 1 then after = '(' .. ARGV[3] end
-local entries = redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', ARGV[4])
-return {string.format('%.0f', epoch), 0, entries}
+if #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 1 then after = '(' .. ARGV[2] end
+return {ARGV[1], '', {}, redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', ARGV[3])}
 """
+)
 
-# ARGV: the epoch that the caller knows.
-_FORGET = """
+# Delete the entries with a prefix and a name below a forgetting's: all entries for a new one, older
+# entries for one that an older copy of the server lacks. Later entries are named from the epoch on.
+# ARGV: the latest epoch that the caller knows, forgettings to keep one by one, then of each
+# forgetting its name, or "", and its prefix.
+_FORGET = (
+    _COMMON
+    + """
 local last = redis.call('XADD', KEYS[1], '*', 'forgotten', '')
-local epoch = math.max(tonumber(last:match('^%d+')), tonumber(ARGV[1])) + 1
-redis.call('XADD', KEYS[1], string.format('%.0f-0', epoch), 'forgotten', '')
-redis.call('XTRIM', KEYS[1], 'MAXLEN', 0)
-local time = redis.call('TIME')
-local now = string.format('%.3f', time[1] * 1000 + time[2] / 1000)
-redis.call('HSET', KEYS[2], 'epoch', string.format('%.0f', epoch), 'forgotten', now, 'bytes', 0)
+local epoch = math.max(tonumber(last:match('^%d+')), stored('epoch'), tonumber(ARGV[1])) + 1
+local mark = redis.call('XADD', KEYS[1], string.format('%.0f-0', epoch), 'forgotten', '')
+redis.call('XDEL', KEYS[1], last, mark)
+local names = {}
+for i = 3, #ARGV, 2 do
+  names[i] = tonumber(ARGV[i]) or epoch
+  redis.call('HSET', KEYS[3], string.format('%.0f', names[i]), ARGV[i + 1])
+end
+local bytes = 0
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', '+')) do
+  local made, model, gone = tonumber(entry[1]:match('^%d+')), entry[2][6] or '', false
+  for i, name in pairs(names) do
+    gone = gone or made < name and model:sub(1, #ARGV[i + 1]) == ARGV[i + 1]
+  end
+  if gone then redis.call('XDEL', KEYS[1], entry[1]) else bytes = bytes + size(entry[2]) end
+end
+local all, most = redis.call('HKEYS', KEYS[3]), tonumber(ARGV[2])
+if #all > 2 * most then
+  table.sort(all, function(a, b) return tonumber(a) > tonumber(b) end)
+  for i = most + 1, #all do redis.call('HDEL', KEYS[3], all[i]) end
+  redis.call('HSET', KEYS[3], all[most], '')
+end
+redis.call('HSET', KEYS[2], 'epoch', string.format('%.0f', epoch), 'bytes', bytes)
 return string.format('%.0f', epoch)
 """
+)
+
+
+@dataclass
+class Answer:
+    """What an exchange brought.
+
+    Attributes:
+        epoch: the server's; where it is another than the caller's, nothing was written or read.
+        now: the server's time then, in milliseconds.
+        forgotten: everything that the server knows to be forgotten, then.
+        entries: outputs with their names, None in the place of an entry that is no output.
+    """
+
+    epoch: int
+    now: float = 0.0
+    forgotten: Forgettings | None = None
+    entries: Sequence[tuple[bytes, Output | None]] = ()
 
 
 class RedisServer:
@@ -105,7 +147,6 @@ class RedisServer:
 
     Attributes:
         place: the host, or the socket, without user and password.
-        errors: what calls raise when the server is away, slow, or refuses.
 
     Raises:
         ValueError: the URL is none of the client's, or lacks a password.
@@ -115,66 +156,65 @@ class RedisServer:
     def __init__(self, url: str) -> None:
         self.place = _checked_place(url)
         redis = _client_library()
-        self.errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
-        client = redis.Redis.from_url(
+        self._client = redis.Redis.from_url(
             url,
             socket_timeout=_TIMEOUT,
             socket_connect_timeout=_TIMEOUT,
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
         )
-        self._time = client.time
-        self._exchange = client.register_script(_EXCHANGE)
-        self._forget = client.register_script(_FORGET)
+        self._exchange = self._client.register_script(_EXCHANGE)
+        self._forget = self._client.register_script(_FORGET)
 
     def exchange(
         self,
         epoch: int | None,
-        began: float,
         after: bytes,
         most: int,
         keep_bytes: int,
         outputs: Sequence[Output],
-    ) -> tuple[int, bool, list[tuple[bytes, Output | None]]]:
-        """Write outputs and read others, as one operation and in one round trip, once the caller
-        knows an epoch.
+    ) -> Answer:
+        """Write outputs and read others, as one operation and in one round trip, if the caller
+        knows the epoch.
 
         Args:
             epoch: the newest that the caller knows of, None if none.
-            began: `time.monotonic()` when the caller did.
             after: name of the last entry that was read; b"0" before the first.
             most: entries to return.
             keep_bytes: bound on what the server keeps.
             outputs: to write.
 
-        Returns:
-            The server's epoch; whether everything was forgotten since the one that the caller
-            knows of, or since it began, so that its outputs are not taken; and else the entries
-            after `after` with their names, None in the place of one that is no output.
+        Raises:
+            Exception: of any kind, if the server is away, slow, refuses, or answers something else.
         """
         written = [part for output in outputs for part in output.fields()]
-        known, start = ("", self._by_its_clock(began)) if epoch is None else (epoch, 0.0)
-        args = [known, f"{start:.3f}", after, most, keep_bytes, *written]
-        answer = self._exchange(keys=_KEYS, args=args)
-        entries = [(name, _parse(fields)) for name, fields in answer[2]]
-        return int(answer[0]), bool(answer[1]), entries
+        known = "" if epoch is None else epoch
+        args = [known, after, most, keep_bytes, *written]
+        found, now, forgotten, entries = self._exchange(keys=_KEYS, args=args)
+        table = {int(n): p.decode() for n, p in zip(forgotten[::2], forgotten[1::2], strict=True)}
+        read = [(bytes(memoryview(name)), _parse(fields)) for name, fields in entries]
+        return Answer(int(found), float(now or 0), table, read)
 
-    def _by_its_clock(self, instant: float) -> float:
-        """The server's millisecond of a past `time.monotonic()`, or one somewhat before it: what
-        was on its way for long is not taken for younger than it is."""
-        seconds, microseconds = self._time()
-        return 1e3 * seconds + 1e-3 * microseconds - 1e3 * (time.monotonic() - instant)
+    def forget(self, epoch: int | None, forgettings: Sequence[tuple[int | None, str]]) -> int:
+        """Delete the outputs with each prefix that are older than a name; for None, all of them.
 
-    def forget(self, epoch: int | None) -> int:
-        """Delete all outputs. Returns the new epoch, which is above `epoch`."""
-        return int(self._forget(keys=_KEYS, args=[epoch or 0]))
+        Returns the new epoch, which is above `epoch` and names what is forgotten now. Raises as
+        `exchange` does.
+        """
+        pairs = [part for name, prefix in forgettings for part in (name or "", prefix)]
+        return int(self._forget(keys=_KEYS, args=[epoch or 0, MOST_FORGETTINGS, *pairs]))
+
+    def disconnect(self) -> None:
+        """Take no answer of the past for one to come."""
+        self._client.connection_pool.disconnect()
 
 
 def _parse(fields: list[bytes]) -> Output | None:
     """An entry's output, or None where it is damaged or somebody else's."""
-    parts = dict(zip(fields[::2], fields[1::2], strict=False))
-    with suppress(KeyError, ValueError):
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
+        parts = dict(zip(fields[::2], fields[1::2], strict=False))
         model = parts[b"model"].decode(errors="replace")
-        return Output.from_fields(parts[b"by"], int(parts[b"seq"]), model, parts[b"ids"])
+        by, seq = bytes(memoryview(parts[b"by"])), int(parts[b"seq"])
+        return Output.from_fields(by, seq, model, parts[b"ids"])
     return None
 
 

@@ -5,26 +5,28 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import random
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .outputs import HANDED_OVER, Output, Writers
-from .redis_server import RedisServer
+from .outputs import HANDED_OVER, Forgettings, Output, Writers, is_forgotten, lost
+from .redis_server import Answer, RedisServer
 
 logger = logging.getLogger(__name__)
 
 _PERIOD = 0.2  # seconds between exchanges while there is nothing to write
+_BUSY = 0.01  # and while there is
 _LONGEST_PAUSE = 5.0  # seconds between tries while the server is away
 _LAST_WORDS = 2.0  # seconds that the end of the process waits for outputs to be delivered
 _ENTRIES = 256  # read in one exchange
 _BYTES_SENT = 1 << 20  # in one exchange, about
+_MOST_EPOCHS = 4  # that others may begin during one exchange
 
 
 class _Queue(deque[Output]):
@@ -46,20 +48,22 @@ class _Queue(deque[Output]):
         self.nbytes -= output.nbytes
         return output
 
-    def clear(self) -> None:
-        super().clear()
-        self.nbytes = 0
+    def forget(self, prefixes: Sequence[str]) -> None:
+        """Remove the outputs whose fingerprints have one of these prefixes."""
+        for _ in range(len(self)):
+            output = self.popleft()
+            if not is_forgotten(output.fingerprint, prefixes):
+                self.append(output)
 
     def first(self, limit: int) -> list[Output]:
         """The oldest outputs, of about `limit` bytes."""
-        before = accumulate((output.nbytes for output in self), initial=0)
-        return [output for output, _ in zip(self, takewhile(limit.__ge__, before), strict=False)]
-
-    def remove_first(self, outputs: Sequence[Output]) -> None:
-        """Remove what `first` returned, as far as it has not made room meanwhile."""
-        for output in outputs:
-            if self and self[0] is output:
-                self.popleft()
+        found: list[Output] = []
+        for output in self:
+            if limit < 0:
+                break
+            found.append(output)
+            limit -= output.nbytes
+        return found
 
 
 _streams: weakref.WeakSet[OutputStream] = weakref.WeakSet()
@@ -78,26 +82,29 @@ class OutputStream:
         keep_bytes: see above.
     """
 
+    place = "shared"
+
     def __init__(self, server: RedisServer, keep_bytes: int) -> None:
         self.server = server
         self.keep_bytes = keep_bytes
         self._changed = threading.Condition()
         self._wake = threading.Event()
-        self._epoch: int | None = None  # none was heard
         self._began = time.monotonic()
-        self._forgotten = False  # since the last `read`
+        self._epoch: int | None = None  # none was heard
+        self._known: Forgettings = {}
+        self._forgotten: list[str] = []  # by others since the last `read`
         self._last_entry = b"0"
         self._writers = Writers()
         self._pending, self._arrived = _Queue(keep_bytes), _Queue(keep_bytes)
         self._complete = 0  # exchanges after which there was nothing left to write or to read
         self._wanted = 0  # such exchanges that `sync` waits for
-        self._pause = 0.0  # before the next try; above 0 while the server is away
+        self._failures = 0  # tries in a row
         self._thread: threading.Thread | None = None
         self._start_thread()
         _streams.add(self)
         atexit.register(_say_last_words, weakref.ref(self))
 
-    def read(self) -> tuple[bool, list[Output]]:
+    def read(self) -> tuple[list[str], list[Output]]:
         """See `SharedOutputs`."""
         self._start_thread()
         with self._changed:
@@ -106,38 +113,39 @@ class OutputStream:
             while self._arrived and tokens < HANDED_OVER:
                 outputs.append(self._arrived.popleft())
                 tokens += len(outputs[-1].token_ids)
-            forgotten, self._forgotten = self._forgotten, False
+            forgotten, self._forgotten = self._forgotten, []
             return forgotten, outputs
 
     def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
         """See `SharedOutputs`. The output is queued for delivery."""
         self._start_thread()
         with self._changed:
-            if self._forgotten:
+            if is_forgotten(fingerprint, self._forgotten):
                 return False
             self._pending.append(self._writers.own(fingerprint, token_ids))
-        self._wake.set()
+        if not self._failures:
+            self._wake.set()
         return True
 
-    def forget(self) -> None:
-        """Drop all outputs, for every process: the others hear of it at their next exchange.
+    def forget(self, prefix: str) -> None:
+        """See `SharedOutputs`: the others hear of it at their next exchange.
 
         Raises:
             OSError: the server could not be told, so that only this process has forgotten.
         """
         with self._changed:
-            self._forget()
+            self._drop([prefix])
         try:
-            epoch = self.server.forget(self._epoch)
-        except self.server.errors as error:
+            epoch = self.server.forget(self._epoch, [(None, prefix)])
+        except Exception as error:  # whatever the server answered
             raise OSError(
                 f"forgotten here, but the server at {self.server.place} could not be told: {error}"
             ) from error
         with self._changed:
-            # Exchanges under way go by the old epoch, and what they bring is not taken.
-            self._epoch = max(self._epoch or 0, epoch)
-            self._forget()
-            self._forgotten = False
+            self._drop([prefix])
+            # Exchanges under way go by the old epoch, and what they bring is not taken. The next
+            # one tells the new epoch, and what else was forgotten.
+            self._known[epoch], self._epoch = prefix, None
 
     def sync(self, timeout: float) -> bool:
         """Wait until what was appended is delivered and what the server has is here to be read.
@@ -162,61 +170,85 @@ class OutputStream:
     def _exchange(self) -> float:
         """Write what waits and read what is new. Returns the seconds to wait until the next time.
 
-        What is written in one go is bounded, so that a slow line is not taken for a dead one.
+        Nothing that the server does ends the thread, or lets it try without a pause.
         """
-        with self._changed:
-            epoch, sent = self._epoch, self._pending.first(_BYTES_SENT)
         try:
-            answer = self.server.exchange(
-                epoch, self._began, self._last_entry, _ENTRIES, self.keep_bytes, sent
-            )
-        except self.server.errors as error:
+            more = self._exchange_once()
+        except Exception as error:
             return self._wait_for_server(error)
-        if self._pause:
+        if self._failures:
             logger.info("outputs are exchanged with %s again", self.server.place)
-            self._pause = 0.0
+            self._failures = 0
         with self._changed:
-            # This process may have forgotten everything meanwhile; then the next answer counts.
-            if epoch == self._epoch:
-                self._take(*answer, sent)
-            more = self._epoch != epoch or bool(self._pending) or len(answer[2]) == _ENTRIES
             if not more:
                 self._complete += 1
                 self._changed.notify_all()
-            return 0.0 if more or self._complete < self._wanted else _PERIOD
+            return _BUSY if more or self._complete < self._wanted else _PERIOD
+
+    def _exchange_once(self) -> bool:
+        """Whether there is more to write or to read.
+
+        What is written in one go is bounded, so that a slow line is not taken for a dead one; where
+        the last try failed, it is a single output.
+        """
+        for _ in range(_MOST_EPOCHS):
+            with self._changed:
+                epoch = self._epoch
+                sent = self._pending.first(0 if self._failures else _BYTES_SENT)
+            answer = self.server.exchange(epoch, self._last_entry, _ENTRIES, self.keep_bytes, sent)
+            if answer.epoch == epoch:
+                return self._take(answer, sent)
+            self._hear(answer)
+        raise ValueError("expected an epoch, got another one in every answer")
 
     def _wait_for_server(self, error: Exception) -> float:
-        if not self._pause:
+        if not self._failures:
             logger.warning(
-                "outputs are not shared while %s cannot be reached: %s", self.server.place, error
+                "outputs are not shared while %s cannot be used: %s", self.server.place, error
             )
-        self._pause = min(2 * self._pause + _PERIOD, _LONGEST_PAUSE)
-        return self._pause
+        self.server.disconnect()
+        self._failures += 1
+        pause = min(_PERIOD * 2.0 ** min(self._failures, 30), _LONGEST_PAUSE)
+        return pause * random.uniform(0.5, 1.0)
 
-    def _take(
-        self,
-        epoch: int,
-        forgotten: bool,
-        entries: Sequence[tuple[bytes, Output | None]],
-        sent: Sequence[Output],
-    ) -> None:
-        self._epoch = epoch
-        if forgotten:
-            self._forget()
-            self._forgotten = True
-            return
-        self._pending.remove_first(sent)
-        for name, output in entries:
-            self._last_entry = name
-            if output is not None and self._writers.is_new(output):
-                self._arrived.append(output)
+    def _hear(self, answer: Answer) -> None:
+        """Hear what others have forgotten, and tell the server what it knows no more."""
+        stored = answer.forgotten or {}
+        with self._changed:
+            missing = lost(self._known, stored)
+            # What was forgotten before this process began, by the server's clock, or somewhat
+            # earlier, is no matter of its own outputs.
+            began = answer.now - 1e3 * (time.monotonic() - self._began)
+            first = self._epoch is None
+            news = [n for n in stored if n not in self._known and not (first and n < began)]
+            self._forgotten += [stored[name] for name in news]
+            self._drop([stored[name] for name in news])
+            self._known, self._epoch = stored | missing, answer.epoch
+        if missing:
+            epoch = self.server.forget(answer.epoch, list(missing.items()))
+            with self._changed:
+                self._epoch = epoch
 
-    def _forget(self) -> None:
-        """What the server has since then is read from the beginning."""
-        self._pending.clear()
-        self._arrived.clear()
-        self._last_entry = b"0"
-        self._writers.clear()
+    def _take(self, answer: Answer, sent: Sequence[Output]) -> bool:
+        """Take what an exchange brought; whether there is more to write or to read."""
+        with self._changed:
+            if answer.epoch != self._epoch:  # this process has forgotten something meanwhile
+                return True
+            for output in sent:
+                if self._pending and self._pending[0] is output:  # it has not made room meanwhile
+                    self._pending.popleft()
+            for name, entry in answer.entries:
+                self._last_entry = name
+                if entry is not None and self._writers.is_new(entry):
+                    self._arrived.append(entry)
+            return bool(self._pending) or len(answer.entries) == _ENTRIES
+
+    def _drop(self, prefixes: Sequence[str]) -> None:
+        self._pending.forget(prefixes)
+        self._arrived.forget(prefixes)
+        if "" in prefixes:  # an old one perhaps: what the server has since then is read again
+            self._last_entry = b"0"
+            self._writers.clear()
 
 
 def _exchange_on(reference: weakref.ref[OutputStream], wake: threading.Event) -> None:
@@ -230,7 +262,7 @@ def _exchange_on(reference: weakref.ref[OutputStream], wake: threading.Event) ->
 
 def _say_last_words(reference: weakref.ref[OutputStream]) -> None:
     stream = reference()
-    if stream is not None and stream._pending and not stream._pause:
+    if stream is not None and stream._pending and not stream._failures:
         stream.sync(_LAST_WORDS)
 
 

@@ -12,6 +12,7 @@ from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from hf_retrieval_assist.token_tree import TokenTree
+from tests.support.memories import check_memory
 
 TARGET = Target(vocab_size=1000, fingerprint="m")
 
@@ -48,7 +49,7 @@ def test_drafts_are_valid_trees_of_seen_tokens(earlier, prompt, output, budget, 
     assert {*tree.token_ids.tolist()} <= {
         token for text in [prompt + output, *earlier] for token in text
     }
-    memory.check_invariants()
+    check_memory(memory)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, unique=True), texts)
@@ -171,7 +172,6 @@ def test_scored_drafts_are_the_best_of_both_structures(earlier, prompt, output, 
             offset=-1,
             min_prob=0.02,
             tree=branching,
-            convention="paper",
         )
         scores.append(found.score)
     assert whole.expected_tokens == pytest.approx(max(scores), abs=1e-5)

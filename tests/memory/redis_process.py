@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,50 @@ class RedisProcess:
         if self.process.poll() is None:
             self.go_on()
             self.kill()
+
+
+class OddServer:
+    """Speaks to one client at a time, and answers every script with the same bytes.
+
+    Attributes:
+        answer: those bytes.
+        tries, bytes_received: what came.
+    """
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.tries = self.bytes_received = 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.place = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        self.url = f"redis://{self.place}"
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._speak, args=(connection,), daemon=True).start()
+
+    def _speak(self, connection: socket.socket) -> None:
+        file = connection.makefile("rb")
+        try:
+            while line := file.readline():
+                parts = [file.read(int(file.readline()[1:]) + 2) for _ in range(int(line[1:]))]
+                self.bytes_received += sum(map(len, parts))
+                if parts[0][:4].upper() == b"EVAL":
+                    self.tries += 1
+                    connection.sendall(self.answer)
+                    if not self.answer.endswith(b"\r\n"):
+                        break
+                elif parts[0][:5].upper() == b"HELLO":
+                    connection.sendall(b"%1\r\n$5\r\nproto\r\n:3\r\n")
+                else:
+                    connection.sendall(b"+OK\r\n")
+        except OSError:
+            pass
+        connection.close()
+
+    def close(self) -> None:
+        self._socket.close()

@@ -18,7 +18,7 @@ import pytest
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from tests.memory.outputs import count, logged, random_output
+from tests.support.memories import check_memory, count, logged, random_output
 
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="links, modes and limits are POSIX's")
 SECRET = [777777] * 8
@@ -100,7 +100,7 @@ def test_forgetting_reaches_the_log_and_other_views_of_it(tmp_path):
     first.refresh()
     assert [count(first, t) for t in ([1, 2], [3, 4], [5], [7, 8])] == [0, 0, 0, 1]
     assert logged(path) == [[7, 8]]
-    first.check_invariants()
+    check_memory(first)
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -122,7 +122,7 @@ def test_running_outputs_of_other_processes_are_forgotten(tmp_path, heard, evict
     assert logged(path) == ([[1, 2], [3, 4]] if heard else [[3, 4]])
     assert not on_disk(path)
     assert count(first, SECRET[:2], "m") == 0
-    first.check_invariants()
+    check_memory(first)
 
 
 def fill(monkeypatch, on):
@@ -210,8 +210,17 @@ def test_running_outputs_stay_forgotten_though_they_end_while_the_log_is_emptied
     running.extend(SECRET)
     if damaged:
         path.write_bytes(b"something" * 1_000)
-    monkeypatch.setattr(first._log._writers, "clear", running.close)
+    transaction, begun = first._log._transaction, []
+
+    def after_emptying():
+        begun.append(True)
+        if len(begun) == 2:
+            running.close()
+        return transaction()
+
+    monkeypatch.setattr(first._log, "_transaction", after_emptying)
     first.forget()
+    assert running.finished
     second.add([1, 2])
     assert logged(path) == [[1, 2]]
     assert not on_disk(path)
@@ -429,7 +438,7 @@ def test_every_logged_output_outlives_a_kill(tmp_path, kills):
         heard += len(acknowledged)
         assert all(tokens == [i] * (300 + i % 100) for i, tokens in outputs.items())
         if kill % 7 == 3:
-            OutputLog(path, 1 << 30).forget()
+            OutputLog(path, 1 << 30).forget("")
             acknowledged.clear()
     print(f"{kills} kills, {heard} times an acknowledged output was looked for, 0 lost")
     assert heard > kills
@@ -474,7 +483,7 @@ def test_a_full_disk_costs_no_output_and_one_warning(tmp_path, monkeypatch):
     fill(monkeypatch, True)
     with pytest.warns(UserWarning, match="not kept on disk"):
         memory.add([11, 12])
-    memory.check_invariants()
+    check_memory(memory)
 
 
 FULL_DISK = """
@@ -549,9 +558,9 @@ def test_other_kinds_of_files_are_refused(tmp_path):
         OutputMemory(path=tmp_path / "other")
     OutputMemory(path=tmp_path / "newer").add([1])
     with sqlite3.connect(tmp_path / "newer") as database:
-        database.execute("PRAGMA user_version = 3")
+        database.execute("PRAGMA user_version = 4")
     database.close()
-    with pytest.raises(ValueError, match="expected version 2, got 3"):
+    with pytest.raises(ValueError, match="expected version 3, got 4"):
         OutputMemory(path=tmp_path / "newer")
     with pytest.raises(OSError, match="unable to open database file"):
         OutputMemory(path=tmp_path)
@@ -591,19 +600,39 @@ def test_rows_that_nobody_wrote_are_refused_or_skipped(tmp_path, row):
     assert logged(path) == []
 
 
-def test_an_epoch_that_nobody_wrote_is_refused_and_can_be_forgotten(tmp_path):
+@pytest.mark.parametrize("row", [(2**63 - 1, ""), (-1, ""), ("text", ""), (1, b"\xff")])
+def test_a_forgetting_that_nobody_wrote_is_refused_and_can_be_forgotten(tmp_path, row):
     path = tmp_path / "log"
     memory = OutputMemory(path=path)
-    for epoch in (2**63 - 1, -1, "text"):
-        with sqlite3.connect(path) as database:
-            database.execute("INSERT INTO epoch VALUES (?)", [epoch])
-        database.close()
-        with pytest.raises(ValueError, match="in place of a number"):
-            OutputMemory(path=path)
-        memory.forget()
-        with sqlite3.connect(path) as database:
-            database.execute("DELETE FROM epoch")
-        database.close()
+    memory.add([1, 2])
+    with sqlite3.connect(path) as database:
+        database.execute("INSERT INTO forgotten VALUES (?, ?)", row)
+    database.close()
+    with pytest.raises(ValueError, match="in place of"):
+        OutputMemory(path=path)
+    memory.forget()
+    assert len(OutputMemory(path=path)) == 0
+
+
+def test_a_log_of_the_version_before_is_read_on(tmp_path):
+    """It knew forgetting everything alone, as one number."""
+    path = tmp_path / "log"
+    memory = OutputMemory(path=path)
+    memory.forget()
+    memory.add([1, 2], "m")
+    with sqlite3.connect(path) as database:
+        (name,) = database.execute("SELECT name FROM forgotten").fetchone()
+        database.execute("DROP TABLE forgotten")
+        database.execute("CREATE TABLE epoch (name INTEGER)")
+        database.execute("INSERT INTO epoch VALUES (?)", [name])
+        database.execute("PRAGMA user_version = 2")
+    database.close()
+    again = OutputMemory(path=path)
+    assert count(again, [1, 2], "m") == 1
+    again.namespace("a").add([3, 4], "m")
+    again.namespace("a").forget()
+    memory.refresh()
+    assert logged(path) == [[1, 2]]
 
 
 def mutate(data, rng):

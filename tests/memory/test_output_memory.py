@@ -12,7 +12,7 @@ import pytest
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.memory.running_output import prompt_group
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
-from tests.memory.outputs import count, logged, random_output
+from tests.support.memories import check_memory, count, logged, random_output
 
 
 def test_running_outputs_are_seen_before_they_finish():
@@ -24,7 +24,7 @@ def test_running_outputs_are_seen_before_they_finish():
     assert count(memory, [2, 3]) == 2
     output.close()
     assert len(memory) == 1
-    memory.check_invariants()
+    check_memory(memory)
 
 
 def test_models_are_kept_apart():
@@ -41,7 +41,7 @@ def test_the_oldest_outputs_make_room_and_the_bound_holds():
     for i, output in enumerate(outputs):
         memory.add(output, "ab"[i // 30])
         assert memory.nbytes <= 150_000
-        memory.check_invariants()
+        check_memory(memory)
     kept = [count(memory, o[:8], "ab"[i // 30]) for i, o in enumerate(outputs)]
     assert kept == [0] * (60 - len(memory)) + [1] * len(memory)
     assert 4 < len(memory) < 60
@@ -64,7 +64,7 @@ def test_outputs_that_grow_together_are_as_one_after_another(tmp_path, kinds, ma
         together.extend(outputs[0], np.concatenate(tokens), offsets)
         for output, new in zip(outputs[1], tokens, strict=True):
             output.extend(new)
-        together.check_invariants()
+        check_memory(together)
         assert together.nbytes <= max_bytes
     assert together.token_count == each.token_count
     if max_bytes == 1 << 20:
@@ -84,7 +84,7 @@ def test_an_output_that_is_not_learnt_is_no_hindrance_to_others():
     output = memory.start()
     memory.extend([None, output, None], np.array([1, 2, 3, 4], np.int32), np.array([0, 1, 3, 4]))
     assert memory.tree().tokens(output.live_sequence).tolist() == [2, 3]
-    memory.check_invariants()
+    check_memory(memory)
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_a_million_tokens_pass_through_32_mb_at_one_speed():
         seconds.append(time.process_time() - started)
     assert len(memory) < 2000, "nothing had to go"
     assert seconds[-1] < 3 * min(seconds[7:])
-    memory.check_invariants()
+    check_memory(memory)
 
 
 def test_an_output_larger_than_the_memory_is_cut(tmp_path):
@@ -108,7 +108,7 @@ def test_an_output_larger_than_the_memory_is_cut(tmp_path):
     output = memory.start()
     output.extend(random_output(rng, 4_000, 1 << 18))
     assert 0 < memory.token_count < 4_000
-    memory.check_invariants()
+    check_memory(memory)
 
 
 @pytest.mark.parametrize("length", [4_000, 24_000, 26_000])
@@ -122,7 +122,7 @@ def test_an_output_larger_than_the_memory_is_logged_while_its_ids_fit(tmp_path, 
         assert memory.nbytes <= 100_000
     output.close()
     assert logged(tmp_path / "log") == [text.tolist()] * (4 * length <= 100_000)
-    memory.check_invariants()
+    check_memory(memory)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -133,7 +133,7 @@ def test_running_outputs_and_fingerprints_are_within_the_bound(tmp_path, shared)
         for row, output in enumerate(rows):
             output.extend((np.arange(4, dtype=np.int32) + i) * 31 + row)
         assert memory.nbytes <= 1 << 20
-    memory.check_invariants()
+    check_memory(memory)
     assert memory._kept_bytes == (4 * 400 * 64 if shared else 0)
     for output in rows:
         output.close()
@@ -141,7 +141,7 @@ def test_running_outputs_and_fingerprints_are_within_the_bound(tmp_path, shared)
     for i in range(40):
         memory.add([1, 2, 3], f"{i}" * 100_000)
         assert memory.nbytes <= 1 << 20
-    memory.check_invariants()
+    check_memory(memory)
     if shared:
         assert len(logged(tmp_path / "log")) > 0
 
@@ -156,7 +156,7 @@ def test_an_evicted_running_output_is_learnt_no_further():
     output.extend([4, 5])
     output.close()
     assert count(memory, [4, 5]) == 0
-    memory.check_invariants()
+    check_memory(memory)
 
 
 def test_threads_share_a_memory(tmp_path):
@@ -177,7 +177,7 @@ def test_threads_share_a_memory(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    memory.check_invariants()
+    check_memory(memory)
     assert len(memory) == 60
     assert len(logged(tmp_path / "log")) == 60
 
@@ -190,15 +190,15 @@ def test_outputs_of_no_named_model_go_to_the_first_that_asks(tmp_path):
     running.extend([1, 2, 5])
     assert count(memory, [1, 2], "a") == 2
     assert memory.tree("b") is None
-    memory.check_invariants()
+    check_memory(memory)
     running.extend([6])
     running.close()
     assert count(memory, [5, 6], "b") == 1
-    memory.check_invariants()
+    check_memory(memory)
     # What is on disk is still unnamed.
     again = OutputMemory(max_depth=8, path=tmp_path / "log")
     assert count(again, [1, 2], "b") == 2
-    again.check_invariants()
+    check_memory(again)
 
 
 @pytest.mark.parametrize("outputs", [15, 40])
@@ -210,7 +210,7 @@ def test_a_full_memory_of_no_named_model_goes_to_the_first_whole(outputs):
     kept, tokens = len(memory), memory.token_count
     assert memory.tree("model") is not None
     assert (len(memory), memory.token_count) == (kept, tokens)
-    memory.check_invariants()
+    check_memory(memory)
 
 
 def test_outputs_that_make_room_while_others_change_hands_are_gone():
@@ -222,7 +222,7 @@ def test_outputs_that_make_room_while_others_change_hands_are_gone():
     memory.tree("model")
     assert memory.tree("") is None
     assert len(memory) == len(memory.tree("model")) > 0
-    memory.check_invariants()
+    check_memory(memory)
 
 
 def test_the_bound_holds_near_the_smallest_memory():
@@ -233,7 +233,7 @@ def test_the_bound_holds_near_the_smallest_memory():
         for _ in range(int(rng.integers(2, 20))):
             name = ("", "", "a", "b")[rng.integers(4)]
             memory.add(random_output(rng, int(rng.integers(1, 400)), 67), name)
-            memory.check_invariants()
+            check_memory(memory)
 
 
 def test_outputs_of_a_prompt_are_kept_apart():
@@ -247,19 +247,18 @@ def test_outputs_of_a_prompt_are_kept_apart():
     assert [count(memory, [7, 8], name) for name in names] == [1, 0]
     # What belongs to nobody yet is the whole model's, not a prompt's.
     assert [count(memory, [7, 5], name) for name in (*names, "model")] == [0, 0, 1]
-    memory.check_invariants()
+    check_memory(memory)
 
 
 @pytest.mark.parametrize("half_life", [2.0, 10.0])
 def test_older_outputs_fade(half_life):
     ages = np.zeros(60)
     for trial in range(40):
-        memory = OutputMemory(half_life=half_life)
-        memory._chances[""].seed(trial)
+        memory, name = OutputMemory(half_life=half_life), f"model {trial}"
         for i in range(60):
-            memory.add([i, i, i], "a")
-        memory.check_invariants()
-        ages += [count(memory, [i, i], "a") > 0 for i in reversed(range(60))]
+            memory.add([i, i, i], name)
+        check_memory(memory)
+        ages += [count(memory, [i, i], name) > 0 for i in reversed(range(60))]
     survival = 0.5 ** (np.arange(60) / half_life)
     expected, spread = 40 * survival, np.sqrt(40 * survival * (1 - survival))
     assert (np.abs(ages - expected) <= 4 * spread + 1e-9).all()
@@ -276,7 +275,7 @@ def test_fading_leaves_other_prompts_and_running_outputs_alone():
     assert count(memory, [5, 6], "a") == 1
     running.close()
     assert len(memory) == 2
-    memory.check_invariants()
+    check_memory(memory)
 
 
 @pytest.mark.parametrize("half_life", [0, -1.0, float("nan")])
@@ -291,9 +290,9 @@ def test_many_groups_under_a_bound():
     for i in range(200):
         memory.add(random_output(rng, 60), f"model/{i % 20}")
         assert memory.nbytes <= 200_000
-    memory.check_invariants()
+    check_memory(memory)
     memory.forget()
-    memory.check_invariants()
+    check_memory(memory)
     assert memory.nbytes == 0
 
 
@@ -343,4 +342,20 @@ def test_an_output_begun_before_everything_was_forgotten_is_learnt_no_more():
         output.extend([4, 5, 6])
         output.close()
     assert memory.token_count == 0
-    memory.check_invariants()
+    check_memory(memory)
+
+
+def test_a_memory_of_this_process_alone_needs_neither_log_nor_server():
+    program = (
+        "import sys\n"
+        "for name in ('log', 'redis_server', 'stream'):\n"
+        "    sys.modules[f'hf_retrieval_assist.memory.{name}'] = None\n"
+        "from hf_retrieval_assist import OutputMemory, SamAssistant\n"
+        "SamAssistant()\n"
+        "memory = OutputMemory()\n"
+        "memory.add([1, 2, 3])\n"
+        "print(memory)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "1 outputs of 3 tokens" in ran.stdout

@@ -11,6 +11,7 @@ from hf_retrieval_assist import (
     simulate,
 )
 from hf_retrieval_assist.planning.cost_store import CostModels
+from tests.support.memories import check_memory
 
 RANDOM = np.random.default_rng(0)
 TEXT = RANDOM.integers(1, 60, 60).tolist()
@@ -32,7 +33,7 @@ def test_outputs_of_tenants_are_kept_apart():
     nested.add(TEXT, "model")
     assert b.tree("model") is None
     assert len(a) == 1
-    memory.check_invariants()
+    check_memory(memory)
     memory.forget()
     assert len(a) == len(memory) == 0
 
@@ -47,7 +48,7 @@ def test_outputs_of_no_named_model_are_adopted_within_a_tenant():
     assert a.tree("model").token_count == len(TEXT)
     assert memory.tree("model") is None
     assert b.tree("model").token_count == len(OTHER)
-    memory.check_invariants()
+    check_memory(memory)
 
 
 def test_a_log_keeps_tenants_apart_and_does_not_name_them(tmp_path):

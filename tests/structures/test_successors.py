@@ -106,10 +106,9 @@ def test_what_follows_the_token_before_joins_the_draft(given_table, root, before
     def draft(template, ranks, budget):
         roots, befores = np.array([root, root], np.int32), np.array([before, -1], np.int32)
         # No evidence is of text, and the token before has the same rates whatever is known.
-        arrays = (table, classes, roots, befores, np.array([budget, 1]), template, ranks, rates)
-        arrays += (256, 256, 4, 0)
-        none = np.empty(0, np.int32), table[:0], classes[:0]
-        tree, alone = Forest(*successors.draft(*arrays, *none))
+        laid = successors.Template(template, ranks, rates, 256, 256, 4, 0)
+        arrays = (table, classes, roots, befores, np.array([budget, 1]), laid)
+        tree, alone = Forest(*successors.draft(*arrays))
         assert len(alone) <= 1
         # Every second row stands in another table, and what is in its place counts for nothing.
         moved = np.arange(0, ROWS, 2)
@@ -118,7 +117,7 @@ def test_what_follows_the_token_before_joins_the_draft(given_table, root, before
         hidden = np.full_like(table, 7)
         hidden[1::2] = table[1::2]
         arrays = (hidden, classes, *arrays[2:])
-        split = Forest(*successors.draft(*arrays, own, table[moved], classes[moved]))[0]
+        split = Forest(*successors.draft(*arrays, (own, table[moved], classes[moved])))[0]
         assert split.token_ids.tolist() == tree.token_ids.tolist()
         assert split.parents.tolist() == tree.parents.tolist()
         assert split.classes.tolist() == tree.classes.tolist()
@@ -162,14 +161,16 @@ def test_what_does_not_fit_the_table_is_refused():
         )
     parents, rates = np.array([-1], np.int32), np.ones(9, np.float32)
     ends = np.array([1], np.int32), np.array([-1], np.int32), np.array([8])
-    draft = (table, classes, *ends, parents, np.zeros(1, np.int32), rates, 7, 7, 4, 0)
+    template = successors.Template(parents, np.zeros(1, np.int32), rates, 7, 7, 4, 0)
+    draft = (table, classes, *ends, template)
     with pytest.raises(ValueError, match="own_rows: expected at most 3, got 4"):
-        successors.draft(*draft, np.array([0, 4, 0], np.int32), table, classes)
+        successors.draft(*draft, (np.array([0, 4, 0], np.int32), table, classes))
     with pytest.raises(ValueError, match="own_successors: expected 2 columns"):
-        successors.draft(*draft, np.zeros(3, np.int32), table[:, :1].copy(), classes)
-    none = np.zeros(0, np.int32), table[:0], classes[:0]
-    with pytest.raises(ValueError, match="expected 1 ranks, and 1 befores and budgets"):
-        successors.draft(*draft[:4], np.array([8, 8]), *draft[5:], *none)
+        successors.draft(*draft, (np.zeros(3, np.int32), table[:, :1].copy(), classes))
+    with pytest.raises(ValueError, match="expected 1 befores and budgets"):
+        successors.draft(*draft[:4], np.array([8, 8]), template)
+    with pytest.raises(ValueError, match="ranks: expected 1 of them, got 2"):
+        successors.Template(parents, np.zeros(2, np.int32), rates, 7, 7, 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +183,7 @@ def test_what_the_last_logits_ranked_is_drafted_unless_text_alone_says_so(
     table = np.array([[9], [5 if row_known else -1]], np.int32)
     kinds = np.array([[kind], [0]], np.uint8)
     arrays = (table, kinds, np.array([1], np.int32), np.array([0], np.int32), np.array([9]))
-    template = np.array([-2], np.int32), np.zeros(1, np.int32), np.ones(9, np.float32)
-    none = np.zeros(0, np.int32), table[:0], kinds[:0]
-    tree = Forest(*successors.draft(*arrays, *template, 10, 7, 4, 1, *none))[0]
+    shape = np.array([-2], np.int32), np.zeros(1, np.int32), np.ones(9, np.float32)
+    tree = Forest(*successors.draft(*arrays, successors.Template(*shape, 10, 7, 4, 1)))[0]
     assert tree.token_ids.tolist() == ([] if expected is None else [9])
     assert tree.classes.tolist() == ([] if expected is None else [expected])

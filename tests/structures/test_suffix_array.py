@@ -106,7 +106,6 @@ def test_matches_equal_a_search_of_every_position(documents, text, shards, shift
     matcher = SuffixMatcher(make_index(documents, shards, shift), max_match)
     for end in range(1, len(text) + 1):
         matcher.extend(text[end - 1 : end])
-        matcher.check_invariants()
         assert matcher.match_length == longest_match(documents, text[:end], max_match)
         expected = [
             len(occurrences(documents, text[end - n : end]))

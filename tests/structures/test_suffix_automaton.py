@@ -1,11 +1,13 @@
 """The suffix automaton against brute force over the text."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.structures.suffix_automaton import Cursor, SuffixAutomaton
+from hf_retrieval_assist.structures.suffix_automaton import SuffixAutomaton
 
 SEPARATOR = -1
 LARGEST = 2**31 - 1
@@ -51,7 +53,6 @@ def longest_earlier_suffix(text: list[int]) -> list[int]:
 def build(text, **options) -> SuffixAutomaton:
     automaton = SuffixAutomaton(**options)
     automaton.extend(text)
-    automaton.check_invariants()
     return automaton
 
 
@@ -61,10 +62,8 @@ def build_documents(docs) -> tuple[SuffixAutomaton, list[int]]:
     for doc in docs:
         automaton.extend(doc)
         automaton.end_document()
-        automaton.check_invariants()
         text += [*doc, SEPARATOR]
     automaton.freeze()
-    automaton.check_invariants()
     return automaton, text
 
 
@@ -74,19 +73,10 @@ def document_tail(text: list[int], end: int) -> list[int]:
     return tail[: tail.index(SEPARATOR)] if SEPARATOR in tail else tail
 
 
-def suffix_chain(cursor: Cursor, text: list[int]):
-    """The cursor's match and its suffix links as (string, earliest, latest)."""
-    seen = text[len(text) - cursor.length :]
-    while cursor.length:
-        yield seen[len(seen) - cursor.length :], cursor.earliest, cursor.latest
-        cursor.retreat()
-
-
 @given(texts())
 def test_every_substring_is_found_with_its_occurrences(text):
     automaton = build(text)
     automaton.freeze()
-    automaton.check_invariants()
     assert automaton.tokens().tolist() == text
     for start in range(len(text)):
         for end in range(start + 1, len(text) + 1):
@@ -129,7 +119,6 @@ def test_growing_text_matches_its_longest_earlier_suffix(text):
     cursor = automaton.cursor()
     for n in range(1, len(text) + 1):
         automaton.extend(text[n - 1 : n], cursor)
-        automaton.check_invariants()
         length, ends = earlier_ends(text[:n])
         assert cursor.length == length
         if length:
@@ -138,15 +127,18 @@ def test_growing_text_matches_its_longest_earlier_suffix(text):
 
 @given(texts(max_size=32), st.integers(0, 3))
 def test_latest_is_exact_with_enough_refreshing_and_else_true_but_older(text, refresh):
-    exact, lazy = SuffixAutomaton(refresh=len(text)), SuffixAutomaton(refresh=refresh)
-    exact_cursor, lazy_cursor = exact.cursor(), lazy.cursor()
-    exact.extend(text, exact_cursor)
-    lazy.extend(text, lazy_cursor)
-    for string, earliest, latest in suffix_chain(exact_cursor, text):
-        assert (earliest, latest) == (ends_of(string, text)[0], ends_of(string, text)[-2])
-    for string, earliest, latest in suffix_chain(lazy_cursor, text):
-        assert earliest <= latest <= ends_of(string, text)[-2]
-        assert latest in ends_of(string, text)
+    exact, lazy = (build(text, refresh=n) for n in (len(text), refresh))
+    match = longest_earlier_suffix(text)
+    for start in range(len(match)):
+        first, *others, _ = ends_of(match[start:], text)
+        found = []
+        for automaton in (exact, lazy):
+            cursor = automaton.cursor()
+            cursor.advance_all(match[start:])
+            assert cursor.earliest == first
+            found.append(cursor.latest)
+        assert found[0] == [first, *others][-1]
+        assert found[1] in [first, *others]
 
 
 def test_a_late_end_is_found_within_the_refreshed_suffixes_only():
@@ -169,36 +161,26 @@ def test_the_cursor_must_move_before_the_text_grows(text):
     assert cursor.length == len(text)
 
 
-@given(texts(max_size=32), st.integers(0, 8), st.booleans())
-def test_draft_continues_the_occurrence(text, limit, latest):
+@given(texts(max_size=32), st.integers(1, 8), st.booleans())
+def test_a_draft_continues_the_longest_suffix_with_enough_followers(text, limit, latest):
     automaton = SuffixAutomaton(refresh=len(text))
-    cursor = automaton.cursor()
-    automaton.extend(text, cursor)
-    length, ends = earlier_ends(text)
-    expected = text[ends[-1 if latest else 0] :][:limit] if length else []
-    draft = cursor.draft(limit, latest=latest, retreat=False)
-    assert draft.dtype == np.int32
-    assert draft.tolist() == expected
-
-
-@given(texts(max_size=32), st.integers(1, 8))
-def test_retreat_takes_the_longest_suffix_with_enough_followers(text, limit):
-    automaton = SuffixAutomaton()
     cursor = automaton.cursor()
     automaton.extend(text, cursor)
     best: list[int] = []
     for start in range(len(text) - len(longest_earlier_suffix(text)), len(text)):
-        tail = text[ends_of(text[start:], text)[0] :][:limit]
+        ends = ends_of(text[start:], text)[:-1]
+        tail = text[ends[-1 if latest else 0] :][:limit]
         best = tail if len(tail) > len(best) else best
-    assert cursor.draft(limit).tolist() == best
+    draft = cursor.draft(limit, latest=latest)
+    assert draft.dtype == np.int32
+    assert draft.tolist() == best
 
 
-def test_retreat_near_the_end_of_the_text():
+def test_a_draft_near_the_end_of_the_text():
     automaton = SuffixAutomaton()
     cursor = automaton.cursor()
     automaton.extend([7] * 20, cursor)
     assert cursor.length == 19
-    assert cursor.draft(8, retreat=False).tolist() == [7]
     assert cursor.draft(8).tolist() == [7] * 8
     assert cursor.length == 19  # drafting does not move the cursor
 
@@ -211,11 +193,14 @@ def test_no_match_and_no_draft_crosses_documents(docs, query, limit):
         expected = longest_suffix(query[: i + 1], text)
         assert cursor.advance(token) == len(expected)
         if expected:
-            ends = ends_of(expected, text)
-            assert cursor.count == len(ends)
-            for latest, end in ((False, ends[0]), (True, ends[-1])):
-                draft = cursor.draft(limit, latest=latest, retreat=False).tolist()
-                assert draft == document_tail(text, end)[:limit]
+            assert cursor.count == len(ends_of(expected, text))
+            for latest in (False, True):
+                tails = [
+                    document_tail(text, ends_of(expected[start:], text)[-1 if latest else 0])
+                    for start in range(len(expected))
+                ]
+                draft = cursor.draft(limit, latest=latest).tolist()
+                assert draft == max((tail[:limit] for tail in tails), key=len)
 
 
 def counted_tree(text, match, limit, min_prob):
@@ -297,24 +282,19 @@ HARD_TEXTS = {
 
 @pytest.mark.parametrize("text", HARD_TEXTS.values(), ids=HARD_TEXTS)
 def test_linear_time_and_memory_on_hard_texts(text):
-    automaton = SuffixAutomaton(refresh=0)
-    cursor = automaton.cursor()
-    automaton.extend(text, cursor)
-    automaton.check_invariants()
-    # Blumer et al.: at most 2n states and 3n transitions, each written once; links followed by the
-    # construction and by the redirections are bounded by them.
-    assert automaton.operations <= 6 * len(text)
-    assert automaton.state_count <= 2 * len(text) + 1
-    assert automaton.nbytes <= 100 * len(text)
-    automaton.freeze()
-    automaton.check_invariants()
-    assert automaton.nbytes <= 100 * len(text)
+    """Four times the tokens may take eight times as long, where quadratic time takes sixteen."""
 
+    def seconds(length):
+        automaton, started = SuffixAutomaton(), time.process_time()
+        automaton.extend(text[:length], automaton.cursor())
+        taken = time.process_time() - started
+        for _ in range(2):
+            assert automaton.nbytes <= 100 * max(length, 1_000)
+            automaton.freeze()
+        return taken
 
-def test_refreshing_costs_a_bounded_number_of_links():
-    text = HARD_TEXTS["one token"]
-    plain, refreshed = build(text, refresh=0), build(text, refresh=8)
-    assert refreshed.operations - plain.operations <= 8 * len(text)
+    few, many = (min(seconds(n) for _ in range(3)) for n in (len(text) // 4, len(text)))
+    assert many < 8 * few
 
 
 @given(texts(), st.integers(0, 40))
@@ -322,8 +302,9 @@ def test_capacity_and_pieces_make_no_difference(text, capacity):
     whole, pieces = build(text), SuffixAutomaton(capacity=capacity)
     for token in text:
         pieces.extend(np.array([token]))
-    pieces.check_invariants()
-    assert pieces.state_count == whole.state_count
+    pieces.freeze()
+    whole.freeze()
+    assert pieces.nbytes == whole.nbytes
     assert pieces.tokens().tolist() == whole.tokens().tolist()
     assert len(pieces) == len(text)
 

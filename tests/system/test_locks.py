@@ -18,6 +18,7 @@ from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.system import locks as locks_module
 from hf_retrieval_assist.system.lazy import cached_property
 from hf_retrieval_assist.system.locks import Lock
+from tests.support.memories import check_memory
 from tests.support.tiny_models import tiny_config, tiny_model
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
@@ -192,10 +193,10 @@ def test_children_of_a_generating_process_generate(forks):
 
     def child():
         torch.set_num_threads(1)
-        assistant.memory.check_invariants()
+        check_memory(assistant.memory)
         assistant.memory.add(np.arange(50, dtype=np.int32), "other")
         generate(assistant)
-        assistant.memory.check_invariants()
+        check_memory(assistant.memory)
 
     try:
         assert [in_child(child) for _ in range(forks)] == [0] * forks

@@ -15,8 +15,8 @@ from hf_retrieval_assist import Datastore, OutputMemory, SamAssistant
 from hf_retrieval_assist.kernels.tuning import Tuning
 from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
 from hf_retrieval_assist.system.files import user_cache_directory
-from tests.memory.outputs import logged
 from tests.support.lossless import build, run
+from tests.support.memories import logged
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "seteuid"), reason="modes are POSIX's")
 

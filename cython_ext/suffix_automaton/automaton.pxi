@@ -1,16 +1,126 @@
-# Building the suffix automaton: tables that grow, then states that are appended and split.
+# The suffix automaton as C structs, its states, and how it grows.
+#
+# Text positions are 1-based; position 0 stands for the empty prefix. A state is named by an int32.
+# State s >= 0 holds the whole prefix of s tokens: its length, its earliest end and the target of
+# its first transition (s, s and s + 1) need no storage. State s < 0 is clone ~s. State 0 is the
+# root.
 
+cdef enum:
+    ROOT = 0
+    SEPARATOR = -1  # equal to no token, so nothing matches or drafts across it
+    NO_TOKEN = -1
+    FIRST_CAPACITY = 16
+    MAX_POSITIONS = 2147483646
+    MISSING = -2147483648
+
+# state --token--> target, and the token of the state's next one. Chaining by
+# token rather than by slot survives the growth of the table.
+cdef struct Slot:
+    state_t state
+    token_t token      # NO_TOKEN in a free slot
+    state_t target
+    token_t next_branch
+
+cdef struct Table:
+    Slot* slots
+    int64_t capacity   # a power of two
+    int64_t used
+    int32_t shift      # 64 - log2(capacity)
+
+@cython.overflowcheck(False)
+cdef inline int64_t home(const Table* t, state_t state, token_t token) noexcept nogil:
+    cdef uint64_t key = (<uint64_t><uint32_t>state << 32) | <uint32_t>token
+    key = (key ^ (key >> 29)) * <uint64_t>0x9E3779B97F4A7C15
+    return <int64_t>(key >> t.shift)
+
+cdef inline Slot* find(const Table* t, state_t state, token_t token) noexcept nogil:
+    """The slot of (state, token), or the free slot where it belongs."""
+    cdef int64_t i = home(t, state, token)
+    while t.slots[i].token != NO_TOKEN and (
+        t.slots[i].token != token or t.slots[i].state != state
+    ):
+        i = (i + 1) & (t.capacity - 1)
+    return &t.slots[i]
+
+cdef struct Position:
+    token_t token      # the token at this position, SEPARATOR after a document
+    state_t link       # suffix link of the prefix that ends here
+    token_t branch     # newest token of its further transitions, NO_TOKEN without any
+    int32_t latest     # a late end position of the prefix, see `latest_end`
+
+cdef struct Clone:
+    int32_t length     # of the longest string of the state
+    state_t link
+    int32_t earliest   # end of the first occurrence
+    state_t target     # where the token after the first occurrence leads
+    token_t branch
+    int32_t latest
+
+cdef struct Automaton:
+    Position* positions
+    Clone* clones
+    int64_t n                   # tokens and separators
+    int64_t position_capacity   # positions 0 .. n + 1 are in use, the last as a sentinel
+    int64_t clone_count
+    int64_t clone_capacity
+    Table root                  # transitions of the root
+    Table branches              # transitions of other states beyond their first
+    int32_t refresh
+    int32_t* counts             # [-clone_count .. n], occurrences of states, once frozen
+
+cdef inline int32_t length_of(const Automaton* a, state_t s) noexcept nogil:
+    return s if s >= 0 else a.clones[~s].length
+
+cdef inline state_t link_of(const Automaton* a, state_t s) noexcept nogil:
+    return a.positions[s].link if s >= 0 else a.clones[~s].link
+
+cdef inline int32_t earliest_end(const Automaton* a, state_t s) noexcept nogil:
+    return s if s >= 0 else a.clones[~s].earliest
+
+cdef inline int32_t latest_end(const Automaton* a, state_t s) noexcept nogil:
+    return a.positions[s].latest if s >= 0 else a.clones[~s].latest
+
+cdef inline int32_t* latest_cell(Automaton* a, state_t s) noexcept nogil:
+    return &a.positions[s].latest if s >= 0 else &a.clones[~s].latest
+
+cdef inline token_t* branch_cell(const Automaton* a, state_t s) noexcept nogil:
+    return &a.positions[s].branch if s >= 0 else &a.clones[~s].branch
+
+cdef inline state_t* link_cell(Automaton* a, state_t s) noexcept nogil:
+    return &a.positions[s].link if s >= 0 else &a.clones[~s].link
+
+cdef inline token_t first_token(const Automaton* a, state_t s) noexcept nogil:
+    """The token after the earliest occurrence; SEPARATOR where the text or a document ends."""
+    return a.positions[earliest_end(a, s) + 1].token
+
+cdef inline state_t first_target(const Automaton* a, state_t s) noexcept nogil:
+    return s + 1 if s >= 0 else a.clones[~s].target
+
+cdef inline int32_t count_of(const Automaton* a, state_t s) noexcept nogil:
+    return a.counts[s]
+
+cdef inline state_t step(const Automaton* a, state_t s, token_t token) noexcept nogil:
+    """Where `token` leads from `s`, or MISSING."""
+    cdef const Table* table = &a.branches
+    cdef Slot* slot
+    if s == ROOT:
+        table = &a.root
+    elif first_token(a, s) == token:
+        return first_target(a, s)
+    elif branch_cell(a, s)[0] == NO_TOKEN:
+        return MISSING
+    slot = find(table, s, token)
+    return MISSING if slot.token == NO_TOKEN else slot.target
+
+
+# Growing
 
 cdef int allocate_slots(Table* t, int32_t bits) except -1 nogil:
     cdef int64_t capacity = <int64_t>1 << bits
-    cdef Slot* slots = <Slot*>malloc(capacity * sizeof(Slot))
-    if slots == NULL:
-        with gil:
-            raise MemoryError(f"no memory for a table of {capacity} transitions")
+    cdef Slot* slots = <Slot*>resized(NULL, capacity * sizeof(Slot))
     memset(slots, 0xFF, capacity * sizeof(Slot))  # every token becomes NO_TOKEN
     t.slots, t.capacity, t.shift = slots, capacity, 64 - bits
     return 0
-
 
 cdef int grow_table(Table* t) except -1 nogil:
     cdef Slot* old = t.slots
@@ -21,7 +131,6 @@ cdef int grow_table(Table* t) except -1 nogil:
             find(t, old[i].state, old[i].token)[0] = old[i]
     free(old)
     return 0
-
 
 cdef int insert(
     Table* t, state_t state, token_t token, state_t target, token_t next_branch
@@ -34,7 +143,6 @@ cdef int insert(
     t.used += 1
     return 0
 
-
 cdef int reserve_positions(Automaton* a, int64_t tokens) except -1 nogil:
     """Room for the root, `tokens` positions and the sentinel."""
     if tokens > MAX_POSITIONS:
@@ -42,29 +150,20 @@ cdef int reserve_positions(Automaton* a, int64_t tokens) except -1 nogil:
             raise OverflowError(f"a text is limited to {MAX_POSITIONS} tokens, not {tokens}")
     if tokens + 2 <= a.position_capacity:
         return 0
-    cdef Position* grown = <Position*>realloc(a.positions, (tokens + 2) * sizeof(Position))
-    if grown == NULL:
-        with gil:
-            raise MemoryError(f"no memory for a text of {tokens} tokens")
-    a.positions, a.position_capacity = grown, tokens + 2
+    a.positions = <Position*>resized(a.positions, (tokens + 2) * sizeof(Position))
+    a.position_capacity = tokens + 2
     return 0
-
 
 cdef int reserve_clones(Automaton* a, int64_t clones) except -1 nogil:
     if clones <= a.clone_capacity:
         return 0
-    cdef Clone* grown = <Clone*>realloc(a.clones, clones * sizeof(Clone))
-    if grown == NULL:
-        with gil:
-            raise MemoryError(f"no memory for {clones} cloned states")
-    a.clones, a.clone_capacity = grown, clones
+    a.clones = <Clone*>resized(a.clones, clones * sizeof(Clone))
+    a.clone_capacity = clones
     return 0
-
 
 cdef int64_t grown_capacity(int64_t needed) noexcept nogil:
     """A quarter of slack: appending stays linear, and memory within 1.25 of what is needed."""
     return needed + needed // 4 + FIRST_CAPACITY
-
 
 cdef int make_room(Automaton* a) except -1 nogil:
     """One append needs at most one position and one clone."""
@@ -77,7 +176,6 @@ cdef int make_room(Automaton* a) except -1 nogil:
         reserve_clones(a, grown_capacity(a.clone_count))
     return 0
 
-
 cdef int add_transition(
     Automaton* a, state_t s, token_t token, state_t target
 ) except -1 nogil:
@@ -88,7 +186,6 @@ cdef int add_transition(
     branch[0] = token
     return 0
 
-
 cdef int copy_branches(Automaton* a, state_t source, state_t target) except -1 nogil:
     cdef token_t token = branch_cell(a, source)[0]
     cdef Slot slot
@@ -96,9 +193,7 @@ cdef int copy_branches(Automaton* a, state_t source, state_t target) except -1 n
         slot = find(&a.branches, source, token)[0]
         add_transition(a, target, token, slot.target)
         token = slot.next_branch
-        a.operations += 1
     return 0
-
 
 cdef state_t* redirectable(Automaton* a, state_t s, token_t token) noexcept nogil:
     """The stored target of s's transition by `token`, or NULL.
@@ -111,7 +206,6 @@ cdef state_t* redirectable(Automaton* a, state_t s, token_t token) noexcept nogi
         return NULL if s > 0 else &a.clones[~s].target
     slot = find(&a.root if s == ROOT else &a.branches, s, token)
     return NULL if slot.token == NO_TOKEN else &slot.target
-
 
 cdef int split(Automaton* a, state_t p, token_t token, state_t q, state_t* made) except -1 nogil:
     """Separate from `q` the strings of at most length(p) + 1 tokens, which occur once more."""
@@ -129,13 +223,11 @@ cdef int split(Automaton* a, state_t p, token_t token, state_t q, state_t* made)
         if cell == NULL or cell[0] != q:
             break
         cell[0] = clone
-        a.operations += 1
         if p == ROOT:
             break
         p = link_of(a, p)
     made[0] = clone
     return 0
-
 
 cdef void refresh_latest(Automaton* a) noexcept nogil:
     """Tell the nearest suffixes of the text that they occurred at its end."""
@@ -145,8 +237,6 @@ cdef void refresh_latest(Automaton* a) noexcept nogil:
         latest_cell(a, s)[0] = <int32_t>a.n
         s = link_of(a, s)
         left -= 1
-        a.operations += 1
-
 
 cdef void push_position(Automaton* a, token_t token) noexcept nogil:
     """The new prefix, which is its predecessor's first target by merely standing after it."""
@@ -157,7 +247,6 @@ cdef void push_position(Automaton* a, token_t token) noexcept nogil:
     here.branch, here.latest = NO_TOKEN, <int32_t>a.n
     a.positions[a.n + 1].token = SEPARATOR
 
-
 cdef int append(Automaton* a, token_t token) except -1 nogil:
     cdef state_t p, q
     make_room(a)
@@ -167,7 +256,6 @@ cdef int append(Automaton* a, token_t token) except -1 nogil:
     q = step(a, p, token)
     while q == MISSING:
         add_transition(a, p, token, <state_t>a.n)
-        a.operations += 1
         if p == ROOT:
             return 0
         p = link_of(a, p)

@@ -1,0 +1,9 @@
+import pytest
+
+from hf_retrieval_assist.memory import stream
+
+
+@pytest.fixture(autouse=True)
+def brisk(monkeypatch):
+    monkeypatch.setattr(stream, "_PERIOD", 0.01)
+    monkeypatch.setattr(stream, "_LONGEST_PAUSE", 0.05)

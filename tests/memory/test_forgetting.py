@@ -1,0 +1,266 @@
+"""One tenant is forgotten, wherever its outputs are kept, and nobody else."""
+
+import shutil
+import sqlite3
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+from hf_retrieval_assist.memory import log, redis_server
+from hf_retrieval_assist.memory.log import OutputLog
+from hf_retrieval_assist.memory.output_memory import OutputMemory
+from tests.memory.redis_process import RedisProcess, needs_redis
+from tests.support.memories import WAIT, check_memory, count
+
+SECRET, OTHER, OPEN = [777777] * 8, [5, 6, 7], [8, 9]
+IDS = np.array(SECRET, "<u4").tobytes()
+
+
+class Alone:
+    """Nobody shares the memory."""
+
+    def __init__(self, folder):
+        self.memory = OutputMemory()
+
+    def view(self):
+        return self.memory
+
+    def holds(self, ids):
+        return False
+
+    def asleep(self, memory, asleep):
+        """Whether a view hears nothing; one of a file does not unless it is asked to."""
+
+    def close(self):
+        pass
+
+
+class OnDisk(Alone):
+    def __init__(self, folder):
+        self.path = folder / "log"
+
+    def view(self):
+        return OutputMemory(path=self.path)
+
+    def holds(self, ids):
+        return any(ids in file.read_bytes() for file in self.path.parent.iterdir())
+
+    def older_copy(self):
+        copy = self.path.with_name("copy")
+        shutil.copy(self.path, copy)
+        return lambda: copy.replace(self.path)
+
+
+class OnServer(Alone):
+    def __init__(self, folder):
+        self.process = RedisProcess(folder, appendonly="no")
+
+    def view(self):
+        return OutputMemory(url=self.process.url)
+
+    def holds(self, ids):
+        entries = self.process.client.xrange("{hf-retrieval-assist}:2:outputs")
+        return any(ids == fields[b"ids"] for _, fields in entries)
+
+    def asleep(self, memory, asleep):
+        if asleep:
+            memory._log._exchange = lambda: 0.01
+        else:
+            del memory._log._exchange
+
+    def older_copy(self):
+        self.process.client.save()
+
+        def bring_back():
+            self.process.kill()
+            self.process.start()
+
+        return bring_back
+
+    def close(self):
+        self.process.close()
+
+
+@pytest.fixture(params=[Alone, OnDisk, pytest.param(OnServer, marks=needs_redis)])
+def store(request, tmp_path):
+    made = request.param(tmp_path)
+    yield made
+    made.close()
+
+
+shared_alone = pytest.mark.parametrize(
+    "store", [OnDisk, pytest.param(OnServer, marks=needs_redis)], indirect=True
+)
+
+
+def sync(*memories):
+    for memory in memories * 2:
+        assert memory.sync(WAIT)
+
+
+def found(memory):
+    """How often the three texts are remembered: a's, b's, and those of no tenant."""
+    views = memory.namespace("a"), memory.namespace("b"), memory
+    texts = SECRET[:8], OTHER, OPEN
+    return [count(view, text, "m") for view, text in zip(views, texts, strict=True)]
+
+
+def filled(memory):
+    memory.namespace("a").add(SECRET, "m")
+    memory.namespace("a").namespace("user").add(SECRET, "m")
+    memory.namespace("b").add(OTHER, "m")
+    memory.add(OPEN, "m")
+    return memory
+
+
+def test_one_tenant_is_forgotten_everywhere(store):
+    first, second = filled(store.view()), store.view()
+    sync(first, second)
+    a = first.namespace("a")
+    silent, speaking = a.start("m"), second.namespace("a").start("m")
+    speaking.extend(SECRET)
+    kept = second.namespace("b").start("m")
+    kept.extend(OTHER)
+    a.forget()
+    assert found(first)[0] == len(a) == len(a.namespace("user")) == 0
+    sync(first, second)
+    for running in (silent, speaking):
+        running.extend(SECRET)
+        running.close()
+    kept.close()
+    sync(first, second, third := store.view())
+    for memory in (first, second, third):
+        assert found(memory) == [0, 2, 1]
+        assert count(memory.namespace("a").namespace("user"), SECRET, "m") == 0
+        check_memory(memory)
+    assert not store.holds(IDS)
+    a.add(SECRET, "m")
+    sync(first, second, third)
+    assert [found(memory) for memory in (first, second, third)] == [[1, 2, 1]] * 3
+
+
+def test_the_whole_memory_is_forgotten_only_if_it_is_told_to(store):
+    first, second = filled(store.view()), store.view()
+    first.namespace("nobody").forget()
+    sync(first, second)
+    assert found(second) == [1, 1, 1]
+    first.forget()
+    sync(first, second)
+    assert found(first) == found(second) == [0, 0, 0]
+    assert len(second) == 0
+
+
+@shared_alone
+@pytest.mark.parametrize("stranger", ["quiet", "forgets another"])
+def test_an_older_copy_does_not_bring_a_tenant_back(store, stranger):
+    memory = filled(store.view())
+    sync(memory)
+    bring_back = store.older_copy()
+    memory.namespace("a").forget()
+    bring_back()
+    other = store.view()  # knows nothing of the forgetting
+    sync(other)
+    if stranger == "forgets another":
+        other.namespace("c").forget()
+    sync(memory, other)
+    assert not store.holds(IDS)
+    assert found(memory) == found(other) == [0, 1, 1]
+    sync(late := store.view())
+    assert found(late) == [0, 1, 1]
+
+
+@shared_alone
+def test_of_many_forgettings_the_oldest_become_one(store, monkeypatch):
+    """Who has heard of all of them keeps what it has; who has not forgets everything."""
+    for module in (log, redis_server):
+        monkeypatch.setattr(module, "MOST_FORGETTINGS", 2)
+    first, sleeper = filled(store.view()), store.view()
+    sync(first, sleeper)
+    store.asleep(sleeper, True)
+    sleeper._learn_finished("m", np.array([1, 2], np.int32))  # nobody else has it
+    for number in range(9):
+        first.namespace(f"tenant {number}").forget()
+        sync(first)
+    first.namespace("b").add(OTHER, "m")
+    sync(first)
+    store.asleep(sleeper, False)
+    sync(sleeper, late := store.view())
+    # What there still is comes back from the file or the server.
+    assert found(first) == found(sleeper) == found(late) == [1, 2, 1]
+    assert count(sleeper, [1, 2], "m") == 0
+    assert len(late._log._known) <= 4
+
+
+def test_what_waited_for_the_log_is_forgotten_with_its_tenant(tmp_path, monkeypatch):
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    path = tmp_path / "log"
+    first = OutputMemory(path=path)
+    with monkeypatch.context() as broken:
+        broken.setattr(OutputLog, "_insert", full)
+        with pytest.warns(UserWarning, match="not kept on disk"):
+            filled(first)
+    OutputMemory(path=path).namespace("a").forget()
+    first.add([1, 2], "m")
+    again = OutputMemory(path=path)
+    assert found(again) == [0, 1, 1]
+    assert found(first) == [0, 1, 1]
+    assert IDS not in path.read_bytes()
+
+
+def test_a_tenant_in_a_damaged_log_is_forgotten_here_and_the_damage_is_told(tmp_path):
+    path = tmp_path / "log"
+    memory = filled(OutputMemory(path=path))
+    path.write_bytes(b"something" * 1_000)
+    with pytest.raises(ValueError, match="expected a log of outputs"):
+        memory.namespace("a").forget()
+    assert found(memory) == [0, 1, 1]
+    memory.forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        memory.add([1, 2])
+
+
+@needs_redis
+def test_outputs_from_before_the_first_exchange_outlive_an_old_forgetting(tmp_path):
+    store = OnServer(tmp_path)
+    try:
+        sync(before := store.view())
+        before.namespace("a").forget()  # once, long ago
+        time.sleep(0.2)
+        store.process.hang()
+        memory = filled(store.view())
+        store.process.go_on()
+        sync(memory, before)
+        assert found(memory) == found(before) == [1, 1, 1]
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a:b", "/", "\0", "x" * 100_000, "ä\n"])
+def test_any_name_is_a_tenant_of_its_own(name):
+    memory = OutputMemory()
+    memory.namespace(name).add(SECRET, "m")
+    assert found(memory) == [0, 0, 0]
+    assert len(memory.namespace(name[:1] + "other")) == 0
+    memory.namespace(name).forget()
+    assert len(memory) == 0
+
+
+@pytest.mark.parametrize("name", [None, 7, b"a", ["a"]])
+def test_what_is_no_name(name):
+    with pytest.raises(TypeError, match="tenant: expected a name, got"):
+        OutputMemory().namespace(name)
+
+
+@pytest.mark.parametrize("half_life", [None, 4.0])
+def test_tenants_that_come_once_leave_nothing(half_life):
+    memory = OutputMemory(max_bytes=1 << 20, half_life=half_life)
+    for number in range(3_000):
+        memory.namespace(f"tenant {number}").add([1, 2, 3, number], "m")
+    check_memory(memory)
+    assert len(memory._kinds) == len(memory) < 200
+    assert not any((memory._running, memory._kept, memory._unlogged))

@@ -1,0 +1,69 @@
+"""Made-up outputs, and what memories and logs hold of them."""
+
+import time
+from collections import Counter
+
+import numpy as np
+
+from hf_retrieval_assist.memory.log import OutputLog
+
+WAIT = 30.0  # seconds, for what takes far less
+
+
+def count(memory, tokens, fingerprint=""):
+    tree = memory.tree(fingerprint)
+    return 0 if tree is None else tree.count(np.array(tokens, dtype=np.int32))
+
+
+def random_output(rng, length=200, vocabulary=500):
+    return rng.integers(0, vocabulary, length).astype(np.int32)
+
+
+def logged(path):
+    log, found = OutputLog(path, 1 << 30), []
+    while outputs := log.read()[1]:
+        found += [output.token_ids.tolist() for output in outputs]
+    return found
+
+
+def check_memory(memory):
+    """The memory is within its bound, and counts what it holds."""
+    with memory.lock:
+        kinds = memory._kinds
+        assert memory.nbytes <= memory.max_bytes
+        assert memory._tree_bytes == sum(kind.tree.nbytes for kind in kinds.values())
+        assert memory._output_bytes == sum(output.cost for output in memory._outputs)
+        assert memory._kept_bytes == sum(4 * len(output.kept) for output in memory._kept)
+        assert set(memory._outputs) == {o for kind in kinds.values() for o in kind.outputs}
+        assert set(memory._unlogged) <= set(memory._outputs)
+        for name, kind in kinds.items():
+            assert kind.outputs
+            assert all(output.fingerprint == name for output in kind.outputs)
+            assert len(kind.fading) <= 2 * len(kind.outputs) + 1
+            texts = [kind.tree.tokens(output.sequence) for output in kind.outputs]
+            tokens = Counter(token for text in texts for token in text.tolist())
+            assert dict(kind.tree.children(np.empty(0, np.int32))) == tokens
+            assert kind.tree.token_count == tokens.total()
+            assert len(kind.tree) == len(texts)
+            for text in texts:
+                assert kind.tree.count(text[: memory.max_depth]) > 0
+
+
+def output(i, length=30):
+    return np.arange(length, dtype=np.int32) + 1000 * i
+
+
+def known(memory):
+    """How often each output of the model "m" is remembered, by its number."""
+    tree = memory.tree("m")
+    if tree is None:
+        return Counter()
+    outputs = [tree.tokens(o.sequence) for o in memory._outputs if o.fingerprint == "m"]
+    return Counter(int(tokens[0]) // 1000 for tokens in outputs)
+
+
+def wait_until(condition):
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
