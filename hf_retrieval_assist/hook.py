@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from .assistants import Assistant
 from .attachment import attached_to
-from .continuous_batching import draft_for
+from .continuous_batching import draft_for, objection
 from .decoding.call import refused_mode
 from .host.private_names import why_plain
 from .host.transformers_private import given_cache, has_own_loop, shards_need_company
@@ -124,14 +124,18 @@ def _serve_scope(
 def _serve_manager(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) -> Any:
     if assistant is _UNNAMED:
         assistant = _of_manager.get()
+    attached = attached_to(model) if assistant is _UNNAMED else None
     if assistant is _UNNAMED:
-        attached = attached_to(model)
         assistant = None if attached is None else attached.assistant
     if assistant is not None:
         _check_kind(assistant)
+        if (why := objection(assistant)) is not None:
+            if attached is None:
+                raise ValueError(why)
+            attached.tell(f"{type(model).__name__}: decoding without the assistant ({why})")
+            assistant = None
     manager = original(model, *args, **kwargs)
-    if assistant is not None:
-        draft_for(manager, assistant)
+    draft_for(manager, assistant)
     return manager
 
 
