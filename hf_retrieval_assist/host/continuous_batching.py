@@ -13,12 +13,12 @@ from __future__ import annotations
 import queue
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,15 +37,12 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 from ..system.log import get_logger
 from .positions import position_limit
 
-if TYPE_CHECKING:
-    from ..continuous_batching import RequestDrafts
-
 logger = get_logger(__name__)
 
 _LONGEST = 4096  # tokens of a draft where nothing else bounds it
 
-# The assistant of a request that the running thread, or task, adds; None: the manager's own.
-_assistant: ContextVar[Any] = ContextVar("assistant of a request", default=None)
+# Of a request that the running thread, or task, adds: its assistant, and where it waits to be sent.
+_added: ContextVar[Any] = ContextVar("assistant of a request", default=(None, None))
 
 
 class FedRequest(NamedTuple):
@@ -86,24 +83,39 @@ class _Requests(queue.Queue[RequestState]):
 
     def put(self, item: Any, *args: Any, **options: Any) -> None:
         item.__class__ = DraftedRequest
-        item.assistant = _assistant.get()
-        super().put(item, *args, **options)
+        item.assistant, held = _added.get()
+        send = partial(super().put, item, *args, **options)
+        if held is None:
+            send()
+        else:
+            held.append(send)
 
 
 @contextmanager
-def adding_for(assistant: Any) -> Iterator[None]:
-    """A scope in which added requests have this assistant; None: the manager's own."""
-    token = _assistant.set(assistant)
+def adding_for(
+    assistant: Any = None, held: list[Callable[[], None]] | None = None
+) -> Iterator[None]:
+    """A scope in which requests are added for an assistant.
+
+    Args:
+        assistant: `private()` or `expecting(text)` of the manager's; None: the manager's own.
+        held: gets what sends the requests, which are not sent by themselves; None: they are.
+    """
+    token = _added.set((assistant, held))
     try:
         yield
     finally:
-        _assistant.reset(token)
+        _added.reset(token)
 
 
-def serve(manager: ContinuousBatchingManager, drafts: RequestDrafts | None) -> None:
+def serve(manager: ContinuousBatchingManager, drafts: Any) -> None:
     """Let a manager that has not started draft; None: let one that has drafted before do without.
 
     A model may keep its manager from one call to the next.
+
+    Args:
+        manager: whose steps carry drafts from now on.
+        drafts: `RequestDrafts` of the module that drafts, which this one does not import.
     """
     if drafts is None:
         if isinstance(manager, DraftingManager):
@@ -121,7 +133,7 @@ def serve(manager: ContinuousBatchingManager, drafts: RequestDrafts | None) -> N
 class DraftingManager(ContinuousBatchingManager):
     """A manager whose steps carry drafts."""
 
-    drafts: RequestDrafts
+    drafts: Any
 
     def add_request(
         self,
@@ -139,11 +151,11 @@ class DraftingManager(ContinuousBatchingManager):
         Raises:
             ValueError: another assistant.
         """
-        if assistant is None:
-            assistant = _assistant.get()
+        given, held = _added.get()
+        assistant = given if assistant is None else assistant
         if assistant is not None:
             self.drafts.check_twin(assistant)
-        with adding_for(assistant):
+        with adding_for(assistant, held):
             return super().add_request(input_ids, request_id, *args, **options)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
@@ -218,7 +230,7 @@ class _DraftingScheduler(Scheduler):
         drafted: those that are scheduled.
     """
 
-    drafts: RequestDrafts
+    drafts: Any
     vocab_size: int
     most_tokens: int
     offered: dict[str, list[int]] | None = None
@@ -333,7 +345,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
     the distribution behind the draft so far, so what is kept has plain decoding's distribution.
     """
 
-    drafts: RequestDrafts
+    drafts: Any
 
     def prepare_next_batch(self) -> bool:
         scheduler = self.scheduler
