@@ -20,7 +20,6 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from .assistants import Assistant
 from .attachment import attached_to
-from .continuous_batching import draft_for, objection
 from .decoding.call import refused_mode
 from .host.private_names import why_plain
 from .host.transformers_private import given_cache, has_own_loop, shards_need_company
@@ -118,6 +117,9 @@ def _naming(assistant: Any) -> Iterator[None]:
 
 
 def _serve_manager(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) -> Any:
+    # Only here: who batches nothing does without the module.
+    from .continuous_batching import draft_for, objection
+
     if assistant is _UNNAMED:
         assistant = _of_manager.get()
     attached = attached_to(model) if assistant is _UNNAMED else None
