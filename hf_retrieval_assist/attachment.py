@@ -28,21 +28,17 @@ Policy = TypeVar("Policy", bound=DraftingPolicy)
 
 @dataclass(frozen=True)
 class Attachment:
-    """An assistant at a model.
-
-    Attributes:
-        assistant: serves the calls that name none.
-        told: why calls went without it.
-    """
+    """An assistant at a model, and why calls went without it."""
 
     assistant: Any
     told: set[str] = field(default_factory=set)
 
-    def tell(self, what: str) -> None:
-        """Log it, unless it was logged before."""
-        if what not in self.told:
-            self.told.add(what)
-            logger.warning(what)
+    def tell(self, model: Any, why: str) -> None:
+        """Log why a call of the model goes without it, unless that was logged before."""
+        if why not in self.told:
+            self.told.add(why)
+            name = type(model).__name__
+            logger.warning("%s: decoding without the assistant (%s)", name, why)
 
 
 _attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
@@ -96,9 +92,8 @@ def attached(model: Any, assistant: Policy) -> Iterator[Policy]:
     try:
         yield assistant
     finally:
-        if before is None:
-            detach(model)
-        else:
+        detach(model)
+        if before is not None:
             _attachments[model] = before
 
 
@@ -109,8 +104,7 @@ def attached_to(model: Any) -> Attachment | None:
 
 def generating_model(model: Any) -> Any:
     """The transformers model in `model` whose `generate` does the work."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    for module in modules:
+    for module in model.modules() if isinstance(model, torch.nn.Module) else ():
         if isinstance(module, GenerationMixin):
             return module
     raise TypeError(

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .planning.acceptance import Calibrator, Reliability
+from .system.locks import Lock
+from .token_tree import TokenTree
 
 PHASES = ("draft", "forward", "walk", "cache")
 
@@ -211,12 +213,15 @@ class Stats:
 
     Attributes:
         records: what notes calls step by step; see `Assistant.record`.
+        sources: accepted tokens by the drafter that drafted them; one may count for several.
     """
 
     def __init__(self, names: Sequence[str], calibrators: Mapping[str, Sequence[Calibrator]]):
         self.last = CallStats()
         self.total = CallStats()
         self.records: list[Any] = []
+        self.sources = dict.fromkeys(names, 0)
+        self._lock = Lock()
         self._names = names
         self._calibrators = calibrators
 
@@ -232,6 +237,14 @@ class Stats:
     @property
     def tier(self) -> str:
         return self.last.tier
+
+    def count_sources(self, drafts: Sequence[TokenTree], accepted: Sequence[int]) -> None:
+        """Count tokens that were accepted of drafts, one of each drafter."""
+        if not accepted:
+            return
+        with self._lock:
+            for name, draft in zip(self._names, drafts, strict=False):
+                self.sources[name] += len(draft.follow(accepted))
 
     def record(self, call: CallStats) -> None:
         self.last = call

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausal
 
 from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant, attach, detach
 from hf_retrieval_assist.attachment import _attachments, attached_to
-from hf_retrieval_assist.hook import _why_not
+from hf_retrieval_assist.hook import why_not
 
 from .support.lossless import PROMPT, build, knowing, run
 from .test_examples import small_model
@@ -201,8 +201,8 @@ def test_calls_that_cannot_be_assisted_decode_plainly(model, name, by_model, tol
 
 def test_continuous_batching_is_left_alone(model):
     # Only asked about: on a CPU it takes minutes to start.
-    assert "paged" in _why_not(model, {"cache_implementation": "paged"})
-    assert _why_not(model, {"cache_implementation": "static"}) is None
+    assert "paged" in why_not(model, {"cache_implementation": "paged"})
+    assert why_not(model, {"cache_implementation": "static"}) is None
 
 
 @pytest.mark.parametrize("assistant", [None, "sam", SamAssistant])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import (
     Assistant,
@@ -31,54 +30,19 @@ from .support.lossless import build
 if Version(transformers.__version__) < Version("5.20"):
     pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
 
-from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 
-LENGTH = 16
-
-
-def greedy(**options):
-    return GenerationConfig(
-        **({"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": -1} | options)
-    )
-
-
-def prompts(count=8, seed=0):
-    random.seed(seed)
-    lengths = [random.randrange(2, 30) for _ in range(count)]
-    return [[random.randrange(1, 60) for _ in range(length)] for length in lengths]
-
-
-def small(**options):
-    """A configuration whose cache takes little: by default it takes most of the memory there is."""
-    options = {"page_size": 16, "max_batch_tokens": 64, "num_blocks": 64} | options
-    return ContinuousBatchingConfig(**options)
-
-
-def run(model, inputs, config=None, assistant=None, **options):
-    """The generated tokens of each request."""
-    results = model.generate_batch(
-        inputs,
-        generation_config=config or greedy(),
-        continuous_batching_config=small(**options),
-        warmup=False,
-        **({} if assistant is None else {"assistant": assistant}),
-    )
-    assert all(output.error is None for output in results.values())
-    return [output.generated_tokens for output in results.values()]
-
-
-def half_knowing(inputs, outputs, **options):
-    """An assistant that drafts the outputs, every seventh token of which it knows wrongly."""
-    texts = [[*prompt, *output] for prompt, output in zip(inputs, outputs, strict=True)]
-    for text in texts:
-        text[6::7] = [1 + token % 50 for token in text[6::7]]
-    return SamAssistant(texts, **({"budget": 5} | options))
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return build(LlamaForCausalLM)
+from .support.batching import (
+    LENGTH,
+    Guess,
+    greedy,
+    half_knowing,
+    manager_of,
+    outputs,
+    prompts,
+    run,
+    small,
+)
 
 
 @pytest.mark.parametrize(
@@ -184,27 +148,6 @@ def test_attached_assistants_serve(llama):
         assert assistant.stats.total.calls == calls
 
 
-def manager_of(model, assistant, config=None, **options):
-    return model.continuous_batching_context_manager(
-        generation_config=config or greedy(),
-        continuous_batching_config=small(**options),
-        warmup=False,
-        **({} if assistant is None else {"assistant": assistant}),
-    )
-
-
-def outputs(manager, requests):
-    """What a manager delivers until so many requests have finished; fails where its loop ends."""
-    while requests:
-        output = manager.get_result(timeout=1)
-        if output is None:
-            assert manager.is_running(), "the loop has ended before its requests"
-            continue
-        assert output.error is None
-        requests -= output.is_finished()
-        yield output
-
-
 def streamed(model, inputs, assistant):
     """The lengths at which each request's stream was, and its tokens; requests arrive in turn."""
     seen = {}
@@ -245,29 +188,6 @@ def test_cancelled_requests_leave_no_block_behind(llama):
     assert assistant.stats.total.calls >= len(inputs) + 1
 
 
-class _Guess(Drafter):
-    """Drafts one token behind every text, or what breaks the contract."""
-
-    name = "guess"
-
-    def __init__(self, token):
-        self.token = token
-
-    def start(self, prompt_ids, target):
-        return _GuessSession(self.token)
-
-
-class _GuessSession(DraftSession):
-    def __init__(self, token):
-        self.token = token
-
-    def propose(self, budget):
-        return TokenTree.chain([self.token] * 2, [0.9, 0.8])
-
-    def commit(self, token_ids, feedback):
-        """Nothing is learnt."""
-
-
 def test_drawn_tokens_have_plain_decodings_distribution():
     """Chi-squared over the second and third token behind one prompt, against the exact law."""
     model = build(LlamaForCausalLM, vocab_size=6, num_hidden_layers=1)
@@ -280,7 +200,7 @@ def test_drawn_tokens_have_plain_decodings_distribution():
             model,
             [prompt] * count,
             config,
-            Assistant([_Guess(4)], budget=2),
+            Assistant([Guess(4)], budget=2),
             seed=3,
             num_blocks=512,
         )
@@ -379,18 +299,10 @@ def test_configurations_without_room_decode_plainly_and_say_so(llama, monkeypatc
 def test_refuses_what_cannot_draft_here(llama):
     with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got str"):
         run(llama, prompts(1), assistant="sam")
-    reader = _Guess(4)
+    reader = Guess(4)
     reader.needs = FeedbackNeeds(hidden_layers=(-1,))
     with pytest.raises(ValueError, match="hidden states"):
         run(llama, prompts(1), assistant=Assistant([reader]))
-
-
-def test_a_wrong_draft_is_each_requests_error(llama):
-    results = llama.generate_batch(
-        prompts(2), greedy(), small(), assistant=Assistant([_Guess(99_999)], budget=2), warmup=False
-    )
-    assert all(output.error for output in results.values())
-    assert any("guess" in output.error for output in results.values())
 
 
 def test_windows_are_tested(llama):

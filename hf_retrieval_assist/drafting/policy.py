@@ -245,6 +245,7 @@ class DraftingPolicy:
         """
         for session, token_ids in zip(sessions, tokens, strict=True):
             session.expected.follow(token_ids)
+            self.stats.count_sources(session.drafts, token_ids[:-1])
         flat = draft_tree.flattened(tokens)
         for number, drafter in enumerate(self.drafters):
             if all(session.idle[number] for session in sessions):

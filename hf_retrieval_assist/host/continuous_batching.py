@@ -1,22 +1,26 @@
 """transformers' continuous batching, with several tokens of a decoding request in one step.
 
-The scheduler, the blocks, prefix sharing and chunked prefill stay transformers' own. Three of its
-classes get a subclass here, which are the only places that spell names of theirs that are not
-public. A decoding request is fed its last token and a draft behind it; the step reads the logits of
-all of these places, chooses a token at each, keeps the ones that plain decoding would have chosen,
-and takes the rest back before the next step.
+The scheduler, the blocks, prefix sharing and chunked prefill stay transformers' own. Its classes
+get subclasses here, which are the only places that spell names of theirs that are not public. A
+decoding request is fed its last token and a draft behind it; the step reads the logits of all of
+these places, chooses a token at each, keeps the ones that plain decoding would have chosen, and
+takes the rest back before the next step. A request that cannot be served fails alone, and a step
+that fails with drafts is computed again without them.
 """
 
 from __future__ import annotations
 
+import queue
 import time
-import uuid
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from functools import cache
-from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers.generation.continuous_batching import cache_allocators
 from transformers.generation.continuous_batching.cb_logits_processors import (
@@ -31,10 +35,14 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from ..system.log import get_logger
+from .positions import position_limit
 
 logger = get_logger(__name__)
 
 _LONGEST = 4096  # tokens of a draft where nothing else bounds it
+
+# Of a request that the running thread, or task, adds: its assistant, and where it waits to be sent.
+_added: ContextVar[Any] = ContextVar("assistant of a request", default=(None, None))
 
 
 class FedRequest(NamedTuple):
@@ -52,35 +60,72 @@ class FedRequest(NamedTuple):
     place: int
 
 
-class Drafts(Protocol):
-    """Where the drafts of requests come from."""
+class DraftedRequest(RequestState):
+    """A request that knows its assistant, which its forks and what is made of it anew keep.
 
-    def assign(self, request_id: str, assistant: Any) -> None:
-        """A request that has not begun drafts by an assistant of its own."""
+    Attributes:
+        assistant: `private()` or `expecting(text)` of the manager's; None: the manager's own.
+        before: the request that this one was made of, until it waits.
+    """
 
-    def propose(
-        self, requests: Sequence[RequestState], room: int, longest: int
-    ) -> dict[str, list[int]]:
-        """Tokens behind each request's text: `longest` of each at most, and `room` in all."""
+    assistant: Any = None
+    before: RequestState | None = None
 
-    def scope(self) -> AbstractContextManager[Any]:
-        """In which the forwards of steps run."""
-
-    def follow(self, fed: Sequence[FedRequest], logits: torch.Tensor) -> None:
-        """The texts of these requests have grown; `logits` [places, vocab_size] are processed."""
-
-    def keep(self, request_ids: set[str]) -> None:
-        """Only these requests go on."""
-
-    def time(self, tokens: int, seconds: float) -> None:
-        """A step that fed nothing but these tokens of decoding requests took so long."""
+    def create_equivalent_initial_request(self) -> RequestState:
+        state: Any = super().create_equivalent_initial_request()
+        state.__class__ = DraftedRequest
+        state.assistant, state.before = self.assistant, self
+        return state
 
 
-def serve(manager: ContinuousBatchingManager, drafts: Drafts) -> None:
-    """Let a manager that has not started draft."""
+class _Requests(queue.Queue[RequestState]):
+    """A manager's queue, whose requests know their assistants."""
+
+    def put(self, item: Any, *args: Any, **options: Any) -> None:
+        item.__class__ = DraftedRequest
+        item.assistant, held = _added.get()
+        send = partial(super().put, item, *args, **options)
+        if held is None:
+            send()
+        else:
+            held.append(send)
+
+
+@contextmanager
+def adding_for(
+    assistant: Any = None, held: list[Callable[[], None]] | None = None
+) -> Iterator[None]:
+    """A scope in which requests are added for an assistant.
+
+    Args:
+        assistant: `private()` or `expecting(text)` of the manager's; None: the manager's own.
+        held: gets what sends the requests, which are not sent by themselves; None: they are.
+    """
+    token = _added.set((assistant, held))
+    try:
+        yield
+    finally:
+        _added.reset(token)
+
+
+def serve(manager: ContinuousBatchingManager, drafts: Any) -> None:
+    """Let a manager that has not started draft; None: let one that has drafted before do without.
+
+    A model may keep its manager from one call to the next.
+
+    Args:
+        manager: whose steps carry drafts from now on.
+        drafts: `RequestDrafts` of the module that drafts, which this one does not import.
+    """
+    if drafts is None:
+        if isinstance(manager, DraftingManager):
+            manager.__class__ = ContinuousBatchingManager
+            manager.batch_processor = None
+        return
     manager.__class__ = DraftingManager
     manager.drafts = drafts
-    processor = getattr(manager, "batch_processor", None)
+    manager.input_queue.__class__ = _Requests
+    processor = manager.batch_processor
     if isinstance(processor, DraftingProcessor):
         processor.drafts = processor.scheduler.drafts = drafts
 
@@ -88,7 +133,7 @@ def serve(manager: ContinuousBatchingManager, drafts: Drafts) -> None:
 class DraftingManager(ContinuousBatchingManager):
     """A manager whose steps carry drafts."""
 
-    drafts: Drafts
+    drafts: Any
 
     def add_request(
         self,
@@ -106,10 +151,12 @@ class DraftingManager(ContinuousBatchingManager):
         Raises:
             ValueError: another assistant.
         """
+        given, held = _added.get()
+        assistant = given if assistant is None else assistant
         if assistant is not None:
-            request_id = request_id or f"req_of_its_own_{uuid.uuid4()}"
-            self.drafts.assign(request_id, assistant)
-        return super().add_request(input_ids, request_id, *args, **options)
+            self.drafts.check_twin(assistant)
+        with adding_for(assistant, held):
+            return super().add_request(input_ids, request_id, *args, **options)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = super()._create_batch_processor()
@@ -122,12 +169,14 @@ class DraftingManager(ContinuousBatchingManager):
                 why,
             )
             return processor
-        scheduler = processor.scheduler
+        scheduler: Any = processor.scheduler
         kind: Any = type(scheduler)
         scheduler.__class__ = _drafting(kind)
         processor.__class__ = DraftingProcessor
         processor.model_runner.__class__ = _DraftingRunner
         processor.drafts = scheduler.drafts = self.drafts
+        scheduler.vocab_size = len(self.model.get_input_embeddings().weight)
+        scheduler.most_tokens = _most_tokens(processor.cache, position_limit(self.model))
         return processor
 
 
@@ -153,6 +202,18 @@ def _why_not(processor: ContinuousBatchProcessor) -> str | None:
     return None
 
 
+def _most_tokens(cache: Any, positions: int) -> int:
+    """The most tokens of a request that an empty cache holds, at most as many as positions."""
+    nobody = RequestState(request_id="", initial_tokens=[])
+    if cache.read_cache_limit is None:
+        positions = min(positions, cache.max_tokens_read)
+    return bisect_left(
+        range(positions),
+        True,
+        key=lambda n: not cache.can_store_request_tokens(nobody, n + 1, dry_run=True),
+    )
+
+
 @cache
 def _drafting(scheduler: type[Scheduler]) -> type[Scheduler]:
     """A scheduler's class whose decoding requests bring drafts."""
@@ -163,13 +224,47 @@ class _DraftingScheduler(Scheduler):
     """Schedules a decoding request with a draft behind its last token, where there is room.
 
     Attributes:
+        vocab_size: ids that the model can be fed.
+        most_tokens: of one request.
         offered: drafts of this step by request, before it is known who is scheduled.
         drafted: those that are scheduled.
     """
 
-    drafts: Drafts
+    drafts: Any
+    vocab_size: int
+    most_tokens: int
     offered: dict[str, list[int]] | None = None
     drafted: dict[str, list[int]]
+
+    def add_waiting_request(self, state: DraftedRequest) -> None:
+        before, state.before = state.before, None
+        if before is None:
+            self._check(state)
+        super().add_waiting_request(state)
+        if before is not None and before.request_id == state.request_id:
+            self.drafts.go_on(before, state)
+
+    def _check(self, state: RequestState) -> None:
+        """ValueError for a request that would end the loop, and with it all other requests."""
+        if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
+            raise ValueError(
+                f"request_id: expected one that no running request has, got {state.request_id!r}"
+            )
+        ids = np.asarray(state.initial_tokens)
+        if not 0 < len(ids) <= self.most_tokens:
+            raise ValueError(
+                f"input_ids: expected 1 to {self.most_tokens} tokens, as many as the cache holds "
+                f"and the model has positions for, got {len(ids)}"
+            )
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"input_ids: expected integers, got {ids.ndim}-d {ids.dtype}")
+        if not 0 <= ids.min() <= ids.max() < self.vocab_size:
+            raise ValueError(
+                f"input_ids: expected ids from 0 to {self.vocab_size - 1}, got {ids.min()} to "
+                f"{ids.max()}"
+            )
+        if not isinstance(state.max_new_tokens, (int, float, type(None))):
+            raise ValueError(f"max_new_tokens: expected a number, got {state.max_new_tokens!r}")
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         self.drafted = {}
@@ -226,12 +321,20 @@ class _DraftingScheduler(Scheduler):
 
 
 class _DraftingRunner(ModelRunner):
-    """Shows the logits [places, vocab_size] from which tokens are chosen."""
+    """Shows the logits [places, vocab_size] from which tokens are chosen.
+
+    Attributes:
+        checked: whether logits that are no numbers end the step, before tokens are drawn from them.
+    """
 
     scores: torch.Tensor
+    checked = False
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
         self.scores = scores[0]
+        # One token whose states overflow makes NaN of whole rows, and of others' under a mask.
+        if self.checked and bool(self.scores[:, 0].isnan().any()):
+            raise FloatingPointError("logits that are no numbers")
         super()._sample(scores, output_ids)
 
 
@@ -242,39 +345,66 @@ class DraftingProcessor(ContinuousBatchProcessor):
     the distribution behind the draft so far, so what is kept has plain decoding's distribution.
     """
 
-    drafts: Drafts
+    drafts: Any
 
     def prepare_next_batch(self) -> bool:
-        self.scheduler.offered, self.scheduler.drafted = None, {}
+        scheduler = self.scheduler
+        scheduler.offered, scheduler.drafted = None, {}
         self._started = time.perf_counter()
-        self._overwritten: list[_Overwritten] = []
+        for state in [*scheduler.active_requests.values()]:
+            if state.position_offset >= scheduler.most_tokens:
+                error = ValueError(
+                    f"expected at most {scheduler.most_tokens} tokens of prompt and output, as "
+                    "many as the cache holds and the model has positions for"
+                )
+                self._handle_request_error(error, state)
+                scheduler.finish_request(state.request_id)
+        if not scheduler.active_requests:  # the last one was cancelled, or failed
+            scheduler.block_new_requests = False
         ready = super().prepare_next_batch()
-        active = self.scheduler.active_requests.keys() | self.scheduler.waiting_requests.keys()
-        self.drafts.keep(set(active))
+        running = chain(scheduler.active_requests.values(), scheduler.waiting_requests.values())
+        self.drafts.keep([*running])
         return ready
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        # With the tokens of this request; transformers looks them up by the id, which another
+        # request may have.
+        self.output_router.fail_and_deliver(state, error)
 
     def _generation_step(self, model: torch.nn.Module) -> None:
         drafted = self.scheduler.drafted
-        with self.drafts.scope():
+        self._remember()
+        try:
+            with self.drafts.scope():
+                if drafted:
+                    self._drafted_step(model, drafted)
+                else:
+                    super()._generation_step(model)
+        except Exception as error:
+            requests = [future.state for future in self.inputs_and_outputs.requests_in_batch]
+            self.drafts.blame([one for one in requests if one.request_id in drafted], error)
+            for saved in self._overwritten:
+                saved.restore(len(saved.slots))
             if drafted:
-                self._drafted_step(model, drafted)
-            else:
-                super()._generation_step(model)
+                self._drop(drafted)
+            super()._generation_step(model)
 
     def _drafted_step(self, model: torch.nn.Module, drafted: dict[str, list[int]]) -> None:
         io = self.inputs_and_outputs
-        for future in io.requests_in_batch:
-            self._remember(future.state, drafted.get(future.state.request_id, ()))
         batch = io.get_model_kwargs(use_padding=False)
-        places, owners = self._places()
+        places, owners = self._places(drafted)
         batch["logits_indices"] = places.to(batch["logits_indices"].dtype)
         arguments = batch["logits_processor_args"]
         batch["logits_processor_args"] = arguments.index_select(1, owners)
-        with torch.no_grad():
-            self.model_runner.compute_batch(model, batch)
+        self.model_runner.checked = True
+        try:
+            with torch.no_grad():
+                self.model_runner.compute_batch(model, batch)
+        finally:
+            self.model_runner.checked = False
         io.retrieve_device_outputs()
 
-    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(self, drafted: dict[str, list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [places]: the fed tokens whose logits are read, and whose request each one is of,
         counted among the requests that generate."""
         places: list[int] = []
@@ -283,26 +413,60 @@ class DraftingProcessor(ContinuousBatchProcessor):
         for future in self.inputs_and_outputs.requests_in_batch:
             end += future.query_length
             if future.has_new_token:
-                fed = 1 + len(self.scheduler.drafted.get(future.state.request_id, ()))
+                fed = 1 + len(drafted.get(future.state.request_id, ()))
                 places += range(end - fed, end)
                 owners += [generating] * fed
                 generating += 1
         device = self.model_device
         return torch.tensor(places, device=device), torch.tensor(owners, device=device)
 
-    def _remember(self, state: RequestState, draft: Sequence[int]) -> None:
-        """Copy what a draft overwrites of a request's sliding windows.
+    def _remember(self) -> None:
+        """Copy what the step overwrites of sliding windows, and what is read again.
 
-        A window's slots go round: a drafted token lies where an earlier one lies that is still seen
-        should the draft be rejected.
+        A window's slots go round: a token lies where an earlier one lies that is still seen, should
+        the token be a draft and rejected, or the step computed again.
         """
-        if not draft:
-            return
-        first = state.position_offset - len(draft)
+        self._overwritten = []
         for allocator in _windows(self.cache):
-            if first + len(draft) > allocator.sliding_window:
-                slots = allocator.get_write_indices(state.request_id, first, len(draft))
-                self._overwritten.append(_Overwritten(state.request_id, allocator, slots))
+            for future in self.inputs_and_outputs.requests_in_batch:
+                state, count = future.state, future.query_length - 1
+                if count and state.position_offset > allocator.sliding_window:
+                    first = state.position_offset - count
+                    slots = allocator.get_write_indices(state.request_id, first, count)
+                    for views in allocator._kv_token_views.values():
+                        self._overwritten += [_Saved(state, view, slots) for view in views]
+
+    def _drop(self, drafted: dict[str, list[int]]) -> None:
+        """Prepare a step again without its drafts."""
+        io = self.inputs_and_outputs
+        for future in io.requests_in_batch:
+            state, count = future.state, len(drafted.get(future.state.request_id, ()))
+            state.position_offset -= future.query_length
+            future.query_length -= count
+            text = state.initial_tokens + state.generated_tokens
+            end = state.position_offset + future.query_length
+            state.tokens_to_process = text[state.position_offset : end]
+            if count:
+                future.complete_blocks = self.cache.count_new_complete_blocks(state, 1)
+                self._clear(state, count)
+        self.scheduler.drafted = {}
+        io.prepare_batch_tensors(
+            requests_in_batch=io.requests_in_batch,
+            logits_processors=self.logit_processor,
+            use_decode_fast_path=False,
+            num_q_tokens=io.num_q_tokens - sum(map(len, drafted.values())),
+            max_kv_read=io.max_kv_read,
+            use_padding=False,
+        )
+
+    def _clear(self, state: RequestState, count: int) -> None:
+        """Leave nothing of rejected nodes whose states are no numbers: a mask does not hide NaN."""
+        for allocator in self.cache.cache_allocators.values():
+            if allocator.layer_type != cache_allocators.SLIDING_ATTENTION:
+                first = state.position_offset + 1
+                slots = allocator.get_write_indices(state.request_id, first, count)
+                for view in chain(*allocator._kv_token_views.values()):
+                    view[slots] = 0
 
     def update_batch(self) -> None:
         io = self.inputs_and_outputs
@@ -344,36 +508,32 @@ class DraftingProcessor(ContinuousBatchProcessor):
         state.position_offset -= rejected + kept
         future.complete_blocks = self.cache.count_new_complete_blocks(state, kept)
         state.position_offset += kept
-        for overwritten in self._overwritten:
-            if overwritten.request_id == state.request_id:
-                overwritten.restore(rejected)
+        for saved in self._overwritten:
+            if saved.state is state:
+                saved.restore(rejected)
 
     def fail_all_requests(self, error: Exception) -> None:
         super().fail_all_requests(error)
-        self.drafts.keep(set())
+        self.drafts.keep([])
 
     def reset(self) -> None:
         super().reset()
-        self.drafts.keep(set())
+        self.drafts.keep([])
 
 
-class _Overwritten:
-    """Keys and values of a sliding window in slots that are about to be written."""
+class _Saved:
+    """Keys or values of a layer, [slots, heads, width], in slots that are about to be written."""
 
-    def __init__(self, request_id: str, allocator: Any, slots: Sequence[int]):
-        self.request_id = request_id
-        self.slots = torch.tensor(slots)
-        # Keys and values of each layer, [slots, heads, width].
-        self.layers = list(allocator._kv_token_views.values())
-        self.saved = [[view[self.slots.to(view.device)] for view in views] for views in self.layers]
+    def __init__(self, state: RequestState, view: torch.Tensor, slots: Sequence[int]):
+        self.state = state
+        self.view = view
+        self.slots = torch.tensor(slots, device=view.device)
+        self.states = view[self.slots]
 
-    def restore(self, rejected: int) -> None:
-        """Write back what lay in the slots of the last `rejected` tokens."""
-        if not rejected:
-            return
-        for views, saved in zip(self.layers, self.saved, strict=True):
-            for view, old in zip(views, saved, strict=True):
-                view[self.slots[-rejected:].to(view.device)] = old[-rejected:]
+    def restore(self, count: int) -> None:
+        """Write back what lay in the last `count` slots."""
+        if count:
+            self.view[self.slots[-count:]] = self.states[-count:]
 
 
 def _windows(cache: Any) -> list[Any]:

@@ -142,13 +142,15 @@ CONTINUOUS_BATCHING = _listed(
         {
             "add_request(input_ids, request_id)": "an assistant of one request",
             "_create_batch_processor(); batch_processor": "the place of the parts that draft",
+            "input_queue": "requests that know their assistant",
         },
     ),
     (
         f"{_BATCHING}.continuous_api:ContinuousBatchProcessor",
         {
             "prepare_next_batch(); _generation_step(model); update_batch()": "a step's course",
-            "fail_all_requests(error); reset()": "requests that were dropped",
+            "fail_all_requests(error); reset(); _handle_request_error(error, "
+            "state)": "requests that were dropped",
             "scheduler; model_runner; inputs_and_outputs; cache; logit_processor; model_device; "
             "use_async_batching; distributed_helper; output_router; return_logprobs": "its parts",
         },
@@ -165,6 +167,8 @@ CONTINUOUS_BATCHING = _listed(
         {
             "schedule_batch(token_budget, cache_budget); active_requests; waiting_requests; "
             "waiting_requests_order; cache; block_new_requests; max_requests_per_batch": "room",
+            "add_waiting_request(state); finish_request(request_id)": "requests that cannot be "
+            "served",
             "_infer_request_tokens(state, request_ids_to_remove_from_waiting); "
             "_schedule_request(state, request_tokens, token_budget, "
             "request_ids_to_remove_from_waiting)": "a request's draft",
@@ -173,7 +177,8 @@ CONTINUOUS_BATCHING = _listed(
     (
         f"{_BATCHING}.cache:PagedAttentionCache",
         {
-            "can_store_request_tokens(state, request_len, dry_run); cache_allocators": "room",
+            "can_store_request_tokens(state, request_len, dry_run); cache_allocators; "
+            "read_cache_limit; max_tokens_read": "room",
             "count_new_complete_blocks(state, request_len)": "blocks behind a rejected draft",
         },
     ),
@@ -189,6 +194,8 @@ CONTINUOUS_BATCHING = _listed(
         f"{_BATCHING}.input_outputs:ContinuousBatchingIOs",
         {
             "get_model_kwargs(use_padding); requests_in_batch": "a step's inputs",
+            "prepare_batch_tensors(requests_in_batch, logits_processors, use_decode_fast_path, "
+            "num_q_tokens, max_kv_read, use_padding)": "a step that is computed again",
             "retrieve_device_outputs(); output_ids": "a step's tokens",
         },
     ),
@@ -198,7 +205,7 @@ CONTINUOUS_BATCHING = _listed(
             "update_and_check_completion(token_id, logprob); to_generation_output(); request_id; "
             "status; generated_len(); initial_tokens; generated_tokens; position_offset; "
             "tokens_to_process; remaining_prefill_tokens; eos_token_id; max_new_tokens; "
-            "streaming": "a request's text"
+            "streaming; create_equivalent_initial_request()": "a request's text"
         },
     ),
     (

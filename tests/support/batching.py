@@ -1,0 +1,96 @@
+"""Requests for continuous batching, and drafters for them."""
+
+from __future__ import annotations
+
+import random
+
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession
+from hf_retrieval_assist.token_tree import TokenTree
+
+LENGTH = 16
+
+
+def greedy(**options):
+    return GenerationConfig(
+        **({"do_sample": False, "max_new_tokens": LENGTH, "eos_token_id": -1} | options)
+    )
+
+
+def prompts(count=8, seed=0):
+    random.seed(seed)
+    lengths = [random.randrange(2, 30) for _ in range(count)]
+    return [[random.randrange(1, 60) for _ in range(length)] for length in lengths]
+
+
+def small(**options):
+    """A configuration whose cache takes little: by default it takes most of the memory there is."""
+    options = {"page_size": 16, "max_batch_tokens": 64, "num_blocks": 64} | options
+    return ContinuousBatchingConfig(**options)
+
+
+def run(model, inputs, config=None, assistant=None, **options):
+    """The generated tokens of each request."""
+    results = model.generate_batch(
+        inputs,
+        generation_config=config or greedy(),
+        continuous_batching_config=small(**options),
+        warmup=False,
+        **({} if assistant is None else {"assistant": assistant}),
+    )
+    assert all(output.error is None for output in results.values())
+    return [output.generated_tokens for output in results.values()]
+
+
+def half_knowing(inputs, outputs, **options):
+    """An assistant that drafts the outputs, every seventh token of which it knows wrongly."""
+    texts = [[*prompt, *output] for prompt, output in zip(inputs, outputs, strict=True)]
+    for text in texts:
+        text[6::7] = [1 + token % 50 for token in text[6::7]]
+    return SamAssistant(texts, **({"budget": 5} | options))
+
+
+def manager_of(model, assistant, config=None, **options):
+    return model.continuous_batching_context_manager(
+        generation_config=config or greedy(),
+        continuous_batching_config=small(**options),
+        warmup=False,
+        **({} if assistant is None else {"assistant": assistant}),
+    )
+
+
+def outputs(manager, requests):
+    """What a manager delivers until so many requests have finished; fails where its loop ends."""
+    while requests:
+        output = manager.get_result(timeout=1)
+        if output is None:
+            assert manager.is_running(), "the loop has ended before its requests"
+            continue
+        assert output.error is None
+        requests -= output.is_finished()
+        yield output
+
+
+class Guess(Drafter):
+    """Drafts one token behind every text, or what breaks the contract."""
+
+    name = "guess"
+
+    def __init__(self, token):
+        self.token = token
+
+    def start(self, prompt_ids, target):
+        return GuessSession(self.token)
+
+
+class GuessSession(DraftSession):
+    def __init__(self, token):
+        self.token = token
+
+    def propose(self, budget):
+        return TokenTree.chain([self.token] * 2, [0.9, 0.8])
+
+    def commit(self, token_ids, feedback):
+        """Nothing is learnt."""

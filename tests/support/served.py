@@ -1,0 +1,171 @@
+"""A server of a tiny model that has learnt some answers by heart, and a client."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import torch
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    ContinuousBatchingConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    set_seed,
+)
+
+from hf_retrieval_assist import OutputMemory, SamAssistant
+from hf_retrieval_assist.serving import build_app
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
+    "{{ raise_exception('a role that nobody has') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LIST = "".join(f"{i}. item {i % 3} of the list\n" for i in range(6))
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ghent"}}\n</tool_call>'
+ANSWERS = {"list": LIST, "rain?": CALL, "hello": "hello, and hello again"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of today",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def tokenizer_of_bytes():
+    alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def learned(path):
+    """The folder of a model that has learnt the answers, and its tokenizer."""
+    tokenizer = tokenizer_of_bytes()
+    set_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    texts = []
+    for asked, answer in ANSWERS.items():
+        messages = [{"role": "user", "content": asked}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        texts.append(tokenizer(f"{prompt}{answer}<|im_end|>").input_ids)
+    width = max(map(len, texts))
+    ids = torch.tensor([text + [tokenizer.eos_token_id] * (width - len(text)) for text in texts])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(150):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.generation_config.do_sample = False
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def get(url, body=None):
+    """The status and the text of an answer; `body`: what is posted."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@contextlib.contextmanager
+def listening(app):
+    """The base URL of an application that is served on the loopback address."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        end = time.monotonic() + 60
+        while not server.started:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+class Served:
+    def __init__(self, url, assistant, model):
+        self.url, self.assistant, self.model = url, assistant, model
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    def ask(self, asked, **options):
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        options = {"temperature": 0, "max_tokens": 200} | options
+        return self.client.chat.completions.create(model=self.model, messages=messages, **options)
+
+    def stream(self, asked, **options):
+        """The text, and the last chunk."""
+        chunks = list(self.ask(asked, stream=True, **options))
+        return "".join(c.choices[0].delta.content or "" for c in chunks), chunks
+
+    def metrics(self):
+        families = text_string_to_metric_families(get(f"{self.url}/metrics")[1])
+        return {
+            (
+                sample.name.removeprefix("hf_retrieval_assist_"),
+                *sample.labels.values(),
+            ): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+@contextlib.contextmanager
+def serving(folder, assistant=None, *, batching=False, **limits):
+    """What serves the model of a folder, one request after another or side by side."""
+    assistant = assistant or SamAssistant(memory=OutputMemory(), budget=8)
+    limits = {"page_size": 16, "num_blocks": 256, "max_batch_tokens": 256} | limits
+    app = build_app(
+        folder,
+        assistant,
+        continuous_batching=batching,
+        cb_config=ContinuousBatchingConfig(**limits),
+        device="cpu",
+        dtype="float32",
+    )
+    with listening(app) as url:
+        yield Served(url, assistant, folder)

@@ -1,0 +1,433 @@
+"""What one request of continuous batching, or a fault in drafting, must not do to the others."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import time
+import weakref
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
+from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
+from hf_retrieval_assist import continuous_batching as batching
+from hf_retrieval_assist.drafters.base import FeedbackNeeds
+
+from .support.lossless import build
+from .support.tiny_models import VOCAB
+
+if Version(transformers.__version__) < Version("5.20"):
+    pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
+
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
+from hf_retrieval_assist.host.continuous_batching import FedRequest
+
+from .support.batching import (
+    Guess,
+    GuessSession,
+    greedy,
+    half_knowing,
+    manager_of,
+    prompts,
+    run,
+    small,
+)
+
+SMALL = {"num_blocks": 16}  # 256 tokens
+
+
+def finished(manager, requests):
+    """The last outputs of so many requests, with errors and without."""
+    found = []
+    while len(found) < requests:
+        output = manager.get_result(timeout=1)
+        assert output is not None or manager.is_running(), "the loop has ended"
+        if output is not None and output.is_finished():
+            found.append(output)
+    return found
+
+
+def settled(manager):
+    """Wait until the manager has nothing left to do."""
+    end = time.monotonic() + 30
+    while manager.batch_processor.has_pending_requests() or manager.drafts._texts:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+LONE = [5, 6, 7]
+SPOILING = {
+    "no tokens wanted": ([LONE], {"max_new_tokens": 0}, None),
+    "less than none": ([LONE], {"max_new_tokens": -3}, None),
+    "a text for a number": ([LONE], {"max_new_tokens": "5"}, "max_new_tokens: expected a number"),
+    "an id that is running": ([LONE] * 3, {"request_id": "a"}, "request_id: expected one"),
+    "no prompt": ([[]], {}, "input_ids: expected 1 to 256 tokens"),
+    "larger than the cache": ([[5] * 3000], {}, "input_ids: expected 1 to 256 tokens"),
+    "as large as the cache": ([[5] * 256], {"max_new_tokens": 1}, None),
+    "outgrows the cache": ([[5] * 100], {"max_new_tokens": 500}, "at most 256 tokens"),
+    "two outgrow it": ([[5] * 100, [7] * 100], {"max_new_tokens": 500}, "at most 256 tokens"),
+    "an unknown token": ([[5, VOCAB]], {}, f"ids from 0 to {VOCAB - 1}, got 5 to {VOCAB}"),
+    "a negative token": ([[5, -1]], {}, "got -1 to 5"),
+    "a huge token": ([[5, 10**30]], {}, "input_ids: expected integers"),
+    "words": (["hello"], {}, "input_ids: expected integers"),
+    "an unknown option": ([LONE], {"warmth": 1}, "warmth"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILING)
+def test_a_request_that_cannot_be_served_fails_alone(llama, case):
+    spoiling, options, message = SPOILING[case]
+    inputs = prompts(3)
+    plain = run(llama, inputs)
+    assistant = half_knowing(inputs, plain, memory=OutputMemory())
+    with manager_of(llama, assistant, **SMALL) as manager:
+        manager.add_request(inputs[0], request_id="before")
+        for prompt in spoiling:
+            manager.add_request(prompt, **options)
+        manager.add_request(inputs[1], request_id="beside")
+        found = finished(manager, 2 + len(spoiling))
+        manager.add_request(inputs[2], request_id="after")
+        found += finished(manager, 1)
+        settled(manager)
+        assert manager.batch_processor.cache.compute_free_capacity() > 0.5
+    served = {out.request_id: out.generated_tokens for out in found if out.error is None}
+    assert [served[name] for name in ("before", "beside", "after")] == plain
+    errors = [out.error for out in found if out.error is not None]
+    assert len(errors) == (0 if message is None else len(spoiling) - case.startswith("an id"))
+    assert all(message in error for error in errors)
+    assert assistant.stats.total.accepted > 0
+
+
+def test_an_error_shows_no_other_requests_tokens(llama):
+    with manager_of(llama, SamAssistant()) as manager:
+        manager.add_request(LONE, request_id="a", max_new_tokens=60)
+        manager.add_request([9, 10], request_id="a")
+        failed, served = sorted(finished(manager, 2), key=lambda out: len(out.generated_tokens))
+    assert "request_id" in failed.error
+    assert failed.generated_tokens == []
+    assert len(served.generated_tokens) == 60
+
+
+def test_requests_behind_a_cancelled_one_go_on(llama):
+    """The cancelled one had all of the cache, and no other request was to begin meanwhile."""
+    with manager_of(llama, SamAssistant(), **SMALL) as manager:
+        for name, token in (("first", 5), ("second", 7)):
+            manager.add_request([token] * 120, request_id=name, max_new_tokens=130)
+        processor = None
+        end = time.monotonic() + 60
+        while processor is None or not processor.scheduler.block_new_requests:
+            assert time.monotonic() < end
+            processor = manager.batch_processor
+        (running,) = [*processor.scheduler.active_requests]
+        manager.cancel_request(running)
+        (output,) = finished(manager, 1)
+    assert output.error is None
+    assert output.request_id != running
+
+
+def test_an_id_may_be_used_again(llama):
+    """Each time it is another text, and a private one teaches nobody."""
+    inputs = prompts(4)
+    plain = run(llama, inputs)
+    memory = OutputMemory()
+    assistant = SamAssistant(memory=memory, budget=8)
+    with manager_of(llama, assistant) as manager:
+        for number, prompt in enumerate(inputs):
+            twin = assistant.private() if number % 2 else None
+            manager.add_request(prompt, request_id="again", assistant=twin)
+            assert [out.generated_tokens for out in finished(manager, 1)] == [plain[number]]
+        settled(manager)
+    tree = memory.tree(next(iter(memory._outputs)).fingerprint)
+    assert sorted(tree.tokens(output.sequence).tolist() for output in memory._outputs) == sorted(
+        plain[::2]
+    )
+    assert assistant.stats.total.calls == 4
+
+
+def test_requests_that_are_sent_back_are_the_same_text(llama):
+    """The cache does not hold them all: some begin again, with what they have for a prompt."""
+    inputs = [[token] * 110 for token in (5, 7, 9)]
+    options = SMALL | {"allow_block_sharing": False}
+    plain = run(llama, inputs, greedy(max_new_tokens=90))
+    memory = OutputMemory()
+    assistant = SamAssistant(memory=memory, budget=4)
+    with manager_of(llama, assistant, greedy(max_new_tokens=90), **options) as manager:
+        sent_back = []
+        manager.add_request(inputs[0], request_id="0")
+        for number in (1, 2):
+            manager.add_request(
+                inputs[number], request_id=str(number), assistant=assistant.private()
+            )
+        while manager.batch_processor is None:
+            time.sleep(0.001)
+        drafts = manager.drafts
+        go_on = drafts.go_on
+        drafts.go_on = lambda *states: sent_back.append(states) or go_on(*states)
+        found = {out.request_id: out.generated_tokens for out in finished(manager, 3)}
+        settled(manager)
+    assert sent_back
+    assert [found[str(number)] for number in range(3)] == plain
+    assert assistant.stats.total.calls == 3
+    assert assistant.stats.total.tokens == 3 * 90
+    assert len(memory) == 1
+
+
+def test_assistants_of_requests_that_never_began_are_let_go(llama, monkeypatch):
+    # pytest would keep the errors that it logs, whose frames know the requests.
+    monkeypatch.setattr(logging.getLogger("ContinuousBatchingLogger"), "disabled", True)
+    assistant = SamAssistant(budget=8)
+    twins = []
+
+    def twin():
+        made = assistant.expecting(range(1, 60))
+        twins.append(weakref.ref(made))
+        return made
+
+    with manager_of(llama, assistant, max_requests_per_batch=1) as manager:
+        manager.add_request(LONE, request_id="long", max_new_tokens=100)
+        for number in range(20):
+            manager.add_request(LONE, request_id=f"r{number}", assistant=twin())
+            manager.cancel_request(f"r{number}")
+        manager.add_request([], assistant=twin())
+        manager.add_request(LONE, assistant=twin(), warmth=1)
+        with pytest.raises(ValueError, match="a twin of the manager's own"):
+            manager.add_request(LONE, assistant=SamAssistant())
+        manager.add_request(LONE, assistant=twin(), max_new_tokens=2)
+        manager.add_request(LONE, request_id="last", max_new_tokens=2)
+        finished(manager, 5)
+        settled(manager)
+        gc.collect()
+        assert not any(made() for made in twins)
+
+
+# Where a drafter may fail.
+PLACES = ("start", "propose", "commit", "close", "restrict", "see_cost")
+
+
+class Faulty(Guess):
+    """Fails at one place: in texts whose prompt has a token; None: in all."""
+
+    costly = True
+
+    def __init__(self, place, prompt_token=None):
+        super().__init__(4)
+        self.place, self.prompt_token, self.faults = place, prompt_token, 0
+
+    def start(self, prompt_ids, target):
+        session = FaultySession(self, self.prompt_token in (None, *prompt_ids.tolist()))
+        session.fail_at("start")
+        return session
+
+
+class FaultySession(GuessSession):
+    def __init__(self, drafter, fails):
+        super().__init__(drafter.token)
+        self.drafter, self.fails = drafter, fails
+
+    def fail_at(self, place):
+        if self.fails and place == self.drafter.place:
+            self.drafter.faults += 1
+            raise RuntimeError(f"a fault in {place}")
+
+    def propose(self, budget):
+        self.fail_at("propose")
+        return super().propose(budget)
+
+    def commit(self, token_ids, feedback):
+        self.fail_at("commit")
+
+    def close(self):
+        self.fail_at("close")
+
+    def restrict(self, tree):
+        self.fail_at("restrict")
+        return tree
+
+    def see_cost(self, curve):
+        self.fail_at("see_cost")
+
+
+@pytest.mark.parametrize("place", [*PLACES, "a draft that breaks the contract"])
+def test_a_fault_in_drafting_costs_no_answer(llama, place, told):
+    inputs = prompts(6)
+    plain = run(llama, inputs)
+    knowing = half_knowing(inputs, plain)
+    faulty = Faulty(place) if place in PLACES else Guess(99_999)
+    assistant = Assistant([*knowing.drafters, faulty], budget="auto", max_nodes=8)
+    assert run(llama, inputs, assistant=assistant, max_requests_per_batch=3) == plain
+    assert not isinstance(faulty, Faulty) or faulty.faults
+    assert told.text.count("requests go on without drafts") == 1
+    total = assistant.stats.total
+    assert (total.calls, total.tokens) == (len(inputs), sum(map(len, plain)))
+
+
+@pytest.mark.parametrize("place", ["start", "propose"])
+def test_a_fault_for_one_request_leaves_the_others_their_drafts(llama, place):
+    inputs = [[1, 2, 3, 63], [4, 5, 6], [7, 8, 9]]
+    plain = run(llama, inputs, greedy(max_new_tokens=40))
+    knowing = half_knowing(inputs, plain)
+    faulty = Faulty(place, 63)
+    assistant = Assistant([*knowing.drafters, faulty], budget=5)
+    assert run(llama, inputs, greedy(max_new_tokens=40), assistant) == plain
+    assert faulty.faults in (1, 2)  # with the others, and then alone
+    total = assistant.stats.total
+    assert total.accepted > 15
+    assert total.calls == 3
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"])
+def test_drafts_whose_states_are_no_numbers_change_nothing(name, told):
+    """One drafted token makes NaN of its states, and under a mask of everybody's. Prompts are fed
+    beside it in parts."""
+    model = build(getattr(transformers, name))
+    inputs = prompts(6, seed=3)
+    options = {"max_batch_tokens": 12, "max_requests_per_batch": 3}
+    plain = run(model, inputs, greedy(max_new_tokens=24), **options)
+    spoiling = min({*range(1, VOCAB)} - {*itertools.chain(*inputs, *plain)})
+    with torch.no_grad():
+        model.get_input_embeddings().weight[spoiling] = float("nan")
+        if model.config.tie_word_embeddings:
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.nan_to_num(-9.0))
+    assert run(model, inputs, greedy(max_new_tokens=24), **options) == plain
+    assistant = Assistant([Guess(spoiling)], budget=2)
+    assert run(model, inputs, greedy(max_new_tokens=24), assistant, **options) == plain
+    assert told.text.count("FloatingPointError: logits that are no numbers") == 1
+    # A request fails with its first draft, and has none from then on.
+    assert assistant.stats.total.drafted == 0
+    assert assistant.stats.total.calls == len(inputs)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_kernels_that_fail_cost_no_answer(llama, drafted, monkeypatch):
+    inputs = prompts(4)
+    plain = run(llama, inputs)
+    scopes = []
+
+    class Failing:
+        def __init__(self, active):
+            self.active = active
+
+        def __enter__(self):
+            scopes.append(self.active)
+            if self.active:
+                raise RuntimeError("a kernel")
+
+        def __exit__(self, *error):
+            return False
+
+    monkeypatch.setattr(batching, "reroute", Failing)
+    assistant = half_knowing(inputs, plain) if drafted else Assistant([Guess(4)], budget=1)
+    assert run(llama, inputs, assistant=assistant) == plain
+    assert scopes.count(True) == 1
+
+
+def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
+    """Nothing of a prompt is read or copied by a step."""
+
+    class Prompt(list):
+        """Tells of everything that goes over all of it."""
+
+        reads = 0
+
+        def _read(self, *_):
+            Prompt.reads += 1
+            return NotImplemented
+
+        __add__ = __iter__ = __contains__ = _read
+
+        def __getitem__(self, place):
+            Prompt.reads += isinstance(place, slice)
+            return super().__getitem__(place)
+
+    drafts = batching.RequestDrafts(SamAssistant(budget=8), llama)
+    states = []
+    for number in range(3):
+        state = RequestState(request_id=f"r{number}", initial_tokens=[3, 4, 5, 6] * 50)
+        state.max_new_tokens, state.generated_tokens = 1000, [3]
+        state.status = RequestStatus.DECODING
+        states.append(state)
+    logits = torch.zeros(3, VOCAB)
+
+    def follow():
+        drafts.follow([FedRequest(s, [], 1, n) for n, s in enumerate(states)], logits)
+
+    follow()
+    for state in states:
+        state.initial_tokens = Prompt(state.initial_tokens)
+    for step in range(12):
+        assert len(drafts.propose(states, 64, 8)) == (3 if step else len(states))
+        for state in states:
+            state.generated_tokens.append(4 + step % 3)
+        follow()
+        drafts.keep(states)
+    assert Prompt.reads == 0
+
+
+def test_drafts_end_where_positions_do():
+    model = build(GPT2LMHeadModel, n_positions=40)
+    inputs = [[5, 9, 33] * 3, [7, 8] * 4]
+    plain = run(model, inputs, greedy(max_new_tokens=31))
+    assistant = half_knowing(inputs, plain, budget=16)
+    assert run(model, inputs, greedy(max_new_tokens=31), assistant) == plain
+    assert assistant.stats.total.accepted > 0
+    with manager_of(model, assistant, greedy(max_new_tokens=90)) as manager:
+        manager.add_request(inputs[0])
+        manager.add_request([5] * 41)
+        for output in finished(manager, 2):
+            assert "40 tokens" in output.error
+        assert manager.is_running()
+
+
+UNSUPPORTED = {
+    "hidden states": lambda drafter: setattr(drafter, "needs", FeedbackNeeds(hidden_layers=(-1,))),
+    "residual": lambda drafter: None,
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_attached_assistants_that_cannot_draft_here_leave_plain_batches(kind, told):
+    model = build(LlamaForCausalLM)
+    model.set_attn_implementation("eager")
+    inputs = prompts(2)
+    plain = run(model, inputs)
+    drafter = Guess(4)
+    UNSUPPORTED[kind](drafter)
+    assistant = Assistant([drafter], residual=kind == "residual")
+    with assistant.attached(model):
+        for _ in range(2):
+            assert run(model, inputs) == plain
+    assert told.text.count("decoding without the assistant (assistant: expected drafters") == 1
+    assert assistant.stats.total.calls == 0
+    with pytest.raises(ValueError, match="no hidden states, no residual sampling"):
+        run(model, inputs, assistant=assistant)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_manager_that_is_kept_goes_on_without_the_assistant(llama):
+    inputs = prompts(2)
+    options = {"persistent_manager": True, "warmup": False}
+
+    def tokens(**more):
+        results = llama.generate_batch(inputs, greedy(), small(), **options, **more)
+        return [output.generated_tokens for output in results.values()]
+
+    plain = run(llama, inputs)
+    assistant = half_knowing(inputs, plain)
+    calls = lambda: assistant.stats.total.calls  # noqa: E731
+    try:
+        assert tokens(assistant=assistant) == plain
+        assert tokens(assistant=assistant) == plain
+        assert calls() == 4
+        assert tokens() == plain
+        assert tokens(assistant=None) == plain
+        assert calls() == 4
+        assert tokens(assistant=assistant) == plain
+        assert calls() == 6
+    finally:
+        llama.destroy_cached_continuous_batching_manager()
