@@ -4,13 +4,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import EagleHead, MtpHead, SamAssistant, SuffixAssistant
+from hf_retrieval_assist import SamAssistant, SuffixAssistant
 from hf_retrieval_assist.decoding import dice
 from hf_retrieval_assist.decoding.loop import Generation
 
-from .draft_models.test_feature_drafters import head_of
 from .support.accelerator import DEVICE, Accelerator
-from .support.feature_following import as_launches, put_head
+from .support.heads import as_launches, head_drafter, layers_of, put_head
 from .support.lossless import build
 from .support.oracle_drafter import oracle_assistant
 
@@ -81,16 +80,17 @@ def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("kind", [EagleHead, MtpHead])
+@pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
 def test_a_head_adds_two_launches_and_three_copies(kind, rows, monkeypatch):
     """At any number of rows, whose hidden states are gathered together."""
     model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
-    head, inputs = head_of(kind, model), batch_of(rows)
+    drafter, inputs = head_drafter(kind, model), batch_of(rows)
+    head = layers_of(drafter, model)
     plain = model.generate(**inputs, **OPTIONS)
     machine = Accelerator()
     put_head(machine, model, head)
     as_launches(machine, head, monkeypatch)
-    assistant = SamAssistant(fallback=head, budget=16)
+    assistant = SamAssistant(fallback=drafter, budget=16)
     assisted, _, steps = counted_steps(model, inputs, assistant, monkeypatch, machine=machine)
     assert torch.equal(assisted, plain)
     drafted = [step for step, _ in steps if step.get(("loop", "recorded")) == 2]

@@ -265,29 +265,3 @@ def _tensor_flags(shapes: Shapes) -> dict[str, Any]:
         "own_embeddings": "embed_tokens.weight" in shapes,
         "own_lm_head": "lm_head.weight" in shapes,
     }
-
-
-def fresh_config(
-    target: Any, shape: TargetShape, num_layers: int, draft_vocab_size: int
-) -> HeadConfig:
-    """Attention shaped like the target's. Its features are normed before `fc`: at the start of
-    training their scale, which differs by orders of magnitude between models, must not matter.
-    """
-    config = target.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    return HeadConfig(
-        generation=3,
-        hidden_size=shape.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 3 * shape.hidden_size,
-        num_layers=num_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or shape.hidden_size // heads,
-        target_width=shape.hidden_size,
-        boundaries=default_boundaries(shape.num_layers),
-        vocab_size=shape.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        feature_norm="joint",
-        norm_before_residual=True,
-        input_norm=True,
-    )

@@ -22,11 +22,11 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from ..host.borrowed import BorrowedLayers, TargetShape, float_weight
-from ..system.checkpoints import check_fit, local_folder, write_checkpoint
+from ..host.borrowed import BorrowedLayers, TargetShape
+from ..system.checkpoints import check_fit, local_folder
 from ..verification.tree_attention import LayerMask
-from .eagle_checkpoint import check_draft_vocabulary, read_head, speculators_config
-from .eagle_config import HeadConfig, fresh_config
+from .eagle_checkpoint import check_draft_vocabulary, read_head
+from .eagle_config import HeadConfig
 from .rows import DraftCache
 
 Rotary = tuple[Tensor, Tensor]
@@ -104,7 +104,7 @@ class FusingLayer(HeadLayer):
 
 
 class EagleHead(nn.Module):
-    """A draft head; `from_pretrained` and `for_target` make one of the right generation.
+    """A draft head; `from_pretrained` makes one of the right generation.
 
     Shapes: n tokens are run at once, in a batch of B. For inference a head
     is read-only, so any number of threads may use it.
@@ -163,52 +163,6 @@ class EagleHead(nn.Module):
         head.load_state_dict(tensors, assign=True)
         head.to(device or head.borrowed.device, dtype or target.dtype)
         return head.requires_grad_(False).eval()
-
-    @classmethod
-    def for_target(
-        cls,
-        target: Any,
-        *,
-        draft_ids: Tensor | None = None,
-        num_layers: int = 1,
-        dtype: torch.dtype = torch.float32,
-        **overrides: Any,
-    ) -> EagleHead:
-        """A fresh EAGLE-3 head as wide as `target`, on its device, ready to be trained.
-
-        The output layer starts as the target's rows of the draft vocabulary; everything else is
-        random (`torch.manual_seed` makes it reproducible).
-
-        Args:
-            target: the transformers model that the head is to draft for.
-            draft_ids: int64 [Vd], ids that may be drafted; None: all.
-            num_layers: blocks of the head.
-            dtype: of the weights.
-            overrides: fields of :class:`HeadConfig`, and `rope_theta`.
-        """
-        shape = TargetShape.of(target)
-        ids = torch.arange(shape.vocab_size) if draft_ids is None else draft_ids.unique().cpu()
-        if len(ids) == 0 or ids[0] < 0 or ids[-1] >= shape.vocab_size:
-            raise ValueError(f"draft_ids: expected ids in [0, {shape.vocab_size}), got {ids}")
-        config = fresh_config(target, shape, num_layers, len(ids)).override(**overrides)
-        head = build_head(config, BorrowedLayers(target))
-        _initialise(head, target.get_output_embeddings(), ids)
-        return head.to(head.borrowed.device, dtype)
-
-    def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Write the head in the `speculators` layout, without what it shares with the target; see
-        `write_checkpoint`.
-
-        Raises:
-            ValueError: the head is an EAGLE-1 head.
-        """
-        config = speculators_config(self.config, self.borrowed.identity)
-        write_checkpoint(folder, config, self.state_dict())
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        """Of the target's residual stream, as :class:`FeedbackNeeds` counts them."""
-        return self.config.boundaries
 
     @property
     def device(self) -> torch.device:
@@ -382,18 +336,3 @@ def _build_on_meta(config: HeadConfig, borrowed: BorrowedLayers) -> EagleHead:
             f"rope_parameters: expected finite frequencies, got {dict(config.rope_parameters)}"
         )
     return head
-
-
-@torch.no_grad()
-def _initialise(head: EagleHead, output: Any, ids: Tensor) -> None:
-    for module in head.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-    if output is not None and head.config.hidden_size == head.config.target_width:
-        rows = float_weight(output, torch.device("cpu"))[ids]
-        head.lm_head.weight.copy_(rows)
-    if head.config.draft_vocab_size < head.config.vocab_size:
-        head.d2t.copy_(ids - torch.arange(len(ids)))
-        head.t2d[ids] = True

@@ -110,8 +110,7 @@ class MtpLayers(nn.Module):
         """
         module = self.module
         embeddings = module.embed_tokens(token_ids.to(module.embed_tokens.weight.device))
-        # The model's own matrix learns nothing from what the layers learn.
-        embeddings = embeddings.detach().to(self.device, self.dtype)
+        embeddings = embeddings.to(self.device, self.dtype)
         rotary = None
         if module.rotary_emb is not None:
             kind = (
@@ -173,30 +172,6 @@ def _load(model: Any) -> nn.Module:
             f"{model.config.name_or_path!r}, got {type(error).__name__}: {error}"
         ) from error
     return _taking_masks(module)
-
-
-def fresh_mtp_layer(model: Any) -> nn.Module:
-    """transformers' `MtpModel` of one layer for a model that need not have any, untrained.
-
-    The layer is the model's own decoder layer, of full attention where it has such layers, behind
-    norms of the model's class and a projection; in float32 on the CPU.
-
-    Raises:
-        ValueError: such a layer cannot be built, or run, for this model.
-    """
-    mtp_model = _mtp_model_class()
-    owner: Any = _WithMtpConfig(model, 1)
-    # A new `MtpModel` initialises all that it holds, so what is the model's comes in afterwards.
-    owner.lm_head, owner.get_input_embeddings = None, lambda: None
-    try:
-        module = mtp_model(owner, 1)
-        module.tie_with_main_model(model)
-        return _taking_masks(module)
-    except Exception as error:  # whatever an unsuitable class raises
-        raise ValueError(
-            "target: expected a model of whose decoder layer transformers can make an MTP layer, "
-            f"got {type(model).__name__} ({type(error).__name__}: {error})"
-        ) from error
 
 
 def _mtp_model_class() -> Any:

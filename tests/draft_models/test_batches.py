@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import EagleHead, EarlyExit, MtpHead
+from hf_retrieval_assist import EarlyExit
 from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers
 from hf_retrieval_assist.draft_models.rows import chain, parts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
@@ -19,12 +19,12 @@ from hf_retrieval_assist.drafters.base import Drafter, Target
 from hf_retrieval_assist.presets import fallback_drafters
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.draft_models.test_dflash import block_drafter
-from tests.draft_models.test_feature_drafters import head_of
 from tests.support.feature_following import features_of, seen
+from tests.support.heads import head_drafter
 from tests.support.lossless import build
 from tests.support.tiny_models import VOCAB, randomise
 
-NAMES = ["DFlash", "EAGLE head", "MTP head", "draft model", "windows", "early exit"]
+NAMES = ["DFlash", "EAGLE", "MTP", "draft model", "windows", "early exit"]
 # Known of each text when it starts.
 LENGTHS = [3, 9, 1, 17, 9, 30, 5, 12]
 BUDGET = 12
@@ -48,6 +48,8 @@ class Batch:
         self.drafter: Drafter
         if name == "early exit":
             self.drafter = EarlyExit(2)
+        elif name in ("EAGLE", "MTP"):
+            self.drafter = head_drafter(name, self.target)
         else:
             (self.drafter,) = fallback_drafters(self._fallback(name))
         layers = self.drafter.needs.hidden_layers
@@ -61,8 +63,6 @@ class Batch:
     def _fallback(self, name: str) -> Any:
         if name == "DFlash":
             return block_drafter(window=6)
-        if name in ("EAGLE head", "MTP head"):
-            return head_of(EagleHead if name == "EAGLE head" else MtpHead, self.target)
         kind = "Gemma3ForCausalLM" if name == "windows" else "LlamaForCausalLM"
         model = build(getattr(transformers, kind))
         randomise(model, 0.3)
