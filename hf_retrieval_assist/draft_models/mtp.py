@@ -12,7 +12,7 @@ from ..host.ranks import require_whole
 from .features import FeatureDrafter, FeatureSession
 from .growth import GrowthLimits
 from .layers_follower import LayersFollower
-from .mtp_layers import MtpLayers, mtp_layers
+from .mtp_layers import mtp_layers
 
 # Levels drafted by feeding the last layer its own output, unless a caller says otherwise.
 _RECURSIONS = 3
@@ -52,11 +52,8 @@ class MtpDrafter(FeatureDrafter):
         model = target.require_model("fallback 'mtp'")
         require_whole(model, "fallback 'mtp'")
         layers = mtp_layers(model)
-        limits = self._limits_for(layers)
-        follower = LayersFollower(layers, limits, layers.hidden_size, target.graphs)
-        return FeatureSession(follower, prompt_ids, self.limits.total - 1)
-
-    def _limits_for(self, layers: MtpLayers) -> GrowthLimits:
         depth = len(layers) - 1 + _RECURSIONS if self.depth is None else self.depth
         width = self.limits.width if layers.takes_trees else 1
-        return replace(self.limits, width=width, depth=depth)
+        limits = replace(self.limits, width=width, depth=depth)
+        follower = LayersFollower(layers, limits, layers.config.hidden_size, target.graphs)
+        return FeatureSession(follower, prompt_ids, limits.total - 1)

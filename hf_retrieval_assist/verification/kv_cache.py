@@ -167,7 +167,7 @@ class SlotCache(DynamicCache):
                 kinds[kind].append((layer, number))
                 taken += states.nbytes
         homes: dict[tuple[int, int], Home] = {}
-        length = self.slots.longest
+        length = max(layer.get_seq_length() for layer in self.slot_layers)
         for (sliding, batch, heads, depth, dtype, device, _), members in kinds.items():
             base = max(layer.dropped for layer, _ in members)
             if sliding and self.forgets:

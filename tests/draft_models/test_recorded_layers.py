@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.draft_models import layers_follower
+from hf_retrieval_assist.draft_models import growth, layers_follower
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.kernels import largest
@@ -130,7 +130,8 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         serve_in_place(monkeypatch)
         monkeypatch.setattr(layers_follower, "stays_in_place", lambda device: True)
         # Searches for CPUs are no operators that a recorder sees.
-        monkeypatch.setattr(largest, "largest", lambda scores, count: tuple(scores.topk(count)))
+        for module in (largest, growth):
+            monkeypatch.setattr(module, "largest", lambda scores, count: tuple(scores.topk(count)))
 
     return serve
 
@@ -248,7 +249,7 @@ def test_a_draft_is_two_copies_there_and_one_back(
     draft = layers_follower.LayersFollower.draft
 
     def drafted(follower: Any, group: Any, *asked: Any) -> Any:
-        settled = group.recorded is not None
+        settled = group.in_place is not None
         machine.reset()
         trees = draft(follower, group, *asked)
         # The first forward of a width allocates.

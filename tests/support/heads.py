@@ -24,6 +24,7 @@ from .tiny_models import VOCAB, randomise
 EVERY_SECOND = torch.arange(1, VOCAB, 2)
 
 
+@torch.no_grad()
 def eagle_head(target: Any, draft_ids: torch.Tensor | None = None, **changes: Any) -> EagleHead:
     """An EAGLE-3 head, whose output layer is the target's for the ids that it may draft."""
     shape, config = TargetShape.of(target), target.config.get_text_config(decoder=True)
@@ -58,7 +59,7 @@ def eagle_head(target: Any, draft_ids: torch.Tensor | None = None, **changes: An
 
 def give_mtp_layer(target: Any) -> MtpLayers:
     """Give a model an MTP layer of its own decoder layer, as if its checkpoint had brought it."""
-    owner: Any = mtp_layers._WithMtpConfig(target, 1)
+    owner: Any = mtp_layers.WithMtpConfig(target, 1)
     # A new `MtpModel` initialises all that it holds, so what is the model's comes in afterwards.
     owner.lm_head, owner.get_input_embeddings = None, lambda: None
     module = MtpModel(owner, 1)
