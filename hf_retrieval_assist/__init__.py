@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from .corpus.datastore import Datastore
     from .draft_models.eagle_head import EagleHead
     from .draft_models.early_exit import EarlyExit
-    from .draft_models.mtp_head import MtpHead
     from .draft_models.quantized_self import QuantizedSelf
     from .hook import install, uninstall
     from .kernels.reroute import reroute
@@ -46,7 +45,6 @@ __all__ = [
     "Datastore",
     "EagleHead",
     "EarlyExit",
-    "MtpHead",
     "OutputMemory",
     "QuantizedSelf",
     "Record",
@@ -72,7 +70,6 @@ _MODULES = {
     "Datastore": "corpus.datastore",
     "EagleHead": "draft_models.eagle_head",
     "EarlyExit": "draft_models.early_exit",
-    "MtpHead": "draft_models.mtp_head",
     "OutputMemory": "memory.output_memory",
     "QuantizedSelf": "draft_models.quantized_self",
     "Record": "record.record",

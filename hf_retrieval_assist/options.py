@@ -11,13 +11,10 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from transformers import PreTrainedModel
 
 from .draft_models.eagle_head import EagleHead
-from .draft_models.mtp_head import MtpHead
 from .drafters.base import Drafter
 from .planning.planner import Budget
 
-Source: TypeAlias = (
-    Literal["token_recycling", "mtp"] | Drafter | EagleHead | MtpHead | PreTrainedModel
-)
+Source: TypeAlias = Literal["token_recycling", "mtp"] | Drafter | EagleHead | PreTrainedModel
 Fallback: TypeAlias = Source | Sequence[Source] | None
 
 Given = TypeVar("Given", bound="Options")

@@ -20,7 +20,6 @@ from .draft_models.draft_model import DraftModelDrafter
 from .draft_models.eagle import EagleDrafter
 from .draft_models.eagle_head import EagleHead
 from .draft_models.mtp import MtpDrafter
-from .draft_models.mtp_head import MtpHead
 from .draft_models.quantized_self import QuantizedSelf
 from .drafters.base import Drafter, DraftSession
 from .drafters.rest import RestDrafter
@@ -86,14 +85,12 @@ def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
         return fallback
     if isinstance(fallback, EagleHead):
         return EagleDrafter(fallback)
-    if isinstance(fallback, MtpHead):
-        return MtpDrafter(head=fallback)
     if isinstance(fallback, PreTrainedModel):
         # By what the model is configured to be fed.
         return DFlashDrafter(fallback) if is_dflash(fallback) else DraftModelDrafter(fallback)
     raise TypeError(
-        f"fallback: expected {names}, a draft model, an EagleHead, an MtpHead, a drafter, a list "
-        f"of these or None, got {kind_of(fallback)}"
+        f"fallback: expected {names}, a draft model, an EagleHead, a drafter, a list of these or "
+        f"None, got {kind_of(fallback)}"
     )
 
 
@@ -166,8 +163,8 @@ class SamAssistant(Preset):
             "datasets:NAME". Or a `Datastore`, or its path.
         fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers;
             "quantized_self", the target itself with weights in eight bits; a draft model, of any
-            tokenizer; a DFlash model; an `EagleHead`; an `MtpHead`; a drafter; None. Or a list of
-            these, whose drafts become one tree.
+            tokenizer; a DFlash model; an `EagleHead`; a drafter; None. Or a list of these, whose
+            drafts become one tree.
         min_match: shortest match that drafts, in tokens; under "paper" alone. None: the paper's 5.
         corpus_bias: tokens by which a corpus match must be longer than one in the text; under
             "paper" alone. None: the paper's 5.

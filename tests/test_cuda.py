@@ -24,8 +24,6 @@ from transformers import (
 from hf_retrieval_assist import (
     Assistant,
     Datastore,
-    EagleHead,
-    MtpHead,
     OutputMemory,
     RestAssistant,
     SamAssistant,
@@ -42,6 +40,7 @@ from hf_retrieval_assist.verification.workspace import WORKSPACES
 
 from .decoding.test_node_choices import OPTIONS as CHOICES
 from .decoding.test_node_choices import inputs_of
+from .support.heads import eagle_head, head_drafter, layers_of
 from .support.lossless import PROMPT, build, equal, run
 from .support.oracle_drafter import OracleDrafter, both, oracle_assistant
 from .support.tiny_models import VOCAB
@@ -165,7 +164,7 @@ def presets(model, folder):
         "corpus": SamAssistant(documents, budget=8),
         "datastore": SamAssistant(store, budget=8),
         "memory": SamAssistant(memory=OutputMemory(), budget=8),
-        "head": SamAssistant(documents, fallback=EagleHead.for_target(model), budget=8),
+        "head": SamAssistant(documents, fallback=eagle_head(model), budget=8),
         "draft model": SamAssistant(documents, fallback=copy.deepcopy(model), budget=8),
         "suffix": SuffixAssistant(budget=8),
         "rest": RestAssistant(store, budget=8),
@@ -277,14 +276,17 @@ def test_two_threads_record_at_once(llama):
     assert all(torch.equal(plain, text) for text in found)
 
 
-@pytest.mark.parametrize("kind", ["draft model", "EAGLE head", "MTP head"])
+@pytest.mark.parametrize("kind", ["draft model", "EAGLE", "MTP"])
 def test_drafts_are_recorded(llama, kind):
     """Calls after the first ones record nothing."""
-    kinds = {"EAGLE head": EagleHead, "MTP head": MtpHead}
-    drafting = kinds[kind].for_target(llama) if kind in kinds else copy.deepcopy(llama)
+    if kind == "draft model":
+        fallback = drafting = copy.deepcopy(llama)
+    else:
+        fallback = head_drafter(kind, llama)
+        drafting = layers_of(fallback, llama)
     plain, made = run(llama, max_new_tokens=60), []
     for graphs in (False, True, True, True):
-        assistant = SamAssistant(fallback=drafting, budget=12, graphs=graphs)
+        assistant = SamAssistant(fallback=fallback, budget=12, graphs=graphs)
         assert torch.equal(plain, run(llama, max_new_tokens=60, assistant=assistant))
         assert assistant.stats.last.drafted > 0
         made.append(sum(workspace.made for workspace in WORKSPACES._idle.get(drafting, [])))

@@ -11,7 +11,6 @@ from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_retrieval_assist import (
     Datastore,
-    EagleHead,
     OutputMemory,
     RestAssistant,
     RolloutAssistant,
@@ -23,6 +22,7 @@ from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.host.fingerprint import fingerprint
 from tests.support.memories import check_memory
 
+from .support.heads import eagle_head
 from .support.lossless import NEW_TOKENS, PROMPT, build, run
 from .support.tiny_models import VOCAB
 
@@ -192,7 +192,7 @@ def test_draft_models_as_fallback(llama, draft_model, preset, budget):
 
 @pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
 def test_eagle_heads_as_fallback(llama, preset):
-    assistant = preset(fallback=EagleHead.for_target(llama), budget=6)
+    assistant = preset(fallback=eagle_head(llama), budget=6)
     check_lossless(llama, assistant)
     assert assistant.hidden_layers
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import cache, calibrate, datastore, demo, serve, suggest, train_head
+from . import cache, calibrate, datastore, demo, serve, suggest
 
 PROGRAM = "hf-retrieval-assist"
 
@@ -21,7 +21,6 @@ COMMANDS = {
     "demo": demo.COMMAND,
     "serve": serve.COMMAND,
     "suggest": suggest.COMMAND,
-    "train-head": train_head.COMMAND,
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,6 @@ def at_least(least: int) -> Any:
         return found
 
     return number
-
-
-def above_zero(text: str) -> float:
-    """The type of a number that is neither 0 nor infinite."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return found
 
 
 def dtype(text: str) -> str:

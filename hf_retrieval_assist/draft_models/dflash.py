@@ -8,6 +8,7 @@ of which knows what the others will hold.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +25,8 @@ from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, TokenTree
 from ..verification.tree_attention import LayerMask
 from .features import FeatureDrafter, FeatureSession, Follower, NewText
-from .growth import evidence_classes
-from .rows import DraftCache, Group
+from .growth import by_probability
+from .rows import DraftCache, Group, offsets_of
 
 _SETTINGS = ("block_size", "mask_token_id", "target_layer_ids")
 
@@ -115,39 +116,47 @@ class BlockFollower(Follower):
 
     def draft(self, group: Group, asked: Sequence[FeatureSession], keep: int) -> list[TokenTree]:
         """The `keep` most probable paths over the next block."""
-        texts = list(self.waiting(group)) or [self._nothing(len(group.rows))]
+        texts = list(self.waiting(group, self.chunk)) or [self._nothing(len(group.rows))]
         for text in texts:
             states = self._states(group, text)
         log_probs = self._logits(states).float().log_softmax(dim=-1)
         best, ids = largest(log_probs, min(self._top_k, keep))
+        best = best.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         token_ids = ids.cpu().numpy().astype(np.int32)
         return [product_tree(*row, keep) for row in zip(token_ids, best.cpu().numpy(), strict=True)]
 
     def _nothing(self, rows: int) -> NewText:
-        none = torch.empty((rows, 0), dtype=torch.long, device=self.device)
-        features = torch.empty((rows, 0, self.feature_width), device=self.device, dtype=self.dtype)
-        return NewText([0] * rows, features, none, none)
+        none = np.empty((rows, 0), np.int64)
+        features = torch.empty((0, self.feature_width), device=self.device, dtype=self.dtype)
+        return NewText([0] * rows, features, none, none, none)
 
     def _states(self, group: Group, text: NewText) -> Tensor:
         """[rows, block_size − 1, hidden_size] behind the texts, whose hidden states are kept."""
-        (cache,), size = group.caches, self._model.config.block_size
-        counts, width = np.array(text.counts)[:, None], text.positions.shape[1]
-        column = np.arange(width)
-        within = np.broadcast_to(column >= width - counts, (len(counts), width))
-        context = np.maximum(column - (width - counts), 0)
-        depths = np.concatenate([context, counts + np.arange(size)], axis=1)
-        seen = np.concatenate([within, np.ones((len(counts), size), np.bool_)], axis=1)
-        attends = torch.from_numpy(seen).to(self.device)[:, None].expand(-1, size, -1)
-        reached = torch.tensor([0 if row is None else row.reached for row in group.rows])
-        block = reached[:, None] + torch.arange(size)
+        (cache,), size, width = group.caches, self._model.config.block_size, text.width
+        counts, block = np.array(text.counts)[:, None], np.arange(size)
+        column = np.broadcast_to(np.arange(width + size), (len(counts), width + size))
+        offsets, columns = column.copy(), column.copy()
+        offsets[:, :width] = offsets_of(text.counts, width)
+        columns[:, width:] = counts + block
+        seen = torch.from_numpy((column < counts) | (column >= width))
+        reached = [[0 if row is None else row.reached] for row in group.rows]
+        positions = np.concatenate([text.positions, np.array(reached) + block], axis=1)
+        depths = counts + block
+        places = {"offsets": offsets, "depths": depths, "columns": columns}
+        mask = cache.feed(
+            **{name: torch.from_numpy(x).to(self.device) for name, x in places.items()},
+            sees=seen.to(self.device)[:, None].expand(-1, size, -1),
+            deepest=int(depths.max()),
+        )
+        sources = torch.from_numpy(text.sources).to(self.device)
         output = self._model(
             noise_embeds=self._block_embeddings(group).to(self.device, self.dtype),
-            context_hidden_states=text.features,
-            position_ids=torch.cat([text.positions, block.to(self.device)], dim=1),
-            attention_mask=cache.feed(depths, attends),
+            context_hidden_states=text.features[sources],
+            position_ids=torch.from_numpy(positions).to(self.device),
+            attention_mask=mask,
             **with_cache(self._model, cache),
         ).last_hidden_state
-        cache.keep([range(width - count, width) for count in text.counts])
+        cache.keep([range(count) for count in text.counts])
         return output[:, 1:]
 
     def _logits(self, states: Tensor) -> Tensor:
@@ -181,6 +190,8 @@ def product_tree(token_ids: NDArray[np.int32], log_probs: Float32Array, keep: in
     heap = [(-float(log_probs[0, 0]), -1, 0, 0)]
     while heap and len(nodes) < keep:
         cost, parent, depth, rank = heapq.heappop(heap)
+        if cost == math.inf:
+            break
         above = cost + float(log_probs[depth, rank])
         if rank + 1 < ranks:
             heapq.heappush(
@@ -191,8 +202,6 @@ def product_tree(token_ids: NDArray[np.int32], log_probs: Float32Array, keep: in
             heapq.heappush(heap, (below, len(nodes), depth + 1, 0))
         nodes.append((parent, depth, rank))
         totals.append(-cost)
-    parents, depth_of, rank_of = (np.array(column) for column in zip(*nodes, strict=True))
-    classes = evidence_classes(
-        np.exp(log_probs[depth_of, rank_of]), rank_of, (depth_of + 1).astype(np.int32)
-    )
+    parents, depth_of, rank_of = np.array(nodes, np.int32).reshape(-1, 3).T
+    classes = by_probability(log_probs[depth_of, rank_of], rank_of, depth_of + 1)
     return TokenTree.build(token_ids[depth_of, rank_of], parents, np.exp(totals), classes)

@@ -14,21 +14,31 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Foresight, Target
+from ..host.position_table import table_end
 from ..host.ranks import require_whole
 from ..host.transformers_private import with_cache
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Int32Array, TokenTree
+from ..token_tree import Float32Array, Forest, TokenTree
 from ..verification.fixed_memory import can_stay, stays_in_place
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
 from .growth import Level, grow
-from .other_vocabulary import Tokenizers
 from .recorded import RecordedDrafts
-from .rows import DraftCache, Group, RowSession, Rules, chain, groups, last_columns, parts
+from .rows import (
+    DraftCache,
+    Group,
+    Int64Array,
+    RowSession,
+    groups,
+    offsets_of,
+    parts,
+    proposed,
+    sound,
+)
 from .sequoia import ShapeChooser, TreeShape
-from .static_growth import PRIORS, Schedule, StaticGrowth
-from .translation import TranslatedText
+from .static_growth import PRIORS, Drawn, Foreseen, Schedule, StaticGrowth
+from .translation import Tokenizers, TranslatedText
 
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
@@ -42,7 +52,8 @@ class DraftModelDrafter(Drafter):
     """Drafts with a small transformers model.
 
     The tree's shape is solved for the measured acceptance by rank, the model's own time and the
-    target's t(n). Every level takes one forward of the draft model for all texts of a batch.
+    target's t(n). Every level takes one forward of the draft model for all texts of a batch. Where
+    the model has a table of positions, it drafts for texts that end within the table.
 
     Args:
         model: shared by all sessions.
@@ -54,7 +65,7 @@ class DraftModelDrafter(Drafter):
             temperature, and records what residual verification needs.
         assistant_tokenizer: the draft model's, where it is not the target's; looked for in the
             model's folder if not given and the vocabularies differ in size. Drafts then go by
-            way of the text; see :mod:`~hf_retrieval_assist.draft_models.other_vocabulary`.
+            way of the text; see :mod:`~hf_retrieval_assist.draft_models.translation`.
         target_tokenizer: the target's, likewise.
 
     Raises:
@@ -79,10 +90,11 @@ class DraftModelDrafter(Drafter):
         require_at_least(1, max_nodes=max_nodes, max_levels=max_levels, width=width)
         if temperature is not None and not temperature > 0:
             raise ValueError(f"temperature: expected None or a number > 0, got {temperature}")
-        mask_rules(model, "draft_model")
+        tree_service(model, "draft_model")
         self.model = model
         self.max_nodes, self.max_levels, self.width = max_nodes, max_levels, width
         self.temperature = temperature
+        self.table_end = table_end(model)
         self._tokenizers = Tokenizers(model, assistant_tokenizer, target_tokenizer)
         self._choosers: dict[str, ShapeChooser] = {}
         self._lock = Lock()
@@ -95,42 +107,30 @@ class DraftModelDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
         require_whole(self.model, "draft model")
-        chooser = self.chooser(target.fingerprint, target.model)
         if self.vocab_size == target.vocab_size and not self._tokenizers.given:
-            foresight = self._foresight(target)
-            return DraftModelSession(self, prompt_ids, chooser, target.graphs, foresight=foresight)
+            return DraftModelSession(self, prompt_ids, target)
         if self.temperature is not None:
             raise ValueError(
                 f"draft_model: expected the target's vocabulary of {target.vocab_size} ids where "
                 f"children are drawn, got {type(self.model).__name__} with {self.vocab_size}"
             )
-        translation = self._tokenizers.translation(target)
-        translated = TranslatedText(translation, prompt_ids)
-        return DraftModelSession(self, prompt_ids, chooser, target.graphs, translated)
+        translated = TranslatedText(self._tokenizers.translation(target), prompt_ids)
+        return DraftModelSession(self, prompt_ids, target, translated)
 
-    def _foresight(self, target: Target) -> Foresight | None:
-        """What tells how the target will draw; None where it does not, or nobody knows.
-
-        An accelerator would wait for the host at every level.
-        """
-        foresight = target.foresight
-        if foresight is None or self.temperature is not None or target.device.type != "cpu":
-            return None
-        known = foresight.draws and foresight.knows(target.vocab_size)
-        return foresight if known else None
-
-    def propose_rows(
-        self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]
-    ) -> list[TokenTree]:
+    def propose_rows(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
         for session in sessions:
             session.forget_draft()
         shape = sessions[0].chooser.shape(max(budgets))
-        asked = [row for row, budget in zip(sessions, budgets, strict=True) if budget > 0]
+        asked = [
+            row
+            for row, budget in zip(sessions, budgets, strict=True)
+            if row.has_room(shape.levels) and budget > 0
+        ]
         if len(shape) and asked:
             schedule = sessions[0].schedule_for(shape)
             for group, rows in groups(asked):
                 self._draft(group, rows, schedule)
-        return [row.proposal(budget) for row, budget in zip(sessions, budgets, strict=True)]
+        return proposed([row.proposal() for row in sessions], budgets)
 
     @torch.no_grad()
     def _draft(self, group: Group, asked: Sequence[DraftModelSession], schedule: Schedule) -> None:
@@ -138,13 +138,16 @@ class DraftModelDrafter(Drafter):
         started = time.perf_counter()
         # The draws of texts that have ended may no longer be known.
         foresights = [row.foresight if row in asked else None for row in group.rows]
-        growth = StaticGrowth(schedule, self.temperature, foresights)
+        drawn = None if self.temperature is None else Drawn(self.temperature)
+        foreseen = [foresight is not None for foresight in foresights]
+        growth = StaticGrowth(schedule, drawn or Foreseen(foresights), foreseen)
         trees = grow(_Nodes(self, group, asked[0].graphs), growth)
         if new <= _LEVEL_LIKE:
-            seconds = (time.perf_counter() - started) / len(schedule.levels)
+            seconds = (time.perf_counter() - started) / schedule.forwards
             asked[0].chooser.observe_pass(seconds)
         for row in asked:
-            row.drafted(schedule, trees[row.index], growth.draws_of(row.index))
+            draws = [] if drawn is None else drawn.of_row(row.index)
+            row.drafted(schedule, trees[row.index], draws)
 
     def chooser(self, fingerprint: str, model: Any = None) -> ShapeChooser:
         """What is measured of this draft model against one target; `model` is that, if known."""
@@ -169,7 +172,7 @@ def _weight_bytes(model: Any) -> int:
 
 
 class _Nodes:
-    """The draft model behind the texts of a group, and on the nodes of a level.
+    """The draft model behind the texts of a group, and on the nodes of a level; a `NodeRunner`.
 
     Args:
         drafter: whose model it is.
@@ -180,20 +183,13 @@ class _Nodes:
     def __init__(self, drafter: DraftModelDrafter, group: Group, graphs: bool) -> None:
         self._drafter, self._model, self._group = drafter, drafter.model, group
         (self._cache,) = group.caches
-        if stays_in_place(self._model.device):
-            self._settle(graphs)
-
-    def _settle(self, graphs: bool) -> None:
-        """Go on in memory that stays in place, once there is something to hold."""
-        cache, model = self._cache, self._model
-        if self._group.recorded is None and can_stay(cache, model.device):
-            most = self._drafter.max_nodes + 1
-            self._group.recorded = RecordedDrafts(model, cache, cache.rules, most, graphs)
-
-    @property
-    def _recorded(self) -> RecordedDrafts | None:
-        recorded: Any = self._group.recorded
-        return recorded
+        # Of the nodes that were fed.
+        self._depths: list[int] = []
+        device = self._model.device
+        if group.in_place is None and stays_in_place(device) and can_stay(self._cache, device):
+            service, most = tree_service(self._model, "draft_model"), drafter.max_nodes + 1
+            group.in_place = RecordedDrafts(self._model, self._cache, service, most, graphs)
+        self._recorded: Any = group.in_place
 
     def root_logits(self) -> Tensor:
         """Feed what is new in the texts; when all is cached, the last token again."""
@@ -202,46 +198,56 @@ class _Nodes:
         cache.shorten([0 if row is None else row.take_valid() for row in rows])
         news = [text[have:] for text, have in zip(texts, cache.slots.lengths, strict=True)]
         logits = torch.empty(0)
-        recorded = self._recorded
-        for spans in parts([len(new) for new in news], recorded.most if recorded else _CHUNK):
+        longest = self._recorded.most if self._recorded else _CHUNK
+        for spans in parts([len(new) for new in news], longest):
             counts = [len(span) for span in spans]
-            ids = np.zeros((len(rows), max(counts)), np.int64)
-            for number, (new, span) in enumerate(zip(news, spans, strict=True)):
-                ids[number, ids.shape[1] - len(span) :] = new[span.start : span.stop]
-            depths, attends = chain(counts, torch.device("cpu"))
-            if recorded:
-                logits = recorded.feed(ids, depths, attends.numpy())[:, -1:]
-            else:
-                logits = self._feed(ids, depths, attends)[:, -1:]
-            self._group.keep(last_columns(counts))
+            width = max(counts)
+            ids = np.zeros((len(rows), width), np.int64)
+            for line, new, span in zip(ids, news, spans, strict=True):
+                line[width - len(span) :] = new[span.start : span.stop]
+            offsets, column = offsets_of(counts, width), np.arange(width)
+            # What fills a line up stands in no position that the text has not.
+            depths = np.minimum(offsets, np.maximum(np.array(counts) - 1, 0)[:, None])
+            sees = torch.from_numpy(column <= offsets[..., None])
+            behind = np.broadcast_to(column, offsets.shape)
+            options = self._drafter.last_only
+            logits = self._feed(ids, offsets, depths, behind, sees, options)[:, -1:]
+            self._group.keep([range(count) for count in counts])
         return logits
 
     def run(self, level: Level) -> Tensor:
-        depths = np.full(level.token_ids.shape, level.depth - 1)
-        if self._recorded is not None:
-            return self._recorded.feed(level.token_ids, depths, level.visible)
-        return self._run(level.token_ids, depths, level.visible, {})
+        rows, width = level.token_ids.shape
+        self._depths += [level.depth - 1] * width
+        behind = np.broadcast_to(self._depths, (rows, len(self._depths)))
+        offsets = np.broadcast_to(np.arange(behind.shape[1])[-width:], (rows, width))
+        return self._feed(level.token_ids, offsets, behind[:, -width:], behind, level.visible, {})
 
     def _feed(
-        self, token_ids: NDArray[np.int64], depths: NDArray[np.int64], attends: Tensor
-    ) -> Tensor:
-        device = self._model.device
-        fed = torch.from_numpy(token_ids).to(device)
-        return self._run(fed, depths, attends.to(device), self._drafter.last_only)
-
-    def _run(
         self,
-        token_ids: Tensor,
-        depths: NDArray[np.int64],
-        attends: Tensor,
+        token_ids: Int64Array | Tensor,
+        offsets: Int64Array,
+        depths: Int64Array,
+        columns: Int64Array,
+        sees: Tensor,
         options: dict[str, int],
     ) -> Tensor:
-        """[rows, w, vocab_size] for tokens at these depths behind the texts."""
-        cached = np.array(self._cache.slots.lengths)[:, None]
+        """[rows, w or 1, vocab_size]; see `DraftCache.feed`."""
+        if self._recorded:
+            logits: Tensor = self._recorded.feed(token_ids, offsets, depths, columns, sees.numpy())
+            return logits
+        device = self._model.device
+        lengths = np.array(self._cache.slots.lengths)[:, None]
+        aligned = offsets if (offsets != offsets[:1]).any() else offsets[:1]
+        places = {"offsets": aligned, "depths": depths, "columns": columns}
+        mask = self._cache.feed(
+            **{name: torch.tensor(x, device=device) for name, x in places.items()},
+            sees=sees.to(device),
+            deepest=int(depths.max()),
+        )
         return self._model(
-            input_ids=token_ids,
-            attention_mask=self._cache.feed(depths, attends),
-            position_ids=torch.from_numpy(cached + depths).to(token_ids.device),
+            input_ids=torch.as_tensor(token_ids, device=device),
+            attention_mask=mask,
+            position_ids=torch.from_numpy(lengths + depths).to(device),
             **with_cache(self._model, self._cache),
             use_cache=True,
             return_dict=True,
@@ -255,40 +261,47 @@ class DraftModelSession(RowSession):
     Args:
         drafter: whose model drafts.
         prompt_ids: int32 [length], the target's.
-        chooser: what is measured; tell it t(n) for shapes that fit the target's cost.
-        graphs: whether forwards may be recorded where they stay in place.
+        target: the text's.
         translated: the text in the draft model's vocabulary, where that is another.
-        foresight: what tells how the target will draw the text's tokens; None: nothing does.
 
     Attributes:
         drafter: whose model drafts.
         text: ids of the whole text, the draft model's.
+        chooser: what is measured; tell it t(n) for shapes that fit the target's cost.
+        graphs: whether forwards may be recorded where they stay in place.
+        foresight: what tells how the target will draw the text's tokens; None: nothing does.
     """
 
     def __init__(
         self,
         drafter: DraftModelDrafter,
         prompt_ids: NDArray[np.int32],
-        chooser: ShapeChooser,
-        graphs: bool = True,
+        target: Target,
         translated: TranslatedText | None = None,
-        foresight: Foresight | None = None,
     ):
-        config = drafter.model.config.get_text_config(decoder=True)
-        super().__init__(
-            [DraftCache(config, mask_rules(drafter.model, "draft_model"), drafter.model.dtype)]
-        )
-        self.chooser = chooser
+        model = drafter.model
+        config = model.config.get_text_config(decoder=True)
+        rules = tree_service(model, "draft_model").rules
+        super().__init__([DraftCache(config, rules, model.dtype)])
+        self.drafter, self.graphs, self._translated = drafter, target.graphs, translated
+        self.chooser = drafter.chooser(target.fingerprint, target.model)
         self.text: list[int] = prompt_ids.tolist() if translated is None else list(translated.ids)
+        self.foresight = _foresight(target, drafter.temperature) if translated is None else None
         self._valid = _ALL
-        self.drafter, self.graphs, self._translated = drafter, graphs, translated
-        self.foresight = foresight
-        self._schedule = Schedule(chooser.shape())
-        self._tree = TokenTree.empty()
-        self._draws: list[ChildDraw] = []
+        self._schedule = Schedule(self.chooser.shape())
+        self.forget_draft()
 
     def propose(self, budget: int) -> TokenTree:
         return self.drafter.propose_rows([self], [budget])[0]
+
+    def has_room(self, levels: int) -> bool:
+        """Whether the draft model has positions for a tree of so many levels; a text that gets
+        beyond them leaves its group for good."""
+        end = self.drafter.table_end
+        # The leaves are not fed.
+        if end is not None and len(self.text) + levels - 2 > end:
+            self.close()
+        return self.group is not None
 
     def take_valid(self) -> int:
         """How many tokens of the text may stay cached: no more than are still the text's, and not
@@ -297,22 +310,26 @@ class DraftModelSession(RowSession):
         return valid
 
     def forget_draft(self) -> None:
-        self._tree, self._draws = TokenTree.empty(), []
+        self._tree = TokenTree.empty()
+        # Of the text, then of each node that was fed: the law of its children, and what was drawn.
+        self._draws: list[tuple[Tensor, Tensor]] = []
 
     def schedule_for(self, shape: TreeShape) -> Schedule:
         """The forwards for a shape; the ones at hand where it is theirs."""
         return self._schedule if shape is self._schedule.shape else Schedule(shape)
 
-    def drafted(self, schedule: Schedule, tree: TokenTree, draws: list[ChildDraw]) -> None:
+    def drafted(
+        self, schedule: Schedule, tree: TokenTree, draws: list[tuple[Tensor, Tensor]]
+    ) -> None:
         """A draft is in the cache, behind the text."""
         self._schedule, self._tree, self._draws = schedule, tree, draws
 
-    def proposal(self, budget: int) -> TokenTree:
-        """What to propose of it: at most `budget` nodes, in the target's vocabulary."""
-        tree = self._tree
-        if self._translated is not None and len(tree):
-            tree = self._translated.tree(tree)
-        return tree.prune(budget)
+    def proposal(self) -> TokenTree:
+        """The draft, in the target's vocabulary."""
+        draft = sound(self._tree)
+        if self._translated is None or not len(draft):
+            return draft
+        return self._translated.tree(draft)
 
     def see_cost(self, curve: Callable[[int], Float64Array]) -> None:
         self.chooser.set_seconds(curve(self.chooser.max_nodes))
@@ -321,8 +338,12 @@ class DraftModelSession(RowSession):
         nodes = self._tree.follow(np.array(path, np.int32))
         if not self._draws or len(nodes) < len(path):
             return None
-        number = 0 if not len(path) else 1 + int(self._schedule.fed_number[nodes[-1]])
-        return self._draws[number] if number or not len(path) else None
+        node = int(nodes[-1]) if len(path) else -1
+        count = int(self._schedule.child_counts[node + 1])
+        if not count:
+            return None
+        law, children = self._draws[0 if node < 0 else 1 + int(self._schedule.fed_number[node])]
+        return ChildDraw(law, children[:count])
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         if self._translated is None:
@@ -338,7 +359,7 @@ class DraftModelSession(RowSession):
     def _append(self, tokens: list[int]) -> None:
         if len(self._tree) and tokens:
             path = self._tree.follow(np.array(tokens, np.int32))
-            self._measure(path, len(tokens))
+            self._measure(path.tolist(), len(tokens))
             fed = self._schedule.fed_number[path]
             self.accepted = fed[fed >= 0].tolist()
             self.forget_draft()
@@ -352,20 +373,29 @@ class DraftModelSession(RowSession):
         self._valid = min(self._valid, same)
         self.text = [int(token) for token in token_ids]
 
-    def _measure(self, path: Int32Array, length: int) -> None:
+    def _measure(self, path: list[int], length: int) -> None:
         """Count by rank what the text accepted, at every node that it reached."""
-        reached = [-1, *path.tolist()][:length]
-        for place, node in enumerate(reached):
-            children = int(self._schedule.child_counts[node + 1])
-            if children:
-                hit = place < len(path)
-                rank = int(self._schedule.shape.ranks[path[place]]) if hit else -1
+        reached = [-1, *path][:length]
+        ranks = self._schedule.shape.ranks[path].tolist()
+        for node, rank in zip(reached, [*ranks, -1], strict=False):
+            if children := int(self._schedule.child_counts[node + 1]):
                 self.chooser.observe(children, rank)
 
 
+def _foresight(target: Target, temperature: float | None) -> Foresight | None:
+    """What tells how the target will draw; None where it does not, or nobody knows.
+
+    An accelerator would wait for the host at every level.
+    """
+    foresight = target.foresight
+    if foresight is None or temperature is not None or target.device.type != "cpu":
+        return None
+    return foresight if foresight.draws and foresight.knows(target.vocab_size) else None
+
+
 @torch.no_grad()
-def mask_rules(model: Any, drafter: str) -> Rules:
-    """The model's mask rules on the tree tier; ValueError where it can only be fed chains."""
+def tree_service(model: Any, drafter: str) -> Service:
+    """How a model is fed token trees; ValueError where it can only be fed chains."""
     if model.config.is_encoder_decoder:
         service = Service(Tier.PLAIN, "it is an encoder-decoder")
     else:
@@ -375,4 +405,4 @@ def mask_rules(model: Any, drafter: str) -> Rules:
             f"{drafter}: expected a model that can be fed token trees, got "
             f"{type(model).__name__}: {service.reason}"
         )
-    return service.rules
+    return service

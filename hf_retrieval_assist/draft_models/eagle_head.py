@@ -8,28 +8,21 @@ features it goes on from there. EAGLE-2 (arXiv:2406.16858) is an EAGLE-1 head wi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers import Cache
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
-from ..host.borrowed import BorrowedLayers, TargetShape, float_weight
-from ..system.checkpoints import check_fit, local_folder, write_checkpoint
+from ..host.borrowed import BorrowedLayers, TargetShape
+from ..system.checkpoints import check_fit, local_folder
 from ..verification.tree_attention import LayerMask
-from .eagle_checkpoint import check_draft_vocabulary, read_head, speculators_config
-from .eagle_config import HeadConfig, fresh_config
+from .eagle_format import HeadConfig, check_draft_vocabulary, layer_config, read_head, rotary_of
 from .rows import DraftCache
-
-Rotary = tuple[Tensor, Tensor]
 
 
 class HeadAttention(nn.Module):
@@ -44,22 +37,17 @@ class HeadAttention(nn.Module):
         self.k_proj = nn.Linear(input_width, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(input_width, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(q_width, config.hidden_size, bias=config.output_bias)
-        per_head = config.head_dim if config.qk_norm else 0
-        self.q_norm = _norm(per_head, config)
-        self.k_norm = _norm(per_head, config)
+        self.q_norm = _norm(config.qk_norm * config.head_dim, config)
+        self.k_norm = _norm(config.qk_norm * config.head_dim, config)
 
-    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None, cache: Cache) -> Tensor:
-        queries = self.q_norm(self._split(self.q_proj(x)))
-        keys = self.k_norm(self._split(self.k_proj(x)))
-        queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
-        keys, values = cache.update(keys, self._split(self.v_proj(x)), self.layer)
-        return self.o_proj(self._attend(queries, keys, values, mask))
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """The heads that share keys are laid out as further queries, so no key is copied."""
+    def forward(self, x: Tensor, rotary: Any, mask: Tensor | None, cache: Cache) -> Tensor:
+        queries, keys, values = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        queries, keys = apply_rotary_pos_emb(self.q_norm(queries), self.k_norm(keys), *rotary)
+        keys, values = cache.update(keys, values, self.layer)
+        # The heads that share keys are laid out as further queries, so no key is copied.
         batch, heads, count, _ = queries.shape
         groups = heads // self.kv_heads
         queries = queries.reshape(batch, self.kv_heads, groups * count, self.head_dim)
@@ -67,7 +55,7 @@ class HeadAttention(nn.Module):
             mask = mask.repeat(*[1] * (mask.ndim - 2), groups, 1)
         mixed = F.scaled_dot_product_attention(queries, keys, values, mask)
         mixed = mixed.reshape(batch, heads, count, self.head_dim)
-        return mixed.transpose(1, 2).flatten(2)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class HeadLayer(nn.Module):
@@ -76,8 +64,8 @@ class HeadLayer(nn.Module):
     def __init__(self, config: HeadConfig, layer: int, input_width: int, input_norm: bool) -> None:
         super().__init__()
         self.self_attn = HeadAttention(config, layer, input_width)
-        self.mlp = LlamaMLP(_llama_config(config))
-        self.input_layernorm = _norm(config.hidden_size if input_norm else 0, config)
+        self.mlp = LlamaMLP(layer_config(config))
+        self.input_layernorm = _norm(input_norm * config.hidden_size, config)
         self.post_attention_layernorm = _norm(config.hidden_size, config)
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
@@ -104,15 +92,16 @@ class FusingLayer(HeadLayer):
 
 
 class EagleHead(nn.Module):
-    """A draft head; `from_pretrained` and `for_target` make one of the right generation.
+    """A draft head; `from_pretrained` makes one of the right generation.
 
-    Shapes: n tokens are run at once, in a batch of B. For inference a head
-    is read-only, so any number of threads may use it.
+    Shapes: n tokens are run at once, in a batch of B. A head is read-only, so any number of threads
+    may use it.
     """
 
     d2t: Tensor  # int64 [Vd]: what to add to a draft id to get the target's
     t2d: Tensor  # bool [V]: which of the target's ids may be drafted
     takes_trees = True
+    layers: nn.ModuleList
 
     def __init__(self, config: HeadConfig, borrowed: BorrowedLayers) -> None:
         super().__init__()
@@ -120,10 +109,11 @@ class EagleHead(nn.Module):
         self.borrowed = borrowed
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_norm = _norm(config.hidden_size if config.embedding_norm else 0, config)
-        self.cache_config = _llama_config(config)
-        self.rotary_emb = LlamaRotaryEmbedding(self.cache_config)
-        self.norm = _norm(config.hidden_size if config.final_norm else 0, config)
+        self.embed_norm = _norm(config.embedding_norm * config.hidden_size, config)
+        with torch.device("cpu"):
+            # No file holds its frequencies.
+            self.rotary_emb = rotary_of(config)
+        self.norm = _norm(config.final_norm * config.hidden_size, config)
         if config.own_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.draft_vocab_size < config.vocab_size:
@@ -156,59 +146,14 @@ class EagleHead(nn.Module):
             ValueError, TypeError: see `read_head`.
         """
         config, tensors = read_head(local_folder(path_or_hub_id), TargetShape.of(target), overrides)
-        head = _build_on_meta(config, BorrowedLayers(target))
+        with torch.device("meta"):
+            head = build_head(config, BorrowedLayers(target))
         check_fit(head.state_dict(), tensors)
         if "d2t" in tensors:
             check_draft_vocabulary(tensors["d2t"], tensors["t2d"])
         head.load_state_dict(tensors, assign=True)
         head.to(device or head.borrowed.device, dtype or target.dtype)
         return head.requires_grad_(False).eval()
-
-    @classmethod
-    def for_target(
-        cls,
-        target: Any,
-        *,
-        draft_ids: Tensor | None = None,
-        num_layers: int = 1,
-        dtype: torch.dtype = torch.float32,
-        **overrides: Any,
-    ) -> EagleHead:
-        """A fresh EAGLE-3 head as wide as `target`, on its device, ready to be trained.
-
-        The output layer starts as the target's rows of the draft vocabulary; everything else is
-        random (`torch.manual_seed` makes it reproducible).
-
-        Args:
-            target: the transformers model that the head is to draft for.
-            draft_ids: int64 [Vd], ids that may be drafted; None: all.
-            num_layers: blocks of the head.
-            dtype: of the weights.
-            overrides: fields of :class:`HeadConfig`, and `rope_theta`.
-        """
-        shape = TargetShape.of(target)
-        ids = torch.arange(shape.vocab_size) if draft_ids is None else draft_ids.unique().cpu()
-        if len(ids) == 0 or ids[0] < 0 or ids[-1] >= shape.vocab_size:
-            raise ValueError(f"draft_ids: expected ids in [0, {shape.vocab_size}), got {ids}")
-        config = fresh_config(target, shape, num_layers, len(ids)).override(**overrides)
-        head = build_head(config, BorrowedLayers(target))
-        _initialise(head, target.get_output_embeddings(), ids)
-        return head.to(head.borrowed.device, dtype)
-
-    def save_pretrained(self, folder: str | PathLike[str]) -> None:
-        """Write the head in the `speculators` layout, without what it shares with the target; see
-        `write_checkpoint`.
-
-        Raises:
-            ValueError: the head is an EAGLE-1 head.
-        """
-        config = speculators_config(self.config, self.borrowed.identity)
-        write_checkpoint(folder, config, self.state_dict())
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        """Of the target's residual stream, as :class:`FeedbackNeeds` counts them."""
-        return self.config.boundaries
 
     @property
     def device(self) -> torch.device:
@@ -218,70 +163,56 @@ class EagleHead(nn.Module):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
-    @abstractmethod
-    def fuse(self, features: Tensor) -> Tensor:
-        """Target features [..., feature_width] to hidden inputs [..., H] of the head."""
-
-    @abstractmethod
-    def _fuse_token(self, embeddings: Tensor, hidden: Tensor, *context: Any) -> Tensor:
-        """The first block, where the token meets the hidden state."""
-
-    def forward(
-        self,
-        hidden: Tensor,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        mask: Tensor | None,
-        cache: Cache,
-    ) -> Tensor:
-        """One pass over n tokens.
-
-        Args:
-            hidden: [B, n, H], `fuse`d target features or the parents' outputs of this head.
-            token_ids: int64 [B, n], ids of the target's vocabulary.
-            position_ids: int64 [B, n], for RoPE: the position of `hidden`, one below the token's.
-            mask: bool [n, cached + n], True where a token may attend, or additive
-                [B, 1, n, cached + n]; None: everywhere.
-            cache: receives the n new entries of each layer.
-
-        Returns:
-            [B, n, H]: what `logits` reads, and the hidden input of the next tokens.
-        """
-        context = (self.rotary_emb(hidden, position_ids), mask, cache)
-        x = self._fuse_token(self.embed(token_ids), hidden, *context)
-        for layer in self._plain_layers():
-            x = layer(x, *context)
-        return self.norm(x) if self.config.norm_output else x
-
     def __len__(self) -> int:
         """Layers with a cache and an output of their own, as of :class:`MtpLayers`."""
         return 1
 
     def cache(self, layer: int) -> DraftCache:
         """An empty cache of all blocks over one text."""
-        return DraftCache(self.cache_config, LayerMask(), self.dtype)
+        return DraftCache(self.rotary_emb.config, LayerMask(), self.dtype)
 
-    def run(
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [..., feature_width] to hidden inputs [..., H] of the head."""
+
+    @abstractmethod
+    def _fuse_token(self, embeddings: Tensor, hidden: Tensor, *context: Any) -> Tensor:
+        """What the blocks after the token has met the hidden state read."""
+
+    def forward(
         self,
         layer: int,
         token_ids: Tensor,
         hidden: Tensor,
         positions: Tensor,
-        mask: Any,
+        mask: Tensor | None,
         cache: Cache,
     ) -> Tensor:
-        """`forward` by the positions of the tokens; see :meth:`MtpLayers.run`."""
-        return self(hidden, token_ids, positions - 1, mask, cache)
+        """One pass over n tokens.
 
-    @abstractmethod
-    def _plain_layers(self) -> Iterable[nn.Module]:
-        """The blocks after the token has been fused in."""
+        Args:
+            layer: 0; an EAGLE head counts as one.
+            token_ids: int64 [B, n], ids of the target's vocabulary.
+            hidden: [B, n, H], `fuse`d target features or the parents' outputs of this head.
+            positions: int64 [B, n], of the tokens; RoPE takes those of `hidden`, one below.
+            mask: bool [n, cached + n], True where a token may attend, or additive
+                [B, 1, n, cached + n]; None: everywhere.
+            cache: receives the n new entries of each block.
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Input embeddings [B, n, H]."""
+        Returns:
+            [B, n, H]: what `logits` reads, and the hidden input of the next tokens.
+        """
         own = self.config.own_embeddings
         rows = self.embed_tokens(token_ids) if own else self.borrowed.embed(token_ids)
-        return self.embed_norm(rows.to(self.device, self.dtype))
+        embeddings = self.embed_norm(rows.to(self.device, self.dtype))
+        context = (self.rotary_emb(hidden, positions - 1), mask, cache)
+        x = self._fuse_token(embeddings, hidden, *context)
+        for block in self._plain_blocks():
+            x = block(x, *context)
+        return self.norm(x) if self.config.norm_output else x
+
+    def _plain_blocks(self) -> Sequence[nn.Module]:
+        return [*self.layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits [..., Vd] from outputs of `forward`."""
@@ -303,9 +234,8 @@ class Eagle1Head(EagleHead):
         super().__init__(config, borrowed)
         width = config.hidden_size
         self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
-        self.layers = nn.ModuleList(
-            HeadLayer(config, i, width, config.input_norm) for i in range(config.num_layers)
-        )
+        blocks = (HeadLayer(config, i, width, config.input_norm) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(blocks)
 
     def fuse(self, features: Tensor) -> Tensor:
         return features
@@ -313,20 +243,16 @@ class Eagle1Head(EagleHead):
     def _fuse_token(self, embeddings: Tensor, hidden: Tensor, *context: Any) -> Tensor:
         return self.fc(torch.cat([embeddings, hidden], dim=-1))
 
-    def _plain_layers(self) -> Iterable[nn.Module]:
-        return self.layers
-
 
 class Eagle3Head(EagleHead):
     """`fc` mixes features of several depths; the token enters in the first block."""
 
     def __init__(self, config: HeadConfig, borrowed: BorrowedLayers) -> None:
         super().__init__(config, borrowed)
-        width = config.hidden_size
-        joint, each = config.feature_norm == "joint", config.feature_norm == "each"
+        width, norms = config.hidden_size, config.feature_norm
         self.fc = nn.Linear(config.feature_width, width, bias=config.fc_bias)
-        self.input_norm = _norm(config.feature_width if joint else 0, config)
-        if each:
+        self.input_norm = _norm((norms == "joint") * config.feature_width, config)
+        if norms == "each":
             self.fc_norm = nn.ModuleList(
                 _norm(config.target_width, config) for _ in config.boundaries
             )
@@ -343,8 +269,8 @@ class Eagle3Head(EagleHead):
     def _fuse_token(self, embeddings: Tensor, hidden: Tensor, *context: Any) -> Tensor:
         return self.layers[0](embeddings, hidden, *context)
 
-    def _plain_layers(self) -> Iterable[nn.Module]:
-        return self.layers[1:]
+    def _plain_blocks(self) -> Sequence[nn.Module]:
+        return [*self.layers][1:]
 
 
 def build_head(config: HeadConfig, borrowed: BorrowedLayers) -> EagleHead:
@@ -355,45 +281,3 @@ def build_head(config: HeadConfig, borrowed: BorrowedLayers) -> EagleHead:
 def _norm(width: int, config: HeadConfig) -> nn.Module:
     """An RMS norm, or nothing at width 0."""
     return nn.RMSNorm(width, eps=config.rms_norm_eps) if width else nn.Identity()
-
-
-def _llama_config(config: HeadConfig) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        hidden_act=config.hidden_act,
-        mlp_bias=config.mlp_bias,
-        max_position_embeddings=config.trained_positions,
-        rope_parameters=dict(config.rope_parameters),
-    )
-
-
-def _build_on_meta(config: HeadConfig, borrowed: BorrowedLayers) -> EagleHead:
-    """The modules without storage, except the RoPE frequencies, which no file holds."""
-    with torch.device("meta"):
-        head = build_head(config, borrowed)
-    head.rotary_emb = type(head.rotary_emb)(head.rotary_emb.config)
-    if not head.rotary_emb.inv_freq.isfinite().all():
-        raise ValueError(
-            f"rope_parameters: expected finite frequencies, got {dict(config.rope_parameters)}"
-        )
-    return head
-
-
-@torch.no_grad()
-def _initialise(head: EagleHead, output: Any, ids: Tensor) -> None:
-    for module in head.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.02)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-    if output is not None and head.config.hidden_size == head.config.target_width:
-        rows = float_weight(output, torch.device("cpu"))[ids]
-        head.lm_head.weight.copy_(rows)
-    if head.config.draft_vocab_size < head.config.vocab_size:
-        head.d2t.copy_(ids - torch.arange(len(ids)))
-        head.t2d[ids] = True

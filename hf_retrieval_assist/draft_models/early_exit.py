@@ -13,7 +13,7 @@ from ..drafters.base import Drafter, Target
 from ..host.first_layers import first_layers
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
-from ..token_tree import Float32Array, TokenTree
+from ..token_tree import Float32Array, Forest
 from .draft_model import DraftModelDrafter, DraftModelSession
 from .static_growth import PRIORS
 
@@ -47,9 +47,7 @@ class EarlyExit(Drafter):
         model = target.require_model("EarlyExit")
         return self._drafter_of(model).start(prompt_ids, target)
 
-    def propose_rows(
-        self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]
-    ) -> list[TokenTree]:
+    def propose_rows(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
         return sessions[0].drafter.propose_rows(sessions, budgets)
 
     def _drafter_of(self, model: Any) -> DraftModelDrafter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,30 +12,33 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..drafters.base import Drafter, Feedback
+from ..system.lazy import cached_property
 from ..token_tree import Float32Array, Forest, TokenTree
 from .growth import PRIORS
-from .rows import DraftCache, Group, Int64Array, RowSession, chain, groups, parts
+from .rows import DraftCache, Group, Int64Array, RowSession, groups, parts, proposed
 
 
 @dataclass(frozen=True)
 class NewText:
-    """How texts went on: for each row the newest columns of w, as many as `counts` says.
+    """How texts went on, by up to w tokens: each fills the last columns of its line.
 
     Attributes:
         counts: tokens of each row.
-        features: [rows, w, feature_width], the target's, at consecutive positions.
-        token_ids: int64 [rows, w], for each the token one position later.
-        positions: int64 [rows, w], of the features.
+        features: [hidden states, feature_width], all of the target's that wait; the last one is 0.
+        sources: int64 [rows, w], which of them stands before each token.
+        token_ids: int64 [rows, w].
+        positions: int64 [rows, w], of the hidden states.
     """
 
     counts: list[int]
     features: Tensor
-    token_ids: Tensor
-    positions: Tensor
+    sources: Int64Array
+    token_ids: Int64Array
+    positions: Int64Array
 
-    def layout(self) -> tuple[Int64Array, Tensor]:
-        """Depths and who sees whom; see `chain`."""
-        return chain(self.counts, self.features.device)
+    @property
+    def width(self) -> int:
+        return self.sources.shape[1]
 
 
 class Follower(ABC):
@@ -45,15 +47,17 @@ class Follower(ABC):
     Attributes:
         feature_width: of the hidden states.
         device, dtype: that it wants them in.
-        layers: whose last hidden states each row keeps.
         chunk: most tokens of a text that are run at once, and that may wait to be.
     """
 
     feature_width: int
     device: torch.device
     dtype: torch.dtype
-    layers: int = 1
     chunk: int = 512
+
+    @cached_property
+    def _blank(self) -> Tensor:
+        return torch.zeros((1, self.feature_width), device=self.device, dtype=self.dtype)
 
     @abstractmethod
     def caches(self) -> list[DraftCache]:
@@ -77,47 +81,37 @@ class Follower(ABC):
 
     def catch_up(self, group: Group) -> None:
         """Follow what waits."""
-        for text in self.waiting(group):
+        for text in self.waiting(group, self.chunk):
             self.follow(group, text)
 
-    def waiting(self, group: Group) -> Iterator[NewText]:
-        """What the target has processed since it was followed last."""
-        rows = group.rows
-        counts = [0 if row is None else row.waiting for row in rows]
-        features = [
-            torch.cat(row.take()) if count else None
-            for row, count in zip(rows, counts, strict=True)
-        ]
-        for spans in parts(counts, self.chunk):
-            yield self._part(rows, counts, features, spans)
+    def waiting(self, group: Group, longest: int, widths: Sequence[int] = ()) -> Iterator[NewText]:
+        """What the target has processed since it was followed last.
 
-    def _part(
-        self,
-        rows: Sequence[Any],
-        counts: Sequence[int],
-        features: Sequence[Tensor | None],
-        spans: Sequence[range],
-    ) -> NewText:
-        width = max(map(len, spans))
-        shown = torch.zeros(
-            (len(rows), width, self.feature_width), device=self.device, dtype=self.dtype
-        )
-        ids, positions = np.zeros((2, len(rows), width), np.int64)
-        for number, (row, span) in enumerate(zip(rows, spans, strict=True)):
-            found = features[number]
-            if found is None or not len(span):
-                continue
-            own = slice(width - len(span), width)
-            shown[number, own] = found[span.start : span.stop].to(self.device, self.dtype)
-            first = row.reached - counts[number] + span.start
-            positions[number, own] = np.arange(first, first + len(span))
-            ids[number, own] = row.tokens[first + 1 : first + 1 + len(span)]
-        return NewText(
-            [len(span) for span in spans],
-            shown,
-            torch.from_numpy(ids).to(self.device),
-            torch.from_numpy(positions).to(self.device),
-        )
+        Args:
+            longest: tokens of a text that are run at once.
+            widths: of lines; none: as many columns as there are tokens.
+        """
+        rows: list[FeatureSession | None] = group.rows
+        counts = [0 if row is None else row.waiting for row in rows]
+        if not any(counts):
+            return
+        pieces = [piece for row in rows if row is not None for piece in row.take()]
+        features = torch.cat([*(p.to(self.device, self.dtype) for p in pieces), self._blank])
+        starts = np.cumsum(counts) - counts
+        for spans in parts(counts, longest):
+            most = max(map(len, spans))
+            width = next((bucket for bucket in widths if bucket >= most), most)
+            ids, positions = np.zeros((2, len(rows), width), np.int64)
+            sources = np.full((len(rows), width), len(features) - 1)
+            for number, (row, span) in enumerate(zip(rows, spans, strict=True)):
+                if row is None or not len(span):
+                    continue
+                own = slice(width - len(span), width)
+                first = row.reached - counts[number] + span.start
+                sources[number, own] = starts[number] + np.array(span)
+                positions[number, own] = np.arange(first, first + len(span))
+                ids[number, own] = row.tokens[first + 1 : first + 1 + len(span)]
+            yield NewText([len(span) for span in spans], features, sources, ids, positions)
 
 
 class FeatureSession(RowSession):
@@ -134,15 +128,15 @@ class FeatureSession(RowSession):
     Attributes:
         tokens: ids of the whole text.
         reached: position behind the last hidden state that is known.
-        last: of each layer [hidden_size] at the last token that it has read; None before any.
     """
+
+    group: Group
 
     def __init__(self, follower: Follower, prompt_ids: NDArray[np.int32], max_nodes: int) -> None:
         super().__init__(follower.caches())
         self.follower = follower
         self.tokens: list[int] = prompt_ids.tolist()
         self.reached = 0
-        self.last: list[Tensor | None] = [None] * follower.layers
         self._max_nodes = max_nodes
         self._pending: list[Tensor] = []
         self._after_prefill = True
@@ -192,15 +186,10 @@ class FeatureSession(RowSession):
 
     def _begin_at(self, position: int) -> None:
         """Forget everything before a gap: what is followed is one piece of text."""
-        self._pending.clear()
-        self.group.settle()
-        self.group.move_out()
-        self.last = [None] * len(self.last)
+        self.close()
+        self.group = Group([self], self.follower.caches())
         for cache in self.group.caches:
-            lengths = list(cache.slots.lengths)
-            lengths[self.index] = 0
-            cache.shorten(lengths)
-            cache.firsts[self.index] = position
+            cache.firsts = [position]
 
     def _checked(self, features: Tensor) -> Tensor:
         width = self.follower.feature_width
@@ -222,8 +211,7 @@ def draft_rows(sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Fo
         for group, rows in groups(asked):
             trees = follower.draft(group, rows, max(keeps))
             drafts |= {row: trees[row.index] for row in rows}
-    trees = [drafts.get(session, TokenTree.empty()) for session in sessions]
-    return Forest.of(trees).prune(keeps)
+    return proposed([drafts.get(session, TokenTree.empty()) for session in sessions], keeps)
 
 
 class FeatureDrafter(Drafter):
@@ -237,17 +225,3 @@ class FeatureDrafter(Drafter):
     def priors(self) -> Float32Array:
         """The model's own probabilities, as if it were right about them at any rank and depth."""
         return PRIORS
-
-
-def stacked(rows: Sequence[FeatureSession | None], layer: int, like: Tensor) -> Tensor:
-    """[rows, hidden_size], what a layer gave last in each text; zeros where it has read none."""
-    found = [None if row is None else row.last[layer] for row in rows]
-    return torch.stack([torch.zeros_like(like) if one is None else one for one in found])
-
-
-def remember(group: Group, layer: int, counts: Sequence[int], hidden: Tensor) -> None:
-    """Keep a layer's hidden states, [rows, w, hidden_size], at the last token of each text."""
-    newest = hidden[:, -1].clone()
-    for row, count, state in zip(group.rows, counts, newest, strict=True):
-        if row is not None and count:
-            row.last[layer] = state

@@ -1,9 +1,9 @@
 """Drafting level by level: the one loop of all models that draft from their own output.
 
-Each level is one forward for all rows. What becomes a node, and which nodes are run, is decided by
-a `Growth`: here best first, the dynamic tree of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section
-4), which expands nodes in order of their cumulative probability, then keeps the most probable of
-all candidates.
+Each level is one forward for all rows. A `Choice` says what may follow the nodes that were run; a
+`Growth` says which of that becomes a node, and which nodes are run next. Here it is best first, the
+dynamic tree of EAGLE-2 (Li et al. 2024, arXiv:2406.16858, section 4), which expands nodes in order
+of their cumulative probability, then keeps the most probable of all candidates.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..kernels.largest import most_probable
+from ..kernels.largest import largest, most_probable
 from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
 
@@ -36,8 +36,7 @@ PRIORS: Float32Array = np.repeat(PROB_MIDDLES, RANKS * DEPTHS)
 """Of the evidence classes: the model's probabilities, as if right at any rank and depth."""
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """Nodes to be run in one forward; w of each row.
 
     Attributes:
@@ -53,6 +52,40 @@ class Level:
     visible: Tensor
 
 
+def paths_to(levels: Sequence[Level], row: int) -> list[list[int]]:
+    """The drafted tokens that lead to each node of the last level; of no level, to the root."""
+    paths: list[list[int]] = [[]]
+    for level in levels:
+        nodes = zip(level.parent_rows[row].tolist(), level.token_ids[row].tolist(), strict=True)
+        paths = [[*paths[parent], token] for parent, token in nodes]
+    return paths
+
+
+class Chosen(NamedTuple):
+    """What may follow each node of a level, c tokens of each of w nodes.
+
+    Attributes:
+        ids: int64 [rows, w, c], columns of the logits, the likeliest of each node first.
+        log_probs: float32 [rows, w, c], of each token after its node; −inf: it is no candidate.
+        evidence: float32 [rows, w, c], what tells a node's class of evidence.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    evidence: Tensor
+
+
+Choice = Callable[[Tensor, int, Sequence[Level]], Chosen]
+"""Given logits [rows, w, ids] behind the nodes of the last level, how many tokens are wanted of
+each, and the levels so far."""
+
+
+def likeliest(logits: Tensor, count: int, levels: Sequence[Level]) -> Chosen:
+    """The tokens that the model holds most probable."""
+    log_probs, ids = most_probable(logits, count)
+    return Chosen(ids, log_probs, log_probs)
+
+
 class NodeRunner(Protocol):
     """A drafting model that stands behind the texts of some rows."""
 
@@ -64,14 +97,21 @@ class NodeRunner(Protocol):
 
 
 class Growth(ABC):
-    """The trees of some rows while they are drafted."""
+    """The trees of some rows while they are drafted.
+
+    Attributes:
+        levels: that were run.
+    """
+
+    def __init__(self) -> None:
+        self.levels: list[Level] = []
 
     @abstractmethod
     def add(self, logits: Tensor) -> None:
         """Make children of the nodes that were run last from their logits, [rows, w, ids]."""
 
     @abstractmethod
-    def level(self) -> Level | None:
+    def next_level(self) -> Level | None:
         """What to run next; None when the trees are done."""
 
     @abstractmethod
@@ -79,17 +119,18 @@ class Growth(ABC):
         """One for each row."""
 
 
+def run_levels(runner: NodeRunner, growth: Growth) -> None:
+    """All forwards of a draft."""
+    growth.add(runner.root_logits())
+    while (level := growth.next_level()) is not None:
+        growth.levels.append(level)
+        growth.add(runner.run(level))
+
+
 def grow(runner: NodeRunner, growth: Growth) -> Sequence[TokenTree]:
     """Draft below the last token of each text."""
     run_levels(runner, growth)
     return growth.trees()
-
-
-def run_levels(runner: NodeRunner, growth: Growth) -> None:
-    """All forwards of a draft."""
-    growth.add(runner.root_logits())
-    while (level := growth.level()) is not None:
-        growth.add(runner.run(level))
 
 
 @dataclass(frozen=True)
@@ -127,16 +168,15 @@ class _Candidates:
 
     Attributes:
         parents: int64 [rows, w], index of the node among all candidates of the row; −1: the root.
-        token_ids: int64 [rows, w * c], ids of the target's vocabulary, the likeliest of each node
-            first.
+        token_ids: int64 [rows, w * c], ids of the target's vocabulary.
         scores: float32 [rows, w * c], log-probability of the path from the root; −inf: no node.
-        log_probs: float32 [rows, w * c], log-probability of the node given its parent.
+        evidence: float32 [rows, w * c], see `Chosen`.
     """
 
     parents: Tensor
     token_ids: Tensor
     scores: Tensor
-    log_probs: Tensor
+    evidence: Tensor
 
 
 @dataclass(frozen=True)
@@ -145,7 +185,7 @@ class Grown:
 
     Attributes:
         packed: int32 [rows, m * (1 + 3 * children)]: `parents` of m nodes, then `token_ids`,
-            `scores` and `log_probs` of their children, floats as their bits.
+            `scores` and `evidence` of their children, floats as their bits.
         children: of each node.
         widths: nodes that were run of each level.
     """
@@ -157,21 +197,19 @@ class Grown:
     @classmethod
     def of(cls, levels: Sequence[_Candidates], keep: int) -> Grown:
         """The `keep` most probable of each row, and what equals the last of them."""
-        parents, ids, scores, log_probs = (
-            [getattr(level, field.name) for level in levels] for field in fields(_Candidates)
-        )
-        integers = torch.cat([*parents, *ids], dim=1).int()
-        found = torch.cat(scores, dim=1)
+        parents, ids = [level.parents for level in levels], [level.token_ids for level in levels]
+        found = torch.cat([level.scores for level in levels], dim=1)
         least = found.topk(min(keep, found.shape[1]), dim=1).values[:, -1:]
         found = found.where(found >= least, -torch.inf)
-        bits = torch.cat([found, *log_probs], dim=1).view(torch.int32)
+        integers = torch.cat([*parents, *ids], dim=1).int()
+        bits = torch.cat([found, *(level.evidence for level in levels)], dim=1).view(torch.int32)
         widths = tuple(nodes.shape[1] for nodes in parents)
         return cls(torch.cat([integers, bits], dim=1), ids[0].shape[1] // widths[0], widths)
 
-    def trees(self) -> Forest:
+    def trees(self, classify: Classify) -> Forest:
         """One of each row, in one transfer of all levels."""
         found, nodes = self.packed.cpu().numpy(), sum(self.widths)
-        ids, scores, log_probs = found[:, nodes:].reshape(len(found), 3, -1).swapaxes(0, 1)
+        ids, scores, evidence = found[:, nodes:].reshape(len(found), 3, -1).swapaxes(0, 1)
         kept = scores.view(np.float32) > -np.inf
         sizes, (rows, columns) = kept.sum(1), kept.nonzero()
         # Of each candidate its place in the tree; the last one is the root.
@@ -179,8 +217,8 @@ class Grown:
         places[rows, columns] = (kept.cumsum(1) - 1)[rows, columns]
         parents = columns // self.children
         depths = np.arange(1, len(self.widths) + 1, dtype=np.int32)
-        classes = evidence_classes(
-            np.exp(log_probs.view(np.float32)[rows, columns]),
+        classes = classify(
+            evidence.view(np.float32)[rows, columns],
             columns % self.children,
             depths.repeat(self.widths)[parents],
         )
@@ -199,7 +237,8 @@ class BestFirst(Growth):
     Args:
         limits: of a tree.
         keep: how many nodes of each tree will be kept.
-        to_target_ids: from columns of the logits to ids of the target's vocabulary.
+        to_target_ids: from columns of the logits to ids of the target's vocabulary; None: the same.
+        choose: what may follow a node.
         whole: whether all levels are run at their full width, without a look at what is worth it.
     """
 
@@ -207,59 +246,61 @@ class BestFirst(Growth):
         self,
         limits: GrowthLimits,
         keep: int,
-        to_target_ids: Callable[[Tensor], Tensor],
+        to_target_ids: Callable[[Tensor], Tensor] | None = None,
+        choose: Choice = likeliest,
         whole: bool = False,
     ) -> None:
-        self._limits, self._keep, self._to_target_ids = limits, keep, to_target_ids
-        self._whole = whole
+        super().__init__()
+        self._limits, self._keep, self._choose = limits, keep, choose
+        self._to_target_ids, self._whole = to_target_ids, whole
         self._least = math.log(limits.min_prob) if limits.min_prob else -math.inf
         self._top_k = min(limits.top_k, keep)
-        self._levels: list[_Candidates] = []
+        self._candidates: list[_Candidates] = []
         self._known = 0  # candidates above the last level
-        self._run = 0  # levels run
         # Scores of the `keep` most probable candidates so far.
         self._best: Tensor | None = None
-        # Of the nodes that were run last: their numbers among all candidates, scores, ancestors.
-        self._nodes = self._scores = self._visible = torch.empty(0)
+        # Of the nodes that were run last: their numbers among all candidates, and their scores.
+        self._nodes = self._scores = torch.empty(0)
 
     def add(self, logits: Tensor) -> None:
-        if not self._levels:
-            rows, device = len(logits), logits.device
-            self._nodes = torch.full((rows, 1), -1, device=device)
-            self._scores = torch.zeros((rows, 1), device=device)
-            self._visible = torch.ones((rows, 1, 0), dtype=torch.bool, device=device)
-        logits = logits.to(self._scores.device)
-        log_probs, draft_ids = most_probable(logits, self._top_k)
-        self._levels.append(
+        if not self._candidates:
+            self._nodes = torch.full((len(logits), 1), -1, device=logits.device)
+            self._scores = torch.zeros((len(logits), 1), device=logits.device)
+        chosen = self._choose(logits.to(self._scores.device), self._top_k, self.levels)
+        ids = chosen.ids if self._to_target_ids is None else self._to_target_ids(chosen.ids)
+        scores = (self._scores[..., None] + chosen.log_probs).flatten(1)
+        self._candidates.append(
             _Candidates(
-                parents=self._nodes,
-                token_ids=self._to_target_ids(draft_ids).flatten(1).to(log_probs.device),
-                scores=(self._scores[..., None] + log_probs).flatten(1),
-                log_probs=log_probs.flatten(1),
+                self._nodes,
+                ids.flatten(1).to(scores.device),
+                # What overflowed is no candidate.
+                scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf),
+                chosen.evidence.flatten(1),
             )
         )
 
-    def level(self) -> Level | None:
-        if self._run >= min(self._limits.depth, self._keep - 1):
+    def next_level(self) -> Level | None:
+        run = len(self.levels)
+        if run >= min(self._limits.depth, self._keep - 1):
             return None
-        level = self._levels[-1]
-        size = level.scores.shape[1]
-        scores, best = level.scores.topk(min(self._limits.width, self._keep, size), dim=1)
-        expanded = scores > self._floor(level.scores)
+        last = self._candidates[-1]
+        size = last.scores.shape[1]
+        scores, best = largest(last.scores, min(self._limits.width, self._keep, size))
+        expanded = scores > self._floor(last.scores)
         width = best.shape[1] if self._whole else int(expanded.sum(1).max())
         if not width:
             return None
         # The rows with fewer nodes to expand run others, of which nothing comes.
         best, scores = best[:, :width], scores.where(expanded, -torch.inf)[:, :width]
         parent_rows = best // (size // self._nodes.shape[1])
-        seen = self._visible.shape[2]
-        above = self._visible.gather(1, parent_rows[..., None].expand(-1, -1, seen))
-        own = torch.eye(width, dtype=torch.bool, device=best.device).expand(len(best), -1, -1)
-        self._visible = torch.cat([above, own], dim=2)
+        visible = torch.eye(width, dtype=torch.bool, device=best.device).expand(len(best), -1, -1)
+        if run:
+            above = self.levels[-1].visible
+            parents = parent_rows[..., None].expand(-1, -1, above.shape[2])
+            visible = torch.cat([above.gather(1, parents), visible], dim=2)
         self._nodes, self._scores = best + self._known, scores
         self._known += size
-        self._run += 1
-        return Level(self._run, level.token_ids.gather(1, best), parent_rows, self._visible)
+        return Level(run + 1, last.token_ids.gather(1, best), parent_rows, visible)
 
     def _floor(self, scores: Tensor) -> Tensor:
         """[rows, 1], the score that a node must exceed for any descendant to be kept."""
@@ -270,23 +311,27 @@ class BestFirst(Growth):
         return self._best[:, -1:].clamp_min(self._least)
 
     def trees(self) -> Forest:
-        return self.grown().trees()
+        return self.grown().trees(by_probability)
 
     @property
     def best(self) -> Tensor:
         """float32 [rows, 1 + levels], 0, then how probable the likeliest path to each depth is."""
-        best = torch.stack([level.scores.amax(1) for level in self._levels], dim=1).exp()
+        best = torch.stack([level.scores.amax(1) for level in self._candidates], dim=1).exp()
         return F.pad(best, (1, 0))
 
     def grown(self) -> Grown:
         """What the levels so far have found."""
-        return Grown.of(self._levels, self._keep)
+        return Grown.of(self._candidates, self._keep)
 
 
-def evidence_classes(probs: Float32Array, ranks: NDArray[Any], depths: Int32Array) -> Int32Array:
-    """The class of each node from its probability after its parent, rank (0: the likeliest
-    sibling) and depth (1: a child of the root); int32 [n]."""
-    bucket = np.searchsorted(PROB_EDGES, probs, side="right")
+Classify = Callable[[Float32Array, NDArray[Any], Int32Array], Int32Array]
+"""The class of each node from its evidence, rank (0: the likeliest sibling) and depth (1: a child
+of the root); int32 [n]."""
+
+
+def by_probability(evidence: Float32Array, ranks: NDArray[Any], depths: Int32Array) -> Int32Array:
+    """Classes where the evidence is the log-probability of a node after its parent."""
+    bucket = np.searchsorted(PROB_EDGES, np.exp(evidence), side="right")
     rank = np.minimum(ranks, RANKS - 1)
     depth = np.minimum(depths, DEPTHS) - 1
     return ((bucket * RANKS + rank) * DEPTHS + depth).astype(np.int32)

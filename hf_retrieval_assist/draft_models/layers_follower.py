@@ -1,27 +1,45 @@
-"""EAGLE heads and MTP layers: they read a text's tokens beside the target's hidden states."""
+"""EAGLE heads and MTP layers: they read a text's tokens beside the target's hidden states.
+
+On a CPU the layers' caches grow and each level of a tree is a forward. On an accelerator they stay
+in place, and a draft is two launches: one forward reads what is new in the texts, another one grows
+the tree, all of its levels in a row at their full width, so that nothing waits for the host before
+the candidates go back to it. Slots, positions and masks are made there from a few numbers of each
+text, and the layers' last hidden states stay there between drafts.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..token_tree import TokenTree
-from ..verification.fixed_memory import can_stay, stays_in_place
+from ..token_tree import Forest, TokenTree
+from ..verification.fixed_memory import FixedMemory, can_stay, stays_in_place
+from ..verification.packed_buffer import Field
+from ..verification.replay import Shown
 from ..verification.states import state_of
-from .features import FeatureSession, Follower, NewText, remember, stacked
-from .growth import BestFirst, GrowthLimits, Level, grow
-from .layer_nodes import LayerNodes, Layers
-from .recorded_layers import RecordedLayers
-from .rows import DraftCache, Group, chain, last_columns
+from ..verification.workspace import Repeated, Shape
+from .eagle_head import EagleHead
+from .features import FeatureSession, Follower, NewText
+from .growth import BestFirst, Grown, GrowthLimits, Level, by_probability, grow, run_levels
+from .mtp_layers import MtpLayers
+from .rows import DraftCache, Group, Int64Array
+
+Layers = MtpLayers | EagleHead
+"""An EAGLE head counts as one layer."""
+
+Step = TypeVar("Step", bound=Repeated)
+
+# Tokens of each text that one forward reads in memory that stays in place; more are read in parts.
+_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class LayersFollower(Follower):
-    """The layers behind texts, with a cache for each layer; an EAGLE head counts as one.
+    """The layers behind texts, with a cache for each layer.
 
     A layer has read every token of the text whose chain of hidden states begins at a feature: layer
     k starts k tokens after the first. On an accelerator the layers run in memory that stays in
@@ -37,133 +55,340 @@ class LayersFollower(Follower):
     def __init__(
         self, layers: Layers, limits: GrowthLimits, feature_width: int, graphs: bool
     ) -> None:
-        self.module, self.limits, self._graphs = layers, limits, graphs
-        self.layers = len(layers)
+        self.module, self.limits, self.graphs = layers, limits, graphs
         self.feature_width = feature_width
         self.device, self.dtype = layers.device, layers.dtype
 
     def caches(self) -> list[DraftCache]:
-        return [self.module.cache(k) for k in range(self.layers)]
+        return [self.module.cache(k) for k in range(len(self.module))]
 
     def catch_up(self, group: Group) -> None:
-        if (recorded := _recorded(group)) is not None:
-            recorded.follow()
+        if (in_place := _in_place(group)) is not None:
+            for text in self.waiting(group, _WIDTHS[-1], _WIDTHS):
+                in_place.follow(text)
             return
         super().catch_up(group)
-        self._stay(group)
-
-    def _stay(self, group: Group) -> None:
-        """Go on in memory that stays in place, once there is something to hold in all of it."""
-        texts = [row for row in group.rows if row is not None]
-        if (
-            stays_in_place(self.device)
-            and all(can_stay(cache, self.device) for cache in group.caches)
-            and all(state is not None for row in texts for state in row.last)
-        ):
-            group.recorded = RecordedLayers(
-                self.module, group, self.limits, self.feature_width, self._graphs
-            )
+        if stays_in_place(self.device) and _may_stay(group, self.device):
+            group.in_place = _InPlace(self, group)
 
     def follow(self, group: Group, text: NewText) -> None:
         """Run all layers, given the target's hidden states before each token."""
-        hidden, counts = self.module.fuse(text.features), list(text.counts)
-        positions = text.positions + 1
-        for k in range(self.layers):
-            if not any(counts):
+        ids, positions, sources = (
+            torch.from_numpy(x).to(self.device)
+            for x in (text.token_ids, text.positions + 1, text.sources)
+        )
+        hidden = self.module.fuse(text.features[sources])
+        fills = [text.width - count for count in text.counts]
+        for k, cache in enumerate(group.caches):
+            # Layers with a convolution state read every column, so none may be filled up.
+            spare = min(fills)
+            ids, positions, hidden = (x[:, spare:] for x in (ids, positions, hidden))
+            width, fills = ids.shape[1], [fill - spare for fill in fills]
+            if not width:
                 return
-            # Layers with a convolution state read every column, so there is none to fill up.
-            newest = slice(-max(counts), None)
-            hidden, positions = hidden[:, newest], positions[:, newest]
-            output = self._read(group, k, text.token_ids[:, newest], hidden, positions, counts)
-            before = [row and row.last[k] for row in group.rows]
-            remember(group, k, counts, output)
-            if k + 1 == self.layers:
-                return
-            # The next layer reads, before each token, what this one said at the token before it.
-            hidden = output.roll(1, dims=1)
-            for number, state in enumerate(before):
-                if state is not None:
-                    hidden[number, -counts[number]] = state
-                elif counts[number]:
-                    counts[number] -= 1
-
-    def _read(
-        self,
-        group: Group,
-        k: int,
-        token_ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        counts: Sequence[int],
-    ) -> Tensor:
-        """Run a layer over the newest tokens of texts and keep their entries."""
-        cache = group.caches[k]
-        for number, count in enumerate(counts):
-            if count and not cache.slots.lengths[number]:
-                cache.firsts[number] = int(positions[number, -count])
-        mask = cache.feed(*chain(counts, hidden.device))
-        output = self.module.run(k, token_ids, hidden, positions, mask, cache)
-        cache.keep(last_columns(counts))
-        return output
+            begins = [not length for length in cache.slots.lengths]
+            for number, fill in enumerate(fills):
+                if begins[number] and fill < width:
+                    cache.firsts[number] = int(positions[number, fill])
+            # Lines without filler are all alike.
+            columns = torch.tensor(fills if max(fills) else [0], device=self.device)[:, None]
+            hidden, cache.last = read(
+                *(self.module, k, cache, ids, hidden, positions, columns, cache.last)
+            )
+            cache.keep([range(width - fill) for fill in fills])
+            # There is nothing for the next layer to read before this one's first token.
+            fills = [min(width, f + begun) for f, begun in zip(fills, begins, strict=True)]
 
     def draft(
         self, group: Group, asked: Sequence[FeatureSession], keep: int
     ) -> Sequence[TokenTree]:
         self.catch_up(group)
-        if (recorded := _recorded(group)) is not None:
-            return recorded.draft()
+        if (in_place := _in_place(group)) is not None:
+            return in_place.draft()
         # Texts that are too short for the further layers are drafted for without these.
         alike: defaultdict[int, list[FeatureSession]] = defaultdict(list)
         for row in asked:
-            alike[sum(state is not None for state in row.last)].append(row)
+            alike[sum(cache.slots.lengths[row.index] > 0 for cache in group.caches)].append(row)
         trees = [TokenTree.empty()] * len(group.rows)
         for known, rows in alike.items():
-            found = self._grow(group, rows, known, keep)
+            found = self._grow(group, known, keep)
             for row in rows:
                 trees[row.index] = found[row.index]
         return trees
 
-    def _grow(
-        self, group: Group, rows: Sequence[FeatureSession], known: int, keep: int
-    ) -> Sequence[TokenTree]:
+    def _grow(self, group: Group, known: int, keep: int) -> Sequence[TokenTree]:
         growth = BestFirst(self.limits, keep, self.module.to_target_ids)
+        states: list[Any] = [cache.last for cache in group.caches[:known]]
+        reached = [0 if row is None else row.reached for row in group.rows]
+        places = torch.tensor(reached, device=self.device)[:, None]
         # What a draft may overwrite and `settle` does not bring back.
         layers = [layer for cache in group.caches for layer in cache.layers]
-        states = [] if self.module.takes_trees else [state_of(layer) for layer in layers]
+        kept = [] if self.module.takes_trees else [state_of(layer) for layer in layers]
         try:
-            return grow(_GroupNodes(self.module, group, rows[0], known), growth)
+            return grow(LayerNodes(self.module, group.caches, states, places), growth)
         finally:
             group.settle()
-            for layer, state in zip(layers, states, strict=False):
+            for layer, state in zip(layers, kept, strict=False):
                 layer.__dict__.update(state)
 
 
-def _recorded(group: Group) -> RecordedLayers | None:
-    recorded: Any = group.recorded
-    return recorded
+def _in_place(group: Group) -> _InPlace | None:
+    found: Any = group.in_place
+    return found
 
 
-class _GroupNodes(LayerNodes):
-    """The layers behind the texts of a group, in their caches.
+def _may_stay(group: Group, device: torch.device) -> bool:
+    """Whether there is something to hold in all of the memory."""
+    texts = [row.index for row in group.rows if row is not None]
+    return all(
+        can_stay(cache, device) and all(cache.slots.lengths[row] for row in texts)
+        for cache in group.caches
+    )
+
+
+def read(
+    module: Layers,
+    k: int,
+    cache: DraftCache,
+    token_ids: Tensor,
+    hidden: Tensor,
+    positions: Tensor,
+    fills: Tensor,
+    before: Tensor | None,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run layer k over new tokens of texts, w of each.
+
+    Args:
+        module, cache: of the layer.
+        token_ids, positions: int64 [rows, w].
+        hidden: [rows, w, hidden_size], before each token.
+        fills: int64 [rows or 1, 1], how many of the first columns only fill a line up.
+        before: [rows, hidden_size], what the layer said of the last tokens before these, if any.
+        kept: see `DraftCache.feed`.
+
+    Returns:
+        [rows, w, hidden_size], the same for the next layer; and what layer k says of the last token
+        of each text, [rows, hidden_size].
+    """
+    rows, width = token_ids.shape
+    column = torch.arange(width, device=fills.device)
+    offsets = (column - fills) % width
+    sees = (column <= offsets[..., None]).expand(rows, -1, -1)
+    mask = cache.feed(offsets, offsets, column[None], sees, width - 1, kept)
+    output = module(k, token_ids, hidden, positions, mask, cache)
+    said = output[:, -1]
+    if before is None:
+        before = torch.zeros_like(said)
+    # The next layer reads, before each token, what this one said at the token before it.
+    following = before[:, None].where((column == fills)[..., None], output.roll(1, dims=1))
+    return following, said.where(fills < width, before)
+
+
+class LayerNodes:
+    """The layers behind some texts and on the nodes of a level; a `NodeRunner`.
 
     Args:
         module: the layers.
-        group: of the texts.
-        like: one of the texts.
-        known: layers that have read something of them.
+        caches: with the texts.
+        said: of each layer that has read something of the texts, [rows, hidden_size] at their last
+            tokens.
+        reached: int64 [rows, 1], positions of the last tokens' hidden states.
+        kept: int64 [layers, rows, 1], see `DraftCache.feed`.
     """
 
-    def __init__(self, module: Layers, group: Group, like: FeatureSession, known: int) -> None:
-        states: list[Any] = like.last[:known]
-        above = [stacked(group.rows, k, state)[:, None] for k, state in enumerate(states)]
-        super().__init__(module, above)
-        self._group = group
-        reached = [0 if row is None else row.reached for row in group.rows]
-        self._positions = torch.tensor(reached, device=module.device)[:, None]
+    def __init__(
+        self,
+        module: Layers,
+        caches: Sequence[DraftCache],
+        said: Sequence[Tensor],
+        reached: Tensor,
+        kept: Tensor | None = None,
+    ) -> None:
+        self._module, self._caches, self._reached, self._kept = module, caches, reached, kept
+        # Of each layer [rows, f, hidden_size] at the nodes of the level above.
+        unread: list[Tensor | None] = [None] * (len(module) - len(said))
+        self._above = [*(state[:, None] for state in said), *unread]
+        # Of each layer the depths of the nodes that it has read.
+        self._depths = [torch.empty(0, dtype=torch.int64, device=reached.device)] * len(module)
 
-    def read(self, k: int, level: Level, hidden: Tensor) -> Tensor:
-        cache, (rows, width) = self._group.caches[k], level.token_ids.shape
-        attends = level.visible[:, :, level.visible.shape[2] - cache.drafted - width :]
-        mask = cache.feed(np.full((rows, width), level.depth - 1), attends)
-        positions = (self._positions + level.depth).expand(-1, width)
-        return self._module.run(k, level.token_ids, hidden, positions, mask, cache)
+    def root_logits(self) -> Tensor:
+        return self._logits(self._above[0])
+
+    def run(self, level: Level) -> Tensor:
+        """See `NodeRunner`.
+
+        Layer `depth` gives the logits. The further layers read the nodes as well, because deeper
+        nodes attend to them there.
+        """
+        last = len(self._module) - 1
+        below: list[Tensor | None] = [None] * len(self._module)
+        for k in range(min(level.depth, last), last + 1):
+            # Past its own level the last layer goes on with its own output.
+            hidden = self._above[k - 1 if level.depth <= last else k]
+            if hidden is None:
+                # The texts are so short that the layer cannot read these nodes yet.
+                break
+            parents = level.parent_rows[..., None].expand(-1, -1, hidden.shape[2])
+            below[k] = self._read(k, level, hidden.gather(1, parents))
+        self._above = below
+        return self._logits(below[min(level.depth, last)])
+
+    def _read(self, k: int, level: Level, hidden: Tensor) -> Tensor:
+        """Run layer k over a level behind the nodes that it has read, given the hidden states
+        [rows, w, hidden_size] of the nodes' parents."""
+        ids, before, depth = level.token_ids, self._depths[k], level.depth - 1
+        depths = torch.cat([before, before.new_full((ids.shape[1],), depth)])
+        self._depths[k] = depths
+        new = slice(len(before), None)
+        offsets = torch.arange(len(depths), device=depths.device)[new]
+        # A layer has read all levels so far, or reads no more of them.
+        sees = level.visible[:, :, level.visible.shape[2] - len(depths) :]
+        kept = None if self._kept is None else self._kept[k]
+        mask = self._caches[k].feed(
+            offsets[None], depths[new][None], depths[None], sees, depth, kept
+        )
+        positions = (self._reached + level.depth).expand_as(ids)
+        output: Tensor = self._module(k, ids, hidden, positions, mask, self._caches[k])
+        return output
+
+    def _logits(self, hidden: Tensor | None) -> Tensor:
+        assert hidden is not None
+        return self._module.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+
+
+class _Text(Repeated):
+    """How texts go on.
+
+    Attributes:
+        features: [rows, width, feature_width], the target's hidden state before each token.
+    """
+
+    features: Tensor | None = None
+
+
+class _InPlace:
+    """The layers behind the texts of a group, all of which they have begun to read.
+
+    Args:
+        follower: the layers'.
+        group: of the texts.
+    """
+
+    def __init__(self, follower: LayersFollower, group: Group) -> None:
+        self._module, self._limits = follower.module, follower.limits
+        self._group = group
+        states: list[Any] = [cache.last for cache in group.caches]
+        rules: Any = tuple((str(k), cache.rules) for k, cache in enumerate(group.caches))
+        shape = Shape(
+            batch=len(group.rows),
+            capacity=0,
+            rules=rules,
+            dtype=follower.dtype,
+            device=follower.device,
+            states=(len(states), states[0].shape[1]),
+        )
+        layers = [layer for cache in group.caches for layer in cache.slot_layers]
+        self._memory = FixedMemory(
+            *(self._module, layers, shape, {}),
+            recorded=follower.graphs,
+            slots=self._longest + _WIDTHS[-1],
+        )
+        self._hold(states)
+
+    def _hold(self, states: Sequence[Tensor]) -> None:
+        """What the layers said last lies in the memory too."""
+        places = self._memory.workspace.states
+        for cache, place, said in zip(self._group.caches, places, states, strict=True):
+            cache.memory, cache.last = self._memory, place.copy_(said)
+
+    @property
+    def _longest(self) -> int:
+        return max(cache.slots.longest for cache in self._group.caches)
+
+    def _reserve(self, tokens: int) -> None:
+        """Make room for so many tokens behind every text."""
+        slots = self._longest + tokens
+        if self._memory.lacks(slots):
+            self.show()
+            states = self._memory.workspace.states
+            self._memory.grow(slots + slots // 4)
+            self._hold([*states])
+
+    def _step(self, key: Any, kind: type[Step], values: Mapping[str, Int64Array]) -> Step:
+        """What is repeated for a key, its inputs sent, and where the texts' slots end."""
+        lengths = np.array([cache.slots.lengths for cache in self._group.caches])
+        told = {**values, "kept": lengths[..., None]}
+        fields: dict[str, Field] = {n: (torch.int64, value.shape) for n, value in told.items()}
+        memory = self._memory.workspace
+        step = memory.kept(key, lambda: kind(fields, memory.shape, memory.record))
+        step.inputs.wait()
+        for name, value in told.items():
+            step.inputs.host[name].numpy()[:] = value
+        step.inputs.send()
+        return step
+
+    def follow(self, text: NewText) -> None:
+        """Read what is new in the texts."""
+        rows, width = text.token_ids.shape
+        self._reserve(width)
+        values = {
+            "token_ids": text.token_ids,
+            "positions": text.positions + 1,
+            "sources": text.sources.ravel(),
+            "fills": width - np.array(text.counts)[:, None],
+        }
+        step = self._step(width, _Text, values)
+        if step.features is None:
+            step.features = text.features.new_zeros((rows, width, text.features.shape[1]))
+        features, inputs = step.features, step.inputs.device
+        torch.index_select(text.features, 0, inputs["sources"], out=features.flatten(0, 1))
+        shown = self._memory.show(step, lambda: self._read(inputs, features))
+        # Only now: a forward that is computed again must find what it found before.
+        self._memory.workspace.states.copy_(shown.outputs)
+        self._group.keep([range(count) for count in text.counts])
+
+    def _read(self, inputs: dict[str, Tensor], features: Tensor) -> Shown:
+        hidden, said = self._module.fuse(features), []
+        given = inputs["positions"], inputs["fills"]
+        for k, cache in enumerate(self._group.caches):
+            hidden, state = read(
+                *(self._module, k, cache, inputs["token_ids"], hidden, *given),
+                *(cache.last, inputs["kept"][k]),
+            )
+            said.append(state)
+        return Shown(hidden, [], torch.stack(said))
+
+    def draft(self) -> Forest:
+        """A tree below each text, as large as the limits allow."""
+        self._reserve(self._limits.depth * self._limits.width)
+        reached = [[0 if row is None else row.reached] for row in self._group.rows]
+        step = self._step(self._limits, Repeated, {"reached": np.array(reached)})
+        grown: Grown = self._memory.show(step, lambda: self._grow(step.inputs.device)).outputs
+        return grown.trees(by_probability)
+
+    def _grow(self, inputs: dict[str, Tensor]) -> Shown:
+        keep = self._limits.total - 1
+        growth = BestFirst(self._limits, keep, self._module.to_target_ids, whole=True)
+        said = [*self._memory.workspace.states]
+        places = inputs["reached"], inputs["kept"]
+        run_levels(LayerNodes(self._module, self._group.caches, said, *places), growth)
+        # A recording may order near ties otherwise, which hardly changes the likeliest paths.
+        return Shown(growth.best, [], growth.grown())
+
+    def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
+        """Nodes are never kept: texts are read with the target's hidden states."""
+        for cache in self._group.caches:
+            pairs = zip(cache.slots.lengths, paths, strict=True)
+            cache.slots.set_lengths([length + len(path) for length, path in pairs])
+
+    def show(self) -> None:
+        for cache in self._group.caches:
+            cache.slots.places = None
+            for layer in cache.slot_layers:
+                layer.show(cache.slots.longest)
+
+    @torch.no_grad()  # as it was recorded
+    def release(self) -> None:
+        self.show()
+        self._memory.give_back()

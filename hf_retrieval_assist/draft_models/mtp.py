@@ -12,8 +12,7 @@ from ..host.ranks import require_whole
 from .features import FeatureDrafter, FeatureSession
 from .growth import GrowthLimits
 from .layers_follower import LayersFollower
-from .mtp_head import MtpHead
-from .mtp_layers import MtpLayers, mtp_layers
+from .mtp_layers import mtp_layers
 
 # Levels drafted by feeding the last layer its own output, unless a caller says otherwise.
 _RECURSIONS = 3
@@ -31,11 +30,9 @@ class MtpDrafter(FeatureDrafter):
         depth: levels below the first; None: one for each further layer, and three more.
         total: nodes of the tree with its root, so at most `total - 1` are proposed.
         min_prob: nodes held less likely than this to be reached are not expanded.
-        head: trained for a target that has none; None: the target's own, from its checkpoint.
 
     Raises:
-        ValueError: a size is out of range; from `start`, the target has no such layers, or the
-            head is for another target.
+        ValueError: a size is out of range; from `start`, the target has no such layers.
     """
 
     name = "mtp"
@@ -47,28 +44,16 @@ class MtpDrafter(FeatureDrafter):
         depth: int | None = None,
         total: int = 60,
         min_prob: float = 0.01,
-        head: MtpHead | None = None,
     ) -> None:
         self.limits = GrowthLimits(top_k, top_k, 0 if depth is None else depth, total, min_prob)
         self.depth = depth
-        self.head = head
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
-        layers = self._layers_for(target)
-        limits = self._limits_for(layers)
-        follower = LayersFollower(layers, limits, layers.hidden_size, target.graphs)
-        return FeatureSession(follower, prompt_ids, self.limits.total - 1)
-
-    def _layers_for(self, target: Target) -> MtpLayers:
-        if self.head is not None:
-            target.require_ids("MTP head", self.head.vocab_size)
-            target.require_width("MTP head", self.head.hidden_size)
-            return self.head
         model = target.require_model("fallback 'mtp'")
         require_whole(model, "fallback 'mtp'")
-        return mtp_layers(model)
-
-    def _limits_for(self, layers: MtpLayers) -> GrowthLimits:
+        layers = mtp_layers(model)
         depth = len(layers) - 1 + _RECURSIONS if self.depth is None else self.depth
         width = self.limits.width if layers.takes_trees else 1
-        return replace(self.limits, width=width, depth=depth)
+        limits = replace(self.limits, width=width, depth=depth)
+        follower = LayersFollower(layers, limits, layers.config.hidden_size, target.graphs)
+        return FeatureSession(follower, prompt_ids, limits.total - 1)

@@ -58,10 +58,6 @@ class MtpLayers(nn.Module):
         return self._whole[0]
 
     @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
-
-    @property
     def device(self) -> torch.device:
         return next(self.layers.parameters()).device
 
@@ -71,22 +67,19 @@ class MtpLayers(nn.Module):
 
     def cache(self, layer: int) -> DraftCache:
         """An empty cache of a layer over one text."""
-        return DraftCache(self.config, self._mask_rule(layer), self.dtype)
+        kinds = getattr(self.config, "layer_types", None)
+        rule = LayerMask()
+        if kinds is not None:
+            # Hybrid layers are of no kind that has a mask of its own.
+            hybrid = kinds[layer] == "hybrid_sliding"
+            rule = single_mask(self.config) if hybrid else layer_masks(self.config)[kinds[layer]]
+        return DraftCache(self.config, rule, self.dtype)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [..., hidden_size] to hidden inputs: the same."""
         return features
 
-    def _mask_rule(self, layer: int) -> LayerMask:
-        """How far back a layer sees; without layer types, everything."""
-        kinds = getattr(self.config, "layer_types", None)
-        if kinds is None:
-            return LayerMask()
-        if kinds[layer] == "hybrid_sliding":
-            return single_mask(self.config)
-        return layer_masks(self.config)[kinds[layer]]
-
-    def run(
+    def forward(
         self,
         layer: int,
         token_ids: Tensor,
@@ -110,13 +103,11 @@ class MtpLayers(nn.Module):
         """
         module = self.module
         embeddings = module.embed_tokens(token_ids.to(module.embed_tokens.weight.device))
-        # The model's own matrix learns nothing from what the layers learn.
-        embeddings = embeddings.detach().to(self.device, self.dtype)
+        embeddings = embeddings.to(self.device, self.dtype)
         rotary = None
         if module.rotary_emb is not None:
-            kind = (
-                {"layer_type": self.config.layer_types[layer]} if module.has_per_layer_rope else {}
-            )
+            kinds = self.config.layer_types if module.has_per_layer_rope else None
+            kind = {} if kinds is None else {"layer_type": kinds[layer]}
             rotary = module.rotary_emb(embeddings, position_ids=positions, **kind)
         output = module.layers[layer](
             embeddings,
@@ -126,9 +117,7 @@ class MtpLayers(nn.Module):
             position_ids=positions,
             **with_cache(module.layers[layer], cache),
         )
-        if module.use_shared_post_norm:
-            output = module.shared_post_norm(output)
-        return output
+        return module.shared_post_norm(output) if module.use_shared_post_norm else output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, ids] of the model's output layer, from outputs [n, hidden_size] of any layer."""
@@ -163,53 +152,20 @@ def _load(model: Any) -> nn.Module:
             "fallback 'mtp': expected a model whose configuration counts num_mtp_layers, or whose "
             f"checkpoints hold mtp.* tensors, got {kind}"
         )
-    mtp_model = _mtp_model_class()
+    try:
+        from transformers.modeling_layers import MtpModel
+    except ImportError as error:
+        raise ValueError("fallback 'mtp': expected transformers 5.23 or later") from error
     try:
         device = next(owner.get_decoder().layers[-1].parameters()).device
-        module = mtp_model.from_pretrained(owner, device_map={"": device})
+        module = MtpModel.from_pretrained(owner, device_map={"": device})
     except Exception as error:  # whatever an unsuitable class or checkpoint raises
         raise ValueError(
             f"fallback 'mtp': expected MTP layers that transformers can load with {kind} from "
             f"{model.config.name_or_path!r}, got {type(error).__name__}: {error}"
         ) from error
-    return _taking_masks(module)
-
-
-def fresh_mtp_layer(model: Any) -> nn.Module:
-    """transformers' `MtpModel` of one layer for a model that need not have any, untrained.
-
-    The layer is the model's own decoder layer, of full attention where it has such layers, behind
-    norms of the model's class and a projection; in float32 on the CPU.
-
-    Raises:
-        ValueError: such a layer cannot be built, or run, for this model.
-    """
-    mtp_model = _mtp_model_class()
-    owner: Any = _WithMtpConfig(model, 1)
-    # A new `MtpModel` initialises all that it holds, so what is the model's comes in afterwards.
-    owner.lm_head, owner.get_input_embeddings = None, lambda: None
-    try:
-        module = mtp_model(owner, 1)
-        module.tie_with_main_model(model)
-        return _taking_masks(module)
-    except Exception as error:  # whatever an unsuitable class raises
-        raise ValueError(
-            "target: expected a model of whose decoder layer transformers can make an MTP layer, "
-            f"got {type(model).__name__} ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _mtp_model_class() -> Any:
-    try:
-        from transformers.modeling_layers import MtpModel
-    except ImportError as error:
-        raise ValueError("MTP layers: expected transformers 5.23 or later") from error
-    return MtpModel
-
-
-def _taking_masks(module: Any) -> Any:
-    """With an attention that takes a tree mask."""
     if "flash" in attention_of(module.config):
+        # It takes no tree mask.
         module.set_attn_implementation("sdpa")
     return module
 
@@ -220,11 +176,11 @@ def loadable(model: Any) -> Any:
     if getattr(config, "num_mtp_layers", None):
         return model
     if any("mtp" in pattern for pattern in unloaded_patterns(model)):
-        return _WithMtpConfig(model, getattr(config, "mtp_num_hidden_layers", 1))
+        return WithMtpConfig(model, getattr(config, "mtp_num_hidden_layers", 1))
     return None
 
 
-class _WithMtpConfig:
+class WithMtpConfig:
     """A model with a configuration that counts MTP layers, of full attention where it has any.
 
     Qwen3-Next and Qwen3.5 hold one in their checkpoints without counting it: a block between two

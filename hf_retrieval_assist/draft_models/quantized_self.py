@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
+from statistics import mean
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from ..drafters.base import Drafter, DraftSession, Feedback, Float64Array, Target
@@ -22,9 +23,11 @@ from ..planning.acceptance import Calibrator
 from ..planning.cost_model import CostModel
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Int32Array, TokenTree
-from ..verification.own_forwards import Level, OwnForwards
-from .draft_model import mask_rules
+from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
+from ..verification.own_forwards import OwnForwards
+from .draft_model import tree_service
+from .growth import BestFirst, Chosen, GrowthLimits, Level, paths_to, run_levels
+from .rows import proposed
 
 # Evidence: the place among the model's choices, and how far the first one's score lies above the
 # second's (its own certainty) or, of others, above theirs. Where a choice is left to chance, the
@@ -45,6 +48,9 @@ PRIORS: Float32Array = np.array([*_FIRST, *_SECOND, *_THIRD, *_CHANCE], np.float
 # Nodes that are less likely than this are neither drafted nor expanded.
 _LEAST_DRAFTED = 0.02
 _LEAST_EXPANDED = 0.08
+
+# Above any number of nodes.
+_ALL = 1 << 30
 
 _MEMORY = 0.1  # share of a new draft in how likely a first choice is taken to be
 
@@ -90,11 +96,11 @@ class QuantizedSelf(Drafter):
             raise ValueError(f"bits: expected 8, got {bits}")
         require_at_least(1, max_levels=max_levels, width=width)
         self.bits, self.max_levels, self.width = bits, max_levels, width
-        self._calibrator = Calibrator(PRIORS)
-        self._refusals = 0
+        self.calibrator = Calibrator(PRIORS)
+        self.certainty = 0.9  # of a first choice, lately
+        self.refusals = 0
         self._weights: weakref.WeakKeyDictionary[OwnForwards, Weights] = weakref.WeakKeyDictionary()
         self._lock = Lock()
-        self._certainty = 0.9  # of a first choice, lately
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
         model = target.require_model("QuantizedSelf")
@@ -102,114 +108,67 @@ class QuantizedSelf(Drafter):
         device = input_device(model)
         if device.type != "cpu":
             raise ValueError(f"QuantizedSelf: expected a model on a CPU, got one on {device}")
-        mask_rules(model, "QuantizedSelf")
-        session = QuantizedSession(self, target, self._calibrator)
+        tree_service(model, "QuantizedSelf")
+        session = QuantizedSession(self, target)
         if target.own is not None:
-            session.weights = self._weights_of(target.own, model)
+            with self._lock:
+                # As they are in this call, the same for all of its rows.
+                if target.own not in self._weights:
+                    self._weights[target.own] = quantized_model(model)
+                session.weights = self._weights[target.own]
         return session
 
-    def _weights_of(self, forwards: OwnForwards, model: Any) -> Weights:
-        """As they are in this call, the same for all of its rows."""
-        with self._lock:
-            if forwards not in self._weights:
-                self._weights[forwards] = quantized_model(model)
-            return self._weights[forwards]
-
-    def propose_rows(self, sessions: Sequence[Any], budgets: Sequence[int]) -> list[TokenTree]:
+    @torch.no_grad()
+    def propose_rows(self, sessions: Sequence[QuantizedSession], budgets: Sequence[int]) -> Forest:
         own = sessions[0].target.own
         if own is None:
             raise ValueError("QuantizedSelf: expected a call of generate to draft for, got none")
-        growths = [
-            _Growth(session, budget, self.width)
-            for session, budget in zip(sessions, budgets, strict=True)
-        ]
-        if own.ready and not torch.is_autocast_enabled("cpu"):
-            with own.drafting(), standing_in(sessions[0].weights):
-                self._grow(own, growths)
-        return [growth.tree() for growth in growths]
+        drafts = [TokenTree.empty()] * len(sessions)
+        asked = [i for i, session in enumerate(sessions) if budgets[i] > 0 and session.room]
+        if own.ready and asked and not torch.is_autocast_enabled("cpu"):
+            growth = _Growth(own, [sessions[i] for i in asked], [budgets[i] for i in asked])
+            if growth.goes_on():
+                with own.drafting(), standing_in(sessions[0].weights):
+                    run_levels(growth, growth)
+                self.certainty += _MEMORY * (mean(growth.certainties) - self.certainty)
+                for i, tree in zip(asked, growth.trees(), strict=True):
+                    drafts[i] = tree
+        texts = [session.calibration for session in sessions]
+        calibrated = self.calibrator.calibrate(texts, proposed(drafts, budgets))
+        return replace(calibrated, classes=np.full(calibrated.nodes, -1, np.int32))
 
-    @torch.no_grad()
-    def _grow(self, forwards: OwnForwards, growths: Sequence[_Growth]) -> None:
-        """Level by level, as long as another one pays."""
-        price = self._price(growths[0].session.target.fingerprint)
-        spent = 0.0
-        for depth in range(self.max_levels):
-            open_rows = [growth for growth in growths if growth.left(depth, self.max_levels)]
-            left = max((growth.left(depth, self.max_levels) for growth in open_rows), default=0)
-            if not left or not self._goes_on(growths, price, spent, left):
-                break
-            started = time.perf_counter()
-            first = forwards.columns
-            levels = {growth.row: growth.level(first) for growth in open_rows}
-            logits = forwards.feed(levels)
-            for growth in open_rows:
-                growth.grow(logits[growth.row, : len(growth.frontier)])
-            seconds = time.perf_counter() - started
-            price.observe(sum(len(level.token_ids) for level in levels.values()), seconds)
-            spent += seconds
-        for growth in growths:
-            if growth.certainty:
-                share = _MEMORY * (float(np.mean(growth.certainty)) - self._certainty)
-                self._certainty += share
-
-    def _price(self, fingerprint: str) -> CostModel:
+    def price(self, fingerprint: str) -> CostModel:
         """What a level takes, by the nodes that it feeds."""
         with self._lock:
             return _prices.setdefault(fingerprint, CostModel())
-
-    def _goes_on(
-        self, growths: Sequence[_Growth], price: CostModel, spent: float, further: int
-    ) -> bool:
-        """Whether another level is worth its time; while nobody knows that, one tells."""
-        if spent == 0.0 and not price.timed:
-            return True
-        if price.timed and self._pays(growths, price, spent, further):
-            return True
-        self._refusals += spent == 0.0
-        return spent == 0.0 and self._refusals % _TRIAL_PERIOD == 0
-
-    def _pays(
-        self, growths: Sequence[_Growth], price: CostModel, spent: float, further: int
-    ) -> bool:
-        """Whether any of up to `further` levels brings more tokens per second than none."""
-        curve = growths[0].session.curve
-        if curve is None:
-            return True
-        drafted = np.sort(np.concatenate([growth.probs for growth in growths]))[::-1]
-        best = np.array([growth.best for growth in growths])
-        rows = len(growths)
-        seconds = curve(1 + len(drafted) + rows * further) + spent
-        level = price.seconds(max(1, sum(len(growth.frontier) for growth in growths)))
-        tokens = np.concatenate([[rows], drafted]).cumsum()
-        now = float((tokens / seconds[: len(tokens)]).max())
-        for more in range(1, further + 1):
-            steps = np.outer(self._certainty ** np.arange(1, more + 1), best).ravel()
-            probs = np.sort(np.concatenate([drafted, steps]))[::-1]
-            tokens = np.concatenate([[rows], probs]).cumsum()
-            if float((tokens / (seconds[: len(tokens)] + more * level)).max()) > _MARGIN * now:
-                return True
-        return False
 
 
 class QuantizedSession(DraftSession):
     """One text of a call.
 
     Attributes:
+        drafter: the text's.
         target: the model, as this text sees it.
         weights: its own in eight bits; none in a call that nothing is drafted for.
         curve: seconds of a step by the tokens that it feeds; None while nobody has told.
     """
 
-    def __init__(self, drafter: QuantizedSelf, target: Target, calibrator: Calibrator) -> None:
-        self._drafter = drafter
-        self.target = target
+    def __init__(self, drafter: QuantizedSelf, target: Target) -> None:
+        self.drafter, self.target = drafter, target
         self.weights: Weights = {}
         self.curve: Callable[[int], Float64Array] | None = None
-        self.calibrator = calibrator
-        self.calibration = calibrator.session()
+        self.calibration = drafter.calibrator.session()
+
+    @property
+    def room(self) -> int:
+        """Forwards that may be run for a draft."""
+        assert self.target.own is not None
+        deepest = self.target.own.deepest(self.target.row) if self.target.own.ready else 0
+        most = self.drafter.max_levels
+        return most if deepest is None else min(most, deepest)
 
     def propose(self, budget: int) -> TokenTree:
-        return self._drafter.propose_rows([self], [budget])[0]
+        return self.drafter.propose_rows([self], [budget])[0]
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         self.calibration.commit(token_ids)
@@ -218,98 +177,118 @@ class QuantizedSession(DraftSession):
         self.curve = curve
 
 
-@dataclass
-class _Growth:
-    """A draft of one row while it grows.
+class _Growth(BestFirst):
+    """Drafts of some rows, which grow until they hold what they may or another level does not pay.
+    It runs its levels itself, by the target's own forwards.
 
     Attributes:
-        frontier: nodes to be fed next; −1 is the text's last token.
-        certainty: rate of the first choice behind each node that was fed.
+        certainties: how likely the first choice behind each fed node is.
     """
 
-    session: QuantizedSession
-    budget: int
-    width: int
-    frontier: list[int] = field(default_factory=lambda: [-1])
-    certainty: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.classes: list[int] = []
-        self.probs: list[float] = []
-        self._columns: dict[int, int] = {}
-
-    @property
-    def row(self) -> int:
-        return self.session.target.row
-
-    def left(self, depth: int, most: int) -> int:
-        """How many levels may follow those of this depth; 0 where nothing is left to be fed."""
-        own = self.session.target.own
-        assert own is not None
-        deepest = own.deepest(self.row)
-        full = not self.frontier or len(self.tokens) >= self.budget
-        return 0 if full else max(0, (most if deepest is None else min(most, deepest)) - depth)
+    def __init__(
+        self, own: OwnForwards, sessions: Sequence[QuantizedSession], budgets: Sequence[int]
+    ) -> None:
+        drafter = sessions[0].drafter
+        limits = GrowthLimits(CHOICES, drafter.width, drafter.max_levels - 1, 2, _LEAST_EXPANDED)
+        super().__init__(limits, _ALL, choose=self._choices)
+        self._own, self._drafter, self._sessions = own, drafter, sessions
+        self._rows = [session.target.row for session in sessions]
+        self._rooms = torch.tensor([session.room for session in sessions])
+        self._budgets = torch.tensor(budgets)
+        self._scores = torch.zeros((len(sessions), 1))
+        self.certainties: list[float] = []
+        self._price = drafter.price(sessions[0].target.fingerprint)
+        self._spent = self._started = 0.0
 
     @property
-    def best(self) -> float:
-        """How likely the best node to be fed next is reached."""
-        return max((self._reached(node) for node in self.frontier), default=0.0)
+    def _waiting(self) -> torch.Tensor:
+        """bool [rows, w], which nodes are to be fed next."""
+        return self._scores > -torch.inf
 
-    def _reached(self, node: int) -> float:
-        return 1.0 if node < 0 else self.probs[node]
+    def root_logits(self) -> torch.Tensor:
+        self._started = time.perf_counter()
+        nothing = torch.empty((0, 1), dtype=torch.int64)
+        return self._own.feed([], nothing, 0, nothing[..., None].bool())[self._rows]
 
-    def path(self, node: int) -> list[int]:
-        """The nodes from the first level to this one."""
-        nodes: list[int] = []
-        while node >= 0:
-            nodes.append(node)
-            node = self.parents[node]
-        return nodes[::-1]
+    def run(self, level: Level) -> torch.Tensor:
+        self._started = time.perf_counter()
+        rows = self._waiting.any(1).nonzero().flatten().tolist()
+        # The text's last token is in front of the nodes.
+        sees = F.pad(level.visible[rows], (1, 0), value=True)
+        numbers = [self._rows[row] for row in rows]
+        logits = self._own.feed(numbers, level.token_ids[rows], level.depth, sees)
+        return logits[self._rows]
 
-    def level(self, first: int) -> Level:
-        """What is to be fed, its columns beginning at `first`."""
-        paths = [self.path(node) for node in self.frontier]
-        for place, node in enumerate(self.frontier):
-            self._columns[node] = first + place
-        return Level(
-            [self.tokens[path[-1]] if path else -1 for path in paths],
-            [len(path) for path in paths],
-            [[self._columns[node] for node in [-1, *path][:-1]] for path in paths],
-        )
+    def _choices(self, logits: torch.Tensor, count: int, levels: Sequence[Level]) -> Chosen:
+        """What the target would choose behind each node, and how often such choices were right."""
+        ids = torch.zeros((*logits.shape[:2], count), dtype=torch.int64)
+        log_probs, classes = torch.full((2, *ids.shape), -torch.inf)
+        for row, session in enumerate(self._sessions):
+            nodes = self._waiting[row].nonzero().flatten()
+            foresight = session.target.foresight
+            assert foresight is not None
+            if len(nodes):
+                paths = paths_to(levels, row)
+                scores, ids[row, nodes] = foresight.best(
+                    logits[row, nodes], [paths[node] for node in nodes], count
+                )
+                known = foresight.knows(logits.shape[-1])
+                found = evidence_classes(scores.numpy(), known)
+                rates = torch.from_numpy(self._drafter.calibrator.rates(found))
+                self.certainties += rates[:, 0].tolist()
+                probs = rates.where(scores.isfinite(), 0.0)
+                reached = self._scores[row, nodes, None].double().exp()
+                likely = reached * probs.double() >= _LEAST_DRAFTED
+                log_probs[row, nodes] = probs.log().where(likely, -torch.inf)
+                classes[row, nodes] = torch.from_numpy(found).float()
+        return Chosen(ids, log_probs, classes)
 
-    def grow(self, logits: torch.Tensor) -> None:
-        """Add what the model chooses behind the frontier, logits [frontier, vocab_size]."""
-        foresight = self.session.target.foresight
-        assert foresight is not None
-        paths = [[self.tokens[node] for node in self.path(node)] for node in self.frontier]
-        scores, ids = foresight.best(logits, paths, CHOICES)
-        classes = evidence_classes(scores.numpy(), foresight.knows(logits.shape[-1]))
-        rates = self.session.calibrator.rates(classes)
-        added: list[int] = []
-        for place, parent in enumerate(self.frontier):
-            reached = self._reached(parent)
-            self.certainty.append(float(rates[place, 0]))
-            for choice in range(ids.shape[1]):
-                prob = reached * float(rates[place, choice])
-                if prob < _LEAST_DRAFTED or not np.isfinite(float(scores[place, choice])):
-                    continue
-                added.append(len(self.tokens))
-                self.tokens.append(int(ids[place, choice]))
-                self.parents.append(parent)
-                self.classes.append(int(classes[place, choice]))
-                self.probs.append(prob)
-        added.sort(key=lambda node: -self.probs[node])
-        self.frontier = [node for node in added[: self.width] if self.probs[node] > _LEAST_EXPANDED]
+    def next_level(self) -> Level | None:
+        seconds = time.perf_counter() - self._started
+        self._price.observe(int(self._waiting.sum()), seconds)
+        self._spent += seconds
+        level = super().next_level()
+        return level if level is not None and self.goes_on() else None
 
-    def tree(self) -> TokenTree:
-        """The best of what has grown, its probabilities calibrated."""
-        if not self.tokens:
-            return TokenTree.empty()
-        bare = TokenTree.build(self.tokens, self.parents, self.probs, self.classes)
-        tree = self.session.calibration.calibrate(bare.prune(self.budget))
-        return TokenTree.build(tree.token_ids, tree.parents, tree.probs)
+    def _floor(self, scores: torch.Tensor) -> torch.Tensor:
+        nodes = torch.cat([level.scores for level in self._candidates], dim=1)
+        full = (nodes > -torch.inf).sum(1) >= self._budgets
+        ends = full | (self._rooms <= len(self._candidates))
+        return torch.where(ends, torch.inf, self._least)[:, None]
+
+    def goes_on(self) -> bool:
+        """Whether another level is worth its time; while nobody knows that, one tells."""
+        first, timed, drafter = not self._candidates, self._price.timed, self._drafter
+        if timed and self._pays():
+            return True
+        if first and timed:
+            drafter.refusals += 1
+        return first and (not timed or drafter.refusals % _TRIAL_PERIOD == 0)
+
+    def _pays(self) -> bool:
+        """Whether any number of further levels brings more tokens per second than none."""
+        curve, rows = self._sessions[0].curve, len(self._sessions)
+        if curve is None:
+            return True
+        scores = [level.scores.ravel() for level in self._candidates]
+        drafted = torch.cat([torch.empty(0), *scores]).double().exp().numpy()
+        drafted = np.sort(drafted[drafted > 0])[::-1]
+        best = self._scores.amax(1).double().exp().numpy()
+        further = int((self._rooms[self._waiting.any(1)] - len(self._candidates)).max())
+        seconds = curve(1 + len(drafted) + rows * further) + self._spent
+        level = self._price.seconds(int(self._waiting.sum()))
+        tokens = np.concatenate([[rows], drafted]).cumsum()
+        now = float((tokens / seconds[: len(tokens)]).max())
+        for more in range(1, further + 1):
+            steps = np.outer(self._drafter.certainty ** np.arange(1, more + 1), best).ravel()
+            probs = np.sort(np.concatenate([drafted, steps]))[::-1]
+            tokens = np.concatenate([[rows], probs]).cumsum()
+            if float((tokens / (seconds[: len(tokens)] + more * level)).max()) > _MARGIN * now:
+                return True
+        return False
+
+    def trees(self) -> Forest:
+        return self.grown().trees(lambda classes, ranks, depths: classes.astype(np.int32))
 
 
 def evidence_classes(scores: Float32Array, known: bool) -> Int32Array:

@@ -8,6 +8,7 @@ follow one another without a look at their results, whose tokens never leave the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,30 @@ import torch
 from ..host.transformers_private import is_compiled, with_cache
 from ..verification.fed_tokens import FedTokens
 from ..verification.fixed_verifier import FixedVerifier, ForwardOptions
-from ..verification.kv_cache import SlotCache
-from ..verification.tree_attention import BoolArray, Int64Array, LayerMask, TreeAttention
+from ..verification.tiers import Service
+from ..verification.tree_attention import BoolArray, Int64Array, TreeAttention
+from .rows import DraftCache
+
+
+@dataclass(frozen=True)
+class _Fed(FedTokens):
+    """Tokens in any of the slots behind their texts.
+
+    Attributes:
+        offsets: int64 [n, width], their slots.
+        behind: int64 [n, columns], depths of what lies in all slots.
+    """
+
+    offsets: Int64Array = field(kw_only=True)
+    behind: Int64Array = field(kw_only=True)
+
+    @property
+    def slots(self) -> Int64Array:
+        return self.lengths[:, None] + self.offsets
+
+    @property
+    def columns(self) -> Int64Array:
+        return self.behind
 
 
 class RecordedDrafts(FixedVerifier):
@@ -26,7 +49,7 @@ class RecordedDrafts(FixedVerifier):
     Args:
         model: a transformers model.
         cache: of texts that begin at position 0.
-        rules: how far back each kind of layer sees.
+        service: how the model is fed trees.
         most: tokens of each row that are fed between two calls of `keep_fed` at most.
         recorded: whether forwards may be repeated from a recording. Those of compiled models are
             not: under what looks for waits, torch would run them as if they were not.
@@ -35,79 +58,65 @@ class RecordedDrafts(FixedVerifier):
     summarises = False
 
     def __init__(
-        self,
-        model: Any,
-        cache: SlotCache,
-        rules: dict[str, LayerMask] | LayerMask,
-        most: int,
-        recorded: bool,
+        self, model: Any, cache: DraftCache, service: Service, most: int, recorded: bool
     ) -> None:
         before_first = torch.full((len(cache.slots.lengths), 1), -1)
         kwargs = with_cache(model, cache) | {"use_cache": True, "position_ids": before_first}
         super().__init__(
             *(model, cache, kwargs, before_first),
-            attention=TreeAttention(rules, None, model.dtype),
+            attention=TreeAttention(service.rules, None, model.dtype),
             options=ForwardOptions(recorded=recorded and not is_compiled(model)),
+            by=service.attention_by,
         )
         self.most, self.begun = most, 0
         # What fills a line up lies behind.
         self._columns = most + self._bucket(most)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._depths: Int64Array = np.empty((len(self.prompt_ids), 0), np.int64)
 
     def feed(
         self,
         token_ids: Int64Array | torch.Tensor,
+        offsets: Int64Array,
         depths: Int64Array,
-        sees: BoolArray | torch.Tensor,
+        columns: Int64Array,
+        sees: BoolArray,
     ) -> torch.Tensor:
-        """Logits [rows, w, vocab_size] of tokens fed behind those since the last `keep_fed`, valid
-        until the next forward.
+        """Logits [rows, w, vocab_size], valid until the next forward.
 
         Args:
-            token_ids: int64 [rows, w].
-            depths: int64 [rows, w], counted from the end of each cached text.
-            sees: bool [rows, w, fed + w], which of the tokens behind the text each one sees. Like
-                `token_ids` it is on the device where only that knows it.
+            token_ids: int64 [rows, w]; a tensor where only the device knows them.
+            offsets, depths: int64 [rows, w], as of `DraftCache.feed`.
+            columns: int64 [rows, n], likewise.
+            sees: bool [rows, w, n], likewise.
         """
-        width, earlier = depths.shape[1], self._depths
-        if not earlier.shape[1]:
+        (rows, width), known = depths.shape, columns.shape[1]
+        if known == width:
             # The memory of a tree that has begun cannot be exchanged.
             self._reserve(self.cache.slots.longest + self._columns)
         step = self.memory.workspace.step(self._bucket(width), self._columns)
-        self._send(step, self._filled(token_ids, depths, sees))
+        # Lines are filled up to a bucket.
+        spare = self._bucket(width) - width
+        filler = np.broadcast_to(np.arange(known, known + spare), (rows, spare))
+        ids = token_ids if isinstance(token_ids, np.ndarray) else np.zeros_like(depths)
+        lengths = np.array(self.cache.slots.lengths, np.int64)
+        line = (0, 0), (0, spare)
+        fed = _Fed(
+            rows=np.arange(rows),
+            counts=np.full(rows, width),
+            lengths=lengths,
+            token_ids=np.pad(ids, line),
+            depths=np.pad(depths, line),
+            sees=np.pad(sees, (*line, (0, spare))),
+            offsets=np.concatenate([offsets, filler], axis=1),
+            behind=np.pad(columns, line),
+        )
+        self._send(step, fed)
         if isinstance(token_ids, torch.Tensor):
             step.inputs.device["token_ids"][:, :width].copy_(token_ids)
-        if isinstance(sees, torch.Tensor):
-            self.memory.workspace.masks.narrow(step.inputs.device, sees)
-        self._depths = np.concatenate([earlier, depths], axis=1)
         return self._show(step).logits[:, :width]
 
-    def _filled(
-        self,
-        token_ids: Int64Array | torch.Tensor,
-        depths: Int64Array,
-        sees: BoolArray | torch.Tensor,
-    ) -> FedTokens:
-        """Lines filled up to a bucket; what only the device knows is 0, or True, for now."""
-        (rows, width), before = depths.shape, self._depths.shape[1]
-        full = self._bucket(width)
-        ids, places = np.zeros((2, rows, full), np.int64)
-        places[:, :width] = depths
-        if not isinstance(token_ids, torch.Tensor):
-            ids[:, :width] = token_ids
-        seen = np.zeros((rows, full, before + full), np.bool_)
-        seen[:, :width, : before + width] = True if isinstance(sees, torch.Tensor) else sees
-        lengths = np.array(self.cache.slots.lengths, np.int64)
-        fed = np.full(rows, width, np.int64)
-        return FedTokens(np.arange(rows), fed, lengths, ids, places, seen, self._depths)
-
     def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
-        """Forget what was fed since the last time, except the given tokens of each row."""
+        """Forget what was fed since the last time, except the given slots of each row."""
         self._keep(paths)
-        self._forget()
 
     def show(self) -> None:
         """Make the layers of the cache show what is kept."""

@@ -56,10 +56,14 @@ def child_acceptance(
         rejected; and float64 [..., vocab_size], the distribution of the token given that all were.
         Nothing waits for the device.
     """
-    residual, proposal = _normalised(target.double()), _normalised(draft.double())
+    residual, proposal = _normalised(target.double()), draft.double()
     remaining = torch.ones_like(proposal)
     rates = []
     for child in children.unbind(-1):
+        # With the support of Q used up, children are drawn uniformly from all other tokens; so they
+        # are from the beginning where Q is not a number.
+        used_up = ~(proposal.sum(-1, keepdim=True) > 0)
+        proposal = _normalised(torch.where(used_up, remaining, proposal))
         token = child.unsqueeze(-1)
         rate = residual.gather(-1, token) / proposal.gather(-1, token)
         rates.append(rate.nan_to_num(nan=0.0).clamp(max=1.0))
@@ -69,9 +73,6 @@ def child_acceptance(
         residual = torch.where(mass < _NO_RESIDUAL, residual, left / mass.clamp_min(_NO_RESIDUAL))
         remaining = remaining.scatter(-1, token, 0.0)
         proposal = proposal.scatter(-1, token, 0.0)
-        # With the support of Q used up, children are drawn uniformly from all other tokens.
-        used_up = proposal.sum(-1, keepdim=True) <= 0
-        proposal = _normalised(torch.where(used_up, remaining, proposal))
     none = target.new_empty((*children.shape[:-1], 0), dtype=torch.float64)
     return (torch.cat(rates, dim=-1) if rates else none), residual
 

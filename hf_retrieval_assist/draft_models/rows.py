@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..drafters.base import DraftSession
+from ..token_tree import Forest, TokenTree
+from ..verification.fixed_memory import FixedMemory
 from ..verification.kv_cache import SLOT_LAYERS, SlotCache
 from ..verification.slot_layers import SlotLayer
 from ..verification.tree_attention import FedTrees, LayerMask, TreeAttention
@@ -34,16 +36,22 @@ class DraftCache(SlotCache):
         rows: texts.
 
     Attributes:
+        rules: as given.
         firsts: position of the first token that is cached of each text.
-        rules: how far back each kind of layer sees.
+        last: [rows, hidden_size], what the layers said of the last cached token of each text; None
+            where nobody keeps it.
+        memory: that the layers stay in; None: they grow.
     """
 
+    memory: FixedMemory | None = None
+    last: Tensor | None = None
+
     def __init__(self, config: Any, rules: Rules, dtype: torch.dtype, rows: int = 1) -> None:
-        super().__init__(config)
+        # A text may be shortened by more than a window would still hold.
+        super().__init__(config, forgets=False)
         self.rules = rules
         self._made_of = config, rules, dtype
         self._attention = TreeAttention(rules, None, dtype)
-        self._depths: Int64Array = np.empty((rows, 0), np.int64)
         self.firsts = [0] * rows
         self.begin(rows)
 
@@ -53,37 +61,58 @@ class DraftCache(SlotCache):
         caches can be put together."""
         return all(type(layer) in (SlotLayer, *SLOT_LAYERS) for layer in self.layers)
 
-    @property
-    def drafted(self) -> int:
-        """Tokens fed to each row since the last `keep`."""
-        return self._depths.shape[1]
-
-    def feed(self, depths: Int64Array, attends: Tensor) -> Any:
-        """Make room behind what was fed since the last `keep`; returns the forward's mask.
+    def feed(
+        self,
+        offsets: Tensor,
+        depths: Tensor,
+        columns: Tensor,
+        sees: Tensor,
+        deepest: int = 0,
+        kept: Tensor | None = None,
+    ) -> Any:
+        """Say where the next tokens are written; returns the mask of those that ask.
 
         Args:
-            depths: [rows, w] of the tokens to be fed, counted from the end of each cached text.
-            attends: bool [rows, queries, drafted + w], which of the tokens fed behind the text each
-                query sees. The queries are the last of the w tokens.
+            offsets: int64 [rows or 1, w], the slots of the tokens, counted from the end of each
+                cached text.
+            depths: int64 [rows or 1, q], of the last q tokens, which ask. Depths, too, are counted
+                from the end of each cached text.
+            columns: int64 [rows or 1, n], depths of what lies in the n slots behind each text.
+            sees: bool [rows, q, n], which of these slots each token sees.
+            deepest: the largest of `depths`; only for layers that grow.
+            kept: int64 [rows, 1], slots that each text has; only for layers that stay in place.
         """
-        before, device = self.drafted, attends.device
-        self._depths = np.concatenate([self._depths, depths], axis=1)
-        if not self.slots.uniform:
-            rows, places = self.slots.index(self.drafted, device)
-            self.slots.places = rows, places[:, before:]
-            self.slots.extent = self.slots.longest + self.drafted
-        asking = attends.shape[1]
-        columns = torch.from_numpy(self._depths).to(device)
-        queries = columns[:, columns.shape[1] - asking :]
-        deepest = int(self._depths[:, columns.shape[1] - asking :].max(initial=0))
-        fed = FedTrees(queries, queries, attends, deepest, columns)
+        if kept is not None:
+            return self._feed_in_place(offsets, depths, columns, sees, kept)
+        rows, count = len(self.slots.lengths), columns.shape[1]
+        if not self.slots.uniform or len(offsets) > 1:
+            every, lengths = self.slots.index(1, sees.device)
+            self.slots.places = every, lengths + offsets
+            self.slots.extent = self.slots.longest + count
+        queries = depths.expand(rows, -1)
+        fed = FedTrees(queries, queries, sees, deepest, columns.expand(rows, -1))
         return self._attention.masks(fed, self.slots)
 
+    def _feed_in_place(
+        self, offsets: Tensor, depths: Tensor, columns: Tensor, sees: Tensor, kept: Tensor
+    ) -> Tensor:
+        """The same of one kind of layer, from numbers on the device alone."""
+        rule: Any = self.rules
+        assert self.memory is not None
+        workspace = self.memory.workspace
+        self.slots.places = workspace.rows, kept + offsets
+        queries = kept + depths
+        near = sees & rule.near(queries, kept + columns)
+        edge = near.new_ones((*near.shape[:2], 1))
+        unseen = None if rule.reach is None else rule.last_unseen(queries)[..., None]
+        table = torch.cat([edge, near, ~edge], dim=2)
+        mask: Tensor = workspace.masks.mask(table, unseen, 1 - kept)
+        return mask
+
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Forget what was fed since the last `keep`, except the given tokens of each row."""
+        """Forget what was fed behind the texts, except the given slots of each row."""
         self.slots.places = self.slots.extent = None
         super().keep(paths)
-        self._depths = self._depths[:, :0]
 
     def shorten(self, lengths: Sequence[int]) -> None:
         """Keep at most so many tokens of each row."""
@@ -102,6 +131,10 @@ class DraftCache(SlotCache):
             ready = [part for part, _ in parts if isinstance(part, SlotLayer) and part.is_ready]
             if ready:
                 layer.adopt(_stacked(parts, ready[0], cache.slots.lengths))
+        last = [None if source.last is None else source.last[row] for source, row in sources]
+        if (like := next((state for state in last if state is not None), None)) is not None:
+            blank = torch.zeros_like(like)
+            cache.last = torch.stack([blank if state is None else state for state in last])
         return cache
 
     # Layers that count positions themselves ask for the first one; such caches have one row.
@@ -133,32 +166,35 @@ class RowSession(DraftSession):
     """A text that is a row of a group's caches.
 
     Attributes:
-        group, index: which group's, and which row.
-        accepted: numbers of the tokens that were fed behind the text and that it went on with.
+        group, index: which group's, and which row; no group once the text has left it.
+        accepted: slots behind the text, of tokens that were fed there and that it went on with.
     """
+
+    group: Group | None
 
     def __init__(self, caches: Sequence[DraftCache]) -> None:
         self.accepted: list[int] = []
-        self.group: Group
         self.index = 0
         Group([self], caches)
 
     def close(self) -> None:
-        self.group.leave(self.index)
-        del self.group
+        """Leave the group; nothing is drafted for the text any more."""
+        if self.group is not None:
+            self.group.leave(self.index)
+        self.group = None
 
 
 Row = TypeVar("Row", bound=RowSession)
 
 
-class Recorded(Protocol):
-    """Forwards over the caches of a group in memory that stays in place."""
+class InPlace(Protocol):
+    """The caches of a group in memory that stays in place, where forwards may be recorded."""
 
     def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
-        """Forget what was fed since the last time, except the given tokens of each row."""
+        """Forget what was fed behind the texts, except the given slots of each row."""
 
     def show(self) -> None:
-        """Make the layers of the caches, and the texts, show what is kept."""
+        """Make the layers of the caches show what is kept."""
 
     def release(self) -> None:
         """Give the memory back, for the model's next drafts."""
@@ -170,10 +206,10 @@ class Group:
     Attributes:
         rows: the texts; None for one that has left.
         caches: with a row for each.
-        recorded: the forwards over the caches, where these stay in place; None: any.
+        in_place: the caches, where they stay in place; None: they grow.
     """
 
-    recorded: Recorded | None = None
+    in_place: InPlace | None = None
 
     def __init__(self, rows: Sequence[RowSession], caches: Sequence[DraftCache]) -> None:
         self.rows: list[Any] = list(rows)
@@ -188,27 +224,16 @@ class Group:
     def leave(self, index: int) -> None:
         """Go on without a text."""
         self.rows[index] = None
-        if not any(self.rows) and self.recorded is not None:
-            self.recorded.release()
+        if not any(self.rows) and self.in_place is not None:
+            self.in_place.release()
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep, of what was fed behind each text, the tokens of these numbers."""
-        if self.recorded is not None:
-            self.recorded.keep_fed(paths)
+        """Forget what was fed behind the texts, except the given slots of each row."""
+        if self.in_place is not None:
+            self.in_place.keep_fed(paths)
             return
         for cache in self.caches:
             cache.keep(paths)
-
-    def move_out(self) -> None:
-        """Go on in memory of the caches' own."""
-        if self.recorded is None:
-            return
-        self.recorded.show()
-        for cache in self.caches:
-            for layer in cache.slot_layers:
-                layer.move_out()
-        self.recorded.release()
-        self.recorded = None
 
     def settle(self) -> None:
         """Forget the nodes fed behind each text, except those that the text went on with."""
@@ -218,20 +243,20 @@ class Group:
                 row.accepted = []
 
     @classmethod
-    def of(cls, asked: Sequence[RowSession]) -> Group:
+    def of(cls, asked: Sequence[Any]) -> Group:
         """The group of these texts, made of their groups where they have several.
 
         Others of their group come along while it lasts: they cost less than a copy of the caches.
         Where caches stay in place, so do the rows of those that left: a recording has its rows.
         """
-        group = asked[0].group
-        lasts = None not in group.rows or group.recorded is not None
+        group: Group = asked[0].group
+        lasts = None not in group.rows or group.in_place is not None
         if lasts and all(row.group is group for row in asked):
             return group
         for one in {id(row.group): row.group for row in asked}.values():
             one.settle()
-            if one.recorded is not None:
-                one.recorded.show()
+            if one.in_place is not None:
+                one.in_place.show()
         caches = [
             DraftCache.joined([(row.group.caches[number], row.index) for row in asked])
             for number in range(len(group.caches))
@@ -243,8 +268,8 @@ class Group:
 
 def groups(asked: Sequence[Row]) -> Iterator[tuple[Group, Sequence[Row]]]:
     """Each group, settled, and its texts; one group, unless caches cannot be joined."""
-    several = [asked] if asked[0].group.joins else [[row] for row in asked]
-    for rows in several:
+    joins = asked[0].group is not None and asked[0].group.joins
+    for rows in [asked] if joins else [[row] for row in asked]:
         group = Group.of(rows)
         group.settle()
         yield group, rows
@@ -260,21 +285,18 @@ def parts(counts: Sequence[int], longest: int) -> Iterator[list[range]]:
         yield [range(max(0, n - left - longest), max(0, n - left)) for n in counts]
 
 
-def chain(counts: Sequence[int], device: torch.device) -> tuple[Int64Array, Tensor]:
-    """Depths [rows, w] and who sees whom [rows, w, w] of so many tokens of each text.
-
-    They stand at the end of w columns; what fills up the others is seen by nobody else.
-    """
-    width = max(counts)
-    column = np.arange(width)
-    fill = width - np.array(counts)[:, None]
-    depths = np.maximum(column - fill, 0)
-    attends = (column <= column[:, None]) & (column >= fill[:, None])
-    attends |= np.eye(width, dtype=np.bool_)
-    return depths, torch.from_numpy(attends).to(device)
+def offsets_of(counts: Sequence[int], width: int) -> Int64Array:
+    """int64 [rows, width], the slots behind each text of a line that ends with `counts` of its new
+    tokens; what fills the line up lies behind them, so that nobody has to look at it."""
+    return (np.arange(width) - (width - np.array(counts))[:, None]) % width
 
 
-def last_columns(counts: Sequence[int]) -> list[range]:
-    """For `keep`: which columns of `chain` are tokens of each text."""
-    width = max(counts)
-    return [range(width - count, width) for count in counts]
+def sound(draft: TokenTree) -> TokenTree:
+    """A draft without what came of a forward that overflowed, which has no probability."""
+    kept = np.flatnonzero(np.isfinite(draft.probs))
+    return draft if len(kept) == len(draft) else draft.select(kept.astype(np.int32))
+
+
+def proposed(drafts: Sequence[TokenTree], budgets: Sequence[int]) -> Forest:
+    """The most probable nodes of each draft that have a probability, as its budget allows."""
+    return Forest.of([sound(draft) for draft in drafts]).prune(budgets)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..drafters.base import ChildDraw, Foresight
-from ..kernels.largest import most_probable
+from ..drafters.base import Foresight
 from ..structures import draft_tree
 from ..token_tree import Float32Array, Int32Array, TokenTree
-from .growth import Growth, Level
+from .growth import Choice, Chosen, Growth, Level, likeliest, paths_to
 from .residual import draw_children
 from .sequoia import TreeShape
 
@@ -37,67 +35,103 @@ where the draws are known, how far the node leads among the first choices."""
 _COMPARED = 4
 
 
-@dataclass(frozen=True, eq=False)
-class _Level:
-    """One forward: nodes that have children, and the nodes below them.
+class Drawn:
+    """A `Choice` that draws tokens without replacement from the model's law at a temperature.
 
     Attributes:
-        chosen: int64 [w], which nodes of the level above's children are fed.
-        attends: bool [w, c], which nodes fed so far, these among them, each is or descends from.
-        parents: int64 [children], row of each child's parent among the fed nodes.
-        ranks: int64 [children].
+        draws: of each level the laws [rows, w, ids] and the children [rows, w, c] drawn from them.
     """
 
-    chosen: NDArray[np.int64]
-    attends: NDArray[np.bool_]
-    parents: NDArray[np.int64]
-    ranks: NDArray[np.int64]
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+        self.draws: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, logits: Tensor, count: int, levels: Sequence[Level]) -> Chosen:
+        law = torch.softmax(logits.float() / self._temperature, dim=-1)
+        children = draw_children(law, count)
+        self.draws.append((law, children))
+        log_probs = law.gather(-1, children).log()
+        return Chosen(children, log_probs, log_probs)
+
+    def of_row(self, row: int) -> list[tuple[Tensor, Tensor]]:
+        """Law and children below the text, then below every node that was fed."""
+        return [
+            (law, children)
+            for laws, drawn in self.draws
+            for law, children in zip(laws[row], drawn[row], strict=True)
+        ]
+
+
+class Foreseen:
+    """A `Choice` of what rows will draw where that is known, and of the most probable elsewhere.
+
+    Args:
+        foresights: of each row; None: nothing is known.
+    """
+
+    def __init__(self, foresights: Sequence[Foresight | None]) -> None:
+        self._foresights = foresights
+
+    def __call__(self, logits: Tensor, count: int, levels: Sequence[Level]) -> Chosen:
+        ids, log_probs, _ = likeliest(logits, count, levels)
+        for row, foresight in enumerate(self._foresights):
+            if foresight is not None:
+                most = max(count, _COMPARED)
+                scores, found = foresight.best(logits[row], paths_to(levels, row), most)
+                ids[row], log_probs[row] = found[:, :count], scores.log_softmax(-1)[:, :count]
+        return Chosen(ids, log_probs, log_probs)
 
 
 class Schedule:
-    """The forwards that draft a tree of one shape; the first one feeds the text only."""
+    """The forwards that draft a tree of one shape; the first one feeds the text only.
+
+    Attributes:
+        shape: the tree's.
+        child_counts: of the root, then of every node.
+        fed_number: int32 [n], number of each node in the order of feeding; −1: a leaf, never fed.
+        visible, parent_rows: of each forward behind the first; see `Level`. They have one row.
+    """
 
     def __init__(self, shape: TreeShape):
         self.shape = shape
         self.child_counts = shape.child_counts
         inner = np.flatnonzero(self.child_counts[1:])
-        # Number of each node in the order of feeding; −1: a leaf, never fed.
         self.fed_number = np.full(len(shape), -1, np.int32)
         self.fed_number[inner] = np.arange(len(inner))
         depths = draft_tree.depths(shape.parents).astype(np.int64) - 1
         above = draft_tree.ancestor_mask(shape.parents)
-        self.levels = [
-            self._level(level, inner, depths, above) for level in range(shape.levels - 1)
-        ]
+        # Of the children that each forward brings: the fed node that each hangs from, its rank, and
+        # which of them are fed next.
+        self._children: list[tuple[NDArray[np.int64], ...]] = []
+        self.visible: list[Tensor] = []
+        self.parent_rows: list[Tensor] = []
+        before = np.array([-1])
+        for depth in range(shape.levels - 1):
+            children, fed = np.flatnonzero(depths == depth), inner[depths[inner] == depth]
+            hangs, ranks = np.searchsorted(before, shape.parents[children]), shape.ranks[children]
+            next_fed = fed - children[0]
+            self._children.append((hangs, ranks.astype(np.int64), next_fed))
+            self.parent_rows.append(torch.from_numpy(hangs[next_fed])[None])
+            seen = above[np.ix_(fed, inner[depths[inner] <= depth])]
+            self.visible.append(torch.from_numpy(seen)[None])
+            before = fed
         self._sent: dict[tuple[int, torch.device], tuple[Tensor, ...]] = {}
 
-    def on(self, device: torch.device, level: int) -> tuple[Tensor, ...]:
-        """The fields of a level, in their order, sent to a device once."""
-        if (level, device) not in self._sent:
-            at = self.levels[level]
-            fields = at.chosen, at.attends, at.parents, at.ranks
-            self._sent[level, device] = tuple(torch.from_numpy(x).to(device) for x in fields)
-        return self._sent[level, device]
+    @property
+    def forwards(self) -> int:
+        return len(self._children)
 
-    def _level(
-        self,
-        level: int,
-        inner: NDArray[np.int64],
-        depths: NDArray[np.int64],
-        above: NDArray[np.bool_],
-    ) -> _Level:
-        """Forward number `level`, whose children lie at that depth."""
-        children = np.flatnonzero(depths == level)
-        fed = inner[depths[inner] == level - 1]
-        columns = inner[depths[inner] < level]
-        parents = self.shape.parents[children]
-        first = np.flatnonzero(depths == level - 1)
-        return _Level(
-            chosen=fed - first[0] if len(first) else fed,
-            attends=above[np.ix_(fed, columns)],
-            parents=np.searchsorted(fed, parents) if level else np.zeros(len(children), np.int64),
-            ranks=self.shape.ranks[children].astype(np.int64),
-        )
+    def width(self, forward: int) -> int:
+        """How many children the nodes of a forward have at most."""
+        return 1 + int(self._children[forward][1].max())
+
+    def on(self, device: torch.device, forward: int) -> tuple[Tensor, ...]:
+        """Sent to a device once: of the children that a forward brings the nodes that they hang
+        from and their ranks, and which of them are fed next."""
+        if (forward, device) not in self._sent:
+            fields = self._children[forward]
+            self._sent[forward, device] = tuple(torch.from_numpy(x).to(device) for x in fields)
+        return self._sent[forward, device]
 
 
 class StaticGrowth(Growth):
@@ -105,93 +139,50 @@ class StaticGrowth(Growth):
 
     Args:
         schedule: of the shape.
-        temperature: that children are drawn at; None: they are the most probable tokens.
-        foresights: of each row, what chooses its children instead where it is not None.
+        choose: the children of a node.
+        foreseen: of each row, whether its draws are known.
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        temperature: float | None,
-        foresights: Sequence[Foresight | None],
+        self, schedule: Schedule, choose: Choice = likeliest, foreseen: Sequence[bool] = ()
     ) -> None:
-        self._schedule, self._temperature = schedule, temperature
-        self._foresights = foresights
-        # Of each row the drafted tokens that lead to the nodes which are fed.
-        self._paths: list[list[list[int]]] = [[[]] for _ in foresights]
+        super().__init__()
+        self._schedule, self._choose, self._foreseen = schedule, choose, foreseen
         # Of each level [rows, nodes].
         self._tokens: list[Tensor] = []
-        self._rates: list[Tensor] = []
-        # Of each level what was drawn below the nodes that were fed, [rows, w, ids] and their
-        # children, and how many of these belong to the tree.
-        self._draws: list[tuple[Tensor, Tensor, list[int]]] = []
+        self._log_probs: list[Tensor] = []
 
     def add(self, logits: Tensor) -> None:
         done = len(self._tokens)
-        level = self._schedule.levels[done]
-        _, _, parents, ranks = self._schedule.on(logits.device, done)
-        count = int(level.ranks.max()) + 1
-        if self._temperature is None:
-            log_probs, children = most_probable(logits, count)
-            probs = log_probs.exp()
-            self._foresee(logits, children, probs, level)
-        else:
-            law = torch.softmax(logits.float() / self._temperature, dim=-1)
-            children = draw_children(law, count)
-            probs = law.gather(-1, children)
-            counts = np.bincount(level.parents, minlength=law.shape[1]).tolist()
-            self._draws.append((law, children, counts))
-        self._tokens.append(children[:, parents, ranks])
-        self._rates.append(probs[:, parents, ranks])
+        parents, ranks, _ = self._schedule.on(logits.device, done)
+        chosen = self._choose(logits, self._schedule.width(done), self.levels)
+        self._tokens.append(chosen.ids[:, parents, ranks])
+        self._log_probs.append(chosen.log_probs[:, parents, ranks])
 
-    def _foresee(self, logits: Tensor, children: Tensor, probs: Tensor, level: _Level) -> None:
-        """Put what will be drawn of a row in the place of what is most probable."""
-        count = children.shape[-1]
-        for row, foresight in enumerate(self._foresights):
-            if foresight is None:
-                continue
-            paths = self._paths[row]
-            scores, ids = foresight.best(logits[row], paths, max(count, _COMPARED))
-            children[row], probs[row] = ids[:, :count], scores.softmax(dim=-1)[:, :count]
-            below = children[row, level.parents, level.ranks].tolist()
-            paths = [
-                [*paths[parent], token] for parent, token in zip(level.parents, below, strict=True)
-            ]
-            done = len(self._tokens) + 1
-            if done < len(self._schedule.levels):
-                self._paths[row] = [paths[node] for node in self._schedule.levels[done].chosen]
-
-    def level(self) -> Level | None:
+    def next_level(self) -> Level | None:
         done = len(self._tokens)
-        if done == len(self._schedule.levels):
+        if done == self._schedule.forwards:
             return None
-        above = self._tokens[-1]
-        chosen, attends, _, _ = self._schedule.on(above.device, done)
-        # Parents among the nodes of the level above are not asked for: the cache knows them.
-        return Level(done, above[:, chosen], above[:, :0], attends.expand(len(above), -1, -1))
+        above, schedule = self._tokens[-1], self._schedule
+        *_, fed = schedule.on(above.device, done - 1)
+        parent_rows = schedule.parent_rows[done - 1].expand(len(above), -1)
+        visible = schedule.visible[done - 1].expand(len(above), -1, -1)
+        return Level(done, above[:, fed], parent_rows, visible)
 
     def trees(self) -> list[TokenTree]:
-        # One transfer of all levels: the bits of the rates beside the ids.
-        bits = torch.cat(self._rates, dim=1).float().view(torch.int32)
+        # One transfer of all levels: the bits of the probabilities beside the ids.
+        bits = torch.cat(self._log_probs, dim=1).float().view(torch.int32)
         drafted = torch.stack([torch.cat(self._tokens, dim=1).int(), bits]).cpu().numpy()
-        ids, rates = drafted[0], drafted[1].view(np.float32)
+        ids, rates = drafted[0], np.exp(drafted[1].view(np.float32))
         shape = self._schedule.shape
         return [
             TokenTree(
                 tokens,
                 shape.parents,
                 draft_tree.path_products(shape.parents, given),
-                classes_by_rank(given, shape.ranks, foreseen=foresight is not None),
+                classes_by_rank(given, shape.ranks, foreseen),
             )
-            for tokens, given, foresight in zip(ids, rates, self._foresights, strict=True)
-        ]
-
-    def draws_of(self, row: int) -> list[ChildDraw]:
-        """What was drawn below the text, then below every node that was fed."""
-        return [
-            ChildDraw(law[row, node], children[row, node, :count])
-            for law, children, counts in self._draws
-            for node, count in enumerate(counts)
+            for tokens, given, foreseen in zip(ids, rates, self._foreseen, strict=True)
         ]
 
 

@@ -1,7 +1,13 @@
-"""Texts and drafts between two tokenizers, by way of the text."""
+"""Texts and drafts between two tokenizers, by way of the text.
+
+Tokens that both vocabularies have are drafted as they are (Timor et al. 2025, arXiv:2502.05202,
+section 3, token-level intersection); the rest goes through the text, as in universal assisted
+generation.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -10,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from ..drafters.base import Target
+from ..system.locks import Lock
 from ..token_tree import TokenTree
 
 _CONTEXT = 8  # tokens in front of a piece of text, so that it is cut as in the middle of a text
@@ -204,6 +212,57 @@ def _space_sign(tokenizer: Tokenizer) -> Any:
     first = tokenizer.encode(" ")
     spelt = {number: token for token, number in tokenizer.vocabulary.items() if number in first[:1]}
     return next(iter(spelt.values()))[0] if spelt else None
+
+
+class Tokenizers:
+    """Both models' tokenizers, and the translations made of them, one for each target.
+
+    Args:
+        model: the draft model.
+        assistant: its tokenizer; None: the one in its folder.
+        target: the target's; None: the one in its folder.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        assistant: PreTrainedTokenizerBase | None,
+        target: PreTrainedTokenizerBase | None,
+    ) -> None:
+        self.given = assistant is not None or target is not None
+        self._model, self._assistant, self._target = model, assistant, target
+        self._translations = weakref.WeakKeyDictionary[Any, DraftTranslation]()
+        self._lock = Lock()
+
+    def translation(self, target: Target) -> DraftTranslation:
+        """From the draft model's ids to the target's.
+
+        Raises:
+            ValueError: a tokenizer that was not given is not in its model's folder.
+        """
+        key = target if target.model is None else target.model
+        with self._lock:
+            if key not in self._translations:
+                self._translations[key] = DraftTranslation(
+                    _found("assistant_tokenizer", self._assistant, self._model),
+                    _found("target_tokenizer", self._target, target.model),
+                    target.vocab_size,
+                )
+            return self._translations[key]
+
+
+def _found(label: str, tokenizer: PreTrainedTokenizerBase | None, model: Any) -> Tokenizer:
+    """The tokenizer that was given, or the one in the model's folder."""
+    if tokenizer is not None:
+        return Tokenizer(tokenizer)
+    folder = "" if model is None else model.config.name_or_path
+    try:
+        return tokenizer_of(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{label}: expected a tokenizer, because the draft model's vocabulary is not the "
+            f"target's, got none and found none in {folder!r}"
+        ) from error
 
 
 @lru_cache(maxsize=8)

@@ -42,7 +42,6 @@ class BorrowedLayers:
     Attributes:
         device: where the target looks up embeddings.
         embedding_weight: [V, Ht].
-        identity: name or path and architectures of the target, as its config tells them.
     """
 
     def __init__(self, target: Any) -> None:
@@ -52,10 +51,6 @@ class BorrowedLayers:
         self.embedding_weight = float_weight(embeddings, self.device)
         self._output = target.get_output_embeddings()
         self._dtype = target.dtype
-        self.identity = {
-            "name_or_path": target.config.name_or_path or None,
-            "architectures": target.config.architectures or [],
-        }
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the matrix as stored, without any factor the target's own layer applies."""

@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
-
-from .files import replacing
 
 Tensors = dict[str, Tensor]
 
@@ -121,22 +119,3 @@ def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> 
             raise ValueError(f"{name}: expected {wanted}, found {tensor.dtype}")
         if not tensor.isfinite().all():
             raise ValueError(f"{name}: expected finite values, found NaN or infinity")
-
-
-def write_checkpoint(
-    folder: str | PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> None:
-    """Write `config.json` and `model.safetensors`, each replaced in one step.
-
-    Args:
-        folder: made if missing.
-        config: what JSON can hold.
-        tensors: on any device.
-    """
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    on_cpu = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    with replacing(path / "config.json") as config_file:
-        config_file.write_text(json.dumps(config, indent=2), encoding="utf-8")
-        with replacing(path / "model.safetensors") as tensor_file:
-            save_file(on_cpu, tensor_file, metadata={"format": "pt"})

@@ -91,10 +91,9 @@ class SlotCache(DynamicCache):
         knows by their addresses, stays as it is until `hand_back`.
         """
         if isinstance(cache, SlotCache):
-            cache.slots.forgets, cache.in_place = forgets, False
-            if not forgets and any(layer.dropped for layer in cache.slot_layers):
-                for layer in cache.slot_layers:
-                    layer.move_out()
+            cache.in_place, cache.slots.forgets = False, forgets
+            if not forgets:
+                cache.hold_all()
             cache.begin(cache.batch_size)
             return cache
         wrapper = cls(config, forgets=forgets)
@@ -177,7 +176,7 @@ class SlotCache(DynamicCache):
                 kinds[kind].append((layer, number))
                 taken += states.nbytes
         homes: dict[tuple[int, int], Home] = {}
-        length = self.slots.longest
+        length = max(layer.get_seq_length() for layer in self.slot_layers)
         for (sliding, batch, heads, depth, dtype, device, _), members in kinds.items():
             forgets = sliding and self.slots.forgets
             base = self.needed if forgets else 0
@@ -191,6 +190,14 @@ class SlotCache(DynamicCache):
                 if (pair := (id(layer), 1 - number)) in homes:
                     both = sorted(((number, homes[id(layer), number]), (1 - number, homes[pair])))
                     layer.move_in(*(home for _, home in both))
+
+    def hold_all(self) -> None:
+        """Forget nothing from now on; what windows have dropped becomes empty slots."""
+        self.slots.forgets = False
+        if any(layer.dropped for layer in self.slot_layers):
+            for layer in self.slot_layers:
+                layer.move_out()
+            self.house()
 
     @property
     def needed(self) -> int:

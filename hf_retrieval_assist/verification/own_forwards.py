@@ -7,9 +7,8 @@ second prefill and no second cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,22 +17,6 @@ from numpy.typing import NDArray
 from ..row_text import RowText
 from .tree_attention import FedTrees
 from .verifiers import TreeVerifier, Verifier
-
-
-@dataclass(frozen=True)
-class Level:
-    """Nodes of one row that are fed together.
-
-    Attributes:
-        token_ids: of the nodes; −1 is the text's last token, with which every draft begins.
-        depths: of the nodes; that token has depth 0.
-        ancestors: for each node, the columns of its ancestors. A node's column is the number of
-            columns before its level, see `OwnForwards.columns`, plus its place in the level.
-    """
-
-    token_ids: Sequence[int]
-    depths: Sequence[int]
-    ancestors: Sequence[Sequence[int]]
 
 
 class OwnForwards:
@@ -82,27 +65,31 @@ class OwnForwards:
         finally:
             self._verifier.forget()
 
-    def feed(self, levels: Mapping[int, Level]) -> torch.Tensor:
+    def feed(
+        self, rows: Sequence[int], token_ids: torch.Tensor, depth: int, sees: torch.Tensor
+    ) -> torch.Tensor:
         """Logits [batch, width, vocab_size] behind nodes.
 
         Args:
-            levels: by the row's number in the batch; rows without one are fed filler.
+            rows: whose nodes they are, numbers in the batch. All others are fed their text's last
+                token, with which every draft begins: where no rows are named, all begin.
+            token_ids: int64 [rows, width].
+            depth: of the nodes.
+            sees: bool [rows, width, columns and these], which columns each node sees.
         """
         assert self._verifier is not None
-        batch, width = len(self._rows), max(len(level.token_ids) for level in levels.values())
-        done, columns = self.columns, self.columns + width
-        ids = np.repeat(np.array([[row.last] for row in self._rows], np.int64), width, axis=1)
+        batch, width, device = len(self._rows), token_ids.shape[1], self._verifier.device
+        columns = self.columns + width
+        ids = torch.tensor([[row.last] for row in self._rows], device=device).repeat(1, width)
         depths = np.zeros((batch, width), np.int64)
-        attends = np.zeros((batch, width, columns), np.bool_)
-        # Filler sees itself, so that every query sees something.
-        attends[:, np.arange(width), done + np.arange(width)] = True
-        for row, level in levels.items():
-            tokens = np.array(level.token_ids, np.int64)
-            ids[row, : len(tokens)] = np.where(tokens < 0, self._rows[row].last, tokens)
-            depths[row, : len(level.depths)] = level.depths
-            for node, ancestors in enumerate(level.ancestors):
-                attends[row, node, list(ancestors)] = True
+        # Every query sees itself.
+        own = torch.eye(width, columns, dtype=torch.bool, device=device).roll(self.columns, 1)
+        attends = own.repeat(batch, 1, 1)
+        depths[rows] = depth
+        if len(rows):
+            ids[rows], attends[rows] = token_ids, sees
         self._depths = np.concatenate([self._depths, depths], axis=1)
         self.columns = columns
-        fed = FedTrees.on(self._verifier.device, ids, depths, attends, self._depths)
+        every = torch.from_numpy(self._depths).to(device)
+        fed = FedTrees(ids, every[:, -width:], attends, depth, every)
         return self._verifier.draft(fed)

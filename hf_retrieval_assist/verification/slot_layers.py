@@ -345,6 +345,12 @@ class SlotLayer(DynamicLayer):
         if not self.is_ready:
             self.lazy_initialization(key_states, value_states)
             whole = [key_states, value_states]
+            if self.slots.places is not None:
+                # The first tokens may be told to lie in another order than they were fed in.
+                rows, order = self.slots.places
+                for number, states in enumerate(whole):
+                    whole[number] = torch.empty_like(states)
+                    whole[number][rows, :, order] = states.transpose(1, 2)
         else:
             pairs = zip(self._own, (key_states, value_states), strict=True)
             whole = [torch.cat(pair, dim=-2) for pair in pairs]

@@ -16,6 +16,7 @@ import hf_retrieval_assist
 from hf_retrieval_assist import cli, suggestion
 from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.cli.command import Command
+from hf_retrieval_assist.cli.values import read_records
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.system.arguments import byte_count
 from tests.support.lossless import build
@@ -142,15 +143,6 @@ def test_verify_finds_an_altered_file(store, capsys):
         *(["calibrate", "x", "--dtype", name] for name in ("nosuch", "int8", "nn")),
         *(["calibrate", "x", "--device", name] for name in ("nosuch", "privateuseone")),
         ["demo", "--device", "nosuch"],
-        *(
-            ["train-head", "model", "data", "output", *option.split()]
-            for option in (
-                *("--max-length 0", "--max-length 2", "--max-length x", "--held-out -1"),
-                *("--epochs 0", "--epochs -1", "--epochs nan", "--epochs inf", "--epochs x"),
-                *("--batch-size 0", "--save-steps 0", "--response-length 0", "--steps 0"),
-                *("--learning-rate 0", "--draft-vocabulary 0", "--dtype nosuch"),
-            )
-        ),
     ],
     ids=" ".join,
 )
@@ -167,24 +159,17 @@ def test_a_gpu_that_is_not_there(capsys):
     assert "--device: expected a device of PyTorch, got cuda" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["calibrate", "train-head"])
-def test_a_truncated_model_is_one_line(command, tmp_path, capsys):
+def test_a_truncated_model_is_one_line(tmp_path, capsys):
     model = build(LlamaForCausalLM, num_hidden_layers=1)
     model.save_pretrained(tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
-    data = tmp_path / "data.txt"
-    data.write_text("some text")
-    options = {"calibrate": [], "train-head": [str(data), str(tmp_path / "head")]}[command]
-    words = tokenizer_of_letters()
-    words.save_pretrained(tmp_path / "model")
-    assert main([command, str(tmp_path / "model"), *options]) == 1
+    tokenizer_of_letters().save_pretrained(tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("some text")
+    assert main(["suggest", str(tmp_path / "model"), str(tmp_path / "prompts.txt")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("hf-retrieval-assist: error: ")
     assert "expected files of transformers, got SafetensorError" in error
-    (tmp_path / "model" / "tokenizer.json").write_text("{")
-    if command == "train-head":
-        assert main([command, str(tmp_path / "model"), *options]) == 1
 
 
 @pytest.mark.parametrize("command", ["", *cli.COMMANDS])
@@ -297,3 +282,14 @@ def test_prompts_that_are_none_are_named(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}')
     assert main(["suggest", "model", str(tmp_path / "a.jsonl")]) == 1
     assert 'a.jsonl:1: expected an object with "prompt"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "found none"), ("{", "jsonl:1: expected JSON"), ("\n[1]", "jsonl:2: expected an")],
+)
+def test_a_damaged_record_is_named(content, message, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_records(path, "text", "prompt")

@@ -11,20 +11,21 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import EagleHead, EarlyExit, MtpHead
-from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers
-from hf_retrieval_assist.draft_models.rows import chain, parts
+from hf_retrieval_assist import EarlyExit
+from hf_retrieval_assist.draft_models.dflash import DFlashDrafter
+from hf_retrieval_assist.draft_models.draft_model import DraftModelSession
+from hf_retrieval_assist.draft_models.rows import offsets_of, parts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from hf_retrieval_assist.drafters.base import Drafter, Target
 from hf_retrieval_assist.presets import fallback_drafters
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.draft_models.test_dflash import block_drafter
-from tests.draft_models.test_feature_drafters import head_of
 from tests.support.feature_following import features_of, seen
+from tests.support.heads import head_drafter
 from tests.support.lossless import build
 from tests.support.tiny_models import VOCAB, randomise
 
-NAMES = ["DFlash", "EAGLE head", "MTP head", "draft model", "windows", "early exit"]
+NAMES = ["DFlash", "EAGLE", "MTP", "draft model", "windows", "early exit"]
 # Known of each text when it starts.
 LENGTHS = [3, 9, 1, 17, 9, 30, 5, 12]
 BUDGET = 12
@@ -48,6 +49,8 @@ class Batch:
         self.drafter: Drafter
         if name == "early exit":
             self.drafter = EarlyExit(2)
+        elif name in ("EAGLE", "MTP"):
+            self.drafter = head_drafter(name, self.target)
         else:
             (self.drafter,) = fallback_drafters(self._fallback(name))
         layers = self.drafter.needs.hidden_layers
@@ -61,8 +64,6 @@ class Batch:
     def _fallback(self, name: str) -> Any:
         if name == "DFlash":
             return block_drafter(window=6)
-        if name in ("EAGLE head", "MTP head"):
-            return head_of(EagleHead if name == "EAGLE head" else MtpHead, self.target)
         kind = "Gemma3ForCausalLM" if name == "windows" else "LlamaForCausalLM"
         model = build(getattr(transformers, kind))
         randomise(model, 0.3)
@@ -102,39 +103,33 @@ class Batch:
         return self.drafter.propose_rows(sessions, [BUDGET] * len(rows))
 
     @contextmanager
-    def counted(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    def counted(self) -> Iterator[list[int]]:
         """An entry for each forward."""
         forwards: list[int] = []
 
         def count(*given: Any) -> None:
             forwards.append(1)
 
-        with monkeypatch.context() as patch:
-            hooks = [
-                module.register_forward_hook(count)
-                for module in (getattr(self.drafter, "model", None), self._head())
-                if module is not None
-            ]
-            run = MtpLayers.run
-            patch.setattr(MtpLayers, "run", lambda *args: forwards.append(1) or run(*args))
-            yield forwards
-            for hook in hooks:
-                hook.remove()
-
-    def _head(self) -> Any:
-        if isinstance(self.drafter, EarlyExit):
-            return self.sessions[0].drafter.model
-        return getattr(self.drafter, "head", None)
+        session = self.sessions[0]
+        if isinstance(session, DraftModelSession):
+            module = session.drafter.model
+        elif isinstance(self.drafter, DFlashDrafter):
+            module = self.drafter.model
+        else:
+            module = session.follower.module
+        hook = module.register_forward_hook(count)
+        yield forwards
+        hook.remove()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_takes_the_forwards_of_one_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_takes_the_forwards_of_one_text(name: str) -> None:
     batch = Batch(name)
     rows = list(range(len(LENGTHS)))
     batch.check(rows, batch.propose(rows))
     for row in rows:
         batch.grow(row, 1 + row % 3)
-    with batch.counted(monkeypatch) as forwards:
+    with batch.counted() as forwards:
         trees = batch.propose(rows)
     depth = max(int(tree.depths.max()) for tree in trees)
     batch.check(rows, trees)
@@ -180,9 +175,7 @@ def test_each_text_has_a_budget_of_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["draft model", "windows"])
-def test_what_a_text_went_on_with_is_not_fed_again(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_text_went_on_with_is_not_fed_again(name: str) -> None:
     """Rows that accepted different nodes, beside rows that accepted none."""
     batch = Batch(name)
     rows = [0, 1, 3]
@@ -214,7 +207,5 @@ def test_the_newest_of_every_text_are_fed_last() -> None:
         [range(3, 5), range(0), range(0, 2)],
     ]
     assert not list(parts([0, 0], 4))
-    depths, attends = chain([1, 3], torch.device("cpu"))
-    assert depths.tolist() == [[0, 0, 0], [0, 1, 2]]
-    assert attends[0].tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
-    assert attends[1].tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    # What fills a line up stands in slots behind the text's.
+    assert offsets_of([1, 3, 0], 3).tolist() == [[1, 2, 0], [0, 1, 2], [0, 1, 2]]

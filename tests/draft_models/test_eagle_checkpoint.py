@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import DynamicCache
 
 from hf_retrieval_assist.draft_models import EagleHead
@@ -28,7 +28,7 @@ def outputs(head: EagleHead) -> torch.Tensor:
     with torch.inference_mode():
         hidden = head.fuse(features.to(head.device, head.dtype))
         ids, mask = torch.tensor([[5, 6, 7]]), torch.ones(3, 3, dtype=torch.bool).tril()
-        return head.logits(head(hidden, ids, torch.arange(3)[None], mask, cache)).float()
+        return head.logits(head(0, ids, hidden, torch.arange(1, 4)[None], mask, cache)).float()
 
 
 def save_bin(tensors: Tensors, folder: Path) -> None:
@@ -309,7 +309,7 @@ def test_hostile_settings_are_refused_by_name_or_harmless(
     ("settings", "message"),
     [
         ({"rope_theta": 0.5}, "rope_theta: expected a number from"),
-        ({"rope_scaling": {"type": "linear"}}, "factor: expected a number .* got None"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_parameters: expected numbers, .*'factor'"),
         ({"rope_parameters": "default"}, "rope_parameters: expected one set"),
         ({"rope_scaling": {"type": ["linear"]}}, "rope_type to be one of"),
         ({"vocab_size": 3}, r"vocab_size: expected at least"),
@@ -399,37 +399,3 @@ def test_a_quantised_target(tmp_path: Path) -> None:
     quantised = EagleHead.from_pretrained(case.save(tmp_path), target, dtype=torch.float32)
     exact = EagleHead.from_pretrained(tmp_path, case.target())
     torch.testing.assert_close(outputs(quantised), outputs(exact), atol=0.5, rtol=0.05)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"feature_norm": "each", "norm_output": True},
-        {"feature_norm": "none", "norm_before_residual": False, "qk_norm": True},
-        {"rope_theta": 5e5, "boundaries": (1, 3), "qkv_bias": True, "num_layers": 2},
-    ],
-)
-def test_a_saved_head_is_read_back(overrides: dict[str, object], tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    target = tiny_target()
-    head = EagleHead.for_target(target, draft_ids=torch.arange(3, 128, 4), **overrides)
-    head.save_pretrained(tmp_path)
-    again = EagleHead.from_pretrained(tmp_path, target)
-    assert again.config == head.config
-    assert torch.equal(outputs(again), outputs(head))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-    assert "embed_tokens.weight" not in load_file(tmp_path / "model.safetensors")
-
-
-def test_eagle1_heads_have_no_place_in_the_saved_format(tmp_path: Path) -> None:
-    case = load_case("eagle1_fcbias")
-    head = EagleHead.from_pretrained(case.save(tmp_path), case.target())
-    with pytest.raises(ValueError, match="expected an EAGLE-3 head"):
-        head.save_pretrained(tmp_path)
-
-
-def test_draft_ids_out_of_range() -> None:
-    for ids in (torch.tensor([], dtype=torch.long), torch.tensor([-1, 2]), torch.tensor([128])):
-        with pytest.raises(ValueError, match=r"draft_ids: expected ids in \[0, 128\)"):
-            EagleHead.for_target(tiny_target(), draft_ids=ids)

@@ -18,6 +18,7 @@ from hf_retrieval_assist.drafters.base import Feedback, FeedbackNeeds, Target
 from hf_retrieval_assist.host.feature_taps import FeatureTap
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.eagle_fixtures import tiny_target
+from tests.support.heads import eagle_head
 
 VOCAB = 128
 DRAFT_IDS = torch.arange(1, VOCAB, 2)
@@ -31,7 +32,7 @@ def target() -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def head(target: torch.nn.Module) -> EagleHead:
     torch.manual_seed(2)
-    fresh = EagleHead.for_target(target, draft_ids=DRAFT_IDS).requires_grad_(False)
+    fresh = eagle_head(target, draft_ids=DRAFT_IDS)
     # A peaked output, so that the probabilities of candidates differ.
     fresh.lm_head.weight.mul_(60)
     return fresh
@@ -198,7 +199,7 @@ def test_equal_probabilities_keep_the_tree_closed(
     target: torch.nn.Module, text: list[int], features: torch.Tensor
 ) -> None:
     """All-equal logits: cumulative probabilities tie at every level."""
-    flat = EagleHead.for_target(target).requires_grad_(False)
+    flat = eagle_head(target)
     flat.lm_head.weight.zero_()
     tree = draft_at_once(flat, text, features, min_prob=0.0)
     tree.check_invariants()
@@ -209,7 +210,7 @@ def test_certain_tokens_keep_the_tree_closed(
     target: torch.nn.Module, text: list[int], features: torch.Tensor
 ) -> None:
     """Probabilities that round to 1: a child's score equals its parent's."""
-    sure = EagleHead.for_target(target).requires_grad_(False)
+    sure = eagle_head(target)
     sure.lm_head.weight.mul_(1e6)
     tree = draft_at_once(sure, text, features)
     tree.check_invariants()
@@ -251,7 +252,7 @@ def test_drafts_on_cuda_are_those_on_the_cpu(text: list[int], features: torch.Te
     trees = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(2)
-        head = EagleHead.for_target(tiny_target(32).to(device), draft_ids=DRAFT_IDS)
-        head.requires_grad_(False).lm_head.weight.mul_(60)
+        head = eagle_head(tiny_target(32).to(device), draft_ids=DRAFT_IDS)
+        head.lm_head.weight.mul_(60)
         trees.append(draft_at_once(head, text, features.to(device)))
     assert trees[0].follow(trees[1].token_ids[:1]).size == 1

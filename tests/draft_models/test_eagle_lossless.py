@@ -14,6 +14,7 @@ from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant
 from hf_retrieval_assist.draft_models import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from tests.support.eagle_fixtures import load_case, tiny_target
+from tests.support.heads import eagle_head
 
 
 def assistant_of(head: EagleHead, *more: Any) -> Assistant:
@@ -121,7 +122,7 @@ def test_sampled_batches_follow_the_targets_distribution() -> None:
     with torch.no_grad():
         target.lm_head.weight.mul_(40)
     torch.manual_seed(0)
-    head = EagleHead.for_target(target).requires_grad_(False)
+    head = eagle_head(target)
     prompt = torch.tensor([[3, 4, 3, 1]])
     rows = 600
     set_seed(5)

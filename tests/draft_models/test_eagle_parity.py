@@ -61,13 +61,13 @@ def feedback_of(features: torch.Tensor) -> Feedback:
 
 def check_calls(case: Case, head: EagleHead, prefix: str, calls: list[Any]) -> None:
     assert len(calls) == 4, "one call for the text, three for the levels"
-    for number, ((_, token_ids, position_ids, mask, _), output) in enumerate(calls):
+    for number, ((_, token_ids, _, positions, mask, _), output) in enumerate(calls):
         recorded = {
             name: case.io[f"{prefix}call{number}.{name}"]
             for name in ("token_ids", "position_ids", "attn_allowed", "hidden_out", "logits")
         }
         assert torch.equal(token_ids, recorded["token_ids"])
-        assert torch.equal(position_ids, recorded["position_ids"])
+        assert torch.equal(positions - 1, recorded["position_ids"])
         shape = recorded["attn_allowed"].shape
         allowed = torch.ones(shape, dtype=torch.bool) if mask is None else mask[0, 0] == 0
         assert torch.equal(allowed, recorded["attn_allowed"])
@@ -117,7 +117,8 @@ def absolute_draft_ids(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
 def kept_tree_entries(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
     def keep_all(group: Group) -> None:
         for cache in group.caches:
-            cache.keep([range(cache.drafted)] * len(group.rows))
+            shown = cache.layers[0].keys.shape[2] if cache.slot_layers else 0
+            cache.keep([range(shown - cache.slots.longest)] * len(group.rows))
 
     patch.setattr(Group, "settle", keep_all)
 
@@ -163,8 +164,8 @@ def later_positions(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         head,
         "forward",
-        lambda hidden, ids, positions, *rest: forward(
-            hidden, ids, positions + (positions == positions[0, 0]).all(), *rest
+        lambda layer, ids, hidden, positions, *rest: forward(
+            layer, ids, hidden, positions + (positions == positions[0, 0]).all(), *rest
         ),
     )
 

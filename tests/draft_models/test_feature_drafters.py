@@ -9,37 +9,30 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import Assistant, EagleHead, MtpHead, SamAssistant
-from hf_retrieval_assist.presets import fallback_drafters
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.draft_models.dflash import DFlashDrafter
 from tests.draft_models.test_dflash import block_drafter
 from tests.support.feature_following import TEXT, features_of, seen, session_of
+from tests.support.heads import head_drafter
 from tests.support.lossless import build, run
-from tests.support.tiny_models import VOCAB, randomise
-
-
-def head_of(kind: type[EagleHead | MtpHead], target: Any) -> Any:
-    """One that drafts every second id."""
-    head = kind.for_target(target, draft_ids=torch.arange(1, VOCAB, 2))
-    randomise(head)
-    return head.requires_grad_(False)
+from tests.support.tiny_models import VOCAB
 
 
 def make(name: str) -> tuple[Any, Any]:
-    """(target, fallback)."""
-    kind = "Gemma3ForCausalLM" if name == "MTP head of Gemma 3" else "LlamaForCausalLM"
+    """(target, drafter)."""
+    kind = "Gemma3ForCausalLM" if name == "MTP of Gemma 3" else "LlamaForCausalLM"
     target = build(getattr(transformers, kind))
     if name == "DFlash model":
-        return target, block_drafter()
-    return target, head_of(EagleHead if name == "EAGLE head" else MtpHead, target)
+        return target, DFlashDrafter(block_drafter())
+    return target, head_drafter(name, target)
 
 
-NAMES = ["DFlash model", "EAGLE head", "MTP head", "MTP head of Gemma 3"]
+NAMES = ["DFlash model", "EAGLE", "MTP", "MTP of Gemma 3"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_do_not_depend_on_the_steps(name: str) -> None:
-    target, fallback = make(name)
-    (drafter,) = fallback_drafters(fallback)
+    target, drafter = make(name)
     features = features_of(target, drafter.needs.hidden_layers)
     whole = session_of(drafter, target, TEXT[:29])
     whole.commit(TEXT[29:30], seen(features[:29]))
@@ -57,10 +50,9 @@ def test_drafts_do_not_depend_on_the_steps(name: str) -> None:
             np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["EAGLE head", "MTP head"])
+@pytest.mark.parametrize("name", ["EAGLE", "MTP"])
 def test_a_long_text_is_followed_in_parts(name: str) -> None:
-    target, fallback = make(name)
-    (drafter,) = fallback_drafters(fallback)
+    target, drafter = make(name)
     features = features_of(target, drafter.needs.hidden_layers)
     trees = []
     for chunk in (512, 7):
@@ -79,12 +71,12 @@ def test_a_long_text_is_followed_in_parts(name: str) -> None:
     ids=["greedy", "batch", "seeded"],
 )
 def test_output_is_plain(name: str, rows: int, sampling: dict[str, Any]) -> None:
-    target, fallback = make(name)
+    target, drafter = make(name)
     ids = torch.randint(1, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(2))
     expected = run(target, ids, **sampling)
     for assistant in (
-        Assistant(fallback_drafters(fallback), budget=8),
-        SamAssistant(expected.tolist(), fallback=[fallback, "token_recycling"], budget=16),
+        Assistant([drafter], budget=8),
+        SamAssistant(expected.tolist(), fallback=[drafter, "token_recycling"], budget=16),
     ):
         assert run(target, ids, assistant=assistant, **sampling).tolist() == expected.tolist()
         assert assistant.stats.total.drafted > 0

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
-from hf_retrieval_assist import Assistant, MtpHead, SamAssistant
+from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.draft_models import features
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers, mtp_layers
@@ -24,6 +24,7 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.service import choose_service
 from tests.support.feature_following import TEXT, features_of, seen, session_of
+from tests.support.heads import give_mtp_layer
 from tests.support.lossless import PHRASE, build, knowing
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
 from tests.support.tiny_models import VOCAB, randomise
@@ -175,17 +176,15 @@ def test_every_family_drafts_what_its_layers_say(name: str, models: dict[str, An
             path, above = [*path, token], prob
 
 
-@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "a head of LlamaForCausalLM"])
+@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "a layer of LlamaForCausalLM"])
 def test_every_node_of_a_tree_has_the_layers_probability(name: str, models: dict[str, Any]) -> None:
     if name in FAMILIES:
-        model, head = models[name], None
-        layers: MtpLayers = mtp_layers(model)
+        model = models[name]
     else:
         model = build(transformers.LlamaForCausalLM)
-        layers = head = MtpHead.for_target(model, torch.arange(1, VOCAB, 2))
-        randomise(head, 0.3)
-    features = features_of(model)
-    tree = draft_at_once(model, TEXT, top_k=3, depth=4, total=40, min_prob=0.0, head=head)
+        randomise(give_mtp_layer(model).layers, 0.3)
+    layers, features = mtp_layers(model), features_of(model)
+    tree = draft_at_once(model, TEXT, top_k=3, depth=4, total=40, min_prob=0.0)
     tree.check_invariants()
     assert tree.depths.max() == 5
     assert not tree.is_chain
@@ -193,8 +192,7 @@ def test_every_node_of_a_tree_has_the_layers_probability(name: str, models: dict
         path = tree.path(node)[:-1]
         logits = reference_logits(layers, features, TEXT, tree.token_ids[path].tolist())
         above = tree.probs[path[-1]] if len(path) else 1.0
-        ids = layers.to_target_ids(torch.arange(len(logits))).tolist()
-        given = float(logits.softmax(-1)[ids.index(tree.token_ids[node])])
+        given = float(logits.softmax(-1)[tree.token_ids[node]])
         assert tree.probs[node] / above == pytest.approx(given, rel=2e-3)
 
 
@@ -220,17 +218,15 @@ def test_drafts_do_not_depend_on_the_steps(
     np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
 
 
-def test_one_pass_catches_up_on_what_was_missed(glm: Any, monkeypatch: Any) -> None:
+def test_one_pass_catches_up_on_what_was_missed(glm: Any) -> None:
     session, features = session_of(MtpDrafter(depth=0), glm, TEXT[:8]), features_of(glm)
     session.commit(TEXT[8:9], seen(features[:8]))
     for position in range(8, 20):
         session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
     passes: list[int] = []
-    original = MtpLayers.run
-    monkeypatch.setattr(
-        MtpLayers, "run", lambda *args: passes.append(args[2].shape[1]) or original(*args)
-    )
+    hook = mtp_layers(glm).register_forward_hook(lambda _, args, __: passes.append(len(args[1][0])))
     session.propose(5)
+    hook.remove()
     # Each layer starts one token later than the one before.
     assert passes == [20, 19, 18]
 

@@ -188,7 +188,7 @@ def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(
     grow, feed = draft_model.grow, RecordedDrafts.feed
 
     def drafted(nodes: Any, growth: Any) -> list[TokenTree]:
-        settled = nodes._group.recorded is not None
+        settled = nodes._group.in_place is not None
         fed.clear()
         machine.reset()
         trees = grow(nodes, growth)

@@ -11,19 +11,17 @@ import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import EagleHead, MtpHead, SamAssistant
-from hf_retrieval_assist.draft_models import layers_follower
+from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.draft_models import growth, layers_follower
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
-from hf_retrieval_assist.draft_models.mtp_layers import mtp_layers
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.kernels import largest
-from hf_retrieval_assist.presets import fallback_drafters
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification import fixed_memory, replay
 from hf_retrieval_assist.verification.workspace import WORKSPACES
-from tests.draft_models.test_feature_drafters import head_of
 from tests.support.accelerator import DEVICE, Accelerator
-from tests.support.feature_following import as_launches, features_of, put_head, seen
+from tests.support.feature_following import features_of, seen
+from tests.support.heads import as_launches, head_drafter, layers_of, put_head
 from tests.support.lossless import build, run
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
 from tests.support.op_recorder import serve_in_place
@@ -48,8 +46,7 @@ class Case:
             if name == "MTP with windows":
                 layers = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 2}
                 self.target = build(transformers.Gemma3ForCausalLM, num_hidden_layers=3, **layers)
-            head = head_of(EagleHead if name == "EAGLE" else MtpHead, self.target)
-            (drafter,) = fallback_drafters(head)
+            drafter = head_drafter(name, self.target)
         self.drafter = drafter
         self.texts = [
             torch.randint(1, VOCAB, (300,), generator=torch.Generator().manual_seed(row)).tolist()
@@ -132,7 +129,8 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def serve() -> None:
         serve_in_place(monkeypatch)
         # Searches for CPUs are no operators that a recorder sees.
-        monkeypatch.setattr(largest, "largest", lambda scores, count: tuple(scores.topk(count)))
+        for module in (largest, growth):
+            monkeypatch.setattr(module, "largest", lambda scores, count: tuple(scores.topk(count)))
 
     return serve
 
@@ -146,8 +144,7 @@ def assert_same(drafts: Sequence[TokenTree], expected: Sequence[TokenTree]) -> N
 
 
 def workspaces(case: Case) -> list[Any]:
-    head = getattr(case.drafter, "head", None)
-    return WORKSPACES._idle[mtp_layers(case.target) if head is None else head]
+    return WORKSPACES._idle[layers_of(case.drafter, case.target)]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -208,23 +205,25 @@ def test_a_caller_may_do_without_recordings(tmp_path: Path, in_place: Callable[[
     expected = case.conversation(range(3))
     in_place()
     assert_same(case.conversation(range(3), graphs=False), expected)
-    assert case.drafter.head not in WORKSPACES._idle
+    assert layers_of(case.drafter, case.target) not in WORKSPACES._idle
 
 
-@pytest.mark.parametrize("kind", [EagleHead, MtpHead])
+@pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
 def test_calls_share_recordings_and_say_what_plain_decoding_says(
     kind: Any, in_place: Callable[[], None]
 ) -> None:
     target = build(transformers.LlamaForCausalLM)
-    head = head_of(kind, target)
+    drafter = head_drafter(kind, target)
     plain = run(target)
     in_place()
     # Kernels for CPUs are no operators that a recorder sees.
-    assistant, made = SamAssistant(fallback=head, budget=12, reroute=False), []
+    assistant, made = SamAssistant(fallback=drafter, budget=12, reroute=False), []
     for _ in range(4):
         assert torch.equal(run(target, assistant=assistant), plain)
         assert assistant.stats.last.drafted > 0
-        made.append(sum(workspace.made for workspace in WORKSPACES._idle[head]))
+        made.append(
+            sum(workspace.made for workspace in WORKSPACES._idle[layers_of(drafter, target)])
+        )
     assert made[0] > 0
     assert made[2:] == made[1:2] * 2
 
@@ -234,21 +233,22 @@ LAUNCHES = 3
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("kind", [EagleHead, MtpHead])
+@pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
 def test_a_draft_is_two_copies_there_and_one_back(
     kind: Any, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    case = Case("EAGLE" if kind is EagleHead else "MTP", tmp_path)
+    case = Case(kind, tmp_path)
     expected = case.conversation(range(rows))
     machine, drafts = Accelerator(), []
-    put_head(machine, case.target, case.drafter.head)
+    head = layers_of(case.drafter, case.target)
+    put_head(machine, case.target, head)
     with machine:
         case.features = [found.to(DEVICE) for found in case.features]
-    as_launches(machine, case.drafter.head, monkeypatch)
+    as_launches(machine, head, monkeypatch)
     draft = layers_follower.LayersFollower.draft
 
     def drafted(follower: Any, group: Any, *asked: Any) -> Any:
-        settled = group.recorded is not None
+        settled = group.in_place is not None
         machine.reset()
         trees = draft(follower, group, *asked)
         # The first forward of a width allocates.

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from hf_retrieval_assist.drafters.base import (
-    Drafter,
-    DraftSession,
-    Feedback,
-    FeedbackNeeds,
-    Target,
-)
-from hf_retrieval_assist.token_tree import TokenTree
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle"
 CASES = (
@@ -110,29 +98,3 @@ def load_case(name: str) -> Case:
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-
-
-class KnownText(Drafter):
-    """Drafts the next tokens of a text it was given."""
-
-    needs = FeedbackNeeds(hidden_layers=(1,))
-
-    def __init__(self, text: Sequence[int], nodes: int) -> None:
-        self.text, self.nodes = text, nodes
-
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> KnownTextSession:
-        return KnownTextSession(self, len(prompt_ids))
-
-
-class KnownTextSession(DraftSession):
-    def __init__(self, drafter: KnownText, known: int) -> None:
-        self.drafter, self.known = drafter, known
-
-    def propose(self, budget: int) -> TokenTree:
-        tokens = self.drafter.text[self.known : self.known + min(budget, self.drafter.nodes)]
-        return TokenTree.chain(tokens, [1.0] * len(tokens))
-
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        assert feedback is not None
-        assert list(token_ids) == self.drafter.text[self.known : self.known + len(token_ids)]
-        self.known += len(token_ids)

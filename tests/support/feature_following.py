@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-from hf_retrieval_assist import MtpHead
 from hf_retrieval_assist.drafters.base import Drafter, Feedback, Target
 from hf_retrieval_assist.host.feature_taps import FeatureTap
-from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 
-from .accelerator import DEVICE, Accelerator
 from .tiny_models import VOCAB
 
 # Well beyond the tiny models' windows.
@@ -40,30 +35,3 @@ def seen(features: torch.Tensor) -> Feedback:
 def session_of(drafter: Drafter, target: Any, text: Sequence[int]) -> Any:
     """A session that knows a prompt and nothing of the target."""
     return drafter.start(np.array(text, np.int32), Target(VOCAB, model=target))
-
-
-def put_head(machine: Accelerator, target: Any, head: Any) -> None:
-    """Move a head, and what it shares with its target, to an accelerator."""
-    machine.put(target)
-    machine.put(head)
-    if isinstance(head, MtpHead):
-        machine.put(head.module)
-    else:
-        head.borrowed.embedding_weight = target.get_input_embeddings().weight
-        head.borrowed.device = DEVICE
-
-
-def as_launches(machine: Accelerator, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count what a head may repeat from a recording as one launch."""
-    show = FixedMemory.show
-
-    def shown(memory: Any, step: Any, compute: Any) -> Any:
-        before, calls = machine.counts.copy(), machine.calls.copy()
-        found = show(memory, step, compute)
-        if memory._model is head:
-            inside = machine.counts - before
-            assert not {kind for _, kind in inside} - {"kernel", "view"}
-            machine.counts, machine.calls = before + Counter({("loop", "recorded"): 1}), calls
-        return found
-
-    monkeypatch.setattr(FixedMemory, "show", shown)

@@ -1,1 +1,0 @@
-"""Training draft heads: EAGLE-3 heads and MTP layers."""

@@ -1,0 +1,110 @@
+"""Heads of random weights for any target, and what they launch on an accelerator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_layers import MtpModel
+
+from hf_retrieval_assist.draft_models import EagleHead, HeadConfig, default_boundaries, mtp_layers
+from hf_retrieval_assist.draft_models.eagle import EagleDrafter
+from hf_retrieval_assist.draft_models.eagle_head import build_head
+from hf_retrieval_assist.draft_models.mtp import MtpDrafter
+from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers
+from hf_retrieval_assist.drafters.base import Drafter
+from hf_retrieval_assist.host.borrowed import BorrowedLayers, TargetShape
+from hf_retrieval_assist.verification.fixed_memory import FixedMemory
+
+from .accelerator import DEVICE, Accelerator
+from .tiny_models import VOCAB, randomise
+
+EVERY_SECOND = torch.arange(1, VOCAB, 2)
+
+
+@torch.no_grad()
+def eagle_head(target: Any, draft_ids: torch.Tensor | None = None, **changes: Any) -> EagleHead:
+    """An EAGLE-3 head, whose output layer is the target's for the ids that it may draft."""
+    shape, config = TargetShape.of(target), target.config.get_text_config(decoder=True)
+    ids = torch.arange(shape.vocab_size) if draft_ids is None else draft_ids
+    fields: dict[str, Any] = {
+        "generation": 3,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_layers": 1,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": shape.hidden_size // config.num_attention_heads,
+        "target_width": shape.hidden_size,
+        "boundaries": default_boundaries(shape.num_layers),
+        "vocab_size": shape.vocab_size,
+        "draft_vocab_size": len(ids),
+        "feature_norm": "joint",
+        "norm_before_residual": True,
+        "input_norm": True,
+    }
+    head = build_head(HeadConfig(**(fields | changes)), BorrowedLayers(target))
+    head.requires_grad_(False).eval()
+    for layer in head.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.normal_(std=0.02)
+    head.lm_head.weight.copy_(target.get_output_embeddings().weight[ids.to(target.device)])
+    if len(ids) < shape.vocab_size:
+        head.d2t.copy_(ids - torch.arange(len(ids)))
+        head.t2d[ids] = True
+    return head.to(target.device)
+
+
+def give_mtp_layer(target: Any) -> MtpLayers:
+    """Give a model an MTP layer of its own decoder layer, as if its checkpoint had brought it."""
+    owner: Any = mtp_layers.WithMtpConfig(target, 1)
+    # A new `MtpModel` initialises all that it holds, so what is the model's comes in afterwards.
+    owner.lm_head, owner.get_input_embeddings = None, lambda: None
+    module = MtpModel(owner, 1)
+    module.tie_with_main_model(target)
+    layers = mtp_layers._loaded[target] = MtpLayers(module)
+    return layers.to(target.device)
+
+
+def head_drafter(name: str, target: Any) -> Drafter:
+    """A drafter of an EAGLE head, of every second id, or of an MTP layer."""
+    if name == "EAGLE":
+        head = eagle_head(target, EVERY_SECOND)
+        randomise(head)
+        return EagleDrafter(head)
+    randomise(give_mtp_layer(target).layers)
+    return MtpDrafter()
+
+
+def layers_of(drafter: Drafter, target: Any) -> Any:
+    """What drafts: the head, or the target's MTP layers."""
+    return drafter.head if isinstance(drafter, EagleDrafter) else mtp_layers.mtp_layers(target)
+
+
+def put_head(machine: Accelerator, target: Any, head: Any) -> None:
+    """Move a head, and what it shares with its target, to an accelerator."""
+    machine.put(target)
+    machine.put(head)
+    if isinstance(head, MtpLayers):
+        machine.put(head.module)
+    else:
+        head.borrowed.embedding_weight = target.get_input_embeddings().weight
+        head.borrowed.device = DEVICE
+
+
+def as_launches(machine: Accelerator, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count what a head may repeat from a recording as one launch."""
+    show = FixedMemory.show
+
+    def shown(memory: Any, step: Any, compute: Any) -> Any:
+        before, calls = machine.counts.copy(), machine.calls.copy()
+        found = show(memory, step, compute)
+        if memory._model is head:
+            inside = machine.counts - before
+            assert not {kind for _, kind in inside} - {"kernel", "view"}
+            machine.counts, machine.calls = before + Counter({("loop", "recorded"): 1}), calls
+        return found
+
+    monkeypatch.setattr(FixedMemory, "show", shown)
