@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,6 +80,7 @@ class DraftingPolicy:
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
         self.learn = True
         self.expected = Expected()
+        self.records: list[Any] = []
         self._lock = Lock()
 
     def calibrators(self, fingerprint: str) -> tuple[Calibrator, ...]:
