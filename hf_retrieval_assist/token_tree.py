@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,23 @@ from .system.lazy import cached_property
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
+
+
+def checked_ids(name: str, token_ids: Any, vocab_size: int = 2**31) -> Int32Array:
+    """A text's ids as int32 [n], for an argument of this name.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they are no single sequence, or one is not below `vocab_size`.
+    """
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"{name}: expected a list of ids, got {token_ids!r}")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {ids}")
+    return ids.astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)

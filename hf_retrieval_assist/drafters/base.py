@@ -113,6 +113,14 @@ class Target:
                 f"{vocab_size}"
             )
 
+    def require_corpus(self, largest_id: int) -> None:
+        """ValueError for a corpus with an id that the target does not have."""
+        if largest_id >= self.vocab_size:
+            raise ValueError(
+                f"corpus: expected ids below the vocabulary size {self.vocab_size}, "
+                f"got {largest_id}"
+            )
+
     def require_width(self, drafter: str, hidden_size: int) -> None:
         """ValueError for what was made for another hidden size than the model's."""
         if self.model is None:
