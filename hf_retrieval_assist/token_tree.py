@@ -155,6 +155,20 @@ class TokenTree:
             return self
         return Forest.of([self]).prune([budget])[0]
 
+    def without_nan(self) -> TokenTree:
+        """Without nodes whose probability is not a number, and what is below them.
+
+        Of a model that drafts, a forward may overflow. Arrays of other kinds or lengths stay.
+        """
+        arrays = [field for field in self._arrays if isinstance(field, np.ndarray)]
+        alike = len(arrays) == 4 and len({field.shape for field in arrays}) == 1
+        if not alike or self.probs.dtype != np.float32:
+            return self
+        lost = np.isnan(self.probs)
+        for node, parent in enumerate(self.parents.tolist()):
+            lost[node] |= 0 <= parent < node and lost[parent]
+        return self.select(np.flatnonzero(~lost).astype(np.int32)) if lost.any() else self
+
     def cut_depth(self, max_depth: int) -> TokenTree:
         """The nodes at most `max_depth` deep."""
         if len(self) <= max_depth:

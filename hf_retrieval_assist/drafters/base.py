@@ -193,9 +193,12 @@ class DraftSession(ABC):
     Attributes:
         idle: whether it never drafts for its text and learns nothing from it, as is known from its
             start on: then it is neither asked nor told.
+        ready: whether it can draft by now; a costly drafter is not asked before, which costs
+            nothing.
     """
 
     idle: bool = False
+    ready: bool = True
 
     @abstractmethod
     def propose(self, budget: int) -> TokenTree:

@@ -19,7 +19,7 @@ from ..grammars.constraint import DEEPEST, Constraint, constraint_of
 from ..structures import draft_tree
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
-from .forms import FORM_PRIORS, FormSession
+from .form_session import FORM_PRIORS, FormSession
 
 # Before any observation, the rates of the first forced token, of later ones, of the last one, which
 # may be part of a longer one, and of the shorter ones that may stand in the place of any.

@@ -16,7 +16,7 @@ from ..system.files import replacing, user_cache_directory
 from ..system.locks import Lock
 from .cost_model import CostModel
 
-_FORMAT = 2
+_FORMAT = 3
 _MAX_FILE_BYTES = 1 << 22
 _SAVE_INTERVAL = 60.0  # seconds
 
