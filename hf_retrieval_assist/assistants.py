@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +15,9 @@ from .attachment import attached
 from .decoding.decode import decode
 from .drafters.expected import Expected, Text
 from .drafting.policy import DraftingPolicy
-from .host.fingerprint import fingerprint
 from .record import CallRecord, Record, Step
 from .record.html import assistant_html
 from .stats import CallStats
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 class _OfUsers(type):
@@ -61,16 +57,18 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
     Attributes:
         learn: whether texts teach later ones; see `private`.
         expected: texts that outputs are expected to resemble; see `expecting`.
+        records: of calls that go on being recorded; see `record`.
     """
 
     def private(self) -> Assistant:
         """This assistant for texts that must leave no trace in what later texts are drafted from.
 
         It drafts from all that was learnt so far. Statistics and measured costs, which hold no
-        text, stay common to both.
+        text, stay common to both. Its calls are recorded by its own `record` alone.
         """
         assistant = copy.copy(self)
         assistant.learn = False
+        assistant.records = []
         return assistant
 
     def expecting(
@@ -177,17 +175,17 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         """
         record = Record(tokenizer, on_step)
         with self._lock:
-            self.stats.records.append(record)
+            self.records.append(record)
         try:
             yield record
         finally:
             with self._lock:
-                self.stats.records.remove(record)
+                self.records.remove(record)
 
     def _observe(self, prompts: Sequence[NDArray[np.int32]], call: CallStats) -> CallRecord | None:
         """What a call that starts now has to tell its steps to; None where nobody records."""
         with self._lock:
-            records = list(self.stats.records)
+            records = list(self.records)
         if not records:
             return None
         listeners = [record.on_step for record in records if record.on_step is not None]
@@ -195,23 +193,6 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         for record in records:
             record.calls.append(observed)
         return observed
-
-    def plot_cost(self, model: Any, axis: Axes | None = None) -> Axes:
-        """Draw t(n), the milliseconds of a forward over n tokens, as it was measured while calls
-        of `model` went on. Needs matplotlib.
-
-        Raises:
-            ValueError: nothing was measured of this model yet.
-        """
-        from .record.plots import plot_cost
-
-        timed = self.costs.timed(fingerprint(model))
-        if not timed:
-            raise ValueError("model: expected one that this assistant has served, got another")
-        named = {
-            f"{k.batch_size} x {k.cache_length} tokens in the cache": m for k, m in timed.items()
-        }
-        return plot_cost(named, axis)
 
     def _repr_html_(self) -> str:
         """Drafters and figures, for notebooks."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -26,16 +27,6 @@ from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
 from .drafters.token_recycling import TokenRecyclingDrafter
 from .memory.output_memory import OutputMemory
-from .options import (
-    Fallback,
-    Options,
-    RestOptions,
-    RolloutOptions,
-    SamOptions,
-    SequoiaOptions,
-    SuffixOptions,
-    require_paper,
-)
 from .papers.rest import Rest
 from .papers.sam_decoding import SamDecoding
 from .papers.sequoia import Sequoia
@@ -45,9 +36,22 @@ from .planning.planner import Budget
 from .system.arguments import kind_of
 from .token_tree import TokenTree
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Source: TypeAlias = (
+    Literal["token_recycling", "mtp", "quantized_self"]
+    | Drafter
+    | EagleHead
+    | MtpHead
+    | PreTrainedModel
+)
+Fallback: TypeAlias = Source | Sequence[Source] | None
+
 # The longest draft from a corpus where the planner says how much of it pays.
 _LONGEST_DRAFT = 256
-
+# Arguments that are no options: `repr` shows resources in its own way or not at all.
+_NOT_SHOWN = ("self", "corpus", "tokenizer", "memory", "datastore", "draft_model", "costs")
 
 _NAMED: dict[str, Callable[[bool], Drafter]] = {
     "token_recycling": lambda paper: TokenRecyclingDrafter(last_logits=not paper),
@@ -70,7 +74,10 @@ def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
     """
     if fallback is None:
         return []
-    several = fallback if isinstance(fallback, (list, tuple)) else [fallback]
+    several = list(fallback) if isinstance(fallback, (list, tuple)) else [fallback]
+    if "quantized_self" in several:
+        # Beside a table that costs nothing, it is asked for what that lacks.
+        several = ["token_recycling", *(one for one in several if one != "token_recycling")]
     drafters = [_fallback_drafter(one, paper) for one in several]
     return sorted(drafters, key=lambda drafter: drafter.costly)
 
@@ -101,38 +108,62 @@ def _require(kind: type, **arguments: Any) -> None:
             raise TypeError(f"{name}: expected {kind.__name__}, got {kind_of(value)}")
 
 
-Made = TypeVar("Made", bound="Preset")
-Rule = Callable[[Sequence[DraftSession], Sequence[TokenTree]], TokenTree]
+def _of_paper(budget: Budget, **arguments: Any) -> dict[str, Any]:
+    """Those that were given, of a paper's own rule; ValueError where it does not decide."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in given.items():
+        if budget != "paper":
+            raise ValueError(
+                f'{name}: expected None without budget="paper", whose rule it belongs to, got '
+                f"{value!r}"
+            )
+    return given
+
+
+class Options(TypedDict, total=False):
+    """What every preset takes besides its own arguments; see :class:`Assistant`."""
+
+    reroute: bool
+    graphs: bool
+    fixed_width: int | None
+    extra_memory: int | None
+    costs: CostModels | None
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def _shows_arguments(init: Init) -> Init:
+    """A preset's `__init__` whose signature names each of `Options`, and that keeps for `repr`
+    what differs from the defaults."""
+    shared = inspect.signature(Assistant).parameters
+    *own, _ = inspect.signature(init).parameters.values()
+    signature = inspect.Signature([*own, *(shared[name] for name in Options.__annotations__)])
+
+    @functools.wraps(init)
+    def initialise(self: Preset, *args: Any, **options: Any) -> None:
+        told = signature.bind(self, *args, **options).arguments
+        self._told = {
+            name: value
+            for name, value in told.items()
+            if name not in _NOT_SHOWN and value != signature.parameters[name].default
+        }
+        init(self, *args, **options)
+
+    initialise.__signature__ = signature  # type: ignore[attr-defined]
+    return initialise  # type: ignore[return-value]
 
 
 class Preset(Assistant):
-    """An assistant that is told what to do by options.
+    """An assistant that follows a paper, or drafts from the same sources.
 
     Attributes:
-        options: what it was told; data, to be shown and kept.
         policy: the rule of a paper under `budget="paper"`, otherwise None.
     """
 
-    options: Options
     policy: Any = None
-    _rule: Rule | None = None
-
-    def _assemble(
-        self,
-        options: Options,
-        drafters: Sequence[Drafter],
-        costs: CostModels | None,
-        max_nodes: int = 256,
-        residual: bool = False,
-    ) -> None:
-        self.options = options
-        shared = vars(Options.among(vars(options)))
-        super().__init__(drafters, max_nodes=max_nodes, residual=residual, costs=costs, **shared)
-
-    @classmethod
-    def of(cls: type[Made], options: Options, **resources: Any) -> Made:
-        """One with these options and its resources: a corpus, a memory, a draft model, `costs`."""
-        return cls(**resources, **vars(options))
+    _rule: Callable[[Sequence[DraftSession], Sequence[TokenTree]], TokenTree] | None = None
+    _told: dict[str, Any]
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
         if self._rule is None:
@@ -140,9 +171,18 @@ class Preset(Assistant):
         return self._rule(sessions, drafts)
 
     def _arguments(self) -> str:
+        """Resources, and what differs from the defaults, as in a call."""
         held = {name: getattr(self, name, None) for name in ("memory", "datastore")}
-        resources = [f"{name}={value!r}" for name, value in held.items() if value is not None]
-        return ", ".join(filter(None, (*resources, str(self.options))))
+        shown = [f"{name}={value!r}" for name, value in held.items() if value is not None]
+        shown += [f"{name}={_shown(value)}" for name, value in self._told.items()]
+        return ", ".join(shown)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    plain = value is None or isinstance(value, (str, bool, int, float))
+    return repr(value) if plain else f"<{type(value).__name__}>"
 
 
 class SamAssistant(Preset):
@@ -162,9 +202,9 @@ class SamAssistant(Preset):
             sequences of token ids. Or the path of a text file or of a folder of them, or
             "datasets:NAME". Or a `Datastore`, or its path.
         fallback: "token_recycling"; "mtp", the target's own multi-token-prediction layers;
-            "quantized_self", the target itself with weights in eight bits; a draft model, of any
-            tokenizer; a DFlash model; an `EagleHead`; a drafter; None. Or a list of these, whose
-            drafts become one tree.
+            "quantized_self", the target itself with weights in eight bits, beside token recycling;
+            a draft model, of any tokenizer; a DFlash model; an `EagleHead`; a drafter; None. Or a
+            list of these, whose drafts become one tree.
         min_match: shortest match that drafts, in tokens; under "paper" alone. None: the paper's 5.
         corpus_bias: tokens by which a corpus match must be longer than one in the text; under
             "paper" alone. None: the paper's 5.
@@ -180,6 +220,7 @@ class SamAssistant(Preset):
         TypeError: an argument of another kind than said.
     """
 
+    @_shows_arguments
     def __init__(
         self,
         corpus: Corpus | None = None,
@@ -192,14 +233,9 @@ class SamAssistant(Preset):
         tokenizer: Any = None,
         budget: Budget = "auto",
         max_nodes: int = 256,
-        reroute: bool = True,
-        graphs: bool = True,
-        fixed_width: int | None = None,
-        extra_memory: int | None = None,
-        costs: CostModels | None = None,
+        **options: Unpack[Options],
     ):
-        options = SamOptions.among(locals())
-        require_paper(options, "min_match", "corpus_bias", "max_draft")
+        rule = _of_paper(budget, min_match=min_match, corpus_bias=corpus_bias, max_draft=max_draft)
         if corpus_bias is not None and corpus is None:
             raise ValueError(f"corpus_bias: expected None without a corpus, got {corpus_bias}")
         if corpus is not None:
@@ -208,16 +244,15 @@ class SamAssistant(Preset):
             _require(OutputMemory, memory=memory)
         self.memory = memory
         if budget == "paper":
-            given = {"min_match": min_match, "corpus_bias": corpus_bias, "max_draft": max_draft}
-            self.policy = SamDecoding(**{k: v for k, v in given.items() if v is not None})
+            self.policy = SamDecoding(**rule)
             sources = self.policy.drafters(corpus)
-            self._rule = partial(self.policy.choose, matchers=len(sources))
+            self._rule = functools.partial(self.policy.choose, matchers=len(sources))
             if memory is not None:
                 sources.append(SuffixDrafter(memory))
         else:
             sources = _mixed_sources(corpus, memory)
         sources += fallback_drafters(fallback, budget == "paper")
-        self._assemble(options, sources, costs, max_nodes)
+        super().__init__(sources, budget=budget, max_nodes=max_nodes, **options)
 
 
 def _mixed_sources(
@@ -258,6 +293,7 @@ class SuffixAssistant(Preset):
         TypeError: an argument of another kind than said.
     """
 
+    @_shows_arguments
     def __init__(
         self,
         memory: OutputMemory | None = None,
@@ -270,27 +306,23 @@ class SuffixAssistant(Preset):
         *,
         budget: Budget = "auto",
         max_nodes: int = 256,
-        reroute: bool = True,
-        graphs: bool = True,
-        fixed_width: int | None = None,
-        extra_memory: int | None = None,
-        costs: CostModels | None = None,
+        **options: Unpack[Options],
     ):
-        options = SuffixOptions.among(locals())
-        require_paper(options, "threshold")
+        rule = _of_paper(budget, threshold=threshold)
         if memory is not None:
             _require(OutputMemory, memory=memory)
-        values = {"alpha": alpha, "min_prob": min_prob, "threshold": threshold}
-        given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        given: dict[str, Any] = {"max_depth": max_depth, "tree": tree}
+        given |= {} if alpha is None else {"alpha": alpha}
+        given |= {} if min_prob is None else {"min_prob": min_prob}
         if budget == "paper":
-            self.policy = SuffixDecoding(max_depth=max_depth, tree=tree, **given)
+            self.policy = SuffixDecoding(**given, **rule)
             self._rule = self.policy.choose
             drafter = self.policy.drafter(memory)
         else:
-            drafter = SuffixDrafter(memory, max_depth, tree=tree, **given)
+            drafter = SuffixDrafter(memory, **given)
         self.memory = drafter.memory
-        fallbacks = fallback_drafters(fallback, budget == "paper")
-        self._assemble(options, [drafter, *fallbacks], costs, max_nodes)
+        drafters = [drafter, *fallback_drafters(fallback, budget == "paper")]
+        super().__init__(drafters, budget=budget, max_nodes=max_nodes, **options)
 
 
 class RolloutAssistant(Preset):
@@ -320,6 +352,7 @@ class RolloutAssistant(Preset):
         ValueError: `half_life` or `max_bytes` beside a memory, which has its own.
     """
 
+    @_shows_arguments
     def __init__(
         self,
         memory: OutputMemory | None = None,
@@ -331,15 +364,10 @@ class RolloutAssistant(Preset):
         *,
         budget: Budget = "auto",
         max_nodes: int = 256,
-        reroute: bool = True,
-        graphs: bool = True,
-        fixed_width: int | None = None,
-        extra_memory: int | None = None,
-        costs: CostModels | None = None,
+        **options: Unpack[Options],
     ):
-        options = RolloutOptions.among(locals())
-        for name in ("half_life", "max_bytes"):
-            if memory is not None and getattr(options, name) is not None:
+        for name, value in {"half_life": half_life, "max_bytes": max_bytes}.items():
+            if memory is not None and value is not None:
                 raise ValueError(f"{name}: expected None beside a memory, which has its own")
         if memory is None:
             size = 1 << 30 if max_bytes is None else max_bytes
@@ -348,7 +376,8 @@ class RolloutAssistant(Preset):
         _require(OutputMemory, memory=memory)
         self.memory = memory
         drafter = SuffixDrafter(memory, max_depth, min_prob=min_prob, by_prompt=True)
-        self._assemble(options, [drafter, *fallback_drafters(fallback)], costs, max_nodes)
+        drafters = [drafter, *fallback_drafters(fallback)]
+        super().__init__(drafters, budget=budget, max_nodes=max_nodes, **options)
 
 
 class RestAssistant(Preset):
@@ -365,6 +394,7 @@ class RestAssistant(Preset):
         continuation: tokens of a draft's longest path.
     """
 
+    @_shows_arguments
     def __init__(
         self,
         datastore: Datastore | str | os.PathLike[str],
@@ -373,13 +403,8 @@ class RestAssistant(Preset):
         continuation: int = 10,
         *,
         budget: Budget = "auto",
-        reroute: bool = True,
-        graphs: bool = True,
-        fixed_width: int | None = None,
-        extra_memory: int | None = None,
-        costs: CostModels | None = None,
+        **options: Unpack[Options],
     ):
-        options = RestOptions.among(locals())
         if isinstance(datastore, (str, os.PathLike)):
             datastore = Datastore.open(datastore)
         _require(Datastore, datastore=datastore)
@@ -389,7 +414,7 @@ class RestAssistant(Preset):
             drafter = self.policy.drafter(datastore)
         else:
             drafter = RestDrafter(datastore, max_match, max_nodes, continuation)
-        self._assemble(options, [drafter], costs)
+        super().__init__([drafter], budget=budget, **options)
 
 
 class SequoiaAssistant(Preset):
@@ -412,6 +437,7 @@ class SequoiaAssistant(Preset):
         ValueError: a bad size; from `generate`, another vocabulary than the target's.
     """
 
+    @_shows_arguments
     def __init__(
         self,
         draft_model: PreTrainedModel,
@@ -421,18 +447,13 @@ class SequoiaAssistant(Preset):
         width: int = 8,
         *,
         budget: Budget = "auto",
-        reroute: bool = True,
-        graphs: bool = True,
-        fixed_width: int | None = None,
-        extra_memory: int | None = None,
-        costs: CostModels | None = None,
+        **options: Unpack[Options],
     ):
-        options = SequoiaOptions.among(locals())
         _require(torch.nn.Module, draft_model=draft_model)
         rule = Sequoia(temperature, max_nodes, max_levels, width)
         self.policy = rule if budget == "paper" else None
-        drafter = rule.drafter(draft_model)
-        self._assemble(options, [drafter], costs, residual=temperature is not None)
+        residual = temperature is not None
+        super().__init__([rule.drafter(draft_model)], budget=budget, residual=residual, **options)
 
 
 # Whoever imports an assistant from here wants to hand it to `generate`.

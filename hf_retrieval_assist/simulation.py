@@ -17,7 +17,7 @@ from .planning.cost_model import CostModel
 from .planning.cost_store import CostKey
 from .planning.cost_views import PackedCost
 from .system.arguments import require_at_least
-from .token_tree import TokenTree
+from .token_tree import TokenTree, checked_ids
 
 Tokens = Sequence[int] | NDArray[np.integer]
 
@@ -119,7 +119,7 @@ def simulate(
         rows: list[_Row] = []
         try:
             for request in batch:
-                prompt, output = (_checked(tokens, vocab_size) for tokens in request)
+                prompt, output = (checked_ids("requests", ids, vocab_size) for ids in request)
                 rows.append(_Row(assistant.start(prompt, target), output))
             _replay(assistant, rows, model, report, packed, account)
         finally:
@@ -183,15 +183,3 @@ def _replay(
             report.cost += cost.seconds(fed) / cost.seconds(len(rows) if packed else 1)
         if drafting is not None:
             assistant.settle(drafting, sessions, trees, steps, drafting.price.share(fed))
-
-
-def _checked(tokens: Tokens, vocab_size: int) -> NDArray[np.int32]:
-    ids = np.asarray(tokens)
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"requests: expected integer token ids, got {ids.dtype}")
-    if ids.ndim != 1 or (len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size)):
-        raise ValueError(
-            f"requests: expected token ids in [0, {vocab_size}), got shape {ids.shape}"
-            + (f" with ids up to {ids.max()}" if ids.size else "")
-        )
-    return ids.astype(np.int32)

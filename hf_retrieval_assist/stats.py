@@ -6,7 +6,6 @@ import html
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from .planning.acceptance import Calibrator, Reliability
 from .system.locks import Lock
@@ -58,10 +57,6 @@ class CallStats:
         expected_accepted: tokens of the texts given to `Assistant.expecting` that came out, summed
             over rows.
         expected_rejected: the others of them.
-        near_ties: tokens that were taken although another one's logit lay within a rounding step of
-            the model's dtype, so that plain decoding may have taken that one. Counted in bfloat16
-            and float16 on accelerators, of greedy calls without logits processors, where a drafter
-            is shown logits, as Token Recycling is.
         rests: calls that were decoded plainly because drafts had made calls like them slower.
         saved_seconds: what plain steps would have taken, at the time of one that was measured
             while drafting, less what the steps took; negative where drafts were slower.
@@ -87,7 +82,6 @@ class CallStats:
     accepted: int = 0
     expected_accepted: int = 0
     expected_rejected: int = 0
-    near_ties: int = 0
     rests: int = 0
     saved_seconds: float = 0.0
     keeps_seed: bool = True
@@ -193,7 +187,6 @@ class CallStats:
             return self.summary
         expected = self.expected_accepted + self.expected_rejected
         came = f"; {self.expected_accepted} of {expected} expected tokens came" if expected else ""
-        came += f"; {self.near_ties} near ties" if self.near_ties else ""
         phases = ("test", "prefill", *PHASES)
         share = " ".join(f"{name} {1e3 * self.seconds[name]:.0f}" for name in phases)
         served = [self.tier, self.attention] if self.tier else []
@@ -212,14 +205,12 @@ class Stats:
         calibrators: by model, one of each drafter.
 
     Attributes:
-        records: what notes calls step by step; see `Assistant.record`.
         sources: accepted tokens by the drafter that drafted them; one may count for several.
     """
 
     def __init__(self, names: Sequence[str], calibrators: Mapping[str, Sequence[Calibrator]]):
         self.last = CallStats()
         self.total = CallStats()
-        self.records: list[Any] = []
         self.sources = dict.fromkeys(names, 0)
         self._lock = Lock()
         self._names = names

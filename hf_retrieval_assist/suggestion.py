@@ -15,7 +15,8 @@ from .kernels.reroute import reroute
 from .planning.cost_store import CostModels
 from .presets import SamAssistant, SuffixAssistant
 from .record.html import table
-from .record.record import MODEL, Record
+from .record.record import Record
+from .record.steps import MODEL
 from .system.arguments import kind_of, require_at_least
 
 _WORTHWHILE = 1.05  # times as fast as plain decoding

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,23 @@ from .system.lazy import cached_property
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
+
+
+def checked_ids(name: str, token_ids: Any, vocab_size: int = 2**31) -> Int32Array:
+    """A text's ids as int32 [n], for an argument of this name.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they are no single sequence, or one is not below `vocab_size`.
+    """
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1:
+        raise ValueError(f"{name}: expected a list of ids, got {token_ids!r}")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {ids}")
+    return ids.astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +154,20 @@ class TokenTree:
         if budget >= len(self):
             return self
         return Forest.of([self]).prune([budget])[0]
+
+    def without_nan(self) -> TokenTree:
+        """Without nodes whose probability is not a number, and what is below them.
+
+        Of a model that drafts, a forward may overflow. Arrays of other kinds or lengths stay.
+        """
+        arrays = [field for field in self._arrays if isinstance(field, np.ndarray)]
+        alike = len(arrays) == 4 and len({field.shape for field in arrays}) == 1
+        if not alike or self.probs.dtype != np.float32:
+            return self
+        lost = np.isnan(self.probs)
+        for node, parent in enumerate(self.parents.tolist()):
+            lost[node] |= 0 <= parent < node and lost[parent]
+        return self.select(np.flatnonzero(~lost).astype(np.int32)) if lost.any() else self
 
     def cut_depth(self, max_depth: int) -> TokenTree:
         """The nodes at most `max_depth` deep."""

@@ -377,7 +377,7 @@ def test_an_assistant_says_what_it_is(model):
 def test_what_only_the_loop_calls_is_not_among_a_users_names():
     names, of_class = dir(SamAssistant()), dir(SamAssistant)
     assert {"record", "private", "expecting", "attached"} <= {*of_class} <= {*names}
-    assert {"stats", "options", "memory", "costs"} <= {*names}
+    assert {"stats", "records", "memory", "costs"} <= {*names}
     assert not {"propose", "commit", "calibrators", "account", "settle"} & {*names}
     assert "assistant = SamAssistant(" in SamAssistant.__doc__
     own = " ".join(SamAssistant.__doc__.split())

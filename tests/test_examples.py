@@ -38,8 +38,6 @@ def test_example(name, capsys):
 def test_notebook(name, monkeypatch, capsys):
     if name == "structured":
         pytest.importorskip("xgrammar", reason="make test-structured")
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    pyplot.switch_backend("Agg")
     notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))
     # Whether drafts pay on a model this small depends on the machine.
     drafting = functools.partial(SamAssistant, budget=8)
@@ -49,10 +47,9 @@ def test_notebook(name, monkeypatch, capsys):
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
-    pyplot.close("all")
     if name == "explore":
         assert names["record"].calls[0].generated(0).tolist() == names["output"][0, -128:].tolist()
-        assert len(names["largest"].tree) > 0
+        assert any(len(step.tree) for step in names["record"].steps)
     elif name == "structured":
         for record in (names["record"], names["unconstrained"]):
             assert record.by_origin()["grammar"][1] > 0

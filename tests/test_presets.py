@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from hf_retrieval_assist import (
     SuffixAssistant,
 )
 from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
+from hf_retrieval_assist.drafting.policy import DraftingPolicy
 from hf_retrieval_assist.host.fingerprint import fingerprint
+from hf_retrieval_assist.presets import Options, fallback_drafters
 from tests.support.memories import check_memory
 
 from .support.heads import eagle_head
@@ -299,6 +302,44 @@ def test_refuses_other_kinds(preset, options):
 def test_rest_refuses_bad_values(datastore, name):
     with pytest.raises(ValueError, match=rf"^{name}: expected at least 1"):
         RestAssistant(datastore, **{name: 0})
+
+
+PRESETS = [SamAssistant, SuffixAssistant, RolloutAssistant, RestAssistant, SequoiaAssistant]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_signatures_name_shared_options_with_the_policys_defaults(preset):
+    shared = inspect.signature(DraftingPolicy).parameters
+    for signature in (inspect.signature(preset), inspect.signature(preset.__init__)):
+        for name in ("budget", *Options.__annotations__):
+            assert signature.parameters[name].default == shared[name].default
+            assert signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    # All that the policy takes is shared, or what each preset decides itself.
+    assert set(shared) - {*Options.__annotations__} == {
+        *("drafters", "budget", "max_nodes", "residual")
+    }
+
+
+def test_an_assistant_shows_what_it_was_told(llama):
+    assert repr(SamAssistant()) == repr(SamAssistant(budget="auto")) == "SamAssistant()"
+    shown = repr(SamAssistant(None, None, 3, budget="paper", reroute=False))
+    assert shown == "SamAssistant(fallback=None, min_match=3, budget='paper', reroute=False)"
+    assert repr(SamAssistant(fallback=[llama])) == "SamAssistant(fallback=[<LlamaForCausalLM>])"
+
+    class Own(SamAssistant):
+        def __init__(self, tokens, **options):
+            super().__init__([tokens], **options)
+
+    assert repr(Own([1, 2], budget=8)) == "Own(budget=8)"
+
+
+def test_the_target_in_eight_bits_drafts_beside_token_recycling():
+    named = ["token_recycling", "quantized_self"]
+    for fallback in ("quantized_self", ["quantized_self"], named):
+        assert [drafter.name for drafter in fallback_drafters(fallback)] == [
+            "token_recycling",
+            "quantized self",
+        ]
 
 
 # The law of residual sampling, on a vocabulary small enough to enumerate.

@@ -158,12 +158,14 @@ def test_statistics_are_not_touched():
     [([1, 2], [5]), ([5], [1, 2]), ([-1], [2]), ([1], [2, -1]), ([[1, 2]], [3])],
 )
 def test_refuses_ids_outside_the_vocabulary(request_):
-    with pytest.raises(ValueError, match=r"^requests: expected token ids in \[0, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"^requests: expected (ids from 0 to 4|a list of ids), got"
+    ):
         simulate(sam(), [request_], vocab_size=5)
 
 
 def test_refuses_what_is_no_id():
-    with pytest.raises(TypeError, match=r"^requests: expected integer token ids, got float64"):
+    with pytest.raises(TypeError, match=r"^requests: expected integer ids, got float64"):
         simulate(sam(), [([1.5], [2])])
 
 

@@ -43,7 +43,7 @@ def tree(token_ids, parents, probs, classes=None):
 WRONG = {
     "log-probabilities": (tree([5, 9], [-1, 0], [-0.7, -1.9]), "probabilities"),
     "large negative": (tree([5, 9], [-1, 0], [-7e6, -9e6]), "probabilities"),
-    "NaN": (tree([5], [-1], [np.nan]), "probabilities"),
+    "NaN and an id beyond the vocabulary": (tree([5, 9999], [-1, -1], [np.nan, 0.5]), "token_ids"),
     "a node more probable than its parent": (tree([5, 9], [-1, 0], [0.2, 0.9]), "parent"),
     "an id beyond the vocabulary": (tree([9999], [-1], [0.9]), "token_ids"),
     "a negative id": (tree([-1], [-1], [0.9]), "token_ids"),
@@ -89,6 +89,20 @@ def test_wrong_drafts_are_one_error_that_names_the_drafter(llama, kind, budget):
     with pytest.raises(ValueError, match="outsider") as raised:
         run(llama, assistant=Assistant([_FixedDrafter(wrong)], budget=budget))
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("budget", [8, "auto", "paper"])
+def test_nodes_of_no_probability_are_dropped_with_what_is_below_them(llama, budget):
+    nan = float("nan")
+    mixed = tree([5, 6, 9, 7], [-1, -1, 0, 1], [nan, 0.4, 0.3, 0.1])
+    kept = mixed.without_nan()
+    assert kept.token_ids.tolist() == [6, 7]
+    assert kept.parents.tolist() == [-1, 0]
+    assert kept.without_nan() is kept
+    for draft in (mixed, tree([5], [-1], [nan])):
+        assistant = Assistant([_FixedDrafter(draft)], budget=budget)
+        assert torch.equal(run(llama, assistant=assistant), run(llama))
+        assert bool(assistant.stats.last.drafted) == (draft is mixed and budget != "auto")
 
 
 def test_right_drafts_of_any_shape_are_taken(llama):

@@ -3,7 +3,6 @@ and what it learns."""
 
 import numpy as np
 
-cimport cython
 from libc.math cimport expf
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, qsort
@@ -60,39 +59,19 @@ cdef class Template:
             self.below_root += 1
 
 
-@cython.final
-cdef class _Table:
-    """A table of successors, where some tokens have their row elsewhere; see `draft`."""
+cdef struct Table:
+    const token_t* successors
+    const uint8_t* kinds
+    Py_ssize_t tokens, width
 
-    cdef const token_t[:, ::1] successors
-    cdef const uint8_t[:, ::1] kinds
-    cdef const int32_t[::1] own_rows
-    cdef const token_t[:, ::1] own_successors
-    cdef const uint8_t[:, ::1] own_kinds
 
-    def __cinit__(self, successors, kinds, own_rows, own_successors, own_kinds):
-        self.successors, self.kinds, self.own_rows = successors, kinds, own_rows
-        self.own_successors, self.own_kinds = own_successors, own_kinds
-        width = self.successors.shape[1]
-        if self.own_successors.shape[1] < width or self.own_kinds.shape[1] < width:
-            raise ValueError(f"own_successors: expected {width} columns, got fewer")
-
-    cdef inline int32_t look_up(self, token_t token, Py_ssize_t rank, token_t* found) except -1:
-        """A successor of a token, and the kind of its evidence; −1 for what is unknown."""
-        cdef int32_t own = self.own_rows[token] if 0 <= token < self.own_rows.shape[0] else 0
-        found[0] = -1
-        if not 0 <= rank < self.successors.shape[1]:
-            return 0
-        if own > min(self.own_successors.shape[0], self.own_kinds.shape[0]):
-            limit = self.own_successors.shape[0]
-            raise ValueError(f"own_rows: expected at most {limit}, got {own}")
-        if own > 0:
-            found[0] = self.own_successors[own - 1, rank]
-            return self.own_kinds[own - 1, rank]
-        if 0 <= token < self.successors.shape[0]:
-            found[0] = self.successors[token, rank]
-            return self.kinds[token, rank]
-        return 0
+cdef inline int32_t look_up(Table table, token_t token, Py_ssize_t rank, token_t* found) noexcept nogil:
+    """A successor of a token, and the kind of its evidence; −1 for what is unknown."""
+    found[0] = -1
+    if 0 <= token < table.tokens and 0 <= rank < table.width:
+        found[0] = table.successors[token * table.width + rank]
+        return table.kinds[token * table.width + rank]
+    return 0
 
 
 cdef struct Nodes:  # where a draft is written, and room for as many numbers
@@ -106,7 +85,7 @@ cdef struct Nodes:  # where a draft is written, and room for as many numbers
 
 
 cdef Py_ssize_t lay_template(
-    Template t, _Table table, token_t root, token_t before, Py_ssize_t n, int32_t first_kind, Nodes out
+    Template t, Table table, token_t root, token_t before, Py_ssize_t n, int32_t first_kind, Nodes out
 ) except -1:
     """Lay the first n nodes of a template over a table; the number of known nodes, which it writes.
 
@@ -128,7 +107,7 @@ cdef Py_ssize_t lay_template(
             above, prob = out.tokens[parent], out.path[t.parents[i]]
         elif t.parents[i] == -2:
             above, again = before, True
-        kind = table.look_up(above, t.ranks[i], &token)
+        kind = look_up(table, above, t.ranks[i], &token)
         if t.parents[i] == -2:
             kind = first_kind + t.ranks[i]
             if token == root:
@@ -201,13 +180,12 @@ cdef Py_ssize_t keep_best(Py_ssize_t known, Py_ssize_t budget, Nodes out) noexce
 
 
 def draft(
-    successors,
-    kinds,
+    const token_t[:, ::1] successors,
+    const uint8_t[:, ::1] kinds,
     const token_t[::1] roots,
     const token_t[::1] befores,
     const int64_t[::1] budgets,
     Template template not None,
-    own=None,
 ):
     """A template laid over the table below the last token of each of several texts, without what is unknown.
 
@@ -219,19 +197,22 @@ def draft(
         successors, kinds: int32 and uint8 [tokens, k], the table and the evidence of each entry.
         roots, befores: int32 [texts], the last token of each, and the one before it; −1: unknown.
         budgets: int64 [texts], nodes at most, the most probable ones; of equal ones the first.
-        own: rows that stand for the table's: int32 [ids], 1 and the number of a token's row, 0 where it
-            has none; int32 and uint8 [rows, k], those rows.
 
     Returns int32 token ids, int32 parents, float32 probs, int32 evidence, each [nodes] of one text's tree
     behind another's, and int64 [texts + 1], where each begins. O(texts x n²).
     """
     cdef Py_ssize_t n = template.parents.shape[0], count = roots.shape[0], row, end = 0, known
-    cdef _Table table = _Table(successors, kinds, *own or (np.empty(0, np.int32), successors, kinds))
+    cdef Table table
     cdef token_t found
     cdef int32_t kind
     cdef Nodes out
     if not befores.shape[0] == budgets.shape[0] == count:
         raise ValueError(f"expected {count} befores and budgets")
+    table.tokens, table.width = successors.shape[0], successors.shape[1]
+    if not (kinds.shape[0] == table.tokens and kinds.shape[1] == table.width):
+        raise ValueError(f"kinds: expected [{table.tokens}, {table.width}], got another shape")
+    if table.tokens * table.width:
+        table.successors, table.kinds = &successors[0, 0], &kinds[0, 0]
     ints_out, probs_out = np.empty((5, count * n + 1), np.int32), np.empty((2, count * n + 1), np.float32)
     offsets_out = np.zeros(count + 1, np.int64)
     cdef int32_t[:, ::1] ints = ints_out
@@ -239,9 +220,9 @@ def draft(
     cdef int64_t[::1] offsets = offsets_out
     out.places, out.chosen, out.path = &ints[3, 0], &ints[4, 0], &probs[1, 0]
     for row in range(count):
-        kind = table.look_up(befores[row], 0, &found)
+        kind = look_up(table, befores[row], 0, &found)
         known = n if found >= 0 and kind % template.kind_count < template.text_kind else template.below_root
-        table.look_up(roots[row], 0, &found)
+        look_up(table, roots[row], 0, &found)
         kind = template.first_kind + template.known_kinds * (found >= 0)
         out.tokens, out.parents, out.evidence = &ints[0, end], &ints[1, end], &ints[2, end]
         out.probs = &probs[0, end]

@@ -10,14 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import cache, calibrate, datastore, demo, serve, suggest
+from . import cache, datastore, demo, serve, suggest
 
 PROGRAM = "hf-retrieval-assist"
 
 COMMANDS = {
     **datastore.COMMANDS,
     "cache": cache.COMMAND,
-    "calibrate": calibrate.COMMAND,
     "demo": demo.COMMAND,
     "serve": serve.COMMAND,
     "suggest": suggest.COMMAND,

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from .command import Command
-from .values import load_model, loaded, read_records
+from .values import at_least, device, dtype, load_model, loaded, read_records
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,12 +17,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PROMPTS",
         help='a text file, its prompts separated by blank lines, or JSON lines with "prompt"',
     )
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
-    parser.add_argument("--device", default="cpu", help="torch device, such as cuda")
+    parser.add_argument("--dtype", type=dtype, default="auto", help="auto, float32, bfloat16, ...")
+    parser.add_argument("--device", type=device, help="torch device (default: a GPU, else the CPU)")
+    count = at_least(1)
     parser.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="tokens of each output"
+        "--max-new-tokens", type=count, default=64, metavar="N", help="tokens of each output"
     )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of every call")
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="of every call")
 
 
 def _run(args: argparse.Namespace) -> None:

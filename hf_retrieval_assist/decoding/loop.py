@@ -161,11 +161,8 @@ class Generation:
             verifier.keep(self.rows, verified, [path.accepted for path in paths])
         with self._timed("draft"):
             self._learn(running, trees, verified, paths, drafting)
-        if self.unasked % _TIMING_PERIOD == 0:
-            if verified.typical:
-                cost.observe(verified.width, forward.seconds)
-            for kind, span in {"walk": walked, "keep": kept}.items():
-                cost.observe_overhead(kind, span.seconds)
+        if self.unasked % _TIMING_PERIOD == 0 and verified.typical:
+            cost.observe(verified.width, forward.seconds + walked.seconds + kept.seconds)
         if drafting is not None:
             self.assistant.settle(
                 drafting,
@@ -203,7 +200,7 @@ class Generation:
         """Seconds that a step without drafts is expected to take."""
         assert self.verifier is not None
         price = self._price(self._cost(self.verifier), self.verifier, len(self.rows))
-        return price.seconds(1) + price.overhead()
+        return price.seconds(1)
 
     def _timed(self, phase: str) -> Timed:
         return Timed(self.counts.seconds, phase)

@@ -16,7 +16,7 @@ from ..demo_model import prompt_inputs
 from ..planning.cost_store import CostModels
 from ..presets import SamAssistant
 from ..record.pieces import PieceStream
-from ..record.record import MODEL
+from ..record.steps import MODEL
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from ..planning.cost_store import CostModels
 from ..record.palette import colours, text_on
 from ..record.pieces import readable
-from ..record.record import MODEL
+from ..record.steps import MODEL
 from .comparison import Run, Task, compare, verdict
 
 try:

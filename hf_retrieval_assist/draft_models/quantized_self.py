@@ -167,6 +167,10 @@ class QuantizedSession(DraftSession):
         most = self.drafter.max_levels
         return most if deepest is None else min(most, deepest)
 
+    @property
+    def ready(self) -> bool:  # type: ignore[override]
+        return self.target.own is None or self.target.own.ready
+
     def propose(self, budget: int) -> TokenTree:
         return self.drafter.propose_rows([self], [budget])[0]
 

@@ -113,6 +113,14 @@ class Target:
                 f"{vocab_size}"
             )
 
+    def require_corpus(self, largest_id: int) -> None:
+        """ValueError for a corpus with an id that the target does not have."""
+        if largest_id >= self.vocab_size:
+            raise ValueError(
+                f"corpus: expected ids below the vocabulary size {self.vocab_size}, "
+                f"got {largest_id}"
+            )
+
     def require_width(self, drafter: str, hidden_size: int) -> None:
         """ValueError for what was made for another hidden size than the model's."""
         if self.model is None:
@@ -185,9 +193,12 @@ class DraftSession(ABC):
     Attributes:
         idle: whether it never drafts for its text and learns nothing from it, as is known from its
             start on: then it is neither asked nor told.
+        ready: whether it can draft by now; a costly drafter is not asked before, which costs
+            nothing.
     """
 
     idle: bool = False
+    ready: bool = True
 
     @abstractmethod
     def propose(self, budget: int) -> TokenTree:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..structures.suffix_automaton import SuffixAutomaton
-from ..token_tree import Int32Array
+from ..token_tree import Int32Array, checked_ids
 from .forms import Forms
 from .rendered_forms import schema_forms, tool_forms
 
@@ -21,22 +21,13 @@ _JOINED = 3
 
 
 def expected_ids(text: Text, tokenizer: Any) -> Int32Array:
-    """An expected text as int32 [n].
-
-    Raises:
-        TypeError: text without a tokenizer; ids that are no integers.
-        ValueError: an id below 0, or above 2^31 − 1.
-    """
+    """An expected text as int32 [n]; raises what `checked_ids` does, and TypeError for text
+    without a tokenizer."""
     if isinstance(text, str):
         if tokenizer is None:
             raise TypeError("expected text: expected a tokenizer with it, got None")
         text = tokenizer(text, add_special_tokens=False).input_ids
-    ids = np.asarray(text)
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"expected text: expected a string or integer ids, got {ids.dtype}")
-    if ids.ndim != 1 or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
-        raise ValueError(f"expected text: expected ids from 0 to 2^31 - 1, got {ids}")
-    return ids.astype(np.int32)
+    return checked_ids("expected text", text)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,4 @@
-"""Drafts what forms print.
-
-A form is drafted from as long as the output keeps to it: once the output ends with the beginning of
-a printed part, the rest of that part is likely to follow.
-"""
+"""Drafts for a text that fills in forms: how much of which form it ends with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Forms that an output is expected to fill in: texts with blanks, such as JSON of a known schema.
 
-The output is not constrained, and may leave a form or never begin one.
+The output is not constrained, and may leave a form or never begin one. A form is drafted from as
+long as the output keeps to it: once the output ends with the beginning of a printed part, the rest
+of that part is likely to follow.
 """
 
 from __future__ import annotations

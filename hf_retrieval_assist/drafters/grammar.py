@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..grammars.constraint import Constraint, constraint_of
+from ..grammars.constraint import DEEPEST, Constraint, constraint_of
 from ..structures import draft_tree
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
@@ -55,7 +55,7 @@ class GrammarSession(DraftSession):
         self._forced: list[list[int]] = []
 
     def propose(self, budget: int) -> TokenTree:
-        tree = self._propose_forced(budget)
+        tree = self._propose_forced(min(budget, DEEPEST))
         return self._forms.propose(budget) if self._forms and not len(tree) else tree
 
     def _propose_forced(self, budget: int) -> TokenTree:
@@ -65,22 +65,21 @@ class GrammarSession(DraftSession):
         if known < budget and all(self._constraint.advance(cuts[0]) for cuts in self._forced):
             self._forced += self._constraint.forced(budget - known)
             self._constraint.rollback(known)
+        tokens: list[int] = []
         parents: list[int] = []
         kinds: list[int] = []
         parent = -1
         spans = [cuts[: len(_FORCED) - _LAST] for cuts in self._forced[:budget]]
         for depth, cuts in enumerate(spans):
-            kinds.append(_NEXT if depth else _FIRST)
-            if depth == len(spans) - 1 < budget - 1:
-                kinds[-1] = _LAST
+            last = depth == len(spans) - 1 < budget - 1
+            kinds.append(_LAST if last else _NEXT if depth else _FIRST)
             kinds += range(_SHORTER, _SHORTER + len(cuts) - 1)
             parents += [parent] * len(cuts)
-            parent = len(parents) - len(cuts)
-        tokens = [token for cuts in spans for token in cuts]
+            parent = len(tokens)
+            tokens += cuts
         classes = len(FORM_PRIORS) + np.array(kinds, np.int32)
         tree = TokenTree.build(tokens, parents, _PRIORS[classes], classes)
-        probs = draft_tree.path_products(tree.parents, tree.probs)
-        return replace(tree, probs=probs).prune(budget)
+        return replace(tree, probs=draft_tree.path_products(tree.parents, tree.probs)).prune(budget)
 
     def restrict(self, tree: TokenTree) -> TokenTree:
         return tree if self._constraint is None else self._constraint.prune(tree)

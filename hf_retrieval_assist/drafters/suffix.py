@@ -20,7 +20,7 @@ from ..memory.running_output import RunningOutput, prompt_group
 from ..structures import draft_tree
 from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree, Text, extend_texts
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
+from ..token_tree import Float32Array, Forest, Int32Array, TokenTree, checked_ids
 from .base import Drafter, DraftSession, Feedback, Target
 from .mixture import Mixture
 
@@ -33,39 +33,20 @@ class CorpusTree:
     """A suffix tree of documents, built once.
 
     Raises:
-        ValueError: no token in any document, or a bad id; from `check`, an id that the target does
-            not have.
+        ValueError: no token in any document, or a bad id.
         TypeError: ids that are no integers.
     """
 
     def __init__(self, corpus: Iterable[Tokens], max_depth: int) -> None:
         self.tree = SuffixTree(max_depth)
-        self._largest_id = -1
+        self.largest_id = -1
         for number, document in enumerate(corpus):
-            ids = _document(document, number)
+            ids = checked_ids(f"corpus: document {number}", document)
             if len(ids):
                 self.tree.extend(self.tree.add_sequence(), ids)
-                self._largest_id = max(self._largest_id, int(ids.max()))
-        if self._largest_id < 0:
+                self.largest_id = max(self.largest_id, int(ids.max()))
+        if self.largest_id < 0:
             raise ValueError("corpus: expected at least one token, got none")
-
-    def check(self, target: Target) -> None:
-        if self._largest_id >= target.vocab_size:
-            raise ValueError(
-                f"corpus: expected ids below the vocabulary size {target.vocab_size}, "
-                f"got {self._largest_id}"
-            )
-
-
-def _document(token_ids: Tokens, number: int) -> NDArray[np.int32]:
-    ids = np.asarray(token_ids)
-    if ids.ndim != 1:
-        raise ValueError(f"corpus: document {number}: expected a list of ids, got {token_ids!r}")
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"corpus: document {number}: expected integer ids, got {ids.dtype}")
-    if ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
-        raise ValueError(f"corpus: document {number}: expected ids from 0 to 2^31 - 1, got {ids}")
-    return ids.astype(np.int32)
 
 
 class SuffixDrafter(Drafter):
@@ -125,7 +106,7 @@ class SuffixDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SuffixSession:
         if self.corpus is not None:
-            self.corpus.check(target)
+            target.require_corpus(self.corpus.largest_id)
         return SuffixSession(self, prompt_ids, target)
 
     def priors(self) -> Float32Array:

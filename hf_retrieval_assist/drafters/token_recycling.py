@@ -12,20 +12,22 @@ stand in the table, as successors of the token before.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..structures import successors
+from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
 
-Rows = tuple[Int32Array, NDArray[np.uint8]]
-OwnRows = tuple[Int32Array, Int32Array, NDArray[np.uint8]]
+# Parents and ranks, int32 [n]: node "rank r below p" stands for the r-th likeliest successor of p's
+# token. Parents of −1 are the root, of −2 the root for successors of the token before it.
+Ranks = tuple[Int32Array, Int32Array]
 
 TEMPLATES: dict[str, tuple[int, ...]] = {
     # The authors' tree: 80 nodes below the root, six levels.
@@ -85,65 +87,40 @@ _UNKNOWN = -1
 _MOST_REJECTED = 16
 # Rows made at first; more than any real vocabulary needs.
 _FIRST_ROWS = 1 << 20
+_FIRST_PRIVATE_ROWS = 64
 
 
-class Template:
-    """A tree of ranks: node "rank r below p" stands for the r-th likeliest successor of p's token.
+def template_of(child_counts: Sequence[int], top_k: int) -> Ranks:
+    """The nodes below the root, in breadth-first order, whose whole path has ranks below `top_k`.
 
-    Attributes:
-        parents: int32 [n], −1 for children of the root, −2 for those of them that follow the token
-            before it (see `beside`); levels stand together, in order.
-        ranks: int32 [n].
+    Args:
+        child_counts: children of each node, breadth first, the root's first. Children take the
+            ranks 0, 1, ...; so the counts determine the tree.
+        top_k: ranks the table has.
+
+    Raises:
+        ValueError: the counts do not describe one whole tree.
     """
-
-    def __init__(self, child_counts: Sequence[int], top_k: int) -> None:
-        """
-        Args:
-            child_counts: children of each node, breadth first, the root's first. Children take the
-                ranks 0, 1, ...; so the counts determine the tree.
-            top_k: ranks the table has; nodes of higher rank are left out with all below them.
-
-        Raises:
-            ValueError: the counts do not describe one whole tree.
-        """
-        nodes = _expand_counts(child_counts)
-        keep = _below(top_k, nodes)
-        place = {old: new for new, old in enumerate(keep)} | {-1: -1}
-        self.parents = np.array([place[nodes[i][0]] for i in keep], dtype=np.int32)
-        self.ranks = np.array([nodes[i][1] for i in keep], dtype=np.int32)
-
-    def beside(self, last: Template) -> Template:
-        """Both, the children of the second one's root marked as successors of the token before."""
-        both = copy.copy(self)
-        moved = np.where(last.parents < 0, -2, last.parents + len(self.parents)).astype(np.int32)
-        both.parents = np.concatenate([self.parents, moved])
-        both.ranks = np.concatenate([self.ranks, last.ranks])
-        return both
-
-
-def _expand_counts(child_counts: Sequence[int]) -> list[tuple[int, int]]:
-    """(parent, rank) of every node below the root, breadth first."""
     counts = [int(count) for count in child_counts]
     if not counts or min(counts) < 0 or sum(counts) != len(counts) - 1:
         raise ValueError(
             "template: expected one non-negative child count per node, the root's first, and as "
             f"many nodes as children plus the root; got {len(counts)} counts with sum {sum(counts)}"
         )
-    nodes: list[tuple[int, int]] = []
-    for node, count in enumerate(counts):
-        if node > len(nodes):
-            raise ValueError(f"template: node {node} has a child count but no parent")
-        nodes += [(node - 1, rank) for rank in range(count)]
-    return nodes
-
-
-def _below(top_k: int, nodes: list[tuple[int, int]]) -> list[int]:
-    """The nodes whose whole path has ranks below `top_k`."""
-    kept: set[int] = {-1}
-    for node, (parent, rank) in enumerate(nodes):
-        if parent in kept and rank < top_k:
-            kept.add(node)
-    return sorted(kept - {-1})
+    places = {-1: -1}  # of kept nodes; the root is −1
+    parents: list[int] = []
+    ranks: list[int] = []
+    children = 0
+    for node, count in enumerate(counts, -1):
+        if node >= children:
+            raise ValueError(f"template: node {node + 1} has a child count but no parent")
+        for rank in range(count if node in places else 0):
+            if rank < top_k:
+                places[children + rank] = len(parents)
+                parents.append(places[node])
+                ranks.append(rank)
+        children += count
+    return np.array(parents, np.int32), np.array(ranks, np.int32)
 
 
 class TokenRecyclingDrafter(Drafter):
@@ -156,6 +133,15 @@ class TokenRecyclingDrafter(Drafter):
     the engine has them. Before that the prompt itself teaches which token follows which, and so
     does the output where there are no logits, as in a simulation: the successor moves to the front
     of its row.
+
+    Args:
+        top_k: successors kept per token; the whole vocabulary where it is smaller.
+        template: "2.2.2" (80 nodes, the authors'), "sam" (60 nodes, SAM-Decoding's), or the child
+            counts of a tree, breadth first from the root.
+        last_logits: draft below the last token also what its own logits put behind it.
+
+    Raises:
+        ValueError: `top_k` is not positive or `template` is not a tree.
     """
 
     name = "token_recycling"
@@ -166,23 +152,16 @@ class TokenRecyclingDrafter(Drafter):
         template: str | Sequence[int] = "2.2.2",
         last_logits: bool = False,
     ) -> None:
-        """
-        Args:
-            top_k: successors kept per token; the whole vocabulary where it is smaller.
-            template: "2.2.2" (80 nodes, the authors'), "sam" (60 nodes, SAM-Decoding's), or the
-                child counts of a tree, breadth first from the root.
-            last_logits: draft below the last token also what its own logits put behind it.
-
-        Raises:
-            ValueError: `top_k` is not positive or `template` is not a tree.
-        """
-        if top_k < 1:
-            raise ValueError(f"top_k: expected a positive number, got {top_k}")
+        require_at_least(1, top_k=top_k)
+        if isinstance(template, str):
+            if template not in TEMPLATES:
+                raise ValueError(f"template: expected one of {sorted(TEMPLATES)}, got {template!r}")
+            template = TEMPLATES[template]
+        template_of(template, top_k)  # refuses counts that are no tree
         self.top_k = top_k
         self.needs = FeedbackNeeds(top_k=top_k)
         self.last_logits = last_logits
-        self._child_counts = _child_counts(template)
-        Template(self._child_counts, top_k)  # refuses counts that are no tree
+        self._child_counts = template
         self._tables: dict[tuple[str, int], SuccessorTable] = {}
         self._lock = Lock()
 
@@ -193,7 +172,7 @@ class TokenRecyclingDrafter(Drafter):
             table = PrivateTable(table)
         for expected in target.expected:
             table.learn_text(expected)
-        return _RecyclingSession(table, prompt_ids, self.last_logits)
+        return _RecyclingSession(self, table, prompt_ids)
 
     def propose_rows(
         self, sessions: Sequence[_RecyclingSession], budgets: Sequence[int]
@@ -201,8 +180,8 @@ class TokenRecyclingDrafter(Drafter):
         table = sessions[0].table
         if any(session.table is not table for session in sessions):
             return super().propose_rows(sessions, budgets)
-        ends = [session.ends for session in sessions]
-        return table.draft([last for last, _ in ends], [before for _, before in ends], budgets)
+        befores = [session.before if self.last_logits else _UNKNOWN for session in sessions]
+        return table.draft([session.last for session in sessions], befores, budgets)
 
     def commit_rows(
         self,
@@ -214,10 +193,10 @@ class TokenRecyclingDrafter(Drafter):
         told: dict[SuccessorTable, list[Feedback]] = {}
         for session, token_ids, feedback in zip(sessions, tokens, feedbacks, strict=True):
             if feedback is None or feedback.top is None:
-                session.commit(token_ids, None)
+                session.table.learn_text(np.array([session.last, *token_ids], dtype=np.int32))
             else:
                 told.setdefault(session.table, []).append(feedback)
-                session.follow(token_ids)
+            session.before, session.last = [session.last, *token_ids][-2:]
         for table, found in told.items():
             table.learn_logits(found)
 
@@ -241,98 +220,81 @@ class TokenRecyclingDrafter(Drafter):
         with self._lock:
             if key not in self._tables:
                 ranks = min(self.top_k, target.vocab_size)
-                last_logits = Template(_LAST_LOGITS_TREE, ranks)
-                template = Template(self._child_counts, ranks).beside(last_logits)
-                laid = successors.Template(
-                    template.parents,
-                    template.ranks,
+                parents, own_ranks = template_of(self._child_counts, ranks)
+                below, more_ranks = template_of(_LAST_LOGITS_TREE, ranks)
+                below = np.where(below < 0, -2, below + len(parents)).astype(np.int32)
+                template = successors.Template(
+                    np.append(parents, below),
+                    np.append(own_ranks, more_ranks),
                     _RATES,
                     _KINDS,
                     _FIRST_TEXT_KIND,
                     _FIRST_LAST_LOGITS,
                     _LAST_LOGITS_RANKS,
                 )
-                self._tables[key] = SuccessorTable(target.vocab_size, ranks, laid)
+                self._tables[key] = SuccessorTable(target.vocab_size, ranks, template)
             return self._tables[key]
 
 
-def _child_counts(template: str | Sequence[int]) -> Sequence[int]:
-    if not isinstance(template, str):
-        return template
-    if template not in TEMPLATES:
-        raise ValueError(f"template: expected one of {sorted(TEMPLATES)}, got {template!r}")
-    return TEMPLATES[template]
-
-
 class _RecyclingSession(DraftSession):
+    """The last two tokens of a text, and the table that it reads and teaches."""
+
     def __init__(
-        self, table: SuccessorTable, prompt_ids: NDArray[np.int32], last_logits: bool
+        self, drafter: TokenRecyclingDrafter, table: SuccessorTable, prompt_ids: NDArray[np.int32]
     ) -> None:
+        self._drafter = drafter
         self.table = table
-        self._last_logits = last_logits
-        self._before, self._last = [_UNKNOWN, _UNKNOWN, *prompt_ids[-2:].tolist()][-2:]
+        self.before, self.last = [_UNKNOWN, _UNKNOWN, *prompt_ids[-2:].tolist()][-2:]
         table.learn_text(prompt_ids)
 
-    @property
-    def ends(self) -> tuple[int, int]:
-        """The last token, and the one before it where its logits are drafted from, else −1."""
-        return self._last, self._before if self._last_logits else _UNKNOWN
-
     def propose(self, budget: int) -> TokenTree:
-        last, before = self.ends
-        return self.table.draft([last], [before], [budget])[0]
+        return self._drafter.propose_rows([self], [budget])[0]
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        if feedback is None or feedback.top is None:
-            self.table.learn_text(np.array([self._last, *token_ids], dtype=np.int32))
-        else:
-            self.table.learn_logits([feedback])
-        self.follow(token_ids)
-
-    def follow(self, token_ids: Sequence[int]) -> None:
-        """The text went on with these tokens, of which the table learns from elsewhere."""
-        self._before, self._last = [self._last, *token_ids][-2:]
+        self._drafter.commit_rows([self], [token_ids], [feedback])
 
 
 class SuccessorTable:
     """For every token the likeliest next tokens, best first, each with its evidence class.
 
-    int32 [ids + 1, k], of which the last row stays unknown: index −1, the unknown token, reads it,
-    so below an unknown node everything is unknown.
+    int32 [rows + 1, k], of which the last row stays unknown: index −1, the unknown token, reads it,
+    so below an unknown node everything is unknown. A simulation may not know how large its ids are,
+    so rows are added where they are missing.
     """
 
-    def __init__(self, vocab_size: int, top_k: int, template: successors.Template) -> None:
-        self._vocab_size = vocab_size
-        self._top_k = top_k
-        self._template = template
+    def __init__(
+        self,
+        vocab_size: int,
+        top_k: int,
+        template: successors.Template,
+        first_rows: int = _FIRST_ROWS,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.top_k = top_k
+        self.template = template
         self._lock = Lock()
-        self._successors, self._classes = self._unknown(self._first_rows() + 1)
+        self._successors, self._classes = self._unknown(min(vocab_size, first_rows) + 1)
         self._text_kinds = (_FIRST_TEXT_KIND + np.minimum(np.arange(top_k), 2)).astype(np.uint8)
 
-    def _first_rows(self) -> int:
-        return min(self._vocab_size, _FIRST_ROWS)
-
-    def _unknown(self, count: int) -> Rows:
+    def _unknown(self, count: int) -> tuple[Int32Array, NDArray[np.uint8]]:
         """`count` unknown rows."""
-        shape = (count, self._top_k)
+        shape = (count, self.top_k)
         return np.full(shape, _UNKNOWN, dtype=np.int32), np.zeros(shape, dtype=np.uint8)
 
     def _rows_of(self, tokens: Int32Array) -> Int32Array:
-        """int32 [n], the row to learn each token in, made where it is missing; of −1, −1.
-
-        A simulation may not know how large its ids are.
-        """
-        ids, known = int(tokens.max(initial=_UNKNOWN)) + 1, len(self._successors) - 1
-        if ids > known:
-            table, classes = self._unknown(1 + min(self._vocab_size, max(ids, 2 * known)))
+        """The row of each token, made where it is missing; of −1, −1."""
+        rows = self._numbers_of(tokens)
+        needed, known = int(rows.max(initial=_UNKNOWN)) + 1, len(self._successors) - 1
+        if needed > known:
+            table, classes = self._unknown(1 + min(self.vocab_size, max(needed, 2 * known)))
             table[:known] = self._successors[:known]
             classes[:known] = self._classes[:known]
             self._successors, self._classes = table, classes
-        return tokens
+        return rows
 
-    def _arrays(self) -> tuple[Rows, OwnRows | None]:
-        """The table, and rows that stand for others of it."""
-        return (self._successors, self._classes), None
+    def _numbers_of(self, tokens: Int32Array) -> Int32Array:
+        """The numbers by which the table knows tokens, int32 of the same shape; of −1, −1."""
+        return tokens
 
     def draft(self, roots: Sequence[int], befores: Sequence[int], budgets: Sequence[int]) -> Forest:
         """The template over the table below each of several tokens: of its known nodes the most
@@ -347,14 +309,13 @@ class SuccessorTable:
             budgets: nodes of each at most.
         """
         with self._lock:
-            rows, own = self._arrays()
             draft = successors.draft(
-                *rows,
-                np.array(roots, np.int32),
-                np.array(befores, np.int32),
+                self._successors,
+                self._classes,
+                self._numbers_of(np.array(roots, np.int32)),
+                self._numbers_of(np.array(befores, np.int32)),
                 np.array(budgets, np.int64),
-                self._template,
-                own,
+                self.template,
             )
         return Forest(*draft)
 
@@ -376,73 +337,49 @@ class SuccessorTable:
         first_top, *other_tops = (feedback.top for feedback in feedbacks if feedback.top)
         top = first_top.joined(other_tops) if other_tops else first_top
         limit = len(fed) if top.free else _MOST_REJECTED
-        nodes = successors.rows_to_learn(fed, accepted, self._vocab_size, limit, starts)
-        found, logits = top.of(nodes, self._top_k, self._vocab_size)
+        nodes = successors.rows_to_learn(fed, accepted, self.vocab_size, limit, starts)
+        found, logits = top.of(nodes, self.top_k, self.vocab_size)
         with self._lock:
-            rows = self._rows_of(fed[nodes])
+            rows, found = self._rows_of(fed[nodes]), self._numbers_of(found)
             successors.write(
                 self._successors, self._classes, rows, found, logits, _SHARE_EDGES, _KINDS
             )
 
     def learn_text(self, tokens: Int32Array) -> None:
         """Move each token's successor in the text to the front of its row."""
-        known = np.where(tokens < self._vocab_size, tokens, _UNKNOWN).astype(np.int32)
+        known = np.where(tokens < self.vocab_size, tokens, _UNKNOWN).astype(np.int32)
         with self._lock:
-            rows = self._rows_of(known[:-1])
+            numbers, rows = self._numbers_of(known), self._rows_of(known[:-1])
             order = np.argsort(rows, kind="stable")
             successors.learn_text(
-                self._successors, self._classes, known, rows, order, self._text_kinds, _KINDS
+                self._successors, self._classes, numbers, rows, order, self._text_kinds, _KINDS
             )
 
 
 class PrivateTable(SuccessorTable):
-    """A table as one text sees it that must teach it nothing.
+    """What a text that must teach the table nothing has taught, beside the table.
 
-    What the text teaches goes to rows of its own, which stand for the table's; they take the memory
-    of the tokens that the text has.
+    It numbers the tokens that it meets, so that it takes memory for those alone.
 
     Args:
         table: that is only read.
     """
 
     def __init__(self, table: SuccessorTable) -> None:
+        super().__init__(table.vocab_size, table.top_k, table.template, _FIRST_PRIVATE_ROWS)
         self._table = table
-        super().__init__(table._vocab_size, table._top_k, table._template)
-        # One lock, since a draft reads both.
-        self._lock = table._lock
-        # The row of each id plus 1; pages that no id touches take no memory.
-        self._own = np.zeros(0, np.int32)
-        self._used = 0
+        self._numbers = {_UNKNOWN: _UNKNOWN}
+        self._tokens: list[int] = []
 
-    def _first_rows(self) -> int:
-        return 63
+    def _numbers_of(self, tokens: Int32Array) -> Int32Array:
+        for token in set(tokens.ravel().tolist()) - self._numbers.keys():
+            self._numbers[token] = len(self._tokens)
+            self._tokens.append(token)
+        numbers = map(self._numbers.__getitem__, tokens.ravel().tolist())
+        return np.fromiter(numbers, np.int32, tokens.size).reshape(tokens.shape)
 
-    def _rows_of(self, tokens: Int32Array) -> Int32Array:
-        fresh = np.unique(tokens[tokens >= 0])
-        if len(fresh) and fresh[-1] >= len(self._own):
-            ids = min(self._vocab_size, max(_FIRST_ROWS, 2 * int(fresh[-1]) + 1))
-            own = np.zeros(ids, np.int32)
-            own[: len(self._own)] = self._own
-            self._own = own
-        fresh = fresh[self._own[fresh] == 0]
-        if len(fresh):
-            self._adopt(fresh)
-        return np.where(tokens >= 0, self._own[tokens] - 1, _UNKNOWN).astype(np.int32)
-
-    def _adopt(self, tokens: Int32Array) -> None:
-        """Begin the rows of these tokens as the table's are."""
-        end = self._used + len(tokens)
-        if end > len(self._successors):
-            table, classes = self._unknown(max(end, 2 * len(self._successors)))
-            table[: self._used] = self._successors[: self._used]
-            classes[: self._used] = self._classes[: self._used]
-            self._successors, self._classes = table, classes
-        rows = slice(self._used, end)
-        known = tokens < len(self._table._successors) - 1
-        self._successors[rows][known] = self._table._successors[tokens[known]]
-        self._classes[rows][known] = self._table._classes[tokens[known]]
-        self._own[tokens] = np.arange(self._used + 1, end + 1)
-        self._used = end
-
-    def _arrays(self) -> tuple[Rows, OwnRows | None]:
-        return self._table._arrays()[0], (self._own, self._successors, self._classes)
+    def draft(self, roots: Sequence[int], befores: Sequence[int], budgets: Sequence[int]) -> Forest:
+        own = super().draft(roots, befores, budgets)
+        token_ids = np.array(self._tokens, np.int32)[own.token_ids]
+        both = replace(own, token_ids=token_ids).merge(self._table.draft(roots, befores, budgets))
+        return both.prune(budgets)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from ..drafters.expected import Expected, ExpectedTexts
 from ..drafters.feedback import RowFeedback, prompt_feedback
 from ..drafters.grammar import GrammarDrafter
 from ..planning.acceptance import Calibrator
-from ..planning.account import Account, Drafting
+from ..planning.account import Account, Drafting, Use
 from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, CostModels
 from ..planning.planner import Budget, Planner
@@ -79,6 +80,7 @@ class DraftingPolicy:
         self.hidden_layers = tuple(dict.fromkeys(filter(None, layers)))
         self.learn = True
         self.expected = Expected()
+        self.records: list[Any] = []
         self._lock = Lock()
 
     def calibrators(self, fingerprint: str) -> tuple[Calibrator, ...]:
@@ -154,50 +156,83 @@ class DraftingPolicy:
             budget = self.planner.request(cost)
         trees = nothing = Forest.empty(len(sessions))
         proposals: list[Forest] = []
-        promised = 0.0
         for row, session in enumerate(sessions):
             session.proposed = proposals, row
-        for number, drafter in enumerate(self.drafters):
-            missed = _missed(trees) if drafter.costly else 1.0
-            idle = all(session.idle[number] for session in sessions)
-            if idle or (drafting is not None and not drafting.asks(number, missed)):
-                proposals.append(nothing)
-                continue
-            started = time.perf_counter()
-            if drafter.costly and cost is not None and self.planner.budget == "auto":
-                for session in sessions:
-                    session.sessions[number].see_cost(cost.step_curve)
-            drafts = self._ask(number, sessions, budget)
-            calibrator = sessions[0].calibrators[number]
-            texts = [session.calibrations[number] for session in sessions]
-            drafts = calibrator.calibrate(texts, drafts, trees)
+        for number in range(len(self.drafters)):
+            drafts = nothing
+            if self._asks(number, sessions, trees, drafting):
+                use = None if drafting is None else drafting.uses[number]
+                drafts = self._draft(number, sessions, budget, cost, trees, use)
+                known, trees = trees.expected_tokens, trees.merge(drafts)
+                if use is not None:
+                    use.promised += (trees.expected_tokens - known) / len(sessions)
             proposals.append(drafts)
-            trees = trees.merge(drafts)
-            if drafting is not None:
-                known, promised = promised, trees.expected_tokens
-                seconds = time.perf_counter() - started
-                drafting.spend(number, seconds, (promised - known) / len(sessions))
         if self.planner.budget == "paper":
             trees = Forest.of([self.choose(s.sessions, s.drafts) for s in sessions])
         return trees.cut_depths(max_depths)
 
-    def _ask(self, number: int, sessions: Sequence[AssistantSession], budget: int) -> Forest:
-        """A drafter's proposals, checked."""
+    def _asks(
+        self,
+        number: int,
+        sessions: Sequence[AssistantSession],
+        trees: Forest,
+        drafting: Drafting | None,
+    ) -> bool:
+        """Whether to ask a drafter beside these drafts of those before it."""
+        costly = self.drafters[number].costly
+        for session in sessions:
+            if not session.idle[number] and (not costly or session.sessions[number].ready):
+                missed = _missed(trees) if costly else 1.0
+                return drafting is None or drafting.asks(number, missed)
+        return False
+
+    def _draft(
+        self,
+        number: int,
+        sessions: Sequence[AssistantSession],
+        budget: int,
+        cost: CostModel | None,
+        earlier: Forest,
+        use: Use | None,
+    ) -> Forest:
+        """A drafter's proposals, checked and calibrated beside those of the drafters before it."""
         drafter = self.drafters[number]
+        started = time.perf_counter()
         self._learn_deferred(number, sessions)
-        drafts = drafter.propose_rows(
-            [session.sessions[number] for session in sessions], [budget] * len(sessions)
-        )
+        caught_up = time.perf_counter()
+        own = [session.sessions[number] for session in sessions]
+        if drafter.costly and cost is not None and self.planner.budget == "auto":
+            for one in own:
+                one.see_cost(cost.curve)
+        drafts = self._checked(number, sessions, drafter.propose_rows(own, [budget] * len(own)))
+        texts = [session.calibrations[number] for session in sessions]
+        drafts = sessions[0].calibrators[number].calibrate(texts, drafts, earlier)
+        if use is not None:
+            ended = time.perf_counter()
+            # The first draft of a text reads its prompt.
+            prepared = ended if any(number in s.unasked for s in sessions) else caught_up
+            use.owed += prepared - started
+            use.seconds += ended - prepared
+        for session in sessions:
+            session.unasked.discard(number)
+        return drafts
+
+    def _checked(
+        self, number: int, sessions: Sequence[AssistantSession], drafts: Sequence[TokenTree]
+    ) -> Forest:
+        """Drafts that keep a tree's contract, within what other drafters know to be possible."""
+        drafter = self.drafters[number]
+        limits = sessions[0].vocab_size, sessions[0].calibrators[number].n_classes
         if len(drafts) != len(sessions):
             raise ValueError(
                 f"drafter {drafter.name!r}: expected a draft for each of {len(sessions)} rows, "
                 f"got {len(drafts)}"
             )
         whole = [drafts] if isinstance(drafts, Forest) else drafts
-        limits = sessions[0].vocab_size, sessions[0].calibrators[number].n_classes
+        if any(draft.fault(*limits) for draft in whole):
+            whole = drafts = [draft.without_nan() for draft in drafts]
         for draft in whole:
-            fault = draft.fault(*limits)
-            if fault is not None:
+            if (fault := draft.fault(*limits)) is not None:
                 raise ValueError(
                     f"drafter {drafter.name!r}: its draft breaks a tree's contract: {fault}"
                 )
@@ -260,7 +295,7 @@ class DraftingPolicy:
             shown = [None if found is None else found.share(drafter.needs) for found in feedbacks]
             self._learn(number, sessions, tokens, flat, shown)
             if drafting is not None and asked:
-                drafting.spend(number, time.perf_counter() - started)
+                drafting.uses[number].seconds += time.perf_counter() - started
 
     def _learn(
         self,
@@ -369,6 +404,7 @@ class AssistantSession:
                 self.sessions.append(drafter.start(prompt_ids, target))
             started.pop_all()
         self.idle = [session.idle for session in self.sessions]
+        self.unasked = {*range(len(self.sessions))}
         # Asked in every step, so without those that know of nothing.
         knows = DraftSession.restrict
         self.restricting = [

@@ -17,6 +17,8 @@ import numpy as np
 
 from ..token_tree import TokenTree
 
+DEEPEST = 512  # tokens that a matcher can take back
+
 # The module that follows the matchers of each library.
 _LIBRARIES = ("xgrammar", "llguidance", "outlines_core")
 
@@ -30,7 +32,7 @@ class Constraint(ABC):
 
     @abstractmethod
     def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens."""
+        """Take back the last `count` tokens, at most DEEPEST."""
 
     @abstractmethod
     def forced(self, limit: int) -> list[list[int]]:
@@ -41,24 +43,25 @@ class Constraint(ABC):
         """
 
     def prune(self, tree: TokenTree) -> TokenTree:
-        """The nodes of `tree` that the grammar allows."""
+        """The nodes of `tree` that the grammar allows, at most DEEPEST deep."""
+        tree = tree.cut_depth(DEEPEST)
+        tokens, depths = tree.token_ids.tolist(), tree.depths.tolist()
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents.tolist()):
             children.setdefault(parent, []).append(node)
-        tokens = tree.token_ids.tolist()
         legal: list[int] = []
-
-        def visit(parent: int) -> None:
-            for node in children.get(parent, ()):
-                if self.advance(tokens[node]):
-                    legal.append(node)
-                    visit(node)
-                    self.rollback(1)
-
-        visit(-1)
-        if len(legal) == len(tree):
-            return tree
-        return tree.select(np.array(sorted(legal), np.int32))
+        depth = 0  # of the node behind which the grammar stands
+        waiting = children.get(-1, [])[::-1]
+        while waiting:
+            node = waiting.pop()
+            self.rollback(depth + 1 - depths[node])
+            depth = depths[node] - 1
+            if self.advance(tokens[node]):
+                depth += 1
+                legal.append(node)
+                waiting += children.get(node, [])[::-1]
+        self.rollback(depth)
+        return tree if len(legal) == len(tree) else tree.select(np.array(sorted(legal), np.int32))
 
 
 def constraint_of(processors: Sequence[Any], row: int) -> Constraint | None:
@@ -68,11 +71,10 @@ def constraint_of(processors: Sequence[Any], row: int) -> Constraint | None:
     imported it.
     """
     for library in _LIBRARIES:
-        if library not in sys.modules:
-            continue
-        found = import_module(f".{library}_matcher", __package__)
-        for processor in processors:
-            constraint: Constraint | None = found.constraint_of(processor, row)
-            if constraint is not None:
-                return constraint
+        if library in sys.modules:
+            found = import_module(f".{library}_matcher", __package__)
+            for processor in processors:
+                constraint: Constraint | None = found.constraint_of(processor, row)
+                if constraint is not None:
+                    return constraint
     return None

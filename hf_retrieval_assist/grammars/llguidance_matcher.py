@@ -20,8 +20,6 @@ def constraint_of(processor: Any, row: int) -> Constraint | None:
 
 
 class LLGuidanceConstraint(Constraint):
-    """Follows a matcher of its own."""
-
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher
 

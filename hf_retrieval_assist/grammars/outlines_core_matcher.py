@@ -6,22 +6,18 @@ from typing import Any
 
 from outlines_core import Guide, Index
 
-from .constraint import Constraint
-
-_LONGEST = 512  # tokens that a draft may be deep
+from .constraint import DEEPEST, Constraint
 
 
 def constraint_of(processor: Any, row: int) -> Constraint | None:
     """The constraint of a processor that holds an index."""
     index = getattr(processor, "index", None)
-    return OutlinesConstraint(Guide(index, _LONGEST)) if isinstance(index, Index) else None
+    return OutlinesConstraint(Guide(index, DEEPEST)) if isinstance(index, Index) else None
 
 
 class OutlinesConstraint(Constraint):
-    """Follows an index by a guide of its own.
-
-    An index does not tell what its tokens spell, so only a token without an alternative is forced.
-    """
+    """An index does not tell what its tokens spell, so only a token without an alternative is
+    forced."""
 
     def __init__(self, guide: Guide):
         self._guide = guide

@@ -1,7 +1,7 @@
 """What drafting brings and takes, in seconds: one account for each model and kind of call.
 
-It is asked three things. How many nodes to verify: its planner says so, from t(n) and from how
-much of what drafts promised came true. Whom to ask: each drafter has an entry of its own, and one
+Three questions. How many nodes to verify: the account's planner says so, from t(n) and from how
+much of what drafts promised came true. Which drafters to ask: each has an entry of its own, and one
 whose drafts do not pay for their time is left alone, while the others go on. Whether to draft for a
 call at all: where no drafter pays, and transformers' own loop was timed to be faster, that decodes.
 """
@@ -12,19 +12,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from .cost_model import CostModel
 from .planner import Planner
 from .running_mean import toward
 
-# Of a drafter. What it may lose before it has brought anything is little, because a first prompt
-# may hold nothing to retrieve; a costly one is known only after some drafts.
-_CREDIT, _COSTLY_CREDIT = 0.75, 4.0  # plain steps
-_MOST_CREDIT = 8.0
+# Of a drafter, in plain steps. What it may lose before it has brought anything is little, because a
+# first prompt may hold nothing to retrieve; a costly one is known only after some drafts.
+_CREDIT, _COSTLY_CREDIT = 0.75, 4.0
+_BAD_LUCK = 16  # asks that may bring nothing, of a drafter that has gained
 _SHARES = (1 / 32, 1 / 64, 1 / 128, 1 / 256)  # of the time that passes, lent for asking again
 _PRICE_MEMORY = 0.2
-_BALANCE_MEMORY = 0.05
-_PAYS = 0.03  # of a plain step that a drafter gains in a step, lately
-_HIT_MEMORY = 0.1
+_GAIN_MEMORY = 0.1
+_PAYS = 0.03  # of a plain step, that an ask gains
+_TERM = 32  # asks over which the price of getting ready is spread
+_OPEN = 0.5  # share of next tokens, above which the others' drafts leave a step open
 
 # Of all drafts, before any was verified: half is believed.
 _FIRST_PROMISED, _FIRST_ACCEPTED = 2.0, 1.0  # tokens
@@ -42,77 +45,82 @@ _LOOK_AGAIN = 16  # plain calls, after which the slower kernels are tried again
 
 
 class _Entry:
-    """A drafter's part of the account.
+    """A drafter's part of the account, in plain steps.
 
     Accepted tokens that nobody before it had drafted save time, less its share of the wider
-    forward; its drafting and its learning take time. While it is in credit, the drafter is asked.
-    Then it is left alone, but a share of the time that passes is saved up for asking it again,
-    since texts change: pauses grow with the time that a draft takes, and each fruitless one halves
-    the share. So a drafter never loses more than its first credit and that share of the time.
-    Whether wider forwards pay is for the planner to say.
-
-    Attributes:
-        pays: whether it gains time, lately.
+    forward; drafting and learning take time. The drafter is asked as long as its credit covers what
+    the next ask is expected to lose: always, where asks gain. Where they lose, the credit runs out,
+    and then a share of the time that passes is lent for asking again, since texts change; each
+    fruitless ask halves the share. So a drafter never loses more than its first credit and that
+    share of the time, and none is left alone for good.
     """
 
-    def __init__(self, costly: bool) -> None:
-        self.costly = costly
-        self.pays = False
-        self._credit = _COSTLY_CREDIT if costly else _CREDIT  # in plain steps, like all below
-        self._price = 0.0  # of a draft, lately
-        self._balance = 0.0  # of a step, lately
-        self._gained = 0.0  # by a draft, lately, where nobody before it had drafted
+    def __init__(self, credit: float) -> None:
+        self._credit = credit
+        self._asks = 0
+        self._price = 0.0  # of an ask, lately
+        self._gained = 0.0  # by an ask, lately
+        self._owed = 0.0  # for getting ready
         self._fruitless = 0
-        self._pause = 0  # steps
 
-    def in_credit(self) -> bool:
-        """Whether to ask it in the next step; to be called once for each."""
-        if self._pause:
-            self._pause -= 1
-            return False
-        return True
+    @property
+    def pays(self) -> bool:
+        """Whether it gains time, lately."""
+        return self._gained - self._price > _PAYS
 
-    def adds(self, missed: float) -> bool:
-        """Whether to ask it beside drafts of others that are right but for a share of the steps."""
-        alone = self._gained > self._price
-        return not (self.costly and alone) or missed * self._gained > self._price
+    @property
+    def _loss(self) -> float:
+        """What the next ask is expected to lose."""
+        return self._price - self._gained
 
-    def settle(self, missed: float, gained: float, spent: float) -> None:
-        """Count a step that asked it, in plain steps."""
+    def asks(self) -> bool:
+        """Whether to ask the drafter in this step. If not, some of the step is lent."""
+        if self._loss <= self._credit:
+            return True
+        share = _SHARES[self._fruitless]
+        paid = min(self._owed, share)
+        self._owed -= paid
+        self._credit += share - paid
+        return False
+
+    def settle(self, gained: float, spent: float, owed: float = 0.0) -> None:
+        """Count an ask.
+
+        Args:
+            gained: net of the wider forward.
+            spent: on drafting and learning.
+            owed: for getting ready, from which later asks gain too.
+        """
+        self._owed += owed
+        instalment = self._owed / _TERM
+        self._owed -= instalment
+        spent += instalment
+        self._asks += 1
         self._price = toward(self._price, spent, _PRICE_MEMORY)
-        if missed > _HIT_MEMORY:
-            self._gained += _HIT_MEMORY * (gained / missed - self._gained)
-        self._balance += _BALANCE_MEMORY * (gained - spent - self._balance)
-        self.pays = self._balance > _PAYS
-        self._credit = min(max(self._credit + gained - spent, -_MOST_CREDIT), _MOST_CREDIT)
-        # What the next draft may lose: a costly one that mostly pays takes more than the credit.
-        lacking = self._price - max(gained, self._gained) - self._credit
+        self._gained += max(1 / self._asks, _GAIN_MEMORY) * (gained - self._gained)
+        # Bounded, so that neither a stall of the machine nor past success counts for long.
+        most = _BAD_LUCK * self._price
+        self._credit = min(max(self._credit + gained - spent, -most), max(most, _CREDIT))
         if gained > spent:
             self._fruitless = 0
-        elif lacking > 0:
+        elif self._loss > self._credit:
             self._fruitless = min(self._fruitless + 1, len(_SHARES) - 1)
-        if lacking > 0:
-            self._pause = math.ceil(lacking / _SHARES[self._fruitless])
-            self._credit += lacking
-
-    def rest(self) -> None:
-        """Count a step that did not ask it."""
-        self._balance -= _BALANCE_MEMORY * self._balance
-        self.pays = self._balance > _PAYS
 
 
 @dataclass
-class _Use:
+class Use:
     """What one step asked of a drafter.
 
     Attributes:
-        missed: share of the rows' next tokens that nobody before it had drafted, as far as known.
+        entry: that decided it.
         seconds: of drafting and learning.
+        owed: seconds of getting ready: reading a prompt, or what came while it was left alone.
         promised: tokens per row that its drafts are expected to bring besides the others'.
     """
 
-    missed: float
+    entry: _Entry
     seconds: float = 0.0
+    owed: float = 0.0
     promised: float = 0.0
 
 
@@ -127,21 +135,16 @@ class Drafting:
 
     account: Account
     price: CostModel
-    in_credit: Sequence[bool]
-    uses: dict[int, _Use] = field(default_factory=dict)
+    uses: dict[int, Use] = field(default_factory=dict)
 
     def asks(self, number: int, missed: float = 1.0) -> bool:
-        """Whether to ask a drafter, where those before it leave open a share `missed`."""
-        asked = self.in_credit[number] and self.account.entries[number].adds(missed)
-        if asked:
-            self.uses[number] = _Use(missed)
-        return asked
-
-    def spend(self, number: int, seconds: float, promised: float = 0.0) -> None:
-        """Add what a drafter that was asked took, and what its drafts promise."""
-        use = self.uses[number]
-        use.seconds += seconds
-        use.promised += promised
+        """Whether to ask a drafter, where those before it leave open a share `missed` of the next
+        tokens; to be called once for each that could draft."""
+        with self.account.lock:
+            entry = self.account.entry(number, missed > _OPEN)
+            if entry.asks():
+                self.uses[number] = Use(entry)
+        return number in self.uses
 
     def settle(self, width: int, accepted: Sequence[float]) -> None:
         """The step is over.
@@ -151,18 +154,14 @@ class Drafting:
             accepted: by drafter, tokens per row that none before it had drafted.
         """
         seconds = self.price.curve(width)
-        plain = float(seconds[0]) + self.price.overhead()
-        wider = float(seconds[-1] - seconds[0]) / plain
+        plain = float(seconds[0])
+        wider = float(seconds[-1]) / plain - 1
         promised = sum(use.promised for use in self.uses.values())
         with self.account.lock:
-            for number, entry in enumerate(self.account.entries):
-                use = self.uses.get(number)
-                if use is None:
-                    entry.rest()
-                    continue
+            for number, use in self.uses.items():
                 share = use.promised / promised if promised else 0.0
                 gained = max(0.0, accepted[number] - share * wider)
-                entry.settle(use.missed, gained, use.seconds / plain)
+                use.entry.settle(gained, use.seconds / plain, use.owed / plain)
 
 
 class Account:
@@ -177,7 +176,10 @@ class Account:
         self.planner = planner
         planner.learn(_FIRST_PROMISED, _FIRST_ACCEPTED)
         self.lock = planner.lock
-        self.entries = [_Entry(one) for one in costly]
+        self._entries = [{True: _Entry(_CREDIT)} for _ in costly]
+        for number in np.flatnonzero(costly):
+            # It may pay where the others leave a step open, and only there.
+            self._entries[number] = {True: _Entry(_COSTLY_CREDIT), False: _Entry(_CREDIT)}
         self._drafted = _Pace()
         self._plain = {True: _Pace(), False: _Pace()}  # by whether rerouted
         self._calls = self._plain_calls = 0
@@ -186,10 +188,18 @@ class Account:
         self._patience = 1  # drafted calls before plain is tried
         self._waited = 0
 
+    def entry(self, number: int, leaves_open: bool) -> _Entry:
+        """Of a drafter; of a costly one by whether those before it leave a step open."""
+        entries = self._entries[number]
+        return entries.get(leaves_open, entries[True])
+
+    def pays(self, number: int) -> bool:
+        """Whether a drafter gains time, lately."""
+        return any(entry.pays for entry in self._entries[number].values())
+
     def begin(self, price: CostModel) -> Drafting:
         """A step, with t(n) for one row; to be called once for each."""
-        with self.lock:
-            return Drafting(self, price, [entry.in_credit() for entry in self.entries])
+        return Drafting(self, price)
 
     def rests(self) -> bool:
         """Whether to decode the next call plainly; to be called once for each."""
@@ -230,7 +240,7 @@ class Account:
                 self._choose_rests(plain_step)
 
     def _choose_rests(self, plain_step: float) -> None:
-        if any(entry.pays for entry in self.entries):
+        if any(map(self.pays, range(len(self._entries)))):
             self._streak = 0
             return
         # The mean knows of gains in few calls of many, the last call of gains that begin.

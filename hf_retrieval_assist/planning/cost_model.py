@@ -1,4 +1,6 @@
-"""t(n): the measured time of a forward over n tokens, learnt from the loop's own forwards.
+"""t(n): the measured time of a step that feeds n tokens, learnt from the loop's own steps.
+
+A step is the forward, the walk and what the cache keeps; drafting is counted elsewhere.
 
 The curve is kept as log t at a few knots, jointly Gaussian, and every timing is one Kalman update
 of it: sizes that were never fed are inferred from their neighbours and from a prior shape, with an
@@ -15,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..system.locks import Lock
-from .running_mean import toward
 
 Float64Array = NDArray[np.float64]
 
@@ -50,7 +51,6 @@ _CHANGE_FORGETTING = 0.5
 _ANYWHERE = len(KNOTS)
 _FORGETTING = 0.01  # variance regained per timing, in units of a timing's own
 _FORGETTING_PERIOD = 8
-_OVERHEAD_MEMORY = 0.1  # share of a new timing in an overhead's mean
 _RESTORED_VARIANCE = 0.02  # at least this share of the prior variance after a restart
 _MOST_LOG_SECONDS = 200.0  # in a file; above it sums of seconds would overflow
 
@@ -91,7 +91,7 @@ def _monotone(values: Float64Array) -> Float64Array:
 
 
 class CostModel:
-    """Learns t(n), the seconds of one forward that feeds n tokens per row (the root included).
+    """Learns t(n), the seconds of one step that feeds n tokens per row (the root included).
 
     Robust to outliers and to the first slow calls; forgets, so that it follows a curve that
     changes. Safe to share between threads. An observation and the next curve cost about 15 µs.
@@ -117,7 +117,6 @@ class CostModel:
         self._outliers = [0] * (len(KNOTS) + 1)  # by knot, then anywhere; signed by side
         self._curve: Float64Array = np.empty(0)
         self._stale = True
-        self._overheads: dict[str, float] = {}
         self._lock = Lock()
 
     @classmethod
@@ -136,7 +135,7 @@ class CostModel:
         return self._timed
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Learn from a forward that fed `tokens` tokens per row, or of all packed rows.
+        """Learn from a step that fed `tokens` tokens per row, or of all packed rows.
 
         Sizes beyond `MAX_TOKENS` and clocks that stood still teach nothing.
         """
@@ -212,7 +211,7 @@ class CostModel:
         self._covariance += min(share, 1.0) * (self._prior_covariance - self._covariance)
 
     def seconds(self, tokens: int) -> float:
-        """Expected seconds of a forward over `tokens` tokens per row."""
+        """Expected seconds of a step that feeds `tokens` tokens per row."""
         return float(self.curve(tokens)[-1])
 
     def share(self, tokens: int) -> int:
@@ -247,20 +246,6 @@ class CostModel:
             self._curve[MAX_TOKENS:] += slope * (sizes[MAX_TOKENS:] - MAX_TOKENS)
         self._stale = False
 
-    def observe_overhead(self, kind: str, seconds: float) -> None:
-        """Learn what a step spends outside the forward on `kind` ("draft", "walk", …)."""
-        with self._lock:
-            mean = self._overheads.get(kind, 0.0)
-            self._overheads[kind] = toward(mean, seconds, _OVERHEAD_MEMORY)
-
-    def overhead(self) -> float:
-        """Seconds per step spent on all kinds of work outside the forward."""
-        return sum(self._overheads.copy().values())
-
-    def step_curve(self, max_tokens: int) -> Float64Array:
-        """float64 [max_tokens]: seconds of whole steps that feed 1, …, max_tokens tokens."""
-        return self.curve(max_tokens) + self.overhead()
-
     def state(self) -> dict[str, Any]:
         """What is known, in JSON's types; see `restore`."""
         with self._lock:
@@ -271,7 +256,6 @@ class CostModel:
                 "uncertainty": (self._covariance.diagonal() / self._prior_covariance.diagonal())
                 .clip(0, 1)
                 .tolist(),
-                "overheads": dict(self._overheads),
             }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -289,18 +273,11 @@ class CostModel:
         noise, count = _finite_numbers(state, "noise"), _finite_numbers(state, "observations")
         if (uncertainty < 0).any() or (uncertainty > 1).any() or noise[0] <= 0 or count[0] < 0:
             raise ValueError("expected uncertainty in [0, 1], noise > 0 and observations >= 0")
-        overheads = state.get("overheads")
-        if not isinstance(overheads, dict):
-            raise ValueError(f"expected overheads to be an object, got {overheads!r}")
-        seconds = {str(kind): float(_finite_numbers(overheads, kind)[0]) for kind in overheads}
-        if min(seconds.values(), default=0) < 0:
-            raise ValueError(f"expected no overhead below 0 seconds, got {overheads}")
         with self._lock:
             self._mean = mean
             std = np.sqrt(uncertainty.clip(_RESTORED_VARIANCE, 1))
             self._covariance = np.outer(std, std) * self._prior_covariance
             self._noise, self._count = float(noise[0]), int(count[0])
-            self._overheads = seconds
             self._timed = self._count > 0
             self._stale = True
 

@@ -16,7 +16,7 @@ from ..system.files import replacing, user_cache_directory
 from ..system.locks import Lock
 from .cost_model import CostModel
 
-_FORMAT = 2
+_FORMAT = 3
 _MAX_FILE_BYTES = 1 << 22
 _SAVE_INTERVAL = 60.0  # seconds
 
@@ -109,11 +109,10 @@ class CostModels:
                 model.borrow(self._models[nearest])
             return model
 
-    def timed(self, fingerprint: str) -> dict[CostKey, CostModel]:
-        """The models of one fingerprint that were timed."""
+    def timed(self) -> dict[CostKey, CostModel]:
+        """The models that were timed."""
         with self._lock:
-            found = self._models.items()
-            return {k: m for k, m in found if k.fingerprint == fingerprint and m.timed}
+            return {key: model for key, model in self._models.items() if model.timed}
 
     def _nearest_timed(self, key: CostKey) -> CostKey | None:
         alike = [k for k, m in self._models.items() if m.timed and k.setting == key.setting]

@@ -42,9 +42,6 @@ class CostView(CostModel):
         compared = int(self._fed(reference)[-1])
         return self._cost.spread(int(fed[-1]), compared)[fed - 1]
 
-    def overhead(self) -> float:
-        return self._cost.overhead()
-
     def _fed(self, most: int) -> Sizes:
         """The tokens that are fed where 1, 2, …, `most` are planned."""
         raise NotImplementedError

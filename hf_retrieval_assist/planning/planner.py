@@ -104,7 +104,7 @@ class Planner:
         most = self.max_nodes
         if cost.company:
             most = min(most, max(_LEAST_SHARE, 2 * most // (1 + cost.company)))
-        seconds = cost.step_curve(1 + most)
+        seconds = cost.curve(1 + most)
         return int(((cost.company + np.arange(1, most + 2)) / seconds).argmax())
 
     def plan(self, tree: TokenTree, cost: CostModel, extra_tokens: int = 0) -> TokenTree:
@@ -155,7 +155,7 @@ class Planner:
     def _best_width(self, tokens: Float64Array, cost: CostModel, extra_tokens: int) -> int:
         """The number of nodes at which `tokens`, float64 [nodes + 1], come fastest."""
         widest = len(tokens) - 1
-        seconds = cost.step_curve(1 + extra_tokens + widest)[extra_tokens:]
+        seconds = cost.curve(1 + extra_tokens + widest)[extra_tokens:]
         tokens = tokens[0] + self.belief * (tokens - tokens[0])
         rates = tokens / seconds
         best = int(rates.argmax())

@@ -6,20 +6,23 @@ them wherever they show HTML. All text of models and of drafters' names is escap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import accumulate, groupby
+from typing import Any
 
 import numpy as np
 
 from ..drafting.policy import DraftingPolicy
+from ..planning.cost_store import CostKey
 from ..stats import PHASES, html_row
 from .palette import colours
-from .pieces import readable
-from .record import MODEL, CallRecord, Record, Step
+from .pieces import readable, text_pieces
+from .steps import MODEL, CallRecord, Step
 
 _MOST_NODES = 48  # of a tree that are shown, besides the accepted ones
 _MOST_TREES = 300  # of a row
+_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of forwards whose cost is shown
 _FAINT = ' opacity=".35"'  # bars of the model's own tokens
 
 _STYLE = """
@@ -62,26 +65,49 @@ _STYLE = """
 """
 
 
-def page(record: Record) -> str:
-    """A whole document, which follows the reader's choice of light or dark."""
+def page(shown: str) -> str:
+    """A whole document around a fragment, which follows the reader's choice of light or dark."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="color-scheme" content="light dark"><title>Record of a call</title></head>'
-        f"<body>{fragment(record)}</body></html>"
+        f"<body>{shown}</body></html>"
     )
 
 
-def fragment(record: Record) -> str:
-    """The record for a notebook's cell."""
-    calls = "".join(_call(record, number, call) for number, call in enumerate(record.calls))
-    return (
-        f'<div class="hfra"><style>{_STYLE}</style><div>{escape(str(record.stats))}</div>'
-        f"{_table_of_origins(record)}{calls}</div>"
+def fragment(
+    summary: str,
+    origins: Sequence[str],
+    counts: Mapping[str, tuple[int, int, int]],
+    calls: Sequence[CallRecord],
+    tokenizer: Any,
+) -> str:
+    """A record for a notebook's cell.
+
+    Args:
+        summary: of the figures of all calls.
+        origins: all sources, by which colours are given out.
+        counts: of each source that is listed, the nodes proposed and verified, and the tokens.
+        calls: whose texts, trees and times are shown.
+        tokenizer: of the texts; None: ids are shown.
+    """
+    palette = colours(origins)
+    shown = []
+    for number, call in enumerate(calls):
+        texts = _Texts(call, palette, tokenizer)
+        rows = "".join(map(texts.row, range(len(call.prompts))))
+        title = f"call {number + 1}: {call.stats}" if len(calls) > 1 else "text"
+        opened = " open" if number == len(calls) - 1 else ""
+        shown.append(
+            f"<details{opened}><summary>{escape(title)}</summary>{rows}</details>"
+            f"{_tokens_chart(call)}{_time_bar(call)}"
+        )
+    return _styled(
+        f"<div>{escape(summary)}</div>{_table_of_origins(counts, palette)}{''.join(shown)}"
     )
 
 
 def assistant_html(assistant: DraftingPolicy) -> str:
-    """An assistant's drafters and what they did so far."""
+    """An assistant's drafters, what they did so far, and what forwards cost."""
     rows = [html_row("th", "drafter", "proposes from", "nodes tried", "accepted", "expected")]
     for drafter, (name, found) in zip(
         assistant.drafters, assistant.stats.reliability.items(), strict=True
@@ -91,19 +117,36 @@ def assistant_html(assistant: DraftingPolicy) -> str:
             html_row("td", name, ", ".join(drafter.origins), *(f"{n:.0f}" for n in figures))
         )
     budget = escape(str(assistant.planner.budget))
-    return (
-        f'<div class="hfra"><style>{_STYLE}</style><b>{escape(type(assistant).__name__)}</b>, '
-        f"budget {budget}<table>{''.join(rows)}</table>{assistant.stats._repr_html_()}</div>"
+    return _styled(
+        f"<b>{escape(type(assistant).__name__)}</b>, budget {budget}<table>{''.join(rows)}</table>"
+        f"{assistant.stats._repr_html_()}{_costs(assistant)}"
     )
+
+
+def _costs(assistant: DraftingPolicy) -> str:
+    """Milliseconds of forwards over so many tokens, of each kind that was timed."""
+    rows = [
+        html_row("td", _kind(key), *(f"{1e3 * cost.seconds(n):.2f}" for n in _TOKENS))
+        for key, cost in assistant.costs.timed().items()
+    ]
+    if not rows:
+        return ""
+    heading = html_row("th", "ms of a forward over n tokens", *map(str, _TOKENS))
+    return f"<table>{heading}{''.join(rows)}</table>"
+
+
+def _kind(key: CostKey) -> str:
+    return f"{key.dtype}, {key.batch_size} x {key.cache_length} tokens in the cache"
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
     """A table of texts, and a sentence under it."""
     body = "".join([html_row("th", *heading), *(html_row("td", *row) for row in rows)])
-    return (
-        f'<div class="hfra"><style>{_STYLE}</style><table>{body}</table>'
-        f"<div>{escape(below)}</div></div>"
-    )
+    return _styled(f"<table>{body}</table><div>{escape(below)}</div>")
+
+
+def _styled(shown: str) -> str:
+    return f'<div class="hfra"><style>{_STYLE}</style>{shown}</div>'
 
 
 def _tint(colour: str | None) -> str:
@@ -111,10 +154,11 @@ def _tint(colour: str | None) -> str:
     return f' style="background:{colour}55"' if colour else ""
 
 
-def _table_of_origins(record: Record) -> str:
-    palette = colours(record.origins)
+def _table_of_origins(
+    counts: Mapping[str, tuple[int, int, int]], palette: Mapping[str, str]
+) -> str:
     rows = [html_row("th", "source", "nodes proposed", "verified", "tokens")]
-    for name, (proposed, verified, tokens) in record.shown_origins().items():
+    for name, (proposed, verified, tokens) in counts.items():
         nodes = ("", "") if name == MODEL else (f"{proposed:,}", f"{verified:,}")
         key = f'<span class="key"{_tint(palette.get(name))}>{escape(name)}</span>'
         cells = "".join(f'<td class="num">{cell}</td>' for cell in (*nodes, f"{tokens:,}"))
@@ -122,114 +166,96 @@ def _table_of_origins(record: Record) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _call(record: Record, number: int, call: CallRecord) -> str:
-    rows = "".join(_row(record, call, row) for row in range(len(call.prompts)))
-    title = f"call {number + 1}: {call.stats}" if len(record.calls) > 1 else "text"
-    opened = " open" if number == len(record.calls) - 1 else ""
-    return (
-        f"<details{opened}><summary>{escape(title)}</summary>{rows}</details>"
-        f"{_tokens_chart(call)}{_time_bar(call)}"
-    )
+class _Texts:
+    """The texts of a call's rows, with the tree of each step."""
 
+    def __init__(self, call: CallRecord, palette: Mapping[str, str], tokenizer: Any):
+        self._call = call
+        self._palette = palette
+        self._tokenizer = tokenizer
 
-def _row(record: Record, call: CallRecord, row: int) -> str:
-    """A row's text with the tree of each step, which shows in the panel below."""
-    pieces = record.pieces(call.generated(row), call.prompts[row])
-    palette = colours(record.origins)
-    shown = []
-    # Until the reader chooses a step, the one that brought most is open.
-    most = max(call.of_row(row), key=lambda step: len(step.token_ids), default=None)
-    for number, step in enumerate(call.of_row(row)):
-        mine = pieces[step.position : step.position + len(step.token_ids)]
-        if mine:
-            panel = _panel(record, call, step, palette) if number <= _MOST_TREES else ""
-            tokens = "".join(
-                _token(piece, palette.get(name))
-                for piece, name in zip(mine, step.credits, strict=False)
-            )
-            chosen = " first" if step is most else ""
-            shown.append(f'<span class="step{chosen}" tabindex="0">{tokens}{panel}</span>')
-    title = f"<div>row {row}</div>" if len(call.prompts) > 1 else ""
-    hint = "Every mark between tokens is a forward: hover over its tokens, or click, for its tree."
-    if len(shown) > _MOST_TREES + 1:
-        hint += f" The first {_MOST_TREES} have one."
-    return (
-        f'<div class="row">{title}<div>{hint}</div><div class="text">{"".join(shown)}</div>'
-        '<div class="hint"></div></div>'
-    )
+    def row(self, row: int) -> str:
+        """A row's text with the tree of each step, which shows in the panel below."""
+        call = self._call
+        pieces = text_pieces(self._tokenizer, call.generated(row), call.prompts[row])
+        shown = []
+        # Until the reader chooses a step, the one that brought most is open.
+        most = max(call.of_row(row), key=lambda step: len(step.token_ids), default=None)
+        for number, step in enumerate(call.of_row(row)):
+            mine = pieces[step.position : step.position + len(step.token_ids)]
+            if mine:
+                panel = self._panel(step) if number <= _MOST_TREES else ""
+                tokens = "".join(map(self._token, mine, step.credits))
+                chosen = " first" if step is most else ""
+                shown.append(f'<span class="step{chosen}" tabindex="0">{tokens}{panel}</span>')
+        title = f"<div>row {row}</div>" if len(call.prompts) > 1 else ""
+        hint = (
+            "Every mark between tokens is a forward: hover over its tokens, or click, for its tree."
+        )
+        if len(shown) > _MOST_TREES + 1:
+            hint += f" The first {_MOST_TREES} have one."
+        return (
+            f'<div class="row">{title}<div>{hint}</div><div class="text">{"".join(shown)}</div>'
+            '<div class="hint"></div></div>'
+        )
 
+    def _token(self, piece: str, origin: str) -> str:
+        text = escape(readable(piece)).replace("\n", '<i class="eol">↵</i>\n')
+        return f'<span class="tok"{_tint(self._palette.get(origin))}>{text}</span>'
 
-def _token(piece: str, colour: str | None) -> str:
-    text = escape(readable(piece)).replace("\n", '<i class="eol">↵</i>\n')
-    return f'<span class="tok"{_tint(colour)}>{text}</span>'
+    def _panel(self, step: Step) -> str:
+        proposed = sum(map(len, step.drafts))
+        times = ", ".join(f"{phase} {1e3 * took:.1f} ms" for phase, took in step.seconds.items())
+        title = f"forward {step.forward}" if step.forward else "prefill"
+        facts = (
+            f"{title}: {proposed} nodes proposed, {len(step.tree)} verified, "
+            f"{len(step.accepted)} accepted, {len(step.token_ids)} tokens; {times}"
+        )
+        return f'<span class="panel">{escape(facts)}{self._tree(step)}</span>'
 
+    def _tree(self, step: Step) -> str:
+        """The tree from left to right, nodes without a choice between them joined in one box."""
+        tree = step.tree
+        if not len(tree):
+            return ""
+        likely = np.argsort(-tree.probs, kind="stable")[:_MOST_NODES]
+        shown = {*likely.tolist(), *step.accepted.tolist()}
+        children: dict[int, list[int]] = {}
+        for node in sorted(shown):
+            children.setdefault(int(tree.parents[node]), []).append(node)
+        root = self._token_before(step)
+        boxes = "".join(self._subtree(step, node, root, children) for node in children.get(-1, []))
+        hidden = len(tree) - len(shown)
+        more = f"<span>and {hidden} less probable nodes</span>" if hidden else ""
+        return f'<span class="kids">{boxes}{more}</span>'
 
-def _panel(record: Record, call: CallRecord, step: Step, palette: dict[str, str]) -> str:
-    proposed = sum(map(len, step.drafts))
-    times = ", ".join(f"{phase} {1e3 * took:.1f} ms" for phase, took in step.seconds.items())
-    title = f"forward {step.forward}" if step.forward else "prefill"
-    facts = (
-        f"{title}: {proposed} nodes proposed, {len(step.tree)} verified, "
-        f"{len(step.accepted)} accepted, {len(step.token_ids)} tokens; {times}"
-    )
-    tree = _tree(record, call, step, palette) if len(step.tree) else ""
-    return f'<span class="panel">{escape(facts)}{tree}</span>'
+    def _token_before(self, step: Step) -> int:
+        """The tree's root, the last token before the step."""
+        if step.position:
+            return int(self._call.generated(step.row)[step.position - 1])
+        return int(self._call.prompts[step.row][-1])
 
-
-def _tree(record: Record, call: CallRecord, step: Step, palette: dict[str, str]) -> str:
-    """The tree from left to right, nodes without a choice between them joined in one box."""
-    likely = np.argsort(-step.tree.probs, kind="stable")[:_MOST_NODES]
-    shown = {*likely.tolist(), *step.accepted.tolist()}
-    children: dict[int, list[int]] = {}
-    for node in sorted(shown):
-        children.setdefault(int(step.tree.parents[node]), []).append(node)
-    root = _token_before(call, step)
-    boxes = "".join(
-        _subtree(record, step, node, root, children, palette) for node in children.get(-1, [])
-    )
-    hidden = len(step.tree) - len(shown)
-    more = f"<span>and {hidden} less probable nodes</span>" if hidden else ""
-    return f'<span class="kids">{boxes}{more}</span>'
-
-
-def _token_before(call: CallRecord, step: Step) -> int:
-    """The tree's root, the last token before the step."""
-    if step.position:
-        return int(call.generated(step.row)[step.position - 1])
-    return int(call.prompts[step.row][-1])
-
-
-def _subtree(
-    record: Record,
-    step: Step,
-    node: int,
-    before: int,
-    children: dict[int, list[int]],
-    palette: dict[str, str],
-) -> str:
-    accepted = {int(accepted) for accepted in step.accepted}
-    run = [node]
-    while (below := children.get(run[-1], [])) and len(below) == 1:
-        same_fate = (run[-1] in accepted) == (below[0] in accepted)
-        if not same_fate or step.credit(run[-1]) != step.credit(below[0]):
-            break
-        run.append(below[0])
-    tokens = step.tree.token_ids[run]
-    text = "".join(record.pieces(tokens, np.array([before], np.int32)))
-    text = escape(readable(text).replace("\n", "↵"))
-    prob = f"{step.tree.probs[run[-1]]:.2f}"
-    hit = " hit" if node in accepted else ""
-    named_by = ", ".join(f"{named.origin} {named.prob:.2f}" for named in step.witnesses[run[-1]])
-    inner = "".join(
-        _subtree(record, step, child, int(tokens[-1]), children, palette) for child in below
-    )
-    box = (
-        f'<span class="node{hit}"{_tint(palette.get(step.credit(node)))} '
-        f'title="{escape(named_by)}">{text}<small>{prob}</small></span>'
-    )
-    return (
-        f'<span class="sub">{box}{f"""<span class="kids">{inner}</span>""" if inner else ""}</span>'
-    )
+    def _subtree(self, step: Step, node: int, before: int, children: dict[int, list[int]]) -> str:
+        accepted = set(step.accepted.tolist())
+        run = [node]
+        while (below := children.get(run[-1], [])) and len(below) == 1:
+            same_fate = (run[-1] in accepted) == (below[0] in accepted)
+            if not same_fate or step.credit(run[-1]) != step.credit(below[0]):
+                break
+            run.append(below[0])
+        tokens = step.tree.token_ids[run]
+        text = "".join(text_pieces(self._tokenizer, tokens, np.array([before], np.int32)))
+        text = escape(readable(text).replace("\n", "↵"))
+        prob = f"{step.tree.probs[run[-1]]:.2f}"
+        hit = " hit" if node in accepted else ""
+        named_by = ", ".join(f"{n.origin} {n.prob:.2f}" for n in step.witnesses[run[-1]])
+        inner = "".join(self._subtree(step, child, int(tokens[-1]), children) for child in below)
+        box = (
+            f'<span class="node{hit}"{_tint(self._palette.get(step.credit(node)))} '
+            f'title="{escape(named_by)}">{text}<small>{prob}</small></span>'
+        )
+        kids = f'<span class="kids">{inner}</span>' if inner else ""
+        return f'<span class="sub">{box}{kids}</span>'
 
 
 def _tokens_chart(call: CallRecord) -> str:

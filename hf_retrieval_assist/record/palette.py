@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .record import MODEL
+from .steps import MODEL
 
 _OWN = {
     "text": "#0072b2",

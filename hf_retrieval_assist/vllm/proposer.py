@@ -73,7 +73,7 @@ class Proposer:
         self.leads = parallel.rank % parallel.tensor_parallel_size == 0
         self.cost = CostModel(vllm_config.device_config.device_type)
         self._rows: list[Row] = []
-        self._left: float | None = None
+        self._last: float | None = None  # when the step before arrived
         self._timings = 0
         atexit.register(self.close)
 
@@ -104,8 +104,7 @@ class Proposer:
         for row, draft in self._draft([*grown]):
             row.drafted = len(draft)
             drafts[grown[row]] = draft
-        self._left = time.perf_counter()
-        self.cost.observe_overhead("draft", self._left - arrived)
+        self._last = arrived
         return drafts
 
     def _draft(self, rows: Sequence[Row]) -> list[tuple[Row, list[int]]]:
@@ -164,10 +163,10 @@ class Proposer:
 
     def _time(self, fed: int, arrived: float) -> None:
         """Learn t(n) from a step that fed no part of a prompt, unless there was none before it."""
-        if fed and self._left is not None:
+        if fed and self._last is not None:
             self._timings += 1
             if self._timings <= _WELL_KNOWN or self._timings % _TIMED == 0:
-                self.cost.observe(fed, arrived - self._left)
+                self.cost.observe(fed, arrived - self._last)
 
     def close(self) -> None:
         """All requests have ended. Called at the end of the process; more may follow."""

@@ -140,8 +140,10 @@ def test_verify_finds_an_altered_file(store, capsys):
     "arguments",
     [
         *([], ["unheard-of"], ["build", "x"], ["info"], ["compact", "x", "--memory", "lots"]),
-        *(["calibrate", "x", "--dtype", name] for name in ("nosuch", "int8", "nn")),
-        *(["calibrate", "x", "--device", name] for name in ("nosuch", "privateuseone")),
+        *(["suggest", "x", "x", "--dtype", name] for name in ("nosuch", "int8", "nn")),
+        *(["suggest", "x", "x", "--device", name] for name in ("nosuch", "privateuseone")),
+        ["suggest", "x", "x", "--max-new-tokens", "0"],
+        ["suggest", "x", "x", "--repeats", "x"],
         ["demo", "--device", "nosuch"],
     ],
     ids=" ".join,
@@ -155,7 +157,7 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
-        main(["calibrate", "x", "--device", "cuda"])
+        main(["demo", "--device", "cuda"])
     assert "--device: expected a device of PyTorch, got cuda" in capsys.readouterr().err
 
 
@@ -166,10 +168,13 @@ def test_a_truncated_model_is_one_line(tmp_path, capsys):
     os.truncate(weights, weights.stat().st_size // 2)
     tokenizer_of_letters().save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("some text")
-    assert main(["suggest", str(tmp_path / "model"), str(tmp_path / "prompts.txt")]) == 1
+    command = ["suggest", str(tmp_path / "model"), str(tmp_path / "prompts.txt")]
+    assert main(command) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("hf-retrieval-assist: error: ")
     assert "expected files of transformers, got SafetensorError" in error
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    assert main(command) == 1
 
 
 @pytest.mark.parametrize("command", ["", *cli.COMMANDS])

@@ -13,8 +13,8 @@ from hf_retrieval_assist.drafters import token_recycling
 from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.drafters.token_recycling import (
     TEMPLATES,
-    Template,
     TokenRecyclingDrafter,
+    template_of,
 )
 from hf_retrieval_assist.structures import draft_tree, successors
 from hf_retrieval_assist.verification import top_logits
@@ -54,20 +54,20 @@ def drafted_paths(tree):
     ("name", "per_level"), [("2.2.2", [8, 21, 25, 15, 8, 3]), ("sam", [7, 20, 21, 8, 4])]
 )
 def test_templates_have_the_published_shape(name, per_level):
-    template = Template(TEMPLATES[name], 8)
-    assert np.bincount(draft_tree.depths(template.parents))[1:].tolist() == per_level
-    assert len(template.parents) == sum(per_level)
-    paths = [rank_path(template, node) for node in range(len(template.parents))]
+    parents, ranks = template_of(TEMPLATES[name], 8)
+    assert np.bincount(draft_tree.depths(parents))[1:].tolist() == per_level
+    assert len(parents) == sum(per_level)
+    paths = [rank_path(parents, ranks, node) for node in range(len(parents))]
     assert len(set(paths)) == len(paths)
     # Every published tree is monotone: a path may lower any of its ranks and stay inside.
     assert all((*p[:-1], p[-1] - 1) in set(paths) for p in paths if p[-1])
 
 
-def rank_path(template, node):
+def rank_path(parents, ranks, node):
     path = ()
     while node >= 0:
-        path = (int(template.ranks[node]), *path)
-        node = int(template.parents[node])
+        path = (int(ranks[node]), *path)
+        node = int(parents[node])
     return path
 
 
@@ -102,9 +102,10 @@ def test_the_template_is_laid_over_the_table():
 
 
 def test_ranks_beyond_the_table_are_left_out():
-    assert len(Template(TEMPLATES["2.2.2"], 1).parents) == 6
-    narrow = Template((2, 0, 1, 0), 1)
-    assert narrow.parents.tolist() == [-1]
+    assert len(template_of(TEMPLATES["2.2.2"], 1)[0]) == 6
+    parents, ranks = template_of((2, 1, 1, 0, 0), 1)
+    assert parents.tolist() == [-1, 0]
+    assert ranks.tolist() == [0, 0]
 
 
 def test_budget_keeps_the_most_probable_nodes():
@@ -329,7 +330,9 @@ def test_texts_with_tables_of_their_own_teach_those():
     ]
     drafter.commit_rows([shared, private], [[5], [5]], feedbacks)
     assert drafted_paths(shared.propose(8)) == {(3,)}
-    assert drafted_paths(private.propose(8)) == {(4,)}
+    assert drafted_paths(private.propose(8)) == {(3,), (4,)}
+    (kept,) = private.propose(1).token_ids
+    assert kept in (3, 4)
 
 
 def test_threads_share_one_table():
@@ -429,10 +432,15 @@ def test_what_text_alone_has_taught_is_not_taken_for_logits():
     assert len(session.propose(64)) == 0
 
 
+@pytest.mark.parametrize("learn", [True, False])
 @pytest.mark.parametrize("prompt", [[], [4]])
-def test_a_text_without_a_token_before_the_last_has_no_last_logits(prompt):
-    session = TokenRecyclingDrafter(last_logits=True).start(ids(*prompt), target())
+def test_a_text_without_a_token_before_the_last_has_no_last_logits(prompt, learn):
+    """Prompts of embeddings have no ids at all."""
+    own = dataclasses.replace(target(), learn=learn)
+    session = TokenRecyclingDrafter(last_logits=True).start(ids(*prompt), own)
     assert len(session.propose(64)) == 0
+    feed(session, (3,), (0,), logits_preferring(10, (5, 6)), [5, 3])
+    assert drafted_paths(session.propose(2)) == {(5,), (6,)}
 
 
 @pytest.mark.parametrize("changes", [{"learn": False}, {"expected": (ids(3, 7, 5),)}])

@@ -134,15 +134,6 @@ def test_fixed_learns_nothing():
     assert model.seconds(10) == 6.0
 
 
-def test_overheads_are_means_that_outliers_hardly_move():
-    model = CostModel()
-    for _ in range(50):
-        model.observe_overhead("draft", 1e-4)
-        model.observe_overhead("walk", 3e-4)
-    model.observe_overhead("draft", 1.0)
-    assert model.overhead() == pytest.approx(4.1e-4)
-
-
 def test_size_buckets():
     assert [size_bucket(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [1, 1, 2, 4, 4, 8, 1024]
 
@@ -168,11 +159,9 @@ def test_a_longer_cache_starts_from_the_shorter_one():
 def test_saved_models_start_warm(tmp_path):
     models = CostModels(tmp_path)
     feed(models.get(KEY), CURVES["linear"], 100)
-    models.get(KEY).observe_overhead("draft", 2e-4)
     models.save("model")
     again = CostModels(tmp_path).get(KEY)
     assert np.allclose(again.curve(96), models.get(KEY).curve(96))
-    assert again.overhead() == pytest.approx(2e-4)
     check_invariants(again)
     feed(again, CURVES["flat"], 80, seed=1)
     assert worst_error(again, CURVES["flat"]) < 1.4
@@ -197,7 +186,6 @@ def damaged_files():
         "ragged": with_state(log_seconds=[[0.0], [1.0, 2.0]]),
         "not finite": with_state(log_seconds=[float("nan")] * len(KNOTS)),
         "finite, but not as seconds": with_state(log_seconds=[800.0] * len(KNOTS)),
-        "less than no time": with_state(overheads={"walk": -1.0}),
         "text for numbers": with_state(noise="loud"),
         "negative noise": with_state(noise=-1.0),
         "uncertainty above one": with_state(uncertainty=[2.0] * len(KNOTS)),

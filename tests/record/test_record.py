@@ -17,10 +17,8 @@ from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, TokenT
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
-from hf_retrieval_assist.host.fingerprint import fingerprint
-from hf_retrieval_assist.record import plots
 from hf_retrieval_assist.record.pieces import readable, text_pieces
-from hf_retrieval_assist.record.record import MODEL, same_paths
+from hf_retrieval_assist.record.steps import MODEL, same_paths
 
 from ..support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
 from ..support.oracle_drafter import OracleDrafter
@@ -204,6 +202,20 @@ def test_calls_of_other_assistants_and_after_the_block_are_not_recorded(llama):
     assert outer.calls == inner.calls
 
 
+def test_private_calls_are_recorded_by_their_own_record_alone(llama):
+    assistant = SamAssistant()
+    private = assistant.private()
+    with assistant.record() as record, private.expecting([1, 2]).record() as own:
+        run(llama, assistant=private)
+        run(llama, assistant=private.expecting([3, 4]))
+        run(llama, assistant=assistant.private())
+    assert len(record) == 0
+    assert len(own) == 2
+    with assistant.record() as record:
+        run(llama, assistant=assistant.expecting([1, 2]))
+    assert len(record) == 1
+
+
 def test_listeners_hear_of_steps_as_they_end(llama):
     heard = []
     assistant = SamAssistant()
@@ -326,35 +338,17 @@ def test_assistants_show_their_drafters(recorded):
     assert "text, memory, corpus" in text
 
 
-def test_plots_draw_a_bar_for_every_step(recorded, monkeypatch):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
-    text, record, _ = recorded
-    axis = record.plot_tokens()
-    assert sum(bar.get_height() for bar in axis.patches) == len(text)
-    assert len(record.plot_time().patches) == 5
-    step = max(record.steps, key=lambda step: len(step.tree))
-    axis = record.plot_tree(step)
-    assert len(axis.lines) == len(axis.texts) == len(step.tree)
-    monkeypatch.setattr(plots, "_MOST_NODES", 2)
-    axis = record.plot_tree(step)
-    assert len(step.accepted) <= len(axis.texts) <= 2 + len(step.accepted)
-    assert len(axis.texts) < len(step.tree)
-    matplotlib.pyplot.close("all")
-
-
-def test_what_forwards_cost_is_drawn(recorded):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
+def test_what_forwards_cost_is_shown_with_the_assistant():
     model = build(LlamaForCausalLM)
     assistant = SamAssistant(budget=4)
-    with pytest.raises(ValueError, match="expected one that this assistant has served"):
-        assistant.plot_cost(model)
+    assert "ms of a forward" not in assistant._repr_html_()
     run(model, assistant=assistant)
-    axis = assistant.plot_cost(model)
-    assert len(axis.lines) == len(assistant.costs.timed(fingerprint(model))) > 0
-    assert "tokens in the cache" in axis.lines[0].get_label()
-    matplotlib.pyplot.close("all")
+    (key, cost), *_ = assistant.costs.timed().items()
+    shown = assistant._repr_html_()
+    assert f"float32, 1 x {key.cache_length} tokens in the cache" in shown
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        assert f"<th>{tokens}</th>" in shown
+        assert f"<td>{1e3 * cost.seconds(tokens):.2f}</td>" in shown
 
 
 def test_pieces_join_to_the_text():
