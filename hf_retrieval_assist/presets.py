@@ -43,7 +43,6 @@ Source: TypeAlias = (
     Literal["token_recycling", "mtp", "quantized_self"]
     | Drafter
     | EagleHead
-    | MtpHead
     | PreTrainedModel
 )
 Fallback: TypeAlias = Source | Sequence[Source] | None

@@ -21,7 +21,7 @@ from hf_retrieval_assist import (
 )
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.host import private_names
-from hf_retrieval_assist.kernels import norm
+from hf_retrieval_assist.kernels import norms
 from hf_retrieval_assist.kernels.skinny import fused_norm
 from hf_retrieval_assist.token_tree import TokenTree
 
@@ -422,7 +422,7 @@ class _SeeingSession(_NeverSession):
 def test_drafters_are_shown_what_the_forwards_showed(llama, rerouted, monkeypatch):
     """Whoever had drafted the tokens; and the steps run by the kernels."""
     normed = []
-    monkeypatch.setattr(norm, "fused_norm", lambda *x: normed.append(x) or fused_norm(*x))
+    monkeypatch.setattr(norms, "fused_norm", lambda *x: normed.append(x) or fused_norm(*x))
     inputs = prompts(4)
     plain = run(llama, inputs)
     knowing = half_knowing(inputs, plain)
