@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_workflows_make_targets_that_there_are(workflow):
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_every_step_runs_or_uses_something(workflow):
     assert all(("run" in step) != ("uses" in step) for step in steps_of(workflow))
+
+
+def test_the_package_keeps_to_its_budget_of_lines():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    sources = [
+        path
+        for folder in ("hf_retrieval_assist", "cython_ext")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".pyx", ".pxd", ".pxi", ".h", ".c")
+    ]
+    lines = sum(path.read_text(encoding="utf-8").count("\n") for path in sources)
+    budget = project["tool"]["hf-retrieval-assist"]["lines"]
+    assert budget - 1000 < lines <= budget
 
 
 def test_versions_agree():
