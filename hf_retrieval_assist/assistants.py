@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ from .attachment import attached
 from .decoding.decode import decode
 from .drafters.expected import Expected, Text
 from .drafting.policy import DraftingPolicy
-from .record import CallRecord, Record, Step
-from .record.html import assistant_html
 from .stats import CallStats
+
+if TYPE_CHECKING:
+    from .record import CallRecord, Record, Step
 
 
 class _OfUsers(type):
@@ -173,6 +174,8 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             tokenizer: to show tokens as text.
             on_step: called with every finished step, while the call goes on.
         """
+        from .record import Record
+
         record = Record(tokenizer, on_step)
         with self._lock:
             self.records.append(record)
@@ -188,6 +191,8 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             records = list(self.records)
         if not records:
             return None
+        from .record import CallRecord
+
         listeners = [record.on_step for record in records if record.on_step is not None]
         observed = CallRecord(prompts, call, self.drafters, listeners)
         for record in records:
@@ -196,4 +201,6 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
 
     def _repr_html_(self) -> str:
         """Drafters and figures, for notebooks."""
+        from .record.html import assistant_html
+
         return assistant_html(self)

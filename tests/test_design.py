@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import LlamaForCausalLM
 
 from tests.support.lossless import build, knowing, run
@@ -87,3 +89,26 @@ def test_a_token_goes_the_way_that_is_told():
     # Before them comes the model's test, and the walk of the prefill's token.
     steps = went[went.index("propose") :]
     assert steps == list(STAGES) * assistant.stats.last.forwards
+
+
+WITHOUT = """
+from hf_retrieval_assist import SamAssistant
+from tests.support.lossless import build, run
+from transformers import LlamaForCausalLM
+import torch
+
+model, assistant = build(LlamaForCausalLM), SamAssistant()
+options = {"do_sample": True, "temperature": 0.7}
+assert torch.equal(run(model, **options), run(model, **options, assistant=assistant))
+assert assistant.stats.last.tier == "tree", assistant.stats.last
+"""
+
+
+@pytest.mark.parametrize("folder", ["grammars", "record"])
+def test_the_rest_works_where_a_folder_of_one_feature_is_absent(tmp_path, folder):
+    (tmp_path / PACKAGE.name).mkdir()
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    for path in PACKAGE.iterdir():
+        if path.name not in (folder, "__pycache__"):
+            (tmp_path / PACKAGE.name / path.name).symlink_to(path)
+    subprocess.run([sys.executable, "-c", WITHOUT], cwd=tmp_path, check=True)

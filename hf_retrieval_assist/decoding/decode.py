@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -15,7 +15,6 @@ from ..host.ranks import Ranks
 from ..host.transformers_private import compilations
 from ..kernels.reroute import all_scopes_left
 from ..planning.account import Account
-from ..record import CallRecord
 from ..stats import PHASES, CallStats
 from ..system.log import get_logger
 from ..token_tree import Int32Array
@@ -23,6 +22,9 @@ from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
 from .loop import Generation, UnservableError, kind_of, records
 from .plainly import decode_at_rest, decode_plainly
+
+if TYPE_CHECKING:
+    from ..record import CallRecord
 
 logger = get_logger(__name__)
 

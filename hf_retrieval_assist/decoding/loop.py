@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,6 @@ from ..planning.account import Drafting
 from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, size_bucket
 from ..planning.cost_views import PackedCost, stepped
-from ..record import CallRecord
 from ..row_text import Path, RowText
 from ..stats import CallStats, Timed
 from ..system.log import get_logger
@@ -43,6 +42,9 @@ from .recorder import OutputRecorder
 from .selection import TokenSelector
 from .stopping import Stopping
 from .walk import Walk, drafts_in_step
+
+if TYPE_CHECKING:
+    from ..record import CallRecord
 
 logger = get_logger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, StoppingCriteriaList
@@ -12,11 +12,13 @@ from transformers import DynamicCache, StoppingCriteriaList
 from ..drafting.policy import DraftingPolicy
 from ..host import transformers_private
 from ..kernels.reroute import reroute
-from ..record import CallRecord
 from ..stats import CallStats
 from ..verification.kv_cache import go_back, has_slots
 from .call import Call
 from .stopping import Stopping
+
+if TYPE_CHECKING:
+    from ..record import CallRecord
 
 
 def decode_plainly(call: Call, counts: CallStats, record: CallRecord | None) -> Any:

@@ -11,15 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..grammars.constraint import DEEPEST, Constraint, constraint_of
 from ..structures import draft_tree
 from ..token_tree import Float32Array, TokenTree
 from .base import Drafter, DraftSession, Feedback, Target
 from .form_session import FORM_PRIORS, FormSession
+
+if TYPE_CHECKING:
+    from ..grammars.constraint import Constraint
+
+_CONSTRAINTS = "hf_retrieval_assist.grammars"  # may be left out of an installation
 
 # Before any observation, the rates of the first forced token, of later ones, of the last one, which
 # may be part of a longer one, and of the shorter ones that may stand in the place of any.
@@ -38,7 +45,11 @@ class GrammarDrafter(Drafter):
         forms = None
         if target.forms is not None:
             forms = FormSession(target.forms, prompt_ids, target.vocab_size)
-        return GrammarSession(constraint_of(target.processors, target.row), forms)
+        constraint = None
+        if target.processors and find_spec(_CONSTRAINTS):
+            found = import_module(f"{_CONSTRAINTS}.constraint")
+            constraint = found.constraint_of(target.processors, target.row)
+        return GrammarSession(constraint, forms)
 
     def priors(self) -> Float32Array:
         return _PRIORS
@@ -55,12 +66,13 @@ class GrammarSession(DraftSession):
         self._forced: list[list[int]] = []
 
     def propose(self, budget: int) -> TokenTree:
-        tree = self._propose_forced(min(budget, DEEPEST))
+        tree = self._propose_forced(budget)
         return self._forms.propose(budget) if self._forms and not len(tree) else tree
 
     def _propose_forced(self, budget: int) -> TokenTree:
         if self._constraint is None:
             return TokenTree.empty()
+        budget = min(budget, self._constraint.deepest)
         known = len(self._forced)
         if known < budget and all(self._constraint.advance(cuts[0]) for cuts in self._forced):
             self._forced += self._constraint.forced(budget - known)

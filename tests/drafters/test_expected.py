@@ -90,8 +90,9 @@ def test_rows_of_one_prompt_expect_the_same():
 
 
 def test_ids_outside_the_vocabulary_are_not_drafted():
-    assistant = SamAssistant(budget="paper", fallback=None).expecting([1, 2, 3, 4, 5, 2000, 6])
-    simulate(assistant, [([9], [1, 2, 3, 4, 5, 6])], vocab_size=1000)
+    assistant = SamAssistant(budget="paper", fallback=None).expecting([1, 2, 3, 4, 5, 6, 2000, 7])
+    report = simulate(assistant, [([9, 1, 2, 3, 4], [5, 6, 7])], vocab_size=1000)
+    assert (report.nodes, report.tokens, report.steps) == (1, 2, 1)
 
 
 def test_text_needs_a_tokenizer():

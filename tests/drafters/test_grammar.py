@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters import grammar
 from hf_retrieval_assist.drafters.base import DraftSession, Target
+from hf_retrieval_assist.grammars import constraint as constraints
 from hf_retrieval_assist.grammars.constraint import Constraint
 from tests.support.lossless import PROMPT, run
 
@@ -101,7 +102,7 @@ def known(monkeypatch):
             RecordConstraint() if any(isinstance(p, RecordProcessor) for p in processors) else None
         )
 
-    monkeypatch.setattr(grammar, "constraint_of", constraint_of)
+    monkeypatch.setattr(constraints, "constraint_of", constraint_of)
 
 
 def constrained(model, processor, **options):

@@ -19,11 +19,17 @@ def test_what_is_forced_and_what_is_forbidden(library):
     key, brace, word = VOCABULARY.index(b'{"na'), ord("{"), VOCABULARY.index(b"true")
     tree = TokenTree.build([key, 5, word, brace], [-1, -1, 0, -1], [0.5, 0.3, 0.1, 0.1])
     assert constraint.prune(tree).token_ids.tolist() == [key, brace]
-    for cuts in constraint.forced(8):
+    forced = constraint.forced(8)
+    # outlines-core forces a token that has no alternative, and does not know how text may be cut.
+    assert bool(forced) == (library != "outlines-core")
+    for cuts in forced:
         assert all(map(constraint.advance, cuts[-1:]))
         constraint.rollback(1)
         assert constraint.advance(cuts[0])
     assert not constraint.advance(5)
+    constraint = constraint_of([LIBRARIES[library]()], 0)
+    assert all(map(constraint.advance, b'{"nam'))
+    assert constraint.forced(2)[0] == [ord("e")]
 
 
 @pytest.mark.parametrize("grammars", [[None], []])
