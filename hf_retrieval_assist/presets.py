@@ -40,10 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Source: TypeAlias = (
-    Literal["token_recycling", "mtp", "quantized_self"]
-    | Drafter
-    | EagleHead
-    | PreTrainedModel
+    Literal["token_recycling", "mtp", "quantized_self"] | Drafter | EagleHead | PreTrainedModel
 )
 Fallback: TypeAlias = Source | Sequence[Source] | None
 

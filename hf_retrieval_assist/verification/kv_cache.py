@@ -172,14 +172,17 @@ class SlotCache(DynamicCache):
             part = taken // _MOST_BYTES  # of keys and values together
             for number, states in enumerate((layer.keys, layer.values)):
                 batch, heads, _, depth = states.shape
-                kind = layer.is_sliding, batch, heads, depth, states.dtype, states.device, part
+                kind = layer.window, batch, heads, depth, states.dtype, states.device, part
                 kinds[kind].append((layer, number))
                 taken += states.nbytes
         homes: dict[tuple[int, int], Home] = {}
         length = max(layer.get_seq_length() for layer in self.slot_layers)
-        for (sliding, batch, heads, depth, dtype, device, _), members in kinds.items():
-            forgets = sliding and self.slots.forgets
-            base = self.needed if forgets else 0
+        for (window, batch, heads, depth, dtype, device, _), members in kinds.items():
+            forgets = window is not None and self.slots.forgets
+            base = 0
+            if forgets:
+                # So that a step that is interrupted can be taken back.
+                base = max(self.needed - SLACK, *(layer.dropped for layer, _ in members))
             room = max(self.capacity, length + MIN_GROWTH) - base
             if forgets:
                 room = min(room, length - base + SLACK)
