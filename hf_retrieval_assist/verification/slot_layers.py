@@ -385,7 +385,9 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
     def adopt(self, layer: DynamicLayer) -> None:
         super().adopt(layer)
         self.indexer_keys = layer.indexer_keys
-        self.indexer_position_ids = layer.indexer_position_ids
+        self.indexer_position_ids = getattr(
+            layer, "indexer_position_ids", None
+        )  # of later releases
         self.is_indexer_initialized = layer.is_indexer_initialized
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import (
     BambaForCausalLM,
     DynamicCache,
@@ -219,6 +221,8 @@ def test_rows_of_a_returned_cache_are_chosen_and_repeated_as_plain_decodings(mod
         "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 0])), [1, 0]),
         "reset": (lambda cache: cache.reset(), [0, 1]),
     }
+    if Version(transformers.__version__) < Version("5.23"):
+        del changes["reset"]  # it leaves the lengths of layers
     for change, rows in changes.values():
         for again in (None, "assisted"):
             cache = DynamicCache(config=model.config)
