@@ -15,6 +15,7 @@ from transformers import (
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.support.lossless import PROMPT, build, knowing, run
@@ -86,7 +87,7 @@ def test_tokens_and_later_calls_are_plain(name, rows):
     cache = next(value for value in first.values() if isinstance(value, SlotCache))
     for layer in cache.slot_layers:
         assert all(block.states[buffer].isfinite().all() for block, buffer in layer.homes)
-    again = run(model, plain, cache=cache) if name != "replay" else run(model, plain)
+    again = run(model, plain, **{CACHE: cache}) if name != "replay" else run(model, plain)
     assert again.tolist() == longer.tolist()
 
 
