@@ -20,7 +20,7 @@ from ..system.log import get_logger
 from ..token_tree import Int32Array
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
-from .loop import Generation, UnservableError, kind_of, records
+from .loop import Generation, UnservableError, kind_of, may_record
 from .plainly import decode_at_rest, decode_plainly
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def decode(
     if (refusal := refused_mode(generation_config)) is not None:
         raise ValueError(refusal)
     started = time.perf_counter()
-    service = call.service(assistant.planner, assistant.fixed_width, records(call, assistant))
+    service = call.service(assistant.planner, assistant.fixed_width, may_record(call, assistant))
     counts = CallStats(tier=service.tier.value, calls=1)
     counts.seconds["test"] = time.perf_counter() - started
     record = observe(call.prompts, counts)

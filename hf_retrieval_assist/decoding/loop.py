@@ -96,7 +96,7 @@ class Generation:
         self.cache = slot_cache(call.model, self.model_kwargs, service, call.batch_size, capacity)
         self.verifier: Verifier | None = None
         self.ranks = Ranks.of(call.model)
-        self.records = records(call, assistant)
+        self.may_record = may_record(call, assistant)
         if self.residual and self.ranks.several:
             # The other ranks would not know what the first one has drawn from.
             raise ValueError("residual: expected False with a tensor-parallel model, got True")
@@ -306,7 +306,7 @@ class Generation:
             capacity=self.call.prompt_length + self.room,
             keeps_cache=self.keeps_cache,
             most_tokens=self._most_tokens(),
-            recorded=self.records,
+            recorded=self.may_record,
             choose=self._choose(),
             fixed_width=self.assistant.fixed_width,
         )
@@ -491,7 +491,7 @@ class Generation:
         for row, prompt_ids in enumerate(call.prompts):
             foresight = RowForesight(self.select, self.dice, self.rows[row])
             target = replace(
-                call.target, foresight=foresight, own=self.own_forwards, graphs=self.records
+                call.target, foresight=foresight, own=self.own_forwards, graphs=self.may_record
             )
             session = self.assistant.start(prompt_ids, target, row, call.batch_size)
             opened.callback(self._close, session)
@@ -502,7 +502,7 @@ class Generation:
         session.close()
 
 
-def records(call: Call, assistant: DraftingPolicy) -> bool:
+def may_record(call: Call, assistant: DraftingPolicy) -> bool:
     """Whether forwards on an accelerator may be repeated from recordings."""
     return assistant.graphs and not call.synced_gpus and not Ranks.of(call.model).several
 

@@ -34,7 +34,8 @@ from .managers import Items, serving
 # Settings of `generate` for which an answer has no place, or that outlive a call that fails.
 _ONLY = {"num_return_sequences": 1, "assistant_early_exit": None}
 _NO_CONTENT = ("function_call", "function_call_output", "reasoning", "item_reference")
-_LARGEST = 1000  # of any setting that is no length: beams, n-grams, ...
+_MOST = 1000  # of beams and their like, each of which takes memory
+_LARGEST = 2**63 - 1  # that a tensor holds
 
 # What a request can make the code raise that reads it.
 _BY_A_REQUEST = (
@@ -46,9 +47,9 @@ _BY_A_REQUEST = (
 def _bounded(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of `generate`, none of which takes all memory or all time."""
     for name, value in settings.items():
-        is_length = name.startswith(("max_", "min_")) or name.endswith("token_id")
-        if isinstance(value, (int, float)) and abs(value) > _LARGEST and not is_length:
-            raise ValueError(f"{name}: expected at most {_LARGEST}")
+        most = _MOST if name.startswith("num_") else _LARGEST
+        if isinstance(value, (int, float)) and not abs(value) <= most:
+            raise ValueError(f"{name}: expected at most {most}")
         if name in _ONLY and value not in (None, _ONLY[name]):
             raise ValueError(f"{name}: not served")
     return settings

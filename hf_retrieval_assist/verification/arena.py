@@ -105,6 +105,10 @@ class Arena:
         members = self._kinds(layers)
         if members != self._members:
             self._members, self._groups, self._blocks = members, [], []
+        self._blocks = [
+            block if block.states is group else Block(group)
+            for block, group in zip(self._blocks, self._groups, strict=True)
+        ]
         homes = self._homes()
         begun = [layer for i, layer in enumerate(layers) if homes and layer.is_in(homes[2 * i])]
         if not begun or not all(layer in begun or layer.forgets for layer in layers):
@@ -117,7 +121,7 @@ class Arena:
             if i == len(self._groups):
                 self._groups.append(self._zeros(kind, len(numbers)))
                 self._blocks.append(Block(self._groups[i]))
-            self._blocks[i].base = self.first if kind.forgets else 0
+            self._blocks[i].put(self._groups[i], self.first if kind.forgets else 0)
             homes |= self._homes_in(i, numbers)
             for number in {number // 2 for number in numbers}:
                 if {2 * number, 2 * number + 1} <= homes.keys():

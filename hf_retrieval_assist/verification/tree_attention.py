@@ -68,6 +68,9 @@ def layer_masks(config: PreTrainedConfig) -> dict[str, LayerMask]:
         "sliding_attention": LayerMask(window=window),
         "chunked_attention": LayerMask(chunk=chunk),
         "indexed_attention": LayerMask(explicit=True),
+        # Its names before transformers 5.20.
+        "deepseek_sparse_attention": LayerMask(explicit=True),
+        "qwen_sparse_attention": LayerMask(explicit=True),
     }
     return {
         kind: rules.get(kind, LayerMask())
