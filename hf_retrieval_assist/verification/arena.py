@@ -105,10 +105,6 @@ class Arena:
         members = self._kinds(layers)
         if members != self._members:
             self._members, self._groups, self._blocks = members, [], []
-        self._blocks = [
-            block if block.states is group else Block(group)
-            for block, group in zip(self._blocks, self._groups, strict=True)
-        ]
         homes = self._homes()
         begun = [layer for i, layer in enumerate(layers) if homes and layer.is_in(homes[2 * i])]
         if not begun or not all(layer in begun or layer.forgets for layer in layers):

@@ -24,7 +24,14 @@ from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service, tiers
+from hf_retrieval_assist.verification import (
+    fixed_memory,
+    fixed_verifier,
+    replay,
+    service,
+    tiers,
+    workspace,
+)
 from hf_retrieval_assist.verification.fixed_memory import FixedMemory, stays_in_place
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
@@ -116,6 +123,27 @@ def test_buffers_grow_in_mid_call(monkeypatch):
         plain, assisted, _ = both(model, inputs, do_sample=False, max_new_tokens=60)
         assert torch.equal(plain, assisted)
     assert len(set(shapes)) > 3
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+def test_windows_move_on_in_mid_call(inputs, monkeypatch):
+    monkeypatch.setattr(workspace, "capacity_bucket", lambda slots: slots)
+    monkeypatch.setattr(workspace, "_BEYOND_WINDOW", 72)
+    monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
+    kinds = ["sliding_attention", "full_attention"]
+    options = {"sliding_window": 8, "layer_types": kinds, "num_hidden_layers": 2}
+    model, moved, forget = build(Gemma3ForCausalLM, **options), [], FixedMemory.forget
+    monkeypatch.setattr(
+        FixedMemory, "forget", lambda memory, kept: moved.append(kept) or forget(memory, kept)
+    )
+    for _ in range(3):
+        moved.clear()
+        options = {"do_sample": False, "max_new_tokens": 150}
+        plain, assisted, assistant = both(model, INPUTS[inputs], **options)
+        assert torch.equal(plain, assisted)
+        assert assistant.stats.tier == "tree"
+    # Rows of a batch get on unequally, and keep all.
+    assert bool(moved) is (len(plain) == 1)
 
 
 def test_drafts_wider_than_any_bucket(monkeypatch):
