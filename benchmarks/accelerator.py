@@ -2,8 +2,8 @@
 
 A randomly initialised model of a real shape emits recorded text (:mod:`benchmarks.forced`) behind
 prompts of given lengths, by plain decoding as it comes, with a static cache and compiled, by prompt
-lookup, and by an assistant whose forwards run one kernel at a time, as CUDA graphs, or compiled;
-with token trees and with chains. A second table gives the cost of a step at equal width.
+lookup, and by an assistant whose forwards run one kernel at a time or as CUDA graphs; with token
+trees and with chains. A second table gives the cost of a step at equal width.
 
 Times are those of steps: a call less one that ends with its first token, over the forwards between.
 They stand beside the time in which the bytes that a step has to read, weights, keys and values, can
@@ -215,12 +215,10 @@ class Bench:
         return methods | {"plain, static and compiled": self._compiled}
 
     def _manners(self, make: Callable[[bool], Assistant]) -> dict[str, Options]:
-        """An assistant in each way of running forwards; compiled ones, which take long, last."""
+        """An assistant in each way of running forwards."""
         manners: dict[str, Options] = {"ours, eager": lambda: {"assistant": make(False)}}
         if self.model.device.type == "cuda":
             manners["ours, graphs"] = lambda: {"assistant": make(True)}
-            manners["ours, compiled graphs"] = lambda: {"assistant": make(True), **self._compiled()}
-        manners["ours, compiled"] = lambda: {"assistant": make(False), **self._compiled()}
         return manners
 
     def _compiled(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .slot_layers import Block, Home, SlotLayer
+from .slot_layers import Block, Home, SlotLayer, move_in_turn
 
 # The smallest difference of two capacities.
 _MIN_STEP = 256
@@ -112,18 +112,19 @@ class Arena:
                 layer.move_out()
             self._empty()
         self.first = max(0, first)
-        homes = {}
-        for i, (kind, numbers) in enumerate(members.items()):
-            if i == len(self._groups):
-                self._groups.append(self._zeros(kind, len(numbers)))
-                self._blocks.append(Block(self._groups[i]))
-            self._blocks[i].put(self._groups[i], self.first if kind.forgets else 0)
-            homes |= self._homes_in(i, numbers)
-            for number in {number // 2 for number in numbers}:
-                if {2 * number, 2 * number + 1} <= homes.keys():
-                    pair = homes.pop(2 * number), homes.pop(2 * number + 1)
-                    if not layers[number].is_in(pair[0]):
-                        layers[number].move_in(*pair)
+        move_in_turn(
+            ([(layers[n // 2], n % 2) for n in numbers], self._block(i, kind, len(numbers)))
+            for i, (kind, numbers) in enumerate(members.items())
+        )
+
+    def _block(self, group: int, kind: _Kind, buffers: int) -> Block:
+        """That of a group, which is made where it is missing."""
+        if group == len(self._groups):
+            shape = buffers, self.batch, kind.heads, self._capacity(kind), kind.depth
+            self._groups.append(torch.zeros(shape, dtype=kind.dtype, device=kind.device))
+            self._blocks.append(Block(self._groups[group]))
+        self._blocks[group].put(self._groups[group], self.first if kind.forgets else 0)
+        return self._blocks[group]
 
     def _empty(self) -> None:
         """Leave nothing of earlier caches in the tensors."""
@@ -134,14 +135,8 @@ class Arena:
 
     def _homes(self) -> dict[int, Home]:
         """Buffers by their numbers, as far as they were made."""
-        members = list(self._members.values())
-        homes: dict[int, Home] = {}
-        for i in range(len(self._blocks)):
-            homes |= self._homes_in(i, members[i])
-        return homes
-
-    def _homes_in(self, group: int, numbers: Sequence[int]) -> dict[int, Home]:
-        return {number: (self._blocks[group], n) for n, number in enumerate(numbers)}
+        pairs = zip(self._members.values(), self._blocks, strict=False)
+        return {n: (block, i) for numbers, block in pairs for i, n in enumerate(numbers)}
 
     def _kinds(self, layers: Sequence[SlotLayer]) -> dict[_Kind, list[int]]:
         members: defaultdict[_Kind, list[int]] = defaultdict(list)
@@ -159,10 +154,6 @@ class Arena:
 
     def _capacity(self, kind: _Kind) -> int:
         return self.near if kind.forgets and self.near is not None else self.capacity
-
-    def _zeros(self, kind: _Kind, buffers: int) -> torch.Tensor:
-        shape = buffers, self.batch, kind.heads, self._capacity(kind), kind.depth
-        return torch.zeros(shape, dtype=kind.dtype, device=kind.device)
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy slots within rows: int64 [batch, 1] and [batch, moved]."""

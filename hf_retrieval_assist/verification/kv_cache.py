@@ -29,11 +29,11 @@ from .slot_layers import (
     MIN_GROWTH,
     SLACK,
     Block,
-    Home,
     HybridSlotLayer,
     IndexedSlotLayer,
     RowSlots,
     SlotLayer,
+    move_in_turn,
 )
 
 # Bytes from which on layers share another block, so that growing one takes little memory.
@@ -175,24 +175,20 @@ class SlotCache(DynamicCache):
                 kind = layer.window, batch, heads, depth, states.dtype, states.device, part
                 kinds[kind].append((layer, number))
                 taken += states.nbytes
-        homes: dict[tuple[int, int], Home] = {}
         length = max(layer.get_seq_length() for layer in self.slot_layers)
-        for (window, batch, heads, depth, dtype, device, _), members in kinds.items():
-            forgets = window is not None and self.slots.forgets
-            base = 0
-            if forgets:
-                # So that a step that is interrupted can be taken back.
-                base = max(self.needed - SLACK, *(layer.dropped for layer, _ in members))
-            room = max(self.capacity, length + MIN_GROWTH) - base
-            if forgets:
-                room = min(room, length - base + SLACK)
-            shape = len(members), batch, heads, room, depth
-            block = Block(torch.zeros(shape, dtype=dtype, device=device), base)
-            for buffer, (layer, number) in enumerate(members):
-                homes[id(layer), number] = block, buffer
-                if (pair := (id(layer), 1 - number)) in homes:
-                    both = sorted(((number, homes[id(layer), number]), (1 - number, homes[pair])))
-                    layer.move_in(*(home for _, home in both))
+        move_in_turn((members, self._block(members, length)) for members in kinds.values())
+
+    def _block(self, members: Sequence[tuple[SlotLayer, int]], length: int) -> Block:
+        """An empty block for keys or values that are alike."""
+        layer, number = members[0]
+        states = layer.values if number else layer.keys
+        room, base = max(self.capacity, length + MIN_GROWTH), 0
+        if layer.forgets:
+            # So that a step that is interrupted can be taken back.
+            base = max(self.needed - SLACK, *(layer.dropped for layer, _ in members))
+            room = min(room - base, length - base + SLACK)
+        batch, heads, _, depth = states.shape
+        return Block(states.new_zeros((len(members), batch, heads, room, depth)), base)
 
     def hold_all(self) -> None:
         """Forget nothing from now on; what windows have dropped becomes empty slots."""

@@ -12,7 +12,7 @@ given, as transformers' own layers do; so it does again once somebody else crops
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -371,6 +371,22 @@ class SlotLayer(DynamicLayer):
             self._length = length
         elif self.get_seq_length() > length:
             self._own = [states[:, :, : length - self._dropped] for states in self._own]
+
+
+def move_in_turn(groups: Iterable[tuple[Sequence[tuple[SlotLayer, int]], Block]]) -> None:
+    """Move layers into blocks that are made one after another, so that a layer has left its own
+    memory before the next block is made.
+
+    Args:
+        groups: for each block the layers of its buffers, with 0 for their keys or 1 for values.
+    """
+    homes: dict[int, dict[int, Home]] = {}
+    for members, block in groups:
+        for buffer, (layer, number) in enumerate(members):
+            both = homes.setdefault(id(layer), {})
+            both[number] = block, buffer
+            if len(both) == 2 and not layer.is_in(both[0]):
+                layer.move_in(both[0], both[1])
 
 
 class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):

@@ -118,30 +118,6 @@ def test_placeholders_among_the_ids(placeholder):
         assert torch.equal(model.generate(**inputs, **options), ours)
 
 
-@pytest.mark.slow
-def test_compiled_model():
-    model, graphs = build(LlamaForCausalLM, num_hidden_layers=1), []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    model.compile(backend=backend, dynamic=True)
-    _, _, assistant = equal(model, max_new_tokens=8)
-    assert graphs
-    assert assistant.stats.tier == "tree"
-    assert assistant.stats.last.accepted > 0
-
-
-@pytest.mark.slow
-def test_model_compiled_to_machine_code():
-    model = build(LlamaForCausalLM, num_hidden_layers=1)
-    model.compile(backend="inductor", dynamic=True)
-    _, _, assistant = equal(model, max_new_tokens=8)
-    assert assistant.stats.tier == "tree"
-    assert assistant.stats.last.accepted > 0
-
-
 def test_quantised_cache_of_the_caller_is_refused(llama):
     # Made without its quantisation library, which the refusal comes before.
     cache = QuantizedCache.__new__(QuantizedCache)
