@@ -18,7 +18,7 @@ _FIRST_SAVINGS = 200  # steps whose share is lent at the start, when least is kn
 _LEAST_SHARE = 16  # nodes that each of many rows is asked for
 _UNMEASURED_NODES = 64  # asked for where no t(n) says how many would pay
 _ANY_NODES = 4096  # more than a drafter proposes of its own accord; what they have buffers for
-_TRIAL_PERIOD = 4  # steps from one consideration of a trial to the next
+_TRIAL_PERIOD = 4  # drafts from one consideration of a trial to the next
 
 _PROMISE_MEMORY = 64.0  # promised tokens, after which half is forgotten
 
@@ -61,7 +61,7 @@ class Planner:
         if not 0 <= self.exploration < 1:
             raise ValueError(f"exploration: expected a number in [0, 1), got {self.exploration}")
         self._saved = 0.0  # seconds that a trial may lose
-        self._step = 0
+        self._steps = self._drafts = 0
         self._promised = self._accepted = 0.0  # tokens
 
     @property
@@ -162,10 +162,13 @@ class Planner:
         if not self.exploration or not cost.observations:
             return best
         with self.lock:
-            steps = _FIRST_SAVINGS if self._step == 0 else 1
+            steps = 1 if self._steps else _FIRST_SAVINGS
             self._saved += steps * self.exploration * float(seconds[best])
-            self._step += 1
-            if self._step % _TRIAL_PERIOD:
+            self._steps += 1
+            if not widest:
+                return best
+            self._drafts += 1
+            if self._drafts % _TRIAL_PERIOD != 1:
                 return best
         spread = cost.spread(1 + extra_tokens + widest, 1 + extra_tokens + best)[extra_tokens:]
         return self._try(rates * np.exp(_HOPE * spread), seconds - tokens / rates[best])
