@@ -25,12 +25,14 @@ from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.presets import Options, fallback_drafters
 from tests.support.memories import check_memory
 
+from .support.fixed_costs import FixedCosts
 from .support.heads import eagle_head
 from .support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, run
 from .support.tiny_models import VOCAB
 
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 BUDGETS = ["auto", "paper", 6]
+SLOW_STEPS = FixedCosts(lambda tokens: 1.0)  # beside which any drafting takes no time
 
 
 @pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
@@ -67,12 +69,11 @@ def check_lossless(model, assistant, ids=PROMPT, **options):
 
 @pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant, RolloutAssistant, RestAssistant])
 def test_defaults_draft_a_text_that_repeats_itself(llama, tmp_path, preset):
-    """Under measured costs."""
     arguments = []
     if preset is RestAssistant:
         path = tmp_path / "store"
         arguments = [Datastore.build([PHRASE * 20], path, vocab_size=VOCAB, progress=False)]
-    assistant = preset(*arguments)
+    assistant = preset(*arguments, costs=SLOW_STEPS)
     text = {"prefix_allowed_tokens_fn": lambda row, ids: [PHRASE[len(ids) % len(PHRASE)]]}
     plain = run(llama, **text, max_new_tokens=60)
     for _ in range(3):
@@ -80,15 +81,15 @@ def test_defaults_draft_a_text_that_repeats_itself(llama, tmp_path, preset):
     assert assistant.stats.total.accepted > 20
 
 
-def test_the_default_draws_trees_of_a_draft_model_that_costs_little(llama):
-    """Under measured costs: layers that add nothing make the target the slower one."""
+def test_the_default_draws_trees_of_a_draft_model_that_costs_little():
+    """A draft model of one layer; the target's others add nothing."""
     draft = build(LlamaForCausalLM, num_hidden_layers=1)
     target = build(LlamaForCausalLM, num_hidden_layers=24)
     target.load_state_dict(draft.state_dict(), strict=False)
     for layer in target.model.layers[1:]:
         layer.self_attn.o_proj.weight.data.zero_()
         layer.mlp.down_proj.weight.data.zero_()
-    assistant = SequoiaAssistant(draft)
+    assistant = SequoiaAssistant(draft, costs=SLOW_STEPS)
     plain = run(target, max_new_tokens=60)
     for _ in range(3):
         assert torch.equal(plain, run(target, max_new_tokens=60, assistant=assistant))
