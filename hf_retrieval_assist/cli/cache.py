@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
-from pathlib import Path
+from enum import StrEnum
+
+from typer import Argument
 
 from ..system.files import user_cache_directory
-from .command import Command
 
 # Kind -> (what it is, names in the package's folder of the user's cache directory).
 _KINDS = {
@@ -16,41 +16,38 @@ _KINDS = {
     # What a conversion that was killed has left is among them.
     "model": ("the demo's models, unpacked", ("gemma-*", "smollm2-*", "unpacking-*")),
 }
+_NAMES = ", ".join(_KINDS)
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("show", "clear"), help="what to do")
-    parser.add_argument(
-        "kinds",
-        nargs="*",
+class Action(StrEnum):
+    show = "show"
+    clear = "clear"
+
+
+def cache(
+    action: Action = Argument(..., help="what to do"),
+    kinds: list[str] | None = Argument(
+        None,
         metavar="KIND",
-        help=f"some of {', '.join(_KINDS)}; show: all, clear: kernels and timings, which are "
-        "measured again when they are needed",
-    )
-
-
-def _run(args: argparse.Namespace) -> None:
-    """Show what is kept in the user's cache directory, or remove some of it."""
-    for kind in args.kinds:
+        help=f"some of {_NAMES}; show: all, clear: kernels and timings, which are measured again "
+        "when they are needed",
+    ),
+) -> None:
+    """Show or clear what is measured once and kept."""
+    clears = action is Action.clear
+    kinds = kinds or (["kernels", "timings"] if clears else list(_KINDS))
+    for kind in kinds:
         if kind not in _KINDS:
-            raise ValueError(f"KIND: expected some of {', '.join(_KINDS)}, got {kind!r}")
-    usual = ["kernels", "timings"] if args.action == "clear" else list(_KINDS)
+            raise ValueError(f"KIND: expected some of {_NAMES}, got {kind!r}")
     folder = user_cache_directory()
     print(folder)
-    for kind in args.kinds or usual:
+    for kind in kinds:
         about, patterns = _KINDS[kind]
         paths = sorted(path for pattern in patterns for path in folder.glob(pattern))
-        size = sum(_size(path) for path in paths)
-        if args.action == "clear":
+        files = (file for path in paths for file in (path, *path.rglob("*")))
+        size = sum(file.stat().st_size for file in files if file.is_file())
+        if clears:
             for path in paths:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        done = ", removed" if args.action == "clear" and paths else ""
+        done = ", removed" if clears and paths else ""
         print(f"{kind:<8} {size / 2**20:>9,.2f} MiB  {about}{done}")
-
-
-def _size(path: Path) -> int:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
-COMMAND = Command("show or clear what is measured once and kept", _add_arguments, _run)

@@ -2,154 +2,117 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from typer import Argument, BadParameter, Option
 
 from ..corpus.build import Ids
 from ..corpus.cluster import RayExecutor
 from ..corpus.datastore import Datastore
 from ..corpus.readers import Skipped, load_encoder, read_texts
 from ..system.arguments import byte_count
-from .command import Command
+
+_STORE = Argument(..., help="the datastore's directory")
+_MEMORY = Option(
+    "4G", parser=byte_count, metavar="BYTES", help="for sorting, such as 750M; bounds a shard"
+)
+_WORKERS = Option(1, help="shards sorted at the same time")
+_QUIET = Option(False, "--quiet", help="no progress bar")
 
 
-def _bytes(text: str) -> int:
-    try:
-        return byte_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _add_sorting_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="the datastore's directory")
-    parser.add_argument(
-        "--memory",
-        type=_bytes,
-        default="4G",
-        help="bytes for sorting, such as 750M; decides the size of a shard",
-    )
-    parser.add_argument("--workers", type=int, default=1, help="shards sorted at the same time")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-
-
-def _sorting_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "memory": arguments.memory,
-        "workers": arguments.workers,
-        "progress": not arguments.quiet,
-    }
-
-
-def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_sorting_arguments(parser)
-    parser.add_argument(
-        "sources",
-        nargs="+",
+def build(
+    path: Path = _STORE,
+    sources: list[str] = Argument(
+        ...,
         help=".txt, .py, .md, .jsonl or .parquet files, directories of them, or datasets:NAME for "
         "one on the Hub or in a local folder",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        required=True,
-        help="folder or Hub id of a transformers tokenizer, or a SentencePiece .model file",
-    )
-    parser.add_argument("--field", default="text", help="column with the text")
-    parser.add_argument("--split", default="train", help="split of a data set")
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        help="rows of the model's output layer (default: from the tokenizer's folder)",
-    )
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="pass over rows and files that cannot be read"
-    )
-    parser.add_argument(
-        "--ray",
+    ),
+    tokenizer: str = Option(
+        ..., help="folder or Hub id of a transformers tokenizer, or a SentencePiece .model file"
+    ),
+    memory: int = _MEMORY,
+    workers: int = _WORKERS,
+    quiet: bool = _QUIET,
+    field: str = Option("text", help="column with the text"),
+    split: str = Option("train", help="split of a data set"),
+    vocab_size: int | None = Option(
+        None, help="rows of the model's output layer (default: from the tokenizer's folder)"
+    ),
+    skip_bad: bool = Option(
+        False, "--skip-bad", help="pass over rows and files that cannot be read"
+    ),
+    ray: str | None = Option(
+        None,
         metavar="ADDRESS",
         help="tokenise and sort on a Ray cluster whose machines all see these paths: auto, local, "
         "or host:port",
-    )
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument("--append", action="store_true", help="add to an existing datastore")
-    existing.add_argument("--overwrite", action="store_true", help="replace an existing datastore")
-
-
-def _build(arguments: argparse.Namespace) -> None:
-    encoder = load_encoder(arguments.tokenizer)
+    ),
+    append: bool = Option(False, "--append", help="add to an existing datastore"),
+    overwrite: bool = Option(False, "--overwrite", help="replace an existing datastore"),
+) -> None:
+    """Index a corpus for retrieval."""
+    if append and overwrite:
+        raise BadParameter("--overwrite: expected no --append beside it")
+    encoder = load_encoder(tokenizer)
     skipped = Skipped()
-    texts = read_texts(
-        arguments.sources, arguments.field, arguments.split, arguments.skip_bad, skipped
-    )
-    options = _sorting_options(arguments)
+    texts = read_texts(sources, field, split, skip_bad, skipped)
+    options: dict[str, Any] = {"memory": memory, "workers": workers, "progress": not quiet}
     documents: Iterable[Ids] = encoder.encode_stream(texts)
-    if arguments.ray is not None:
-        cluster = options["executor"] = RayExecutor(arguments.ray)
-        documents = cluster.encode_stream(arguments.tokenizer, texts)
-    given = arguments.vocab_size
+    if ray is not None:
+        cluster = options["executor"] = RayExecutor(ray)
+        documents = cluster.encode_stream(tokenizer, texts)
     began = time.perf_counter()
-    if arguments.append:
-        datastore = Datastore.open(arguments.path, encoder.tokenizer)
-        before = datastore.token_count
-        datastore = datastore.append(documents, **options)
+    before = Datastore.open(path, encoder.tokenizer) if append else None
+    if before is not None:
+        store = before.append(documents, **options)
     else:
-        before = 0
-        datastore = Datastore.build(
-            documents,
-            arguments.path,
-            vocab_size=encoder.vocab_size if given is None else given,
-            tokenizer=encoder.tokenizer,
-            overwrite=arguments.overwrite,
-            **options,
-        )
+        size = encoder.vocab_size if vocab_size is None else vocab_size
+        names = {"tokenizer": encoder.tokenizer, "overwrite": overwrite}
+        store = Datastore.build(documents, path, vocab_size=size, **names, **options)
     seconds = time.perf_counter() - began
-    added = datastore.token_count - before
+    added = store.token_count - (0 if before is None else before.token_count)
     print(f"{added:,} tokens read, tokenised and indexed in {seconds:.1f} s")
     if skipped.blank:
         print(f"{skipped.blank:,} blank lines skipped")
     if skipped.bad:
         print(f"{skipped.bad:,} bad rows or files skipped, such as {skipped.example}")
-    _print_summary(datastore)
+    _print_summary(store)
 
 
-def _print_summary(datastore: Datastore) -> None:
-    size = datastore.bytes_on_disk
-    per_token = size / datastore.token_count
-    rows = {
-        "path": datastore.path,
-        "vocabulary": f"{datastore.vocab_size:,}",
-        "tokenizer": datastore.manifest.tokenizer or "not recorded",
-        "documents": f"{datastore.document_count:,}",
-        "tokens": f"{datastore.token_count:,}",
-        "shards": len(datastore.manifest.shards),
-        "size": f"{size:,} bytes ({per_token:.2f} per token)",
-    }
-    for name, value in rows.items():
+def _print_summary(store: Datastore) -> None:
+    size, tokens = store.bytes_on_disk, store.token_count
+    for name, value in {
+        "path": store.path,
+        "vocabulary": f"{store.vocab_size:,}",
+        "tokenizer": store.manifest.tokenizer or "not recorded",
+        "documents": f"{store.document_count:,}",
+        "tokens": f"{tokens:,}",
+        "shards": len(store.manifest.shards),
+        "size": f"{size:,} bytes ({size / tokens:.2f} per token)",
+    }.items():
         print(f"{name:<11} {value}")
 
 
-def _add_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="the datastore's directory")
+def info(path: Path = _STORE) -> None:
+    """Show what a datastore holds."""
+    _print_summary(Datastore.open(path))
 
 
-def _info(arguments: argparse.Namespace) -> None:
-    _print_summary(Datastore.open(arguments.path))
+def verify(path: Path = _STORE) -> None:
+    """Check every file of a datastore."""
+    Datastore.open(path).verify()
+    print(f"{path}: all files are as they were built")
 
 
-def _verify(arguments: argparse.Namespace) -> None:
-    Datastore.open(arguments.path).verify()
-    print(f"{arguments.path}: all files are as they were built")
+def compact(
+    path: Path = _STORE, memory: int = _MEMORY, workers: int = _WORKERS, quiet: bool = _QUIET
+) -> None:
+    """Merge the shards of a datastore."""
+    store = Datastore.open(path)
+    _print_summary(store.compact(memory=memory, workers=workers, progress=not quiet))
 
 
-def _compact(arguments: argparse.Namespace) -> None:
-    _print_summary(Datastore.open(arguments.path).compact(**_sorting_options(arguments)))
-
-
-COMMANDS = {
-    "build": Command("index a corpus for retrieval", _add_build_arguments, _build),
-    "info": Command("show what a datastore holds", _add_path, _info),
-    "verify": Command("check every file of a datastore", _add_path, _verify),
-    "compact": Command("merge the shards of a datastore", _add_sorting_arguments, _compact),
-}
+COMMANDS = (build, info, verify, compact)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_retrieval_assist import demo_model
-from hf_retrieval_assist.cli import demo, main
+from hf_retrieval_assist.cli import main, models
 from hf_retrieval_assist.demo import comparison, show
 from hf_retrieval_assist.demo.comparison import Run, Task, Written, compare
 from hf_retrieval_assist.planning.cost_store import CostModels
@@ -74,7 +74,7 @@ def test_the_model_is_on_a_gpu_where_there_is_one(gpu, monkeypatch):
 
 def test_a_model_with_a_chat_template_is_given_messages(tmp_path):
     for name, shown in (("gemma3", "one two"), ("smollm2", "<user>one two")):
-        tokenizer = demo.loaded(demo_model.AutoTokenizer, str(tmp_path / name))
+        tokenizer = models.loaded(demo_model.AutoTokenizer, str(tmp_path / name))
         inputs = demo_model.prompt_inputs(tokenizer, "one two")
         assert tokenizer.decode(inputs["input_ids"][0]) == shown
         assert inputs["attention_mask"].shape == inputs["input_ids"].shape
