@@ -7,7 +7,7 @@ TRANSFORMERS ?= 5.17.0 5.20.0 5.23.0
 SOURCES := $(wildcard $(addprefix cython_ext/*/*.,pyx pxd pxi h c))
 
 .PHONY: demo test test-all test-arm test-contract test-debug test-deepspeed test-ecosystem test-matrix test-newest \
-	test-ray test-structured test-threads test-triton test-vllm \
+	test-ray test-structured test-sweep test-threads test-triton test-vllm \
 	$(TRANSFORMERS:%=test-transformers-%) bench bench-models bench-recorded results docs recording quality style \
 	build wheel clean
 
@@ -30,6 +30,10 @@ test: build
 
 test-all: build
 	$(BIN)/python -m pytest -n 2
+
+# Every causal language model of the installed transformers.
+test-sweep: build
+	$(BIN)/python -m pytest -q -n 2 tests/verification/test_architectures.py
 
 # The structures again, compiled with bounds checks into a copy of the tree.
 test-debug: build
@@ -58,7 +62,7 @@ test-arm: build
 # What touches transformers again under its other supported versions. Their environments see the
 # packages of the first one, torch among them, and hold only what differs.
 MATRIX_TESTS := $(addprefix tests/,decoding host verification draft_models/test_draft_model.py \
-	draft_models/test_eagle_lossless.py draft_models/test_residual.py draft_models/test_sequoia.py \
+	draft_models/test_fallbacks.py draft_models/test_residual.py draft_models/test_sequoia.py \
 	test_candidate_generator.py test_continuous_batching.py test_hook.py test_presets.py)
 # The same tests with whatever version of transformers is there.
 test-contract: build
@@ -86,6 +90,7 @@ test-newest: build
 	grep ^torch== constraints.txt > .venv-newest/constraints.txt
 	$(PIP) --python .venv-newest/bin/python install --quiet --upgrade --constraint .venv-newest/constraints.txt transformers
 	.venv-newest/bin/python -m pytest -q -m "not slow and not demo" -n 2 $(MATRIX_TESTS)
+	.venv-newest/bin/python -m pytest -q -n 2 tests/verification/test_architectures.py
 
 $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: .venv-%/.installed
 	HFRA_EXPECT_TRANSFORMERS=$* .venv-$*/bin/python -m pytest -q -m "not slow and not demo" \

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import multiprocessing
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausalLM, pipeline
 
-from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant, attach, detach
+from hf_retrieval_assist import SamAssistant, SuffixAssistant, attach, detach
 from hf_retrieval_assist.attachment import _attachments, attached_to
 from hf_retrieval_assist.hook import why_not
 
@@ -260,21 +259,6 @@ def test_children_that_fork(model):
     assert torch.equal(plain, run(model))
 
 
-def in_a_child(expected):
-    model = build(LlamaForCausalLM)
-    attach(model, SamAssistant())
-    assert run(model).tolist() == expected
-    assert attached_to(model).assistant.stats.last.calls == 1
-
-
-def test_children_that_are_spawned(model):
-    expected = run(model).tolist()
-    child = multiprocessing.get_context("spawn").Process(target=in_a_child, args=(expected,))
-    child.start()
-    child.join(120)
-    assert child.exitcode == 0
-
-
 def test_many_short_calls_from_many_threads(model):
     prompts = [torch.tensor([[3 + i, 9, 33, 3 + i, 9]]) for i in range(10)]
     options = {"max_new_tokens": 4, "do_sample": False}
@@ -286,40 +270,12 @@ def test_many_short_calls_from_many_threads(model):
         assert torch.equal(plain[prompt], model.generate(prompts[prompt], **options))
 
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(work, range(60)))
+        list(threads.map(work, range(20)))
         before = objects_alive()
-        list(threads.map(work, range(160)))
+        list(threads.map(work, range(100)))
         grown = objects_alive() - before
-    assert calls(attached_to(model).assistant) == 220
-    assert grown < 160
-
-
-@pytest.mark.slow
-def test_many_short_calls_take_no_more_memory(model):
-    """Bytes of the process, of which Python's objects are a part only."""
-    resource = pytest.importorskip("resource")
-    random = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(3, 60, (rows, 9), generator=random) for rows in (1, 3) * 10]
-
-    def call(number):
-        ids = prompts[number % len(prompts)]
-        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-
-    def most_kilobytes(calls):
-        for number, found in enumerate(threads.map(call, range(calls))):
-            assert torch.equal(found, plain[number % len(prompts)])
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    plain = [call(number) for number in range(len(prompts))]
-    assistant = SamAssistant(memory=OutputMemory(max_bytes=1 << 18))
-    with assistant.attached(model), ThreadPoolExecutor(8) as threads:
-        # The memory fills up, and threads and what they allocate from are made.
-        before = most_kilobytes(1000)
-        grown = most_kilobytes(1000) - before
-    assert calls(assistant) == 2000
-    assert assistant.stats.total.accepted > 0
-    assert grown < 8 << 10
+    assert calls(attached_to(model).assistant) == 120
+    assert grown < 100
 
 
 def objects_alive():

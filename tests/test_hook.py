@@ -131,32 +131,26 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("by_config", [False, True])
+@pytest.mark.parametrize("keyword", ["assistant", "custom_generate"])
+@pytest.mark.parametrize("place", ["call", "configuration", "model"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses_other_ways_of_decoding(model, name, by_config):
+def test_refuses_other_ways_of_decoding(model, name, place, keyword, monkeypatch):
     options = REFUSED[name] | LENGTH
-    if by_config:
+    if place == "configuration":
         options = {"generation_config": GenerationConfig(pad_token_id=0, **options)}
+    elif place == "model":
+        for option, value in REFUSED[name].items():
+            monkeypatch.setattr(model.generation_config, option, value)
+        options = LENGTH
     with pytest.raises(ValueError, match=name):
-        model.generate(PROMPT, assistant=SamAssistant(), **options)
+        model.generate(PROMPT, **{keyword: SamAssistant()}, **options)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_them_in_the_models_own_configuration(model, name, monkeypatch):
-    for option, value in REFUSED[name].items():
-        monkeypatch.setattr(model.generation_config, option, value)
+@pytest.mark.parametrize("name", ["assistant_model", "custom_generate"])
+def test_refuses_a_second_one_that_drafts(model, name):
+    other = model if name == "assistant_model" else SamAssistant()
     with pytest.raises(ValueError, match=name):
-        model.generate(PROMPT, assistant=SamAssistant(), **LENGTH)
-
-
-@pytest.mark.parametrize("by_config", [False, True])
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_them_without_the_wrapper(model, name, by_config):
-    options = REFUSED[name] | LENGTH
-    if by_config:
-        options = {"generation_config": GenerationConfig(pad_token_id=0, **options)}
-    with pytest.raises(ValueError, match=name):
-        model.generate(PROMPT, custom_generate=SamAssistant(), **options)
+        model.generate(PROMPT, assistant=SamAssistant(), **{name: other}, **LENGTH)
 
 
 @pytest.mark.parametrize("kind", ["paged", "quantized"])
@@ -176,16 +170,6 @@ def test_uninstalled_batches_of_requests_are_transformers_own(model, reinstalled
     assert model.generate_batch([]) == {}
     hf_retrieval_assist.uninstall()
     assert GenerationMixin.generate_batch is not wrapped
-
-
-def test_refuses_assisted_generation(model):
-    with pytest.raises(ValueError, match="assistant_model"):
-        model.generate(PROMPT, assistant=SamAssistant(), assistant_model=model, **LENGTH)
-
-
-def test_refuses_a_second_custom_generate(model):
-    with pytest.raises(ValueError, match="custom_generate"):
-        model.generate(PROMPT, assistant=SamAssistant(), custom_generate=SamAssistant(), **LENGTH)
 
 
 @pytest.mark.parametrize("assistant", ["sam", SamAssistant, 3])

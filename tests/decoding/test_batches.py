@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import (
+    BambaForCausalLM,
     BartForCausalLM,
     Gemma3ForCausalLM,
     Lfm2ForCausalLM,
     LlamaForCausalLM,
     LogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
+    Qwen3NextForCausalLM,
     StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
     T5ForConditionalGeneration,
 )
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.decoding import selection
+from hf_retrieval_assist.decoding.walk import drafts_in_step
 from hf_retrieval_assist.host.transformers_private import CACHE
+from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.kv_cache import SlotCache
-from tests.support.oracle_drafter import agreeing, both, oracle_assistant, sequences_of
-from tests.support.tiny_models import tiny_config, tiny_model
+from tests.support.lossless import build, late_token, padded
+from tests.support.oracle_drafter import (
+    OracleDrafter,
+    agreeing,
+    both,
+    oracle_assistant,
+    sequences_of,
+)
 from tests.support.watching import Fed
 
 CLASSES = {
@@ -36,29 +48,16 @@ CLASSES = {
 def model(request):
     model_class = CLASSES[request.param]
     overrides = {"is_encoder_decoder": False} if model_class is BartForCausalLM else {}
-    return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
+    return build(model_class, **overrides)
 
 
-def padded(batch_size, length=18, seed=0):
-    """Prompts of different lengths, padded on the left."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 60, (batch_size, length), generator=generator)
-    mask = torch.ones_like(ids)
-    for row in range(1, batch_size):
-        mask[row, : (5 * row) % 14] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def late_token(text, earliest):
-    """A token that a text has not used before a position; 66 where it repeats itself."""
-    new = [token for token in text[earliest:].tolist() if token not in text[:earliest]]
-    return new[0] if new else 66
+def tier_of(model):
+    return "chain" if isinstance(model, (BartForCausalLM, Lfm2ForCausalLM)) else "tree"
 
 
 def equal(model, inputs, **kwargs):
     plain, assisted, assistant = agreeing(model, inputs, **kwargs)
-    on_chains = isinstance(model, (BartForCausalLM, Lfm2ForCausalLM))
-    assert assistant.stats.tier == ("chain" if on_chains else "tree")
+    assert assistant.stats.tier == tier_of(model)
     assert assistant.stats.last.accepted > 0
     return plain, assisted, assistant
 
@@ -119,25 +118,6 @@ def test_slots_in_use_are_bounded_by_the_tokens_kept(model, monkeypatch):
         assert max(lengths) <= 18 + 24
 
 
-class RowBias(LogitsProcessor):
-    """Favours another token in every row, by the row's number in the batch."""
-
-    def __call__(self, input_ids, scores):
-        rows = torch.arange(len(scores))
-        scores = scores.clone()
-        scores[rows, (7 * rows + input_ids.shape[1]) % scores.shape[1]] += 4.0
-        return scores
-
-
-def allowed(row, ids):
-    return [(int(ids[-1]) * 5 + row + step) % 60 + 1 for step in range(9)]
-
-
-@pytest.mark.parametrize("processor", [RowBias(), PrefixConstrainedLogitsProcessor(allowed, 1)])
-def test_processors_that_know_their_row(model, processor):
-    equal(model, padded(4), do_sample=False, max_new_tokens=16, logits_processor=[processor])
-
-
 class StopsRowWise(StoppingCriteria):
     """Meets a row once a token of a residue class has come; knows of no end-of-sequence id."""
 
@@ -162,7 +142,7 @@ def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model):
 
 @pytest.mark.usefixtures("at_their_own_pace")
 def test_convolution_states_after_rows_that_ran_ahead():
-    model = tiny_model(Lfm2ForCausalLM, tiny_config(Lfm2ForCausalLM.config_class))
+    model = build(Lfm2ForCausalLM)
     plain, assisted, _ = equal(
         model,
         padded(4),
@@ -190,18 +170,8 @@ def test_prompts_of_one_token(model):
     equal(model, inputs, do_sample=False, max_new_tokens=16)
 
 
-def test_scores_of_rows(model):
-    outputs = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    plain, assisted, _ = equal(model, padded(3), do_sample=False, max_new_tokens=12, **outputs)
-    for name in ("scores", "logits"):
-        for expected, actual in zip(plain[name], assisted[name], strict=True):
-            torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
-
-
 def test_encoder_decoder_batch():
-    model = tiny_model(
-        T5ForConditionalGeneration, tiny_config(T5ForConditionalGeneration.config_class)
-    )
+    model = build(T5ForConditionalGeneration)
     ids = torch.randint(3, 60, (4, 11), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[2, 6:] = 0
@@ -215,18 +185,236 @@ def test_encoder_decoder_batch():
     assert assistant.stats.last.accepted > 0
 
 
-def forwards_of(model, **arguments):
-    """What `generate` returns, and how many forwards it took."""
-    with Fed(model) as shapes:
-        return model.generate(**arguments), len(shapes)
-
-
 def test_eight_copying_rows_need_fewer_forwards_than_plain_decoding(model):
     arguments = padded(8) | {"do_sample": False, "max_new_tokens": 32}
-    plain, plain_forwards = forwards_of(model, **arguments)
+    with Fed(model) as plain_shapes:
+        plain = model.generate(**arguments)
     assistant = SamAssistant(corpus=plain.tolist(), fallback=None, budget=64, reroute=False)
     model.generate(**arguments | {"max_new_tokens": 1}, assistant=assistant)
-    assisted, forwards = forwards_of(model, **arguments, assistant=assistant)
+    with Fed(model) as shapes:
+        assisted = model.generate(**arguments, assistant=assistant)
     assert torch.equal(plain, assisted)
-    assert plain_forwards == 32
-    assert forwards <= plain_forwards / 2
+    assert len(plain_shapes) == 32
+    assert len(shapes) <= 16
+
+
+# What follows the rows from step to step is shown the batches of plain decoding.
+
+
+class Witness(LogitsProcessor):
+    """Remembers what it is shown, and lets it decide what comes next: each row favours a token
+    that depends on all rows and on the number of calls."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids.tolist())
+        scores = scores.clone()
+        favourite = (input_ids[:, -3:].sum() + len(self.seen)) % scores.shape[1]
+        scores[:, favourite] += 2.0
+        return scores
+
+
+class Tracker(StoppingCriteria):
+    """Stops the batch once every row has shown a token of a residue class; one flag per row."""
+
+    def __init__(self, rows):
+        self.done = [False] * rows
+        self.seen = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append((input_ids.tolist(), scores is None or len(scores)))
+        for row, done in enumerate(self.done):
+            self.done[row] = done or int(input_ids[row, -1]) % 13 == 3
+        return all(self.done)
+
+
+def compare(model, inputs, make, **options):
+    """Both kinds of decoding, each with followers of its own, the plain ones first."""
+    plain_followers, followers = make(), make()
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **plain_followers, **options)
+    assistant = oracle_assistant(sequences_of(plain), inputs.get("attention_mask"))
+    torch.manual_seed(3)
+    assisted = model.generate(**inputs, **followers, **options, assistant=assistant)
+    assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    for name in plain_followers:
+        for expected, actual in zip(plain_followers[name], followers[name], strict=True):
+            assert actual.seen == expected.seen
+    return plain, assisted, assistant
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_processors_that_couple_rows(model, rows, sample):
+    options = {"do_sample": sample, "max_new_tokens": 24}
+    _, _, assistant = compare(
+        model, padded(rows), lambda: {"logits_processor": [Witness()]}, **options
+    )
+    assert assistant.stats.tier == tier_of(model)
+    assert assistant.stats.last.accepted > 0
+    assert assistant.stats.last.keeps_seed
+
+
+def test_criteria_that_keep_a_flag_per_row(model):
+    _, _, assistant = compare(
+        model,
+        padded(3),
+        lambda: {"stopping_criteria": [Tracker(3)]},
+        do_sample=False,
+        max_new_tokens=60,
+    )
+    assert assistant.stats.tier == tier_of(model)
+    assert assistant.stats.last.accepted > 0
+
+
+def test_rows_that_end_are_padded_and_shown_as_plain_shows_them(model):
+    inputs = padded(4)
+    free = model.generate(**inputs, do_sample=False, max_new_tokens=24)[:, 18:]
+    eos = [late_token(free[0], 7), late_token(free[-1], 13), late_token(free[1], 4)]
+    options = {
+        "do_sample": True,
+        "max_new_tokens": 40,
+        "eos_token_id": eos,
+        "pad_token_id": 61,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+    }
+    plain, assisted, assistant = compare(
+        model,
+        inputs,
+        lambda: {"logits_processor": [Witness()], "stopping_criteria": [Tracker(4)]},
+        **options,
+    )
+    assert (sequences_of(plain)[:, 18:] == 61).any()
+    for name in ("scores", "logits"):
+        for expected, actual in zip(plain[name], assisted[name], strict=True):
+            torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
+    ends = torch.isin(sequences_of(plain)[:, 18:], torch.tensor(eos)).int()
+    before = ends.cumsum(dim=1) - ends == 0
+    assert assistant.stats.last.tokens == int(before.sum())
+
+
+def test_the_cache_is_plain_decodings(model):
+    inputs = padded(3)
+    free = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, 18:]
+    options = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True}
+    eos = {"eos_token_id": int(free[1, 3]), "pad_token_id": 61}
+    plain, assisted, _ = compare(
+        model, inputs, lambda: {"logits_processor": [Witness()]}, **options, **eos
+    )
+    turns = []
+    for result in (plain, assisted):
+        ids = torch.cat([result.sequences, torch.full((3, 2), 9)], dim=1)
+        mask = torch.cat([inputs["attention_mask"], ids.new_ones(3, ids.shape[1] - 18)], dim=1)
+        cache = {CACHE: result[CACHE]}
+        turns.append(model.generate(ids, attention_mask=mask, **cache, **options))
+    assert torch.equal(turns[0].sequences, turns[1].sequences)
+
+
+def test_watermarks_and_guidance_follow_the_batch():
+    model = build(LlamaForCausalLM)
+    watermark = SynthIDTextWatermarkingConfig(
+        ngram_len=3, keys=[5, 9, 33, 21], context_history_size=8
+    )
+    for options in (
+        {"watermarking_config": watermark, "do_sample": True},
+        {"guidance_scale": 1.7, "negative_prompt_ids": torch.tensor([[4, 9], [7, 7], [5, 3]])},
+    ):
+        options = {"do_sample": False, "max_new_tokens": 16} | options
+        _, _, assistant = compare(model, padded(3), dict, **options)
+        assert assistant.stats.tier == "tree"
+        assert assistant.stats.last.accepted > 0
+
+
+class Spectator:
+    """A streamer that remembers what it is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def put(self, value):
+        self.sent.append(value.tolist())
+
+    def end(self):
+        self.sent.append("end")
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_streamers_are_sent_the_next_tokens_of_all_rows(model, sample):
+    inputs = padded(3)
+    free = model.generate(**inputs, do_sample=False, max_new_tokens=12)[:, 18:]
+    options = {"do_sample": sample, "max_new_tokens": 20}
+    options |= {"eos_token_id": late_token(free[1], 4), "pad_token_id": 61}
+    spectators = Spectator(), Spectator()
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **options, streamer=spectators[0])
+    assistant = oracle_assistant(plain, inputs["attention_mask"])
+    torch.manual_seed(3)
+    assisted = model.generate(**inputs, **options, streamer=spectators[1], assistant=assistant)
+    assert torch.equal(plain, assisted)
+    assert spectators[1].sent == spectators[0].sent
+    assert spectators[1].sent[1:-1] == plain[:, 18:].T.tolist()
+    assert assistant.stats.last.accepted > 0
+
+
+def test_one_row_goes_its_own_pace():
+    model = build(LlamaForCausalLM)
+    _, _, assistant = compare(
+        model,
+        padded(1),
+        lambda: {"logits_processor": [Witness()]},
+        do_sample=True,
+        max_new_tokens=16,
+    )
+    assert assistant.stats.last.mean_accepted_tokens > 1.5
+
+
+def test_nothing_is_fed_beyond_the_shortest_draft():
+    model = build(LlamaForCausalLM)
+    inputs = padded(2)
+    options = {"do_sample": False, "max_new_tokens": 20}
+    plain = model.generate(**inputs, **options, logits_processor=[Witness()])
+    oracle = OracleDrafter([plain[0].tolist(), []])  # of the second row it knows nothing
+    assistant = Assistant([oracle], budget=64, reroute=False)
+    result = model.generate(**inputs, **options, logits_processor=[Witness()], assistant=assistant)
+    assert torch.equal(plain, result)
+    assert assistant.stats.last.drafted == 0
+
+
+def test_rows_are_planned_for_by_what_they_would_do_together():
+    rows = [
+        SimpleNamespace(padding=None),
+        SimpleNamespace(padding=7),
+        SimpleNamespace(padding=None),
+    ]
+    drafts = [
+        TokenTree.chain([3, 4, 5], [0.9, 0.8, 0.6]),
+        TokenTree.build([6, 8, 9], [-1, -1, 1], [0.3, 0.5, 0.4]),
+    ]
+    shown = []
+
+    def plan(tree):
+        shown.append(tree.probs.tolist())
+        return tree.cut_depth(1)
+
+    trees = drafts_in_step(rows, drafts, plan)
+    assert shown == [pytest.approx([0.45, 0.32])]
+    assert [tree.token_ids.tolist() for tree in trees] == [[3], [7], [8]]
+
+
+HYBRIDS = (BambaForCausalLM, Qwen3NextForCausalLM)
+
+
+@pytest.mark.parametrize("model_class", HYBRIDS)
+@pytest.mark.parametrize("sample", [False, True])
+def test_recurrent_states_go_back_together(model_class, sample):
+    model = build(model_class)
+    ids = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(1))
+    options = {"do_sample": sample, "max_new_tokens": 24}
+    _, _, assistant = compare(model, {"input_ids": ids}, dict, **options)
+    assert assistant.stats.tier == "replay"
+    assert assistant.stats.last.accepted > 0
+    assert assistant.stats.last.keeps_seed

@@ -1,4 +1,4 @@
-"""Caches of every kind, and compiled models: turns are those of plain decoding."""
+"""Caches of every kind: turns are those of plain decoding."""
 
 from __future__ import annotations
 
@@ -65,9 +65,15 @@ def _streams(monkeypatch):
         monkeypatch.setattr(torch.cuda, "default_stream", NoStream)
 
 
-@pytest.fixture(scope="module", params=TIERS, ids=lambda model_class: model_class.__name__)
-def model(request):
-    return build(request.param)
+# A batch of each, and one row of the commonest.
+CASES = [(LlamaForCausalLM, 1), *((model_class, 2) for model_class in TIERS)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")
+def case(request):
+    """A model, and prompts for it."""
+    model_class, rows = request.param
+    return build(model_class), PROMPTS[:rows]
 
 
 # Static ones become dynamic ones, which hold the same; the others stay what the caller wanted.
@@ -81,9 +87,9 @@ def model(request):
         ("sliding_window", False),
     ],
 )
-@pytest.mark.parametrize("rows", [1, 2])
-def test_caches_that_generate_makes(model, kind, drafts, rows):
-    inputs = {"input_ids": PROMPTS[:rows], "attention_mask": torch.ones_like(PROMPTS[:rows])}
+def test_caches_that_generate_makes(case, kind, drafts):
+    model, prompts = case
+    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
     options = {"do_sample": False, "max_new_tokens": 10, "cache_implementation": kind}
     plain, assisted, assistant = both(model, inputs, **options)
     assert torch.equal(plain, assisted)
@@ -113,30 +119,29 @@ def turn(model, ids, cache, assistant=None):
 
 
 @pytest.mark.parametrize("kind", CALLERS)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_two_turns_with_a_cache_of_the_caller(model, kind, rows):
+def test_two_turns_with_a_cache_of_the_caller(case, kind):
+    model, prompts = case
     cache = CALLERS[kind](model.config)
-    first = turn(model, PROMPTS[:rows], cache)
-    question = torch.cat([first, PROMPTS[:rows, :5]], dim=1)
+    first = turn(model, prompts, cache)
+    question = torch.cat([first, prompts[:, :5]], dim=1)
     second = turn(model, question, cache)
     for assisted in ((True, True), (True, False), (False, True)):
         cache = CALLERS[kind](model.config)
         drafting = [oracle_assistant(known) for known in (first, second)]
         helped = [a if use else None for a, use in zip(drafting, assisted, strict=True)]
-        assert torch.equal(first, turn(model, PROMPTS[:rows], cache, helped[0]))
+        assert torch.equal(first, turn(model, prompts, cache, helped[0]))
         assert torch.equal(second, turn(model, question, cache, helped[1]))
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_turn_in_inference_mode_and_one_outside(model_class, rows):
+def test_a_turn_in_inference_mode_and_one_outside(model_class):
     model = build(model_class)
     cache = DynamicCache(config=model.config)
-    first = turn(model, PROMPTS[:rows], None)
-    question = torch.cat([first, PROMPTS[:rows, :5]], dim=1)
+    first = turn(model, PROMPTS, None)
+    question = torch.cat([first, PROMPTS[:, :5]], dim=1)
     second = turn(model, question, None)
     with torch.inference_mode():
-        assert torch.equal(first, turn(model, PROMPTS[:rows], cache, oracle_assistant(first)))
+        assert torch.equal(first, turn(model, PROMPTS, cache, oracle_assistant(first)))
     assert torch.equal(second, turn(model, question, cache, oracle_assistant(second)))
 
 
@@ -161,22 +166,6 @@ def test_a_cache_that_was_made_layer_by_layer():
     second = turn(model, question, plain_cache)
     assistant = oracle_assistant(second)
     assert torch.equal(second, turn(model, question, cache, assistant))
-    assert assistant.stats.last.accepted > 0
-
-
-COMPILED = {
-    "method": lambda model, options: model.compile(**options),
-    "forward": lambda model, options: setattr(
-        model, "forward", torch.compile(model.forward, **options)
-    ),
-}
-
-
-def test_generate_of_a_compiled_wrapper():
-    model = torch.compile(build(LlamaForCausalLM), backend="eager")
-    inputs = {"input_ids": PROMPTS, "attention_mask": torch.ones_like(PROMPTS)}
-    plain, assisted, assistant = both(model, inputs, do_sample=False, max_new_tokens=10)
-    assert torch.equal(plain, assisted)
     assert assistant.stats.last.accepted > 0
 
 

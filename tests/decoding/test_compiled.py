@@ -158,19 +158,6 @@ def filled(model, cache, *turns, **options):
     return text
 
 
-TURNS = [(True, False, True), (False, True, True), (True, True, False)]
-
-
-@pytest.mark.parametrize("turns", TURNS, ids=str)
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
-def test_conversations_on_a_callers_static_cache(model_class, turns):
-    model = build(model_class)
-    cache = StaticCache(config=model.config, max_cache_len=ROOM)
-    filled(model, cache, *turns)
-    kinds = [type(layer) for layer in StaticCache(model.config, max_cache_len=ROOM).layers]
-    assert [type(layer) for layer in cache.layers] == kinds
-
-
 def test_static_caches_hold_what_plain_decoding_leaves():
     model = build(Gemma3ForCausalLM)
     caches = [StaticCache(config=model.config, max_cache_len=ROOM) for _ in range(2)]
@@ -191,32 +178,16 @@ def test_static_caches_hold_what_plain_decoding_leaves():
         caches[1].reset()
 
 
-def test_batches_on_a_static_cache():
-    model = build(LlamaForCausalLM)
-    first, second = (StaticCache(config=model.config, max_cache_len=ROOM) for _ in range(2))
-    options = {"do_sample": False, "max_new_tokens": 20, **INPUTS["padded"]}
-    plain = model.generate(**options, **{CACHE: first})
-    assistant = oracle_assistant(plain, MASK)
-    assert torch.equal(plain, model.generate(**options, **{CACHE: second}, assistant=assistant))
-    assert assistant.stats.tier == "tree"
-    assert assistant.stats.last.accepted > 0
-    text = torch.cat([plain, BATCH[:, :4]], dim=1)
-    mask = torch.nn.functional.pad(MASK, (0, text.shape[1] - MASK.shape[1]), value=1)
-    options = {"do_sample": False, "max_new_tokens": 10, "attention_mask": mask}
-    assert torch.equal(
-        model.generate(text, **options, **{CACHE: first}),
-        model.generate(text, **options, **{CACHE: second}),
-    )
-
-
-@pytest.mark.parametrize("turns", TURNS[:1], ids=str)
-def test_compiled_conversations_on_a_callers_static_cache(turns):
-    model = build(LlamaForCausalLM)
-    options = static()
-    del options["cache_implementation"]
-    before = compilations()
-    filled(model, StaticCache(config=model.config, max_cache_len=ROOM), *turns, **options)
-    assert compilations() > before
+@pytest.mark.parametrize("compiles", [False, True])
+def test_conversations_on_a_callers_static_cache(compiles):
+    model = build(LlamaForCausalLM if compiles else Gemma3ForCausalLM)
+    options = static() if compiles else {}
+    options.pop("cache_implementation", None)
+    before, cache = compilations(), StaticCache(config=model.config, max_cache_len=ROOM)
+    kinds = [type(layer) for layer in cache.layers]
+    filled(model, cache, True, False, True, **options)
+    assert (compilations() > before) is compiles
+    assert [type(layer) for layer in cache.layers] == kinds
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1, 7])

@@ -20,9 +20,8 @@ from hf_retrieval_assist.kernels.compact import COMPACT
 from hf_retrieval_assist.kernels.quantized_model import WEIGHTS
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.verifiers import ChainVerifier, TreeVerifier
-from tests.decoding.test_batches import padded
 from tests.support.copied_models import HIDDEN, TOKENS, Watch, compact_products, model_of
-from tests.support.lossless import PROMPT, run
+from tests.support.lossless import PROMPT, padded, run
 
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 

@@ -13,9 +13,8 @@ from hf_retrieval_assist.decoding import dice as module
 from hf_retrieval_assist.decoding.dice import Dice, RowForesight, draws_by_quotients
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.row_text import RowText
-from tests.decoding.test_batches import late_token, padded
-from tests.support.lossless import NEW_TOKENS, build, knowing, run
-from tests.support.oracle_drafter import oracle_assistant, sequences_of
+from tests.support.lossless import build, knowing, late_token, padded, run
+from tests.support.oracle_drafter import agreeing, both
 from tests.support.tiny_models import VOCAB
 
 WIDTHS = [7, 16, 17, 1000, 70_001]
@@ -149,7 +148,7 @@ def test_another_way_of_drawing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     assistant = knowing(plain)
     assert torch.equal(run(model, do_sample=True, assistant=assistant), plain)
     assert assistant.stats.last.keeps_seed
-    _, _, assistant = sampled_batch(model, 3)
+    _, _, assistant = both(model, padded(3), do_sample=True, max_new_tokens=24)
     assert not assistant.stats.last.keeps_seed
     [row] = rows_of(1)
     select = TokenSelector(LogitsProcessorList(), do_sample=True, batch_size=1)
@@ -174,23 +173,9 @@ class Stops(StoppingCriteria):
 Stops.__module__ = "transformers.generation.stopping_criteria"
 
 
-def sampled_batch(model: Any, rows: int, **options: Any) -> tuple[Any, Any, Any]:
-    """A batch with and without an assistant, and what each left of the generator."""
-    inputs = padded(rows)
-    options = {"do_sample": True, "max_new_tokens": 24} | options
-    torch.manual_seed(4)
-    plain = model.generate(**inputs, **options)
-    left = torch.get_rng_state()
-    assistant = oracle_assistant(sequences_of(plain), inputs["attention_mask"])
-    torch.manual_seed(4)
-    assisted = model.generate(**inputs, **options, assistant=assistant)
-    return (plain, left), (assisted, torch.get_rng_state()), assistant
-
-
 @pytest.mark.parametrize(
     "name", ["LlamaForCausalLM", "Gemma3ForCausalLM", "BartForCausalLM", "Lfm2ForCausalLM"]
 )
-@pytest.mark.parametrize("rows", [3])
 @pytest.mark.parametrize(
     "options",
     [
@@ -202,31 +187,20 @@ def sampled_batch(model: Any, rows: int, **options: Any) -> tuple[Any, Any, Any]
     ],
     ids=["plain", "top_k", "top_p", "stops", "several"],
 )
-def test_sampled_batches_keep_the_seed(name: str, rows: int, options: dict[str, Any]) -> None:
+def test_sampled_batches_keep_the_seed(name: str, options: dict[str, Any]) -> None:
     overrides = {"is_encoder_decoder": False} if name.startswith("Bart") else {}
-    model = build(getattr(transformers, name), **overrides)
-    if "num_return_sequences" not in options:
-        free, _, _ = sampled_batch(model, rows, **options)
-        ends = [late_token(text[18:], 7) for text in (free[0][0], free[0][-1])]
-        options = options | {"eos_token_id": ends}
-        plain, assisted, assistant = sampled_batch(model, rows, **options)
-        assert assistant.stats.last.accepted > 0
+    model, inputs = build(getattr(transformers, name), **overrides), padded(3)
+    options = {"do_sample": True, "max_new_tokens": 24} | options
+    make = None
+    if "num_return_sequences" in options:
+        make = lambda plain: knowing(torch.tensor([[1, 2, 3, 4, 5]]))  # noqa: E731
     else:
-        inputs = padded(rows)
-        plain, assisted, assistant = _several(model, inputs, options)
-    assert torch.equal(plain[0], assisted[0])
-    assert torch.equal(plain[1], assisted[1])
-    assert assistant.stats.last.keeps_seed
-
-
-def _several(model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> Any:
-    results = []
-    assistant = knowing(torch.tensor([[1, 2, 3, 4, 5]]))
-    for keyword in ({}, {"assistant": assistant}):
         torch.manual_seed(4)
-        call = {"do_sample": True, "max_new_tokens": NEW_TOKENS, **options, **keyword}
-        results.append((model.generate(**inputs, **call), torch.get_rng_state()))
-    return *results, assistant
+        free = model.generate(**inputs, **options)
+        options["eos_token_id"] = [late_token(text[18:], 7) for text in (free[0], free[-1])]
+    _, _, assistant = agreeing(model, inputs, seed=4, make=make, **options)
+    assert assistant.stats.last.keeps_seed
+    assert assistant.stats.last.accepted > 0 or make is not None
 
 
 class Foreign(LogitsProcessor):

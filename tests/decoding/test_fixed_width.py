@@ -12,8 +12,7 @@ from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.verification.tree_attention import LayerMask
 from hf_retrieval_assist.verification.workspace import Shape, Workspace
-from tests.decoding.test_batches import padded
-from tests.support.lossless import PROMPT, build, run
+from tests.support.lossless import PROMPT, build, padded, run
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import OracleDrafter
 

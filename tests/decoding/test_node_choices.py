@@ -14,10 +14,9 @@ from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.drafters.base import DraftSession, Target
 from hf_retrieval_assist.token_tree import TokenTree
-from tests.decoding.test_batches import late_token, padded
-from tests.support.lossless import PROMPT, build
+from tests.support.lossless import PROMPT, build, late_token, padded
 from tests.support.op_recorder import serve_in_place
-from tests.support.oracle_drafter import OracleDrafter, oracle_assistant, sequences_of
+from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant, sequences_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"top_k": 0},
@@ -60,13 +59,12 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.fixture(params=[False, True], ids=["row by row", "all rows"])
-def at_once(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of rows drawn alone, as on a CPU, or together, as on other devices."""
+def draw_rows(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    """Let numbers of rows be drawn alone, as on a CPU, or together, as on other devices."""
 
     def tried(device: torch.device, rows: int, vocab_size: int, count: int) -> bool:
         right = draws_by_quotients(device, rows, vocab_size, count)
-        return right and (count == rows if request.param else count == 1)
+        return right and (count == rows if together else count == 1)
 
     monkeypatch.setattr(dice, "draws_by_quotients", tried)
 
@@ -75,34 +73,30 @@ def inputs_of(rows: int) -> dict[str, torch.Tensor]:
     return padded(rows) if rows > 1 else {"input_ids": PROMPT}
 
 
-def agreeing(model: Any, rows: int, **options: Any) -> Any:
-    """The assistant of a call that gives plain decoding's tokens and state, with some drafts."""
-    inputs = inputs_of(rows)
+def check(model: Any, rows: int, **options: Any) -> None:
+    """A call gives plain decoding's tokens and state, with some drafts."""
     options = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": 0} | options
-    torch.manual_seed(4)
-    plain = model.generate(**inputs, **options)
-    left = torch.get_rng_state()
-    assistant = oracle_assistant(sequences_of(plain), inputs.get("attention_mask"))
-    torch.manual_seed(4)
-    assisted = model.generate(**inputs, **options, assistant=assistant)
-    assert torch.equal(sequences_of(plain), sequences_of(assisted))
-    assert torch.equal(torch.get_rng_state(), left)
+    _, _, assistant = agreeing(model, inputs_of(rows), seed=4, **options)
     assert assistant.stats.tier == "tree"
     assert assistant.stats.last.keeps_seed
     assert assistant.stats.last.accepted > 0
-    return assistant
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "together"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.usefixtures("at_once")
 def test_tokens_and_state_are_plain_decodings(
-    name: str, rows: int, llama: Any, walked: list[int]
+    name: str,
+    rows: int,
+    together: bool,
+    llama: Any,
+    walked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Recorded, compared and repeated; the walk processes no scores of its own."""
+    draw_rows(monkeypatch, together)
     for _ in range(2):
         walked.clear()
-        agreeing(llama, rows, **OPTIONS[name])
+        check(llama, rows, **OPTIONS[name])
         assert walked == [rows]
 
 
@@ -116,7 +110,7 @@ def test_rows_that_end_at_unlike_places(
     free = llama.generate(**inputs_of(3), do_sample=True, max_new_tokens=24)
     ends = [late_token(text[18:], 7) for text in (free[0], free[-1])]
     walked.clear()
-    agreeing(llama, 3, eos_token_id=ends)
+    check(llama, 3, eos_token_id=ends)
     assert walked == [3]
 
 
@@ -148,7 +142,7 @@ class Draws(StoppingCriteria):
 
 
 def test_somebody_elses_draws_come_first(llama: Any, walked: list[int]) -> None:
-    agreeing(llama, 1, stopping_criteria=[Draws()])
+    check(llama, 1, stopping_criteria=[Draws()])
     assert 1 < len(walked) < 24
 
 
@@ -198,7 +192,7 @@ class Same(LogitsProcessor):
 def test_what_needs_more_than_a_nodes_logits_goes_on_as_it_did(
     options: dict[str, Any], llama: Any, walked: list[int]
 ) -> None:
-    agreeing(llama, 1, **options)
+    check(llama, 1, **options)
     assert len(walked) == 24
 
 
@@ -236,5 +230,5 @@ def test_devices_whose_draws_are_not_known(
     llama: Any, walked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dice, "draws_by_quotients", lambda *key: False)
-    agreeing(llama, 1)
+    check(llama, 1)
     assert len(walked) == 24

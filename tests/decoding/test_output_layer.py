@@ -18,9 +18,9 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.screen import Sampling, Screened
 from hf_retrieval_assist.system import memory
-from tests.decoding.test_batches import padded
 from tests.support.copied_models import Watch, model_of
-from tests.support.lossless import PROMPT, knowing, run
+from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
+from tests.support.oracle_drafter import agreeing
 
 SAMPLED = {"do_sample": True}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,17 +65,14 @@ def llama() -> Any:
 
 def both(model: Any, **options: Any) -> tuple[Watch, Assistant]:
     """A call that has good drafts, equal to plain's in tokens and random state."""
-    plain, left = run(model, **options), torch.get_rng_state()
-    assistant = knowing(plain)
+    inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | options
     with Watch() as watch:
-        ours = run(model, **options, assistant=assistant)
-    assert torch.equal(torch.get_rng_state(), left)
-    if isinstance(plain, torch.Tensor):
-        assert torch.equal(ours, plain)
-    else:
-        assert torch.equal(ours.sequences, plain.sequences)
+        plain, ours, assistant = agreeing(model, inputs, make=knowing, **options)
+    if not isinstance(plain, torch.Tensor):
         for found, expected in zip(ours.scores, plain.scores, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    assert assistant.stats.last.keeps_seed
     assert assistant.stats.last.accepted > 0
     return watch, assistant
 
@@ -101,15 +98,8 @@ def test_batches(llama: Any, name: str) -> None:
     torch.manual_seed(3)
     free = llama.generate(**padded(4), **options)
     options["eos_token_id"] = [int(free[0, 18 + 7]), int(free[2, 18 + 15])]
-    results = []
     with Watch() as watch:
-        for keyword in ({}, {"assistant": SamAssistant(budget=4)}):
-            torch.manual_seed(3)
-            results.append(
-                (llama.generate(**padded(4), **options, **keyword), torch.get_rng_state())
-            )
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+        agreeing(llama, padded(4), seed=3, make=lambda plain: SamAssistant(budget=4), **options)
     assert watch.screened > 0
 
 

@@ -78,37 +78,32 @@ def test_its_texts_are_learnt_up_to_their_ends(model, resting, monkeypatch, padd
     assert len(told[0]) < 24
 
 
-def test_padding_behind_what_another_criterion_ended_is_not_learnt(model, resting, monkeypatch):
+@pytest.mark.parametrize("padded_with_its_own_end", [False, True])
+def test_padding_behind_what_another_criterion_ended_is_not_learnt(
+    model, resting, monkeypatch, padded_with_its_own_end
+):
+    """Also where a row's last token is what pads it."""
+
     class FirstRowEnds(StoppingCriteria):
         def __call__(self, ids, scores, **kwargs):
             return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
 
-    told = []
-    monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(len(ids)))
-    config = GenerationConfig(eos_token_id=66, pad_token_id=0, max_new_tokens=24)
-    run(
-        model,
-        generation_config=config,
-        stopping_criteria=[FirstRowEnds()],
-        assistant=SamAssistant(),
-    )
-    assert told == [4, 24]
-
-
-def test_a_token_that_is_the_padding_too_is_learnt(model, resting, monkeypatch):
-    """Where a row stops by another criterion, its last token may be what pads it."""
     free = run(model)[:, PROMPTS.shape[1] :].tolist()
-
-    class FirstRowEnds(StoppingCriteria):
-        def __call__(self, ids, scores, **kwargs):
-            return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
-
     told = []
     monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(ids))
-    config = GenerationConfig(eos_token_id=66, pad_token_id=free[0][3], max_new_tokens=24)
+    pad = free[0][3] if padded_with_its_own_end else 0
+    config = GenerationConfig(eos_token_id=66, pad_token_id=pad, max_new_tokens=24)
     criteria = [FirstRowEnds()]
     run(model, generation_config=config, stopping_criteria=criteria, assistant=SamAssistant())
     assert told == [free[0][:4], free[1]]
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_memory_learns_what_is_not_private(model, resting, private):
+    memory = OutputMemory()
+    assistant = SamAssistant(memory=memory)
+    run(model, assistant=assistant.private() if private else assistant)
+    assert len(memory) == (0 if private else 2)
 
 
 @pytest.mark.parametrize("tier", ["at rest", "plain"])
@@ -140,18 +135,6 @@ def test_plain_calls_are_recorded_up_to_their_rows_ends(model):
     assert call.stats.tier == "plain"
     expected = [row[: row.index(end) + 1] if end in row else row for row in free]
     assert [call.generated(row).tolist() for row in range(len(free))] == expected
-
-
-def test_a_memory_learns_them(model, resting):
-    memory = OutputMemory()
-    run(model, assistant=SamAssistant(memory=memory))
-    assert len(memory) == 2
-
-
-def test_private_calls_teach_nothing(model, resting):
-    memory = OutputMemory()
-    run(model, assistant=SamAssistant(memory=memory).private())
-    assert len(memory) == 0
 
 
 def test_a_streamer_is_told_every_token(model, resting):

@@ -59,7 +59,7 @@ TOGETHER = {
     *("ConfidenceCriteria",),
 }
 
-# Strings need a tokenizer; tests/decoding/test_generate_inputs.py has them.
+# Strings need a tokenizer; tests/decoding/test_generate.py has them.
 ELSEWHERE = {"StopStringCriteria"}
 
 

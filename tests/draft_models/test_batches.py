@@ -19,9 +19,8 @@ from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from hf_retrieval_assist.drafters.base import Drafter, Target
 from hf_retrieval_assist.presets import fallback_drafters
 from hf_retrieval_assist.token_tree import TokenTree
-from tests.draft_models.test_dflash import block_drafter
 from tests.support.feature_following import features_of, seen
-from tests.support.heads import head_drafter
+from tests.support.heads import block_drafter, head_drafter
 from tests.support.lossless import build
 from tests.support.tiny_models import VOCAB, randomise
 

@@ -16,7 +16,6 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.assistants import Assistant
 from hf_retrieval_assist.decoding import dice
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
-from hf_retrieval_assist.draft_models.residual import verify_node
 from hf_retrieval_assist.draft_models.static_growth import PRIORS, classes_by_rank
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.planning.cost_store import CostModels
@@ -258,80 +257,6 @@ def test_without_a_temperature_nothing_is_drawn():
     session = start(DraftModelDrafter(llama(), max_nodes=4), [3, 1, 4])
     session.propose(4)
     assert session.draw_at([]) is None
-
-
-def target_law(logits, temperature, top_p):
-    """Softmax at a temperature, cut to the smallest set of tokens with at least top_p."""
-    law = torch.softmax(logits.float() / temperature, dim=-1)
-    order = law.argsort(descending=True)
-    cut = law[order].cumsum(0) - law[order] >= top_p
-    law[order[cut]] = 0
-    return law / law.sum()
-
-
-def residual_step(session, law_of, text):
-    """One step: draft, then walk down with residual verification; returns the new tokens."""
-    session.propose(6)
-    new = []
-    while True:
-        law = law_of([*text, *new])
-        draw = session.draw_at(new)
-        if draw is None:
-            return [*new, int(torch.multinomial(law, 1))]
-        rank, token = verify_node(law, draw.draft, draw.children)
-        new.append(token)
-        if rank < 0:
-            return new
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_p"),
-    [
-        (1.5, 0.6),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [(0.2, 1.0), (0.7, 1.0), (1.0, 0.8), (1.5, 1.0)]
-        ),
-    ],
-)
-def test_the_law_of_two_tokens_is_the_targets(temperature, top_p):
-    size = 6
-    target, draft = (llama(seed, vocab_size=size) for seed in (1, 2))
-    for model in (target, draft):
-        with torch.no_grad():
-            model.lm_head.weight *= 0.2
-    laws = {}
-
-    def law_of(text):
-        if tuple(text) not in laws:
-            laws[tuple(text)] = target_law(next_logits(target, text), temperature, top_p)
-        return laws[tuple(text)]
-
-    expected = np.zeros((size, size))
-    first = law_of([1, 2]).double()
-    for token in range(size):
-        expected[token] = (first[token] * law_of([1, 2, token]).double()).numpy()
-    drafter = DraftModelDrafter(draft, max_nodes=6, max_levels=3, width=3, temperature=1.0)
-    torch.manual_seed(0)
-    observed = np.zeros((size, size))
-    for _ in range(COUNT):
-        session = start(drafter, [1, 2], size)
-        text = [1, 2]
-        while len(text) < 4:
-            new = residual_step(session, law_of, text)
-            session.commit(new, None)
-            text += new
-        observed[text[2], text[3]] += 1
-    seen = expected > 0
-    assert observed[~seen].sum() == 0
-    cells = COUNT * expected[seen]
-    statistic = ((observed[seen] - cells) ** 2 / cells).sum()
-    # The statistic's variance is above 2(k − 1) where cells are small.
-    variance = 2 * (len(cells) - 1) + (1 / cells).sum()
-    assert statistic < len(cells) - 1 + 5 * np.sqrt(variance)
-
-
-COUNT = 400
 
 
 def test_drafting_on_the_targets_own_model_is_accepted_to_the_end():

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_retrieval_assist.draft_models import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
@@ -79,41 +77,6 @@ def test_needs_are_the_heads_boundaries(head: EagleHead) -> None:
     assert EagleDrafter(head).needs == FeedbackNeeds(hidden_layers=(2, 5, 7))
 
 
-@settings(max_examples=25, deadline=None)
-@given(steps=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=6))
-def test_drafts_do_not_depend_on_the_steps(
-    head: EagleHead, text: list[int], features: torch.Tensor, steps: list[tuple[int, bool]]
-) -> None:
-    """Steps of any length, with or without a draft in between."""
-    session, known = start(head, text[:8]), 8
-    session.commit(text[8:9], seen(features[:8]))
-    for length, ask in steps:
-        if ask:
-            session.propose(11)
-        first, known = known, known + length
-        session.commit(text[first + 1 : known + 1], seen(features[first:known]))
-    tree = session.propose(11)
-    tree.check_invariants()
-    assert_same(tree, draft_at_once(head, text[: known + 1], features))
-
-
-def test_a_draft_leaves_no_trace(head: EagleHead, text: list[int], features: torch.Tensor) -> None:
-    session = start(head, text[:20])
-    session.commit(text[20:21], seen(features[:20]))
-    trees = [session.propose(11) for _ in range(3)]
-    assert_same(trees[0], trees[1])
-    assert_same(trees[0], trees[2])
-
-
-@pytest.mark.parametrize("budget", [-1, 0])
-def test_no_budget_no_draft(
-    head: EagleHead, text: list[int], features: torch.Tensor, budget: int
-) -> None:
-    session = start(head, text[:5])
-    session.commit(text[5:6], seen(features[:5]))
-    assert len(session.propose(budget)) == 0
-
-
 def test_nothing_is_drafted_without_features_of_the_newest_token(
     head: EagleHead, text: list[int], features: torch.Tensor
 ) -> None:
@@ -145,18 +108,6 @@ def test_tokens_that_ended_the_text_early_are_harmless(
     session.commit(text[20:21], seen(features[:20]))
     session.commit(text[21:22], seen(features[20:24]))
     assert_same(session.propose(11), draft_at_once(head, text[:22], features))
-
-
-def test_features_wait_in_bounded_numbers(
-    head: EagleHead, text: list[int], features: torch.Tensor
-) -> None:
-    session = start(head, text[:20])
-    session.follower.chunk = 8
-    session.commit(text[20:21], seen(features[:20]))
-    for position in range(20, 39):
-        session.commit(text[position + 1 : position + 2], seen(features[position : position + 1]))
-        assert session.waiting < 8
-    assert_same(session.propose(11), draft_at_once(head, text, features))
 
 
 def test_far_beyond_the_trained_positions(head: EagleHead) -> None:

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.draft_models import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.base import Feedback, Target
@@ -158,18 +157,6 @@ def test_eagle_3_1_drafts_as_written_out(target: Any, nested: bool, tmp_path: Pa
     tokens, odds = Plain31(target).chain(features, TEXT)
     assert tree.token_ids.tolist() == tokens
     np.testing.assert_allclose(tree.probs, odds, rtol=1e-4)
-
-
-def test_eagle_3_1_output_is_plain(target: Any, tmp_path: Path) -> None:
-    config = {**CONFIG, **FLAGS}
-    head = EagleHead.from_pretrained(save(tmp_path, config, tensors_of_3_1()), target)
-    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-    expected = target.generate(torch.tensor([TEXT]), **options)
-    assistant = Assistant([EagleDrafter(head)], budget=8)
-    assert torch.equal(
-        target.generate(torch.tensor([TEXT]), assistant=assistant, **options), expected
-    )
-    assert assistant.stats.total.drafted > 0
 
 
 def test_norms_that_the_file_lacks_are_named(target: Any, tmp_path: Path) -> None:

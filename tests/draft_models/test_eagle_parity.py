@@ -1,9 +1,7 @@
-"""Five recorded heads, two rounds each: hidden states, logits, caches and trees must agree, and
-every likely mistake must make them differ."""
+"""Five recorded heads, two rounds each: hidden states, logits, caches and trees must agree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,11 @@ import torch
 
 from hf_retrieval_assist.draft_models import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
-from hf_retrieval_assist.draft_models.eagle_head import Eagle1Head, FusingLayer
 from hf_retrieval_assist.draft_models.features import FeatureSession
-from hf_retrieval_assist.draft_models.rows import DraftCache, Group
+from hf_retrieval_assist.draft_models.rows import DraftCache
 from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.eagle_fixtures import CASES, Case, load_case
-
-EAGLE3 = [name for name in CASES if name.startswith("eagle3")]
-EAGLE1 = [name for name in CASES if name.startswith("eagle1")]
 
 
 def load(case: Case, folder: Path, **overrides: Any) -> EagleHead:
@@ -107,121 +101,6 @@ def test_the_recorded_path_was_drafted(name: str, tmp_path: Path) -> None:
     assert accepted.tolist() == case.io["round1.input_ids"][0, 10:-1].tolist()
 
 
-Mutation = Callable[[EagleHead, pytest.MonkeyPatch], None]
-
-
-def absolute_draft_ids(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(head, "to_target_ids", lambda ids: head.d2t[ids])
-
-
-def kept_tree_entries(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
-    def keep_all(group: Group) -> None:
-        for cache in group.caches:
-            shown = cache.layers[0].keys.shape[2] if cache.slot_layers else 0
-            cache.keep([range(shown - cache.slots.longest)] * len(group.rows))
-
-    patch.setattr(Group, "settle", keep_all)
-
-
-def head_made_features(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
-    """Where the text is extended, reuse the head's outputs of the round before."""
-    outputs: list[torch.Tensor] = []
-    head.register_forward_hook(lambda module, args, output: outputs.append(output))
-    fuse = head.fuse
-    patch.setattr(
-        head,
-        "fuse",
-        lambda features: (
-            torch.cat(outputs[1:], 1)[:, : features.shape[1]] if outputs else fuse(features)
-        ),
-    )
-
-
-def swapped_concatenation(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
-    cat = torch.cat
-
-    def swap(tensors: Any, dim: int = 0) -> torch.Tensor:
-        return cat(tensors[::-1] if dim == -1 else tensors, dim=dim)
-
-    for kind, method in ((FusingLayer, "forward"), (Eagle1Head, "_fuse_token")):
-        original = getattr(kind, method)
-
-        def mutated(self: Any, *args: Any, _original: Any = original) -> torch.Tensor:
-            with pytest.MonkeyPatch.context() as inner:
-                inner.setattr("hf_retrieval_assist.draft_models.eagle_head.torch.cat", swap)
-                return _original(self, *args)
-
-        patch.setattr(kind, method, mutated)
-
-
-def normed_feedback(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
-    object.__setattr__(head.config, "norm_output", True)
-
-
-def later_positions(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
-    """Every level one position further than its depth says."""
-    forward = head.forward
-    patch.setattr(
-        head,
-        "forward",
-        lambda layer, ids, hidden, positions, *rest: forward(
-            layer, ids, hidden, positions + (positions == positions[0, 0]).all(), *rest
-        ),
-    )
-
-
-def no_fc_bias(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
-    head.fc.bias.zero_()
-
-
-def no_qkv_bias(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
-    head.layers[0].self_attn.q_proj.bias.zero_()
-
-
-def normed_features_as_residual(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
-    head.layers[0].norm_before_residual = True
-
-
-def swapped_feature_order(head: EagleHead, patch: pytest.MonkeyPatch) -> None:
-    fuse = head.fuse
-    patch.setattr(head, "fuse", lambda f: fuse(torch.cat(f.chunk(3, dim=-1)[::-1], dim=-1)))
-
-
-MUTATIONS = [
-    *((absolute_draft_ids, name) for name in ("eagle3_d2t", "eagle3_target_hidden48_theta5e5")),
-    *((kept_tree_entries, name) for name in CASES),
-    *((head_made_features, name) for name in CASES),
-    *((swapped_concatenation, name) for name in CASES),
-    *((normed_feedback, name) for name in EAGLE3),
-    *((later_positions, name) for name in CASES),
-    (no_fc_bias, "eagle1_fcbias"),
-    (no_qkv_bias, "eagle1_nobias_qkvbias_theta1e6"),
-    *((normed_features_as_residual, name) for name in EAGLE3),
-    *((swapped_feature_order, name) for name in EAGLE3),
-]
-
-
-@pytest.mark.parametrize(
-    ("mutation", "name"), MUTATIONS, ids=[f"{m.__name__}-{name}" for m, name in MUTATIONS]
-)
-def test_a_mutation_is_noticed(
-    mutation: Mutation, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = load_case(name)
-    head = load(case, tmp_path)
-    mutation(head, monkeypatch)
-    with pytest.raises(AssertionError):
-        check_rounds(case, head)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_another_rope_theta_is_noticed(name: str, tmp_path: Path) -> None:
-    case = load_case(name)
-    wrong = 10000.0 if "rope_theta" in case.config else 500000.0
-    with pytest.raises(AssertionError):
-        check_rounds(case, load(case, tmp_path, rope_theta=wrong))
-
-
 def test_a_wrong_config_is_put_right_by_the_override(tmp_path: Path) -> None:
     case = load_case("eagle3_target_hidden48_theta5e5")
     lying = Case(case.name, {**case.config, "rope_theta": 1e4}, case.tree, case.weights, case.io)
@@ -239,17 +118,15 @@ def test_the_chunks_of_the_prompt_do_not_matter(chunk: int, tmp_path: Path) -> N
     check_tree(case, "round0.", session.propose(case.tree["draft_nodes"]))
 
 
-@pytest.mark.parametrize("budget", range(1, 12))
 @pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
-def test_a_smaller_budget_gives_the_best_of_the_full_tree(
-    name: str, budget: int, tmp_path: Path
-) -> None:
+def test_a_smaller_budget_gives_the_best_of_the_full_tree(name: str, tmp_path: Path) -> None:
     case = load_case(name)
     session = session_of(case, load(case, tmp_path))
     session.commit(
         [int(case.io["round0.input_ids"][0, -1])], feedback_of(case.io["round0.target_hidden"][0])
     )
-    full, small = session.propose(1000).prune(budget), session.propose(budget)
-    assert small.token_ids.tolist() == full.token_ids.tolist()
-    assert small.parents.tolist() == full.parents.tolist()
-    np.testing.assert_allclose(small.probs, full.probs, rtol=1e-4)
+    for budget in range(1, 12):
+        full, small = session.propose(1000).prune(budget), session.propose(budget)
+        assert small.token_ids.tolist() == full.token_ids.tolist()
+        assert small.parents.tolist() == full.parents.tolist()
+        np.testing.assert_allclose(small.probs, full.probs, rtol=1e-4)

@@ -10,10 +10,10 @@ import torch
 import transformers
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
-from hf_retrieval_assist import Assistant, EarlyExit, SamAssistant
+from hf_retrieval_assist import EarlyExit, SamAssistant
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.host.first_layers import first_layers
-from tests.support.lossless import NEW_TOKENS, PROMPT, build, knowing, run
+from tests.support.lossless import NEW_TOKENS, PROMPT, build, run
 from tests.support.tiny_models import VOCAB
 
 FAMILIES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel"]
@@ -67,35 +67,6 @@ def test_the_chain_is_transformers_own(llama: Any, monkeypatch: pytest.MonkeyPat
         assert tokens == chain[: len(tokens)]
         compared += len(tokens)
     assert compared > NEW_TOKENS
-
-
-@pytest.mark.parametrize(
-    ("rows", "sampling"),
-    [(1, {}), (3, {}), (1, {"do_sample": True})],
-    ids=["greedy", "batch", "seeded"],
-)
-def test_output_is_plain(llama: Any, rows: int, sampling: dict[str, Any]) -> None:
-    ids = torch.randint(1, VOCAB, (rows, 9), generator=torch.Generator().manual_seed(2))
-    expected = run(llama, ids, **sampling)
-    for assistant in (
-        Assistant([EarlyExit(2)], budget=8),
-        SamAssistant(expected.tolist(), fallback=[EarlyExit(1), "token_recycling"], budget=16),
-    ):
-        assert run(llama, ids, assistant=assistant, **sampling).tolist() == expected.tolist()
-        assert assistant.stats.total.drafted > 0
-
-
-def test_beside_retrieval(llama: Any) -> None:
-    plain = run(llama)
-    assistant = knowing(plain, fallback=EarlyExit(1))
-    assert run(llama, assistant=assistant).tolist() == plain.tolist()
-    assert assistant.stats.last.accepted > 0
-
-
-@pytest.mark.parametrize("layer", [3, 7])
-def test_a_target_of_too_few_layers_is_refused(llama: Any, layer: int) -> None:
-    with pytest.raises(ValueError, match="layer: expected 1 to 2 for a LlamaForCausalLM"):
-        run(llama, assistant=SamAssistant(fallback=EarlyExit(layer)))
 
 
 def test_no_layer_is_refused() -> None:

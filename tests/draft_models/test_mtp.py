@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,16 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.draft_models import features
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers, mtp_layers
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.service import choose_service
-from tests.support.feature_following import TEXT, features_of, seen, session_of
+from tests.support.feature_following import TEXT, chains_of, features_of, seen, session_of
 from tests.support.heads import give_mtp_layer
 from tests.support.lossless import PHRASE, build, knowing
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
-from tests.support.tiny_models import VOCAB, randomise
+from tests.support.tiny_models import randomise
 
 TIERS = {
     "DeepseekV3ForCausalLM": "tree",
@@ -99,39 +98,6 @@ def draft_at_once(model: Any, text: Sequence[int], **sizes: Any) -> TokenTree:
     return session.propose(100)
 
 
-@pytest.fixture
-def candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[int, ...], list[int]]]:
-    """What transformers' own generator drafts behind each text."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    original = MTPCandidateGenerator.get_candidates
-
-    def record(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, input_ids, *args, **kwargs)
-        new = result[0][0, input_ids.shape[1] :].tolist()
-        if new:
-            found[tuple(input_ids[0].tolist())] = new
-        return result
-
-    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", record)
-    return found
-
-
-@pytest.fixture
-def drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
-    """What ours drafts behind each text."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    ours = features.draft_rows
-
-    def record(sessions: Any, budgets: Any) -> list[TokenTree]:
-        trees = ours(sessions, budgets)
-        for session, tree in zip(sessions, trees, strict=True):
-            found[tuple(session.tokens)] = tree.token_ids.tolist()
-        return trees
-
-    monkeypatch.setattr(features, "draft_rows", record)
-    return found
-
-
 def chain_of(model: Any) -> Assistant:
     """Drafts what `use_mtp` does: the likeliest token of each layer."""
     count = len(mtp_layers(model))
@@ -140,12 +106,10 @@ def chain_of(model: Any) -> Assistant:
 
 @pytest.mark.parametrize("name", [n for n, tier in TIERS.items() if tier != "replay"])
 def test_the_chain_is_transformers_own(
-    name: str,
-    models: dict[str, Any],
-    candidates: dict[tuple[int, ...], list[int]],
-    drafts: dict[tuple[int, ...], list[int]],
+    name: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models[name]
+    candidates, drafts = chains_of(monkeypatch, MTPCandidateGenerator)
     options = {"max_new_tokens": NEW, "do_sample": False}
     expected = model.generate(IDS, use_mtp=True, **options)
     found = model.generate(IDS, assistant=chain_of(model), **options)
@@ -231,33 +195,6 @@ def test_one_pass_catches_up_on_what_was_missed(glm: Any) -> None:
     assert passes == [20, 19, 18]
 
 
-@pytest.mark.parametrize(
-    ("rows", "sampling"),
-    [(1, {}), (3, {}), (1, {"do_sample": True, "temperature": 0.8})],
-    ids=["greedy", "batch", "seeded"],
-)
-@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "MellumForCausalLM"])
-def test_output_is_plain(
-    name: str, rows: int, sampling: dict[str, Any], models: dict[str, Any]
-) -> None:
-    model = models[name]
-    ids = torch.randint(1, VOCAB, (rows, 11), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    for row in range(rows):
-        ids[row, : 2 * row], mask[row, : 2 * row] = 0, 0
-    options = {"attention_mask": mask, "max_new_tokens": NEW} | sampling
-    torch.manual_seed(5)
-    expected = model.generate(ids, **options)
-    corpus = [row.tolist() for row in expected]
-    for assistant in (
-        Assistant([MtpDrafter(top_k=4)], budget=10),
-        SamAssistant(corpus, fallback="mtp", budget=12),
-    ):
-        torch.manual_seed(5)
-        assert model.generate(ids, assistant=assistant, **options).tolist() == expected.tolist()
-        assert assistant.stats.total.drafted > 0
-
-
 @pytest.mark.parametrize("name", ["InklingForCausalLM", "Qwen3_5ForCausalLM"])
 def test_beside_retrieval_on_lower_tiers(name: str, models: dict[str, Any]) -> None:
     model = models[name]
@@ -294,21 +231,9 @@ def test_several_turns(glm: Any) -> None:
         assert assistant.stats.last.drafted > 0
 
 
-def test_a_model_without_such_layers_is_refused() -> None:
-    model = build(transformers.LlamaForCausalLM)
-    with pytest.raises(ValueError, match=r"num_mtp_layers.*LlamaForCausalLM"):
-        model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
-
-
 def test_a_checkpoint_without_such_layers_is_refused(tmp_path: Path) -> None:
     build(transformers.Glm4MoeForCausalLM, num_mtp_layers=1).save_pretrained(tmp_path)
     model = transformers.Glm4MoeForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="fallback 'mtp': expected MTP layers"):
-        model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
-
-
-def test_a_model_that_was_never_saved_is_refused() -> None:
-    model = build(transformers.Glm4MoeForCausalLM, num_mtp_layers=1)
     with pytest.raises(ValueError, match="fallback 'mtp': expected MTP layers"):
         model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
 

@@ -19,10 +19,9 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import quantized_model, weight_copies
 from hf_retrieval_assist.kernels.linear import stand_ins
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
-from tests.decoding.test_batches import padded
-from tests.decoding.test_conversations import Interrupt, InterruptedForward
-from tests.support.lossless import PROMPT, build, run
-from tests.support.oracle_drafter import sequences_of
+from tests.support.interrupts import Interrupt, InterruptedForward
+from tests.support.lossless import PROMPT, build, padded, run
+from tests.support.oracle_drafter import agreeing, sequences_of
 from tests.support.tiny_models import VOCAB
 from tests.support.watching import Fed
 
@@ -101,13 +100,7 @@ def test_batches_are_plain(name: str, sampling: str) -> None:
     torch.manual_seed(3)
     free = model.generate(**padded(4), **options)
     options["eos_token_id"] = [int(free[0, 18 + 7]), int(free[2, 18 + 15])]
-    results = []
-    drafting = assistant()
-    for keyword in ({}, {"assistant": drafting}):
-        torch.manual_seed(3)
-        results.append((model.generate(**padded(4), **options, **keyword), torch.get_rng_state()))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    _, _, drafting = agreeing(model, padded(4), seed=3, make=lambda plain: assistant(), **options)
     assert drafting.stats.last.accepted > drafting.stats.last.steps
 
 

@@ -11,9 +11,8 @@ import transformers
 
 from hf_retrieval_assist import EagleHead, EarlyExit, SamAssistant
 from hf_retrieval_assist.host import transformers_private as private
-from tests.draft_models.test_dflash import block_drafter
 from tests.support.eagle_fixtures import tiny_target
-from tests.support.heads import eagle_head
+from tests.support.heads import block_drafter, eagle_head
 from tests.support.lossless import build, run
 from tests.support.tiny_models import VOCAB
 
@@ -56,16 +55,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_it_is_named_before_the_prompt_is_processed(llama: Any, name: str) -> None:
+    """By itself and beside one that fits."""
     make, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        run(llama, assistant=SamAssistant(fallback=make()))
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_one_that_fits_beside_it_does_not_hide_it(llama: Any, name: str) -> None:
-    make, message = WRONG[name]
-    with pytest.raises(ValueError, match=message):
-        run(llama, assistant=SamAssistant(fallback=["token_recycling", make()]))
+    for fallback in (make(), ["token_recycling", make()]):
+        with pytest.raises(ValueError, match=message):
+            run(llama, assistant=SamAssistant(fallback=fallback))
 
 
 def test_an_unknown_name() -> None:

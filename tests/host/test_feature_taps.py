@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_retrieval_assist.draft_models import default_boundaries
 from hf_retrieval_assist.host.feature_taps import FeatureTap, FeatureTaps, find_blocks
 from tests.support.eagle_fixtures import tiny_target
+from tests.support.wrapped_models import WRAPS
 
 SMALL = {
     "hidden_size": 32,
@@ -160,23 +161,8 @@ def test_another_threads_forward_is_not_captured(token_ids: torch.Tensor) -> Non
     torch.testing.assert_close(tap.features, expected)
 
 
-def with_lora(model: nn.Module) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, config).eval()
-
-
-def offloaded(model: nn.Module) -> nn.Module:
-    accelerate = pytest.importorskip("accelerate")
-    return accelerate.cpu_offload(model, torch.device("cpu"))
-
-
-def quantised(model: nn.Module) -> nn.Module:
-    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:`is_gradient")
-@pytest.mark.parametrize("wrap", [with_lora, offloaded, quantised])
+@pytest.mark.filterwarnings("ignore:`is_gradient")
+@pytest.mark.parametrize("wrap", WRAPS)
 @torch.no_grad()
 def test_wrapped_models(wrap: Callable[[nn.Module], nn.Module], token_ids: torch.Tensor) -> None:
     model = wrap(copy.deepcopy(tiny_target(num_layers=4)))

@@ -137,13 +137,6 @@ def test_kernels_serve_whatever_scope_another_thread_is_in(served):
     assert served == [5]
 
 
-def test_a_disabled_scope_does_nothing(served):
-    with reroute(enabled=False):
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain_attention
-        attend(Q, K, V, MASK)
-    assert not served
-
-
 def test_a_function_that_somebody_else_put_there_stays(served):
     def theirs(*arguments):
         return "theirs"

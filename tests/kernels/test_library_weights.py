@@ -1,63 +1,14 @@
-"""Weights in eight bits of quantisation libraries: products, which are read, and models of them."""
+"""Weights in eight bits of quantisation libraries: which are read, and models of them."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import Gemma3ForCausalLM, LlamaForCausalLM
 
 from hf_retrieval_assist import reroute
-from hf_retrieval_assist.kernels.skinny import PATHS, scaled_linear
+from hf_retrieval_assist.kernels.skinny import scaled_linear
 from tests.support.int8_weight import Int8Weight, in_eight_bits, rounded
 from tests.support.lossless import build, equal, knowing, run
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def bytes_of(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
-
-
-@settings(deadline=None)
-@given(
-    rows=st.integers(1, 70),
-    depth=st.integers(1, 300),
-    outputs=st.integers(1, 140),
-    dtype=st.sampled_from(DTYPES),
-    scale_dtype=st.sampled_from(DTYPES),
-    path=st.sampled_from(PATHS),
-    with_bias=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_products(rows, depth, outputs, dtype, scale_dtype, path, with_bias, seed):
-    x = random(rows, depth, seed=seed).to(dtype)
-    values = bytes_of(outputs, depth, seed=seed)
-    scales = (random(outputs, seed=seed + 1).abs() / 100).to(scale_dtype)
-    bias = random(outputs, seed=seed + 2).to(dtype) if with_bias else None
-    y = scaled_linear(x, values, scales, bias, path=path)
-    weight = values.double() * scales.double()[:, None]
-    exact = x.double() @ weight.T + (0 if bias is None else bias.double())
-    size = x.double().abs() @ weight.abs().T + exact.abs() + (bias is not None) * 5
-    bound = (depth + 8) * 2.0**-24 * size
-    bound = bound + ROUNDING[dtype] * (exact.abs() + bound) + 2.0**-24
-    assert y.dtype == dtype
-    assert ((y.double() - exact).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_gives_the_same_bits_whatever_stands_beside_it(path, dtype):
-    x, values, scales = random(65, 77).to(dtype), bytes_of(203, 77), random(203)
-    alone = torch.cat([scaled_linear(row[None], values, scales, path=path) for row in x])
-    for n in range(1, 66):
-        together = scaled_linear(x[:n], values, scales, path=path, threads=1 + n % 3)
-        assert torch.equal(together, alone[:n])
+from tests.support.products import DTYPES, ROUNDING, random
 
 
 def test_arguments():

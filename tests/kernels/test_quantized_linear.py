@@ -1,4 +1,4 @@
-"""Weights in eight bits: against products in float64, on every instruction set this CPU has."""
+"""Weights in eight bits: what packing takes, and numbers at the ends of their ranges."""
 
 import pytest
 import torch
@@ -7,57 +7,7 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.kernels.quantized import QuantizedWeight, quantized_linear
 from hf_retrieval_assist.kernels.skinny import PATHS, int8_linear, pack_int8
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-SMALLEST = {torch.float32: 2.0**-120, torch.bfloat16: 2.0**-120, torch.float16: 2.0**-24}
-
-paths = pytest.mark.parametrize("path", PATHS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def packed(weight: torch.Tensor, path: str) -> QuantizedWeight:
-    return QuantizedWeight(*pack_int8(weight, path=path), depth=weight.shape[1])
-
-
-def product(x, weight, bias=None, *, path, threads=None):
-    parts = (weight.values, weight.factors, weight.scales)
-    return int8_linear(x, *parts, bias, path=path, threads=threads)
-
-
-def assert_close(y, x, weight, bias=None):
-    """Within what rounding x to 16 bits and sums in float32 take from the exact product."""
-    exact = x.double() @ weight.double().T
-    size = x.double().abs() @ weight.double().abs().T
-    step = x.double().abs().amax(-1, keepdim=True) / 32767 / 2
-    bound = 1.01 * step * weight.double().abs().sum(-1) + (x.shape[-1] + 8) * 2.0**-24 * size
-    if bias is not None:
-        exact = exact + bias.double()
-        bound = bound + 2.0**-23 * (size + bias.double().abs())
-    bound = bound + ROUNDING[y.dtype] * (exact.abs() + bound) + SMALLEST[y.dtype]
-    assert y.shape == exact.shape
-    assert ((y.double() - exact).abs() <= bound).all()
-
-
-@settings(deadline=None)
-@given(
-    rows=st.integers(1, 70),
-    depth=st.integers(1, 1100),
-    outputs=st.integers(1, 140),
-    dtype=st.sampled_from(DTYPES),
-    path=st.sampled_from(PATHS),
-    with_bias=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_random_shapes(rows, depth, outputs, dtype, path, with_bias, seed):
-    x = random(rows, depth, dtype=dtype, seed=seed)
-    weight = packed(random(outputs, depth, dtype=dtype, seed=seed + 1), path)
-    bias = random(outputs, dtype=dtype, seed=seed + 2) if with_bias else None
-    assert_close(product(x, weight, bias, path=path), x, weight.dequantized(), bias)
+from tests.support.products import DTYPES, Packed, dtypes, packed, paths, random
 
 
 @settings(deadline=None)
@@ -88,28 +38,6 @@ def test_rounding_takes_at_most_half_a_step_and_the_norms_are_bounds(
 
 
 @paths
-@dtypes
-@pytest.mark.parametrize("depth", [33, 640, 2049])
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(path, dtype, depth):
-    x = random(64, depth, dtype=dtype)
-    weight = packed(random(203, depth, dtype=dtype, seed=1), path)
-    alone = torch.cat([product(row[None], weight, path=path, threads=1) for row in x])
-    for n in (1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 63, 64):
-        assert torch.equal(product(x[:n], weight, path=path, threads=1 + n % 3), alone[:n])
-    assert torch.equal(product(torch.cat([x, x]), weight, path=path)[64:], alone)
-
-
-@paths
-@dtypes
-def test_strided_arguments(path, dtype):
-    x = random(3, 8, 100, dtype=dtype)
-    weight = packed(random(40, 120, dtype=dtype, seed=1)[1::3, 7:57], path)
-    bias = random(13, 2, dtype=dtype, seed=2)[:, 1]
-    for view in (x[..., :50], x[:, 1::2, 50:], x[..., ::2], x[0, 0, :50]):
-        assert_close(product(view, weight, bias, path=path), view, weight.dequantized(), bias)
-
-
-@paths
 def test_packing_does_not_depend_on_the_number_of_threads(path):
     weight = random(300, 100, dtype=torch.float32)
     for one, other in zip(
@@ -119,24 +47,14 @@ def test_packing_does_not_depend_on_the_number_of_threads(path):
 
 
 @paths
-@pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
-def test_empty_sizes(path, shape):
-    rows, depth, outputs = shape
-    x, weight = torch.ones(rows, depth), torch.ones(outputs, depth)
-    bias = torch.ones(outputs)
-    y = product(x, packed(weight, path), bias, path=path)
-    assert torch.equal(y, torch.nn.functional.linear(x, weight, bias))
-
-
-@paths
 @dtypes
 @pytest.mark.parametrize("special", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_becomes_nan_in_its_own_row_or_column_alone(path, dtype, special):
     x, weight = random(7, 50, dtype=dtype), random(21, 50, dtype=dtype, seed=1)
     x[3, 49] = special
     weight[5, 0] = special
-    result = packed(weight, path)
-    y = product(x, result, path=path)
+    product = Packed(weight, path)
+    result, y = product.weight, product(x)
     expected = torch.zeros(7, 21, dtype=torch.bool)
     expected[3] = expected[:, 5] = True
     assert torch.equal(y.isnan(), expected)
@@ -154,8 +72,8 @@ def test_zeros_tiny_and_huge_numbers(path):
     x = torch.zeros(3, 64)
     x[1] = 1e-38
     x[2] = 1
-    result = packed(weight, path)
-    y = product(x, result, path=path)
+    product = Packed(weight, path)
+    result, y = product.weight, product(x)
     assert torch.equal(y[:2], torch.zeros(2, 4))
     assert torch.equal(y[:, :2], torch.zeros(3, 2))
     assert y[2, 2] == float("inf")

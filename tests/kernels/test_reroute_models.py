@@ -11,8 +11,8 @@ from hf_retrieval_assist.kernels import attention, linear
 from hf_retrieval_assist.kernels.attention import AttentionTuning
 from hf_retrieval_assist.kernels.skinny import kernel_linear, set_chooser
 from hf_retrieval_assist.planning.account import Account
-from tests.draft_models.test_eagle_lossless import offloaded, quantised, with_lora
 from tests.support.lossless import build, equal, knowing, run
+from tests.support.wrapped_models import WRAPS
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def kernels(monkeypatch):
     set_chooser(linear.TUNING.choose, linear.LEAST_ELEMENTS)
 
 
-@pytest.mark.parametrize("wrap", [quantised, offloaded, with_lora])
+@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
 def test_wrapped_models(model_class, wrap, kernels):
     torch.manual_seed(0)

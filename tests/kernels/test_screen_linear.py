@@ -1,10 +1,5 @@
 """The screened output layer against the whole one: the same token, whatever the weights are."""
 
-import argparse
-import typing
-from itertools import islice
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -204,43 +199,6 @@ def test_bad_arguments_are_named():
         draw(screen_of(weight), torch.ones(1, 8), torch.ones(1, 10), Sampling(0.0))
     with pytest.raises(TypeError, match=r"x: expected torch\.float32"):
         argmax(screen_of(weight), torch.ones(1, 8).half())
-
-
-def states_of_text(model, tokenizer, files):
-    """Hidden states behind each token of Python's own library, 64 rows at a time."""
-    for path in files:
-        ids = tokenizer(path.read_text(encoding="utf-8", errors="ignore")).input_ids
-        for start in range(0, len(ids) - 512, 512):
-            piece = torch.tensor([ids[start : start + 512]])
-            yield from model.model(input_ids=piece).last_hidden_state[0].split(64)
-
-
-def compare_with_whole(screen, x, noise, samplings):
-    """How many tokens were compared, wrong, and not told, of a choice and of each sampling."""
-    whole = skinny_linear(x, screen.weight)
-    chosen = argmax(screen, x)
-    counts = [(len(x), int((chosen != whole.argmax(-1)).sum()), 0)]
-    for sampling in samplings:
-        drawn = draw(screen, x, noise, sampling)
-        wrong = (drawn >= 0) & (drawn != plain_draw(whole, noise, sampling))
-        counts.append((len(x), int(wrong.sum()), int((drawn < 0).sum())))
-    return torch.tensor(counts)
-
-
-@pytest.mark.demo
-@pytest.mark.slow
-@torch.inference_mode()
-def test_many_real_rows_of_the_demo_model():
-    model, tokenizer = demo_model.load_demo_model()
-    screen = screen_of(model.lm_head.weight)
-    samplings = (PLAIN, Sampling(0.7, top_p=0.9), Sampling(1.5, min_p=0.05))
-    noise = torch.empty(64, len(screen.weight)).exponential_(generator=generator(0))
-    states = states_of_text(model, tokenizer, [Path(argparse.__file__), Path(typing.__file__)])
-    counts = sum(compare_with_whole(screen, x, noise, samplings) for x in islice(states, 8))
-    compared, wrong, not_told = counts.unbind(1)
-    assert compared.tolist() == [512] * 4
-    assert wrong.tolist() == [0] * 4
-    assert int(not_told.max()) < 50
 
 
 @pytest.mark.demo

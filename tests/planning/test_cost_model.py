@@ -176,20 +176,11 @@ def damaged_files():
 
     return {
         "not json": "{",
-        "another type": "[]",
-        "another format": json.dumps(good | {"format": 99}),
         "another model": json.dumps(good | {"fingerprint": "other"}),
-        "a key of a wrong type": json.dumps(good | {"models": {'{"device": 1}': state}}),
         "a key that is no object": json.dumps(good | {"models": {"7": state}}),
-        "a state that is none": json.dumps(good | {"models": {KEY.name(): 1}}),
-        "too few knots": with_state(log_seconds=[0.0]),
         "ragged": with_state(log_seconds=[[0.0], [1.0, 2.0]]),
         "not finite": with_state(log_seconds=[float("nan")] * len(KNOTS)),
-        "finite, but not as seconds": with_state(log_seconds=[800.0] * len(KNOTS)),
-        "text for numbers": with_state(noise="loud"),
         "negative noise": with_state(noise=-1.0),
-        "uncertainty above one": with_state(uncertainty=[2.0] * len(KNOTS)),
-        "overheads": with_state(overheads=[1]),
         "nested too deep": "[" * 100_000,
     }
 

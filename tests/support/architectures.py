@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_retrieval_assist.verification.service import Tier, choose_service
 
@@ -39,17 +39,12 @@ BELOW_KNOWN = dict.fromkeys(
 
 
 @cache
-def architectures() -> dict[str, Any]:
-    """Every distinct class behind `AutoModelForCausalLM` by name, except those skipped."""
-    classes = {model_class.__name__: model_class for model_class in _mapped()}
-    return {name: classes[name] for name in sorted(classes) if name not in SKIPPED}
-
-
-def _mapped() -> list[Any]:
-    flat: list[Any] = []
-    for entry in MODEL_FOR_CAUSAL_LM_MAPPING.values():
-        flat += entry if isinstance(entry, tuple) else [entry]
-    return flat
+def architectures() -> list[str]:
+    """Every distinct class behind `AutoModelForCausalLM`, except those skipped."""
+    names: set[str] = set()
+    for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        names |= {entry} if isinstance(entry, str) else {*entry}
+    return sorted(names - SKIPPED.keys())
 
 
 def known_tiers() -> dict[str, str]:
@@ -59,7 +54,7 @@ def known_tiers() -> dict[str, str]:
 
 def build(name: str) -> Any:
     """A tiny model of a class."""
-    model_class = architectures()[name]
+    model_class = getattr(transformers, name)
     return tiny_model(model_class, tiny_config(model_class.config_class))
 
 

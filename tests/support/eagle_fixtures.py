@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hf_retrieval_assist.draft_models import EagleHead
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle"
 CASES = (
@@ -98,3 +100,14 @@ def load_case(name: str) -> Case:
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def outputs(head: EagleHead) -> torch.Tensor:
+    """Logits of three tokens after each other, for fixed features."""
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(1, 3, head.config.feature_width, generator=generator)
+    cache = DynamicCache()
+    with torch.inference_mode():
+        hidden = head.fuse(features.to(head.device, head.dtype))
+        ids, mask = torch.tensor([[5, 6, 7]]), torch.ones(3, 3, dtype=torch.bool).tril()
+        return head.logits(head(0, ids, hidden, torch.arange(1, 4)[None], mask, cache)).float()

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from hf_retrieval_assist.draft_models import features
 from hf_retrieval_assist.drafters.base import Drafter, Feedback, Target
 from hf_retrieval_assist.host.feature_taps import FeatureTap
+from hf_retrieval_assist.token_tree import TokenTree
 
 from .tiny_models import VOCAB
 
@@ -35,3 +38,28 @@ def seen(features: torch.Tensor) -> Feedback:
 def session_of(drafter: Drafter, target: Any, text: Sequence[int]) -> Any:
     """A session that knows a prompt and nothing of the target."""
     return drafter.start(np.array(text, np.int32), Target(VOCAB, model=target))
+
+
+Chains = dict[tuple[int, ...], list[int]]
+
+
+def chains_of(monkeypatch: pytest.MonkeyPatch, generator: type) -> tuple[Chains, Chains]:
+    """What one of transformers' candidate generators drafts behind each text, and what ours do."""
+    theirs, ours = {}, {}
+    get_candidates, draft_rows = generator.get_candidates, features.draft_rows
+
+    def record_theirs(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = get_candidates(self, input_ids, *args, **kwargs)
+        if new := result[0][0, input_ids.shape[1] :].tolist():
+            theirs[tuple(input_ids[0].tolist())] = new
+        return result
+
+    def record_ours(sessions: Any, budgets: Any) -> list[TokenTree]:
+        trees = draft_rows(sessions, budgets)
+        for session, tree in zip(sessions, trees, strict=True):
+            ours[tuple(session.tokens)] = tree.token_ids.tolist()
+        return trees
+
+    monkeypatch.setattr(generator, "get_candidates", record_theirs)
+    monkeypatch.setattr(features, "draft_rows", record_ours)
+    return theirs, ours

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.modeling_layers import MtpModel
 
 from hf_retrieval_assist.draft_models import EagleHead, HeadConfig, default_boundaries, mtp_layers
@@ -108,3 +109,29 @@ def as_launches(machine: Accelerator, head: Any, monkeypatch: pytest.MonkeyPatch
         return found
 
     monkeypatch.setattr(FixedMemory, "show", shown)
+
+
+BLOCK = 5
+
+
+def block_drafter(window: int = 64, **changes: Any) -> Any:
+    """A random DFlash model for the tiny targets."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "block_size": BLOCK,
+        "mask_token_id": 2,
+        "target_layer_ids": [0, 1],
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), None),
+    }
+    torch.manual_seed(0)
+    model = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**(sizes | changes))).eval()
+    randomise(model)
+    return model

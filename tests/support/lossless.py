@@ -18,6 +18,22 @@ PROMPT = torch.tensor([PHRASE * 2])
 NEW_TOKENS = 20
 
 
+def padded(rows: int, length: int = 18, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Prompts of different lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 60, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : (5 * row) % 14] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def late_token(text: torch.Tensor, earliest: int) -> int:
+    """A token that a text has not used before a position; 66 where it repeats itself."""
+    new = [token for token in text[earliest:].tolist() if token not in text[:earliest]]
+    return new[0] if new else 66
+
+
 def build(model_class: Any, **overrides: Any) -> Any:
     """A tiny model, its configuration changed by `overrides`."""
     return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))

@@ -6,7 +6,7 @@ rejects others, and now and then gets no draft at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,19 +116,30 @@ def both(
     inputs: dict[str, Any],
     seed: int = 0,
     oracle: dict[str, Any] | None = None,
+    make: Callable[[Any], Assistant] | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any, Assistant]:
-    """Generate plainly, then with an oracle that knows the outcome; same seed for both.
+    """Generate plainly, then with an assistant that knows the outcome; same seed for both.
+
+    Args:
+        make: makes another assistant from plain decoding's result.
 
     Returns:
-        Both results and the assistant, whose `stats` tell how the second one came about.
+        Both results and the assistant, whose `stats` tell how the second one came about. A call
+        that says that it keeps the seed has left the random state where plain decoding leaves it.
     """
     torch.manual_seed(seed)
     plain = model.generate(**inputs, **kwargs)
-    mask = inputs.get("attention_mask")
-    assistant = oracle_assistant(sequences_of(plain), mask, **(oracle or {}))
+    left = torch.get_rng_state()
+    if make is None:
+        mask = inputs.get("attention_mask")
+        assistant = oracle_assistant(sequences_of(plain), mask, **(oracle or {}))
+    else:
+        assistant = make(plain)
     torch.manual_seed(seed)
     assisted = model.generate(**inputs, **kwargs, assistant=assistant)
+    if assistant.stats.last.keeps_seed:
+        assert torch.equal(torch.get_rng_state(), left)
     return plain, assisted, assistant
 
 

@@ -69,7 +69,22 @@ def relative_error(expected, actual):
     return float((expected - actual)[finite].abs().max() / expected[finite].std())
 
 
-@pytest.mark.parametrize("name", architectures())
+# One class of each way in which classes are served, or are not; `make test-sweep` tries all.
+QUICK = {
+    *("LlamaForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "GPT2LMHeadModel"),
+    *("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM", "Llama4ForCausalLM", "OPTForCausalLM"),
+    *("GitForCausalLM", "InklingForCausalLM", "Lfm2ForCausalLM", "BartForCausalLM"),
+    *("BloomForCausalLM", "GPTNeoForCausalLM", "BambaForCausalLM", "Mamba2ForCausalLM"),
+    *("Qwen3NextForCausalLM", "DeepseekV4ForCausalLM", "CpmAntForCausalLM", "MambaForCausalLM"),
+    *("MiniMaxForCausalLM", "RwkvForCausalLM", "RecurrentGemmaForCausalLM", "Zamba2ForCausalLM"),
+}
+
+
+def quick(names, chosen):
+    return [pytest.param(name, marks=() if name in chosen else SLOW) for name in names]
+
+
+@pytest.mark.parametrize("name", quick(architectures(), QUICK))
 def test_class_generates_as_without_assistant(name, lines, served):
     model = build(name)
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
@@ -120,7 +135,7 @@ FIXED_ROPE = {
 def with_near_thresholds(name):
     """A model of a class whose frequencies or choice of keys change within the text; None: nothing
     of the kind is known of the class."""
-    model_class = architectures()[name]
+    model_class = getattr(transformers, name)
     config = tiny_config(model_class.config_class)
     text, changed = config.get_text_config(decoder=True), False
     rope = getattr(text, "rope_parameters", None)
@@ -134,13 +149,9 @@ def with_near_thresholds(name):
 
 
 # A row that ends at its threshold, and a batch whose rows cross it one after another.
-PAST = [
-    pytest.param(name, marks=() if name in ("LlamaForCausalLM", "GlmMoeDsaForCausalLM") else SLOW)
-    for name in architectures()
-]
-
-
-@pytest.mark.parametrize("name", PAST)
+@pytest.mark.parametrize(
+    "name", quick(architectures(), {"LlamaForCausalLM", "GlmMoeDsaForCausalLM"})
+)
 def test_class_generates_past_its_thresholds(name):
     model = with_near_thresholds(name)
     if model is None:
@@ -188,15 +199,13 @@ def test_class_is_served_from_recordings(name, served, monkeypatch):
 
 
 def hybrids():
-    """Classes with a recurrent state; a sweep over most of them is long."""
+    """Classes with a recurrent state."""
     known = known_tiers()
-    names = [n for n in architectures() if known.get(n) == "replay" and n not in BELOW_KNOWN]
-    quick = "Mamba2ForCausalLM", "Qwen3NextForCausalLM"
-    return [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
+    return [n for n in architectures() if known.get(n) == "replay" and n not in BELOW_KNOWN]
 
 
 @pytest.mark.parametrize("pads", [False, True])
-@pytest.mark.parametrize("name", hybrids())
+@pytest.mark.parametrize("name", quick(hybrids(), {"Mamba2ForCausalLM", "Qwen3NextForCausalLM"}))
 def test_hybrids_in_batches_take_fewer_forwards(name, pads):
     """Three rows in step, greedy and sampled; drafts are right but for every tenth token."""
     prompts = torch.cat([PROMPT, PROMPT.flip(1), PROMPT.roll(3)])
@@ -215,7 +224,7 @@ def test_hybrids_in_batches_take_fewer_forwards(name, pads):
 
 @with_table
 def test_table_lists_every_class(served):
-    assert sorted(served) == sorted(architectures())
+    assert sorted(served) == architectures()
     text = TABLE.read_text()
     assert all(name in text for name in SKIPPED)
 

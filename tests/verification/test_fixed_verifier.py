@@ -216,21 +216,17 @@ def test_what_was_recorded_lasts_while_the_model_stays_as_it_is():
     assert idle(model) is not first
 
 
-def test_its_memory_goes_with_the_model():
+def test_its_memory_goes_with_the_model_or_when_it_is_asked_back():
     model = build(LlamaForCausalLM)
+    both(model, INPUTS["one row"], do_sample=False, max_new_tokens=20)
+    WORKSPACES.release(model)
+    assert model not in WORKSPACES._idle
     both(model, INPUTS["one row"], do_sample=False, max_new_tokens=20)
     arena, alive = weakref.ref(idle(model).arena), weakref.ref(model)
     del model
     gc.collect()
     assert alive() is None
     assert arena() is None
-
-
-def test_memory_can_be_asked_back():
-    model = build(LlamaForCausalLM)
-    both(model, INPUTS["one row"], do_sample=False, max_new_tokens=20)
-    WORKSPACES.release(model)
-    assert model not in WORKSPACES._idle
 
 
 def test_an_interrupted_call_leaves_a_cache_to_go_on_from():
@@ -349,9 +345,12 @@ def test_every_forward_of_a_settled_call_is_repeated(monkeypatch):
     model, seen = build(LlamaForCausalLM), forwards(monkeypatch)
     for _ in range(4):
         seen.clear()
-        both(model, INPUTS["one row"], **OPTIONS)
+        _, _, assistant = both(model, INPUTS["one row"], **OPTIONS)
     assert len(seen) > 5
     assert {(ran, typical) for _, ran, typical in seen} == {(False, True)}
+    last = assistant.stats.last
+    assert last.attention == "sdpa"
+    assert last.repeated == last.forwards > 0 == last.recordings
 
 
 def test_forwards_that_belong_to_a_call_are_timed_though_they_are_not_repeated(monkeypatch):
@@ -482,16 +481,6 @@ def test_only_cuda_has_memory_that_stays(monkeypatch):
     monkeypatch.undo()
     devices = ("cuda", "mps", "xpu", "cpu")
     assert [stays_in_place(torch.device(name)) for name in devices] == [True, False, False, False]
-
-
-def test_what_serves_is_told():
-    model = build(LlamaForCausalLM)
-    for _ in range(3):
-        _, _, assistant = both(model, INPUTS["one row"], **OPTIONS)
-    last = assistant.stats.last
-    assert last.attention == "sdpa"
-    assert last.repeated == last.forwards > 0
-    assert last.recordings == 0
 
 
 def test_kernels_that_fail_their_test_are_told(monkeypatch, told):

@@ -14,10 +14,8 @@ from torch import nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM, Qwen3MoeForCausalLM
 from transformers.utils.import_utils import enable_tf32
 
-from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.feature_taps import FeatureTaps
 from hf_retrieval_assist.verification.recorded_state import recorded_state, why_unrecorded
-from hf_retrieval_assist.verification.replay import Replay
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.lossless import PROMPT, build, run
 from tests.support.op_recorder import serve_in_place
@@ -263,36 +261,6 @@ def test_how_a_checkpoint_was_read_is_no_change(kind, tmp_path):
     state = recorded_state(model, {}, CPU)
     assert state is not None
     assert recorded_state(model, {}, CPU) == state
-
-
-@pytest.mark.slow
-def test_chats_of_all_lengths_record_little(monkeypatch):
-    """200 calls of chats that grow from 20 to 4,000 tokens and begin anew."""
-    serve_in_place(monkeypatch)
-    model = build(LlamaForCausalLM, max_position_embeddings=8192)
-    try_, begun = Replay._trying, []
-
-    def noted(replay):
-        if replay.new:
-            begun.append(len(lengths))
-        return try_(replay)
-
-    monkeypatch.setattr(Replay, "_trying", noted)
-    # Kernels for CPUs are no operators that a recorder sees.
-    assistant, rng = SamAssistant(budget=32, reroute=False), np.random.default_rng(0)
-    text, lengths = torch.empty((1, 0), dtype=torch.int64), []
-    for _ in range(200):
-        if not 0 < text.shape[1] <= 4000 or rng.random() < 0.12:
-            phrase = torch.from_numpy(rng.integers(2, 60, (1, 17)))
-            text = phrase.repeat(1, 236)[:, : int(20 * 200 ** rng.random())]
-        lengths.append(text.shape[1])
-        answered = run(model, text, max_new_tokens=12, assistant=assistant)
-        asked = torch.from_numpy(rng.integers(2, 60, (1, int(20 * 20 ** rng.random()))))
-        text = torch.cat([answered, asked], dim=1)
-    assert min(lengths) < 40
-    assert max(lengths) > 3500
-    assert 0 < len(begun) <= 12
-    assert len(set(begun)) <= 20  # nine of ten calls record nothing
 
 
 def test_chats_of_growing_length_share_what_was_recorded(monkeypatch):

@@ -274,9 +274,9 @@ def test_a_cache_goes_on_from_a_layer_that_was_interrupted_at_its_first_write(mo
 
 @pytest.mark.parametrize("tested", [False, True])
 @pytest.mark.parametrize("scope", [attending, reroute])
-def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(model, scope, tested, monkeypatch):
+def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(scope, tested, monkeypatch):
     """Python may raise KeyboardInterrupt before `__exit__` has begun."""
-    model = build(type(model))
+    model = build(LlamaForCausalLM)
     ids, mask, options = ending(model)
     plain = run(model, ids, mask, **options)
     if tested:

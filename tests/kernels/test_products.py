@@ -1,4 +1,4 @@
-"""The kernel against products in float64, on every instruction set this CPU has."""
+"""Products with a matrix against float64, on every instruction set this CPU has."""
 
 import threading
 
@@ -8,69 +8,55 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.kernels.skinny import PATHS, skinny_linear
+from tests.support.products import DTYPES, KERNELS, assert_close, dtypes, paths, random
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Half a unit in the last place, relative, of each dtype, and its smallest number.
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 # The path whose bfloat16 instruction takes subnormal numbers for zero.
 FLUSHING = "avx512bf16"
-SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
-paths = pytest.mark.parametrize("path", PATHS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+kernels = pytest.mark.parametrize("kernel", KERNELS)
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def assert_close(y, x, weight, bias=None):
-    """Within the textbook bound of a float32 sum of k products, plus one rounding to the dtype."""
-    exact = x.double() @ weight.double().T
-    size = x.double().abs() @ weight.double().abs().T
-    if bias is not None:
-        exact, size = exact + bias.double(), size + bias.double().abs()
-    bound = (x.shape[-1] + 2) * 2.0**-24 * size
-    bound += ROUNDING[y.dtype] * (exact.abs() + bound) + SMALLEST[y.dtype]
-    assert y.shape == exact.shape
-    assert ((y.double() - exact).abs() <= bound).all()
-
-
-@settings(deadline=None)
+@settings(deadline=None, max_examples=200)
 @given(
+    kernel=st.sampled_from(KERNELS),
     rows=st.integers(1, 70),
-    depth=st.integers(1, 200),
+    depth=st.integers(1, 1100),
     outputs=st.integers(1, 140),
     dtype=st.sampled_from(DTYPES),
     path=st.sampled_from(PATHS),
     with_bias=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_random_shapes(rows, depth, outputs, dtype, path, with_bias, seed):
+def test_random_shapes(kernel, rows, depth, outputs, dtype, path, with_bias, seed):
     x = random(rows, depth, dtype=dtype, seed=seed)
-    weight = random(outputs, depth, dtype=dtype, seed=seed + 1)
+    weight = kernel(random(outputs, depth, dtype=dtype, seed=seed + 1), path)
     bias = random(outputs, dtype=dtype, seed=seed + 2) if with_bias else None
-    assert_close(skinny_linear(x, weight, bias, path=path), x, weight, bias)
+    assert_close(weight(x, bias), x, weight, bias)
 
 
 @paths
 @dtypes
+@kernels
 @pytest.mark.parametrize("depth", [33, 640, 2049])
-def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(path, dtype, depth):
-    x = random(64, depth, dtype=dtype)
-    weight = random(203, depth, dtype=dtype, seed=1)
-    alone = torch.cat([skinny_linear(row[None], weight, path=path, threads=1) for row in x])
-    for n in range(1, 65):
-        together = skinny_linear(x[:n], weight, path=path, threads=1 + n % 3)
-        assert torch.equal(together, alone[:n])
-    assert torch.equal(skinny_linear(torch.cat([x, x]), weight, path=path)[64:], alone)
+def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
+    path, dtype, kernel, depth
+):
+    x, weight = (
+        random(64, depth, dtype=dtype),
+        kernel(random(203, depth, dtype=dtype, seed=1), path),
+    )
+    alone = torch.cat([weight(row[None], threads=1) for row in x])
+    for n in (1, 2, 3, 4, 5, 7, 8, 13, 16, 31, 63, 64):
+        assert torch.equal(weight(x[:n], threads=1 + n % 3), alone[:n])
+    assert torch.equal(weight(torch.cat([x, x]))[64:], alone)
 
 
 @paths
 @dtypes
-def test_strided_arguments(path, dtype):
+@kernels
+def test_strided_arguments(path, dtype, kernel):
     x = random(3, 8, 100, dtype=dtype)
-    weight = random(40, 120, dtype=dtype, seed=1)[1::3, 7:57]
+    weight = kernel(random(40, 120, dtype=dtype, seed=1)[1::3, 7:57], path)
     bias = random(13, 2, dtype=dtype, seed=2)[:, 1]
     for view in (
         x[..., :50],
@@ -80,18 +66,19 @@ def test_strided_arguments(path, dtype):
         x.transpose(0, 2)[:, :, 1][:, None, :1].expand(100, 2, 50),
         x[0, 0, :50],
     ):
-        assert_close(skinny_linear(view, weight, bias, path=path), view, weight, bias)
+        assert_close(weight(view, bias), view, weight, bias)
 
 
 @paths
 @dtypes
+@kernels
 @pytest.mark.parametrize("shape", [(0, 5, 3), (2, 0, 3), (2, 5, 0)])
-def test_empty_sizes(path, dtype, shape):
+def test_empty_sizes(path, dtype, kernel, shape):
     rows, depth, outputs = shape
-    x, weight = random(rows, depth, dtype=dtype), random(outputs, depth, dtype=dtype)
+    x, weight = random(rows, depth, dtype=dtype), kernel(random(outputs, depth, dtype=dtype), path)
     bias = random(outputs, dtype=dtype)
-    y = skinny_linear(x, weight, bias, path=path)
-    assert torch.equal(y, torch.nn.functional.linear(x, weight, bias))
+    expected = torch.nn.functional.linear(x, weight.exact.to(dtype), bias)
+    assert torch.equal(weight(x, bias), expected)
 
 
 @paths

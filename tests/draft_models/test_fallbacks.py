@@ -1,0 +1,139 @@
+"""Drafters that follow the target's hidden states, and what holds of every fallback."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_retrieval_assist import Assistant, EagleHead, EarlyExit, SamAssistant, SuffixAssistant
+from hf_retrieval_assist.draft_models.dflash import DFlashDrafter
+from hf_retrieval_assist.draft_models.eagle import EagleDrafter
+from tests.support.eagle_fixtures import CASES, load_case
+from tests.support.feature_following import TEXT, features_of, seen, session_of
+from tests.support.heads import block_drafter, head_drafter
+from tests.support.lossless import build, padded
+from tests.support.wrapped_models import WRAPS
+
+
+def make(name: str, folder: Path | None = None) -> tuple[Any, Any]:
+    """(target, drafter)."""
+    if folder is not None and name in CASES:
+        target = load_case(name).target()
+        head = EagleHead.from_pretrained(load_case(name).save(folder), target)
+        return target, EagleDrafter(head, top_k=4, depth=3, total=16, min_prob=0.0)
+    kind = "Gemma3ForCausalLM" if name == "MTP of Gemma 3" else "LlamaForCausalLM"
+    target = build(getattr(transformers, kind))
+    if name == "DFlash model":
+        return target, DFlashDrafter(block_drafter())
+    if name == "early exit":
+        return target, EarlyExit(2)
+    return target, head_drafter(name, target)
+
+
+made = functools.cache(make)
+
+NAMES = ["DFlash model", "EAGLE", "MTP", "MTP of Gemma 3"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=6))
+def test_drafts_do_not_depend_on_the_steps(name: str, steps: list[tuple[int, bool]]) -> None:
+    """Steps of any length, with or without a draft in between, and the same draft twice."""
+    target, drafter = made(name)
+    features = features_of(target, drafter.needs.hidden_layers)
+    session, known = session_of(drafter, target, TEXT[:8]), 8
+    session.commit(TEXT[8:9], seen(features[:8]))
+    for length, ask in steps:
+        if ask:
+            session.propose(12)
+        first, known = known, known + length
+        session.commit(TEXT[first + 1 : known + 1], seen(features[first:known]))
+    whole = session_of(drafter, target, TEXT[:known])
+    whole.commit(TEXT[known : known + 1], seen(features[:known]))
+    expected = whole.propose(12)
+    for tree in (session.propose(12), session.propose(12)):
+        assert tree.token_ids.tolist() == expected.token_ids.tolist()
+        assert tree.parents.tolist() == expected.parents.tolist()
+        np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["DFlash model", "EAGLE"])
+def test_hidden_states_wait_in_bounded_numbers(name: str) -> None:
+    """Who is never asked holds no more of a long text than its cache."""
+    target, drafter = made(name)
+    features = features_of(target, drafter.needs.hidden_layers)
+    session = session_of(drafter, target, TEXT[:9])
+    session.follower.chunk = 8
+    session.commit(TEXT[9:10], seen(features[:9]))
+    for position in range(9, 30):
+        session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
+        assert session.waiting < 8
+    whole = session_of(drafter, target, TEXT[:30])
+    whole.commit(TEXT[30:31], seen(features[:30]))
+    tree, expected = session.propose(12), whole.propose(12)
+    assert tree.token_ids.tolist() == expected.token_ids.tolist()
+    np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "MTP"])
+def test_a_long_text_is_followed_in_parts(name: str) -> None:
+    target, drafter = made(name)
+    features = features_of(target, drafter.needs.hidden_layers)
+    trees = []
+    for chunk in (512, 7):
+        session = session_of(drafter, target, TEXT[:29])
+        session.follower.chunk = chunk
+        session.commit(TEXT[29:30], seen(features[:29]))
+        trees.append(session.propose(12))
+    assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
+    np.testing.assert_allclose(trees[0].probs, trees[1].probs, rtol=1e-3)
+
+
+# Every kind of fallback; the last two are recorded heads, one of another width than its target's.
+FALLBACKS = [*NAMES, "early exit", "eagle1_fcbias", "eagle3_target_hidden48_theta5e5"]
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+@pytest.mark.parametrize(
+    ("rows", "sampling"),
+    [(1, {}), (3, {}), (1, {"do_sample": True, "temperature": 0.8})],
+    ids=["greedy", "batch", "seeded"],
+)
+def test_output_is_plain(name: str, rows: int, sampling: dict[str, Any], tmp_path: Path) -> None:
+    target, drafter = make(name, tmp_path)
+    options = {"max_new_tokens": 20, "do_sample": False} | padded(rows) | sampling
+    options |= {"eos_token_id": None, "pad_token_id": 0}
+    torch.manual_seed(1)
+    expected = target.generate(**options)
+    for assistant in (
+        Assistant([drafter], budget=8),
+        SamAssistant(expected.tolist(), fallback=[drafter, "token_recycling"], budget=16),
+        SuffixAssistant(fallback=drafter, budget="paper"),
+    ):
+        torch.manual_seed(1)
+        assert target.generate(**options, assistant=assistant).tolist() == expected.tolist()
+        assert assistant.stats.total.drafted > 0
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient")
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
+def test_wrapped_targets(name: str, wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+    case = load_case(name)
+    target = wrap(case.target())
+    head = EagleHead.from_pretrained(case.save(tmp_path), target)
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None} | padded(1)
+    assistant = Assistant([EagleDrafter(head, total=16)], budget=12)
+    plain = target.generate(**options)
+    assert torch.equal(target.generate(**options, assistant=assistant), plain)
+    assert assistant.stats.total.drafted > 0

@@ -1,0 +1,95 @@
+"""Kernels that multiply rows by a matrix, and what their products are measured against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_retrieval_assist.kernels.quantized import QuantizedWeight
+from hf_retrieval_assist.kernels.skinny import (
+    PATHS,
+    int8_linear,
+    pack_int8,
+    scaled_linear,
+    skinny_linear,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Half a unit in the last place, relative, of each dtype, and its smallest number.
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+
+paths = pytest.mark.parametrize("path", PATHS)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed(weight: torch.Tensor, path: str) -> QuantizedWeight:
+    return QuantizedWeight(*pack_int8(weight, path=path), depth=weight.shape[1])
+
+
+class Whole:
+    """The weight as it is."""
+
+    def __init__(self, weight: torch.Tensor, path: str):
+        self.exact, self.path = weight, path
+
+    def __call__(self, x: torch.Tensor, bias: Any = None, **options: Any) -> torch.Tensor:
+        return skinny_linear(x, self.exact, bias, path=self.path, **options)
+
+    def rounding_of(self, x: torch.Tensor) -> Any:
+        """What the kernel's rounding of the rows takes, at most."""
+        return 0.0
+
+
+class Packed(Whole):
+    """In eight bits, by which rows are rounded to sixteen."""
+
+    def __init__(self, weight: torch.Tensor, path: str):
+        self.weight = packed(weight, path)
+        super().__init__(self.weight.dequantized() if len(weight) else weight, path)
+
+    def __call__(self, x: torch.Tensor, bias: Any = None, **options: Any) -> torch.Tensor:
+        parts = (self.weight.values, self.weight.factors, self.weight.scales)
+        return int8_linear(x, *parts, bias, path=self.path, **options)
+
+    def rounding_of(self, x: torch.Tensor) -> Any:
+        step = x.double().abs().amax(-1, keepdim=True) / 32767 / 2
+        return 1.01 * step * self.exact.double().abs().sum(-1)
+
+
+class Scaled(Whole):
+    """Integers and a scale for each output, as quantisation libraries keep them."""
+
+    def __init__(self, weight: torch.Tensor, path: str):
+        amax = weight.float().abs().amax(1) if weight.shape[1] else weight.new_ones(len(weight))
+        self.scales = (amax.float() / 127).to(DTYPES[len(weight) % 3])
+        self.values = (weight.float() / self.scales.float()[:, None]).round().clamp(-128, 127)
+        self.values = self.values.nan_to_num().to(torch.int8)
+        super().__init__(self.values.double() * self.scales.double()[:, None], path)
+
+    def __call__(self, x: torch.Tensor, bias: Any = None, **options: Any) -> torch.Tensor:
+        return scaled_linear(x, self.values, self.scales, bias, path=self.path, **options)
+
+
+KERNELS = (Whole, Packed, Scaled)
+
+
+def assert_close(y: torch.Tensor, x: torch.Tensor, weight: Whole, bias: Any = None) -> None:
+    """Within the textbook bound of a float32 sum of k products, plus one rounding to the dtype."""
+    exact = x.double() @ weight.exact.double().T
+    size = x.double().abs() @ weight.exact.double().abs().T
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    bound = (x.shape[-1] + 8) * 2.0**-24 * size + weight.rounding_of(x)
+    bound = bound + ROUNDING[y.dtype] * (exact.abs() + bound) + SMALLEST[y.dtype]
+    if type(weight) is not Whole:
+        bound = bound + 2.0**-24
+    assert y.dtype == x.dtype
+    assert y.shape == exact.shape
+    assert ((y.double() - exact).abs() <= bound).all()
