@@ -5,27 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
 from transformers import PreTrainedModel
 
 from . import give_generate_its_keyword
 from .assistants import Assistant
-from .corpus.build import Ids
 from .corpus.datastore import Datastore
 from .corpus.texts import Corpus, tokenised
-from .draft_models.dflash import DFlashDrafter, is_dflash
-from .draft_models.draft_model import DraftModelDrafter
-from .draft_models.eagle import EagleDrafter
-from .draft_models.eagle_head import EagleHead
-from .draft_models.mtp import MtpDrafter
-from .draft_models.quantized_self import QuantizedSelf
-from .drafters.base import Drafter, DraftSession
+from .draft_models.fallbacks import Fallback, fallback_drafters
+from .drafters.base import DraftSession
 from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
-from .drafters.token_recycling import TokenRecyclingDrafter
 from .memory.output_memory import OutputMemory
 from .papers.rest import Rest
 from .papers.sam_decoding import SamDecoding
@@ -36,65 +29,10 @@ from .planning.planner import Budget
 from .system.arguments import kind_of
 from .token_tree import TokenTree
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-Source: TypeAlias = (
-    Literal["token_recycling", "mtp", "quantized_self"] | Drafter | EagleHead | PreTrainedModel
-)
-Fallback: TypeAlias = Source | Sequence[Source] | None
-
 # The longest draft from a corpus where the planner says how much of it pays.
 _LONGEST_DRAFT = 256
 # Arguments that are no options: `repr` shows resources in its own way or not at all.
 _NOT_SHOWN = ("self", "corpus", "tokenizer", "memory", "datastore", "draft_model", "costs")
-
-_NAMED: dict[str, Callable[[bool], Drafter]] = {
-    "token_recycling": lambda paper: TokenRecyclingDrafter(last_logits=not paper),
-    "mtp": lambda paper: MtpDrafter(),
-    "quantized_self": lambda paper: QuantizedSelf(),
-}
-
-
-def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
-    """The drafters that a preset's `fallback=` names; cheap ones first, so that costly ones are
-    asked for what the others lack.
-
-    Args:
-        fallback: see :class:`SamAssistant`.
-        paper: whether named ones draft as their papers do.
-
-    Raises:
-        ValueError: an unknown name.
-        TypeError: something that cannot draft.
-    """
-    if fallback is None:
-        return []
-    several = list(fallback) if isinstance(fallback, (list, tuple)) else [fallback]
-    if "quantized_self" in several:
-        # Beside a table that costs nothing, it is asked for what that lacks.
-        several = ["token_recycling", *(one for one in several if one != "token_recycling")]
-    drafters = [_fallback_drafter(one, paper) for one in several]
-    return sorted(drafters, key=lambda drafter: drafter.costly)
-
-
-def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
-    names = ", ".join(map(repr, _NAMED))
-    if isinstance(fallback, str):
-        if fallback not in _NAMED:
-            raise ValueError(f"fallback: expected {names}, got {fallback!r}")
-        return _NAMED[fallback](paper)
-    if isinstance(fallback, Drafter):
-        return fallback
-    if isinstance(fallback, EagleHead):
-        return EagleDrafter(fallback)
-    if isinstance(fallback, PreTrainedModel):
-        # By what the model is configured to be fed.
-        return DFlashDrafter(fallback) if is_dflash(fallback) else DraftModelDrafter(fallback)
-    raise TypeError(
-        f"fallback: expected {names}, a draft model, an EagleHead, a drafter, a list of these or "
-        f"None, got {kind_of(fallback)}"
-    )
 
 
 def _require(kind: type, **arguments: Any) -> None:
@@ -106,14 +44,16 @@ def _require(kind: type, **arguments: Any) -> None:
 
 def _of_paper(budget: Budget, **arguments: Any) -> dict[str, Any]:
     """Those that were given, of a paper's own rule; ValueError where it does not decide."""
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = _given(**arguments)
     for name, value in given.items():
         if budget != "paper":
-            raise ValueError(
-                f'{name}: expected None without budget="paper", whose rule it belongs to, got '
-                f"{value!r}"
-            )
+            expected = 'expected None without budget="paper", whose rule it belongs to'
+            raise ValueError(f"{name}: {expected}, got {value!r}")
     return given
+
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 class Options(TypedDict, total=False):
@@ -162,9 +102,8 @@ class Preset(Assistant):
     _told: dict[str, Any]
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        if self._rule is None:
-            return super().choose(sessions, drafts)
-        return self._rule(sessions, drafts)
+        choose = self._rule or super().choose
+        return choose(sessions, drafts)
 
     def _arguments(self) -> str:
         """Resources, and what differs from the defaults, as in a call."""
@@ -236,32 +175,21 @@ class SamAssistant(Preset):
             raise ValueError(f"corpus_bias: expected None without a corpus, got {corpus_bias}")
         if corpus is not None:
             corpus = tokenised(corpus, tokenizer)
-        if memory is not None:
-            _require(OutputMemory, memory=memory)
-        self.memory = memory
+        _require(OutputMemory, **_given(memory=memory))
+        self.memory, learn = memory, memory is not None
         if budget == "paper":
             self.policy = SamDecoding(**rule)
             sources = self.policy.drafters(corpus)
             self._rule = functools.partial(self.policy.choose, matchers=len(sources))
             if memory is not None:
                 sources.append(SuffixDrafter(memory))
-        else:
-            sources = _mixed_sources(corpus, memory)
+        elif isinstance(corpus, Datastore):
+            longest = {"max_nodes": _LONGEST_DRAFT, "continuation": _LONGEST_DRAFT}
+            sources = [SuffixDrafter(memory, learn=learn), RestDrafter(corpus, **longest)]
+        else:  # one drafter for the text, the memory and the corpus
+            sources = [SuffixDrafter(memory, corpus=corpus, learn=learn)]
         sources += fallback_drafters(fallback, budget == "paper")
         super().__init__(sources, budget=budget, max_nodes=max_nodes, **options)
-
-
-def _mixed_sources(
-    corpus: Iterable[Ids] | Datastore | None, memory: OutputMemory | None
-) -> list[Drafter]:
-    """One drafter for the text, the memory and a corpus in memory; one more for a datastore."""
-    on_disk = isinstance(corpus, Datastore)
-    in_memory: Any = None if on_disk else corpus
-    mixed = SuffixDrafter(memory, corpus=in_memory, learn=memory is not None)
-    if not on_disk:
-        return [mixed]
-    datastore: Any = corpus
-    return [mixed, RestDrafter(datastore, max_nodes=_LONGEST_DRAFT, continuation=_LONGEST_DRAFT)]
 
 
 class SuffixAssistant(Preset):
@@ -305,11 +233,8 @@ class SuffixAssistant(Preset):
         **options: Unpack[Options],
     ):
         rule = _of_paper(budget, threshold=threshold)
-        if memory is not None:
-            _require(OutputMemory, memory=memory)
-        given: dict[str, Any] = {"max_depth": max_depth, "tree": tree}
-        given |= {} if alpha is None else {"alpha": alpha}
-        given |= {} if min_prob is None else {"min_prob": min_prob}
+        _require(OutputMemory, **_given(memory=memory))
+        given = {"max_depth": max_depth, "tree": tree, **_given(alpha=alpha, min_prob=min_prob)}
         if budget == "paper":
             self.policy = SuffixDecoding(**given, **rule)
             self._rule = self.policy.choose
@@ -362,13 +287,12 @@ class RolloutAssistant(Preset):
         max_nodes: int = 256,
         **options: Unpack[Options],
     ):
-        for name, value in {"half_life": half_life, "max_bytes": max_bytes}.items():
-            if memory is not None and value is not None:
-                raise ValueError(f"{name}: expected None beside a memory, which has its own")
+        given = _given(half_life=half_life, max_bytes=max_bytes)
         if memory is None:
-            size = 1 << 30 if max_bytes is None else max_bytes
-            fading = 16.0 if half_life is None else half_life
-            memory = OutputMemory(size, max_depth, half_life=fading)
+            given = {"max_bytes": 1 << 30, "half_life": 16.0, **given}
+            memory = OutputMemory(max_depth=max_depth, **given)
+        elif given:
+            raise ValueError(f"{min(given)}: expected None beside a memory, which has its own")
         _require(OutputMemory, memory=memory)
         self.memory = memory
         drafter = SuffixDrafter(memory, max_depth, min_prob=min_prob, by_prompt=True)

@@ -1,0 +1,70 @@
+"""What drafts where retrieval has nothing: the drafters that a preset's `fallback=` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
+
+from transformers import PreTrainedModel
+
+from ..drafters.base import Drafter
+from ..drafters.token_recycling import TokenRecyclingDrafter
+from ..system.arguments import kind_of
+from .dflash import DFlashDrafter, is_dflash
+from .draft_model import DraftModelDrafter
+from .eagle import EagleDrafter
+from .eagle_head import EagleHead
+from .mtp import MtpDrafter
+from .quantized_self import QuantizedSelf
+
+Source: TypeAlias = (
+    Literal["token_recycling", "mtp", "quantized_self"] | Drafter | EagleHead | PreTrainedModel
+)
+Fallback: TypeAlias = Source | Sequence[Source] | None
+
+_NAMED: dict[str, Callable[[bool], Drafter]] = {
+    "token_recycling": lambda paper: TokenRecyclingDrafter(last_logits=not paper),
+    "mtp": lambda paper: MtpDrafter(),
+    "quantized_self": lambda paper: QuantizedSelf(),
+}
+
+
+def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
+    """The drafters that a preset's `fallback=` names; cheap ones first, so that costly ones are
+    asked for what the others lack.
+
+    Args:
+        fallback: see :class:`~hf_retrieval_assist.presets.SamAssistant`.
+        paper: whether named ones draft as their papers do.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: something that cannot draft.
+    """
+    if fallback is None:
+        return []
+    several = list(fallback) if isinstance(fallback, (list, tuple)) else [fallback]
+    if "quantized_self" in several:
+        # Beside a table that costs nothing, it is asked for what that lacks.
+        several = ["token_recycling", *(one for one in several if one != "token_recycling")]
+    drafters = [_fallback_drafter(one, paper) for one in several]
+    return sorted(drafters, key=lambda drafter: drafter.costly)
+
+
+def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
+    if isinstance(fallback, Drafter):
+        return fallback
+    if isinstance(fallback, EagleHead):
+        return EagleDrafter(fallback)
+    if isinstance(fallback, PreTrainedModel):
+        # By what the model is configured to be fed.
+        return DFlashDrafter(fallback) if is_dflash(fallback) else DraftModelDrafter(fallback)
+    names = ", ".join(map(repr, _NAMED))
+    if not isinstance(fallback, str):
+        raise TypeError(
+            f"fallback: expected {names}, a draft model, an EagleHead, a drafter, a list of these "
+            f"or None, got {kind_of(fallback)}"
+        )
+    if fallback not in _NAMED:
+        raise ValueError(f"fallback: expected {names}, got {fallback!r}")
+    return _NAMED[fallback](paper)
