@@ -8,12 +8,13 @@ replaced or copied under running processes.
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 import time
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .outputs import HANDED_OVER, MOST_FORGETTINGS, Forgettings, Output, Writers, is_forgotten, lost
+from .outputs import HANDED_OVER, MOST_FORGETTINGS, Forgettings, Output, SharedOutputs, is_forgotten
 
 _SCHEMA = [
     "CREATE TABLE outputs (name INTEGER PRIMARY KEY, writer BLOB, place INTEGER, model TEXT,"
@@ -48,7 +49,7 @@ _FORGETTING = 10.0  # seconds to wait before everything is forgotten
 _OWNER_ONLY = 0o600
 
 
-class OutputLog:
+class OutputLog(SharedOutputs):
     """A process's view of the database at `path`, which is made where it is missing.
 
     Its owner alone may read it (mode 0600); a file that others could read is closed to them. When
@@ -70,25 +71,20 @@ class OutputLog:
     place = "on disk"
 
     def __init__(self, path: str | os.PathLike[str], keep_bytes: int) -> None:
+        super().__init__()
         self.path = Path(path).resolve()
         self.keep_bytes = keep_bytes
         self._database: sqlite3.Connection | None = None
         self._opened: tuple[int, ...] = ()  # process, device and inode of the open database
         self._patience = _PATIENCE
-        self._known: Forgettings | None = None  # none was heard of
-        self._forgotten: list[str] = []  # by others since the last `read`
         self._last_read = 0
-        self._writers = Writers()
 
     def read(self) -> tuple[list[str], list[Output]]:
-        """See `SharedOutputs`."""
         with self._transaction() as database:
             outputs = self._news(database)
-        forgotten, self._forgotten = self._forgotten, []
-        return forgotten, outputs
+        return self._take_forgotten(), outputs
 
     def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
-        """See `SharedOutputs`."""
         output = self._writers.own(fingerprint, token_ids)
         while True:
             with self._transaction() as database:
@@ -96,7 +92,7 @@ class OutputLog:
                     return False
                 self._insert(database, output)
                 self._make_room(database)
-            if self._is_open():  # and not deleted or replaced meanwhile
+            if self._opened == self._found():  # and not deleted or replaced meanwhile
                 return True
 
     def forget(self, prefix: str) -> None:
@@ -117,16 +113,12 @@ class OutputLog:
         except ValueError:  # nobody can use it
             self._empty()
         self._database = None  # it remembers the tables
-        self._known = {name: ""}
-        self._read_anew()
+        self._known, self._heard = {name: ""}, True
+        self._drop([""])
         with self._transaction() as database:
             # Processes that have not heard of it may have been quicker with the new file.
             self._forget(database, self._next_name(database), "")
         self._forgotten = []
-
-    def _read_anew(self) -> None:
-        self._last_read = 0
-        self._writers.clear()
 
     def sync(self, timeout: float) -> bool:
         """True: whoever reads the file sees it as it is."""
@@ -144,7 +136,7 @@ class OutputLog:
             self._patience = _PATIENCE
             try:
                 self._prepare(database)
-                self._hear(database)
+                self._hear_from(database)
                 yield database
                 if database.in_transaction:
                     database.execute("COMMIT")
@@ -163,7 +155,7 @@ class OutputLog:
 
     def _connected(self) -> sqlite3.Connection:
         """The database that is now at the path, opened by this process."""
-        if self._database is None or not self._is_open():
+        if self._database is None or self._opened != self._found():
             self._database = None
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
@@ -178,15 +170,12 @@ class OutputLog:
             self._database = database
         return self._database
 
-    def _is_open(self) -> bool:
-        try:
-            return self._opened == self._found()
-        except FileNotFoundError:
-            return False
-
     def _found(self) -> tuple[int, ...]:
         """Process, device and inode of what is at the path; closed to other users from now on."""
-        found = self.path.stat()
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return ()
         if os.name != "nt" and found.st_mode & 0o077:
             self.path.chmod(_OWNER_ONLY)
         return os.getpid(), found.st_dev, found.st_ino
@@ -211,27 +200,25 @@ class OutputLog:
         elif header[1] != _VERSION:
             raise ValueError(f"{self.path}: expected version {_VERSION}, got {header[1]}")
 
-    def _hear(self, database: sqlite3.Connection) -> None:
+    def _hear_from(self, database: sqlite3.Connection) -> None:
         """Hear what others have forgotten, and forget anew what an older copy brought back."""
         queries = ("SELECT count(*) FROM forgotten", "SELECT max(name) FROM forgotten")
-        found = [_number(database, query) for query in queries]
-        if self._known is not None and found == [len(self._known), self._newest]:
-            return
-        stored: Forgettings = dict(database.execute("SELECT name, prefix FROM forgotten"))
-        if not all(isinstance(prefix, str) for prefix in stored.values()):
-            raise sqlite3.DatabaseError("something else in place of what was forgotten")
-        known, self._known = self._known, stored
-        if known is not None:
-            news = [prefix for name, prefix in stored.items() if name not in known]
-            self._forgotten += news
-            if "" in news:  # an old one perhaps: what has been written since is read again
-                self._read_anew()
-            for name, prefix in lost(known, stored).items():
+        if [_number(database, query) for query in queries] != [len(self._known), self._newest]:
+            stored: Forgettings = dict(database.execute("SELECT name, prefix FROM forgotten"))
+            if not all(isinstance(prefix, str) for prefix in stored.values()):
+                raise sqlite3.DatabaseError("something else in place of what was forgotten")
+            # What was forgotten before this process first looked is no news to it.
+            for name, prefix in self._hear(stored, math.inf).items():
                 self._forget(database, name, prefix)
+        self._heard = True
+
+    def _drop(self, prefixes: Sequence[str]) -> None:
+        if "" in prefixes:  # an old one perhaps: what has been written since is read again
+            self._last_read = 0
+            self._writers.clear()
 
     def _forget(self, database: sqlite3.Connection, name: int, prefix: str) -> None:
         """Drop the outputs with a prefix that are older than a name, and say so to others."""
-        assert self._known is not None
         where = "name < ? AND substr(model, 1, ?) = ?" if prefix else "name < ?"
         arguments = [name, len(prefix), prefix] if prefix else [name]
         database.execute(f"DELETE FROM outputs WHERE {where}", arguments)
@@ -250,7 +237,7 @@ class OutputLog:
     @property
     def _newest(self) -> int:
         """The name of the latest forgetting that is known."""
-        return max(self._known or (), default=0)
+        return max(self._known, default=0)
 
     def _insert(self, database: sqlite3.Connection, output: Output) -> None:
         fields = output.fields()
@@ -263,17 +250,16 @@ class OutputLog:
         size, pages, free = (_number(database, f"PRAGMA {name}") for name in counted)
         if size * (pages - free) <= 2 * self.keep_bytes:
             return
-        sizes = "SELECT name, length(ids) + length(model) FROM outputs"
-        kept, beyond = 0, _now() + _FAR
-        rows = database.execute(f"{sizes} WHERE name < ? ORDER BY name DESC", [beyond])
-        next(rows, None)
-        for name, size in rows:
-            kept += size + _ROW_BYTES
-            if kept > self.keep_bytes:
-                rows.close()
-                where = "name <= ? OR name >= ?"
-                database.execute(f"DELETE FROM outputs WHERE {where}", [name, beyond])
-                return
+        beyond = _now() + _FAR
+        # Of each output but the newest: what it takes, and what those after it take.
+        sums = (
+            f"SELECT name, sum(length(ids) + length(model) + {_ROW_BYTES}) OVER (ORDER BY name DESC"
+            " ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS kept FROM outputs"
+            " WHERE name < (SELECT max(name) FROM outputs WHERE name < :beyond)"
+        )
+        where = f"name <= (SELECT max(name) FROM ({sums}) WHERE kept > :keep) OR name >= :beyond"
+        arguments = {"keep": self.keep_bytes, "beyond": beyond}
+        database.execute(f"DELETE FROM outputs WHERE {where}", arguments)
 
     def _news(self, database: sqlite3.Connection) -> list[Output]:
         if not _number(database, "SELECT count(*) FROM outputs WHERE name = ?", self._last_read):
@@ -286,18 +272,17 @@ class OutputLog:
             [self._last_read, _now() + _FAR],
         )
         outputs: list[Output] = []
-        tokens = damaged = 0
+        size = damaged = 0
         for name, *fields, checksum in rows:
             if name <= self._last_read:
                 raise sqlite3.DatabaseError("rows that are not in order")
             self._last_read = name
             output = _output(fields, checksum)
-            if output is None:
-                damaged += 1
-            elif self._writers.is_new(output):
+            damaged += output is None
+            if output is not None and self._writers.is_new(output):
                 outputs.append(output)
-                tokens += len(output.token_ids)
-            if tokens >= HANDED_OVER:
+                size += output.nbytes
+            if size > HANDED_OVER:
                 break
         rows.close()
         if damaged:
@@ -329,10 +314,7 @@ def _checksum(writer: bytes, place: int, model: str, ids: bytes) -> int:
 
 def _output(fields: list[Any], checksum: Any) -> Output | None:
     """An output as it was inserted, otherwise None."""
-    kinds = (bytes, int, str, bytes)
-    if not all(isinstance(field, kind) for field, kind in zip(fields, kinds, strict=True)):
-        return None
-    with suppress(ValueError):
+    with suppress(AttributeError, OverflowError, TypeError, ValueError):
         if _checksum(*fields) == checksum:
             return Output.from_fields(*fields)
     return None

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +18,7 @@ from ..structures.suffix_tree import MAX_DEPTH, SuffixTree
 from ..system.arguments import byte_count, real_number, whole_number
 from ..system.locks import Lock
 from .outputs import SharedOutputs
-from .running_output import GROUP_MARK, RunningOutput
+from .running_output import GROUP_MARK, Kind, RunningOutput
 
 # A token takes 50 to 80 bytes in the tree and 4 in the log, so that the log's newest records, up to
 # this share of the limit, are about what the trees can hold.
@@ -29,24 +26,6 @@ _LOG_SHARE = 12
 
 # Between a tenant's digest and what is inside the tenant's namespace.
 _TENANT_MARK = ":"
-
-
-@dataclass
-class _Kind:
-    """Outputs with one fingerprint.
-
-    Attributes:
-        tree: that holds them.
-        outputs: in the tree.
-        finished: so many have come.
-        fading: (number of the later output that an output does not outlive, its own number, the
-            output), a heap.
-    """
-
-    tree: SuffixTree
-    outputs: dict[RunningOutput, None] = field(default_factory=dict)
-    finished: int = 0
-    fading: list[tuple[float, int, RunningOutput]] = field(default_factory=list)
 
 
 class OutputMemory:
@@ -117,14 +96,13 @@ class OutputMemory:
         self.half_life = half_life
         self.lock = Lock()
         self._log_lock = Lock()  # taken before the other one
-        self._kinds: dict[str, _Kind] = {}  # by fingerprint
+        self._kinds: dict[str, Kind] = {}  # by fingerprint
         self._outputs: OrderedDict[RunningOutput, None] = OrderedDict()  # in trees, by age
         self._running: weakref.WeakSet[RunningOutput] = weakref.WeakSet()
         self._kept: OrderedDict[RunningOutput, None] = OrderedDict()  # running, for the log
         self._unlogged: OrderedDict[RunningOutput, None] = OrderedDict()  # finished, in trees
-        self._tree_bytes = 0
+        self._tree_bytes = self._kept_bytes = 0
         self._output_bytes = 0  # of outputs in the trees, besides their tokens
-        self._kept_bytes = 0
         self._log = _shared_outputs(path, url, self.max_bytes // _LOG_SHARE)
         self._alone = False  # the log could not be read or written lately
         while self._learn_news():
@@ -144,17 +122,15 @@ class OutputMemory:
 
     def __repr__(self) -> str:
         kept = "" if self._log is None else f", {self._log.place}"
-        return (
-            f"OutputMemory({len(self)} outputs of {self.token_count:,} tokens, "
-            f"{self.nbytes / 2**20:.1f} of {self.max_bytes / 2**20:,.0f} MiB{kept})"
-        )
+        size = f"{self.nbytes / 2**20:.1f} of {self.max_bytes / 2**20:,.0f} MiB"
+        return f"OutputMemory({len(self)} outputs of {self.token_count:,} tokens, {size}{kept})"
 
     def __len__(self) -> int:
         """Number of outputs remembered, running ones included: a namespace's own, or all."""
         with self.lock:
             return sum(len(kind.outputs) for kind in self._own_kinds())
 
-    def _own_kinds(self) -> Iterator[_Kind]:
+    def _own_kinds(self) -> Iterator[Kind]:
         """All of a memory; of a namespace those that are not in a namespace inside it."""
         for name, kind in self._kinds.items():
             if not self._prefix or name.rpartition(_TENANT_MARK)[0] == self._prefix[:-1]:
@@ -190,7 +166,7 @@ class OutputMemory:
         if self._prefix in self._kinds and fingerprint and GROUP_MARK not in fingerprint:
             self._adopt(fingerprint)
         kind = self._kinds.get(self._prefix + fingerprint)
-        return None if kind is None else kind.tree
+        return kind and kind.tree
 
     def add(self, token_ids: Sequence[int] | NDArray[np.int32], fingerprint: str = "") -> None:
         """Learn a whole output, or any other text.
@@ -268,8 +244,7 @@ class OutputMemory:
     def sync(self, timeout: float = 10.0) -> bool:
         """Wait until others can read all outputs finished here, and learn all of theirs.
 
-        Only a memory on a server has anything to wait for: when a process starts, or before it
-        ends.
+        Only a memory on a server has anything to wait for, as a process starts or before it ends.
 
         Args:
             timeout: in seconds.
@@ -282,9 +257,8 @@ class OutputMemory:
         return reached
 
     def forget(self) -> None:
-        """Forget every output of this memory, running ones and those in the log or on the server
-        included: a namespace's are the tenant's alone, and those of the memory that tenants share
-        are everybody's.
+        """Forget every output, running ones and those in the log or on the server included: of a
+        namespace the tenant's alone, of the memory that tenants share everybody's.
 
         Other processes forget them when they next start or finish an output.
 
@@ -333,26 +307,10 @@ class OutputMemory:
         return output
 
     def _fade(self, newest: RunningOutput) -> None:
-        """Drop older outputs of its kind by chance, now that one more is finished.
-
-        How long an output lasts is drawn at its end, from its kind and number alone: no tenant can
-        tell from its own outputs that others have finished some.
-        """
-        if self.half_life is None or newest.sequence is None:
-            return
-        kind = self._kinds[newest.fingerprint]
-        while kind.fading and kind.fading[0][0] <= kind.finished + 1:
-            output = heappop(kind.fading)[2]
-            if output.sequence is not None:
+        """Drop older outputs of its kind by chance, now that one more is finished."""
+        if self.half_life is not None and newest.sequence is not None:
+            for output in self._kinds[newest.fingerprint].fade(newest, self.half_life):
                 self._drop(output)
-        if len(kind.fading) > 2 * len(kind.outputs):
-            kind.fading = [entry for entry in kind.fading if entry[2].sequence is not None]
-            heapify(kind.fading)
-        kind.finished += 1
-        drawn = f"{newest.fingerprint} {kind.finished}".encode(errors="surrogatepass")
-        number = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest()) + 1
-        lasts = self.half_life * (64 - math.log2(number))
-        heappush(kind.fading, (kind.finished + lasts, kind.finished, newest))
 
     def finish(self, output: RunningOutput) -> None:
         """Write an output to the log that grows no more; see `RunningOutput.close`."""
@@ -421,11 +379,8 @@ class OutputMemory:
 
     def _learn(self, output: RunningOutput, token_ids: NDArray[np.int32]) -> None:
         """Append to an output, older ones making room; for good no more where there is none."""
-        if output.sequence is None and not self._open(output):
-            return
         while len(token_ids):
-            offsets = np.array([0, len(token_ids)])
-            learnt = self._append(output.fingerprint, [output.sequence], token_ids, offsets)
+            learnt = self._learn_together([output], token_ids, np.array([0, len(token_ids)]))
             token_ids = token_ids[learnt:]
             if len(token_ids) and not self._evict(output):
                 output.full = True
@@ -448,52 +403,37 @@ class OutputMemory:
         live = [o for o in outputs if o is not None and o.live_sequence is not None]
         if len({output.fingerprint for output in live}) != 1 or len(live) < len(outputs):
             return 0
-        sequences = [output.sequence for output in live]
-        return self._append(live[0].fingerprint, sequences, token_ids, offsets)
-
-    def _append(
-        self,
-        fingerprint: str,
-        sequences: list[int | None],
-        token_ids: NDArray[np.int32],
-        offsets: NDArray[np.int64],
-    ) -> int:
-        """Append to sequences of a tree; how many of the tokens found room."""
-        tree = self._kinds[fingerprint].tree
+        tree = self._kinds[live[0].fingerprint].tree
         before = tree.nbytes
         tree.max_bytes = self.max_bytes - (self.nbytes - before)
-        learnt = tree.extend_all(sequences, token_ids, offsets)
+        learnt = tree.extend_all([output.sequence for output in live], token_ids, offsets)
         self._tree_bytes += tree.nbytes - before
         return learnt
 
-    def _open(self, output: RunningOutput) -> bool:
-        """Give an output a sequence in its model's tree, where there is room for one."""
-        while True:
-            kind = self._kinds.get(output.fingerprint)
-            counted = 0 if kind is None else kind.tree.nbytes
-            opened = kind or _Kind(SuffixTree(self.max_depth))
-            tree = opened.tree
+    def _open(self, output: RunningOutput) -> None:
+        """Give an output a sequence in its model's tree, if there is room for one."""
+        while not output.full:
+            known = self._kinds.get(output.fingerprint)
+            kind, counted = known or Kind(self.max_depth), known.tree.nbytes if known else 0
+            tree = kind.tree
             tree.max_bytes = self.max_bytes - (self.nbytes - counted) - output.cost
-            sequence = tree.add_sequence() if tree.nbytes <= tree.max_bytes else None
-            if kind is not None or sequence is not None:
+            if tree.nbytes <= tree.max_bytes:
+                output.sequence = tree.add_sequence()
+            if known or output.sequence is not None:
                 self._tree_bytes += tree.nbytes - counted
-            if sequence is not None:
-                output.sequence = sequence
-                self._kinds[output.fingerprint] = opened
-                opened.outputs[output] = self._outputs[output] = None
+            if output.sequence is not None:
+                self._kinds[output.fingerprint] = kind
+                kind.outputs[output] = self._outputs[output] = None
                 self._output_bytes += output.cost
-                return True
-            if not self._evict(output):
-                output.full = True
-                return False
+                return
+            output.full = not self._evict(output)
 
     def _evict(self, keep: RunningOutput) -> bool:
         """Drop the oldest output but `keep`, if there is one."""
         oldest = next((output for output in self._outputs if output is not keep), None)
-        if oldest is None:
-            return False
-        self._drop(oldest)
-        return True
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
 
     def _drop(self, output: RunningOutput) -> None:
         """Take an output out of its tree; it will not be learnt any further."""
@@ -532,8 +472,8 @@ def _shared_outputs(
         from .stream import OutputStream
 
         return OutputStream(RedisServer(url), keep_bytes)
-    if path is None:
-        return None
-    from .log import OutputLog
+    if path is not None:
+        from .log import OutputLog
 
-    return OutputLog(path, keep_bytes)
+        return OutputLog(path, keep_bytes)
+    return None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-HANDED_OVER = 1 << 14  # tokens that one `read` returns, about: learnt in a few milliseconds
+HANDED_OVER = 1 << 16  # bytes that one `read` returns, about: learnt in a few milliseconds
 MOST_FORGETTINGS = 1 << 12  # that are kept one by one
 _OVERHEAD = 64  # bytes of an output besides its fingerprint and ids
 _WRITERS = 1 << 14  # those whose last output is known
@@ -93,14 +93,7 @@ def is_forgotten(fingerprint: str, prefixes: Iterable[str]) -> bool:
     return any(fingerprint.startswith(prefix) for prefix in prefixes)
 
 
-def lost(known: Forgettings, stored: Forgettings) -> Forgettings:
-    """The forgettings that a view knows, and that shared outputs lack which came back from an older
-    copy; those from before a forgetting of everything count no more."""
-    everything = max((name for name, prefix in stored.items() if not prefix), default=0)
-    return {n: prefix for n, prefix in known.items() if n not in stored and n > everything}
-
-
-class SharedOutputs(Protocol):
+class SharedOutputs(ABC):
     """A process's view of finished outputs that other processes read and write too.
 
     Outputs and forgettings have names that grow with time: an output with a forgotten prefix and a
@@ -111,17 +104,26 @@ class SharedOutputs(Protocol):
 
     place: str  # as an `OutputMemory` shows it
 
+    def __init__(self) -> None:
+        self._known: Forgettings = {}
+        self._heard = False  # whether what is stored has been looked at
+        self._forgotten: list[str] = []  # by others since the last `read`
+        self._writers = Writers()
+
+    @abstractmethod
     def read(self) -> tuple[list[str], list[Output]]:
         """The prefixes that others have forgotten, and outputs of other processes, none of which
-        was read before: about `HANDED_OVER` tokens at most; none if there are no more.
+        was read before: about `HANDED_OVER` bytes at most; none if there are no more.
 
         The forgettings come before these outputs.
         """
 
+    @abstractmethod
     def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
         """Write an output. False, and nothing is written, if another process has forgotten its
         prefix since the last `read`."""
 
+    @abstractmethod
     def forget(self, prefix: str) -> None:
         """Drop the outputs whose fingerprints have this prefix, for every process.
 
@@ -130,9 +132,35 @@ class SharedOutputs(Protocol):
             ValueError: what there is holds no outputs; not for the empty prefix, all outputs'.
         """
 
+    @abstractmethod
     def sync(self, timeout: float) -> bool:
         """Wait until what was written is with the others and what they wrote can be read.
 
         Returns:
             Whether that was so within `timeout` seconds.
         """
+
+    @abstractmethod
+    def _drop(self, prefixes: Sequence[str]) -> None:
+        """Drop what was read or waits to be written with one of these prefixes."""
+
+    def _hear(self, stored: Forgettings, began: float) -> Forgettings:
+        """Hear of the forgettings that are stored now and were not known: the first time of those
+        from `began` on, later on of all, since an older one may come back.
+
+        Returns those known that are stored no more, since an older copy came back, but for those
+        from before a forgetting of everything.
+        """
+        everything = max((name for name, prefix in stored.items() if not prefix), default=0)
+        known = self._known.items()
+        missing = {n: prefix for n, prefix in known if n not in stored and n > everything}
+        unknown = stored.keys() - self._known.keys()
+        news = [stored[name] for name in sorted(unknown) if self._heard or name >= began]
+        self._known, self._heard = stored | missing, True
+        self._forgotten += news
+        self._drop(news)
+        return missing
+
+    def _take_forgotten(self) -> list[str]:
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten

@@ -19,8 +19,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from .outputs import MOST_FORGETTINGS, Forgettings, Output
@@ -32,39 +31,30 @@ _OPTIONS = (
     *("ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_check_hostname", "ssl_keyfile"),
 )
 
-_COMMON = """
+_SIZE = """
 local function size(entry)
   local bytes = 0
   for _, part in ipairs(entry) do bytes = bytes + #part end
   return bytes
-end
-local function stored(name)
-  return tonumber(redis.call('HGET', KEYS[2], name) or 0)
-end
-local function milliseconds()
-  local time = redis.call('TIME')
-  return string.format('%.0f', time[1] * 1000 + time[2] / 1000)
 end
 """
 
 # One exchange. A process that does not know the epoch is told what was forgotten, and the time;
 # nothing is taken from it until it does. An earlier version forgot everything, and kept no names.
 # An entry that was read last and is gone made room, or was lost with all that were read: what there
-# is now is read from the beginning.
+# is now is read from the beginning. The stream is bounded in bytes, for which XADD has no limit.
 # ARGV: the epoch that the caller knows or "", the last entry it has read, entries to return at
 # most, bytes to keep, then by, seq, model and ids of each output.
 _EXCHANGE = (
-    _COMMON
+    _SIZE
     + """
-local epoch = stored('epoch')
-if tonumber(ARGV[1]) ~= epoch then
-  if redis.call('HDEL', KEYS[2], 'forgotten') == 1 then
-    redis.call('HSET', KEYS[3], string.format('%.0f', epoch), '')
-  end
-  return {string.format('%.0f', epoch), milliseconds(), redis.call('HGETALL', KEYS[3]), {}}
+local epoch = redis.call('HGET', KEYS[2], 'epoch') or '0'
+if ARGV[1] ~= epoch then
+  if redis.call('HDEL', KEYS[2], 'forgotten') == 1 then redis.call('HSET', KEYS[3], epoch, '') end
+  return {epoch, redis.call('TIME'), redis.call('HGETALL', KEYS[3]), {}}
 end
 if #ARGV > 4 then
-  local kept = stored('bytes')
+  local kept = tonumber(redis.call('HGET', KEYS[2], 'bytes') or 0)
   if redis.call('XLEN', KEYS[1]) == 0 then kept = 0 end
   for i = 5, #ARGV, 4 do
     local entry = {'by', ARGV[i], 'seq', ARGV[i + 1], 'model', ARGV[i + 2], 'ids', ARGV[i + 3]}
@@ -79,9 +69,8 @@ if #ARGV > 4 then
   end
   redis.call('HSET', KEYS[2], 'bytes', kept)
 end
-local after = '-'
-if #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 1 then after = '(' .. ARGV[2] end
-return {ARGV[1], '', {}, redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', ARGV[3])}
+local after = #redis.call('XRANGE', KEYS[1], ARGV[2], ARGV[2]) == 1 and '(' .. ARGV[2] or '-'
+return {epoch, {0, 0}, {}, redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', ARGV[3])}
 """
 )
 
@@ -90,10 +79,11 @@ return {ARGV[1], '', {}, redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', ARGV
 # ARGV: the latest epoch that the caller knows, forgettings to keep one by one, then of each
 # forgetting its name, or "", and its prefix.
 _FORGET = (
-    _COMMON
+    _SIZE
     + """
 local last = redis.call('XADD', KEYS[1], '*', 'forgotten', '')
-local epoch = math.max(tonumber(last:match('^%d+')), stored('epoch'), tonumber(ARGV[1])) + 1
+local stored = tonumber(redis.call('HGET', KEYS[2], 'epoch') or 0)
+local epoch = math.max(tonumber(last:match('^%d+')), stored, tonumber(ARGV[1])) + 1
 local mark = redis.call('XADD', KEYS[1], string.format('%.0f-0', epoch), 'forgotten', '')
 redis.call('XDEL', KEYS[1], last, mark)
 local names = {}
@@ -121,8 +111,7 @@ return string.format('%.0f', epoch)
 )
 
 
-@dataclass
-class Answer:
+class Answer(NamedTuple):
     """What an exchange brought.
 
     Attributes:
@@ -134,12 +123,14 @@ class Answer:
 
     epoch: int
     now: float = 0.0
-    forgotten: Forgettings | None = None
+    forgotten: Forgettings = {}  # noqa: RUF012
     entries: Sequence[tuple[bytes, Output | None]] = ()
 
 
 class RedisServer:
     """The server at `url`; every call waits for its answer.
+
+    A connection that the server has closed is opened again, once for each call.
 
     Args:
         url: `redis://`, `rediss://` or `unix://`, as the `redis` client reads it; with a password,
@@ -155,12 +146,18 @@ class RedisServer:
 
     def __init__(self, url: str) -> None:
         self.place = _checked_place(url)
-        redis = _client_library()
+        try:
+            import redis
+        except ImportError as error:
+            message = "a memory on a server needs: pip install 'hf-retrieval-assist[redis]'"
+            raise ImportError(message) from error
         self._client = redis.Redis.from_url(
             url,
             socket_timeout=_TIMEOUT,
             socket_connect_timeout=_TIMEOUT,
-            retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
+            # Under the third protocol, newer clients hand out connections that hold old answers.
+            protocol=2,
+            retry=redis.retry.Retry(redis.backoff.NoBackoff(), 1, (redis.ConnectionError,)),
         )
         self._exchange = self._client.register_script(_EXCHANGE)
         self._forget = self._client.register_script(_FORGET)
@@ -173,26 +170,19 @@ class RedisServer:
         keep_bytes: int,
         outputs: Sequence[Output],
     ) -> Answer:
-        """Write outputs and read others, as one operation and in one round trip, if the caller
-        knows the epoch.
+        """Write outputs, and read at most `most` entries behind the one named `after` (b"0": from
+        the first on), in one operation; neither unless `epoch` is the server's. The server drops
+        its oldest entries beyond `keep_bytes`.
 
-        Args:
-            epoch: the newest that the caller knows of, None if none.
-            after: name of the last entry that was read; b"0" before the first.
-            most: entries to return.
-            keep_bytes: bound on what the server keeps.
-            outputs: to write.
-
-        Raises:
-            Exception: of any kind, if the server is away, slow, refuses, or answers something else.
+        Raises an exception of any kind if the server is away, slow, refuses or answers otherwise.
         """
         written = [part for output in outputs for part in output.fields()]
-        known = "" if epoch is None else epoch
-        args = [known, after, most, keep_bytes, *written]
-        found, now, forgotten, entries = self._exchange(keys=_KEYS, args=args)
+        args = ["" if epoch is None else epoch, after, most, keep_bytes, *written]
+        found, time, forgotten, entries = self._exchange(keys=_KEYS, args=args)
+        seconds, microseconds = map(int, time)
         table = {int(n): p.decode() for n, p in zip(forgotten[::2], forgotten[1::2], strict=True)}
         read = [(bytes(memoryview(name)), _parse(fields)) for name, fields in entries]
-        return Answer(int(found), float(now or 0), table, read)
+        return Answer(int(found), 1e3 * seconds + 1e-3 * microseconds, table, read)
 
     def forget(self, epoch: int | None, forgettings: Sequence[tuple[int | None, str]]) -> int:
         """Delete the outputs with each prefix that are older than a name; for None, all of them.
@@ -202,10 +192,6 @@ class RedisServer:
         """
         pairs = [part for name, prefix in forgettings for part in (name or "", prefix)]
         return int(self._forget(keys=_KEYS, args=[epoch or 0, MOST_FORGETTINGS, *pairs]))
-
-    def disconnect(self) -> None:
-        """Take no answer of the past for one to come."""
-        self._client.connection_pool.disconnect()
 
 
 def _parse(fields: list[bytes]) -> Output | None:
@@ -218,30 +204,21 @@ def _parse(fields: list[bytes]) -> Output | None:
     return None
 
 
-def _client_library() -> Any:
-    try:
-        import redis
-    except ImportError as error:
-        message = "a memory on a server needs: pip install 'hf-retrieval-assist[redis]'"
-        raise ImportError(message) from error
-    return redis
-
-
 def _checked_place(url: str) -> str:
     """The host or socket that a URL names, if outputs may be sent there."""
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ValueError(
-            f"url: expected redis://, rediss:// or unix://, got {parts.scheme or 'no scheme'}"
-        )
+        found = parts.scheme or "no scheme"
+        raise ValueError(f"url: expected redis://, rediss:// or unix://, got {found}")
     # The client takes whatever argument a URL names, among them another host.
-    if unknown := parse_qs(parts.query, keep_blank_values=True).keys() - {*_OPTIONS}:
+    options = parse_qs(parts.query, keep_blank_values=True)
+    if unknown := sorted(options.keys() - {*_OPTIONS}):
         known = ", ".join(_OPTIONS)
-        raise ValueError(f"url: expected no options but {known}, got {', '.join(sorted(unknown))}")
+        raise ValueError(f"url: expected no options but {known}, got {', '.join(unknown)}")
     if parts.scheme == "unix":
         return unquote(parts.path)
     host = unquote(parts.hostname or "localhost")
-    if not (_is_local(host) or parts.password or parse_qs(parts.query).get("password")):
+    if not (_is_local(host) or parts.password or any(options.get("password", ()))):
         raise ValueError(f"url: expected a password for a host other than this one, got {host}")
     return host if parts.port is None else f"{host}:{parts.port}"
 

@@ -1,15 +1,19 @@
-"""An output that a memory learns while it grows, and the name of what it is kept apart with."""
+"""An output that a memory learns while it grows, and the kinds of outputs that are kept apart."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from array import array
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..structures.suffix_tree import SuffixTree
 
 # Between a model's fingerprint and a prompt's name, which no fingerprint contains.
 GROUP_MARK = "/"
@@ -73,6 +77,42 @@ class RunningOutput:
     def close(self) -> None:
         """The output is finished: write it to the log. Called once."""
         self._memory.finish(self)
+
+
+class Kind:
+    """Outputs with one fingerprint.
+
+    Attributes:
+        tree: that holds them.
+        outputs: in the tree.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self.tree = SuffixTree(max_depth)
+        self.outputs: dict[RunningOutput, None] = {}
+        self._finished = 0  # so many have come
+        # Of each output the number of the later one that it does not outlive, and its own: a heap.
+        self._fading: list[tuple[float, int, RunningOutput]] = []
+
+    def fade(self, newest: RunningOutput, half_life: float) -> list[RunningOutput]:
+        """The older outputs to be dropped by chance, now that one more is finished.
+
+        How long an output lasts is drawn at its end, from its kind and number alone: no tenant can
+        tell from its own outputs that others have finished some.
+        """
+        self._finished += 1
+        faded = []
+        while self._fading and self._fading[0][0] <= self._finished:
+            faded.append(heappop(self._fading)[2])
+        faded = [output for output in faded if output.sequence is not None]
+        if len(self._fading) > 2 * (len(self.outputs) - len(faded)):
+            self._fading = [entry for entry in self._fading if entry[2].sequence is not None]
+            heapify(self._fading)
+        drawn = f"{newest.fingerprint} {self._finished}".encode(errors="surrogatepass")
+        number = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest()) + 1
+        lasts = half_life * (64 - math.log2(number))
+        heappush(self._fading, (self._finished + lasts, self._finished, newest))
+        return faded
 
 
 def _checked(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import random
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .outputs import HANDED_OVER, Forgettings, Output, Writers, is_forgotten, lost
+from ..system.locks import Lock
+from .outputs import HANDED_OVER, Output, SharedOutputs, is_forgotten
 from .redis_server import Answer, RedisServer
 
 logger = logging.getLogger(__name__)
@@ -56,65 +57,46 @@ class _Queue(deque[Output]):
                 self.append(output)
 
     def first(self, limit: int) -> list[Output]:
-        """The oldest outputs, of about `limit` bytes."""
-        found: list[Output] = []
-        for output in self:
-            if limit < 0:
-                break
-            found.append(output)
-            limit -= output.nbytes
-        return found
+        """The oldest outputs, of about `limit` bytes; for 0 a single one."""
+        before = accumulate((output.nbytes for output in self), initial=0)
+        found = takewhile(lambda pair: pair[1] <= limit, zip(self, before, strict=False))
+        return [output for output, _ in found]
 
 
-_streams: weakref.WeakSet[OutputStream] = weakref.WeakSet()
-
-
-class OutputStream:
+class OutputStream(SharedOutputs):
     """Outputs that are exchanged with a server in the background.
 
     Only `forget` and `sync` wait for the network: a thread exchanges outputs. While the server is
     away they wait here and are delivered later, at least once; readers know one that comes twice
     by its writer and its place. What waits to be delivered, what has arrived and was not read yet,
     and what the server keeps, are each bounded by `keep_bytes`; the oldest outputs go first.
-
-    Args:
-        server: where the outputs are kept.
-        keep_bytes: see above.
     """
 
     place = "shared"
 
     def __init__(self, server: RedisServer, keep_bytes: int) -> None:
+        super().__init__()
         self.server = server
         self.keep_bytes = keep_bytes
-        self._changed = threading.Condition()
-        self._wake = threading.Event()
+        self._changed = threading.Condition(Lock())
         self._began = time.monotonic()
         self._epoch: int | None = None  # none was heard
-        self._known: Forgettings = {}
-        self._forgotten: list[str] = []  # by others since the last `read`
         self._last_entry = b"0"
-        self._writers = Writers()
         self._pending, self._arrived = _Queue(keep_bytes), _Queue(keep_bytes)
         self._complete = 0  # exchanges after which there was nothing left to write or to read
         self._wanted = 0  # such exchanges that `sync` waits for
         self._failures = 0  # tries in a row
         self._thread: threading.Thread | None = None
         self._start_thread()
-        _streams.add(self)
         atexit.register(_say_last_words, weakref.ref(self))
 
     def read(self) -> tuple[list[str], list[Output]]:
-        """See `SharedOutputs`."""
         self._start_thread()
         with self._changed:
-            outputs: list[Output] = []
-            tokens = 0
-            while self._arrived and tokens < HANDED_OVER:
-                outputs.append(self._arrived.popleft())
-                tokens += len(outputs[-1].token_ids)
-            forgotten, self._forgotten = self._forgotten, []
-            return forgotten, outputs
+            outputs = self._arrived.first(HANDED_OVER)
+            for _ in outputs:
+                self._arrived.popleft()
+            return self._take_forgotten(), outputs
 
     def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
         """See `SharedOutputs`. The output is queued for delivery."""
@@ -148,11 +130,6 @@ class OutputStream:
             self._known[epoch], self._epoch = prefix, None
 
     def sync(self, timeout: float) -> bool:
-        """Wait until what was appended is delivered and what the server has is here to be read.
-
-        Returns:
-            Whether that was so within `timeout` seconds.
-        """
         self._start_thread()
         with self._changed:
             # An exchange that is under way may miss what was written just before.
@@ -163,6 +140,7 @@ class OutputStream:
     def _start_thread(self) -> None:
         """Start the thread, which a fork leaves behind."""
         if self._thread is None or not self._thread.is_alive():
+            self._wake = threading.Event()
             arguments = (weakref.ref(self), self._wake)
             self._thread = threading.Thread(target=_exchange_on, args=arguments, daemon=True)
             self._thread.start()
@@ -175,7 +153,12 @@ class OutputStream:
         try:
             more = self._exchange_once()
         except Exception as error:
-            return self._wait_for_server(error)
+            if not self._failures:
+                place = self.server.place
+                logger.warning("outputs are not shared while %s cannot be used: %s", place, error)
+            self._failures += 1
+            pause = min(_PERIOD * 2.0 ** min(self._failures, 30), _LONGEST_PAUSE)
+            return pause * random.uniform(0.5, 1.0)
         if self._failures:
             logger.info("outputs are exchanged with %s again", self.server.place)
             self._failures = 0
@@ -198,32 +181,17 @@ class OutputStream:
             answer = self.server.exchange(epoch, self._last_entry, _ENTRIES, self.keep_bytes, sent)
             if answer.epoch == epoch:
                 return self._take(answer, sent)
-            self._hear(answer)
+            self._hear_from(answer)
         raise ValueError("expected an epoch, got another one in every answer")
 
-    def _wait_for_server(self, error: Exception) -> float:
-        if not self._failures:
-            logger.warning(
-                "outputs are not shared while %s cannot be used: %s", self.server.place, error
-            )
-        self.server.disconnect()
-        self._failures += 1
-        pause = min(_PERIOD * 2.0 ** min(self._failures, 30), _LONGEST_PAUSE)
-        return pause * random.uniform(0.5, 1.0)
-
-    def _hear(self, answer: Answer) -> None:
+    def _hear_from(self, answer: Answer) -> None:
         """Hear what others have forgotten, and tell the server what it knows no more."""
-        stored = answer.forgotten or {}
         with self._changed:
-            missing = lost(self._known, stored)
             # What was forgotten before this process began, by the server's clock, or somewhat
             # earlier, is no matter of its own outputs.
             began = answer.now - 1e3 * (time.monotonic() - self._began)
-            first = self._epoch is None
-            news = [n for n in stored if n not in self._known and not (first and n < began)]
-            self._forgotten += [stored[name] for name in news]
-            self._drop([stored[name] for name in news])
-            self._known, self._epoch = stored | missing, answer.epoch
+            missing = self._hear(answer.forgotten, began)
+            self._epoch = answer.epoch
         if missing:
             epoch = self.server.forget(answer.epoch, list(missing.items()))
             with self._changed:
@@ -264,13 +232,3 @@ def _say_last_words(reference: weakref.ref[OutputStream]) -> None:
     stream = reference()
     if stream is not None and stream._pending and not stream._failures:
         stream.sync(_LAST_WORDS)
-
-
-def _renew_conditions() -> None:
-    """The thread that may have held them does not live on in a forked child."""
-    for stream in list(_streams):
-        stream._changed, stream._wake = threading.Condition(), threading.Event()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_conditions)

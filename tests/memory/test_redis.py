@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,21 @@ def test_a_server_that_hangs_is_waited_for_by_nobody(server):
     # The order to forget was in the hung server's mail: whether it or the outputs came first is
     # its affair, but both sides agree.
     assert known(reader) == known(writer)
+
+
+@needs_redis
+def test_an_exchange_that_fails_leaves_a_forgetting_on_its_way_alone(server, monkeypatch):
+    memory = OutputMemory(url=server.url)
+    assert memory.sync(WAIT)
+    server.hang()
+    with ThreadPoolExecutor(1) as pool:
+        forgetting = pool.submit(memory.forget)
+        pool_of_connections = memory._log.server._client.connection_pool
+        wait_until(lambda: pool_of_connections._in_use_connections)
+        monkeypatch.setattr(memory._log.server, "exchange", lambda *_: 1 / 0)
+        wait_until(lambda: memory._log._failures)
+        server.go_on()
+        forgetting.result()
 
 
 @needs_redis

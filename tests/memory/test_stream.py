@@ -53,9 +53,6 @@ class Keeper:
         self.entries = [None] * len(self.entries)
         return self.epoch
 
-    def disconnect(self):
-        pass
-
 
 def numbers(view):
     """Of the outputs that arrived at a view; what each begins with, over 1000."""
@@ -112,7 +109,7 @@ def test_what_waits_is_bounded_and_the_oldest_goes_first():
 
 
 def test_a_long_backlog_is_handed_over_in_parts(monkeypatch):
-    monkeypatch.setattr(stream, "HANDED_OVER", 100)
+    monkeypatch.setattr(stream, "HANDED_OVER", 600)  # bytes; each output has 185
     keeper = Keeper()
     view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
     for i in range(20):
@@ -146,6 +143,17 @@ def test_forgetting_reaches_what_others_had_finished_but_not_delivered():
     assert numbers(view) == [2]
 
 
+def test_an_old_forgetting_that_comes_back_after_an_own_one_is_heard():
+    """Another process has told a restored server of it before this one's next exchange."""
+    keeper = Keeper()
+    view = OutputStream(keeper, 1 << 20)
+    assert view.sync(WAIT)
+    keeper.forgotten[1] = "a:"  # long before this process began
+    view.forget("b:")
+    assert view.sync(WAIT)
+    assert view.read() == (["a:"], [])
+
+
 def test_an_answer_from_before_the_own_forgetting_is_not_taken():
     keeper = Keeper()
     view = OutputStream(keeper, 1 << 20)
@@ -175,7 +183,7 @@ def test_a_view_that_nobody_holds_ends_its_thread():
 
 
 BULK = b"$1000\r\nabc"
-GOOD = b"*4\r\n$1\r\n0\r\n$1\r\n0\r\n*0\r\n*0\r\n"
+GOOD = b"*4\r\n$1\r\n0\r\n*2\r\n:0\r\n:0\r\n*0\r\n*0\r\n"
 ENTRY = b"*2\r\n$3\r\n1-0\r\n*2\r\n$2\r\nby\r\n:7\r\n"
 ODD = {
     "OOM": b"-OOM command not allowed when used memory > 'maxmemory'.\r\n",
