@@ -86,8 +86,7 @@ def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
         assert not (waits | copies) & step.keys()
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
+@pytest.mark.parametrize(("kind", "rows"), [("EAGLE", 1), ("EAGLE", 8), ("MTP", 8)])
 def test_a_head_adds_two_launches_and_three_copies(kind, rows, monkeypatch):
     """At any number of rows, whose hidden states are gathered together."""
     model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
@@ -140,8 +139,7 @@ CHOICES = {
 DRAW = ("loop", "kernel", "aten.exponential_.default")
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(("name", "rows"), [*((name, 1) for name in CHOICES), ("both", 8)])
 @pytest.mark.usefixtures("known_draws")
 def test_sampled_tokens_come_back_with_the_forward(name, rows, monkeypatch):
     """However many of them a step brings: no wait and no kernel for a token."""

@@ -89,8 +89,15 @@ def test_memory_has_the_capacity_that_is_asked_for() -> None:
     assert not roomy.serves(replace(roomy, exact=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, GPT2LMHeadModel, Gemma3ForCausalLM])
+@pytest.mark.parametrize(
+    ("model_class", "dtype"),
+    [
+        (LlamaForCausalLM, torch.float32),
+        (LlamaForCausalLM, torch.bfloat16),
+        (GPT2LMHeadModel, torch.float16),
+        (Gemma3ForCausalLM, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.usefixtures("in_place")
 def test_logits_do_not_depend_on_drafts(rows: int, model_class: Any, dtype: torch.dtype) -> None:
@@ -99,7 +106,7 @@ def test_logits_do_not_depend_on_drafts(rows: int, model_class: Any, dtype: torc
     names = ("return_dict_in_generate", "output_logits")
     options = {"do_sample": False} | dict.fromkeys(names, True)
     expected = generate(model, rows, undrafted(), **options)
-    for seed in range(3):
+    for seed in range(2):
         assistant = drafting(expected.sequences, inputs_of(rows), seed=seed)
         actual = generate(model, rows, assistant, **options)
         assert assistant.stats.last.accepted > 0

@@ -184,23 +184,6 @@ def test_mask_with_holes(model):
     assert torch.equal(plain, assisted)
 
 
-def test_end_of_sequence_in_the_middle_of_a_tree(model):
-    free = model.generate(**INPUTS, do_sample=False, max_new_tokens=16)
-    eos = int(free[0, -6])
-    assistant = oracle_assistant(free, miss=0.0)
-    options = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": eos}
-    plain = model.generate(**INPUTS, **options)
-    assert torch.equal(plain, model.generate(**INPUTS, **options, assistant=assistant))
-    assert plain.shape[1] < free.shape[1]
-    # The last forward's tree went on behind the end.
-    assert assistant.stats.last.drafted > assistant.stats.last.accepted > 0
-
-
-def test_no_drafts(model):
-    _, _, assistant = equal(model, oracle={"depth": 0})
-    assert assistant.stats.last.drafted == 0
-
-
 def test_bfloat16_model_gets_the_tree_tier():
     model = build(LlamaForCausalLM).to(torch.bfloat16)
     assert choose_service(model, {}).tier is Tier.TREE

@@ -6,8 +6,10 @@ import copy
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,8 +119,17 @@ def test_boundaries_follow_the_config_when_it_names_them(tmp_path: Path) -> None
     assert EagleHead.from_pretrained(tmp_path, case.target()).config.boundaries == (1, 4, 9)
 
 
-def edit(case: Case, tensors: Tensors | None = None, without: str = "") -> Tensors:
-    return {k: v for k, v in {**case.published(), **(tensors or {})}.items() if k != without}
+def refused(
+    folder: Path, message: str, tensors: Tensors | None = None, without: str = "", **settings: Any
+) -> None:
+    """Loading a checkpoint that is changed like this fails, and the message says why."""
+    case = load_case("eagle3_d2t")
+    write_config(folder, {**case.config, **settings})
+    changed = {**case.published(), **(tensors or {})}
+    changed.pop(without, None)
+    save_file(changed, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        EagleHead.from_pretrained(folder, case.target())
 
 
 MISFITS = {
@@ -139,35 +150,28 @@ MISFITS = {
         "t2d": torch.arange(128) >= 32,
     },
     "d2t: expected integers": {"d2t": torch.zeros(96)},
+    "layers: expected them numbered from 0 on": {
+        "layers.1000000000.mlp.up_proj.weight": torch.ones(1, 1)
+    },
 }
 
 
 @pytest.mark.parametrize("message", MISFITS)
 def test_the_first_tensor_that_does_not_fit_is_named(message: str, tmp_path: Path) -> None:
-    case = load_case("eagle3_d2t")
-    write_config(tmp_path, case.config)
-    save_file(edit(case, MISFITS[message]), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        EagleHead.from_pretrained(tmp_path, case.target())
-    assert message in str(caught.value)
+    refused(tmp_path, re.escape(message), MISFITS[message])
 
 
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("norm.weight", "norm.weight: expected (64,), found no such tensor"),
-        ("t2d", "t2d: expected (128,), found no such tensor"),
+        ("norm.weight", r"norm.weight: expected \(64,\), found no such tensor"),
+        ("t2d", r"t2d: expected \(128,\), found no such tensor"),
         ("d2t", "lm_head.weight: expected 128 rows"),
         ("midlayer.self_attn.o_proj.weight", "expected a matrix layers.0.self_attn.o_proj.weight"),
     ],
 )
 def test_a_missing_tensor_is_named(missing: str, message: str, tmp_path: Path) -> None:
-    case = load_case("eagle3_d2t")
-    write_config(tmp_path, case.config)
-    save_file(edit(case, without=missing), tmp_path / "model.safetensors")
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
-        EagleHead.from_pretrained(tmp_path, case.target())
-    assert message in str(caught.value)
+    refused(tmp_path, message, without=missing)
 
 
 def test_a_target_of_another_width_or_vocabulary(tmp_path: Path) -> None:
@@ -177,7 +181,8 @@ def test_a_target_of_another_width_or_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"embed_tokens.weight: expected \(99, 64\)"):
         EagleHead.from_pretrained(tmp_path, tiny_target(64, vocab_size=99))
     case = load_case("eagle3_target_hidden48_theta5e5")
-    save_file(edit(case, without="embed_tokens.weight"), tmp_path / "model.safetensors")
+    tensors = {k: v for k, v in case.published().items() if k != "embed_tokens.weight"}
+    save_file(tensors, tmp_path / "model.safetensors")
     write_config(tmp_path, case.config)
     with pytest.raises(ValueError, match=r"embed_tokens.weight: expected in the checkpoint"):
         EagleHead.from_pretrained(tmp_path, case.target())
@@ -270,21 +275,8 @@ def test_a_damaged_config(content: str, message: str, tmp_path: Path) -> None:
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}, "layer_ids: expected a list"),
     ],
 )
-def test_a_bad_setting_is_named(settings: dict[str, object], message: str, tmp_path: Path) -> None:
-    case = load_case("eagle3_d2t")
-    case.save(tmp_path)
-    write_config(tmp_path, {**case.config, **settings})
-    with pytest.raises(ValueError, match=message):
-        EagleHead.from_pretrained(tmp_path, case.target())
-
-
-def test_layers_that_skip_a_number_are_refused(tmp_path: Path) -> None:
-    case = load_case("eagle3_d2t")
-    write_config(tmp_path, case.config)
-    tensors = {**case.published(), "layers.1000000000.mlp.up_proj.weight": torch.ones(1, 1)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="layers: expected them numbered from 0 on"):
-        EagleHead.from_pretrained(tmp_path, case.target())
+def test_a_bad_setting_is_named(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    refused(tmp_path, message, **settings)
 
 
 def test_an_index_that_leaves_its_folder(tmp_path: Path) -> None:

@@ -59,16 +59,13 @@ def assistant(**options: Any) -> Assistant:
     return Assistant([QuantizedSelf(**options)], budget=16)
 
 
-class Calls(Fed):
-    """Scope that notes the shape of every forward's input ids."""
-
-    def __enter__(self) -> Calls:
-        super().__enter__()
-        return self
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        *((FAMILIES[0], sampling) for sampling in SAMPLINGS),
+        *((name, "top") for name in FAMILIES[1:]),
+    ],
+)
 def test_output_is_plain(name: str, sampling: str) -> None:
     """Tokens and random state; most drafts are accepted."""
     model = build(getattr(transformers, name))
@@ -106,23 +103,23 @@ def test_batches_are_plain(name: str, sampling: str) -> None:
 
 def test_a_level_is_one_forward_for_all_rows(llama: Any) -> None:
     llama.generate(**padded(3), max_new_tokens=2, assistant=assistant())  # tests the model
-    with Calls(llama) as calls:
+    with Fed(llama) as shapes:
         drafting = assistant(max_levels=3)
         llama.generate(**padded(3), do_sample=False, max_new_tokens=NEW, assistant=drafting)
-    drafted = [shape for shape in calls.shapes[1:] if shape[0] == 3 and shape[1] <= 3]
+    drafted = [shape for shape in shapes[1:] if shape[0] == 3 and shape[1] <= 3]
     steps = drafting.stats.last.forwards
     # A prefill, and for each verification at most three levels, the first of which feeds the roots.
-    assert len(calls.shapes) <= 1 + 4 * steps
+    assert len(shapes) <= 1 + 4 * steps
     assert drafted.count((3, 1)) >= steps - 1
 
 
 def test_no_level_is_drafted_that_no_token_is_left_for(llama: Any) -> None:
     """Of five tokens the prefill brings one, and the last one needs no node."""
     run(llama, max_new_tokens=2, assistant=assistant())  # tests the model
-    with Calls(llama) as calls:
+    with Fed(llama) as shapes:
         run(llama, max_new_tokens=5, assistant=assistant())
-    assert [shape[1] for shape in calls.shapes[1:4]] == [1, *[s[1] for s in calls.shapes[2:4]]]
-    assert len(calls.shapes) == 1 + 3 + 1
+    assert [shape[1] for shape in shapes[1:4]] == [1, *[s[1] for s in shapes[2:4]]]
+    assert len(shapes) == 1 + 3 + 1
 
 
 def test_the_cache_is_as_it_was_after_every_draft(
@@ -152,7 +149,7 @@ def test_the_cache_is_as_it_was_after_every_draft(
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
-@pytest.mark.parametrize("forwards", [2, 3, 5, 8])
+@pytest.mark.parametrize("forwards", [2, 3, 8])
 def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name: str, forwards: int) -> None:
     model = build(getattr(transformers, name))
     plain = run(model, max_new_tokens=NEW)
@@ -166,27 +163,6 @@ def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name: str, forwards: 
     rest = NEW - (held.shape[1] - PROMPT.shape[1])
     again = run(model, held, max_new_tokens=rest, **{CACHE: cache}, assistant=drafting)
     assert torch.equal(again, plain)
-
-
-def test_the_next_turn_goes_on_from_the_same_cache(llama: Any) -> None:
-    turns = {}
-    for name, keyword in (("plain", {}), ("ours", {"assistant": assistant()})):
-        ids, cache, texts = PROMPT, DynamicCache(config=llama.config), []
-        for turn in range(3):
-            result = run(
-                llama,
-                ids,
-                seed=turn,
-                do_sample=turn == 1,
-                max_new_tokens=11,
-                **{CACHE: cache},
-                **keyword,
-            )
-            texts.append(result)
-            ids = torch.cat([result, torch.tensor([[3 + turn, 8]])], dim=1)
-        turns[name] = texts
-    for one, other in zip(turns["plain"], turns["ours"], strict=True):
-        assert torch.equal(one, other)
 
 
 def test_weights_are_packed_once_and_anew_when_they_change(
@@ -331,50 +307,43 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return price
 
 
-@pytest.mark.parametrize(("level", "least", "most"), [(1e-4, 4, 8), (1.0, 0, 0)])
-def test_a_draft_grows_while_a_level_pays(
-    llama: Any, priced: dict[str, float], level: float, least: int, most: int
-) -> None:
-    """At 10 ms for a verification of any width."""
-    priced["level"] = level
-    drafter = QuantizedSelf()
-    depths = []
-    original = drafter.propose_rows
-
-    def propose(sessions: Any, budgets: Any) -> Any:
-        for session in sessions:
-            session.see_cost(lambda n: np.full(n, 0.01))
-        drafts = original(sessions, budgets)
-        depths.append(int(drafts[0].depths.max(initial=0)))
-        return drafts
-
-    drafter.propose_rows = propose  # type: ignore[method-assign]
-    run(llama, assistant=Assistant([drafter], budget=16), max_new_tokens=NEW)
-    assert least <= max(depths) <= most
-
-
-def test_what_a_level_takes_is_tried_now_and_then(
-    llama: Any, priced: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it was dear, one level in so many steps; where nobody knows, one."""
-    priced["level"] = 1.0
-    monkeypatch.setattr(module, "_TRIAL_PERIOD", 4)
-    depths = []
+@pytest.fixture
+def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each step's draft, where a verification of any width takes 10 ms."""
+    found: list[int] = []
     original = QuantizedSelf.propose_rows
 
     def propose(drafter: Any, sessions: Any, budgets: Any) -> Any:
         for session in sessions:
             session.see_cost(lambda n: np.full(n, 0.01))
         drafts = original(drafter, sessions, budgets)
-        depths.append(int(drafts[0].depths.max(initial=0)))
+        found.append(int(drafts[0].depths.max(initial=0)))
         return drafts
 
     monkeypatch.setattr(QuantizedSelf, "propose_rows", propose)
-    run(llama, assistant=Assistant([QuantizedSelf()], budget=16), max_new_tokens=NEW)
+    return found
+
+
+@pytest.mark.parametrize(("level", "least", "most"), [(1e-4, 4, 8), (1.0, 0, 0)])
+def test_a_draft_grows_while_a_level_pays(
+    llama: Any, priced: dict[str, float], depths: list[int], level: float, least: int, most: int
+) -> None:
+    priced["level"] = level
+    run(llama, assistant=assistant(), max_new_tokens=NEW)
+    assert least <= max(depths) <= most
+
+
+def test_what_a_level_takes_is_tried_now_and_then(
+    llama: Any, priced: dict[str, float], depths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it was dear, one level in so many steps; where nobody knows, one."""
+    priced["level"] = 1.0
+    monkeypatch.setattr(module, "_TRIAL_PERIOD", 4)
+    run(llama, assistant=assistant(), max_new_tokens=NEW)
     assert depths[:8] == [0, 0, 0, 1, 0, 0, 0, 1]
     depths.clear()
     monkeypatch.setattr(module.CostModel, "timed", False)
-    run(llama, assistant=Assistant([QuantizedSelf()], budget=16), max_new_tokens=NEW)
+    run(llama, assistant=assistant(), max_new_tokens=NEW)
     assert depths[:4] == [1, 1, 1, 1]
 
 

@@ -205,10 +205,11 @@ def assert_same(drafts: Sequence[TokenTree], expected: Sequence[TokenTree]) -> N
         np.testing.assert_allclose(tree.probs, other.probs, rtol=2e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("name", "rows"), [("EAGLE", 1), *((name, 8) for name in NAMES)])
 def test_recordings_draft_what_forwards_do(
-    case: Any, rows: int, in_place: Callable[[], None]
+    name: str, rows: int, in_place: Callable[[], None], tmp_path: Path
 ) -> None:
+    case = case_of(name, tmp_path)
     expected = case.conversation(range(rows))
     assert sum(map(len, expected)) > 50
     in_place()
@@ -223,7 +224,7 @@ def test_recordings_draft_what_forwards_do(
 def test_memory_grows_between_drafts(
     case: Any, in_place: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns = 12 if isinstance(case, Drafting) else 40
+    turns = 12 if isinstance(case, Drafting) else 24
     expected = case.conversation([0, 3], turns)
     in_place()
     monkeypatch.setattr(fixed_memory, "capacity_bucket", lambda slots: slots)

@@ -17,6 +17,7 @@ from hf_retrieval_assist.drafters.form_session import FormSession
 from hf_retrieval_assist.drafters.forms import Form, Forms
 from hf_retrieval_assist.drafters.rendered_forms import schema_forms, tool_forms
 from hf_retrieval_assist.drafters.token_recycling import PrivateTable, TokenRecyclingDrafter
+from tests.support.byte_model import byte_tokenizer
 from tests.support.tiny_models import tiny_config, tiny_model
 
 SCHEMA = {
@@ -43,12 +44,7 @@ VALUE = {
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes, each a token; a text's last token is always the one it would have in a longer text."""
-    alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    inner = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner)
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")

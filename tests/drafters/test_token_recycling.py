@@ -130,13 +130,6 @@ def test_nothing_known_drafts_nothing():
     assert len(session.propose(64)) == 0
 
 
-def test_rows_of_rejected_nodes_change():
-    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
-    session = drafter.start(ids(0), target())
-    feed(session, (0, 5), (0,), logits_preferring(10, (1,), (7,)), [5])
-    assert drafted_paths(session.propose(8)) == {(7,)}
-
-
 @pytest.mark.parametrize(
     ("accepted", "winner"), [((0, 1), 1), ((0, 2), 2), ((0, 1, 2), 2), ((0,), 3), ((0, 3), 3)]
 )

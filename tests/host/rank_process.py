@@ -64,7 +64,7 @@ def lossless(model: Any, rank: int) -> None:
             assert torch.equal(plain, run(whole, ids))
         for preset in (SamAssistant, SuffixAssistant):
             assistant = preset(memory=knowing(plain[0, ids.shape[1] :], rank))
-            for _ in range(20 if preset is SuffixAssistant and rows == 1 else 3):
+            for _ in range(6 if preset is SuffixAssistant and rows == 1 else 2):
                 assert torch.equal(plain, run(model, ids, do_sample=sample, assistant=assistant))
             counts = everywhere(assistant.stats.total)
             assert counts[0].steps == counts[1].steps
@@ -111,7 +111,7 @@ def fails(model: Any, rank: int) -> None:
     ids = prompts(1, model.config.vocab_size)
     plain = run(model, ids)
     for culprit in (0, 1):
-        for tokens in (0, 7, NEW_TOKENS - 1):
+        for tokens in (0, 7):
             processors = LogitsProcessorList([Raises(culprit, tokens)])
             kind, message = (RuntimeError, "another process that computes this model has failed")
             if rank == culprit:
@@ -240,9 +240,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         distributed(lossless, tp_size=2),
         distributed(configured, fsdp_size=2),
     ),
-    "pipeline_parallel": tuple(
-        distributed(c, pp_size=2) for c in (lossless, padded, fails, refuses)
-    ),
+    "pipeline_parallel": tuple(distributed(c, pp_size=2) for c in (lossless, padded, fails)),
     "plain_pipeline": (distributed(undrafted, pp_size=2),),
     "deepspeed": (zero3,),
 }

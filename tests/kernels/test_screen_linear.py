@@ -76,14 +76,14 @@ def layers(draw):
     return x.to(dtype), weight.to(dtype)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(layer=layers())
 def test_the_greatest_logit_is_that_of_the_whole_layer(layer):
     x, weight = layer
     assert torch.equal(argmax(screen_of(weight), x), skinny_linear(x, weight).argmax(-1))
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=300)
 @given(
     layer=layers(),
     seed=st.integers(0, 99),

@@ -118,7 +118,7 @@ def test_a_costly_drafter_that_pays_beside_others_is_asked_there_too():
 UNLUCKY = 1500  # steps in which nothing is brought
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     drafters=st.lists(
         st.tuples(st.floats(0.01, 4.0), st.floats(0.0, 3.0), st.booleans()),

@@ -1,21 +1,31 @@
 """A model and its tokenizer that read every text."""
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
+
+
+def byte_tokenizer(first=(), special=(), **names):
+    """Bytes, each a token; a text's last token is always the one it would have in a longer text.
+
+    Args:
+        first: tokens in front of the bytes'.
+        special: tokens behind them that stand for themselves.
+    """
+    symbols = [*first, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    inner = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(token) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **names)
 
 
 def small_model():
     """A random model with a vocabulary of bytes, so that every text has tokens of its own."""
     torch.manual_seed(0)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {symbol: i for i, symbol in enumerate(["<pad>", *alphabet])}
-    bytes_alone = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_alone.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, pad_token="<pad>")
+    tokenizer = byte_tokenizer(["<pad>"], pad_token="<pad>")
     config = Gemma3TextConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=len(tokenizer),
         hidden_size=16,
         intermediate_size=16,
         num_hidden_layers=2,

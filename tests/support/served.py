@@ -14,10 +14,8 @@ import openai
 import torch
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     ContinuousBatchingConfig,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     set_seed,
@@ -25,6 +23,8 @@ from transformers import (
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.serving import build_app
+
+from .byte_model import byte_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
@@ -46,14 +46,8 @@ TOOL = {
 
 
 def tokenizer_of_bytes():
-    alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    inner = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken("<|im_start|>"), AddedToken("<|im_end|>")])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|im_end|>"
-    )
+    ends = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+    tokenizer = byte_tokenizer(special=["<|im_start|>", "<|im_end|>"], **ends)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 

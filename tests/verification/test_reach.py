@@ -92,7 +92,7 @@ def test_room_ends_at_borders():
     ("lengths", "do_sample"),
     [([20], False), ([20], True), ([20, 9, 14], False), ([40], False), ([40, 36], False)],
 )
-@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
 def test_texts_across_the_original_length(kind, lengths, do_sample):
     accepted = 0
     for seed in range(2):
@@ -119,7 +119,7 @@ def test_texts_across_the_original_length(kind, lengths, do_sample):
 )
 def test_a_cache_that_the_model_drops(lengths, new, tier):
     model = phi3()
-    for seed in range(3):
+    for seed in range(2):
         options = inputs(lengths, seed) | {"max_new_tokens": new, "do_sample": False}
         plain = model.generate(**options)
         for assistant in (oracle_assistant(plain, options["attention_mask"]), SamAssistant()):
@@ -157,7 +157,7 @@ def test_models_without_borders_are_drafted_for_across_their_lengths():
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "phi3"])
 def test_embeddings_in_place_of_ids_count(kind):
     """Where no ids tell how long the prompts are."""
-    for seed in range(4):
+    for seed in range(2):
         model = phi3() if kind == "phi3" else rope_model(kind)
         options = inputs([20, 9, 14], seed)
         told = torch.cat([options["input_ids"], options["input_ids"]], dim=1)

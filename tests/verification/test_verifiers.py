@@ -24,7 +24,6 @@ from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.fixed_verifier import ForwardOptions
 from hf_retrieval_assist.verification.kv_cache import SlotCache
 from hf_retrieval_assist.verification.service import choose_service
-from hf_retrieval_assist.verification.slot_layers import SlotLayer
 from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
@@ -248,28 +247,6 @@ def test_a_hook_may_call_another_model(model, other_class):
     assert len(expected) == len(shapes)
     for found in expected:
         torch.testing.assert_close(found, logits)
-
-
-def test_a_cache_goes_on_from_a_layer_that_was_interrupted_at_its_first_write(model, monkeypatch):
-    ids, mask, options = ending(model)
-    plain = run(model, ids, mask, **options)
-    assistant = oracle_assistant(plain, mask)
-    run(model, ids, mask, assistant, **options)
-    cache, layers = DynamicCache(config=model.config), []
-
-    def interrupted(layer, *states):
-        layers.append(layer)
-        if len(layers) == 2:
-            raise KeyboardInterrupt
-        return append(layer, *states)
-
-    with monkeypatch.context() as patched:
-        append = SlotLayer._append
-        patched.setattr(SlotLayer, "_append", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(model, ids, mask, assistant, **{CACHE: cache}, **options)
-    assert cache.get_seq_length() == 0
-    assert torch.equal(plain, run(model, ids, mask, **{CACHE: cache}, **options))
 
 
 @pytest.mark.parametrize("tested", [False, True])
