@@ -221,20 +221,6 @@ def test_a_budget_bounds_every_step(llama):
         assert last.steps >= (NEW_TOKENS - 1) / (1 + budget)
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        SequoiaAssistant,
-        lambda draft: SamAssistant(fallback=draft),
-        lambda draft: SuffixAssistant(fallback=draft),
-    ],
-)
-def test_refuses_draft_models_of_another_vocabulary(llama, preset):
-    other = build(LlamaForCausalLM, vocab_size=VOCAB + 1)
-    with pytest.raises(ValueError, match=r"assistant_tokenizer: .* not the target's, got none"):
-        run(llama, assistant=preset(other))
-
-
 BAD_SIZES = [
     (SamAssistant, {"min_match": -1, "budget": "paper"}),
     (SamAssistant, {"corpus_bias": -1, "budget": "paper", "corpus": [[1]]}),

@@ -5,35 +5,14 @@ import pytest
 import torch
 
 from hf_retrieval_assist import Assistant, TokenTree
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 from tests.support.lossless import run
+from tests.support.scripted import Scripted
 
 
-class _FixedDrafter(Drafter):
+def fixed(tree, n_classes=0):
     """Drafts the same arrays at every step."""
-
-    name = "outsider"
-
-    def __init__(self, tree, n_classes=0):
-        self.tree = tree
-        self.n_classes = n_classes
-
-    def start(self, prompt_ids, target):
-        return _FixedSession(self.tree)
-
-    def priors(self):
-        return np.full(self.n_classes, 0.5, np.float32)
-
-
-class _FixedSession(DraftSession):
-    def __init__(self, tree):
-        self.tree = tree
-
-    def propose(self, budget):
-        return self.tree
-
-    def commit(self, token_ids, feedback):
-        """Nothing is learnt."""
+    priors = np.full(n_classes, 0.5, np.float32)
+    return Scripted(lambda budget: tree, name="outsider", priors=lambda: priors)
 
 
 def tree(token_ids, parents, probs, classes=None):
@@ -87,7 +66,7 @@ WRONG = {
 def test_wrong_drafts_are_one_error_that_names_the_drafter(llama, kind, budget):
     wrong, words = WRONG[kind]
     with pytest.raises(ValueError, match="outsider") as raised:
-        run(llama, assistant=Assistant([_FixedDrafter(wrong)], budget=budget))
+        run(llama, assistant=Assistant([fixed(wrong)], budget=budget))
     assert words in str(raised.value)
 
 
@@ -100,7 +79,7 @@ def test_nodes_of_no_probability_are_dropped_with_what_is_below_them(llama, budg
     assert kept.parents.tolist() == [-1, 0]
     assert kept.without_nan() is kept
     for draft in (mixed, tree([5], [-1], [nan])):
-        assistant = Assistant([_FixedDrafter(draft)], budget=budget)
+        assistant = Assistant([fixed(draft)], budget=budget)
         assert torch.equal(run(llama, assistant=assistant), run(llama))
         if draft is not mixed:
             assert not assistant.stats.last.drafted
@@ -110,5 +89,5 @@ def test_nodes_of_no_probability_are_dropped_with_what_is_below_them(llama, budg
 
 def test_right_drafts_of_any_shape_are_taken(llama):
     right = tree([5, 6, 9, 7], [-1, -1, 0, 2], [0.5, 0.4, 0.5, 0.1], [1, -1, 0, 1])
-    assistant = Assistant([_FixedDrafter(right, n_classes=2)], budget=8)
+    assistant = Assistant([fixed(right, n_classes=2)], budget=8)
     assert torch.equal(run(llama, assistant=assistant), run(llama))

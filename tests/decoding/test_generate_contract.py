@@ -32,7 +32,7 @@ from transformers.masking_utils import flash_attention_mask
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification.service import Demand, Tier, _candidates, choose_service
+from hf_retrieval_assist.verification.service import Tier, choose_service
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.lossless import build
 from tests.support.oracle_drafter import agreeing, oracle_assistant
@@ -69,21 +69,18 @@ def test_scores_logits_attentions_and_hidden_states(model):
     assert_same_states(plain.attentions, assisted.attentions)
 
 
-def test_attentions_of_a_decoder_that_could_have_an_encoder():
-    model = build(GPT2LMHeadModel, attn_implementation="eager")
-    wanted = {"return_dict_in_generate": True, "output_attentions": True}
+# A decoder that could have an encoder; one whose hidden states are of parallel streams.
+@pytest.mark.parametrize(
+    ("model_class", "name", "dims"),
+    [(GPT2LMHeadModel, "attentions", 4), (Gemma3nForCausalLM, "hidden_states", 4)],
+)
+def test_outputs_of_other_shapes(model_class, name, dims):
+    model = build(model_class, attn_implementation="eager")
+    wanted = {"return_dict_in_generate": True, f"output_{name}": True}
     plain, assisted, assistant = equal(model, **wanted)
     assert assistant.stats.last.accepted > 0
-    assert_same_states(plain.attentions, assisted.attentions)
-
-
-def test_hidden_states_of_parallel_streams():
-    model = build(Gemma3nForCausalLM)
-    wanted = {"return_dict_in_generate": True, "output_hidden_states": True}
-    plain, assisted, assistant = equal(model, **wanted)
-    assert assistant.stats.last.accepted > 0
-    assert plain.hidden_states[0][0].dim() == 4
-    assert_same_states(plain.hidden_states, assisted.hidden_states)
+    assert plain[name][0][0].dim() == dims
+    assert_same_states(plain[name], assisted[name])
 
 
 def assert_next_turn_continues(model, next_is_assisted, tier):
@@ -187,15 +184,6 @@ def test_mask_with_holes(model):
 def test_bfloat16_model_gets_the_tree_tier():
     model = build(LlamaForCausalLM).to(torch.bfloat16)
     assert choose_service(model, {}).tier is Tier.TREE
-
-
-def test_flash_attention_gets_the_chain_tier():
-    model = build(LlamaForCausalLM)
-    model.config._attn_implementation_internal = "flash_attention_2"
-    assert [service.tier for service in _candidates(model, packs=True, demand=Demand())] == [
-        Tier.CHAIN,
-        Tier.PLAIN,
-    ]
 
 
 def causal_kernel(module, query, key, value, attention_mask, scaling, **kwargs):

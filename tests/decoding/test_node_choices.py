@@ -35,11 +35,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return build(LlamaForCausalLM)
-
-
 @pytest.fixture(autouse=True)
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     serve_in_place(monkeypatch)

@@ -99,61 +99,6 @@ def test_may_be_asked_twice_or_not_at_all(model):
     session.close()
 
 
-@pytest.mark.parametrize("budget", ["auto", "paper", 6])
-def test_assisted_generation_is_plain_generation(model, budget):
-    draft = llama(3)
-    assistant = Assistant([DraftModelDrafter(draft, max_nodes=8, max_levels=3)], budget=budget)
-    prompts = torch.randint(1, VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
-    options = {"max_new_tokens": 12, "attention_mask": torch.ones_like(prompts), "pad_token_id": 0}
-    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
-        torch.manual_seed(5)
-        plain = model.generate(prompts[:1], **(options | {"attention_mask": None}), **sampling)
-        torch.manual_seed(5)
-        assisted = model.generate(
-            prompts[:1],
-            custom_generate=assistant,
-            **(options | {"attention_mask": None}),
-            **sampling,
-        )
-        assert torch.equal(plain, assisted)
-    plain = model.generate(prompts, do_sample=False, **options)
-    assisted = model.generate(prompts, do_sample=False, custom_generate=assistant, **options)
-    assert torch.equal(plain, assisted)
-
-
-def count_forwards(model):
-    calls = []
-    handle = model.register_forward_hook(lambda *_: calls.append(1))
-    return calls, handle
-
-
-def test_one_forward_per_level():
-    model = llama()
-    drafter = DraftModelDrafter(model, max_nodes=12, max_levels=4, width=3)
-    session = start(drafter, [1, 2, 3])
-    session.propose(12)
-    levels = session._schedule.shape.levels - 1
-    session.commit([9], None)
-    calls, handle = count_forwards(model)
-    tree = session.propose(12)
-    handle.remove()
-    assert len(calls) == levels == int(tree.depths.max())
-
-
-def test_accepted_nodes_are_not_fed_again():
-    session = start(DraftModelDrafter(llama(), max_nodes=10, max_levels=5, width=2), [1, 2, 3])
-    tree = session.propose(10)
-    deepest = tree.path(int(tree.depths.argmax()))
-    session.commit([*tree.token_ids[deepest].tolist(), 5], None)
-    # The leaf was never fed; it and the last token are new.
-    assert len(session.text) - session.group.caches[0].slots.lengths[0] - len(session.accepted) == 2
-
-
-def test_small_budgets_are_kept():
-    session = start(DraftModelDrafter(llama(), max_nodes=12), [1, 2])
-    assert [len(session.propose(budget)) for budget in (0, 1, 5, 12, 99)] == [0, 1, 5, 12, 12]
-
-
 def test_measures_which_ranks_are_accepted():
     model = llama()
     drafter = DraftModelDrafter(model, max_nodes=8, max_levels=2, width=4)
@@ -257,21 +202,6 @@ def test_without_a_temperature_nothing_is_drawn():
     session = start(DraftModelDrafter(llama(), max_nodes=4), [3, 1, 4])
     session.propose(4)
     assert session.draw_at([]) is None
-
-
-def test_drafting_on_the_targets_own_model_is_accepted_to_the_end():
-    model = llama()
-    session = start(DraftModelDrafter(model, max_nodes=4, max_levels=4, width=1), [1, 2, 3])
-    text = [1, 2, 3]
-    for _ in range(6):
-        tree = session.propose(4)
-        assert tree.is_chain
-        new = []
-        for _ in range(5):
-            new.append(int(next_logits(model, text + new).argmax()))
-        assert len(tree.follow(new)) == 4
-        session.commit(new, None)
-        text += new
 
 
 def test_an_empty_tree_is_no_draft():

@@ -50,11 +50,6 @@ def small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    return build(transformers.LlamaForCausalLM)
-
-
 def assistant(**options: Any) -> Assistant:
     return Assistant([QuantizedSelf(**options)], budget=16)
 

@@ -128,13 +128,6 @@ def test_a_slow_draft_model_is_not_asked():
     assert len(OptimalTrees(SPEEDUP["p"], 7, 7).fastest(TIMES, 10.0)) == 0
 
 
-def test_paper_sized_trees_are_solved_in_time():
-    vector = 0.6 * 0.4 ** np.arange(32)
-    solved = OptimalTrees(vector, 128, 10)
-    shape = solved.tree(128)
-    assert expected_tokens(shape, vector) == pytest.approx(solved.values[128, 10])
-
-
 def test_shape_views():
     shape = TreeShape(np.array([-1, -1, 0, 0, 2], np.int32), np.array([0, 1, 0, 1, 0], np.int32))
     check_invariants(shape)

@@ -108,39 +108,6 @@ def test_priors_rise_with_the_evidence(datastore):
     assert (np.diff(priors[1:], axis=0)[:, -1] > -0.02).all(), "context, where it is unanimous"
 
 
-def accepted_per_step(datastore, texts):
-    """Mean tokens per step under a verifier that knows the text."""
-    tokens = steps = 0
-    drafter = RestDrafter(datastore, max_nodes=8, continuation=4)
-    for text in texts:
-        session = drafter.start(text[:4].astype(np.int32), TARGET)
-        done = 4
-        while done < len(text):
-            tree = session.propose(8)
-            accepted = len(tree.follow(text[done:-1])) if len(tree) else 0
-            session.commit(text[done : done + accepted + 1].tolist(), None)
-            done += accepted + 1
-            steps += 1
-        tokens += len(text) - 4
-    return tokens / steps
-
-
-def test_more_corpus_means_more_accepted_tokens(tmp_path):
-    rng = np.random.default_rng(3)
-    phrases = [rng.integers(0, VOCAB, 12) for _ in range(200)]
-    documents = [np.concatenate([phrases[i] for i in rng.integers(0, 200, 4)]) for _ in range(160)]
-    rates = [
-        accepted_per_step(
-            Datastore.build(
-                documents[:size], tmp_path / str(size), vocab_size=VOCAB, progress=False
-            ),
-            documents[-20:],
-        )
-        for size in (9, 35, 140)
-    ]
-    assert rates[0] < rates[1] < rates[2]
-
-
 def test_the_model_must_have_the_vocabulary_of_the_datastore(datastore):
     with pytest.raises(ValueError, match="vocabulary of 50 tokens, got 49"):
         RestDrafter(datastore).start(prompt(1), Target(VOCAB - 1))

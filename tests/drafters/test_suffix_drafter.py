@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist import SuffixAssistant
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Target
+from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.mixture import Mixture
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.memories import check_memory
+from tests.support.scripted import Scripted
 
 TARGET = Target(vocab_size=1000, fingerprint="m")
 
@@ -225,27 +226,13 @@ def test_wrong_arguments_are_refused():
         SuffixDrafter(min_prob=0)
 
 
-class SevenDrafter(Drafter):
-    """Always drafts a 7, and is half sure of it."""
-
-    def start(self, prompt_ids, target):
-        return SevenSession()
-
-
-class SevenSession(DraftSession):
-    def propose(self, budget):
-        return TokenTree.chain([7], [0.5])
-
-    def commit(self, token_ids, feedback):
-        pass
-
-
 @pytest.mark.parametrize(
     ("threshold", "token", "drafted"),
     [(2.9, 2, [3, 4, 5]), (3.1, 2, [7]), (None, 2, [3, 4, 5]), (None, 8, [7]), (0.0, 8, [])],
 )
 def test_the_paper_falls_back_below_the_threshold(threshold, token, drafted):
-    assistant = SuffixAssistant(budget="paper", threshold=threshold, fallback=SevenDrafter())
+    seven = Scripted(lambda budget: TokenTree.chain([7], [0.5]))
+    assistant = SuffixAssistant(budget="paper", threshold=threshold, fallback=seven)
     assistant.memory.add([1, 2, 3, 4, 5, 6])
     started = assistant.private().start(np.array([9], np.int32), Target(vocab_size=1000))
     started.begin([token])

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.integrations import moe
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
+from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification import (
@@ -40,6 +40,7 @@ from tests.support import dense_attention
 from tests.support.lossless import PROMPT, build, knowing, run
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import OracleDrafter, both, oracle_assistant
+from tests.support.scripted import Scripted
 
 
 @pytest.fixture(autouse=True)
@@ -248,38 +249,20 @@ def test_an_interrupted_call_leaves_a_cache_to_go_on_from():
     assert torch.equal(run(model, prefix), run(model, prefix, **{CACHE: cache}))
 
 
-class Collector(Drafter):
-    """Drafts nothing and keeps the hidden states it is shown."""
-
-    needs = FeedbackNeeds(hidden_layers=(1, -1))
-
-    def __init__(self):
-        self.seen = []
-
-    def start(self, prompt_ids, target):
-        return CollectorSession(self.seen)
-
-
-class CollectorSession(DraftSession):
-    def __init__(self, seen):
-        self.seen = seen
-
-    def propose(self, budget):
-        return TokenTree.empty()
-
-    def commit(self, token_ids, feedback):
-        self.seen.append(feedback.hidden_states.clone())
-
-
 def test_hidden_states_come_from_what_was_recorded():
     model = build(LlamaForCausalLM)
     found = []
     for recorded in (True, False):
-        collector = Collector()
+        seen, needs = [], FeedbackNeeds(hidden_layers=(1, -1))
+        collector = Scripted(
+            lambda budget: TokenTree.empty(),
+            lambda tokens, feedback, seen=seen: seen.append(feedback.hidden_states.clone()),
+            needs=needs,
+        )
         text = run(model, max_new_tokens=40)[0].tolist()
         assistant = Assistant([OracleDrafter([text]), collector], budget=16, graphs=recorded)
         run(model, max_new_tokens=40, assistant=assistant)
-        found.append(torch.cat(collector.seen))
+        found.append(torch.cat(seen))
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 

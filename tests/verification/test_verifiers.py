@@ -14,7 +14,6 @@ from transformers import (
 )
 
 from hf_retrieval_assist import Assistant, SamAssistant, reroute
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels.linear import MAX_ROWS
 from hf_retrieval_assist.kernels.packed_attention import PackedSpan, spans_of
@@ -29,6 +28,7 @@ from hf_retrieval_assist.verification.tree_attention import layer_masks, single_
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.lossless import build
 from tests.support.oracle_drafter import oracle_assistant, sequences_of
+from tests.support.scripted import Scripted
 from tests.support.watching import Fed
 
 from .test_tree_attention import random_tree
@@ -347,25 +347,13 @@ def test_neighbours_are_one_span_where_that_takes_little_filler():
         assert torch.equal(back, packed.transpose(1, 2)[:, span.begin : span.begin + span.tokens])
 
 
-class ManyDrafter(Drafter):
-    """Drafts as many nodes as it is asked for, in chains below the root."""
-
-    name = "many"
-
-    def start(self, prompt_ids, target):
-        return ManySession()
-
-
-class ManySession(DraftSession):
-    def commit(self, token_ids, feedback):
-        pass
-
-    def propose(self, budget):
-        return TokenTree.build(
-            [3 + node % 50 for node in range(budget)],
-            [node - 50 if node >= 50 else -1 for node in range(budget)],
-            [0.9] * budget,
-        )
+def many(budget):
+    """As many nodes as are asked for, in chains below the root."""
+    return TokenTree.build(
+        [3 + node % 50 for node in range(budget)],
+        [node - 50 if node >= 50 else -1 for node in range(budget)],
+        [0.9] * budget,
+    )
 
 
 @pytest.mark.parametrize(
@@ -382,7 +370,7 @@ def test_half_precision_is_fed_what_the_kernels_serve(dtype, rows, rerouted, lim
     """Beyond, a token would not round as in plain decoding by the same kernels."""
     model = build(LlamaForCausalLM).to(dtype)
     ids = arguments(False)[0][:1].repeat(rows, 1)
-    assistant = Assistant([ManyDrafter()], budget=100, reroute=rerouted)
+    assistant = Assistant([Scripted(many)], budget=100, reroute=rerouted)
     options = {"do_sample": False, "assistant": assistant}
     # The self-test, which is of any width, comes first.
     model.generate(ids, max_new_tokens=1, **options)
