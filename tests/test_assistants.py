@@ -227,9 +227,15 @@ def test_prompt_feedback_shows_the_last_tokens():
     logits, states = torch.randn(4, VOCAB), torch.randn(3, 8)
     needs = FeedbackNeeds(logits=True, hidden_layers=(2,))
     feedback = prompt_feedback(prompt, needs, logits, {(2,): states})
+    assert feedback.token_ids.tolist() == [2, 3, 4, 5]
+    assert feedback.accepted.tolist() == [1, 2, 3]
+    assert torch.equal(feedback.logits, logits)
+    assert torch.equal(feedback.hidden_states, states)
+    # Plain decoding computes the last logits alone, which does not shorten the states.
+    feedback = prompt_feedback(prompt, needs, logits[-1:], {(2,): states})
     assert feedback.token_ids.tolist() == [3, 4, 5]
     assert feedback.accepted.tolist() == [0, 1, 2]
-    assert torch.equal(feedback.logits, logits[1:])
+    assert torch.equal(feedback.logits, logits[-1:])
     assert torch.equal(feedback.hidden_states, states)
     short = prompt_feedback(prompt[:2], FeedbackNeeds(logits=True), logits, {})
     assert torch.equal(short.logits, logits[2:])

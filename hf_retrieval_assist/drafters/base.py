@@ -158,9 +158,9 @@ class Feedback:
         token_ids: int32 [m], the tokens that were fed: the root and the verified nodes, or, after
             the prefill, the last tokens of the prompt.
         accepted: int32 [a], indices into `token_ids` of the ones that belong to the text, in order
-            (the root and the accepted nodes; all of them after the prefill).
-        logits: [m, vocab_size] on the target's device, aligned with `token_ids`; None when no
-            drafter asked or none were computed.
+            (the root and the accepted nodes; after the prefill those with hidden states, or all).
+        logits: [m, vocab_size] on the target's device, aligned with `token_ids`, after the prefill
+            maybe with the last of them only; None when no drafter asked or none were computed.
         top: the largest logits, aligned with `token_ids`; None as for `logits`.
         hidden_states: [a, width], aligned with `accepted`; None when no drafter asked.
     """

@@ -92,6 +92,8 @@ def prompt_feedback(
 ) -> Feedback | None:
     """What a drafter is told of the prefill: about as many of the prompt's last tokens as it saw.
 
+    Plain decoding computes the last token's logits alone, so they may be fewer than hidden states.
+
     Args:
         prompt_ids: int32 [length], without padding.
         needs: the drafter's.
@@ -101,12 +103,13 @@ def prompt_feedback(
     seen = hidden_states.get(needs.hidden_layers)
     logits = logits if needs.logits or needs.top_k else None
     rows = [len(found) for found in (seen, logits) if found is not None]
-    count = min([*rows, len(prompt_ids)]) if rows else 0
+    count = min(max(rows, default=0), len(prompt_ids))
     if not count:
         return None
+    known = count if seen is None else min(count, len(seen))
     return Feedback(
         prompt_ids[len(prompt_ids) - count :],
-        np.arange(count, dtype=np.int32),
+        np.arange(count - known, count, dtype=np.int32),
         None if logits is None or not needs.logits else logits[-count:],
         None if seen is None else seen[-count:],
         None if logits is None or not needs.top_k else ComputedTop(logits[-count:]),
