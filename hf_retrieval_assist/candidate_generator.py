@@ -16,6 +16,7 @@ from transformers.generation import CandidateGenerator
 from .assistants import Assistant
 from .drafters.base import Target
 from .host.fingerprint import fingerprint
+from .token_tree import Limits
 
 
 class RetrievalCandidateGenerator(CandidateGenerator):
@@ -72,8 +73,10 @@ class RetrievalCandidateGenerator(CandidateGenerator):
             self._start(text)
         self._commit(text)
         room = None if self.max_length is None else max(0, self.max_length - len(text) - 1)
-        draft = self._session.propose(room).best_chain()
-        tokens = input_ids.new_tensor(draft.token_ids.tolist())[None]
+        drafting = self.assistant.begin()
+        draft = self._session.propose(drafting)
+        (chain,) = drafting.planner.plan([draft], None, Limits([room], chains=True))
+        tokens = input_ids.new_tensor(chain.token_ids.tolist())[None]
         return cast(torch.LongTensor, torch.cat([input_ids, tokens], dim=1)), None
 
     def update_candidate_strategy(

@@ -35,7 +35,7 @@ from .planning.cost_views import PackedCost
 from .stats import CallStats
 from .structures import draft_tree
 from .system.log import get_logger
-from .token_tree import Forest, TokenTree
+from .token_tree import Forest, Limits, TokenTree
 from .verification.top_logits import ComputedTop
 
 if TYPE_CHECKING:
@@ -140,19 +140,19 @@ class RequestDrafts:
             return
         cost = PackedCost(self.assistant.costs.get(self._key), requests)
         account = self.assistant.account(replace(self._key, batch_size=size_bucket(len(depths))))
-        drafting = None if account is None else account.begin(cost)
+        drafting = self.assistant.begin(cost, account)
         sessions = [text.session for text in depths if text.session]
         try:
-            trees = self.assistant.propose(sessions, [*depths.values()], cost, drafting=drafting)
+            drafts = self.assistant.propose(sessions, drafting)
         except Exception:
             for text, session in zip(depths, sessions, strict=True):
                 with self._at_the_cost_of(text):
-                    self.assistant.propose([session], [depths[text]], cost)
+                    self.assistant.propose([session])
             if all(text.session for text in depths):
                 raise
             return
-        chains = [tree.best_chain() for tree in trees]
-        planned = self.assistant.plan(chains, cost, packed=True, drafting=drafting)
+        limits = Limits([*depths.values()], chains=True, packed=True)
+        planned = drafting.planner.plan(drafts, cost, limits)
         kept = _most_probable(planned, room)
         names = [text.state.request_id for text in depths]
         self._step = _Step(drafting, dict(zip(names, kept, strict=True)))
@@ -192,7 +192,7 @@ class RequestDrafts:
                 chains.get(one.state.request_id, TokenTree.empty()).prune(len(one.draft))
                 for _, one, _ in rows
             ]
-            self.assistant.settle(
+            self.assistant.end(
                 drafting,
                 list(compress(sessions, asked)),
                 list(compress(trees, asked)),

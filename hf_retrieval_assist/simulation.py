@@ -17,7 +17,7 @@ from .planning.cost_model import CostModel
 from .planning.cost_store import CostKey
 from .planning.cost_views import PackedCost
 from .system.arguments import require_at_least
-from .token_tree import TokenTree, checked_ids
+from .token_tree import Limits, TokenTree, checked_ids
 
 Tokens = Sequence[int] | NDArray[np.integer]
 
@@ -166,9 +166,9 @@ def _replay(
         started = time.perf_counter()
         sessions = [row.session for row in running]
         depths = [row.left - 1 for row in running]
-        drafting = account.begin(price) if account is not None and price is not None else None
-        drafts = assistant.propose(sessions, depths, price, drafting=drafting)
-        trees = assistant.plan(drafts, price, packed=packed, drafting=drafting)
+        drafting = assistant.begin(price, account)
+        drafts = assistant.propose(sessions, drafting)
+        trees = drafting.planner.plan(drafts, price, Limits(depths, packed=packed))
         report.draft_seconds += time.perf_counter() - started
         steps = [row.follow(tree) for row, tree in zip(running, trees, strict=True)]
         committing = time.perf_counter()
@@ -181,5 +181,4 @@ def _replay(
         fed = sum(1 + len(tree) for tree in trees) if packed else 1 + max(map(len, trees))
         if cost is not None and report.cost is not None:
             report.cost += cost.seconds(fed) / cost.seconds(len(rows) if packed else 1)
-        if drafting is not None:
-            assistant.settle(drafting, sessions, trees, steps, drafting.price.share(fed))
+        assistant.end(drafting, sessions, trees, steps, drafting.width(fed))

@@ -14,26 +14,25 @@ from .token_tree import TokenTree
 PHASES = ("draft", "forward", "walk", "cache")
 
 
-class Timed:
-    """Scope whose seconds are added to those of its phase.
+class Stopwatch:
+    """Tells how long each phase took, one after another.
 
-    Attributes:
-        seconds: that it took; 0 before it has ended.
+    Args:
+        total: seconds by phase, to which laps are added.
     """
 
-    __slots__ = "_phase", "_started", "_total", "seconds"
+    __slots__ = "_started", "_total"
 
-    def __init__(self, total: dict[str, float], phase: str) -> None:
-        self._total, self._phase = total, phase
-        self.seconds = 0.0
-
-    def __enter__(self) -> Timed:
+    def __init__(self, total: dict[str, float]) -> None:
+        self._total = total
         self._started = time.perf_counter()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.seconds = time.perf_counter() - self._started
-        self._total[self._phase] += self.seconds
+    def lap(self, phase: str) -> float:
+        """A phase has ended; the seconds since the last one did."""
+        ended = time.perf_counter()
+        seconds, self._started = ended - self._started, ended
+        self._total[phase] += seconds
+        return seconds
 
 
 @dataclass

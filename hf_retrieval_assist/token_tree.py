@@ -353,3 +353,35 @@ class Forest(Sequence[TokenTree]):
     def fault(self, vocab_size: int, n_classes: int) -> str | None:
         """What breaks a tree's contract, in words; see `TokenTree.fault`."""
         return draft_tree.fault(*self._arrays, self.offsets, vocab_size, n_classes)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one forward can verify of the drafts of some rows, whatever would pay.
+
+    Attributes:
+        depths: of each row's tree; None: any.
+        nodes: of each row's tree; None: any.
+        total: nodes of all trees together, where rows are fed without padding; None: any.
+        backlog: tokens that every row is fed besides its root and its nodes.
+        chains: whether drafts have to be single paths.
+        packed: whether rows are fed without padding, each as many nodes as it is worth.
+        alike: whether all rows accept equally many tokens, so that all need drafts of one length.
+    """
+
+    depths: Sequence[int | None] | None = None
+    nodes: int | None = None
+    total: int | None = None
+    backlog: int = 0
+    chains: bool = False
+    packed: bool = False
+    alike: bool = False
+
+    def within(self, drafts: Sequence[TokenTree]) -> Forest:
+        """The part of each draft that can be verified at all."""
+        forest = Forest.of(drafts)
+        if self.depths is not None:
+            forest = forest.cut_depths(self.depths)
+        if self.chains:
+            forest = Forest.of([tree.best_chain() for tree in forest])
+        return forest if self.nodes is None else forest.prune([self.nodes] * len(forest))

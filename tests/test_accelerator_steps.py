@@ -41,10 +41,10 @@ def counted_steps(model, inputs, assistant, monkeypatch, machine=None, **options
     machine, steps, whole = machine or Accelerator(), [], Generation.step
     machine.put(model)
 
-    def counted(generation, verifier):
+    def counted(generation):
         machine.reset()
         before = sum(map(len, generation.rows))
-        whole(generation, verifier)
+        whole(generation)
         counts = dict(machine.counts) | dict(machine.calls)
         steps.append((counts, sum(map(len, generation.rows)) - before))
 

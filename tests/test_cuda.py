@@ -31,7 +31,8 @@ from hf_retrieval_assist import (
     SuffixAssistant,
 )
 from hf_retrieval_assist.decoding.dice import draws_by_quotients
-from hf_retrieval_assist.decoding.loop import Generation, cost_key
+from hf_retrieval_assist.decoding.loop import Generation
+from hf_retrieval_assist.decoding.pricing import cost_key
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from hf_retrieval_assist.verification import fixed_memory, fixed_verifier
@@ -323,12 +324,13 @@ def test_a_step_waits_once(llama, name, monkeypatch):
     step = Generation.step
     watched = []
 
-    def guarded(generation, verifier):
+    def guarded(generation):
         # Recording and comparing may wait.
-        settled = all(s.replay.settled for s in verifier.memory.workspace._steps.values())
+        workspace = generation.forward.verifier.memory.workspace
+        settled = all(s.replay.settled for s in workspace._steps.values())
         torch.cuda.set_sync_debug_mode("error" if settled else "default")
         try:
-            step(generation, verifier)
+            step(generation)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         watched.append(settled)

@@ -40,7 +40,7 @@ def test_every_folder_is_described():
 # What stands for each stage of a step. Ranks agree round the plan.
 STAGES = {
     "propose": ("drafting/policy.py", "propose"),
-    "plan": ("planning/planner.py", "plan_batch"),
+    "plan": ("planning/planner.py", "plan"),
     "forward": ("verification/verifiers.py", "forward"),
     "walk": ("decoding/walk.py", "__call__"),
     "keep": ("verification/verifiers.py", "keep"),

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant, simulate
-from hf_retrieval_assist.decoding.loop import cost_key
+from hf_retrieval_assist.decoding.pricing import cost_key
 from hf_retrieval_assist.planning.cost_store import CostModels
 
 from .support.tiny_models import tiny_config, tiny_model

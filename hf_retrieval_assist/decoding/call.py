@@ -19,8 +19,9 @@ from ..drafters.base import Target
 from ..host import transformers_private
 from ..host.callers_hooks import has_callers_hooks
 from ..host.fingerprint import fingerprint
+from ..host.ranks import Ranks
 from ..planning.planner import Planner
-from ..row_text import strip_padding
+from ..row_text import RowText, strip_padding
 from ..system.lazy import cached_property
 from ..system.log import get_logger
 from ..token_tree import Int32Array
@@ -106,18 +107,41 @@ class Call:
             processors=tuple(self.processors),
         )
 
-    def service(self, planner: Planner, fixed_width: int | None, recorded: bool) -> Service:
+    @cached_property
+    def stopping(self) -> Stopping:
+        """When its rows end."""
+        return Stopping(self.criteria)
+
+    @property
+    def room(self) -> int:
+        """Generated tokens per row that buffers are made for."""
+        limit = self.stopping.max_length
+        # They double when a call has no limit or a far one.
+        return 256 if limit is None else min(max(1, limit - self.input_ids.shape[1]), 4096)
+
+    def texts(self) -> list[RowText]:
+        """Its rows as they begin."""
+        pad = transformers_private.pad_token(self.config) if self.stopping.has_eos else None
+        pad_id = None if pad is None else int(pad)
+        return [RowText(i, ids, self.room, pad_id) for i, ids in enumerate(self.input_ids)]
+
+    def may_record(self, graphs: bool) -> bool:
+        """Whether forwards on an accelerator may be repeated from recordings, as far as `graphs`,
+        the assistant's option, allows it."""
+        return graphs and not self.synced_gpus and not Ranks.of(self.model).several
+
+    def service(self, planner: Planner, fixed_width: int | None, graphs: bool) -> Service:
         """How the call is served: the model's tier, or plain where its arguments demand it.
 
         Args:
             planner: says how many nodes are verified at most.
             fixed_width: tokens per row that every forward feeds; None: any number.
-            recorded: whether forwards on an accelerator may be repeated from recordings.
+            graphs: see `may_record`.
         """
         device = self.input_ids.device
         stays = stays_in_place(device)
         width = fixed_width or 1 + planner.most_nodes(not stays)
-        records = recorded and stays and WORKSPACES.records(self.model, device)
+        records = self.may_record(graphs) and stays and WORKSPACES.records(self.model, device)
         demand = Demand(width, self._returns_states, records or fixed_width is not None)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
@@ -197,7 +221,7 @@ class Call:
     @property
     def _lengths(self) -> tuple[int, int]:
         """The length of the shortest prompt, and one that no row's text gets to."""
-        limit = Stopping(self.criteria).max_length
+        limit = self.stopping.max_length
         length = self.input_ids.shape[1]
         # Embeddings in the place of ids are not counted among a text's tokens.
         unseen = self.prompt_length - length
@@ -233,7 +257,7 @@ class Call:
         config = self.config
         if config.return_dict_in_generate and (config.output_scores or config.output_logits):
             # Of rows that have ended, plain decoding returns what the model makes of padding.
-            together = together or Stopping(self.criteria).has_eos
+            together = together or self.stopping.has_eos
         return together or any(map(follows_rows, (*self.processors, *self.criteria)))
 
     def keeps_cache(self, service: Service) -> bool:

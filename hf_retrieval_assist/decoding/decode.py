@@ -20,8 +20,10 @@ from ..system.log import get_logger
 from ..token_tree import Int32Array
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
-from .loop import Generation, UnservableError, kind_of, may_record
+from .forwards import UnservableError
+from .loop import Generation
 from .plainly import decode_at_rest, decode_plainly
+from .pricing import kind_of
 
 if TYPE_CHECKING:
     from ..record import CallRecord
@@ -76,7 +78,7 @@ def decode(
     if (refusal := refused_mode(generation_config)) is not None:
         raise ValueError(refusal)
     started = time.perf_counter()
-    service = call.service(assistant.planner, assistant.fixed_width, may_record(call, assistant))
+    service = call.service(assistant.planner, assistant.fixed_width, assistant.graphs)
     counts = CallStats(tier=service.tier.value, calls=1)
     counts.seconds["test"] = time.perf_counter() - started
     record = observe(call.prompts, counts)

@@ -177,7 +177,7 @@ class Dice:
         self.plain = False
         return _drawn(probs)
 
-    def settle(self, tokens: int) -> None:
+    def end(self, tokens: int) -> None:
         """Leave the generator as plain decoding does after so many tokens of every row."""
         if self.plain and tokens in self._states:
             self._go_to(tokens)

@@ -15,7 +15,6 @@ from ..kernels.reroute import reroute
 from ..stats import CallStats
 from ..verification.kv_cache import go_back, has_slots
 from .call import Call
-from .stopping import Stopping
 
 if TYPE_CHECKING:
     from ..record import CallRecord
@@ -63,7 +62,7 @@ def _sampled(call: Call, counts: CallStats) -> tuple[Any, list[list[int]]]:
     counts.seconds["forward"] = time.perf_counter() - watch.started
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     texts = sequences[:, call.input_ids.shape[1] :].tolist()
-    if Stopping(call.criteria).has_eos:  # otherwise nothing is padded
+    if call.stopping.has_eos:  # otherwise nothing is padded
         lengths = watch.lengths.tolist()
         texts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
     counts.count_plain([len(text) for text in texts])

@@ -92,6 +92,11 @@ class Stopping:
         """Tokens that the longest row generates."""
         return max(row.met or 0 for row in rows)
 
+    def deepest(self, row: RowText) -> int | None:
+        """How deep a draft of the row may be of use; None without a limit."""
+        # The last token that may be generated needs no node: the walk chooses it at its parent.
+        return None if self.max_length is None else max(0, self.max_length - len(row) - 1)
+
     def remaining(self, row: RowText) -> int | None:
         """Tokens the row may still grow by; None without a limit."""
         return None if self.max_length is None else self.max_length - len(row)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..drafters.base import ChildDraw
@@ -24,7 +23,9 @@ from ..kernels.screen import Screened
 from ..row_text import Path, RowText
 from ..token_tree import TokenTree
 from ..verification.verified import Verified
+from .call import Call
 from .dice import Dice, quotient_token
+from .node_choices import NodeChoices
 from .recorder import OutputRecorder
 from .selection import TokenSelector
 from .stopping import Stopping
@@ -48,6 +49,7 @@ class Walk:
         dice: the call's random draws.
         streamer: receives the new tokens; None: nobody does.
         in_step: whether all rows choose in one step.
+        residual: whether drafts that were drawn may be verified by residual sampling.
     """
 
     rows: Sequence[RowText]
@@ -57,7 +59,49 @@ class Walk:
     dice: Dice
     streamer: Any = None
     in_step: bool = False
+    residual: bool = False
     _scores: list[torch.Tensor] = field(default_factory=list, init=False)
+
+    @classmethod
+    def of(cls, call: Call, rows: Sequence[RowText], in_step: bool, residual: bool) -> Walk:
+        """That of a call; arguments as for the class."""
+        select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
+        recorder = OutputRecorder(call.config, call.batch_size)
+        return cls(
+            *(rows, select, call.stopping, recorder, Dice(rows), call.streamer),
+            in_step=in_step,
+            residual=residual and select.do_sample,
+        )
+
+    @property
+    def _needs_logits(self) -> bool:
+        """Whether it does more with logits than choosing tokens row by row."""
+        return self.recorder.wants_tokens or self.residual or self.in_step
+
+    @property
+    def screens(self) -> bool:
+        """Whether it needs no more of most logits than that they are too small to matter."""
+        known = self.select.shortlist > 0 or self.select.sampling is not None
+        return known and not self._needs_logits
+
+    def node_choices(self, width: int | None) -> NodeChoices | None:
+        """What chooses behind all nodes at once; None where tokens need no more than logits, or
+        the text besides.
+
+        Args:
+            width: see :class:`~.node_choices.NodeChoices`.
+        """
+        if self.select.greedy or not self.select.blind or self._needs_logits:
+            return None
+        return NodeChoices(self.rows, self.select, self.dice, width)
+
+    def end(self, tokens: int) -> bool:
+        """End the streamer's text and leave the generator as plain decoding does after so many
+        tokens of every row. Returns whether all were drawn as plain decoding draws them."""
+        self.dice.end(tokens)
+        if self.streamer is not None:
+            self.streamer.end()
+        return self.dice.plain and not self.residual
 
     def __call__(
         self,
@@ -203,26 +247,3 @@ class Walk:
             ids, logits = screened.logits(place, self.select.touched(row, vocab_size), count)
             line[ids] = logits.float()
         return raw
-
-
-def drafts_in_step(
-    rows: Sequence[RowText],
-    drafts: Sequence[TokenTree],
-    plan: Callable[[TokenTree], TokenTree],
-) -> list[TokenTree]:
-    """What to verify of rows in step: chains of one length, to which all are likely to get.
-
-    Args:
-        rows: of the call.
-        drafts: of the rows that have not ended, in their order.
-        plan: the part that pays of a draft of which every node brings a token to each row.
-    """
-    chains = [draft.best_chain() for draft in drafts]
-    depth = min(map(len, chains))
-    together = np.prod([chain.probs[:depth] for chain in chains], axis=0)
-    depth = len(plan(TokenTree.chain([*range(depth)], together)))
-    kept = iter(chain.prune(depth) for chain in chains)
-    return [
-        next(kept) if row.padding is None else TokenTree.chain([row.padding] * depth, [1.0] * depth)
-        for row in rows
-    ]

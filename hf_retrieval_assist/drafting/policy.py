@@ -25,7 +25,7 @@ from ..drafters.expected import Expected, ExpectedTexts
 from ..drafters.feedback import RowFeedback, prompt_feedback
 from ..drafters.grammar import GrammarDrafter
 from ..planning.acceptance import Calibrator
-from ..planning.account import Account, Drafting, Use
+from ..planning.account import Account, Drafting
 from ..planning.cost_model import CostModel
 from ..planning.cost_store import CostKey, CostModels
 from ..planning.planner import Budget, Planner
@@ -132,28 +132,29 @@ class DraftingPolicy:
         """What `budget="paper"` verifies of the calibrated drafts, one of each session."""
         return union(drafts)
 
+    def begin(self, price: CostModel | None = None, account: Account | None = None) -> Drafting:
+        """A step at a price, t(n) for one row, in which all draft whom no account leaves alone."""
+        return Drafting(price, self.planner if account is None else account.planner, account)
+
     def propose(
         self,
         sessions: Sequence[AssistantSession],
-        max_depths: Sequence[int | None],
-        cost: CostModel | None = None,
-        budget: int | None = None,
         drafting: Drafting | None = None,
+        budget: int | None = None,
     ) -> Forest:
         """One tree for each text, merged of what each drafter proposes in one call.
 
         Args:
             sessions: the texts, of one model; at least one.
-            max_depths: of each text's tree; None: any.
-            cost: t(n); None where only tokens are counted.
+            drafting: the step; None: all draft, whatever it takes.
             budget: the most nodes of each drafter; None: the planner's number.
-            drafting: the step of an account, which says who drafts; None: all do.
 
         Raises:
             ValueError: a draft breaks the contract of a token tree; names the drafter.
         """
+        drafting = drafting or self.begin()
         if budget is None:
-            budget = self.planner.request(cost)
+            budget = self.planner.request(drafting.price)
         trees = nothing = Forest.empty(len(sessions))
         proposals: list[Forest] = []
         for row, session in enumerate(sessions):
@@ -161,29 +162,23 @@ class DraftingPolicy:
         for number in range(len(self.drafters)):
             drafts = nothing
             if self._asks(number, sessions, trees, drafting):
-                use = None if drafting is None else drafting.uses[number]
-                drafts = self._draft(number, sessions, budget, cost, trees, use)
+                drafts = self._draft(number, sessions, budget, trees, drafting)
                 known, trees = trees.expected_tokens, trees.merge(drafts)
-                if use is not None:
-                    use.promised += (trees.expected_tokens - known) / len(sessions)
+                gained = trees.expected_tokens - known
+                drafting.uses[number].promised += gained / len(sessions)
             proposals.append(drafts)
         if self.planner.budget == "paper":
             trees = Forest.of([self.choose(s.sessions, s.drafts) for s in sessions])
-        return trees.cut_depths(max_depths)
+        return trees
 
     def _asks(
-        self,
-        number: int,
-        sessions: Sequence[AssistantSession],
-        trees: Forest,
-        drafting: Drafting | None,
+        self, number: int, sessions: Sequence[AssistantSession], trees: Forest, drafting: Drafting
     ) -> bool:
         """Whether to ask a drafter beside these drafts of those before it."""
         costly = self.drafters[number].costly
         for session in sessions:
             if not session.idle[number] and (not costly or session.sessions[number].ready):
-                missed = _missed(trees) if costly else 1.0
-                return drafting is None or drafting.asks(number, missed)
+                return drafting.asks(number, _missed(trees) if costly else 1.0)
         return False
 
     def _draft(
@@ -191,12 +186,11 @@ class DraftingPolicy:
         number: int,
         sessions: Sequence[AssistantSession],
         budget: int,
-        cost: CostModel | None,
         earlier: Forest,
-        use: Use | None,
+        drafting: Drafting,
     ) -> Forest:
         """A drafter's proposals, checked and calibrated beside those of the drafters before it."""
-        drafter = self.drafters[number]
+        drafter, cost, use = self.drafters[number], drafting.price, drafting.uses[number]
         started = time.perf_counter()
         self._learn_deferred(number, sessions)
         caught_up = time.perf_counter()
@@ -207,12 +201,12 @@ class DraftingPolicy:
         drafts = self._checked(number, sessions, drafter.propose_rows(own, [budget] * len(own)))
         texts = [session.calibrations[number] for session in sessions]
         drafts = sessions[0].calibrators[number].calibrate(texts, drafts, earlier)
-        if use is not None:
-            ended = time.perf_counter()
-            # The first draft of a text reads its prompt.
-            prepared = ended if any(number in s.unasked for s in sessions) else caught_up
-            use.owed += prepared - started
-            use.seconds += ended - prepared
+        ended = prepared = time.perf_counter()
+        # The first draft of a text reads its prompt.
+        if not any(number in session.unasked for session in sessions):
+            prepared = caught_up
+        use.owed += prepared - started
+        use.seconds += ended - prepared
         for session in sessions:
             session.unasked.discard(number)
         return drafts
@@ -241,31 +235,6 @@ class DraftingPolicy:
         pairs = zip(sessions, drafts, strict=True)
         return Forest.of([session.restrict(draft) for session, draft in pairs])
 
-    def plan(
-        self,
-        trees: Sequence[TokenTree],
-        cost: CostModel | None,
-        extra_tokens: int = 0,
-        packed: bool = False,
-        drafting: Drafting | None = None,
-    ) -> Sequence[TokenTree]:
-        """The part of each row's draft that is worth verifying.
-
-        Args:
-            trees: one per row.
-            cost: t(n) of this batch; None, in a simulation that counts tokens only, keeps all
-                that the drafters were asked for.
-            extra_tokens: that the forward carries besides roots and nodes.
-            packed: whether rows are verified without padding, each as many nodes as it is worth.
-            drafting: the step of an account, which knows how much of earlier drafts came true.
-        """
-        planner = self.planner if drafting is None else drafting.account.planner
-        if cost is None:
-            return Forest.of(trees).prune([planner.request()] * len(trees))
-        if packed:
-            return planner.plan_packed(trees, cost)
-        return planner.plan_batch(trees, cost, extra_tokens)
-
     def commit(
         self,
         sessions: Sequence[AssistantSession],
@@ -285,7 +254,7 @@ class DraftingPolicy:
         for number, drafter in enumerate(self.drafters):
             if all(session.idle[number] for session in sessions):
                 continue
-            asked = drafting is None or number in drafting.uses
+            asked = drafting is None or drafting.asked(number)
             if not asked and not drafter.needs.hidden_layers:
                 for session, token_ids in zip(sessions, tokens, strict=True):
                     session.deferred[number] += token_ids
@@ -294,7 +263,7 @@ class DraftingPolicy:
             self._learn_deferred(number, sessions)
             shown = [None if found is None else found.share(drafter.needs) for found in feedbacks]
             self._learn(number, sessions, tokens, flat, shown)
-            if drafting is not None and asked:
+            if drafting is not None and number in drafting.uses:
                 drafting.uses[number].seconds += time.perf_counter() - started
 
     def _learn(
@@ -322,7 +291,7 @@ class DraftingPolicy:
             flat = draft_tree.flattened(tokens)
             self._learn(number, late, tokens, flat, [None] * len(late))
 
-    def settle(
+    def end(
         self,
         drafting: Drafting,
         sessions: Sequence[AssistantSession],
@@ -330,7 +299,7 @@ class DraftingPolicy:
         tokens: Sequence[Sequence[int]],
         width: int,
     ) -> None:
-        """Account for a step.
+        """Enter a step in its account.
 
         Args:
             drafting: the step.
@@ -339,18 +308,20 @@ class DraftingPolicy:
             tokens: what came of each; of rows in step, fewer than were right.
             width: tokens per row that were verified.
         """
+        if drafting.account is None:
+            return
         rows = max(1, len(sessions))
         brought = [0.0] * len(self.drafters)
         for session, tree, token_ids in zip(sessions, trees, tokens, strict=True):
             if not token_ids:
                 continue
-            drafting.account.planner.learn(*_promise(session, tree, token_ids))
+            drafting.planner.learn(*_promise(session, tree, token_ids))
             accepted, known = np.array(token_ids[:-1], np.int32), 0
             for number, draft in enumerate(session.drafts if len(accepted) else ()):
                 reached = len(draft.follow(accepted))
                 brought[number] += max(0, reached - known) / rows
                 known = max(known, reached)
-        drafting.settle(width, brought)
+        drafting.end(width, brought)
 
     def count(self, call: CallStats) -> None:
         """Add a finished call to the statistics."""
@@ -430,14 +401,9 @@ class AssistantSession:
             feedback = prompt_feedback(self.prompt_ids, drafter.needs, logits, hidden_states or {})
             session.commit(token_ids, feedback)
 
-    def propose(
-        self,
-        max_depth: int | None = None,
-        cost: CostModel | None = None,
-        budget: int | None = None,
-    ) -> TokenTree:
+    def propose(self, drafting: Drafting | None = None, budget: int | None = None) -> TokenTree:
         """The tree of this text alone; see `DraftingPolicy.propose`."""
-        return self.assistant.propose([self], [max_depth], cost, budget)[0]
+        return self.assistant.propose([self], drafting, budget)[0]
 
     @property
     def drafts(self) -> list[TokenTree]:

@@ -7,7 +7,7 @@ first rank drafts, and all verify what it planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -59,21 +59,25 @@ class Ranks:
         """Whether the model is spread over several processes."""
         return self._group is not None
 
-    def agree(self, plan: Callable[[], Sequence[TokenTree]], rows: int) -> Sequence[TokenTree]:
-        """What the first rank plans to verify.
+    @property
+    def leads(self) -> bool:
+        """Whether this process drafts: it is the first rank, or the only one."""
+        return self._group is None or torch.distributed.get_rank(self._group) == 0
+
+    def agree(self, trees: Sequence[TokenTree], rows: int) -> Sequence[TokenTree]:
+        """What the first rank verifies.
 
         Args:
-            plan: gives one tree per row; called on the first rank.
+            trees: its own, one per row; nobody looks at those of others.
             rows: how many there are.
 
         Raises:
             RuntimeError: another rank has failed, or has nothing left to do.
         """
         if self._group is None:
-            return plan()
-        leads = torch.distributed.get_rank(self._group) == 0
-        trees = plan() if leads else []
-        nodes = self._meet(_GOES_ON, sum(map(len, trees)))
+            return trees
+        leads = self.leads
+        nodes = self._meet(_GOES_ON, sum(map(len, trees)) if leads else 0)
         if not nodes:
             return [TokenTree.empty()] * rows
         packed = _pack(trees) if leads else np.empty(rows + 4 * nodes, np.int32)

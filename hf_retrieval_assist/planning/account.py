@@ -83,7 +83,7 @@ class _Entry:
         self._credit += share - paid
         return False
 
-    def settle(self, gained: float, spent: float, owed: float = 0.0) -> None:
+    def learn(self, gained: float, spent: float, owed: float = 0.0) -> None:
         """Count an ask.
 
         Args:
@@ -112,13 +112,13 @@ class Use:
     """What one step asked of a drafter.
 
     Attributes:
-        entry: that decided it.
+        entry: that decided it; None without an account.
         seconds: of drafting and learning.
         owed: seconds of getting ready: reading a prompt, or what came while it was left alone.
         promised: tokens per row that its drafts are expected to bring besides the others'.
     """
 
-    entry: _Entry
+    entry: _Entry | None = None
     seconds: float = 0.0
     owed: float = 0.0
     promised: float = 0.0
@@ -126,42 +126,64 @@ class Use:
 
 @dataclass
 class Drafting:
-    """One step of an account: whom it asks, and what that took.
+    """One step: what it may cost, whom it asks, and what that took.
 
     Attributes:
-        price: t(n) for one row.
+        price: t(n) for one row; None where only tokens are counted.
+        planner: says how many nodes are verified.
+        account: says who drafts; None: everybody does.
         uses: by the number of the drafter that was asked.
     """
 
-    account: Account
-    price: CostModel
+    price: CostModel | None
+    planner: Planner
+    account: Account | None = None
     uses: dict[int, Use] = field(default_factory=dict)
+
+    def width(self, tokens: int) -> int:
+        """Tokens per row of a forward that fed so many in each row, or in all packed rows."""
+        return tokens if self.price is None else self.price.share(tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the account has asked nobody."""
+        return self.account is not None and not self.uses
+
+    def asked(self, number: int) -> bool:
+        """Whether a drafter has drafted, and so learns in this step what came."""
+        return self.account is None or number in self.uses
 
     def asks(self, number: int, missed: float = 1.0) -> bool:
         """Whether to ask a drafter, where those before it leave open a share `missed` of the next
         tokens; to be called once for each that could draft."""
+        if self.account is None:
+            self.uses[number] = Use()
+            return True
         with self.account.lock:
             entry = self.account.entry(number, missed > _OPEN)
             if entry.asks():
                 self.uses[number] = Use(entry)
         return number in self.uses
 
-    def settle(self, width: int, accepted: Sequence[float]) -> None:
-        """The step is over.
+    def end(self, width: int, accepted: Sequence[float]) -> None:
+        """Enter the step in the account.
 
         Args:
             width: tokens per row that were verified.
             accepted: by drafter, tokens per row that none before it had drafted.
         """
+        if self.account is None or self.price is None:
+            return
         seconds = self.price.curve(width)
         plain = float(seconds[0])
         wider = float(seconds[-1]) / plain - 1
         promised = sum(use.promised for use in self.uses.values())
         with self.account.lock:
             for number, use in self.uses.items():
+                assert use.entry is not None
                 share = use.promised / promised if promised else 0.0
                 gained = max(0.0, accepted[number] - share * wider)
-                use.entry.settle(gained, use.seconds / plain, use.owed / plain)
+                use.entry.learn(gained, use.seconds / plain, use.owed / plain)
 
 
 class Account:
@@ -199,7 +221,7 @@ class Account:
 
     def begin(self, price: CostModel) -> Drafting:
         """A step, with t(n) for one row; to be called once for each."""
-        return Drafting(self, price)
+        return Drafting(price, self.planner, self)
 
     def rests(self) -> bool:
         """Whether to decode the next call plainly; to be called once for each."""

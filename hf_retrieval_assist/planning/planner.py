@@ -10,7 +10,7 @@ import numpy as np
 
 from ..structures import draft_tree
 from ..system.locks import Lock
-from ..token_tree import Forest, TokenTree
+from ..token_tree import Forest, Int32Array, Limits, TokenTree
 from .cost_model import CostModel, Float64Array
 
 _HOPE = 2.0  # standard deviations by which a size may be cheaper than it is thought to be
@@ -23,6 +23,9 @@ _TRIAL_PERIOD = 4  # drafts from one consideration of a trial to the next
 _PROMISE_MEMORY = 64.0  # promised tokens, after which half is forgotten
 
 Budget = Literal["auto", "paper"] | int
+
+
+_ANY = Limits()
 
 
 @dataclass
@@ -107,50 +110,47 @@ class Planner:
         seconds = cost.curve(1 + most)
         return int(((cost.company + np.arange(1, most + 2)) / seconds).argmax())
 
-    def plan(self, tree: TokenTree, cost: CostModel, extra_tokens: int = 0) -> TokenTree:
-        """The part of `tree` to verify; closed under parents, maybe empty.
+    def plan(
+        self, drafts: Sequence[TokenTree], cost: CostModel | None, limits: Limits = _ANY
+    ) -> Forest:
+        """The part of each row's draft to verify: of what can be verified, what pays.
+
+        Padded rows get one width, the one with the most expected tokens per second of all rows
+        together, and each keeps its most probable nodes up to it. Packed rows compete for the
+        forward with their nodes. Rows that accept alike are planned for by what all of them would
+        accept together.
 
         Args:
-            tree: a draft with calibrated probabilities.
-            cost: t(n), n counting every token that is fed.
-            extra_tokens: fed besides the root and the nodes, whatever is kept.
-        """
-        return self.plan_batch([tree], cost, extra_tokens)[0]
+            drafts: one of each row, with calibrated probabilities.
+            cost: t(n), n counting every token that is fed: per row, or of packed rows that of one
+                row's tokens beside one of each other row. None: unknown; all is kept that was
+                asked for.
+            limits: of the forward.
 
-    def plan_batch(
-        self, trees: Sequence[TokenTree], cost: CostModel, extra_tokens: int = 0
-    ) -> Sequence[TokenTree]:
-        """The part of each row's tree to verify, when all rows are padded to the widest.
-
-        One width is chosen for the batch, the one with the most expected tokens per second of all
-        rows together; each row keeps its most probable nodes up to it. `cost` is the batch's: t(n)
-        for n tokens per row. Arguments as for `plan`.
+        Returns:
+            Trees that are closed under parents, maybe empty.
         """
-        if self.budget == "paper":
-            return trees
-        forest, width = Forest.of(trees), self.budget
-        if width == "auto":
+        forest = limits.within(drafts)
+        if not limits.alike:
+            return forest.prune(self._sizes(forest, cost, limits))
+        depth = min(forest.sizes)
+        together = np.prod([chain.probs[:depth] for chain in forest], axis=0)
+        common = Forest.of([TokenTree.chain(range(depth), together)])
+        return forest.prune(self._sizes(common, cost, limits) * len(forest))
+
+    def _sizes(self, forest: Forest, cost: CostModel | None, limits: Limits) -> list[int]:
+        """How many of each tree's most probable nodes to keep."""
+        if cost is None or self.budget != "auto":
+            forest = forest.prune([self.request()] * len(forest))
+            if limits.total is None or forest.nodes <= limits.total:
+                return forest.sizes
+            return _shares(forest, draft_tree.rank(forest.probs, forest.offsets)[0][: limits.total])
+        if not limits.packed:
             tokens = draft_tree.by_width(forest.probs, forest.offsets)
-            width = self._best_width(tokens, cost, extra_tokens)
-        return forest.prune([width] * len(trees))
-
-    def plan_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> Sequence[TokenTree]:
-        """The part of each row's tree to verify, when rows are packed without padding.
-
-        The nodes of all rows compete for the forward; `cost` is that of one row's tokens beside
-        one token of each other row.
-        """
-        return Forest.of(trees).prune(self.share_packed(trees, cost))
-
-    def share_packed(self, trees: Sequence[TokenTree], cost: CostModel) -> list[int]:
-        """How many of each row's most probable nodes `plan_packed` keeps."""
-        if self.budget == "auto":
-            forest = Forest.of(trees)
-            rows, tokens = draft_tree.rank(forest.probs, forest.offsets)
-            chosen = rows[: self._best_width(tokens, cost, 0)]
-            return np.bincount(chosen, minlength=len(trees)).tolist()
-        most = _ANY_NODES if self.budget == "paper" else self.budget
-        return [min(most, size) for size in Forest.of(trees).sizes]
+            return [self._best_width(tokens, cost, limits.backlog)] * len(forest)
+        rows, tokens = draft_tree.rank(forest.probs, forest.offsets)
+        most = len(rows) if limits.total is None else limits.total
+        return _shares(forest, rows[: self._best_width(tokens[: most + 1], cost, 0)])
 
     def _best_width(self, tokens: Float64Array, cost: CostModel, extra_tokens: int) -> int:
         """The number of nodes at which `tokens`, float64 [nodes + 1], come fastest."""
@@ -180,6 +180,11 @@ class Planner:
             chosen = int(np.where(loss <= self._saved, hopes, 0.0).argmax())
             self._saved -= float(loss[chosen])
         return chosen
+
+
+def _shares(forest: Forest, rows: Int32Array) -> list[int]:
+    """How many nodes each tree has among some, whose trees are given."""
+    return np.bincount(rows, minlength=len(forest)).tolist()
 
 
 def _is_count(value: object) -> bool:

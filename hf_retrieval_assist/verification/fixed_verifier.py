@@ -10,7 +10,7 @@ recording serves every step of a width; see :mod:`.replay`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..host.feature_taps import FeatureTaps
 from ..host.transformers_private import attention_of
 from ..kernels.fixed_attention import AttentionBy
 from ..row_text import RowText
-from ..token_tree import Forest, TokenTree
+from ..token_tree import Limits, TokenTree
 from .fed_tokens import FedTokens
 from .fixed_memory import FixedMemory
 from .kv_cache import moved_from
@@ -174,13 +174,16 @@ class FixedVerifier(TreeVerifier):
     def recordings(self) -> int:  # type: ignore[override]
         return self.memory.recordings
 
-    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> Sequence[TokenTree]:
-        limited = super().limit(trees, rows)
-        if self.options.fixed_width is None:
-            return limited
+    def limits(
+        self,
+        rows: Sequence[RowText],
+        drafted: Sequence[RowText],
+        depths: Sequence[int | None],
+        alike: bool = False,
+    ) -> Limits:
+        limits = super().limits(rows, drafted, depths, alike)
         # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
-        limited = [tree.best_chain() for tree in limited]
-        return Forest.of(limited).prune([self.widths[-1] - 1] * len(limited))
+        return limits if self.options.fixed_width is None else replace(limits, chains=True)
 
     def _feed(
         self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]

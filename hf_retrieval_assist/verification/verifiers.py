@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from ..kernels.packed_attention import PackedAttention, spans_of
 from ..kernels.scopes import Attention, attending
 from ..row_text import RowText
 from ..system.lazy import cached_property
-from ..token_tree import Forest, TokenTree
+from ..token_tree import Limits, TokenTree
 from .fed_tokens import FedTokens
 from .kv_cache import SlotCache
 from .reach import UNLIMITED
@@ -104,11 +105,32 @@ class Verifier:
         """Generated tokens of each row that the cache holds."""
         return [length - self.begun for length in self.cache.slots.lengths]
 
-    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> Sequence[TokenTree]:
-        """The part of the drafts, one of each of these rows, that this tier can verify."""
-        depth = self._room(rows)
-        cut = Forest.of(trees).cut_depths([depth] * len(trees))
-        return cut.prune([self.most_fed - 1] * len(trees))
+    def limits(
+        self,
+        rows: Sequence[RowText],
+        drafted: Sequence[RowText],
+        depths: Sequence[int | None],
+        alike: bool = False,
+    ) -> Limits:
+        """What the next forward can verify of drafts.
+
+        Args:
+            rows: all of the call's.
+            drafted: those that are drafted for, and
+            depths: how deep each of their drafts may be of use; None: any.
+            alike: see `Limits`.
+        """
+        room, nodes, total = self._room(drafted), self.most_fed - 1, None
+        if room is not None:
+            depths = [room if depth is None else min(depth, room) for depth in depths]
+        if self.most_tokens is not None:
+            fed = sum([not row.finished for row in rows]) if self.packed else len(rows)
+            if self.packed and not alike:
+                total = self.most_tokens - fed
+            else:
+                nodes = min(nodes, self.most_tokens // fed - 1)
+        packed = self.packed and not alike
+        return Limits(depths, nodes, total, chains=alike, packed=packed, alike=alike)
 
     def _room(self, rows: Sequence[RowText]) -> int | None:
         """How deep drafts may go, wherever rows in step have got to; None without limit."""
@@ -124,26 +146,6 @@ class Verifier:
             return max(self.prompt_ids.shape[1], self.cache.slots.longest)
         return int(self.next_position.max())
 
-    def fit(self, trees: Sequence[TokenTree], backlog: int = 0) -> Sequence[TokenTree]:
-        """The part of what is planned for the running rows that one forward may feed.
-
-        Args:
-            backlog: see `backlog`.
-        """
-        if self.most_tokens is None:
-            return trees
-        planned = Forest.of(trees)
-        width = max(planned.sizes)
-        while width and self._tokens(planned.sizes, backlog + width) > self.most_tokens:
-            width -= 1
-        return planned.prune([width] * len(trees))
-
-    def _tokens(self, counts: Sequence[int], width: int) -> int:
-        """That a forward feeds where running rows have so many nodes, `width` being the most."""
-        if self.packed:
-            return sum(1 + min(count, width) for count in counts)
-        return len(self.prompt_ids) * (1 + width)
-
     @property
     def _most_lacking(self) -> int:
         """Tokens per row that one forward catches up on at most."""
@@ -151,10 +153,6 @@ class Verifier:
         if self.most_tokens is None:
             return most
         return max(1, min(most, self.most_tokens // len(self.prompt_ids)))
-
-    def backlog(self, rows: Sequence[RowText]) -> int:
-        """Pending tokens that every forward carries besides the roots and drafts."""
-        return 0
 
     def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
         """Feed pending tokens and drafts, one tree per row."""
@@ -418,15 +416,18 @@ class ChainVerifier(Verifier):
         done = self.processed[row.index]
         return row.fed(done, max(len(row.generated), done + 1))
 
-    def limit(self, trees: Sequence[TokenTree], rows: Sequence[RowText]) -> Sequence[TokenTree]:
-        if self.states.full:
-            return [TokenTree.empty()] * len(trees)
-        chains = super().limit([tree.best_chain() for tree in trees], rows)
-        rooms = [max(0, self.most_fed - len(self._pending(row))) for row in rows]
-        return [chain.cut_depth(room) for chain, room in zip(chains, rooms, strict=True)]
-
-    def backlog(self, rows: Sequence[RowText]) -> int:
-        return max(len(self._pending(row)) for row in rows) - 1
+    def limits(
+        self,
+        rows: Sequence[RowText],
+        drafted: Sequence[RowText],
+        depths: Sequence[int | None],
+        alike: bool = False,
+    ) -> Limits:
+        limits = super().limits(rows, drafted, depths, alike)
+        assert limits.nodes is not None
+        backlog = max(len(self._pending(row)) for row in rows) - 1
+        nodes = 0 if self.states.full else max(0, limits.nodes - backlog)
+        return replace(limits, nodes=nodes, backlog=backlog, chains=True)
 
     def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
         pending = [self._pending(row) for row in rows]

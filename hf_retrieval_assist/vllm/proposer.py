@@ -27,6 +27,7 @@ from ..memory.output_memory import OutputMemory
 from ..planning.cost_model import CostModel
 from ..planning.cost_views import PackedCost
 from ..stats import CallStats
+from ..token_tree import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +114,11 @@ class Proposer:
         if not rooms:
             return []
         sessions = [row.session for row in rooms]
-        trees = self.assistant.propose(sessions, [*rooms.values()], budget=self.longest_draft)
-        chains = trees.best_paths()
-        counts = self.assistant.planner.share_packed(chains, PackedCost(self.cost, len(rooms)))
-        ids, begins = chains.token_ids.tolist(), chains.offsets[:-1].tolist()
-        drafts = [ids[i : i + n] for i, n in zip(begins, counts, strict=True)]
-        return list(zip(rooms, drafts, strict=True))
+        drafts = self.assistant.propose(sessions, budget=self.longest_draft)
+        limits = Limits([*rooms.values()], packed=True)
+        cost = PackedCost(self.cost, len(rooms))
+        chains = self.assistant.planner.plan(limits.within(drafts).best_paths(), cost, limits)
+        return list(zip(rooms, [chain.token_ids.tolist() for chain in chains], strict=True))
 
     def _room(self, row: Row) -> int:
         """How many tokens may be drafted for a request; none may follow where it is not above 0."""

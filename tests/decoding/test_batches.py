@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from transformers import (
@@ -22,9 +20,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.decoding import selection
-from hf_retrieval_assist.decoding.walk import drafts_in_step
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.support.lossless import build, late_token, padded
 from tests.support.oracle_drafter import (
@@ -382,27 +378,6 @@ def test_nothing_is_fed_beyond_the_shortest_draft():
     result = model.generate(**inputs, **options, logits_processor=[Witness()], assistant=assistant)
     assert torch.equal(plain, result)
     assert assistant.stats.last.drafted == 0
-
-
-def test_rows_are_planned_for_by_what_they_would_do_together():
-    rows = [
-        SimpleNamespace(padding=None),
-        SimpleNamespace(padding=7),
-        SimpleNamespace(padding=None),
-    ]
-    drafts = [
-        TokenTree.chain([3, 4, 5], [0.9, 0.8, 0.6]),
-        TokenTree.build([6, 8, 9], [-1, -1, 1], [0.3, 0.5, 0.4]),
-    ]
-    shown = []
-
-    def plan(tree):
-        shown.append(tree.probs.tolist())
-        return tree.cut_depth(1)
-
-    trees = drafts_in_step(rows, drafts, plan)
-    assert shown == [pytest.approx([0.45, 0.32])]
-    assert [tree.token_ids.tolist() for tree in trees] == [[3], [7], [8]]
 
 
 HYBRIDS = (BambaForCausalLM, Qwen3NextForCausalLM)

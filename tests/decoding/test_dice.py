@@ -81,7 +81,7 @@ def test_rows_that_get_on_unequally_draw_what_the_batch_draws(
             rows[i].generated.append(token)
             rows[i].finished = len(rows[i].generated) == len(steps)
     assert [row.generated for row in rows] == expected
-    dice.settle(len(steps))
+    dice.end(len(steps))
     assert torch.equal(torch.rand(3), left)
     assert dice.plain
 
@@ -97,7 +97,7 @@ def test_the_state_goes_back_to_the_end_of_the_text() -> None:
     for law in laws(2, 50, 4):
         # The first row goes on alone, past the end that the other one sets.
         rows[0].generated += dice.draw(law[:1], rows[:1])
-    dice.settle(2)
+    dice.end(2)
     assert torch.equal(torch.rand(3), left)
 
 

@@ -253,6 +253,6 @@ def test_a_text_is_followed_beside_one_that_nothing_constrains(known):
         for processors in ((), (RecordProcessor(),))
     )
     policy.commit([free, constrained], [[50], [50]], [None, None])
-    nothing, tree = policy.propose([free, constrained], [None, None], budget=4)
+    nothing, tree = policy.propose([free, constrained], budget=4)
     assert len(nothing) == 0
     assert tree.token_ids.tolist()[:3] == [51, 52, 53]

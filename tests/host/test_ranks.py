@@ -116,5 +116,5 @@ def test_one_process_meets_nobody():
     ranks, tree = Ranks(), TokenTree.chain([1], [0.5])
     with ranks:
         ranks.begin()
-        assert ranks.agree(lambda: [tree], 1) == [tree]
+        assert ranks.agree([tree], 1) == [tree]
     assert not ranks.several

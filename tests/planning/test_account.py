@@ -34,7 +34,7 @@ def ask(account, steps, spent, brought=lambda step: 0.0, cost=FLAT, width=1, mis
         if asked[-1]:
             drafting.uses[0].seconds, drafting.uses[0].promised = spent, 1.0
             lost += spent + cost.seconds(width) - cost.seconds(1) - brought(step)
-        drafting.settle(width, [brought(step) if asked[-1] else 0.0])
+        drafting.end(width, [brought(step) if asked[-1] else 0.0])
     return asked, lost
 
 
@@ -155,7 +155,7 @@ def test_what_pays_comes_into_use_and_what_does_not_costs_little(drafters, unluc
             if step >= UNLUCKY * unlucky:
                 brought[number] = price * multiple * random.uniform(0, 2)
             lost[number] += spent - brought[number]
-        drafting.settle(2, brought)
+        drafting.end(2, brought)
     for number, (price, multiple, costly) in enumerate(drafters):
         if multiple > 1.5:
             assert asked[-2000:, number].all(), (price, multiple)
@@ -176,7 +176,7 @@ def test_what_a_drafter_has_to_do_first_is_spread_over_its_asks():
             if asked[-1]:
                 use = drafting.uses[0]
                 use.seconds, use.owed, use.promised = 0.25, 0.0 if step else owed, 1.0
-            drafting.settle(2, [0.5 if asked[-1] else 0.0])
+            drafting.end(2, [0.5 if asked[-1] else 0.0])
         return asked
 
     assert all(first_asks(8.0))
@@ -193,7 +193,7 @@ def test_each_drafter_pays_for_itself():
             if drafting.asks(number):
                 asked[number] += 1
                 drafting.uses[number].seconds, drafting.uses[number].promised = spent, 1.0
-        drafting.settle(2, [1.0, 0.0])
+        drafting.end(2, [1.0, 0.0])
     assert asked[0] == 2000
     assert asked[1] < 40
     assert account.pays(0)
@@ -215,9 +215,9 @@ def test_a_doubtful_draft_is_not_verified_before_any_came_true():
     tree = TokenTree.chain([1, 2], [0.9, 0.8])
     cost = CostModel.fixed(lambda n: 1.0 if n == 1 else 1.9)
     planner = make().planner
-    assert len(planner.plan(tree, cost)) == 0
+    assert len(planner.plan([tree], cost)[0]) == 0
     planner.learn(50.0, 50)
-    assert len(planner.plan(tree, cost)) == 2
+    assert len(planner.plan([tree], cost)[0]) == 2
 
 
 class Clock:
@@ -310,7 +310,7 @@ def test_no_call_rests_while_a_drafter_pays():
         drafting = account.begin(FLAT)
         drafting.asks(0)
         drafting.uses[0].seconds, drafting.uses[0].promised = 0.01, 1.0
-        drafting.settle(2, [1.0, 0.0])
+        drafting.end(2, [1.0, 0.0])
     assert not any(run(100, lambda call: 1.5, account))
 
 
@@ -387,13 +387,14 @@ def test_a_drafter_pays_where_it_gains_more_than_it_spends():
 def test_a_token_is_credited_to_the_first_drafter_that_has_it():
     credited = []
     drafting = SimpleNamespace(
-        account=SimpleNamespace(planner=SimpleNamespace(learn=lambda *_: None)),
-        settle=lambda width, brought: credited.append(brought),
+        account=SimpleNamespace(),
+        planner=SimpleNamespace(learn=lambda *_: None),
+        end=lambda width, brought: credited.append(brought),
     )
     first, second = TokenTree.chain([1, 2], [0.9, 0.8]), TokenTree.chain([1, 2, 3], [0.9, 0.8, 0.7])
     for drafts, brought in (((first, second), [2.0, 1.0]), ((second, first), [3.0, 0.0])):
         session = SimpleNamespace(drafts=drafts)
         sources = [Source(None, 0, [], 0, False) for _ in drafts]
         assistant = Assistant(sources, budget="paper")
-        assistant.settle(drafting, [session], [second], [[1, 2, 3, 9]], 4)
+        assistant.end(drafting, [session], [second], [[1, 2, 3, 9]], 4)
         assert credited.pop() == brought

@@ -34,8 +34,8 @@ def test_a_width_that_is_paid_for_is_filled():
     tree = TokenTree.build([1, 2, 3, 4, 5], [-1] * 5, probs)
     steep = CostModel.fixed(lambda n: 1.0 + 0.2 * n)
     planner = Planner(exploration=0)
-    assert len(planner.plan(tree, steep)) == 2
-    assert len(planner.plan(tree, SteppedCost(steep, (1, 2, 4, 8)))) == 3
+    assert len(planner.plan([tree], steep)[0]) == 2
+    assert len(planner.plan([tree], SteppedCost(steep, (1, 2, 4, 8)))[0]) == 3
 
 
 def test_a_packed_row_is_charged_for_what_it_adds():

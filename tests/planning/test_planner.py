@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.cost_views import PackedCost
 from hf_retrieval_assist.planning.planner import Planner
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.token_tree import Limits, TokenTree
 
 CURVES = {
     "flat": lambda n: 0.02,
@@ -52,7 +52,7 @@ def test_no_subtree_brings_more_tokens_per_second(tree, name, extra):
         gain = 1 + sum(float(tree.probs[node]) for node in nodes)
         return gain / curve(1 + extra + len(nodes))
 
-    kept = Planner().plan(tree, CostModel.fixed(curve), extra)
+    kept = Planner().plan([tree], CostModel.fixed(curve), Limits(backlog=extra))[0]
     kept.check_invariants()
     best = max(map(rate, subtrees(tree)))
     assert rate(kept.follow([]).tolist()) <= best
@@ -63,7 +63,7 @@ def test_no_subtree_brings_more_tokens_per_second(tree, name, extra):
 @given(st.lists(trees(), min_size=1, max_size=3), st.sampled_from(sorted(CURVES)))
 def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
     curve = CURVES[name]
-    kept = Planner().plan_batch(rows, CostModel.fixed(curve))
+    kept = Planner().plan(rows, CostModel.fixed(curve))
 
     def rate(width):
         return sum(1 + np.sort(row.probs)[::-1][:width].sum() for row in rows) / curve(1 + width)
@@ -77,16 +77,54 @@ def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
 
 def test_nothing_is_drafted_where_nothing_pays():
     cost = CostModel.fixed(CURVES["cpu"])
-    assert len(Planner().plan(chain(0.3, 16), cost)) == 0
-    assert len(Planner().plan(chain(0.99, 16), cost)) == 16
+    assert len(Planner().plan([chain(0.3, 16)], cost)[0]) == 0
+    assert len(Planner().plan([chain(0.99, 16)], cost)[0]) == 16
 
 
 def test_budgets():
     tree, cost = chain(0.5, 32), CostModel.fixed(CURVES["cpu"])
-    assert Planner(budget="paper").plan(tree, cost) is tree
-    assert len(Planner(budget=5).plan(tree, cost)) == 5
-    assert len(Planner(budget=0).plan(tree, cost)) == 0
+    assert len(Planner(budget="paper").plan([tree], cost)[0]) == 32
+    assert len(Planner(budget=5).plan([tree], cost)[0]) == 5
+    assert len(Planner(budget=0).plan([tree], cost)[0]) == 0
     assert [Planner(budget=b).request() for b in ("auto", 7)] == [64, 7]
+
+
+@pytest.mark.parametrize("budget", ["auto", "paper", 100])
+@pytest.mark.parametrize("cost", [None, CostModel.fixed(CURVES["flat"])])
+def test_no_more_is_kept_than_a_forward_can_verify(budget, cost):
+    planner = Planner(budget=budget)
+    drafts = [chain(0.9, n) for n in (30, 2, 30, 0)]
+
+    def sizes(**limits):
+        return [len(tree) for tree in planner.plan(drafts, cost, Limits(**limits))]
+
+    assert sizes() == [30, 2, 30, 0]
+    assert sizes(nodes=15) == [15, 2, 15, 0]
+    assert sizes(depths=[9, None, 1, None]) == [9, 2, 1, 0]
+    packed = sizes(packed=True, total=41)
+    assert sum(packed) == 41
+    assert packed[1] == 2
+    assert abs(packed[0] - packed[2]) == 1
+
+
+def test_only_the_likeliest_path_is_kept_where_trees_cannot_be_verified():
+    tree = TokenTree.build([1, 2, 3], [-1, -1, 1], [0.5, 0.4, 0.4])
+    (kept,) = Planner(budget=8).plan([tree], None, Limits(chains=True))
+    assert kept.token_ids.tolist() == [2, 3]
+
+
+def test_rows_in_step_are_planned_for_by_what_they_would_accept_together():
+    first = TokenTree.chain([3, 4, 5], [0.9, 0.8, 0.6])
+    second = TokenTree.build([6, 8, 9], [-1, -1, 1], [0.3, 0.5, 0.4])
+    limits = Limits(chains=True, alike=True)
+    # Together 0.45 and 0.32 tokens: the second one does not pay, which it does for either row.
+    cost = CostModel.fixed(lambda n: [1.0, 1.1, 1.4, 1.9][n - 1])
+    kept = Planner(exploration=0).plan([first, second], cost, limits)
+    assert [tree.token_ids.tolist() for tree in kept] == [[3], [8]]
+    alone = Planner(exploration=0).plan([first, second], cost, Limits(chains=True))
+    assert [len(tree) for tree in alone] == [2, 2]
+    # Nothing is fed beyond the shortest draft.
+    assert [len(tree) for tree in Planner(budget=8).plan([first, second], None, limits)] == [2, 2]
 
 
 @pytest.mark.parametrize("cost", [None, CostModel.fixed(CURVES["cpu"])])
@@ -130,11 +168,11 @@ class Run:
         sizes = []
         for _ in range(count):
             tree = chain(self.random.choice(rates), 96)
-            kept = self.planner.plan(tree, self.cost)
+            kept = self.planner.plan([tree], self.cost)[0]
             seconds = curve(1 + len(kept))
             noise = np.exp(self.random.normal(0, 0.05)) * (4 if self.random.random() < 0.02 else 1)
             self.cost.observe(1 + len(kept), seconds * noise)
-            best_kept = knowing.plan(tree, known)
+            best_kept = knowing.plan([tree], known)[0]
             best = (1 + float(best_kept.probs.sum())) / curve(1 + len(best_kept))
             lost += seconds - (1 + float(kept.probs.sum())) / best
             spent += seconds
@@ -188,8 +226,8 @@ def test_the_first_draft_is_tried_however_many_steps_had_none(before):
         run = Run(exploration=exploration)
         run.cost.observe(1, 0.02)
         for _ in range(before):
-            assert not len(run.planner.plan(TokenTree.empty(), run.cost))
-        sizes.append(len(run.planner.plan(tree, run.cost)))
+            assert not len(run.planner.plan([TokenTree.empty()], run.cost)[0])
+        sizes.append(len(run.planner.plan([tree], run.cost)[0]))
     assert sizes[0] == 0 < sizes[1]
 
 
@@ -246,7 +284,7 @@ def test_no_other_share_of_packed_rows_brings_more_tokens_per_second(rows, name)
         return gain / curve(sum(1 + len(kept) for kept in choice))
 
     cost = PackedCost(CostModel.fixed(curve), len(rows))
-    kept = Planner().plan_packed(rows, cost)
+    kept = Planner().plan(rows, cost, Limits(packed=True))
     gain = len(rows) + sum(float(tree.probs.sum()) for tree in kept)
     best = max(map(rate, product(*map(subtrees, rows))))
     assert gain / curve(len(rows) + sum(map(len, kept))) == pytest.approx(best, rel=1e-5)
@@ -255,11 +293,9 @@ def test_no_other_share_of_packed_rows_brings_more_tokens_per_second(rows, name)
 def test_the_row_that_is_sure_is_given_the_nodes():
     sure, doubtful = chain(0.95, 8), chain(0.3, 8)
     cost = PackedCost(CostModel.fixed(CURVES["linear"]), 2)
-    kept = Planner().plan_packed([doubtful, sure], cost)
+    kept = Planner().plan([doubtful, sure], cost, Limits(packed=True))
     assert len(kept[0]) < len(kept[1])
-    even = Planner().plan_batch(
-        [doubtful, sure], CostModel.fixed(lambda n: CURVES["linear"](2 * n))
-    )
+    even = Planner().plan([doubtful, sure], CostModel.fixed(lambda n: CURVES["linear"](2 * n)))
     assert len(even[0]) == len(even[1]) < len(kept[1])
 
 

@@ -49,7 +49,7 @@ def call(assistant, dice):
     session = assistant.start(prompt, Target(vocab_size=VOCABULARY, fingerprint="model"))
     last = prompt[-1:]
     for _ in range(STEPS):
-        (tree,) = assistant.propose([session], [None], budget=16)
+        (tree,) = assistant.propose([session], budget=16)
         tokens = text(2, dice.randrange(20))
         if len(tree) and dice.random() < 0.7:
             tokens = tree.token_ids[:1]

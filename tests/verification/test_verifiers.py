@@ -382,12 +382,13 @@ def test_half_precision_is_fed_what_the_kernels_serve(dtype, rows, rerouted, lim
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_fits_is_shared_alike(packed):
-    verifier, _ = started(build(LlamaForCausalLM), packed, False)
-    trees = [TokenTree.chain([*range(n)], [0.5] * n) for n in (30, 2, 30, 0)]
-    assert [len(tree) for tree in verifier.fit(trees)] == [30, 2, 30, 0]
+def test_limits_are_those_of_one_forward(packed):
+    verifier, rows = started(build(LlamaForCausalLM), packed, False)
+    limits = verifier.limits(rows, rows, [None] * ROWS)
+    assert (limits.nodes, limits.total, limits.packed) == (verifier.most_fed - 1, None, packed)
     verifier.most_tokens = 65
-    sizes = [len(tree) for tree in verifier.fit(trees)]
-    assert sizes == ([29, 2, 29, 0] if packed else [15, 2, 15, 0])
-    if not packed:
-        assert len(verifier.fit(trees, backlog=5)[0]) == 10
+    limits = verifier.limits(rows, rows, [None] * ROWS)
+    assert limits.total == (65 - ROWS if packed else None)
+    assert packed or limits.nodes == 65 // ROWS - 1
+    alike = verifier.limits(rows, rows, [None] * ROWS, alike=True)
+    assert (alike.nodes, alike.total, alike.chains) == (65 // ROWS - 1, None, True)

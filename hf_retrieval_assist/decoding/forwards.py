@@ -1,0 +1,240 @@
+"""The forwards of one call: what runs them, and how one is taken back that a draft has spoilt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ..drafting.policy import DraftingPolicy
+from ..host import transformers_private as private
+from ..host.callers_hooks import HookWatch
+from ..host.feature_taps import FeatureTaps
+from ..kernels.linear import MAX_ROWS
+from ..kernels.reroute import reroute
+from ..stats import CallStats, Stopwatch
+from ..system.log import get_logger
+from ..token_tree import TokenTree
+from ..verification.fixed_verifier import ForwardOptions
+from ..verification.tiers import Service, slot_cache
+from ..verification.verified import Verified
+from ..verification.verifiers import Verifier
+from .call import PER_TOKEN, Call
+from .copies import Copies
+from .walk import Walk
+
+logger = get_logger(__name__)
+
+# Of forwards for which the experts' weights may be copied token by token; plain decoding does so
+# for one token a row.
+_FEW_TOKENS = 2
+
+
+class UnservableError(Exception):
+    """What the prefill has shown of a model that no draft can be verified with."""
+
+
+class Forwards:
+    """Runs a call's forwards; a scope round all of them, in which the caller's hooks are watched.
+
+    Args:
+        call: whose forwards.
+        assistant: says what may serve them, and what drafters learn from them.
+        service: how the model is served.
+        walk: that chooses from their logits.
+        several: whether the model is spread over processes, which have to compute the same bits.
+        counts: the call's figures.
+
+    Attributes:
+        cache: of the call.
+        taps: the hidden states of the last forward that drafters learn from.
+        may_draft: whether a draft may be verified: nothing has shown that drafts change the text's
+            forwards, and hooks that are met for the first time have shown what they do with a
+            single token.
+        model_kwargs: the forward's keyword arguments.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        assistant: DraftingPolicy,
+        service: Service,
+        walk: Walk,
+        several: bool,
+        counts: CallStats,
+    ):
+        self._call, self._assistant, self._service = call, assistant, service
+        self._walk, self._several, self._counts = walk, several, counts
+        self.model_kwargs = dict(call.model_kwargs)
+        room = call.prompt_length + call.room
+        self.cache = slot_cache(call.model, self.model_kwargs, service, call.batch_size, room)
+        self.taps = FeatureTaps(call.model, assistant.hidden_layers)
+        self._hooks = HookWatch(call.model)
+        self._decode_scope = private.OptimisedForDecode(call.model)
+        # Methods that are chosen by timings need not give the same bits on every rank.
+        rerouted = assistant.reroute and not several and call.input_ids.device.type == "cpu"
+        self._reroute = reroute(rerouted)
+        extra = assistant.extra_memory
+        self._copies = Copies.of(call.model, walk.screens, extra) if rerouted else Copies()
+        self._verifier: Verifier | None = None
+        self._sound = True
+
+    @property
+    def verifier(self) -> Verifier:
+        """There is one after the prefill."""
+        assert self._verifier is not None
+        return self._verifier
+
+    @property
+    def may_draft(self) -> bool:
+        return self._sound and not self._hooks.unsure
+
+    def __enter__(self) -> Forwards:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with ExitStack() as both:
+            both.push(self._hooks)
+            self._decode_scope.want(False)
+
+    def prefill(self) -> Any:
+        """transformers' own prefill.
+
+        Returns:
+            What the model returned.
+
+        Raises:
+            UnservableError: its layers do not keep one entry for each token.
+        """
+        call, lap = self._call, Stopwatch(self._counts.seconds).lap
+        with self.taps, self._reroute, self._copies.watching():
+            outputs = private.prefill(call.model, call.input_ids, call.config, self.model_kwargs)
+        self.cache.begin(call.batch_size)
+        if not self.cache.is_even:
+            raise UnservableError("its layers do not keep one entry for each token of the text")
+        # The verifier counts on from the prompt.
+        kept = {name: self.model_kwargs[name] for name in PER_TOKEN & self.model_kwargs.keys()}
+        self.model_kwargs = private.kwargs_after(call.model, outputs, self.model_kwargs) | kept
+        self._verifier = self._service.verifier(
+            call.model, self.cache, self.model_kwargs, call.input_ids, self._options()
+        )
+        lap("prefill")
+        self._copies.begin(self._verifier, outputs.logits)
+        lap("pack")
+        return outputs
+
+    def _options(self) -> ForwardOptions:
+        """What this call wants of its forwards."""
+        call, assistant = self._call, self._assistant
+        # With more tokens, kernels would not round half precision as plain decoding does.
+        rounds = self._reroute.enabled and call.model.dtype.itemsize < 4
+        return ForwardOptions(
+            taps=self.taps,
+            top_k=assistant.top_k,
+            capacity=call.prompt_length + call.room,
+            keeps_cache=call.keeps_cache(self._service),
+            most_tokens=MAX_ROWS if rounds and call.batch_size <= MAX_ROWS else None,
+            recorded=call.may_record(assistant.graphs),
+            choose=self._walk.node_choices(assistant.fixed_width),
+            fixed_width=assistant.fixed_width,
+        )
+
+    def pack_due(self) -> None:
+        """Make the copies of weights that have become worth it."""
+        self._copies.pack_due(self.verifier)
+
+    def __call__(self, trees: Sequence[TokenTree]) -> tuple[Sequence[TokenTree], Verified]:
+        """Verify a tree of every row, or nothing where a forward over them is of no use.
+
+        Returns:
+            The trees that were verified, and what the forward showed.
+        """
+        slots, rows = self.cache.slots, self._walk.rows
+        self.cache.require_room(1 + max(slots.lengths[r.index] for r in rows if not r.finished))
+        with self.taps, self._reroute:
+            verified = self._over_drafts(trees) if any(map(len, trees)) else self._run(trees)
+            if verified is None:
+                trees = [TokenTree.empty()] * len(rows)
+                verified = self._repeat(trees)
+            if (self._hooks.unsure or self._hooks.changing) and not self._hooks.learn():
+                # Forwards were tested without the hook: the next call is served as a test with it
+                # says.
+                self._sound, self._counts.tier = False, "plain"
+        self._counts.forwards += 1
+        return trees, verified
+
+    def _run(self, trees: Sequence[TokenTree]) -> Verified:
+        widest = self._assistant.fixed_width or 1 + max(map(len, trees))
+        self._decode_scope.want(widest == 1 or widest * len(trees) <= _FEW_TOKENS)
+        verified = self._copies.forward(self.verifier, self._walk.rows, trees)
+        verified.wait()
+        return verified
+
+    def _over_drafts(self, trees: Sequence[TokenTree]) -> Verified | None:
+        """A forward over drafts; None, with nothing of it left, where it did not compute the text
+        as it would have done without them."""
+        try:
+            verified = self._run(trees)
+            if verified.is_sound and not self._hooks.changing:
+                return verified
+            self.verifier.drop(self._walk.rows, verified)
+            why = "logits behind a draft were not finite (an overflow, or weights that are not)"
+        except Exception as error:
+            if self._several:
+                raise
+            self.verifier.undo()
+            self._sound = False
+            why = f"a forward over a draft raised {error!r}"
+        if not self._hooks.changing:
+            name = type(self._call.model).__name__
+            logger.warning_once(f"{name}: {why}; the step was repeated without drafts")
+        return None
+
+    def _repeat(self, nothing: Sequence[TokenTree]) -> Verified:
+        """The forward once more without the drafts."""
+        verified = self._run(nothing)
+        # Where the text itself is not finite, no draft is of use.
+        self._sound = self._sound and verified.is_sound
+        self._counts.forwards += 1
+        verified.typical = False
+        return verified
+
+    def catch_up(self, tokens: int) -> None:
+        """Feed some of what the cache still lacks of rows of so many generated tokens."""
+        self._decode_scope.want(False)
+        with self.taps, self._reroute:
+            self.verifier.catch_up(self._walk.rows, tokens)
+
+    def keep_company(self) -> None:
+        """A forward over nothing, because other processes still wait in their own forwards."""
+        rows = self._walk.rows
+        self._decode_scope.want(False)
+        with self.taps:
+            nothing = self.verifier.forward(rows, [TokenTree.empty()] * len(rows))
+        self.verifier.keep(rows, nothing, [[] for _ in rows])
+
+    def end(self, tokens: int) -> None:
+        """Leave the cache as plain decoding does after so many generated tokens of every row."""
+        verifier, counts = self.verifier, self._counts
+        # What was recorded has taken the experts' own method for granted.
+        self._decode_scope.want(False)
+        verifier.finish(tokens)
+        counts.attention = verifier.attention_by
+        counts.repeated, counts.recordings = verifier.repeated, verifier.recordings
+        self.cache.hand_back()
+
+    def abandon(self) -> None:
+        """Leave a cache that somebody else holds as plain decoding can go on from it."""
+        if self._verifier is None:
+            self.cache.abandon()
+        else:
+            self._verifier.abandon()
+            self.cache.hand_back()
+
+    @property
+    def returned_cache(self) -> Any:
+        """The cache that the result names: where the call was given one, that one."""
+        if self.cache.lender is not None:
+            return self.cache.lender
+        return self.model_kwargs.get(self._service.cache_name)
