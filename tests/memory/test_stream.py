@@ -12,8 +12,8 @@ from hf_retrieval_assist.memory import stream
 from hf_retrieval_assist.memory.outputs import Output
 from hf_retrieval_assist.memory.redis_server import Answer, RedisServer
 from hf_retrieval_assist.memory.stream import OutputStream
-from tests.memory.redis_process import OddServer, needs_redis
 from tests.support.memories import WAIT, output, wait_until
+from tests.support.redis_process import OddServer, needs_redis
 
 
 class Keeper:
@@ -106,18 +106,6 @@ def test_what_waits_is_bounded_and_the_oldest_goes_first():
     arrived = numbers(view)
     assert arrived == [*range(50 - len(arrived), 50)]
     assert 5 < len(arrived) < 20
-
-
-def test_a_long_backlog_is_handed_over_in_parts(monkeypatch):
-    monkeypatch.setattr(stream, "HANDED_OVER", 600)  # bytes; each output has 185
-    keeper = Keeper()
-    view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
-    for i in range(20):
-        view.append("m", output(i))
-    assert view.sync(WAIT)
-    assert other.sync(WAIT)
-    assert numbers(other) == [0, 1, 2, 3]
-    assert numbers(other) == [4, 5, 6, 7]
 
 
 def test_forgetting_reaches_what_others_had_finished_but_not_delivered():

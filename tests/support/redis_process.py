@@ -66,6 +66,13 @@ class RedisProcess:
 
         return redis.Redis(port=self.port, password=self.password, socket_timeout=20)
 
+    def entries(self) -> list[dict[bytes, bytes]]:
+        """What the stream of outputs holds; the server's count of its bytes must be right."""
+        found = [fields for _, fields in self.client.xrange("{hf-retrieval-assist}:2:outputs")]
+        size = sum(len(part) for fields in found for pair in fields.items() for part in pair)
+        assert size == int(self.client.hget("{hf-retrieval-assist}:2:state", "bytes") or 0)
+        return found
+
     def start(self) -> None:
         options = {
             "port": self.port,
