@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -26,22 +25,7 @@ logger = get_logger(__name__)
 Policy = TypeVar("Policy", bound=DraftingPolicy)
 
 
-@dataclass(frozen=True)
-class Attachment:
-    """An assistant at a model, and why calls went without it."""
-
-    assistant: Any
-    told: set[str] = field(default_factory=set)
-
-    def tell(self, model: Any, why: str) -> None:
-        """Log why a call of the model goes without it, unless that was logged before."""
-        if why not in self.told:
-            self.told.add(why)
-            name = type(model).__name__
-            logger.warning("%s: decoding without the assistant (%s)", name, why)
-
-
-_attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
+_attachments: weakref.WeakKeyDictionary[Any, DraftingPolicy] = weakref.WeakKeyDictionary()
 
 
 def attach(model: Any, assistant: DraftingPolicy) -> None:
@@ -68,14 +52,13 @@ def attach(model: Any, assistant: DraftingPolicy) -> None:
             f"{len(assistant.expected.rows)} rows of them"
         )
     model = generating_model(model)
-    before = _attachments.get(model)
-    if before is not None and before.assistant is not assistant:
+    if _attachments.get(model, assistant) is not assistant:
         logger.warning(
             "%s: another assistant was attached and is replaced; detach(model) first, or use "
             "`with assistant.attached(model)` for a scope",
             type(model).__name__,
         )
-    _attachments[model] = Attachment(assistant)
+    _attachments[model] = assistant
 
 
 def detach(model: Any) -> None:
@@ -97,8 +80,8 @@ def attached(model: Any, assistant: Policy) -> Iterator[Policy]:
             _attachments[model] = before
 
 
-def attached_to(model: Any) -> Attachment | None:
-    """What is attached to a model whose `generate` is called."""
+def attached_to(model: Any) -> DraftingPolicy | None:
+    """The assistant that is attached to a model whose `generate` is called."""
     return _attachments.get(model)
 
 

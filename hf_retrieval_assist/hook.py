@@ -116,29 +116,22 @@ def _naming(assistant: Any) -> Iterator[None]:
         _of_manager.reset(token)
 
 
-def _serve_manager(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) -> Any:
+def _serve_manager(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any:
     # Only here: who batches nothing does without the module.
     from .continuous_batching import draft_for, objection
 
-    if assistant is _UNNAMED:
-        assistant = _of_manager.get()
-    attached = attached_to(model) if assistant is _UNNAMED else None
-    if assistant is _UNNAMED:
-        assistant = None if attached is None else attached.assistant
-    if assistant is not None:
-        _check_kind(assistant)
-        if (why := objection(assistant)) is not None:
-            if attached is None:
-                raise ValueError(why)
-            attached.tell(model, why)
-            assistant = None
+    assistant, asked = _chosen(model, _of_manager.get() if named is _UNNAMED else named)
+    if assistant is not None and (why := objection(assistant)) is not None:
+        if asked:
+            raise ValueError(why)
+        _tell(model, why)
+        assistant = None
     manager = original(model, *args, **kwargs)
     draft_for(manager, assistant)
     return manager
 
 
-def _serve(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) -> Any:
-    attached = attached_to(model) if assistant is _UNNAMED else None
+def _serve(original: Any, model: Any, named: Any, args: Any, kwargs: Any) -> Any:
     for config in (kwargs.get("generation_config"), model.generation_config, *args):
         given = getattr(config, "assistant", None)
         if isinstance(config, GenerationConfig) and given is not None:
@@ -146,24 +139,19 @@ def _serve(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) ->
                 "assistant: expected none in a generation configuration, got a "
                 f"{type(given).__name__}; pass it to generate, or attach it to the model"
             )
-    if attached is None and (assistant is None or assistant is _UNNAMED):
-        if isinstance(kwargs.get("custom_generate"), Assistant):
-            _raise(_cache_objection(_merged(model, kwargs), kwargs))
+    if named in (None, _UNNAMED) and isinstance(kwargs.get("custom_generate"), Assistant):
+        named = kwargs.pop("custom_generate")
+    assistant, asked = _chosen(model, named)
+    if assistant is None:
         return original(model, *args, **kwargs)
     if args:
         names = [*inspect.signature(original).parameters][1:]
         kwargs.update(zip(names, args, strict=False))
-    if attached is not None:
-        assistant = attached.assistant
-        if (why := why_not(model, kwargs)) is not None:
-            attached.tell(model, why)
-            return original(model, **kwargs)
-    else:
-        _check_kind(assistant)
-        if (why := _left_to_transformers(model)) is not None:
-            logger.warning_once(f"{why}: decoding without the assistant")
-            return original(model, **kwargs)
-        _raise(_objection(model, kwargs))
+    if (why := why_not(model, kwargs)) is not None:
+        if asked and _left_to_transformers(model) is None:
+            raise ValueError(why)
+        _tell(model, why)
+        return original(model, **kwargs)
     _heal_tokens(model, kwargs)
     _stop_at_strings(kwargs)
     kwargs.pop("tokenizer", None)
@@ -175,18 +163,22 @@ def _serve(original: Any, model: Any, assistant: Any, args: Any, kwargs: Any) ->
     return original(model, custom_generate=own, **kwargs)
 
 
-def _raise(why: str | None) -> None:
-    if why is not None:
-        raise ValueError(why)
+def _chosen(model: Any, named: Any) -> tuple[Any, bool]:
+    """The assistant of a call, None where it has none, and whether its maker asks for it."""
+    if named is _UNNAMED:
+        return attached_to(model), False
+    if named is not None and not isinstance(named, Assistant):
+        raise TypeError(f"assistant: expected an Assistant, got {kind_of(named)}")
+    return named, True
 
 
-def _check_kind(assistant: Any) -> None:
-    if not isinstance(assistant, Assistant):
-        raise TypeError(f"assistant: expected an Assistant, got {kind_of(assistant)}")
+def _tell(model: Any, why: str) -> None:
+    name = type(model).__name__
+    logger.warning_once("%s: decoding without the assistant (%s)", name, why)
 
 
 def why_not(model: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why an assistant cannot serve a call, whose maker never asked for it; None: it can."""
+    """Why an assistant cannot serve a call with these arguments; None: it can."""
     return _left_to_transformers(model) or _objection(model, kwargs)
 
 

@@ -193,7 +193,7 @@ def test_calls_that_cannot_be_assisted_decode_plainly(model, name, by_model, tol
         assert outcome(model, options) == plain
         assert outcome(model, options) == plain
     assert calls(assistant) == 0
-    shown = [r for r in told.records if r.name == "transformers.hf_retrieval_assist.attachment"]
+    shown = [r for r in told.records if r.name == "transformers.hf_retrieval_assist.hook"]
     assert len(shown) == 1
     assert name in shown[0].getMessage()
 
@@ -271,7 +271,7 @@ def test_many_short_calls_from_many_threads(model):
         before = objects_alive()
         list(threads.map(work, range(100)))
         grown = objects_alive() - before
-    assert calls(attached_to(model).assistant) == 120
+    assert calls(attached_to(model)) == 120
     assert grown < 100
 
 
