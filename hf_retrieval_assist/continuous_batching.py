@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from .token_tree import Forest, Limits, TokenTree
 from .verification.top_logits import ComputedTop
 
 if TYPE_CHECKING:
-    from .host.continuous_batching import FedRequest
+    from .host.continuous_batching import DraftedRequest, FedRequest
 
 logger = get_logger(__name__)
 
@@ -95,9 +95,10 @@ class RequestDrafts:
             cache_length=size_bucket(0),
         )
         self._positions = position_limit(model)
-        self._texts: dict[int, _Text] = {}  # by the identity of their requests, which they hold
+        self._texts: set[_Text] = set()
         self._told: set[type[Exception]] = set()
-        self._step = _Step(None, {})
+        self._drafting: Drafting | None = None
+        self._chains: dict[_Text, TokenTree] = {}  # that were drafted for a step
         self._forwards = 0  # behind a prefill, and not counted for `stats` yet
         self._rerouted = assistant.reroute and model.device.type == "cpu"
         if self._rerouted:
@@ -115,29 +116,28 @@ class RequestDrafts:
         """In which steps are computed."""
         return reroute(self._rerouted)
 
-    def propose(self, requests: Sequence[Any], room: int, longest: int) -> dict[str, list[int]]:
-        """Drafts by request, whose expected tokens pay for the time they take."""
-        self._step = _Step(None, {})
+    def propose(
+        self, requests: Sequence[DraftedRequest], room: int, longest: int
+    ) -> list[list[int]]:
+        """A draft of each request; their expected tokens pay for the time they take."""
+        self._drafting, self._chains = None, {}
         depths: dict[_Text, int] = {}
-        for text in map(self._text, requests if room else ()):
-            depth = min(longest, self._left(text.state))
+        for state in requests if room else ():
+            text, depth = self._text(state), min(longest, self._left(state))
             if text.session and depth > 0:
                 depths[text] = depth
-        with self._at_the_cost_of(*depths):
-            self._propose(depths, len(requests), room)
-        chains = self._step.chains
-        return {name: chain.token_ids.tolist() for name, chain in chains.items() if len(chain)}
+        if depths:
+            with self._at_the_cost_of(*depths):
+                self._propose(depths, len(requests), room)
+        none = TokenTree.empty()
+        return [self._chains.get(state.text, none).token_ids.tolist() for state in requests]
 
-    def _left(self, state: Any) -> int:
+    def _left(self, state: DraftedRequest) -> int:
         """Tokens that a draft may have: the last one that may be generated needs none."""
-        left: int = self._positions - len(state.initial_tokens) - state.generated_len()
-        if state.max_new_tokens is None:
-            return left
-        return min(left, math.ceil(state.max_new_tokens) - state.generated_len() - 1)
+        most = math.inf if state.max_new_tokens is None else math.ceil(state.max_new_tokens) - 1
+        return int(min(self._positions - len(state.initial_tokens), most) - state.generated_len())
 
     def _propose(self, depths: dict[_Text, int], requests: int, room: int) -> None:
-        if not depths:
-            return
         cost = PackedCost(self.assistant.costs.get(self._key), requests)
         account = self.assistant.account(replace(self._key, batch_size=size_bucket(len(depths))))
         drafting = self.assistant.begin(cost, account)
@@ -145,6 +145,7 @@ class RequestDrafts:
         try:
             drafts = self.assistant.propose(sessions, drafting)
         except Exception:
+            # Whose drafts failed is found out one by one; the step does without any.
             for text, session in zip(depths, sessions, strict=True):
                 with self._at_the_cost_of(text):
                     self.assistant.propose([session])
@@ -153,89 +154,87 @@ class RequestDrafts:
             return
         limits = Limits([*depths.values()], chains=True, packed=True)
         planned = drafting.planner.plan(drafts, cost, limits)
-        kept = _most_probable(planned, room)
-        names = [text.state.request_id for text in depths]
-        self._step = _Step(drafting, dict(zip(names, kept, strict=True)))
+        self._drafting = drafting
+        self._chains = dict(zip(depths, _most_probable(planned, room), strict=True))
 
     def follow(self, fed: Sequence[FedRequest], logits: torch.Tensor) -> None:
         """The texts of these requests have grown; `logits` [places, vocab_size] are processed."""
-        rows: list[tuple[_Text, FedRequest, list[int]]] = []
+        grown: list[tuple[_Text, FedRequest, list[int]]] = []
         going_on = False
         for one in fed:
             text = self._text(one.state)
-            new = text.new()
-            going_on |= text.begun
-            if text.begun:
-                text.counts.count_step(len(one.draft), one.kept - 1)
-                rows += [(text, one, new)] if new and text.session else []
-            elif new and text.session:
-                shown = logits[one.place : one.place + 1] if self.assistant.needs_logits else None
-                with self._at_the_cost_of(text):
-                    text.session.begin(new, shown)
-            text.begun = True
+            new, begun, text.begun = text.new(one.state), text.begun, True
+            going_on |= begun
+            if begun:
+                text.counts.count_step(len(one.state.draft), one.kept - 1)
+            if not new or text.session is None:
+                continue
+            if begun:
+                grown.append((text, one, new))
+                continue
+            shown = logits[one.place : one.place + 1] if self.assistant.needs_logits else None
+            with self._at_the_cost_of(text):
+                text.session.begin(new, shown)
         self._forwards += going_on
-        with self._at_the_cost_of(*(text for text, _, _ in rows)):
-            self._commit(rows, logits)
+        with self._at_the_cost_of(*(text for text, _, _ in grown)):
+            self._commit(grown, logits)
 
     def _commit(
-        self, rows: Sequence[tuple[_Text, FedRequest, list[int]]], logits: torch.Tensor
+        self, grown: Sequence[tuple[_Text, FedRequest, list[int]]], logits: torch.Tensor
     ) -> None:
         """Learn by how much the texts have grown, and what their logits show."""
-        drafting, chains = self._step
-        sessions = [text.session for text, _, _ in rows if text.session]
-        tokens = [new for _, _, new in rows]
-        feedbacks = [self._feedback(text, one, new, logits) for text, one, new in rows]
-        self.assistant.commit(sessions, tokens, feedbacks, drafting)
-        if drafting is not None:
-            asked = [one.state.request_id in chains for _, one, _ in rows]
-            trees = [
-                chains.get(one.state.request_id, TokenTree.empty()).prune(len(one.draft))
-                for _, one, _ in rows
-            ]
-            self.assistant.end(
-                drafting,
-                list(compress(sessions, asked)),
-                list(compress(trees, asked)),
-                list(compress(tokens, asked)),
-                1 + sum(map(len, trees)),
-            )
+        sessions = [text.session for text, _, _ in grown if text.session]
+        tokens = [new for _, _, new in grown]
+        feedbacks = [self._feedback(one, new, logits) for _, one, new in grown]
+        self.assistant.commit(sessions, tokens, feedbacks, self._drafting)
+        if self._drafting is None:
+            return
+        chains = self._chains
+        drafted = [text in chains for text, _, _ in grown]
+        trees = [
+            chains[text].prune(len(one.state.draft)) for text, one, _ in grown if text in chains
+        ]
+        self.assistant.end(
+            self._drafting,
+            list(compress(sessions, drafted)),
+            trees,
+            list(compress(tokens, drafted)),
+            1 + sum(map(len, trees)),
+        )
 
     def _feedback(
-        self, text: _Text, one: FedRequest, new: Sequence[int], logits: torch.Tensor
+        self, one: FedRequest, new: Sequence[int], logits: torch.Tensor
     ) -> RowFeedback | None:
         """What a step showed of a text that has got these tokens by it."""
         if not self.assistant.needs_feedback or len(new) != one.kept:
             return None
-        places = np.arange(one.place, one.place + 1 + len(one.draft))
+        state, text = one.state, one.state.generated_tokens
+        before = text[-1 - len(new)] if len(text) > len(new) else state.initial_tokens[-1]
+        places = np.arange(one.place, one.place + 1 + len(state.draft))
         return RowFeedback(
-            token_ids=np.array([text.token_before(new), *one.draft], np.int32),
+            token_ids=np.array([before, *state.draft], np.int32),
             accepted=np.arange(len(new), dtype=np.int32),
             logits=logits[places] if self.assistant.needs_all_logits else None,
             hidden_states={},
             top=ComputedTop(logits, places),
         )
 
-    def keep(self, requests: Sequence[Any]) -> None:
+    def keep(self, requests: Sequence[DraftedRequest]) -> None:
         """Finish the texts of all other requests, from which later ones draft."""
-        for identity in self._texts.keys() - {id(state) for state in requests}:
-            text = self._texts.pop(identity)
+        kept = {state.text for state in requests}
+        for text in self._texts - kept:
             with self._at_the_cost_of():
                 text.close()
             text.counts.forwards, self._forwards = self._forwards, 0
             self.assistant.count(text.counts)
-
-    def go_on(self, before: Any, state: Any) -> None:
-        """A request was sent back to wait as another one, whose prompt is the text so far."""
-        if (text := self._texts.pop(id(before), None)) is not None:
-            text.state = state
-            self._texts[id(state)] = text
+        self._texts &= kept
 
     def time(self, tokens: int, seconds: float) -> None:
         """A step that fed nothing but these tokens of decoding requests took so long."""
         with self._at_the_cost_of():
             self.assistant.costs.get(self._key).observe(tokens, seconds)
 
-    def blame(self, requests: Sequence[Any], error: Exception) -> None:
+    def blame(self, requests: Sequence[DraftedRequest], error: Exception) -> None:
         """A step failed with drafts of these requests; with none, by the kernels."""
         self._rerouted &= bool(requests)
         with self._at_the_cost_of(*map(self._text, requests)):
@@ -254,50 +253,38 @@ class RequestDrafts:
                 with suppress(Exception):
                     text.close()
 
-    def _text(self, state: Any) -> _Text:
-        if id(state) not in self._texts:
-            text = self._texts[id(state)] = _Text(state)
-            assistant = getattr(state, "assistant", None) or self.assistant
+    def _text(self, state: DraftedRequest) -> _Text:
+        if state.text is None:
+            text = state.text = _Text(len(state.initial_tokens))
+            self._texts.add(text)
+            assistant = state.assistant or self.assistant
             with self._at_the_cost_of(text):
                 text.session = assistant.start(self.target.known(state.initial_tokens), self.target)
-        return self._texts[id(state)]
-
-
-class _Step(NamedTuple):
-    """What was proposed for a step."""
-
-    drafting: Drafting | None
-    chains: dict[str, TokenTree]  # by request
+        return state.text
 
 
 class _Text:
     """A request's text.
 
     Attributes:
+        known: tokens that have been looked at.
         session: what drafts for it; None: nothing does.
         counts: of its steps.
         begun: whether it has more than its prompt.
     """
 
-    def __init__(self, state: Any):
-        self.state = state
+    def __init__(self, known: int):
+        self.known = known
         self.session: AssistantSession | None = None
         self.counts = CallStats(tier="continuous batching", calls=1)
         self.begun = False
-        self._known = len(state.initial_tokens)
 
-    def new(self) -> list[int]:
+    def new(self, state: DraftedRequest) -> list[int]:
         """The tokens that it has got since it was last looked at."""
-        tokens: list[int] = self.state.generated_tokens
-        new = tokens[self._known - len(self.state.initial_tokens) :]
-        self._known += len(new)
+        new = state.generated_tokens[self.known - len(state.initial_tokens) :]
+        self.known += len(new)
         self.counts.tokens += len(new)
         return new
-
-    def token_before(self, new: Sequence[int]) -> int:
-        """The last token before the newest ones."""
-        tokens = self.state.generated_tokens
-        return tokens[-1 - len(new)] if len(tokens) > len(new) else self.state.initial_tokens[-1]
 
     def close(self) -> None:
         """Nothing drafts for it from now on."""

@@ -24,9 +24,9 @@ from .support.tiny_models import VOCAB
 if Version(transformers.__version__) < Version("5.20"):
     pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
 
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.requests import RequestStatus
 
-from hf_retrieval_assist.host.continuous_batching import FedRequest
+from hf_retrieval_assist.host.continuous_batching import DraftedRequest, FedRequest
 
 from .support.batching import (
     Guess,
@@ -150,25 +150,26 @@ def test_an_id_may_be_used_again(llama):
     assert assistant.stats.total.calls == 4
 
 
-def test_requests_that_are_sent_back_are_the_same_text(llama):
+def test_requests_that_are_sent_back_are_the_same_text(llama, monkeypatch):
     """The cache does not hold them all: some begin again, with what they have for a prompt."""
     inputs = [[token] * 110 for token in (5, 7, 9)]
     options = SMALL | {"allow_block_sharing": False}
     plain = run(llama, inputs, greedy(max_new_tokens=90))
     memory = OutputMemory()
     assistant = SamAssistant(memory=memory, budget=4)
+    sent_back = []
+    make = DraftedRequest.create_equivalent_initial_request
+    monkeypatch.setattr(
+        DraftedRequest,
+        "create_equivalent_initial_request",
+        lambda state: sent_back.append(state) or make(state),
+    )
     with manager_of(llama, assistant, greedy(max_new_tokens=90), **options) as manager:
-        sent_back = []
         manager.add_request(inputs[0], request_id="0")
         for number in (1, 2):
             manager.add_request(
                 inputs[number], request_id=str(number), assistant=assistant.private()
             )
-        while manager.batch_processor is None:
-            time.sleep(0.001)
-        drafts = manager.drafts
-        go_on = drafts.go_on
-        drafts.go_on = lambda *states: sent_back.append(states) or go_on(*states)
         found = {out.request_id: out.generated_tokens for out in finished(manager, 3)}
         settled(manager)
     assert sent_back
@@ -348,14 +349,14 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
     drafts = batching.RequestDrafts(SamAssistant(budget=8), llama)
     states = []
     for number in range(3):
-        state = RequestState(request_id=f"r{number}", initial_tokens=[3, 4, 5, 6] * 50)
+        state = DraftedRequest(request_id=f"r{number}", initial_tokens=[3, 4, 5, 6] * 50)
         state.max_new_tokens, state.generated_tokens = 1000, [3]
         state.status = RequestStatus.DECODING
         states.append(state)
     logits = torch.zeros(3, VOCAB)
 
     def follow():
-        drafts.follow([FedRequest(s, [], 1, n) for n, s in enumerate(states)], logits)
+        drafts.follow([FedRequest(s, n, 1) for n, s in enumerate(states)], logits)
 
     follow()
     for state in states:

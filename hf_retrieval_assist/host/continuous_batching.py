@@ -13,16 +13,16 @@ from __future__ import annotations
 import queue
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers.generation.continuous_batching import cache_allocators
+from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
 from transformers.generation.continuous_batching.cb_logits_processors import (
     ContinuousBatchingLogitsProcessor,
 )
@@ -41,23 +41,8 @@ logger = get_logger(__name__)
 
 _LONGEST = 4096  # tokens of a draft where nothing else bounds it
 
-# Of a request that the running thread, or task, adds: its assistant, and where it waits to be sent.
-_added: ContextVar[Any] = ContextVar("assistant of a request", default=(None, None))
-
-
-class FedRequest(NamedTuple):
-    """A decoding request, and what a step made of it.
-
-    Attributes:
-        draft: the tokens that were fed behind the last one of its text.
-        kept: tokens that its text got.
-        place: of the logits behind its last token; those behind the draft follow.
-    """
-
-    state: RequestState
-    draft: Sequence[int]
-    kept: int
-    place: int
+# The assistant of what the running thread, or task, adds.
+_assistant: ContextVar[Any] = ContextVar("assistant of a request", default=None)
 
 
 class DraftedRequest(RequestState):
@@ -65,47 +50,57 @@ class DraftedRequest(RequestState):
 
     Attributes:
         assistant: `private()` or `expecting(text)` of the manager's; None: the manager's own.
-        before: the request that this one was made of, until it waits.
+        text: what drafts for it; None before anything does.
+        checked: whether it is known that it can be served.
+        offered: the draft that a step may feed, before it is known who is scheduled.
+        draft: what of it is fed behind the last token.
     """
 
     assistant: Any = None
-    before: RequestState | None = None
+    text: Any = None
+    checked: bool = False
+    offered: Sequence[int] = ()
+    draft: Sequence[int] = ()
 
     def create_equivalent_initial_request(self) -> RequestState:
         state: Any = super().create_equivalent_initial_request()
         state.__class__ = DraftedRequest
-        state.assistant, state.before = self.assistant, self
+        state.assistant, state.checked = self.assistant, True
+        state.text, self.text = self.text, None
         return state
 
 
-class _Requests(queue.Queue[RequestState]):
+class FedRequest(NamedTuple):
+    """A decoding request, and what a step made of it.
+
+    Attributes:
+        place: of the logits behind its last token; those behind its draft follow.
+        kept: tokens that its text got.
+    """
+
+    state: DraftedRequest
+    place: int
+    kept: int
+
+
+class _Requests(queue.Queue[Any]):
     """A manager's queue, whose requests know their assistants."""
 
     def put(self, item: Any, *args: Any, **options: Any) -> None:
         item.__class__ = DraftedRequest
-        item.assistant, held = _added.get()
-        send = partial(super().put, item, *args, **options)
-        if held is None:
-            send()
-        else:
-            held.append(send)
+        item.assistant = _assistant.get()
+        super().put(item, *args, **options)
 
 
 @contextmanager
-def adding_for(
-    assistant: Any = None, held: list[Callable[[], None]] | None = None
-) -> Iterator[None]:
-    """A scope in which requests are added for an assistant.
-
-    Args:
-        assistant: `private()` or `expecting(text)` of the manager's; None: the manager's own.
-        held: gets what sends the requests, which are not sent by themselves; None: they are.
-    """
-    token = _added.set((assistant, held))
+def adding_for(assistant: Any) -> Iterator[None]:
+    """A scope in which requests are added for `private()` or `expecting(text)` of the manager's
+    assistant; None: for its own."""
+    token = _assistant.set(assistant)
     try:
         yield
     finally:
-        _added.reset(token)
+        _assistant.reset(token)
 
 
 def serve(manager: ContinuousBatchingManager, drafts: Any) -> None:
@@ -117,17 +112,15 @@ def serve(manager: ContinuousBatchingManager, drafts: Any) -> None:
         manager: whose steps carry drafts from now on.
         drafts: `RequestDrafts` of the module that drafts, which this one does not import.
     """
-    if drafts is None:
-        if isinstance(manager, DraftingManager):
-            manager.__class__ = ContinuousBatchingManager
-            manager.batch_processor = None
-        return
-    manager.__class__ = DraftingManager
-    manager.drafts = drafts
-    manager.input_queue.__class__ = _Requests
-    processor = manager.batch_processor
-    if isinstance(processor, DraftingProcessor):
-        processor.drafts = processor.scheduler.drafts = drafts
+    if drafts is not None:
+        manager.__class__ = DraftingManager
+        manager.drafts = drafts
+        manager.input_queue.__class__ = _Requests
+        if isinstance(manager.batch_processor, DraftingProcessor):
+            manager.batch_processor.drafts = manager.batch_processor.scheduler.drafts = drafts
+    elif isinstance(manager, DraftingManager):
+        manager.__class__ = ContinuousBatchingManager
+        manager.batch_processor = None
 
 
 class DraftingManager(ContinuousBatchingManager):
@@ -135,14 +128,7 @@ class DraftingManager(ContinuousBatchingManager):
 
     drafts: Any
 
-    def add_request(
-        self,
-        input_ids: list[int],
-        request_id: str | None = None,
-        *args: Any,
-        assistant: Any = None,
-        **options: Any,
-    ) -> str | None:
+    def add_request(self, *args: Any, assistant: Any = None, **options: Any) -> str | None:
         """transformers' own, with an assistant for this request alone.
 
         Args:
@@ -151,23 +137,19 @@ class DraftingManager(ContinuousBatchingManager):
         Raises:
             ValueError: another assistant.
         """
-        given, held = _added.get()
-        assistant = given if assistant is None else assistant
+        assistant = _assistant.get() if assistant is None else assistant
         if assistant is not None:
             self.drafts.check_twin(assistant)
-        with adding_for(assistant, held):
-            return super().add_request(input_ids, request_id, *args, **options)
+        with adding_for(assistant):
+            return super().add_request(*args, **options)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         processor = super()._create_batch_processor()
         if isinstance(processor, DraftingProcessor):
             return processor
         if (why := _why_not(processor)) is not None:
-            logger.warning(
-                "%s: continuous batching without the assistant (%s)",
-                type(self.model).__name__,
-                why,
-            )
+            name = type(self.model).__name__
+            logger.warning("%s: continuous batching without the assistant (%s)", name, why)
             return processor
         scheduler: Any = processor.scheduler
         kind: Any = type(scheduler)
@@ -215,7 +197,7 @@ def _most_tokens(cache: Any, positions: int) -> int:
 
 
 @cache
-def _drafting(scheduler: type[Scheduler]) -> type[Scheduler]:
+def _drafting(scheduler: Any) -> Any:
     """A scheduler's class whose decoding requests bring drafts."""
     return type(f"Drafting{scheduler.__name__}", (_DraftingScheduler, scheduler), {})
 
@@ -226,23 +208,18 @@ class _DraftingScheduler(Scheduler):
     Attributes:
         vocab_size: ids that the model can be fed.
         most_tokens: of one request.
-        offered: drafts of this step by request, before it is known who is scheduled.
-        drafted: those that are scheduled.
+        proposes: whether drafts are still to be proposed for this step.
     """
 
     drafts: Any
     vocab_size: int
     most_tokens: int
-    offered: dict[str, list[int]] | None = None
-    drafted: dict[str, list[int]]
+    proposes = False
 
     def add_waiting_request(self, state: DraftedRequest) -> None:
-        before, state.before = state.before, None
-        if before is None:
+        if not state.checked:
             self._check(state)
         super().add_waiting_request(state)
-        if before is not None and before.request_id == state.request_id:
-            self.drafts.go_on(before, state)
 
     def _check(self, state: RequestState) -> None:
         """ValueError for a request that would end the loop, and with it all other requests."""
@@ -267,15 +244,19 @@ class _DraftingScheduler(Scheduler):
             raise ValueError(f"max_new_tokens: expected a number, got {state.max_new_tokens!r}")
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        self.drafted = {}
-        if self.offered is None:
-            room = self._room(token_budget)
-            self.offered = self.drafts.propose(self._decoding(), room, self._longest())
-        return super().schedule_batch(token_budget, cache_budget)
-
-    def _decoding(self) -> list[RequestState]:
         active = self.active_requests.values()
-        return [s for s in active if s.status == RequestStatus.DECODING and s.generated_len()]
+        for state in active:
+            state.draft = ()
+        if self.proposes:
+            self.proposes = False
+            going = [s for s in active if s.status == RequestStatus.DECODING and s.generated_len()]
+            # Of what is fed at once a sliding window keeps no more than its size, and what is
+            # accepted has to stay.
+            sizes = (window.sliding_window - 1 for window in _windows(self.cache))
+            room, longest = self._room(token_budget), min(sizes, default=_LONGEST)
+            for state, draft in zip(going, self.drafts.propose(going, room, longest), strict=True):
+                state.offered = draft
+        return super().schedule_batch(token_budget, cache_budget)
 
     def _room(self, token_budget: int) -> int:
         """Tokens of a step that neither decoding needs nor prompts that can be begun."""
@@ -292,32 +273,25 @@ class _DraftingScheduler(Scheduler):
             begun = prompts
         return max(0, token_budget - needed - begun)
 
-    def _longest(self) -> int:
-        """Tokens that a draft may have: of what is fed at once, a sliding window keeps no more than
-        its size, and what is accepted has to stay."""
-        return min((window.sliding_window - 1 for window in _windows(self.cache)), default=_LONGEST)
-
-    def _infer_request_tokens(self, state: RequestState, removed: set[str]) -> list[int]:
-        tokens = super()._infer_request_tokens(state, removed)
-        draft = (self.offered or {}).get(state.request_id)
-        if not draft or state.status != RequestStatus.DECODING:
+    def _infer_request_tokens(self, state: DraftedRequest, removed: set[str]) -> list[int]:
+        tokens: list[int] = super()._infer_request_tokens(state, removed)
+        if not state.offered or state.status != RequestStatus.DECODING:
             return tokens
         # A draft is worth no other request's blocks: each may need one more.
         page = max(found.tokens_per_page for found in self.cache.cache_allocators.values())
-        others = page * len(self.active_requests)
-        fits = self.cache.can_store_request_tokens(state, others + 1 + len(draft), dry_run=True)
-        return tokens + draft if fits else tokens
+        length = page * len(self.active_requests) + 1 + len(state.offered)
+        fits = self.cache.can_store_request_tokens(state, length, dry_run=True)
+        return [*tokens, *state.offered] if fits else tokens
 
     def _schedule_request(
-        self, state: RequestState, tokens: list[int], token_budget: int, removed: set[str]
+        self, state: DraftedRequest, tokens: list[int], token_budget: int, removed: set[str]
     ) -> None:
-        draft = (self.offered or {}).get(state.request_id)
-        if not draft or state.status != RequestStatus.DECODING or len(tokens) == 1:
+        if not state.offered or state.status != RequestStatus.DECODING or len(tokens) == 1:
             super()._schedule_request(state, tokens, token_budget, removed)
             return
         # What does not fit is left out; the rest of a prompt would be fed later instead.
         state.tokens_to_process = tokens[:token_budget]
-        self.drafted[state.request_id] = tokens[1:token_budget]
+        state.draft = tokens[1:token_budget]
 
 
 class _DraftingRunner(ModelRunner):
@@ -349,9 +323,10 @@ class DraftingProcessor(ContinuousBatchProcessor):
 
     def prepare_next_batch(self) -> bool:
         scheduler = self.scheduler
-        scheduler.offered, scheduler.drafted = None, {}
+        scheduler.proposes = True
         self._started = time.perf_counter()
         for state in [*scheduler.active_requests.values()]:
+            state.offered = ()
             if state.position_offset >= scheduler.most_tokens:
                 error = ValueError(
                     f"expected at most {scheduler.most_tokens} tokens of prompt and output, as "
@@ -372,30 +347,42 @@ class DraftingProcessor(ContinuousBatchProcessor):
         self.output_router.fail_and_deliver(state, error)
 
     def _generation_step(self, model: torch.nn.Module) -> None:
-        drafted = self.scheduler.drafted
+        requests = self.inputs_and_outputs.requests_in_batch
+        drafted = [future.state for future in requests if future.state.draft]
         self._remember()
         try:
             with self.drafts.scope():
                 if drafted:
-                    self._drafted_step(model, drafted)
+                    self._drafted_step(model)
                 else:
                     super()._generation_step(model)
         except Exception as error:
-            requests = [future.state for future in self.inputs_and_outputs.requests_in_batch]
-            self.drafts.blame([one for one in requests if one.request_id in drafted], error)
+            self.drafts.blame(drafted, error)
             for saved in self._overwritten:
                 saved.restore(len(saved.slots))
             if drafted:
-                self._drop(drafted)
+                self._drop()
             super()._generation_step(model)
 
-    def _drafted_step(self, model: torch.nn.Module, drafted: dict[str, list[int]]) -> None:
+    def _drafted_step(self, model: torch.nn.Module) -> None:
         io = self.inputs_and_outputs
+        # int64 [places]: the fed tokens whose logits are read, and whose request each one is of,
+        # counted among the requests that generate.
+        places: list[int] = []
+        owners: list[int] = []
+        end = generating = 0
+        for future in io.requests_in_batch:
+            end += future.query_length
+            if future.has_new_token:
+                fed = 1 + len(future.state.draft)
+                places += range(end - fed, end)
+                owners += [generating] * fed
+                generating += 1
         batch = io.get_model_kwargs(use_padding=False)
-        places, owners = self._places(drafted)
-        batch["logits_indices"] = places.to(batch["logits_indices"].dtype)
+        kind, device = batch["logits_indices"].dtype, self.model_device
+        batch["logits_indices"] = torch.tensor(places, dtype=kind, device=device)
         arguments = batch["logits_processor_args"]
-        batch["logits_processor_args"] = arguments.index_select(1, owners)
+        batch["logits_processor_args"] = arguments[:, torch.tensor(owners, device=device)]
         self.model_runner.checked = True
         try:
             with torch.no_grad():
@@ -403,22 +390,6 @@ class DraftingProcessor(ContinuousBatchProcessor):
         finally:
             self.model_runner.checked = False
         io.retrieve_device_outputs()
-
-    def _places(self, drafted: dict[str, list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [places]: the fed tokens whose logits are read, and whose request each one is of,
-        counted among the requests that generate."""
-        places: list[int] = []
-        owners: list[int] = []
-        end = generating = 0
-        for future in self.inputs_and_outputs.requests_in_batch:
-            end += future.query_length
-            if future.has_new_token:
-                fed = 1 + len(drafted.get(future.state.request_id, ()))
-                places += range(end - fed, end)
-                owners += [generating] * fed
-                generating += 1
-        device = self.model_device
-        return torch.tensor(places, device=device), torch.tensor(owners, device=device)
 
     def _remember(self) -> None:
         """Copy what the step overwrites of sliding windows, and what is read again.
@@ -433,28 +404,29 @@ class DraftingProcessor(ContinuousBatchProcessor):
                 if count and state.position_offset > allocator.sliding_window:
                     first = state.position_offset - count
                     slots = allocator.get_write_indices(state.request_id, first, count)
-                    for views in allocator._kv_token_views.values():
-                        self._overwritten += [_Saved(state, view, slots) for view in views]
+                    for view in chain(*allocator._kv_token_views.values()):
+                        self._overwritten.append(_Saved(state, view, slots))
 
-    def _drop(self, drafted: dict[str, list[int]]) -> None:
+    def _drop(self) -> None:
         """Prepare a step again without its drafts."""
         io = self.inputs_and_outputs
+        dropped = 0
         for future in io.requests_in_batch:
-            state, count = future.state, len(drafted.get(future.state.request_id, ()))
+            state, count = future.state, len(future.state.draft)
             state.position_offset -= future.query_length
             future.query_length -= count
             text = state.initial_tokens + state.generated_tokens
             end = state.position_offset + future.query_length
-            state.tokens_to_process = text[state.position_offset : end]
+            state.tokens_to_process, state.draft = text[state.position_offset : end], ()
             if count:
                 future.complete_blocks = self.cache.count_new_complete_blocks(state, 1)
                 self._clear(state, count)
-        self.scheduler.drafted = {}
+            dropped += count
         io.prepare_batch_tensors(
             requests_in_batch=io.requests_in_batch,
             logits_processors=self.logit_processor,
             use_decode_fast_path=False,
-            num_q_tokens=io.num_q_tokens - sum(map(len, drafted.values())),
+            num_q_tokens=io.num_q_tokens - dropped,
             max_kv_read=io.max_kv_read,
             use_padding=False,
         )
@@ -462,7 +434,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
     def _clear(self, state: RequestState, count: int) -> None:
         """Leave nothing of rejected nodes whose states are no numbers: a mask does not hide NaN."""
         for allocator in self.cache.cache_allocators.values():
-            if allocator.layer_type != cache_allocators.SLIDING_ATTENTION:
+            if allocator.layer_type != SLIDING_ATTENTION:
                 first = state.position_offset + 1
                 slots = allocator.get_write_indices(state.request_id, first, count)
                 for view in chain(*allocator._kv_token_views.values()):
@@ -470,28 +442,25 @@ class DraftingProcessor(ContinuousBatchProcessor):
 
     def update_batch(self) -> None:
         io = self.inputs_and_outputs
-        drafted = self.scheduler.drafted
-        states = [future.state for future in io.requests_in_batch if future.has_new_token]
-        places = len(states) + sum(map(len, drafted.values()))
+        generating = [future for future in io.requests_in_batch if future.has_new_token]
+        places = sum(1 + len(future.state.draft) for future in generating)
         chosen = io.output_ids[:, :places].clone()
         tokens = chosen[0].tolist()
         logprobs = chosen[1].view(torch.float32).tolist() if self.return_logprobs else None
-        place = row = 0
-        shown = []
-        for future in io.requests_in_batch:
-            if not future.has_new_token:
-                continue
-            state = future.state
-            draft = drafted.get(state.request_id, [])
-            kept = _kept(state, draft, tokens[place : place + 1 + len(draft)])
-            self._take_back(future, len(draft) + 1 - len(kept), len(kept) if draft else 0)
+        shown: list[FedRequest] = []
+        place = 0
+        for row, future in enumerate(generating):
+            state, fed = future.state, 1 + len(future.state.draft)
+            kept = _kept(state, tokens[place : place + fed])
+            if state.draft:
+                self._take_back(future, fed - len(kept), len(kept))
             for number, token in enumerate(kept[:-1], place):
                 state.update_and_check_completion(token, logprobs and logprobs[number])
                 if state.streaming:
                     self.output_router.deliver(state.to_generation_output())
             io.output_ids[:, row] = chosen[:, place + len(kept) - 1]
-            shown.append(FedRequest(state, draft, len(kept), place))
-            place, row = place + 1 + len(draft), row + 1
+            shown.append(FedRequest(state, place, len(kept)))
+            place += fed
         fed = sum(future.query_length for future in io.requests_in_batch)
         super().update_batch()
         self.drafts.follow(shown, self.model_runner.scores)
@@ -500,11 +469,8 @@ class DraftingProcessor(ContinuousBatchProcessor):
             self.drafts.time(places, time.perf_counter() - self._started)
 
     def _take_back(self, future: Any, rejected: int, kept: int) -> None:
-        """Forget the last fed tokens of a request; `kept`: fed tokens that stay, 0 where none of
-        them was drafted."""
+        """Forget the last fed tokens of a request; `kept` stay."""
         state = future.state
-        if not kept:
-            return
         state.position_offset -= rejected + kept
         future.complete_blocks = self.cache.count_new_complete_blocks(state, kept)
         state.position_offset += kept
@@ -525,8 +491,7 @@ class _Saved:
     """Keys or values of a layer, [slots, heads, width], in slots that are about to be written."""
 
     def __init__(self, state: RequestState, view: torch.Tensor, slots: Sequence[int]):
-        self.state = state
-        self.view = view
+        self.state, self.view = state, view
         self.slots = torch.tensor(slots, device=view.device)
         self.states = view[self.slots]
 
@@ -539,18 +504,17 @@ class _Saved:
 def _windows(cache: Any) -> list[Any]:
     """What holds the keys and values of layers with a sliding window."""
     kinds = cache.cache_allocators.values()
-    return [kind for kind in kinds if kind.layer_type == cache_allocators.SLIDING_ATTENTION]
+    return [kind for kind in kinds if kind.layer_type == SLIDING_ATTENTION]
 
 
-def _kept(state: RequestState, draft: Sequence[int], chosen: Sequence[int]) -> list[int]:
+def _kept(state: DraftedRequest, chosen: Sequence[int]) -> list[int]:
     """What plain decoding would have generated, given the token chosen behind each fed one."""
     ends = state.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
     limit = None if state.max_new_tokens is None else state.max_new_tokens - state.generated_len()
-    kept: list[int] = []
-    for number, token in enumerate(chosen):
-        kept.append(token)
-        ended = token in ends or (limit is not None and len(kept) >= limit)
-        if ended or number == len(draft) or draft[number] != token:
+    count = 1
+    for drafted, token in zip(state.draft, chosen, strict=False):
+        if token in ends or (limit is not None and count >= limit) or token != drafted:
             break
-    return kept
+        count += 1
+    return [*chosen[:count]]

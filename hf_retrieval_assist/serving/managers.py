@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -80,14 +80,11 @@ class _Manager(BaseGenerateManager):
         served = serving.get()
         inputs = served.begin(model, processor, inputs, gen_config, self.most_tokens)
         parser = None if response_parser is None else Parser(response_parser, served)
-        added: list[Callable[[], None]] = []
-        with self._adding(inputs, added):
+        name = self._name(request_id)
+        with self._adding(inputs, name):
             queue, streamer = super().generate_streaming(
-                model, processor, inputs, gen_config, self._name(request_id), parser
+                model, processor, inputs, gen_config, name, parser
             )
-        # By now the stream listens to what it is sent.
-        for add in added:
-            add()
         served.items = Items(queue, served if parser is None else None)
         return served.items, streamer
 
@@ -96,9 +93,10 @@ class _Manager(BaseGenerateManager):
     ) -> Any:
         served = serving.get()
         inputs = served.begin(model, processor, inputs, gen_config, self.most_tokens)
-        with self._adding(inputs):
+        name = self._name(request_id)
+        with self._adding(inputs, name):
             answer = await super().generate_non_streaming(
-                model, processor, inputs, gen_config, self._name(request_id)
+                model, processor, inputs, gen_config, name
             )
         served.end(answer[2])
         return answer
@@ -108,7 +106,7 @@ class _Manager(BaseGenerateManager):
         return f"{request_id} {next(self._numbers)}"
 
     @contextmanager
-    def _adding(self, inputs: dict[str, Any], added: Any = None) -> Iterator[None]:
+    def _adding(self, inputs: dict[str, Any], name: str) -> Iterator[None]:
         yield
 
 
@@ -126,11 +124,15 @@ class _SideBySide(_Manager, CBGenerateManager):
         self.most_tokens = getattr(scheduler, "most_tokens", self.most_tokens)
 
     @contextmanager
-    def _adding(self, inputs: dict[str, Any], added: Any = None) -> Iterator[None]:
+    def _adding(self, inputs: dict[str, Any], name: str) -> Iterator[None]:
         assistant = inputs.pop("assistant", None)
         if not isinstance(self._cb, DraftingManager):
             assistant = None
-        with adding_for(assistant, added):
+        # transformers listens to a stream after it has sent the request. What comes before is
+        # handed on by the event loop, which gets to it when somebody listens.
+        handlers = self._cb.output_router.result_handlers
+        self._cb.register_result_handler(name, lambda output: handlers[name][0](output))
+        with adding_for(assistant):
             yield
 
 
