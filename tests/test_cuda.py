@@ -45,6 +45,7 @@ from .support.heads import eagle_head, head_drafter, layers_of
 from .support.lossless import PROMPT, build, equal, run
 from .support.oracle_drafter import OracleDrafter, both, oracle_assistant
 from .support.tiny_models import VOCAB
+from .support.tree_case import TOLERANCE, Case
 from .verification.test_fixed_verifier import Collector
 
 pytestmark = [
@@ -248,10 +249,22 @@ def test_the_second_card(llama):
     assert idle(other).shape.device == torch.device("cuda:1")
 
 
+class Waiting(torch.nn.Module):
+    """A head that waits for the device, as no hook of the caller's does that is recorded."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head, self.weight = head, head.weight
+
+    def forward(self, states):
+        torch.cuda.synchronize()
+        return self.head(states)
+
+
 def test_a_draw_after_a_failed_recording(llama):
     """What waits for the device without an operator shows only while it is captured."""
     model = copy.deepcopy(llama)
-    model.model.layers[0].register_forward_hook(lambda *_: torch.cuda.synchronize())
+    model.lm_head = Waiting(model.lm_head)
     plain = run(model, max_new_tokens=40)
     assert torch.equal(plain, run(model, max_new_tokens=40, assistant=oracle_assistant(plain)))
     assert model in WORKSPACES._faults
@@ -370,10 +383,10 @@ def test_graphs_grow_with_the_text(llama, monkeypatch):
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
     grow, capacities = FixedMemory.grow, []
 
-    def noted(memory, slots):
+    def noted(memory, slots, reserved=None):
         # As if the length of the text were not known beforehand.
         memory._shape = replace(memory._shape, capacity=0)
-        grow(memory, slots)
+        grow(memory, slots, reserved)
         capacities.append(memory.workspace.shape.capacity)
 
     monkeypatch.setattr(FixedMemory, "grow", noted)
@@ -393,6 +406,16 @@ def test_hidden_states_come_from_graphs(llama):
         run(llama, max_new_tokens=60, assistant=assistant)
         found.append(torch.cat(collector.seen))
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("depth", [64, 80, 96, 128, 160, 192, 256, 512])
+@pytest.mark.parametrize("width", [1, 9, 70])
+def test_attention_of_every_head(depth, width, dtype):
+    """By the kernels as they were compiled for this card, padded rows and windows too."""
+    for kinds in ({}, {"reach": 40, "out_depth": 128}, {"sinks": True, "softcap": 1.5}):
+        with torch.device(DEVICE):
+            assert Case(4, 2, depth, width, dtype, [301, 40], **kinds).error() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -423,29 +446,14 @@ def test_compiled_steps_are_graphs(llama, mode):
         with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as seen:
             assert torch.equal(plain, run(model, assistant=assistant, **options))
         assert assistant.stats.last.accepted > 0
-    assert compilations() - before <= 3
-    assert {key.manner for key in assistant.costs._models} == {"compiled recorded"}
+    assert compilations() == before
+    assert {key.manner for key in assistant.costs._models} == {"recorded"}
     assert idle(model).shape.attention_by == "triton"
     steps = idle(model)._steps.values()
     assert any(step.replay.trusted for step in steps)
     assert [step.replay.fault for step in steps] == [None] * len(steps)
-    # All but a call's first forward, which asks the model how it prepares its inputs.
     launched = sum(one.count for one in seen.key_averages() if one.key == "cudaGraphLaunch")
-    assert launched == assistant.stats.last.forwards - 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_steps_of_models_compiled_in_place(llama, mode):
-    """Recorded, unless they record themselves."""
-    model = copy.deepcopy(llama)
-    plain = run(model, max_new_tokens=60)
-    model.compile(mode=mode)
-    for _ in range(3):
-        assistant = oracle_assistant(plain)
-        assert torch.equal(plain, run(model, max_new_tokens=60, assistant=assistant))
-    manner = "compiled recorded" if mode == "default" else "compiled"
-    assert {key.manner for key in assistant.costs._models} == {manner}
+    assert launched == assistant.stats.last.forwards
 
 
 @pytest.mark.slow

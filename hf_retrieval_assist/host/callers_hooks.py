@@ -46,10 +46,15 @@ def only_looks(number: int, hook: Any) -> bool:
 
 
 def has_callers_hooks(model: nn.Module) -> bool:
-    """Whether a hook of the caller sees the model's forwards, that of all modules included."""
-    return any(map(is_callers, global_hooks())) or any(
-        is_callers(hook) for module in model.modules() for _, hook in numbered_hooks(module)
-    )
+    """Whether a hook of the caller sees this thread's forwards of a model, that of all modules
+    included."""
+    hooks = [hook for module in model.modules() for _, hook in numbered_hooks(module)]
+    return any(is_callers(hook) and not _is_muted(hook) for hook in (*global_hooks(), *hooks))
+
+
+def _is_muted(hook: Any) -> bool:
+    watch = hook.watches.get(threading.get_ident()) if isinstance(hook, _Watched) else None
+    return watch is not None and watch.muted
 
 
 class _Watched:

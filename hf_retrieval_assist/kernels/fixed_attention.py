@@ -18,11 +18,12 @@ class Seen:
     """What the queries of one forward see, for the layers of one kind.
 
     Attributes:
-        kept: int32 [batch], slots of each row in front of the fed tokens, padding left out.
+        kept: int32 [batch], kept slots of each row, padding left out.
         first: int32 [batch], slots of padding in front of them.
-        table: bool [batch, width, width + 2], whether a query sees fed token j in column j + 1.
-        unseen: int64 [batch, width, 1], the last slot beyond a query's reach, the first query's
-            being the smallest; None: all are within it.
+        table: bool [batch, width, columns + 2], whether a query sees slot j behind the kept ones,
+            in column j + 1.
+        unseen: int64 [batch, width, 1], the last slot beyond a query's reach; None: all are within
+            it.
         hidden: bool [batch, capacity], slots that hold no token; None: those of the padding alone.
     """
 
@@ -31,6 +32,11 @@ class Seen:
     table: torch.Tensor
     unseen: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """Slots behind the kept ones that something may lie in."""
+        return self.table.shape[2] - 2
 
 
 def has_triton(device: torch.device) -> bool:

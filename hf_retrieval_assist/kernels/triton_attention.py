@@ -24,13 +24,15 @@ from .attention import asks_for_more
 from .fixed_attention import Seen
 from .scopes import Attention
 
-# Slots of a part at least, and parts at most.
-_PART = 128
-_MOST_PARTS = 32
+# Slots of a part at least, and programs for each multiprocessor, as far as parts can bring them.
+_LEAST_PART = 128
+_PROGRAMS = 4
 
-# Bytes of one head's keys that are read at once.
-_BLOCK_BYTES = 1 << 14
-_MOST_BLOCK = 64
+# Wider heads, and float32, leave a large tile no registers for its sums.
+_MOST_LARGE = 256
+
+# Bytes of a head from which on the sums of a tile need the registers of eight warps.
+_MOST_BYTES = 1024
 
 
 class TritonAttention:
@@ -74,12 +76,12 @@ def tree_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention over kept slots and fed tokens, in two launches.
+    """Attention over kept slots and what lies behind them, in two launches.
 
     Args:
         query: [batch, heads, width, depth]; of it, keys and values the last axis is contiguous.
         key, value: whole buffers [batch, shared heads, capacity, depth].
-        seen: what the queries see. The fed tokens lie behind the kept slots.
+        seen: what the queries see.
         scale: of the products of queries and keys.
         softcap: where scores are bounded by `softcap * tanh(score / softcap)`.
         sinks: [heads], scores of nothing, which takes weight and brings no value.
@@ -90,74 +92,88 @@ def tree_attention(
     """
     batch, heads, width, depth = query.shape
     shared, capacity = key.shape[1:3]
-    deep, out_depth = key.shape[3], value.shape[3]
-    part = part_of(capacity)
+    out_depth, group = value.shape[3], heads // shared
+    queries, rows = group * width, batch * shared
+    tiles = tiles_of(depth, out_depth, key.element_size(), queries)
+    programs = rows * triton.cdiv(queries, tiles["TILE"])
+    part = part_of(capacity, programs, _processors(query.device))
     parts = triton.cdiv(capacity, part)
-    group = heads // shared
-    queries = group * width
-    tile = 16 if queries <= 16 else 64
-    block = max(16, min(_MOST_BLOCK, _BLOCK_BYTES // (deep * key.element_size())))
-    rows = batch * shared
     outs = query.new_empty((rows, parts, queries, out_depth), dtype=torch.float32)
     weights = query.new_empty((rows, parts, queries, 2), dtype=torch.float32)
     out = query.new_empty((batch, width, heads, out_depth))
     table, hidden = (None if x is None else x.view(torch.uint8) for x in (seen.table, seen.hidden))
     # Triton launches on the current device, wherever the tensors are.
     with torch.cuda.device_of(query):
-        attend_parts[(parts, triton.cdiv(queries, tile), rows)](
-            query,
-            key,
-            value,
-            seen.kept,
-            seen.first,
-            table,
-            seen.unseen,
-            hidden,
-            outs,
-            weights,
-            scale,
-            softcap or 0.0,
-            width,
-            group,
-            shared,
-            capacity,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
+        attend_parts[(programs * parts,)](
+            *(query, key, value, seen.kept, seen.first, table, seen.unseen, hidden, outs, weights),
+            *(scale, softcap or 0.0, width, seen.columns, group, shared, capacity, part, parts),
+            *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
             DEPTH=depth,
-            DEPTH2=max(16, triton.next_power_of_2(depth)),
             OUT_DEPTH=out_depth,
-            OUT_DEPTH2=max(16, triton.next_power_of_2(out_depth)),
-            TILE=tile,
-            BLOCK=block,
-            PART=part,
             LIMITED=seen.unseen is not None,
             HOLES=hidden is not None,
             CAPPED=bool(softcap),
+            **tiles,
         )
-        merge_parts[(queries, rows)](
-            outs,
-            weights,
-            sinks,
-            out,
-            width,
-            group,
-            shared,
-            parts,
+        merge_parts[(rows * queries,)](
+            *(outs, weights, sinks, out, width, group, shared, parts),
             DEPTH=out_depth,
-            DEPTH2=triton.next_power_of_2(out_depth),
-            PARTS2=triton.next_power_of_2(parts),
+            DEPTH2=tiles["OUT_DEPTH2"],
             SINKS=sinks is not None,
+            SOME=parts_at_once(out_depth),
         )
     return out
 
 
-def part_of(capacity: int) -> int:
-    """Slots of a part: whatever is fed, a slot of a buffer belongs to the same part."""
-    return max(_PART, triton.next_power_of_2(triton.cdiv(capacity, _MOST_PARTS)))
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":  # Triton's interpreter
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit
+def part_of(capacity: int, programs: int, processors: int) -> int:
+    """Slots of a part: so many that the device is busy, and no more outputs have to be merged.
+
+    Whatever is kept, a slot of a buffer belongs to the same part in all forwards of one width.
+
+    Args:
+        programs: that there are for each part.
+    """
+    parts = triton.cdiv(_PROGRAMS * processors, programs)
+    return triton.cdiv(triton.cdiv(capacity, parts), _LEAST_PART) * _LEAST_PART
+
+
+def tiles_of(depth: int, out_depth: int, size: int, queries: int) -> dict[str, int]:
+    """How a program of `attend_parts` divides its work.
+
+    Heads of up to 512 fit into the registers, and into 99 KB of shared memory, the least that cards
+    from compute capability 8.0 on have.
+
+    Args:
+        depth, out_depth: of keys and of values.
+        size: bytes of a number.
+        queries: of a shared head.
+    """
+    deep, out = (max(16, triton.next_power_of_2(x)) for x in (depth, out_depth))
+    widest = max(deep, out)
+    large = queries > 16 and size == 2 and widest <= _MOST_LARGE
+    block_bytes, most_block = (1 << 13, 32) if large else (1 << 14, 64)
+    return {
+        "DEPTH2": deep,
+        "OUT_DEPTH2": out,
+        "TILE": 64 if large else 16,
+        "BLOCK": max(16, min(most_block, block_bytes // (widest * size))),
+        "num_warps": 8 if large or widest * size > _MOST_BYTES else 4,
+        "num_stages": 3 if large else 2,
+    }
+
+
+def parts_at_once(out_depth: int) -> int:
+    """How many parts' outputs `merge_parts` holds in registers."""
+    return min(16, 2048 // max(16, triton.next_power_of_2(out_depth)))
+
+
+@triton.jit(do_not_specialize=["width", "columns", "capacity", "part_slots", "parts"])
 def attend_parts(
     queries_at,
     keys_at,
@@ -172,9 +188,12 @@ def attend_parts(
     scale,
     softcap,
     width,
+    columns,
     group,
     shared,
     capacity,
+    part_slots,
+    parts,
     query_row,
     query_head,
     query_node,
@@ -190,7 +209,6 @@ def attend_parts(
     OUT_DEPTH2: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
-    PART: tl.constexpr,
     LIMITED: tl.constexpr,
     HOLES: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -200,75 +218,70 @@ def attend_parts(
     Writes outputs [batch * shared, parts, group * width, OUT_DEPTH], each relative to the part's
     best score, and that score with the sum of the weights [.., 2].
     """
-    part, tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # Places in buffers are counted in 64 bits, as buffers may be larger than 32 bits count.
-    row, head = (line // shared).to(tl.int64), line % shared
+    # One axis, since the others end at 65,535. Tiles of the same slots follow one another.
+    tiles = tl.cdiv(group * width, TILE)
+    program = tl.program_id(0)
+    tile, part, line = program % tiles, program // tiles % parts, program // tiles // parts
+    # Places in memory are counted in 64 bits, as buffers may be larger than 32 bits count.
+    row, head = (line // shared).to(tl.int64), (line % shared).to(tl.int64)
     first = tl.load(first_at + row)
-    fed = first + tl.load(kept_at + row)
+    end_kept = first + tl.load(kept_at + row)
     number = tile * TILE + tl.arange(0, TILE)
     real = number < group * width
     member, node = number // width, number % width
-    d, e, n = tl.arange(0, DEPTH2), tl.arange(0, OUT_DEPTH2), tl.arange(0, BLOCK)
-    begin = tl.maximum(part * PART, first // BLOCK * BLOCK)
-    end = tl.minimum(part * PART + PART, fed + width)
+    begin = tl.maximum(part * part_slots, first // BLOCK * BLOCK)
+    end = tl.minimum((part + 1) * part_slots, end_kept + columns)
     if LIMITED:
-        beyond = tl.load(unseen_at + row * width)
-        nearest = tl.minimum(tl.maximum(beyond + 1, 0), fed).to(tl.int32)
+        unseen = tl.load(unseen_at + row * width + node, mask=real, other=capacity).to(tl.int32)
+        nearest = tl.minimum(tl.maximum(tl.min(unseen, 0) + 1, 0), end_kept)
         begin = tl.maximum(begin, nearest // BLOCK * BLOCK)
-        unseen = tl.load(unseen_at + row * width + node, mask=real, other=0)
-    q = tl.load(
-        queries_at
-        + row * query_row
-        + ((head * group + member) * query_head + node * query_node)[:, None]
-        + d[None, :],
-        mask=real[:, None] & (d < DEPTH)[None, :],
-        other=0.0,
-    )
+    queries_at += row * query_row
+    places = (head * group + member) * query_head + node * query_node
+    q = _vectors(queries_at, places, real, DEPTH, DEPTH2)
+    keys_at += row * key_row + head * key_head
+    values_at += row * value_row + head * value_head
+    table_at += ((row * width + node) * (columns + 2))[:, None] + 1
     top = tl.full((TILE,), -1e30, tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     out = tl.zeros((TILE, OUT_DEPTH2), tl.float32)
-    for at in range(begin, end, BLOCK):
-        slot = at + n
-        inside = (slot >= first) & (slot < fed + width)
-        place = slot.to(tl.int64)[:, None]
-        k = tl.load(
-            keys_at + row * key_row + head * key_head + place * key_slot + d[None, :],
-            mask=inside[:, None] & (d < DEPTH)[None, :],
-            other=0.0,
-        )
-        v = tl.load(
-            values_at + row * value_row + head * value_head + place * value_slot + e[None, :],
-            mask=inside[:, None] & (e < OUT_DEPTH)[None, :],
-            other=0.0,
-        )
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAPPED:
-            s = softcap * (2 * tl.sigmoid(2 * s / softcap) - 1)
-        kept = (inside & (slot < fed))[None, :]
-        if LIMITED:
-            kept = kept & (slot[None, :] > unseen[:, None])
-        if HOLES:
-            hole = tl.load(hidden_at + row * capacity + slot, mask=inside, other=1)
-            kept = kept & (hole == 0)[None, :]
-        other = slot - fed
-        # What is kept belongs to no column, and is not looked up.
-        near = inside & (other >= 0)
-        related = tl.load(
-            table_at + ((row * width + node) * (width + 2))[:, None] + (1 + other)[None, :],
-            mask=real[:, None] & near[None, :],
-            other=0,
-        )
-        seen = kept | (related != 0)
-        s = tl.where(seen, s, -1e30)
-        higher = tl.maximum(top, tl.max(s, 1))
-        p = tl.where(seen, tl.exp(s - higher[:, None]), 0.0)
-        old = tl.exp(top - higher)
-        total = total * old + tl.sum(p, 1)
-        out = out * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        top = higher
-    place = (line * tl.num_programs(0) + part).to(tl.int64) * group * width + number
+    # Only blocks that lie behind kept slots, which come last, look at the table.
+    middle = tl.maximum(begin, tl.minimum(end, end_kept // BLOCK * BLOCK))
+    for behind in tl.static_range(2):
+        if behind:
+            start, stop = middle, end
+        else:
+            start, stop = begin, middle
+        for at in range(start, stop, BLOCK):
+            slot = at + tl.arange(0, BLOCK)
+            inside = slot >= first
+            if behind:
+                inside = inside & (slot < end_kept + columns)
+            k = _vectors(keys_at, slot.to(tl.int64) * key_slot, inside, DEPTH, DEPTH2)
+            v = _vectors(values_at, slot.to(tl.int64) * value_slot, inside, OUT_DEPTH, OUT_DEPTH2)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if CAPPED:
+                s = softcap * (2 * tl.sigmoid(2 * s / softcap) - 1)
+            seen = (inside & (slot < end_kept))[None, :]
+            if LIMITED:
+                seen = seen & (slot[None, :] > unseen[:, None])
+            if HOLES:
+                hole = tl.load(hidden_at + row * capacity + slot, mask=inside, other=1)
+                seen = seen & (hole == 0)[None, :]
+            if behind:
+                near = real[:, None] & (inside & (slot >= end_kept))[None, :]
+                related = tl.load(table_at + (slot - end_kept)[None, :], mask=near, other=0)
+                seen = seen | (related != 0)
+            s = tl.where(seen, s, -1e30)
+            higher = tl.maximum(top, tl.max(s, 1))
+            p = tl.where(seen, tl.exp(s - higher[:, None]), 0.0)
+            old = tl.exp(top - higher)
+            total = total * old + tl.sum(p, 1)
+            out = out * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+            top = higher
+    place = (line * parts + part).to(tl.int64) * group * width + number
     tl.store(weights_at + place * 2, top, mask=real)
     tl.store(weights_at + place * 2 + 1, total, mask=real)
+    e = tl.arange(0, OUT_DEPTH2)
     tl.store(
         outs_at + place[:, None] * OUT_DEPTH + e[None, :],
         out,
@@ -277,6 +290,15 @@ def attend_parts(
 
 
 @triton.jit
+def _vectors(at, places, wanted, SIZE: tl.constexpr, SIZE2: tl.constexpr):
+    """[n, SIZE2], vectors of SIZE numbers at n places, filled up with zeros; zeros where none is
+    wanted, which is not read."""
+    i = tl.arange(0, SIZE2)
+    mask = wanted[:, None] & (i < SIZE)[None, :]
+    return tl.load(at + places[:, None] + i[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["width", "parts"])
 def merge_parts(
     outs_at,
     weights_at,
@@ -288,30 +310,39 @@ def merge_parts(
     parts,
     DEPTH: tl.constexpr,
     DEPTH2: tl.constexpr,
-    PARTS2: tl.constexpr,
     SINKS: tl.constexpr,
+    SOME: tl.constexpr,
 ):
-    """One query's output, of [batch, width, heads, DEPTH]."""
-    number, line = tl.program_id(0), tl.program_id(1)
-    row, node = line // shared, number % width
+    """One query's output, of [batch, width, heads, DEPTH], from SOME parts at a time."""
+    queries = group * width
+    number, line = tl.program_id(0) % queries, tl.program_id(0) // queries
+    row, node = (line // shared).to(tl.int64), number % width
     head = line % shared * group + number // width
-    part, d = tl.arange(0, PARTS2), tl.arange(0, DEPTH2)
-    place = (line * parts + part).to(tl.int64) * group * width + number
-    top = tl.load(weights_at + place * 2, mask=part < parts, other=-1e30)
-    total = tl.load(weights_at + place * 2 + 1, mask=part < parts, other=0.0)
-    highest = tl.max(top, 0)
+    d = tl.arange(0, DEPTH2)
+    top = tl.full((), -1e30, tl.float32)
+    total = tl.zeros((), tl.float32)
+    out = tl.zeros((DEPTH2,), tl.float32)
+    for at in range(0, parts, SOME):
+        part = at + tl.arange(0, SOME)
+        place = (line.to(tl.int64) * parts + part) * queries + number
+        tops = tl.load(weights_at + place * 2, mask=part < parts, other=-1e30)
+        totals = tl.load(weights_at + place * 2 + 1, mask=part < parts, other=0.0)
+        outs = tl.load(
+            outs_at + place[:, None] * DEPTH + d[None, :],
+            mask=(totals > 0)[:, None] & (d < DEPTH)[None, :],
+            other=0.0,
+        )
+        higher = tl.maximum(top, tl.max(tops, 0))
+        old, share = tl.exp(top - higher), tl.exp(tops - higher)
+        total = total * old + tl.sum(share * totals, 0)
+        out = out * old + tl.sum(outs * share[:, None], 0)
+        top = higher
     if SINKS:
         sink = tl.load(sinks_at + head).to(tl.float32)
-        highest = tl.maximum(highest, sink)
-    share = tl.exp(top - highest)
-    weight = tl.sum(share * total, 0)
-    if SINKS:
-        weight += tl.exp(sink - highest)
-    outs = tl.load(
-        outs_at + place[:, None] * DEPTH + d[None, :],
-        mask=(total > 0)[:, None] & (d < DEPTH)[None, :],
-        other=0.0,
-    )
-    out = tl.sum(outs * share[:, None], 0) / tl.maximum(weight, 1e-30)
-    at = ((row * width + node).to(tl.int64) * shared * group + head) * DEPTH
+        higher = tl.maximum(top, sink)
+        old = tl.exp(top - higher)
+        total = total * old + tl.exp(sink - higher)
+        out = out * old
+    out = out / tl.maximum(total, 1e-30)
+    at = ((row * width + node) * shared * group + head) * DEPTH
     tl.store(out_at + at + d, out.to(out_at.dtype.element_ty), mask=d < DEPTH)

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..host.callers_hooks import has_callers_hooks
 from ..host.feature_taps import FeatureTaps
-from ..host.transformers_private import attention_of
+from ..host.transformers_private import attention_of, why_no_mask
 from ..kernels.fixed_attention import AttentionBy
 from ..row_text import RowText
 from ..token_tree import Limits, TokenTree
@@ -134,6 +135,8 @@ class FixedVerifier(TreeVerifier):
         self._by_kernels = by != "mask"
         if self._by_kernels:
             self.attention_by = by
+        # The model's own test shows whether it reads its masks; what hooks read no test shows.
+        self._tells_masks = has_callers_hooks(self.model) and why_no_mask(self.model.config) is None
         self._asked = False
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
@@ -268,7 +271,8 @@ class FixedVerifier(TreeVerifier):
         if self._by_kernels:
             from ..kernels.triton_attention import TritonAttention  # needs Triton
 
-            arguments["attention_mask"] = told = masks.empty(width)
+            told = masks.build(inputs) if self._tells_masks else masks.empty(width)
+            arguments["attention_mask"] = told
             name = attention_of(self.model.config)
             with self._attending(TritonAttention(masks.seen(inputs, told), name)):
                 outputs = self._run(inputs["token_ids"], width, arguments)

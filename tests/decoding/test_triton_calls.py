@@ -2,19 +2,25 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    GptOssForCausalLM,
     Llama4ForCausalLM,
     LlamaForCausalLM,
 )
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers
+from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
+from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
+from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service, tiers
+from tests.draft_models.test_recorded import NAMES, Drafting, assert_same
 from tests.support.dense_attention import flash_like
 from tests.support.lossless import PROMPT, build, knowing
 from tests.support.op_recorder import serve_in_place
@@ -97,59 +103,84 @@ def test_attention_that_takes_no_masks(attended, monkeypatch):
     assert attended
 
 
-def eager_like(module, query, key, value, attention_mask, scaling, softcap, s_aux, **options):
-    """Bounded scores and sinks as they are defined."""
+def bounded(
+    module, query, key, value, attention_mask, scaling, softcap=None, s_aux=None, **options
+):
+    """Attention as it is defined, with bounded scores or sinks."""
     sharing = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(sharing, 1) for x in (key, value))
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / softcap)
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores + attention_mask[..., : scores.shape[3]]
-    sinks = s_aux[None, :, None, None].expand(*scores.shape[:3], 1)
-    weights = torch.cat([scores, sinks], 3).softmax(3)[..., :-1]
-    return (weights @ value).transpose(1, 2), None
+    if s_aux is not None:
+        sinks = s_aux[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], 3)
+    return (scores.softmax(3)[..., : key.shape[2]] @ value).transpose(1, 2), None
 
 
-def test_bounded_scores_and_sinks(attended):
-    model = build(LlamaForCausalLM)
-    sinks = torch.linspace(-1, 3, model.config.num_attention_heads)
-
-    AttentionInterface.register("bounded", eager_like)
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [(Gemma2ForCausalLM, {"attn_logit_softcapping": 0.5}), (GptOssForCausalLM, {})],
+)
+def test_bounded_scores_and_sinks(model_class, config, attended):
+    AttentionInterface.register("bounded", bounded)
     AttentionMaskInterface.register("bounded", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model = build(model_class, **config)
     model.set_attn_implementation("bounded")
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, arguments, options: (
-                arguments,
-                options | {"softcap": 2.0, "s_aux": sinks},
-            ),
-            with_kwargs=True,
-        )
     plain, assisted, assistant = both(model, CALLS["padded"], oracle=ORACLE, **OPTIONS)
     assert torch.equal(plain, assisted)
     assert assistant.stats.tier == "tree"
     assert attended
 
 
+def with_mask_read(hidden, mask):
+    """The same, or NaN where a mask holds no numbers."""
+    return hidden if mask is None else hidden + 0 * mask[..., :1].mean().clamp(max=0)
+
+
 def test_layers_that_read_their_mask_are_served_with_one(attended):
     """Masks that tell kinds of layers apart hold no numbers: the model's test finds who reads."""
     model = build(LlamaForCausalLM)
     layer = model.model.layers[0]
+    forward = layer.forward
+
+    def reads(hidden, attention_mask=None, **options):
+        hidden = with_mask_read(hidden, attention_mask)
+        return forward(hidden, attention_mask=attention_mask, **options)
+
+    layer.forward = reads
+    for _ in range(2):
+        attended.clear()
+        plain, assisted, assistant = both(model, CALLS["one row"], oracle=ORACLE, **OPTIONS)
+        assert torch.equal(plain, assisted)
+        assert assistant.stats.tier == "tree"
+    assert not attended
+
+
+def test_hooks_are_shown_masks_with_numbers(attended):
+    """Of which no test tells what they read, and whether they change something with it."""
+    model, shown = build(LlamaForCausalLM), []
 
     def reads(module, arguments, options):
-        if options.get("attention_mask") is not None:
-            seen = options["attention_mask"][..., :1].mean()
-            return (arguments[0] + 0 * seen.clamp(max=0), *arguments[1:]), options
-        return None
+        shown.append(options["attention_mask"])
+        hidden = with_mask_read(arguments[0], shown[-1])
+        return (hidden, *arguments[1:]), options
 
-    layer.register_forward_pre_hook(reads, with_kwargs=True)
-    plain, assisted, assistant = both(model, CALLS["one row"], oracle=ORACLE, **OPTIONS)
-    assert torch.equal(plain, assisted)
+    model.model.layers[0].register_forward_pre_hook(reads, with_kwargs=True)
+    for _ in range(2):
+        shown.clear()
+        plain, assisted, assistant = both(model, CALLS["one row"], oracle=ORACLE, **OPTIONS)
+        assert torch.equal(plain, assisted)
     assert assistant.stats.tier == "tree"
-    before = len(attended)
-    both(model, CALLS["one row"], oracle=ORACLE, **OPTIONS)
-    assert len(attended) == before
+    assert assistant.stats.last.accepted > 0
+    assert attended
+    assert not any(mask.isnan().any() for mask in shown if mask is not None)
 
 
-def test_at_one_width_no_bit_depends_on_drafts(attended):
+def test_at_one_width_no_bit_depends_on_drafts(attended, monkeypatch):
+    # As tensor cores do, and unlike BLAS, the interpreter multiplies all rows of a tile alike.
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ij,jk->ik", a, b, dtype=dtype))
     model, inputs = build(LlamaForCausalLM), CALLS["one row"]
     names = dict.fromkeys(("return_dict_in_generate", "output_logits"), True)
     undrafted = Assistant([], fixed_width=8, reroute=False)
@@ -161,3 +192,26 @@ def test_at_one_width_no_bit_depends_on_drafts(attended):
     assert {shape[2] for shape in attended} == {8}
     for one, other in zip(actual.logits, expected.logits, strict=True):
         assert torch.equal(one, other)
+
+
+def drafts_of(case):
+    """What a draft model drafts for two texts that go on."""
+    drafter = DraftModelDrafter(case.layers, max_nodes=6, max_levels=2, width=2)
+    sessions, drafts = [case._start(drafter, row) for row in range(2)], []
+    for turn in range(2):
+        trees = drafter.propose_rows(sessions, [6] * 2)
+        case._go_on(sessions, trees, turn)
+        drafts += trees
+    return drafts
+
+
+@pytest.mark.parametrize("kind", NAMES[:2])
+def test_draft_models(kind, attended, monkeypatch):
+    """Whose levels see nodes that were fed before."""
+    monkeypatch.setattr(ShapeChooser, "_has_changed", lambda self: False)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(fixed_memory, "_STAYING", ())
+        expected = drafts_of(Drafting(kind))
+    assert not attended
+    assert_same(drafts_of(Drafting(kind)), expected)
+    assert attended

@@ -23,7 +23,9 @@ from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.kernels import largest
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay
+from hf_retrieval_assist.verification.fixed_masks import FixedMasks
 from hf_retrieval_assist.verification.workspace import WORKSPACES
+from tests.support import dense_attention
 from tests.support.accelerator import DEVICE, Accelerator
 from tests.support.feature_following import features_of, seen
 from tests.support.heads import as_launches, head_drafter, layers_of, put_head
@@ -219,6 +221,25 @@ def test_recordings_draft_what_forwards_do(
     steps = [step for workspace in kept for step in workspace._steps.values()]
     assert any(step.replay.trusted for step in steps)
     assert not any(step.replay.fault for step in steps)
+
+
+def refuse(*arguments: Any) -> None:
+    raise AssertionError("a mask over the whole capacity")
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("kind", NAMES[:2])
+def test_draft_models_attend_by_kernels_without_masks(
+    kind: str, rows: int, in_place: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Drafting(kind).conversation(range(rows))
+    in_place()
+    attended = dense_attention.install(monkeypatch)
+    monkeypatch.setattr(FixedMasks, "build", refuse)
+    case = Drafting(kind)
+    for _ in range(2):
+        assert_same(case.conversation(range(rows)), expected)
+    assert attended
 
 
 def test_memory_grows_between_drafts(

@@ -34,7 +34,7 @@ class DenseAttention:
         if seen is None:
             return plain(module, query, key, value, mask, **options)
         self.widths.append(query.shape[2])
-        shown = _shown(seen, query.shape[2], key.shape[2])
+        shown = _shown(seen, key.shape[2])
         sharing = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(sharing, 1) for x in (key, value))
         scale = options.get("scaling")
@@ -42,12 +42,12 @@ class DenseAttention:
         return out.transpose(1, 2).contiguous(), None
 
 
-def _shown(seen: Seen, width: int, capacity: int) -> torch.Tensor:
+def _shown(seen: Seen, capacity: int) -> torch.Tensor:
     """bool [batch, width, capacity]"""
     columns = torch.arange(capacity)
     length = (seen.first + seen.kept)[:, None]
-    entries = (columns - length + 1).clamp(0, width + 1)
-    shown = seen.table.gather(2, entries[:, None].expand(-1, width, -1))
+    entries = (columns - length + 1).clamp(0, seen.columns + 1)
+    shown = seen.table.gather(2, entries[:, None].expand(-1, seen.table.shape[1], -1))
     shown = shown & (columns >= seen.first[:, None])[:, None]
     if seen.unseen is not None:
         shown = shown & (columns > seen.unseen)
