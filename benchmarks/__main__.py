@@ -17,6 +17,7 @@ from . import (
     batches,
     datastore,
     edits,
+    first_contact,
     forwards,
     kernel,
     model,
@@ -42,6 +43,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "forwards": forwards,
     "replay": replay,
     "accelerator": accelerator,
+    "first-contact": first_contact,
     "model": model,
     "spec_bench": spec_bench,
     "peers": peers,
@@ -58,7 +60,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "benchmark",
         nargs="*",
-        help=f"any of {', '.join(BENCHMARKS)} (default: all but structured; accelerator on a GPU)",
+        help=f"any of {', '.join(BENCHMARKS)} (default: what this machine is for)",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
     parser.add_argument("--seed", type=int, default=0)
@@ -107,7 +109,9 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
     if names:
         return names
     # The libraries of structured output lie in an environment of their own.
-    left_out = {"structured"} if torch.cuda.is_available() else {"structured", "accelerator"}
+    left_out = {"structured"}
+    if not torch.cuda.is_available():
+        left_out |= {"accelerator", "first-contact"}
     return [name for name in BENCHMARKS if name not in left_out]
 
 

@@ -117,7 +117,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         # The sources in use, whatever version an editable installation was made of.
         "versions": {"hf-retrieval-assist": hf_retrieval_assist.__version__}
-        | {name: _version(name) for name in PACKAGES},
+        | {name: version(name) for name in PACKAGES},
         "commit": _commit(),
         "command": _command(),
     }
@@ -138,7 +138,7 @@ def _memory() -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -14,6 +14,7 @@ from benchmarks import (
     acceptance,
     batches,
     datastore,
+    first_contact,
     forced,
     forwards,
     inputs,
@@ -30,6 +31,7 @@ from benchmarks.report import Report
 from tests.support.benchmarks import phrases, quick, rows, silent
 from tests.support.byte_model import small_model
 from tests.support.lossless import build
+from tests.support.op_recorder import serve_in_place
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +223,21 @@ def test_steps_beside_the_bytes_they_read(trace_folder):
     assert {(row["shape"], row["width"]) for row in equal} == {("chain", 4), ("tree", 4)}
     assert report.settings["backend"] == "eager"
     assert "sdpa" in report.settings
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_first_contact(recorded, trace_folder, monkeypatch):
+    if recorded:
+        serve_in_place(monkeypatch)
+    options = ("--replay-traces", trace_folder, "--device", "cpu")
+    report = first_contact.run(quick(*options), silent)
+    found = rows(report, "Calls")
+    assert [row["prompt"] for row in found] == [48, 48, 48, 48, 96, 144]
+    assert {row["same"] for row in found} == {"100%"}
+    assert bool(found[3]["repeated"]) is recorded
+    states = [row["state"] for row in rows(report, "Recordings")]
+    assert ("repeated" in states) is recorded
+    assert any(note.startswith("served as tree") for note in report.notes)
 
 
 def test_prompts_of_a_setting_differ_from_call_to_call(trace_folder):

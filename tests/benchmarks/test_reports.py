@@ -143,6 +143,6 @@ def test_progress_says_where_a_run_is(monkeypatch, capsys):
 @pytest.mark.parametrize("gpu", [True, False])
 def test_what_runs_unless_benchmarks_are_named(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    left_out = {"structured"} if gpu else {"structured", "accelerator"}
+    left_out = {"structured"} if gpu else {"structured", "accelerator", "first-contact"}
     assert set(chosen([])) == BENCHMARKS.keys() - left_out
     assert chosen(["step"]) == ["step"]
