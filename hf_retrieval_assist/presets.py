@@ -167,7 +167,7 @@ class SamAssistant(Preset):
         *,
         tokenizer: Any = None,
         budget: Budget = "auto",
-        max_nodes: int = 256,
+        max_nodes: int = 255,
         **options: Unpack[Options],
     ):
         rule = _of_paper(budget, min_match=min_match, corpus_bias=corpus_bias, max_draft=max_draft)
@@ -229,7 +229,7 @@ class SuffixAssistant(Preset):
         threshold: float | None = None,
         *,
         budget: Budget = "auto",
-        max_nodes: int = 256,
+        max_nodes: int = 255,
         **options: Unpack[Options],
     ):
         rule = _of_paper(budget, threshold=threshold)
@@ -284,7 +284,7 @@ class RolloutAssistant(Preset):
         fallback: Fallback = None,
         *,
         budget: Budget = "auto",
-        max_nodes: int = 256,
+        max_nodes: int = 255,
         **options: Unpack[Options],
     ):
         given = _given(half_life=half_life, max_bytes=max_bytes)

@@ -49,7 +49,7 @@ class DraftingPolicy:
         drafters: Sequence[Drafter],
         *,
         budget: Budget = "auto",
-        max_nodes: int = 256,
+        max_nodes: int = 255,
         reroute: bool = True,
         graphs: bool = True,
         fixed_width: int | None = None,

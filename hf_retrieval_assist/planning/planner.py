@@ -50,7 +50,7 @@ class Planner:
     """
 
     budget: Budget = "auto"
-    max_nodes: int = 256
+    max_nodes: int = 255
     exploration: float = 0.005
     lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
