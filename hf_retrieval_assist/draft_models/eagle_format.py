@@ -43,6 +43,8 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _LARGEST = 1e12
 
+_ATTENTION = "layers.0.self_attn."
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -187,29 +189,11 @@ def _config_of(
         raise ValueError(f"eagle_config: expected an object, got {nested!r}")
     raw = {**raw, **nested}
     _refuse_other_kinds(shapes, raw)
-    attention = "layers.0.self_attn."
-    hidden = _matrix(shapes, attention + "o_proj.weight")[0]
-    queries, fed = _matrix(shapes, attention + "q_proj.weight")
-    heads, is_eagle3 = _count(layer, "num_attention_heads"), fed == 2 * hidden
-    if queries % (2 * heads):
-        raise ValueError(
-            f"num_attention_heads: expected even parts of {queries}, got {heads} heads"
-        )
-    head_dim = queries // heads
-    numbers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
-    if numbers != set(map(str, range(len(numbers)))):
-        raise ValueError(f"layers: expected them numbered from 0 on, found {sorted(numbers)}")
+    sizes, fed = _sizes_of(shapes, layer), _matrix(shapes, _ATTENTION + "q_proj.weight")[1]
+    is_eagle3 = fed == 2 * sizes["hidden_size"]
     activation = layer.get("hidden_act", "silu")
-    each, joint = "fc_norm.0.weight" in shapes, "input_norm.weight" in shapes
-    has_norm = "norm.weight" in shapes
     return HeadConfig(
         generation=3 if is_eagle3 else 1,
-        hidden_size=hidden,
-        num_layers=len(numbers),
-        intermediate_size=_matrix(shapes, "layers.0.mlp.gate_proj.weight")[0],
-        num_heads=heads,
-        num_kv_heads=max(_matrix(shapes, attention + "k_proj.weight")[0] // head_dim, 1),
-        head_dim=head_dim,
         target_width=target.hidden_size,
         boundaries=_boundaries(shapes, raw, target, is_eagle3),
         vocab_size=target.vocab_size,
@@ -218,20 +202,53 @@ def _config_of(
         trained_positions=_count(layer, "max_position_embeddings", 2048),
         rms_norm_eps=float(_number(layer, "rms_norm_eps", 0, 1, default=1e-6)),
         hidden_act=activation if isinstance(activation, str) else repr(activation),
-        fc_bias="fc.bias" in shapes,
-        qkv_bias=attention + "q_proj.bias" in shapes,
-        output_bias=attention + "o_proj.bias" in shapes,
-        mlp_bias="layers.0.mlp.up_proj.bias" in shapes,
-        qk_norm=attention + "q_norm.weight" in shapes,
-        feature_norm="each" if each else "joint" if joint else "none",
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_output=bool(raw.get("norm_output", not is_eagle3 and has_norm)),
-        embedding_norm="embed_norm.weight" in shapes,
-        input_norm="layers.0.input_layernorm.weight" in shapes,
-        final_norm=is_eagle3 or has_norm,
-        own_embeddings="embed_tokens.weight" in shapes,
-        own_lm_head="lm_head.weight" in shapes,
+        **sizes,
+        **_parts_of(shapes, raw, is_eagle3),
     )
+
+
+def _sizes_of(shapes: Shapes, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a head's layers."""
+    hidden = _matrix(shapes, _ATTENTION + "o_proj.weight")[0]
+    queries = _matrix(shapes, _ATTENTION + "q_proj.weight")[0]
+    heads = _count(layer, "num_attention_heads")
+    if queries % (2 * heads):
+        raise ValueError(
+            f"num_attention_heads: expected even parts of {queries}, got {heads} heads"
+        )
+    head_dim = queries // heads
+    numbers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+    if numbers != set(map(str, range(len(numbers)))):
+        raise ValueError(f"layers: expected them numbered from 0 on, found {sorted(numbers)}")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": _matrix(shapes, "layers.0.mlp.gate_proj.weight")[0],
+        "num_layers": len(numbers),
+        "num_heads": heads,
+        "num_kv_heads": max(_matrix(shapes, _ATTENTION + "k_proj.weight")[0] // head_dim, 1),
+        "head_dim": head_dim,
+    }
+
+
+def _parts_of(shapes: Shapes, raw: Mapping[str, Any], is_eagle3: bool) -> dict[str, Any]:
+    """Which norms, biases and tables a head has."""
+    each, joint = "fc_norm.0.weight" in shapes, "input_norm.weight" in shapes
+    has_norm = "norm.weight" in shapes
+    return {
+        "fc_bias": "fc.bias" in shapes,
+        "qkv_bias": _ATTENTION + "q_proj.bias" in shapes,
+        "output_bias": _ATTENTION + "o_proj.bias" in shapes,
+        "mlp_bias": "layers.0.mlp.up_proj.bias" in shapes,
+        "qk_norm": _ATTENTION + "q_norm.weight" in shapes,
+        "feature_norm": "each" if each else "joint" if joint else "none",
+        "norm_before_residual": bool(raw.get("norm_before_residual", False)),
+        "norm_output": bool(raw.get("norm_output", not is_eagle3 and has_norm)),
+        "embedding_norm": "embed_norm.weight" in shapes,
+        "input_norm": "layers.0.input_layernorm.weight" in shapes,
+        "final_norm": is_eagle3 or has_norm,
+        "own_embeddings": "embed_tokens.weight" in shapes,
+        "own_lm_head": "lm_head.weight" in shapes,
+    }
 
 
 def _refuse_other_kinds(shapes: Shapes, raw: Mapping[str, Any]) -> None:
