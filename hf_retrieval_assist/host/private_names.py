@@ -214,10 +214,53 @@ CONTINUOUS_BATCHING = _listed(
     ),
 )
 
+# Without these `hf-retrieval-assist serve` does not start, or answers no request.
+_SERVING = "transformers.cli.serving"
+SERVER = _listed(
+    (
+        f"{_SERVING}.utils:GenerationState",
+        {"get_manager(model_id, use_cb); is_cb_alive(); shutdown()": "the kinds of managers"},
+    ),
+    (
+        f"{_SERVING}.utils:BaseGenerateManager",
+        {
+            "generate_streaming(model, processor, inputs, gen_config, request_id, "
+            "response_parser); generate_non_streaming(model, processor, inputs, gen_config, "
+            "request_id)": "a request's prediction and length"
+        },
+    ),
+    (
+        f"{_SERVING}.utils:CBGenerateManager",
+        {"init_cb(model, gen_config); _cb": "the longest request of continuous batching"},
+    ),
+    (f"{_SERVING}.utils", {"GenerateManager(); _StreamError(msg)": "answers"}),
+    (
+        f"{_SERVING}.utils:BaseHandler",
+        {"_build_generation_config(body, model_generation_config, use_cb)": "fields of requests"},
+    ),
+    (
+        f"{_SERVING}.chat_completion:ChatCompletionHandler",
+        {"_build_completion(usage); _build_chunk_sse(usage)": "tokens of predictions"},
+    ),
+    (
+        f"{_SERVING}.transcription:TranscriptionHandler",
+        {"_prepare_audio_inputs()": "files without sound"},
+    ),
+    (
+        f"{_SERVING}.model_manager:ModelManager",
+        {"load_model_and_processor(); load_model_streaming()": "the model with its assistant"},
+    ),
+    (
+        f"{_SERVING}.server",
+        {"build_server(model_manager, generation_state, enable_cors)": "the routes"},
+    ),
+)
+
 GROUPS = {
     "Needed by every assisted call": GENERATE,
     "Needed by some models": SOME_MODELS,
     "Needed by continuous batching": CONTINUOUS_BATCHING,
+    "Needed by the server": SERVER,
 }
 
 
