@@ -32,6 +32,7 @@ from ..token_tree import Limits
 logger = logging.getLogger(__name__)
 
 _WELL_KNOWN = 64  # timings after which only every third step teaches t(n): learning has its price
+_COMPARED = 1024  # tokens at the ends of texts that tell apart two requests of one length
 _TIMED = 3  # no divisor of the planner's period of trials, so that every kind of step has its turn
 
 
@@ -207,14 +208,14 @@ class Row:
         self._verified = self._accepted = 0
         self._assistant = assistant
         self._eos_ids = eos_ids
-        self._text = bytearray(prompt)  # compared as a whole, at every step
+        self._text = bytearray(prompt)
         self.session = assistant.start(np.array(prompt), target)
         # Tokens behind the end of the text, which belong to it only if it goes on.
         self._held: list[int] = []
 
-    def has(self, text: NDArray[np.int32]) -> bool:
-        """Whether this is the request with this text, int32 [length]."""
-        return self._text == text.data
+    def has(self, text: NDArray[np.int32], tokens: int) -> bool:
+        """Whether this request's text ends as `text`, int32 [length], does by so many tokens."""
+        return self._text[-4 * tokens :] == text[-tokens:].data
 
     def extend(self, new: Sequence[int]) -> list[int]:
         """Append what a step brought, at least one token; the tokens to be learnt."""
@@ -242,10 +243,15 @@ class Row:
 
 
 def _taken(known: dict[int, list[Row]], text: NDArray[np.int32]) -> Row | None:
-    """The request with this text, int32 [n], taken from those of its length; None: none has it."""
+    """The request with this text, int32 [n], taken from those of its length; None: none has it.
+
+    A request alone of its length is known by its end, so that a step takes no longer behind longer
+    prompts. Where one ends as another with that end begins, drafts are worse, and no token is.
+    """
     same = known.get(len(text), [])
+    compared = _COMPARED if len(same) == 1 else len(text)
     for row in same:
-        if row.has(text):
+        if row.has(text, compared):
             same.remove(row)
             return row
     return None

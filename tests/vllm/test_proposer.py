@@ -14,6 +14,7 @@ from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.suffix import SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.planning.cost_model import CostModel
+from hf_retrieval_assist.vllm import proposer as proposers
 from hf_retrieval_assist.vllm.proposer import Proposer
 
 EOS, VOCAB = 1, 300
@@ -166,6 +167,30 @@ def test_equal_requests_side_by_side_are_two():
     proposer = make_proposer()
     Runner(proposer).run([Request(prompt, first), Request(prompt, second), Request(prompt, first)])
     assert known(proposer) == sorted([first, second, first])
+
+
+def test_only_the_ends_of_long_texts_are_compared(monkeypatch):
+    """Unless two are of one length: here with one end as well, and they change places."""
+    monkeypatch.setattr(proposers, "_COMPARED", 8)
+    compared = []
+    has = proposers.Row.has
+    monkeypatch.setattr(proposers.Row, "has", lambda *args: compared.append(args[2]) or has(*args))
+    rng = np.random.default_rng(9)
+    end, output, *heads = texts(rng, 4)
+    proposer = make_proposer()
+    runner = Runner(proposer)
+    runner.run([Request([*heads[0], *end], output)])
+    assert set(compared) == {8}
+    compared.clear()
+    twins = [Request([*head, *end], output) for head in heads]
+    for _ in range(6):
+        runner.step(twins)
+        for row, twin in zip(proposer._rows, twins, strict=True):
+            text = row.session.sessions[0].text
+            assert text.tree.tokens(text.sequence)[:40].tolist() == twin.text[:40]
+        twins.reverse()
+    assert max(compared) > 80
+    assert proposer.assistant.stats.total.calls == 1
 
 
 def test_prompts_in_chunks_start_nothing_and_are_not_timed():
