@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..drafters.base import ChildDraw, Drafter, Feedback, Float64Array, Foresight, Target
-from ..host.position_table import table_end
+from ..host.positions import position_limit
 from ..host.ranks import require_whole
 from ..host.transformers_private import with_cache
 from ..system.arguments import require_at_least
@@ -94,7 +94,7 @@ class DraftModelDrafter(Drafter):
         self.model = model
         self.max_nodes, self.max_levels, self.width = max_nodes, max_levels, width
         self.temperature = temperature
-        self.table_end = table_end(model)
+        self.positions = position_limit(model)
         self._tokenizers = Tokenizers(model, assistant_tokenizer, target_tokenizer)
         self._choosers: dict[str, ShapeChooser] = {}
         self._lock = Lock()
@@ -297,9 +297,8 @@ class DraftModelSession(RowSession):
     def has_room(self, levels: int) -> bool:
         """Whether the draft model has positions for a tree of so many levels; a text that gets
         beyond them leaves its group for good."""
-        end = self.drafter.table_end
         # The leaves are not fed.
-        if end is not None and len(self.text) + levels - 2 > end:
+        if len(self.text) + levels - 2 > self.drafter.positions:
             self.close()
         return self.group is not None
 

@@ -9,6 +9,7 @@ Some models drop their cache at a length and process the whole text once more.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationMixin
 
+from ..host.positions import named_lengths, position_limit
 from ..host.transformers_private import input_device
-
-_LENGTHS = ("position", "length", "seq_len", "context")
-_SHORTEST = 8  # numbers below name no length of a text
 
 
 @dataclass(frozen=True)
@@ -67,24 +66,13 @@ def find_reach(model: Any, cache_name: str) -> Reach:
     config = model.config.get_text_config(decoder=True)
     lengths = named_lengths(config.to_dict())
     ropes = {rope for module in model.modules() for rope in _ropes(module)}
-    tables = [n for module in model.modules() for n in _tables(module, lengths)]
+    end = position_limit(model)
     return Reach(
         tuple(sorted(length for kind, length in ropes if kind == "longrope")),
         min((length for kind, length in ropes if "dynamic" in kind), default=None),
-        min(tables, default=None),
+        None if end == sys.maxsize else end,
         tuple(_restarts(model, lengths, cache_name)),
     )
-
-
-def named_lengths(settings: dict[str, Any]) -> set[int]:
-    """Numbers of positions that settings name, those of settings within them included."""
-    found: set[int] = set()
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            found |= named_lengths(value)
-        elif type(value) is int and value >= _SHORTEST and any(w in str(name) for w in _LENGTHS):
-            found.add(value)
-    return found
 
 
 def _ropes(module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -99,18 +87,6 @@ def _ropes(module: nn.Module) -> Iterator[tuple[str, int]]:
         if kind == "longrope":
             longest = parameters.get("original_max_position_embeddings") or longest
         yield str(kind), longest
-
-
-def _tables(module: nn.Module, lengths: set[int]) -> Iterator[int]:
-    """How many positions a table of learned ones holds: as many rows as a length that the
-    configuration names, or a few more where the first ones are set apart."""
-    if not isinstance(module, nn.Embedding):
-        return
-    offset = int(getattr(module, "offset", 0))
-    rows = module.num_embeddings
-    if rows - offset in lengths:
-        apart = 0 if module.padding_idx is None or offset else module.padding_idx + 1
-        yield rows - offset - apart
 
 
 class _Filled(DynamicCache):

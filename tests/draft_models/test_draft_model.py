@@ -6,8 +6,12 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2LMHeadModel,
+    GPTJForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTForCausalLM,
+    RobertaForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
 )
@@ -19,7 +23,7 @@ from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.static_growth import PRIORS, classes_by_rank
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.planning.cost_store import CostModels
-from tests.support.lossless import build, run
+from tests.support.lossless import PHRASE, PROMPT, build, run
 
 VOCAB = 48
 SIZES = {
@@ -275,3 +279,28 @@ def test_foreseen_nodes_have_classes_of_their_own():
     assert (drawn == classes_by_rank(rates, ranks) + len(PRIORS) // 2).all()
     assert drawn.max() < len(PRIORS)
     assert PRIORS[drawn].argmax() == 2
+
+
+TABLES = {
+    GPT2LMHeadModel: {"n_positions": 32},
+    OPTForCausalLM: {"max_position_embeddings": 32},
+    RobertaForCausalLM: {"max_position_embeddings": 33},
+    GPTJForCausalLM: {"n_positions": 32},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("draft_class", TABLES)
+def test_drafts_end_at_the_draft_models_table_of_positions(draft_class, rows):
+    target = build(LlamaForCausalLM)
+    draft = build(draft_class, **TABLES[draft_class])
+    drafter = DraftModelDrafter(draft, max_nodes=4, max_levels=2)
+    assert drafter.positions == 32
+    assistant = Assistant([drafter], budget=4)
+    ids = PROMPT.repeat(rows, 1) + torch.arange(rows)[:, None]
+    assert torch.equal(run(target, ids), run(target, ids, assistant=assistant))
+    assert assistant.stats.last.drafted
+    # A level is fed behind the text: what a table holds is used to its end.
+    for length, drafted in ((31, True), (32, False)):
+        session = start(drafter, (PHRASE * 5)[:length], target.config.vocab_size)
+        assert bool(len(session.propose(4))) == drafted

@@ -10,7 +10,9 @@ import transformers
 from packaging.version import Version
 from transformers import (
     BartForCausalLM,
+    CTRLLMHeadModel,
     GPT2LMHeadModel,
+    GPTJForCausalLM,
     LlamaForCausalLM,
     OPTForCausalLM,
     Phi3ForCausalLM,
@@ -176,6 +178,8 @@ def test_embeddings_in_place_of_ids_count(kind):
         (OPTForCausalLM, 128),
         (RobertaForCausalLM, 127),
         (BartForCausalLM, 128),
+        (GPTJForCausalLM, 128),
+        (CTRLLMHeadModel, 128),
     ],
 )
 def test_drafts_end_at_a_table_of_positions(model_class, end):

@@ -1,0 +1,53 @@
+"""Drafting models whose logits are not finite now and then: what comes of them is no draft."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from hf_retrieval_assist import Assistant, EarlyExit
+from hf_retrieval_assist.draft_models import dflash, draft_model
+from tests.draft_models.test_dflash import block_drafter
+from tests.support.lossless import PROMPT, build, run
+
+NODES, BLOCKS = (draft_model._Nodes, "_feed"), (dflash.BlockFollower, "_logits")
+DRAFTERS = {
+    "draft model": (lambda: draft_model.DraftModelDrafter(build(LlamaForCausalLM)), NODES),
+    "draws": (
+        lambda: draft_model.DraftModelDrafter(build(LlamaForCausalLM), temperature=1.0),
+        NODES,
+    ),
+    "early exit": (lambda: EarlyExit(2), NODES),
+    "DFlash": (lambda: dflash.DFlashDrafter(block_drafter()), BLOCKS),
+}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_text_is_plain(
+    llama: Any, name: str, rows: int, value: float, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, (owner, method) = DRAFTERS[name]
+    compute, calls = getattr(owner, method), itertools.count(1)
+
+    def spoilt(*args: Any, **kwargs: Any) -> torch.Tensor:
+        logits: torch.Tensor = compute(*args, **kwargs)
+        if next(calls) % every == 0:
+            logits[..., ::2] = value
+        return logits
+
+    monkeypatch.setattr(owner, method, spoilt)
+    ids = PROMPT.repeat(rows, 1) + torch.arange(rows)[:, None]
+    assistant = Assistant([make()], budget=8, residual=name == "draws")
+    assert torch.equal(run(llama, ids), run(llama, ids, assistant=assistant))
+    assert next(calls) > 2
+    assert assistant.stats.last.drafted or every == 1
+    if name == "draws":
+        sampled = run(llama, ids, assistant=assistant, do_sample=True)
+        assert sampled.shape == (rows, PROMPT.shape[1] + 20)
