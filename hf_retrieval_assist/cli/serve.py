@@ -39,7 +39,7 @@ def serve(
         from ..serving import build_app
     except ImportError as error:
         raise ImportError(
-            f"serve needs: pip install 'hf-retrieval-assist[serve]' ({error})"
+            f"serve needs: pip install fastapi openai prometheus-client uvicorn ({error})"
         ) from error
 
     from transformers import AutoTokenizer, ContinuousBatchingConfig

@@ -274,9 +274,7 @@ def _divsufsort() -> Callable[[NDArray[np.uint8]], Any]:
     try:
         from pydivsufsort import divsufsort
     except ImportError as error:
-        raise ImportError(
-            "building a datastore needs: pip install 'hf-retrieval-assist[corpus]'"
-        ) from error
+        raise ImportError("building a datastore needs: pip install pydivsufsort") from error
     return divsufsort
 
 

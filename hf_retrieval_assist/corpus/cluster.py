@@ -37,8 +37,7 @@ class RayExecutor(Executor):
         try:
             import ray
         except ImportError as error:
-            message = "a cluster needs: pip install 'hf-retrieval-assist[ray]'"
-            raise ImportError(message) from error
+            raise ImportError("a cluster needs: pip install 'ray[data]' pydivsufsort") from error
         self._ray = ray
         self._connected = not ray.is_initialized()
         if self._connected:

@@ -171,8 +171,7 @@ def _import(module: str, purpose: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        message = f"{purpose} need: pip install 'hf-retrieval-assist[datasets]'"
-        raise ImportError(message) from error
+        raise ImportError(f"{purpose} need: pip install datasets pyarrow") from error
 
 
 _READERS: dict[str, Callable[[Path, str], Iterator[Text]]] = {

@@ -20,9 +20,7 @@ try:
     from rich.panel import Panel
     from rich.text import Text
 except ImportError as error:
-    raise ImportError(
-        "the demo needs the `demo` extra: pip install 'hf-retrieval-assist[demo]'"
-    ) from error
+    raise ImportError("the demo needs: pip install rich") from error
 
 RUNS = ("plain generate", "assistant=SamAssistant()")
 _FRAMES = 12  # a second, at most

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..structures.suffix_automaton import SuffixAutomaton
+from ..system.arguments import encodable
 from ..token_tree import Int32Array, checked_ids
 from .forms import Forms
 from .rendered_forms import schema_forms, tool_forms
@@ -26,7 +27,7 @@ def expected_ids(text: Text, tokenizer: Any) -> Int32Array:
     if isinstance(text, str):
         if tokenizer is None:
             raise TypeError("expected text: expected a tokenizer with it, got None")
-        text = tokenizer(text, add_special_tokens=False).input_ids
+        text = tokenizer(encodable("expected text", text), add_special_tokens=False).input_ids
     return checked_ids("expected text", text)
 
 

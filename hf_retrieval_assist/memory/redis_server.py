@@ -149,8 +149,7 @@ class RedisServer:
         try:
             import redis
         except ImportError as error:
-            message = "a memory on a server needs: pip install 'hf-retrieval-assist[redis]'"
-            raise ImportError(message) from error
+            raise ImportError("a memory on a server needs: pip install redis") from error
         self._client = redis.Redis.from_url(
             url,
             socket_timeout=_TIMEOUT,

@@ -137,7 +137,7 @@ def test_a_missing_extra_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     for source in (tmp_path / "a.parquet", "datasets:me/corpus"):
-        with pytest.raises(ImportError, match=r"pip install 'hf-retrieval-assist\[datasets\]'"):
+        with pytest.raises(ImportError, match=r"pip install datasets pyarrow"):
             texts(source)
 
 

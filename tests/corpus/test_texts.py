@@ -91,5 +91,5 @@ def test_a_tokenizers_answer_is_no_list_of_documents(tokenizer):
 
 def test_building_without_the_extra_says_what_to_install(ids, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pydivsufsort", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf-retrieval-assist\[corpus\]'"):
+    with pytest.raises(ImportError, match=r"pip install pydivsufsort"):
         Datastore.build(ids, tmp_path / "store", vocab_size=300)

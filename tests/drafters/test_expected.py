@@ -105,6 +105,8 @@ def test_text_needs_a_tokenizer():
     assert assistant.expected.texts[0].tolist() == [97, 98]
     with pytest.raises(TypeError, match="expected a tokenizer with it, got None"):
         SuffixAssistant().expecting("ab")
+    with pytest.raises(ValueError, match=r"expected text: .* surrogates not allowed"):
+        SuffixAssistant().expecting("a \ud83d", tokenizer=Tokenizer())
     with pytest.raises(TypeError, match="expected integer ids, got float64"):
         SuffixAssistant().expecting([0.5])
     with pytest.raises(ValueError, match="expected ids from 0 to"):
