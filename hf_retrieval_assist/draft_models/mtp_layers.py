@@ -106,8 +106,9 @@ class MtpLayers(nn.Module):
         embeddings = embeddings.to(self.device, self.dtype)
         rotary = None
         if module.rotary_emb is not None:
-            kinds = self.config.layer_types if module.has_per_layer_rope else None
-            kind = {} if kinds is None else {"layer_type": kinds[layer]}
+            # Before 5.20 all layers share one rotary embedding.
+            by_layer = getattr(module, "has_per_layer_rope", False)
+            kind = {"layer_type": self.config.layer_types[layer]} if by_layer else {}
             rotary = module.rotary_emb(embeddings, position_ids=positions, **kind)
         output = module.layers[layer](
             embeddings,
