@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
+from operator import le
 from typing import Any
 
 import numpy as np
@@ -269,7 +270,8 @@ class Forest(Sequence[TokenTree]):
         return self._tree(slice(self.offsets[index], self.offsets[index + 1]))
 
     def __iter__(self) -> Iterator[TokenTree]:
-        return (self._tree(slice(*bounds)) for bounds in pairwise(self.offsets.tolist()))
+        bounds = self.offsets.tolist()
+        return map(self._tree, map(slice, bounds, bounds[1:]))
 
     def _tree(self, nodes: slice) -> TokenTree:
         ids, parents = self.token_ids[nodes], self.parents[nodes]
@@ -299,7 +301,8 @@ class Forest(Sequence[TokenTree]):
     @property
     def sizes(self) -> list[int]:
         """Nodes of each tree."""
-        return [end - first for first, end in pairwise(self.offsets.tolist())]
+        sizes: list[int] = (self.offsets[1:] - self.offsets[:-1]).tolist()
+        return sizes
 
     def with_probs(self, probs: Float32Array) -> Forest:
         """The same trees with other probabilities, float32 [n]."""
@@ -330,7 +333,7 @@ class Forest(Sequence[TokenTree]):
 
     def prune(self, budgets: Sequence[int]) -> Forest:
         """Of each tree so many of the most probable nodes; see `TokenTree.prune`."""
-        if all(size <= budget for size, budget in zip(self.sizes, budgets, strict=True)):
+        if all(map(le, self.sizes, budgets)):
             return self
         most = np.array(budgets, np.int64)
         return Forest(*draft_tree.prune(*self._arrays, self.offsets, most))

@@ -142,7 +142,8 @@ class Forwards:
 
     def pack_due(self) -> None:
         """Make the copies of weights that have become worth it."""
-        self._copies.pack_due(self.verifier)
+        if self._reroute.enabled:
+            self._copies.pack_due(self.verifier)
 
     def __call__(self, trees: Sequence[TokenTree]) -> tuple[Sequence[TokenTree], Verified]:
         """Verify a tree of every row, or nothing where a forward over them is of no use.
@@ -151,7 +152,7 @@ class Forwards:
             The trees that were verified, and what the forward showed.
         """
         slots, rows = self.cache.slots, self._walk.rows
-        self.cache.require_room(1 + max(slots.lengths[r.index] for r in rows if not r.finished))
+        self.cache.require_room(1 + max([slots.lengths[r.index] for r in rows if not r.finished]))
         with self.taps, self._reroute:
             verified = self._over_drafts(trees) if any(map(len, trees)) else self._run(trees)
             if verified is None:

@@ -45,7 +45,7 @@ class Stopping:
             row: with its newest token.
             scores: the call's scores so far, as criteria are shown them; None unless recorded.
         """
-        done = row.last in self.eos_ids or (
+        done = row.generated[-1] in self.eos_ids or (
             self.max_length is not None and len(row) >= self.max_length
         )
         if len(self.others):

@@ -134,18 +134,20 @@ class Walk:
                 if pad is None:
                     paths[row.index].tokens.append(token)
                 if not self.in_step:
-                    self.stopping.finish(row, self.rows, self.recorder.scores(row))
-                    self._stream([token])
+                    scores = self.recorder.scores(row) if self.recorder.wants_scores else None
+                    self.stopping.finish(row, self.rows, scores)
+                    if self.streamer is not None:
+                        self._stream([token])
             if self.in_step:
                 shown = tuple(self._scores) if self.recorder.wants_scores else None
                 self.stopping.finish_all(self.rows, self._ids(), shown)
-                self._stream(tokens)
+                if self.streamer is not None:
+                    self._stream(tokens)
             walking = self._following(walking, tokens, trees, paths)
         return paths
 
     def _stream(self, tokens: list[int]) -> None:
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor(tokens, device="cpu"))
+        self.streamer.put(torch.tensor(tokens, device="cpu"))
 
     def _following(
         self,

@@ -334,7 +334,7 @@ class SuccessorTable:
         accepted = np.concatenate(
             [feedback.accepted + first for feedback, first in zip(feedbacks, starts, strict=True)]
         )
-        first_top, *other_tops = (feedback.top for feedback in feedbacks if feedback.top)
+        first_top, *other_tops = [feedback.top for feedback in feedbacks if feedback.top]
         top = first_top.joined(other_tops) if other_tops else first_top
         limit = len(fed) if top.free else _MOST_REJECTED
         nodes = successors.rows_to_learn(fed, accepted, self.vocab_size, limit, starts)

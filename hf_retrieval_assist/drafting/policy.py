@@ -224,12 +224,12 @@ class DraftingPolicy:
             )
         whole = [drafts] if isinstance(drafts, Forest) else drafts
         if any(draft.fault(*limits) for draft in whole):
-            whole = drafts = [draft.without_nan() for draft in drafts]
-        for draft in whole:
-            if (fault := draft.fault(*limits)) is not None:
-                raise ValueError(
-                    f"drafter {drafter.name!r}: its draft breaks a tree's contract: {fault}"
-                )
+            drafts = [draft.without_nan() for draft in drafts]
+            for draft in drafts:
+                if (fault := draft.fault(*limits)) is not None:
+                    raise ValueError(
+                        f"drafter {drafter.name!r}: its draft breaks a tree's contract: {fault}"
+                    )
         if not any(session.restricting for session in sessions):
             return Forest.of(drafts)
         pairs = zip(sessions, drafts, strict=True)
@@ -249,7 +249,8 @@ class DraftingPolicy:
         """
         for session, token_ids in zip(sessions, tokens, strict=True):
             session.expected.follow(token_ids)
-            self.stats.count_sources(session.drafts, token_ids[:-1])
+            if len(token_ids) > 1:
+                self.stats.count_sources(session.drafts, token_ids[:-1])
         flat = draft_tree.flattened(tokens)
         for number, drafter in enumerate(self.drafters):
             if all(session.idle[number] for session in sessions):

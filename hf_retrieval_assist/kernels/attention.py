@@ -39,7 +39,11 @@ def asks_for_more(options: dict[str, Any], unknown: tuple[str, ...] = ()) -> boo
     """Whether options of an attention function ask for more than attention, by these names too."""
     if options.get("dropout") or options.get("output_attentions"):
         return True
-    return any(options.get(name) is not None for name in ("position_bias", "cache", *unknown))
+    # Every layer of every forward asks, and a generator takes longer than all the rest.
+    for name in ("position_bias", "cache", *unknown):  # noqa: SIM110
+        if options.get(name) is not None:
+            return True
+    return False
 
 
 def _cases(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[Candidates]:

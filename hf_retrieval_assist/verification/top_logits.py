@@ -87,7 +87,7 @@ class ComputedTop(TopLogits):
     def joined(self, others: Sequence[ComputedTop]) -> ComputedTop:
         if any(other.logits is not self.logits for other in others):
             raise ValueError("expected tokens of one forward")
-        places = [self._places, *(other._places for other in others)]
+        places = [self._places, *[other._places for other in others]]
         return ComputedTop(self.logits, np.concatenate(places))
 
     def of(
