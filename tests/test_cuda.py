@@ -34,7 +34,9 @@ from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.decoding.pricing import cost_key
 from hf_retrieval_assist.decoding.selection import TokenSelector
+from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
+from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification import fixed_memory, fixed_verifier
 from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 from hf_retrieval_assist.verification.workspace import WORKSPACES
@@ -44,9 +46,9 @@ from .decoding.test_node_choices import inputs_of
 from .support.heads import eagle_head, head_drafter, layers_of
 from .support.lossless import PROMPT, build, equal, run
 from .support.oracle_drafter import OracleDrafter, both, oracle_assistant
+from .support.scripted import Scripted
 from .support.tiny_models import VOCAB
 from .support.tree_case import TOLERANCE, Case
-from .verification.test_fixed_verifier import Collector
 
 pytestmark = [
     pytest.mark.cuda,
@@ -401,10 +403,15 @@ def test_hidden_states_come_from_graphs(llama):
     text = run(llama, max_new_tokens=60)[0].tolist()
     found = []
     for graphs in (True, False):
-        collector = Collector()
+        seen, needs = [], FeedbackNeeds(hidden_layers=(1, -1))
+        collector = Scripted(
+            lambda budget: TokenTree.empty(),
+            lambda tokens, feedback, seen=seen: seen.append(feedback.hidden_states.clone()),
+            needs=needs,
+        )
         assistant = Assistant([OracleDrafter([text]), collector], budget=16, graphs=graphs)
         run(llama, max_new_tokens=60, assistant=assistant)
-        found.append(torch.cat(collector.seen))
+        found.append(torch.cat(seen))
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
 
 

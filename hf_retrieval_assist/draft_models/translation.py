@@ -169,11 +169,16 @@ class TranslatedText:
         start, first = len(self._goal.decode(context)), max(0, len(tail) - 4 * _TAIL)
         texts = [self._goal.decode([*context, *tail[:n]]) for n in range(first, len(tail))]
         ends = [-1 if text.endswith(_BROKEN) else len(text) - start for text in texts]
-        most = len(self._tail) - _TAIL
+        most, whole = len(self._tail) - _TAIL, self._text(len(self._tail))
         for count in range(most, max(0, most - 2 * _TAIL), -1):
             text = self._text(count)
-            if len(text) in ends and not text.endswith(_BROKEN):
-                self._settled += tail[: first + ends.index(len(text))]
+            if len(text) not in ends or text.endswith(_BROKEN):
+                continue
+            kept = tail[: first + ends.index(len(text))]
+            # Some tokenizers put a space before what they encode alone.
+            rest = self._goal.inside(whole[len(text) :])
+            if self._goal.decode([*context, *kept, *rest])[start:] == whole:
+                self._settled += kept
                 self._before = [*self._before, *self._tail[:count]][-_CONTEXT:]
                 del self._tail[:count]
                 return

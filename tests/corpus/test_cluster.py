@@ -135,5 +135,5 @@ def test_the_extra_is_asked_for(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"hf-retrieval-assist\[ray\]"):
+    with pytest.raises(ImportError, match=r"pip install .ray\[data\]"):
         RayExecutor("auto")

@@ -120,6 +120,18 @@ def test_the_texts_stay_equal(
     assert Tokenizer(goal).decode(grown.ids) == Tokenizer(source).decode(ids)
 
 
+def test_a_text_is_not_cut_before_what_gets_a_space_of_its_own(
+    byte_tokens: Any, pieces_and_bytes: Any
+) -> None:
+    text = "1" * 17 + "\n11äääää€x"
+    ids = byte_tokens(text, add_special_tokens=False)["input_ids"]
+    translation = DraftTranslation(Tokenizer(pieces_and_bytes), Tokenizer(byte_tokens), 0)
+    grown = TranslatedText(translation, ids[:6])
+    for first in range(6, len(ids), 9):
+        grown.append(ids[first : first + 9])
+    assert Tokenizer(pieces_and_bytes).decode(grown.ids) == text
+
+
 def test_only_the_end_is_encoded_again(byte_tokens: Any, pieces: Any) -> None:
     ids = byte_tokens(TEXT * 4)["input_ids"]
     translation = DraftTranslation(Tokenizer(pieces), Tokenizer(byte_tokens), 0)
