@@ -10,7 +10,7 @@ recording serves every step of a width; see :mod:`.replay`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..host.feature_taps import FeatureTaps
 from ..host.transformers_private import attention_of, why_no_mask
 from ..kernels.fixed_attention import AttentionBy
 from ..row_text import RowText
-from ..token_tree import Limits, TokenTree
+from ..token_tree import TokenTree
 from .fed_tokens import FedTokens
 from .fixed_memory import FixedMemory
 from .kv_cache import moved_from
@@ -137,6 +137,8 @@ class FixedVerifier(TreeVerifier):
             self.attention_by = by
         # The model's own test shows whether it reads its masks; what hooks read no test shows.
         self._tells_masks = has_callers_hooks(self.model) and why_no_mask(self.model.config) is None
+        # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
+        self.chains = options.fixed_width is not None
         self._asked = False
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
@@ -176,17 +178,6 @@ class FixedVerifier(TreeVerifier):
     @property
     def recordings(self) -> int:  # type: ignore[override]
         return self.memory.recordings
-
-    def limits(
-        self,
-        rows: Sequence[RowText],
-        drafted: Sequence[RowText],
-        depths: Sequence[int | None],
-        alike: bool = False,
-    ) -> Limits:
-        limits = super().limits(rows, drafted, depths, alike)
-        # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
-        return limits if self.options.fixed_width is None else replace(limits, chains=True)
 
     def _feed(
         self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]

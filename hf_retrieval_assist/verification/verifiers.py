@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +58,7 @@ class Verifier:
         most_tokens: that a forward may feed, filler included, where it is to round as plain
             decoding does; None: any number.
         most_fed: tokens per row that a forward may feed.
+        chains: whether drafts have to be single paths.
         reach: how far it may reach.
         manner: how forwards run, where it is not kernel by kernel; the cost of a width is its own.
         attention_by: what computes attention.
@@ -70,6 +70,7 @@ class Verifier:
     manner = ""
     most_tokens: int | None = None
     most_fed = 1 << 30
+    chains = False
     reach = UNLIMITED
     repeated = recordings = 0
 
@@ -120,17 +121,27 @@ class Verifier:
             depths: how deep each of their drafts may be of use; None: any.
             alike: see `Limits`.
         """
-        room, nodes, total = self._room(drafted), self.most_fed - 1, None
+        room, nodes, total = self._room(drafted), self._most_nodes, None
+        backlog, packed = self._backlog(rows), self.packed and not alike
         if room is not None:
             depths = [room if depth is None else min(depth, room) for depth in depths]
         if self.most_tokens is not None:
             fed = sum([not row.finished for row in rows]) if self.packed else len(rows)
-            if self.packed and not alike:
+            if packed:
                 total = self.most_tokens - fed
             else:
                 nodes = min(nodes, self.most_tokens // fed - 1)
-        packed = self.packed and not alike
-        return Limits(depths, nodes, total, chains=alike, packed=packed, alike=alike)
+        nodes = max(0, nodes - backlog)
+        return Limits(depths, nodes, total, backlog, alike or self.chains, packed, alike)
+
+    @property
+    def _most_nodes(self) -> int:
+        """Of each row's draft, where nothing is fed besides its root."""
+        return self.most_fed - 1
+
+    def _backlog(self, rows: Sequence[RowText]) -> int:
+        """Pending tokens that a forward carries besides roots and drafts."""
+        return 0
 
     def _room(self, rows: Sequence[RowText]) -> int | None:
         """How deep drafts may go, wherever rows in step have got to; None without limit."""
@@ -407,6 +418,8 @@ class ChainVerifier(Verifier):
         states: what layers keep beside slots.
     """
 
+    chains = True
+
     def __init__(self, *args: Any, states: States):
         super().__init__(*args)
         self.states = states
@@ -416,18 +429,12 @@ class ChainVerifier(Verifier):
         done = self.processed[row.index]
         return row.fed(done, max(len(row.generated), done + 1))
 
-    def limits(
-        self,
-        rows: Sequence[RowText],
-        drafted: Sequence[RowText],
-        depths: Sequence[int | None],
-        alike: bool = False,
-    ) -> Limits:
-        limits = super().limits(rows, drafted, depths, alike)
-        assert limits.nodes is not None
-        backlog = max(len(self._pending(row)) for row in rows) - 1
-        nodes = 0 if self.states.full else max(0, limits.nodes - backlog)
-        return replace(limits, nodes=nodes, backlog=backlog, chains=True)
+    @property
+    def _most_nodes(self) -> int:
+        return 0 if self.states.full else super()._most_nodes
+
+    def _backlog(self, rows: Sequence[RowText]) -> int:
+        return max(len(self._pending(row)) for row in rows) - 1
 
     def forward(self, rows: Sequence[RowText], trees: Sequence[TokenTree]) -> Verified:
         pending = [self._pending(row) for row in rows]
