@@ -236,7 +236,6 @@ def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):
 
 cdef object _plain_linear = torch._C._nn.linear
 cdef dict _methods = {}
-cdef int64_t _least_routed = 0
 cdef object _choose = None
 
 
@@ -273,7 +272,6 @@ def routed_linear(input, weight, bias=None):
         or not _is_plain(weight, dtype)
         or weight.dim() != 2
         or not weight.is_contiguous()
-        or weight.numel() < _least_routed
         or not _are_few_rows(input, weight, bias, dtype)
     ):
         return _plain_linear(input, weight, bias)
@@ -284,14 +282,12 @@ def routed_linear(input, weight, bias=None):
     return method(input, weight, bias)
 
 
-def set_chooser(choose, least_elements=0):
+def set_chooser(choose):
     """Let `choose(weight)` name the function (x, weight, bias) for weights of a new shape, dtype or
-    number of threads; what was chosen before is forgotten. Weights of fewer elements than
-    `least_elements` are left to PyTorch.
+    number of threads; what was chosen before is forgotten.
     """
-    global _choose, _least_routed
+    global _choose
     _choose = choose
-    _least_routed = least_elements
     _methods.clear()
 
 

@@ -17,7 +17,7 @@ typedef struct {
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #define X86_PATHS
-extern const kernel_path avx2_path, avx512_path, avx512bf16_path;
+extern const kernel_path avx2_path, avx2_pairs_path, avx512_path, avx512bf16_path;
 #elif defined(__GNUC__) && defined(__aarch64__)
 #define ARM_PATHS
 extern const kernel_path neon_path;

@@ -10,13 +10,18 @@
  *   sum_lanes(a, b, c, d, out)   four sums over lanes, written side by side
  *   PACKED_DTYPE                 what the multiplication takes: float32, LANES to a vector, or
  *                                bfloat16, twice as many; other dtypes are widened to it
- *   MULTIPLY_ADD(w, x, sum)      on vectors of PACKED_DTYPE, adding to a VEC
+ *   MULTIPLY_ADD(w, x, sum)      on vectors of PACKED_DTYPE or their parts, adding to a VEC
+ *   PARTS, PART(operand, i)      where one vector is multiplied in parts: how many, and the i-th as a VEC
  *
  * and includes templates.h.
  */
 
+#ifndef PARTS
+#define PARTS 1
+#define PART(operand, i) (operand)
+#endif
 #define STEP (PACKED_DTYPE == SKINNY_FLOAT32 ? LANES : 2 * LANES)
-#define STEP_BYTES (LANES * 4)
+#define STEP_BYTES (PARTS * LANES * 4)
 
 static ALWAYS_INLINE VEC read_lanes(const char *from, int dtype) {
     if (dtype == SKINNY_FLOAT32) return LOAD((const float *)from);
@@ -45,24 +50,30 @@ static VEC last_operand(const char *from, int64_t count, int dtype) {
     return operand(part, dtype);
 }
 
+static ALWAYS_INLINE void pack_step(char *to, VEC x) {
+    for (int i = 0; i < PARTS; i++) STORE((float *)to + i * LANES, PART(x, i));
+}
+
 /* One row of x for the multiplication, STEP elements every `stride` bytes. */
 static void pack_row(char *to, int64_t stride, const char *from, int64_t depth, int dtype) {
     const int64_t bytes = skinny_item_bytes(dtype);
     int64_t k = 0;
-    for (; k + STEP <= depth; k += STEP, to += stride)
-        STORE((float *)to, operand(from + k * bytes, dtype));
-    if (k < depth) STORE((float *)to, last_operand(from + k * bytes, depth - k, dtype));
+    for (; k + STEP <= depth; k += STEP, to += stride) pack_step(to, operand(from + k * bytes, dtype));
+    if (k < depth) pack_step(to, last_operand(from + k * bytes, depth - k, dtype));
 }
 
 /* acc[input row][weight row] += one step of both. The input rows wait in registers and the weight rows
  * pass by: one register less than the other way round, which lets the tile fit into 16 or 32 of them. */
 static ALWAYS_INLINE void step(const int rows, const int dtype, const skinny_tile *t,
                                int64_t k, VEC acc[PANEL_ROWS][TILE_ROWS]) {
-    VEC x[PANEL_ROWS];
-    for (int r = 0; r < rows; r++) x[r] = LOAD((const float *)(t->panel + r * STEP_BYTES));
-    for (int o = 0; o < TILE_ROWS; o++) {
-        const VEC w = operand(t->weight[o] + k * skinny_item_bytes(dtype), dtype);
-        for (int r = 0; r < rows; r++) acc[r][o] = MULTIPLY_ADD(w, x[r], acc[r][o]);
+    for (int i = 0; i < PARTS; i++) {
+        VEC x[PANEL_ROWS];
+        for (int r = 0; r < rows; r++)
+            x[r] = LOAD((const float *)(t->panel + r * STEP_BYTES) + i * LANES);
+        for (int o = 0; o < TILE_ROWS; o++) {
+            const VEC w = PART(operand(t->weight[o] + k * skinny_item_bytes(dtype), dtype), i);
+            for (int r = 0; r < rows; r++) acc[r][o] = MULTIPLY_ADD(w, x[r], acc[r][o]);
+        }
     }
 }
 

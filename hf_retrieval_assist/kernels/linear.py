@@ -7,7 +7,7 @@ Products of 1 to 65 rows, a token and 64 drafts, are computed by one of
 * `pytorch`: what would have run anyway.
 
 One method serves a weight shape, dtype and number of threads for every number of rows, chosen when
-that shape is first met; weights of less than `LEAST_ELEMENTS` are left to PyTorch. Where it is the
+that shape is first met; weights of less than `LEAST_ELEMENTS` are the kernel's. Where it is the
 kernel (bits do not depend on rows there), a token's logits do not depend on how many draft tokens
 are verified beside it; neither is promised of the others.
 """
@@ -42,8 +42,8 @@ TUNING_ROWS = (1, 4, 16)
 TUNING_BYTES = 32 << 20
 MAX_COPIES = 64
 
-# Smaller weights stay in the second-level cache between two forwards. PyTorch then takes some
-# microseconds, and the choice alone half as much again.
+# Smaller weights stay in the second-level cache between two forwards. The kernel then takes as long
+# for one row as PyTorch, and for several, above all in half precision, a half or less.
 LEAST_ELEMENTS = 1 << 17
 
 
@@ -119,6 +119,8 @@ class LinearTuning(Tuning):
 
     def choose(self, weight: torch.Tensor) -> LinearMethod:
         """The method for weights of this shape and dtype at the present number of threads."""
+        if weight.numel() < LEAST_ELEMENTS:
+            return kernel_linear
         rows, columns = weight.shape
         key = f"{weight.dtype} {rows}x{columns} threads={torch.get_num_threads()}"
         return METHODS[self.name(key, lambda: fastest_method(weight))]
@@ -130,7 +132,7 @@ def is_kernel(weight: torch.Tensor) -> bool:
 
 
 TUNING = LinearTuning()
-set_chooser(TUNING.choose, LEAST_ELEMENTS)
+set_chooser(TUNING.choose)
 
 
 def linear(

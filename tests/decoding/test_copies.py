@@ -31,10 +31,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(copies, "PATIENCE", 1)
     # The machine's own choice may be another.
     monkeypatch.setattr(compact, "is_kernel", lambda weight: True)
-    linear.set_chooser(lambda weight: linear.kernel_linear, linear.LEAST_ELEMENTS)
+    linear.set_chooser(lambda weight: linear.kernel_linear)
     gc.collect()  # copies of other tests' models
     yield
-    linear.set_chooser(linear.TUNING.choose, linear.LEAST_ELEMENTS)
+    linear.set_chooser(linear.TUNING.choose)
 
 
 @pytest.fixture

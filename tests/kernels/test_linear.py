@@ -24,7 +24,7 @@ W, X = torch.randn(48, 32), torch.randn(5, 32)
 def _restore():
     yield
     assert F.linear is PLAIN
-    set_chooser(module.TUNING.choose, module.LEAST_ELEMENTS)
+    set_chooser(module.TUNING.choose)
 
 
 @pytest.fixture
@@ -41,7 +41,8 @@ def served():
 
 
 @pytest.fixture
-def tuning(tmp_path):
+def tuning(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LEAST_ELEMENTS", 0)
     return LinearTuning(tmp_path / "cache" / "tuning.json")
 
 
@@ -327,7 +328,14 @@ def test_a_bad_file_is_ignored_with_one_warning(tuning, monkeypatch, content):
     assert len(json.loads(tuning.path.read_text())["choices"]) == 2
 
 
+def test_small_weights_are_the_kernels_and_nothing_is_timed(tmp_path, monkeypatch):
+    asked = measure_as(monkeypatch, "pytorch")
+    assert LinearTuning(tmp_path / "tuning.json").choose(W) is METHODS["kernel"]
+    assert not asked
+
+
 def test_a_place_that_cannot_be_written_to_is_reported_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LEAST_ELEMENTS", 0)
     measure_as(monkeypatch, "kernel")
     (tmp_path / "file").write_text("not a directory")
     tuning = LinearTuning(tmp_path / "file" / "tuning.json")

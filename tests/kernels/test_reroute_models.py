@@ -29,7 +29,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(AttentionTuning, "takes_kernel", lambda *arguments: True)
     set_chooser(lambda weight: kernel_linear)
     yield served
-    set_chooser(linear.TUNING.choose, linear.LEAST_ELEMENTS)
+    set_chooser(linear.TUNING.choose)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

@@ -23,7 +23,7 @@ def no_paths(monkeypatch):
     monkeypatch.setattr(AttentionTuning, "takes_kernel", lambda *arguments: True)
     set_chooser(lambda weight: linear.kernel_linear)
     yield
-    set_chooser(linear.TUNING.choose, linear.LEAST_ELEMENTS)
+    set_chooser(linear.TUNING.choose)
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, in_eight_bits])

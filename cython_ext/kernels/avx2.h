@@ -1,0 +1,65 @@
+/* AVX2 with FMA and half-precision conversion: 4 x 3 accumulators of 8 floats. */
+#define VEC __m256
+#define LANES 8
+#define PANEL_ROWS 3
+#define ZERO() _mm256_setzero_ps()
+#define LOAD(p) _mm256_loadu_ps(p)
+#define STORE(p, v) _mm256_storeu_ps((p), (v))
+#define SET1(x) _mm256_set1_ps(x)
+#define ADD(a, b) _mm256_add_ps((a), (b))
+#define MAX(a, b) _mm256_max_ps((a), (b))
+#define FMA(a, b, c) _mm256_fmadd_ps((a), (b), (c))
+#define LOAD_F16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define STORE_F16(p, v) \
+    _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph((v), _MM_FROUND_TO_NEAREST_INT))
+
+typedef struct {
+    __m256i low, high;
+} int8_group;
+
+static ALWAYS_INLINE int8_group load_group(const char *p) {
+    const __m128i *from = (const __m128i *)p;
+    return (int8_group){_mm256_cvtepi8_epi16(_mm_loadu_si128(from)),
+                        _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1))};
+}
+
+static ALWAYS_INLINE __m256 group_dot(int8_group w, const char *p) {
+    const __m256i *x = (const __m256i *)p;
+    const __m256i low = _mm256_madd_epi16(w.low, _mm256_loadu_si256(x));
+    const __m256i high = _mm256_madd_epi16(w.high, _mm256_loadu_si256(x + 1));
+    return _mm256_cvtepi32_ps(_mm256_add_epi32(low, high));
+}
+
+static ALWAYS_INLINE __m256 load_int8(const char *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+
+static ALWAYS_INLINE __m256 load_bf16(const char *p) {
+    const __m128i half = _mm_loadu_si128((const __m128i *)p);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+/* To nearest, ties to even; a NaN becomes the quiet NaN, lest rounding carry it into infinity. */
+static ALWAYS_INLINE void store_bf16(char *p, __m256 v) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded =
+        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256 quiet = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+    const __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+    const __m256 chosen = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), quiet, nan);
+    const __m256i words = _mm256_srli_epi32(_mm256_castps_si256(chosen), 16);
+    /* Packing works within 128-bit halves; the permutation brings both to the front. */
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
+    _mm_storeu_si128((__m128i *)p, _mm256_castsi256_si128(packed));
+}
+
+static ALWAYS_INLINE __m256 power2(__m256 t) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+
+static ALWAYS_INLINE void sum_lanes(__m256 a, __m256 b, __m256 c, __m256 d, float *out) {
+    const __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+}
