@@ -65,7 +65,8 @@ class Verified:
     def top(self, row: int, nodes: int) -> TopLogits:
         """The largest logits behind a row's root and its nodes."""
         first = self.roots[row]
-        return ComputedTop(self._logits, np.arange(first, first + 1 + nodes))
+        logits = self._logits if self.screened is None else self.screened.near
+        return ComputedTop(logits, np.arange(first, first + 1 + nodes))
 
     @property
     def is_sound(self) -> bool:
