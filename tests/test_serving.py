@@ -421,14 +421,13 @@ def test_what_is_no_call_is_text(folder, text):
     assert len(found.get("tool_calls") or []) == calls
     assert found.get("content", "") == (text if content is None else content)
     # Streamed, complete calls before it are calls.
-    written = SimpleNamespace(written="")
-    parser = Parser(build_response_parser(tokenizer, model, []), written)
+    parser = Parser(build_response_parser(tokenizer, model, []))
     items = []
     for piece in re.findall(r".{1,3}", text, re.DOTALL):
         items += response_events_to_chunks(parser.feed(piece))
     items += response_events_to_chunks(parser.finalize()[1])
     assert sum(isinstance(item, ToolCall) for item in items) == max(calls, text.count(CALL))
-    assert written.written == text
+    assert parser.written == text
     if content is None:
         assert re.sub("</?tool_call>", "", text).strip() == "".join(items).strip() or "more" in text
 

@@ -233,7 +233,7 @@ SERVER = _listed(
         f"{_SERVING}.utils:CBGenerateManager",
         {"init_cb(model, gen_config); _cb": "the longest request of continuous batching"},
     ),
-    (f"{_SERVING}.utils", {"GenerateManager(); _StreamError(msg)": "answers"}),
+    (f"{_SERVING}.utils", {"_StreamError(msg)": "answers"}),
     (
         f"{_SERVING}.utils:BaseHandler",
         {"_build_generation_config(body, model_generation_config, use_cb)": "fields of requests"},

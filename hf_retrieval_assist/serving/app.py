@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -19,7 +18,6 @@ from transformers.cli.serving.server import build_server
 from ..assistants import Assistant
 from ..attachment import attach, attached_to
 from ..host.positions import position_limit
-from ..stats import CallStats
 from .handlers import handlers_of, told
 from .managers import State, parsed
 
@@ -49,14 +47,13 @@ def build_app(
     Raises:
         OSError, ValueError: the model cannot be loaded.
     """
-    models = _Models(
-        assistant, force_model=model, continuous_batching=continuous_batching, **loading
-    )
     state = State(continuous_batching=continuous_batching, cb_config=cb_config)
+    models = _Models(
+        assistant, state, force_model=model, continuous_batching=continuous_batching, **loading
+    )
     handlers = handlers_of(models, state)
     app = build_server(models, generation_state=state, enable_cors=enable_cors, **handlers)
-    _stop_at_the_end(app, state)
-    _load_by_name(app, models)
+    app.router.routes[:] = [r for r in app.routes if getattr(r, "path", None) != "/load_model"]
     registry = CollectorRegistry()
     registry.register(_Figures(assistant))
 
@@ -64,24 +61,19 @@ def build_app(
     async def refuse(_: Request, error: RequestValidationError) -> JSONResponse:
         return JSONResponse({"detail": told(error.errors())}, 422)
 
+    @app.post("/load_model")
+    async def load_model(body: dict[str, Any]) -> StreamingResponse:
+        if body.get("model") != model:
+            raise HTTPException(422, f"model: expected {model!r}")
+        return StreamingResponse(
+            models.load_model_streaming(models.name), media_type="text/event-stream"
+        )
+
     @app.get("/metrics")
     def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
-
-
-def _stop_at_the_end(app: FastAPI, state: State) -> None:
-    """Let the thread that decodes requests side by side end with the application."""
-    theirs = app.router.lifespan_context
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with theirs(app):
-            yield
-        state.shutdown()
-
-    app.router.lifespan_context = lifespan
 
 
 class _Models(ModelManager):
@@ -95,8 +87,8 @@ class _Models(ModelManager):
     name = ""
     positions: int
 
-    def __init__(self, assistant: Assistant, **options: Any):
-        self.assistant = assistant
+    def __init__(self, assistant: Assistant, state: State, **options: Any):
+        self.assistant, self._state = assistant, state
         super().__init__(**options)
 
     def load_model_and_processor(self, name: str, *args: Any, **options: Any) -> tuple[Any, Any]:
@@ -110,22 +102,14 @@ class _Models(ModelManager):
             tokenizer.parse_response = functools.partial(parsed, tokenizer)
         return model, processor
 
+    def shutdown(self) -> None:
+        """Forget the model, and what decodes requests side by side with it."""
+        self._state.shutdown()
+        super().shutdown()
+
     def served(self) -> tuple[Any, Any]:
         """The model and its processor."""
         return self.load_model_and_processor(self.name)
-
-
-def _load_by_name(app: FastAPI, models: _Models) -> None:
-    """Let the route that loads a model take nothing but a name."""
-    app.router.routes[:] = [r for r in app.routes if getattr(r, "path", None) != "/load_model"]
-
-    @app.post("/load_model")
-    async def load_model(body: dict[str, Any]) -> StreamingResponse:
-        if body.get("model") != models.force_model:
-            raise HTTPException(422, f"model: expected {models.force_model!r}")
-        return StreamingResponse(
-            models.load_model_streaming(models.name), media_type="text/event-stream"
-        )
 
 
 class _Figures(Collector):
@@ -136,8 +120,8 @@ class _Figures(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         stats = self.assistant.stats
-        for name, (about, value) in _COUNTED.items():
-            yield CounterMetricFamily(f"{_PREFIX}_{name}", about, value(stats.total))
+        for name, (field, about) in _COUNTED.items():
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", about, getattr(stats.total, field))
         for name, about, label, counts in (
             ("source_tokens", "Accepted tokens that each source drafted.", "source", stats.sources),
             ("seconds", "By phase.", "phase", stats.total.seconds),
@@ -148,10 +132,11 @@ class _Figures(Collector):
             yield family
 
 
-_COUNTED: dict[str, tuple[str, Callable[[CallStats], float]]] = {
-    "requests": ("Requests that have ended.", lambda total: total.calls),
-    "tokens": ("Generated tokens.", lambda total: total.tokens),
-    "forwards": ("Forwards behind the prefills.", lambda total: total.forwards),
-    "drafted_tokens": ("Drafted tokens that were verified.", lambda total: total.drafted),
-    "accepted_tokens": ("Drafted tokens that were accepted.", lambda total: total.accepted),
+# Names of counters: their fields of `CallStats`, and what they count.
+_COUNTED = {
+    "requests": ("calls", "Requests that have ended."),
+    "tokens": ("tokens", "Generated tokens."),
+    "forwards": ("forwards", "Forwards behind the prefills."),
+    "drafted_tokens": ("drafted", "Drafted tokens that were verified."),
+    "accepted_tokens": ("accepted", "Drafted tokens that were accepted."),
 }

@@ -15,10 +15,12 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     Json,
     NonNegativeInt,
     ValidationError,
+    create_model,
 )
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -29,13 +31,7 @@ from transformers.cli.serving.utils import BaseHandler, _StreamError
 
 from ..drafters.expected import ExpectedTexts, expected_ids
 from ..hook import why_not
-from .managers import Items, serving
-
-# Settings of `generate` for which an answer has no place, or that outlive a call that fails.
-_ONLY = {"num_return_sequences": 1, "assistant_early_exit": None}
-_NO_CONTENT = ("function_call", "function_call_output", "reasoning", "item_reference")
-_MOST = 1000  # of beams and their like, each of which takes memory
-_LARGEST = 2**63 - 1  # that a tensor holds
+from .managers import Items, Parser, serving
 
 # What a request can make the code raise that reads it.
 _BY_A_REQUEST = (
@@ -43,14 +39,19 @@ _BY_A_REQUEST = (
     *(TemplateError, TypeError, ValueError),
 )
 
+_MAX_LENGTH = 20  # of prompt and answer, where a configuration names none
+
 
 def _bounded(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of `generate`, none of which takes all memory or all time."""
     for name, value in settings.items():
-        most = _MOST if name.startswith("num_") else _LARGEST
+        # Beams and their like take memory each; of others a tensor has to hold the number.
+        most = 1000 if name.startswith("num_") else 2**63 - 1
         if isinstance(value, (int, float)) and not abs(value) <= most:
             raise ValueError(f"{name}: expected at most {most}")
-        if name in _ONLY and value not in (None, _ONLY[name]):
+    # For the one an answer has no place; the other outlives a call that fails.
+    for name, only in (("num_return_sequences", 1), ("assistant_early_exit", None)):
+        if settings.get(name) not in (None, only):
             raise ValueError(f"{name}: not served")
     return settings
 
@@ -58,7 +59,7 @@ def _bounded(settings: dict[str, Any]) -> dict[str, Any]:
 def _begun(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items of a conversation that does not begin with one that transformers takes for content."""
     kind = items[0].get("type") if items and "role" not in items[0] else None
-    if kind in _NO_CONTENT:
+    if kind in ("function_call", "function_call_output", "reasoning", "item_reference"):
         raise ValueError(f"expected a message or content first, got {kind!r}")
     return items
 
@@ -72,45 +73,40 @@ class _Prediction(BaseModel):
     type: Literal["content"]
     content: str | list[_Part]
 
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
 
-
+_Object = dict[str, Any]
 _Some = Annotated[str, Field(min_length=1)]
-_Tokens = Annotated[int, Field(ge=1)]
-_Bias = Annotated[float, Field(ge=-100, le=100)]
 
+# Bounds of the numbers that a request may hold.
+_NUMBERS: dict[str, Any] = {
+    "temperature": Annotated[float, Field(ge=0, allow_inf_nan=False)],
+    "top_p": Annotated[float, Field(gt=0, le=1)],
+    "frequency_penalty": Annotated[float, Field(gt=-1, le=2)],
+    "logit_bias": dict[NonNegativeInt, Annotated[float, Field(ge=-100, le=100)]],
+    "seed": Annotated[int, Field(ge=-(2**63), lt=2**64)],
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "max_output_tokens"), Annotated[int, Field(ge=1)]
+    ),
+}
 
-class _Asked(BaseModel, extra="allow"):
-    """Fields of any route whose wrong values nothing else would refuse."""
-
-    model: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    input: str | Annotated[list[dict[str, Any]], AfterValidator(_begun)] | None = None
-    prompt: _Some | None = None
-    instructions: str | None = None
-    prediction: _Prediction | None = None
-    suffix: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    generation_config: Json[Annotated[dict[str, Any], AfterValidator(_bounded)]] | None = None
-    stream: bool | None = None
-    parallel_tool_calls: bool | None = None
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
-    frequency_penalty: float | None = Field(None, gt=-1, le=2)
-    logit_bias: dict[NonNegativeInt, _Bias] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Annotated[
+# What else of a request nobody would refuse with the name of the field.
+_OTHERS: dict[str, Any] = {
+    **dict.fromkeys(("model", "instructions", "suffix"), str),
+    **dict.fromkeys(("stream", "parallel_tool_calls"), bool),
+    "messages": Annotated[list[_Object], Field(min_length=1)],
+    "input": str | Annotated[list[_Object], AfterValidator(_begun)],
+    "prompt": _Some,
+    "prediction": _Prediction,
+    "tools": list[_Object],
+    "chat_template_kwargs": _Object,
+    "generation_config": Json[Annotated[_Object, AfterValidator(_bounded)]],
+    "stop": Annotated[
         list[_Some] | None, BeforeValidator(lambda s: [s] if isinstance(s, str) else s or None)
-    ] = None
-    max_tokens: _Tokens | None = None
-    max_completion_tokens: _Tokens | None = None
-    max_output_tokens: _Tokens | None = None
+    ],
+}
 
+_ALL: dict[str, Any] = {n: (kind | None, None) for n, kind in (_NUMBERS | _OTHERS).items()}
+_FIELDS: Any = create_model("_Fields", __config__=ConfigDict(extra="allow"), **_ALL)
 
 # Fields that transformers drops, and the values that ask for nothing.
 _DROPPED: dict[str, Any] = {
@@ -133,17 +129,12 @@ _OF_THE_SERVER = inspect.signature(
     PreTrainedTokenizerBase.apply_chat_template
 ).parameters.keys() - {"documents"}
 
-# Settings that are each request's own where requests are decoded side by side.
+# Fields that are settings of `generate`, and those of its settings that are each request's own
+# where requests are decoded side by side.
+_SETTINGS = _NUMBERS.keys() - {"max_tokens", "max_completion_tokens", "max_output_tokens"}
+_SETTINGS |= {"generation_config", "stop"}
 _OF_A_REQUEST = {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id"}
 _OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "typical_p"}
-
-# Fields that are settings.
-_SETTINGS = {
-    *("generation_config", "temperature", "top_p", "frequency_penalty", "logit_bias", "stop"),
-    "seed",
-}
-
-_MAX_LENGTH = 20  # of prompt and answer, where a configuration names none
 
 
 def _checked(body: dict[str, Any], text_field: str) -> dict[str, Any]:
@@ -158,7 +149,7 @@ def _checked(body: dict[str, Any], text_field: str) -> dict[str, Any]:
         except (UnicodeEncodeError, RecursionError) as error:
             raise HTTPException(422, f"{name!a}: {type(error).__name__}") from None
     try:
-        asked = _Asked.model_validate(body).model_dump(exclude_unset=True, round_trip=True)
+        asked = _FIELDS.model_validate(body).model_dump(exclude_unset=True, round_trip=True)
     except ValidationError as error:
         raise HTTPException(422, "; ".join(map(_named, error.errors()))) from None
     asked = {name: value for name, value in asked.items() if value is not None}
@@ -189,7 +180,8 @@ class _Texts(BaseHandler):
         decoding: whether its text is being generated; what fails then is the fault of few fields.
         common: the settings of all requests, where they are decoded side by side.
         expected: its prediction, and how much of it came.
-        items, written: see :class:`~.managers.Served`.
+        items: of its stream.
+        parser: of its stream, where the model's answers have parts.
     """
 
     text_field: str
@@ -199,7 +191,7 @@ class _Texts(BaseHandler):
     expected: ExpectedTexts | None = None
     tokenizer: Any = None
     items: Items | None = None
-    written = ""
+    parser: Parser | None = None
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         handler = copy.copy(self)
@@ -269,29 +261,38 @@ class _Texts(BaseHandler):
     def begin(
         self, model: Any, processor: Any, inputs: Any, config: Any, most_tokens: int
     ) -> dict[str, Any]:
+        """The inputs, and what the request has for `generate` besides.
+
+        Raises:
+            HTTPException: a prompt that leaves nothing of `most_tokens`.
+        """
         ids = inputs["input_ids"]
         length = len(ids) if isinstance(ids, list) else ids.shape[-1]
         # The last token is not fed.
-        room = min(most_tokens, self.model_manager.positions) + 1 - length
-        if not length or room < 1:
+        most = min(most_tokens, self.model_manager.positions)
+        if not 1 <= length <= most:
             raise HTTPException(
-                422, f"{self.text_field}: expected 1 to {room + length - 1} tokens, got {length}"
+                422, f"{self.text_field}: expected 1 to {most} tokens, got {length}"
             )
         wanted = config.max_new_tokens
         if wanted is None:
             wanted = max(1, (config.max_length or _MAX_LENGTH) - length)
-        config.max_new_tokens = min(wanted, room)
+        config.max_new_tokens = min(wanted, most + 1 - length)
         self.decoding = True
         inputs = {**inputs}
-        if "prediction" in self.body:
+        if prediction := self.body.get("prediction"):
             self.tokenizer = getattr(processor, "tokenizer", processor)
-            ids = expected_ids(_Prediction(**self.body["prediction"]).text, self.tokenizer)
+            text = prediction["content"]
+            if not isinstance(text, str):
+                text = "".join(part["text"] for part in text)
+            ids = expected_ids(text, self.tokenizer)
             self.expected = ExpectedTexts([ids])
             if why_not(model, {"generation_config": config, "tokenizer": processor}) is None:
                 inputs["assistant"] = self.model_manager.assistant.expecting(ids)
         return inputs
 
     def end(self, ids: Any) -> None:
+        """These tokens were generated."""
         if self.expected is not None:
             self.expected.follow(ids)
 
@@ -300,30 +301,25 @@ class _Chats(_Texts, ChatCompletionHandler):
     """Chats, whose usage tells how much of their `prediction` was written."""
 
     text_field = "messages"
+    _written = ""
 
     def _build_completion(self, *answer: Any, usage: Any = None, **options: Any) -> Any:
         return super()._build_completion(*answer, usage=self._detailed(usage), **options)
 
     def _build_chunk_sse(self, *chunk: Any, usage: Any = None, **options: Any) -> str:
+        self._written += options.get("content") or ""
+        if usage is not None and self.expected is not None:
+            written = self._written if self.parser is None else self.parser.written
+            self.end(expected_ids(written, self.tokenizer) if written else [])
         return super()._build_chunk_sse(*chunk, usage=self._detailed(usage), **options)
 
     def _detailed(self, usage: CompletionUsage | None) -> CompletionUsage | None:
         if usage is not None and self.expected is not None:
-            if self.written:
-                self.expected.follow(expected_ids(self.written, self.tokenizer))
             usage.completion_tokens_details = CompletionTokensDetails(
                 accepted_prediction_tokens=self.expected.accepted,
                 rejected_prediction_tokens=self.expected.rejected,
             )
         return usage
-
-
-class _Completions(_Texts, CompletionHandler):
-    text_field = "prompt"
-
-
-class _Responses(_Texts, ResponseHandler):
-    text_field = "input"
 
 
 class _Transcriptions(TranscriptionHandler):
@@ -345,18 +341,21 @@ class _Transcriptions(TranscriptionHandler):
 
 def handlers_of(models: Any, state: Any) -> dict[str, Any]:
     """The handlers that transformers' `build_server` asks for."""
+
+    def texts(theirs: Any, field: str) -> Any:
+        return type(theirs.__name__, (_Texts, theirs), {"text_field": field})(models, state)
+
     handlers: dict[str, Any] = {
         "chat_handler": _Chats(models, state),
-        "completion_handler": _Completions(models, state),
-        "response_handler": _Responses(models, state),
+        "completion_handler": texts(CompletionHandler, "prompt"),
+        "response_handler": texts(ResponseHandler, "input"),
         "transcription_handler": _Transcriptions(models, state),
     }
     try:
         from transformers.cli.serving.systemone import SystemOneHandler
     except ImportError:  # of earlier releases
         return handlers
-    decisions = type("_Decisions", (_Texts, SystemOneHandler), {"text_field": "questions"})
-    return handlers | {"systemone_handler": decisions(models, state)}
+    return handlers | {"systemone_handler": texts(SystemOneHandler, "questions")}
 
 
 def told(detail: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What generates for the server: one request after another, or requests side by side."""
+"""What generates for the server: transformers' managers, as one request uses them."""
 
 from __future__ import annotations
 
@@ -7,48 +7,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
-from transformers.cli.serving.utils import (
-    BaseGenerateManager,
-    CBGenerateManager,
-    GenerateManager,
-    GenerationState,
-    _StreamError,
-)
+from transformers.cli.serving.utils import GenerationState, _StreamError
 
 from ..host.continuous_batching import DraftingManager, adding_for
 from ..system.log import get_logger
 
 logger = get_logger(__name__)
 
+# The handler of the request for a text that the running task serves, if any.
+serving: ContextVar[Any] = ContextVar("a request", default=None)
 
-class Served(Protocol):
-    """A request, as far as a manager knows it.
-
-    Attributes:
-        items: of its stream.
-        written: what was streamed, special tokens included.
-    """
-
-    items: Items | None
-    written: str
-
-    def begin(
-        self, model: Any, processor: Any, inputs: Any, config: Any, most_tokens: int
-    ) -> dict[str, Any]:
-        """The inputs, and what the request has for `generate` besides.
-
-        Raises:
-            HTTPException: a prompt that leaves nothing of `most_tokens`.
-        """
-
-    def end(self, ids: Any) -> None:
-        """These tokens were generated."""
-
-
-# What the running task serves.
-serving: ContextVar[Served] = ContextVar("a request")
+_NO_LIMIT = 2**31 - 1  # of tokens
 
 
 class State(GenerationState):
@@ -57,16 +28,25 @@ class State(GenerationState):
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         if use_cb and not self.is_cb_alive():
             self.shutdown()
-        manager: Any = super().get_manager(model_id, use_cb)
-        manager.__class__ = _SideBySide if use_cb else _OneByOne
-        return manager
+        manager, request = super().get_manager(model_id, use_cb), serving.get()
+        return manager if request is None else _Manager(manager, request)
 
 
-class _Manager(BaseGenerateManager):
-    """Begins a request, and watches how it ends."""
+class _Manager:
+    """A manager of transformers' that begins a request, and watches how it ends.
 
-    most_tokens = 2**31 - 1  # of prompt and answer
+    Args:
+        manager: one request after another, or requests side by side.
+        request: the handler of the request.
+    """
+
     _numbers = itertools.count()
+
+    def __init__(self, manager: Any, request: Any) -> None:
+        self._manager, self._request = manager, request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
 
     def generate_streaming(
         self,
@@ -77,76 +57,59 @@ class _Manager(BaseGenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> Any:
-        served = serving.get()
-        inputs = served.begin(model, processor, inputs, gen_config, self.most_tokens)
-        parser = None if response_parser is None else Parser(response_parser, served)
-        name = self._name(request_id)
-        with self._adding(inputs, name):
-            queue, streamer = super().generate_streaming(
-                model, processor, inputs, gen_config, name, parser
-            )
-        served.items = Items(queue, served if parser is None else None)
-        return served.items, streamer
+        request = self._request
+        if response_parser is not None:
+            request.parser = response_parser = Parser(response_parser)
+        with self._begun(model, processor, inputs, gen_config, request_id) as begun:
+            queue, streamer = self._manager.generate_streaming(*begun, response_parser)
+        request.items = Items(queue)
+        return request.items, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
-        served = serving.get()
-        inputs = served.begin(model, processor, inputs, gen_config, self.most_tokens)
-        name = self._name(request_id)
-        with self._adding(inputs, name):
-            answer = await super().generate_non_streaming(
-                model, processor, inputs, gen_config, name
-            )
-        served.end(answer[2])
+        with self._begun(model, processor, inputs, gen_config, request_id) as begun:
+            answer = await self._manager.generate_non_streaming(*begun)
+        self._request.end(answer[2])
         return answer
 
-    def _name(self, request_id: str) -> str:
-        """An id of one request alone: clients give theirs to several."""
-        return f"{request_id} {next(self._numbers)}"
-
     @contextmanager
-    def _adding(self, inputs: dict[str, Any], name: str) -> Iterator[None]:
-        yield
-
-
-class _OneByOne(_Manager, GenerateManager):
-    pass
-
-
-class _SideBySide(_Manager, CBGenerateManager):
-    def init_cb(self, model: Any, gen_config: Any) -> None:
-        super().init_cb(model, gen_config)
-        # The worker makes the cache, which says how long a request may become.
-        while self._cb.batch_processor is None and self._cb.is_running():
-            time.sleep(0.01)
-        scheduler = getattr(self._cb.batch_processor, "scheduler", None)
-        self.most_tokens = getattr(scheduler, "most_tokens", self.most_tokens)
-
-    @contextmanager
-    def _adding(self, inputs: dict[str, Any], name: str) -> Iterator[None]:
+    def _begun(
+        self, model: Any, processor: Any, inputs: Any, config: Any, request_id: str
+    ) -> Iterator[tuple[Any, ...]]:
+        """The arguments for transformers' manager, while it adds the request."""
+        # An id of one request alone: clients give theirs to several.
+        name = f"{request_id} {next(self._numbers)}"
+        batching = getattr(self._manager, "_cb", None)
+        most = _NO_LIMIT if batching is None else _longest(batching)
+        inputs = self._request.begin(model, processor, inputs, config, most)
+        arguments = model, processor, inputs, config, name
+        if batching is None:
+            yield arguments
+            return
         assistant = inputs.pop("assistant", None)
-        if not isinstance(self._cb, DraftingManager):
-            assistant = None
         # transformers listens to a stream after it has sent the request. What comes before is
         # handed on by the event loop, which gets to it when somebody listens.
-        handlers = self._cb.output_router.result_handlers
-        self._cb.register_result_handler(name, lambda output: handlers[name][0](output))
-        with adding_for(assistant):
-            yield
+        handlers = batching.output_router.result_handlers
+        batching.register_result_handler(name, lambda output: handlers[name][0](output))
+        with adding_for(assistant if isinstance(batching, DraftingManager) else None):
+            yield arguments
+
+
+def _longest(batching: Any) -> int:
+    """The most tokens of prompt and answer that a worker has room for."""
+    # It makes the cache, which says how long a request may become.
+    while batching.batch_processor is None and batching.is_running():
+        time.sleep(0.01)
+    scheduler = getattr(batching.batch_processor, "scheduler", None)
+    return getattr(scheduler, "most_tokens", _NO_LIMIT)
 
 
 class Items:
-    """The items of a stream, as its route reads them. What failed is logged, and not told.
+    """The items of a stream, as its route reads them. What failed is logged, and not told."""
 
-    Args:
-        queue: transformers' own.
-        served: is told what is written; None: it knows.
-    """
-
-    def __init__(self, queue: Any, served: Served | None):
+    def __init__(self, queue: Any) -> None:
         self._queue = queue
-        self._served = served
         self._first: list[Any] = []
 
     async def first(self) -> Any:
@@ -155,26 +118,30 @@ class Items:
         return self._first[0]
 
     async def get(self) -> Any:
-        return self._shown(self._first.pop() if self._first else await self._queue.get())
+        return _shown(self._first.pop() if self._first else await self._queue.get())
 
     def get_nowait(self) -> Any:
-        return self._shown(self._first.pop() if self._first else self._queue.get_nowait())
+        return _shown(self._queue.get_nowait())
 
-    def _shown(self, item: Any) -> Any:
-        if isinstance(item, _StreamError):
-            logger.error("a streamed answer failed: %s", item.msg)
-            return _StreamError("the answer could not be completed")
-        if self._served is not None and isinstance(item, str):
-            self._served.written += item
+
+def _shown(item: Any) -> Any:
+    if not isinstance(item, _StreamError):
         return item
+    logger.error("a streamed answer failed: %s", item.msg)
+    return _StreamError("the answer could not be completed")
 
 
 class Parser:
-    """transformers' parser of a stream, for which a call of a tool that is none is text."""
+    """transformers' parser of a stream, for which a call of a tool that is none is text.
 
-    def __init__(self, parser: Any, served: Served):
+    Attributes:
+        written: what was streamed, special tokens included.
+    """
+
+    written = ""
+
+    def __init__(self, parser: Any) -> None:
         self._parser = parser
-        self._served = served
         self._held = ""  # of a call that goes on
 
     @property
@@ -182,7 +149,7 @@ class Parser:
         return self._parser.initial_events
 
     def feed(self, text: str) -> list[dict[str, Any]]:
-        self._served.written += text
+        self.written += text
         if self._parser is None:
             return [_content(text)]
         try:
@@ -222,11 +189,9 @@ def parsed(tokenizer: Any, ids: Any, template: Any, **options: Any) -> dict[str,
 
 def _is_call(found: Any) -> bool:
     function = found.get("function") if isinstance(found, dict) else None
-    return (
-        isinstance(function, dict)
-        and isinstance(function.get("name"), str)
-        and "arguments" in function
-    )
+    if not isinstance(function, dict):
+        return False
+    return isinstance(function.get("name"), str) and "arguments" in function
 
 
 def _content(text: str) -> dict[str, Any]:
