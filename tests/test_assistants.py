@@ -1,7 +1,5 @@
 """Assistants: whom they ask, what they tell drafters, what they count."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 

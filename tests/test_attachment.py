@@ -1,7 +1,5 @@
 """An assistant attached to a model serves the calls of `generate` that others make."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -210,7 +208,7 @@ def test_refuses_what_is_no_assistant(model, assistant):
         attach(model, assistant)
 
 
-def test_texts_expected_row_by_row_are_refused_for_batches_of_others() -> None:
+def test_texts_expected_row_by_row_are_refused_for_batches_of_others():
     model = build(LlamaForCausalLM)
     with pytest.raises(ValueError, match=r"^assistant: expected texts for all rows .* got 2 rows"):
         attach(model, SamAssistant().expecting(rows=[[[1]], [[2]]]))

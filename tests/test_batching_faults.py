@@ -1,7 +1,5 @@
 """What one request of continuous batching, or a fault in drafting, must not do to the others."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

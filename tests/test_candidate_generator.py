@@ -1,7 +1,5 @@
 """Retrieved drafts in transformers' own assisted loop."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Continuous batching with drafts generates what it would without them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 
@@ -197,12 +195,7 @@ def test_drawn_tokens_have_plain_decodings_distribution():
     found = Counter(
         tuple(tokens)
         for tokens in run(
-            model,
-            [prompt] * count,
-            config,
-            Assistant([Guess(4)], budget=2),
-            seed=3,
-            num_blocks=512,
+            model, [prompt] * count, config, Assistant([Guess(4)], budget=2), seed=3, num_blocks=512
         )
     )
     statistic, cells = 0.0, 0

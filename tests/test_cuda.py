@@ -1,7 +1,5 @@
 """The lossless checks on a GPU."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

@@ -1,7 +1,5 @@
 """docs/design.md names files that exist, and every folder of the package."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every block of Python in the documentation and the README runs, page by page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The `assistant=` keyword: put on, taken off, and refusing what it cannot serve."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os
@@ -10,11 +8,7 @@ import sys
 
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    GenerationMixin,
-    LlamaForCausalLM,
-)
+from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM
 
 import hf_retrieval_assist
 from hf_retrieval_assist import Datastore, RestAssistant, SamAssistant

@@ -1,7 +1,5 @@
 """The repository for the model hub, loaded by transformers from its folder."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from shutil import copytree

@@ -1,7 +1,5 @@
 """Every preset inside `generate`: lossless, and with the parts it is made of."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Workflows, the citation and the package's metadata agree with the project."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

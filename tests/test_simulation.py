@@ -1,7 +1,5 @@
 """Replays of hand-made requests, whose every step can be counted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -154,8 +152,7 @@ def test_statistics_are_not_touched():
 
 
 @pytest.mark.parametrize(
-    "request_",
-    [([1, 2], [5]), ([5], [1, 2]), ([-1], [2]), ([1], [2, -1]), ([[1, 2]], [3])],
+    "request_", [([1, 2], [5]), ([5], [1, 2]), ([-1], [2]), ([1], [2, -1]), ([[1, 2]], [3])]
 )
 def test_refuses_ids_outside_the_vocabulary(request_):
     with pytest.raises(

@@ -1,7 +1,5 @@
 """Measured advice on which assistant to use."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

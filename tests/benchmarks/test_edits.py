@@ -1,7 +1,5 @@
 """Files written anew with a change in them."""
 
-from __future__ import annotations
-
 import ast
 import random
 import zlib

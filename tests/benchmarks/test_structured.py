@@ -1,7 +1,5 @@
 """The benchmark of structured output, on a small random model and whatever libraries there are."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line: what it prints, what it leaves behind, and its exit codes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

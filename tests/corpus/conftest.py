@@ -1,13 +1,8 @@
 """What several modules use."""
 
-from __future__ import annotations
-
 import pytest
 
-from tests.corpus.documents import (
-    build,
-    make_documents,
-)
+from tests.corpus.documents import build, make_documents
 
 
 @pytest.fixture

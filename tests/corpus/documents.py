@@ -1,7 +1,5 @@
 """Made-up documents, datastores of them, and what these must hold."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from hf_retrieval_assist.corpus.datastore import Datastore

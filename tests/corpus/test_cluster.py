@@ -1,7 +1,5 @@
 """Corpora built by a Ray cluster of two nodes on this machine, whose workers and nodes die."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

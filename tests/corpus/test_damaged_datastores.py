@@ -1,7 +1,5 @@
 """Documents and files that lie, and disks that are full."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess
@@ -16,13 +14,7 @@ from hf_retrieval_assist.corpus import format as datastore_format
 from hf_retrieval_assist.corpus.build import BuildOptions
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
-from tests.corpus.documents import (
-    SMALL,
-    VOCAB,
-    assert_holds,
-    build,
-    make_documents,
-)
+from tests.corpus.documents import SMALL, VOCAB, assert_holds, build, make_documents
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Datastores on disk: round trips, atomic builds, models and the hub."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

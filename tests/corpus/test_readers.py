@@ -1,7 +1,5 @@
 """Readers of corpora and tokenizers."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

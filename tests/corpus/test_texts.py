@@ -1,7 +1,5 @@
 """A corpus in the forms that users have it in."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

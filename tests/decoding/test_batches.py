@@ -1,7 +1,5 @@
 """Batches with prompts and outputs of different lengths equal plain batched generation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import (

@@ -1,7 +1,5 @@
 """Caches of every kind: turns are those of plain decoding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
@@ -24,10 +22,7 @@ from tests.support.lossless import build
 from tests.support.oracle_drafter import both, oracle_assistant
 
 PROMPTS = torch.tensor(
-    [
-        [5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50],
-        [3, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 44],
-    ]
+    [[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50], [3, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 44]]
 )
 # Drafts are verified by trees, trees with windows, replays and chains.
 TIERS = {
@@ -233,8 +228,7 @@ def test_windows_hold_what_they_show_and_little_more():
     assert torch.equal(turn(model, ids, cache, oracle_assistant(plain)), plain)
     more = torch.cat([plain, ids[:, :500]], dim=1)
     assert torch.equal(
-        turn(model, more, cache, oracle_assistant(turn(model, more, None))),
-        turn(model, more, None),
+        turn(model, more, cache, oracle_assistant(turn(model, more, None))), turn(model, more, None)
     )
     for layer in cache.layers:
         held = layer.homes[0][0].states.shape[3]

@@ -7,8 +7,6 @@ interrupted in the middle of a forward, sampling, hooks and adapters that come a
 in between, private turns, and memories that forget.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections import Counter
@@ -54,7 +52,7 @@ from tests.support.lossless import build
 from tests.support.oracle_drafter import oracle_assistant
 
 # Assisted calls, by model and tier, and what else came about.
-REACHED: Counter[str] = Counter()
+REACHED = Counter()
 
 LONGEST = 70  # tokens, from which on no turn begins
 EXAMPLES = 25

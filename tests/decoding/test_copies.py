@@ -1,10 +1,6 @@
 """Which copies of a model's weights a call reads, and that they are what the weights are."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +23,7 @@ LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def at_once(monkeypatch):
     monkeypatch.setattr(copies, "PATIENCE", 1)
     # The machine's own choice may be another.
     monkeypatch.setattr(compact, "is_kernel", lambda weight: True)
@@ -38,13 +34,13 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def products() -> Iterator[list[int]]:
+def products():
     """Rows of each product with a copy in bfloat16."""
     with compact_products() as rows:
         yield rows
 
 
-def rounded(kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
+def rounded(kind=transformers.LlamaForCausalLM, **options):
     """A float32 model whose weights are bfloat16's."""
     model = model_of(kind, **options)
     with torch.no_grad():
@@ -66,7 +62,7 @@ TYPICAL = {"do_sample": True, "top_k": 0, "typical_p": 0.9}
         ("Qwen3ForCausalLM", TYPICAL),
     ],
 )
-def test_tokens_are_plain_decodings(kind: str, options: Any, products: list[int]) -> None:
+def test_tokens_are_plain_decodings(kind, options, products):
     model = rounded(getattr(transformers, kind))
     plain = run(model, **options)
     assistant = SamAssistant()
@@ -77,7 +73,7 @@ def test_tokens_are_plain_decodings(kind: str, options: Any, products: list[int]
     assert all(rows <= compact.MOST_ROWS for rows in products)
 
 
-def test_logits_have_the_same_bits(products: list[int]) -> None:
+def test_logits_have_the_same_bits(products):
     model = rounded()
     expected = run(model, assistant=SamAssistant(budget=4, extra_memory=0), **LOGITS)
     assert not products
@@ -87,7 +83,7 @@ def test_logits_have_the_same_bits(products: list[int]) -> None:
         assert torch.equal(one, other)
 
 
-def test_batches(products: list[int]) -> None:
+def test_batches(products):
     model, inputs = rounded(), padded(2)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, **LOGITS}
     plain = model.generate(**inputs, **options)
@@ -105,7 +101,7 @@ def test_batches(products: list[int]) -> None:
         (4 * HIDDEN * TOKENS, {"screened", "compact"}),
     ],
 )
-def test_memory_is_the_users_to_give(limit: int, read: set[str]) -> None:
+def test_memory_is_the_users_to_give(limit, read):
     model, known = rounded(), WEIGHTS.nbytes() + COMPACT.nbytes()
     for options in ({}, LOGITS):
         with Watch() as watch, compact_products() as products:
@@ -116,7 +112,7 @@ def test_memory_is_the_users_to_give(limit: int, read: set[str]) -> None:
     assert taken <= (limit if "compact" in read else 2 * limit)
 
 
-def verifier(kind: type) -> Any:
+def verifier(kind):
     made = kind.__new__(kind)
     if kind is not FixedVerifier:  # which names its own
         made.manner = ""
@@ -127,9 +123,7 @@ def verifier(kind: type) -> Any:
     ("kind", "screened", "compacted"),
     [(TreeVerifier, True, True), (ChainVerifier, False, True), (FixedVerifier, False, False)],
 )
-def test_what_verifies_decides_what_is_read(
-    kind: type, screened: bool, compacted: bool, products: list[int]
-) -> None:
+def test_what_verifies_decides_what_is_read(kind, screened, compacted, products):
     """Only trees are screened; what is recorded or compiled reads no copies."""
     model = rounded(tie_word_embeddings=True)
     WEIGHTS.of(model.lm_head.weight)
@@ -151,7 +145,7 @@ def test_what_verifies_decides_what_is_read(
         assert made.manner == ("screened compact" if screened else "compact")
 
 
-def test_copies_are_packed_once_they_have_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_packed_once_they_have_paid(monkeypatch):
     monkeypatch.setattr(copies, "PATIENCE", 10)
     model = model_of()
     known = WEIGHTS.nbytes()
@@ -179,7 +173,7 @@ def test_copies_are_packed_once_they_have_paid(monkeypatch: pytest.MonkeyPatch) 
     assert WEIGHTS.nbytes() == known
 
 
-def test_values_that_are_no_longer_bfloat16s(products: list[int]) -> None:
+def test_values_that_are_no_longer_bfloat16s(products):
     model = rounded()
     run(model, assistant=SamAssistant(), **LOGITS)
     assert COMPACT.nbytes() > 0
@@ -191,19 +185,19 @@ def test_values_that_are_no_longer_bfloat16s(products: list[int]) -> None:
     assert COMPACT.nbytes() == 0
 
 
-def favour(model: Any, write: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+def favour(model, write):
     """Write to the output layer's weights, so that another token follows on the prompt."""
     with torch.no_grad():
         state = model.model(PROMPT).last_hidden_state[0, -1]
         write(model.lm_head.weight, (9 * state).bfloat16().float())
 
 
-def swapped(weight: torch.Tensor, row: torch.Tensor) -> None:
+def swapped(weight, row):
     weight.data = weight.data.clone()
     weight.data[77] = row
 
 
-WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+WRITES = {
     "counted": lambda weight, row: weight[77].copy_(row),
     "added": lambda weight, row: weight[:99].add_(row),
     "a row through data": lambda weight, row: weight.data[77].copy_(row),
@@ -216,7 +210,7 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("options", [{}, LOGITS], ids=["screened", "compact"])
 @pytest.mark.parametrize("name", WRITES)
-def test_weights_that_change_between_calls(name: str, options: Any) -> None:
+def test_weights_that_change_between_calls(name, options):
     model = rounded()
     before = run(model, assistant=SamAssistant(), **options)
     with Watch() as watch, compact_products() as products:
@@ -235,17 +229,17 @@ def test_weights_that_change_between_calls(name: str, options: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, LOGITS], ids=["screened", "compact"])
 @pytest.mark.parametrize("name", ["counted", "numpy"])
-def test_weights_that_a_hook_changes_within_a_call(name: str, options: Any) -> None:
+def test_weights_that_a_hook_changes_within_a_call(name, options):
     """Between two layers of one forward, by position, so that plain decoding is changed alike."""
     model = rounded()
     run(model, assistant=SamAssistant(), **options)
     original = model.lm_head.weight.detach().clone()
 
-    def write(module: Any, arguments: Any, states: torch.Tensor) -> None:
+    def write(module, arguments, states):
         if lengths[-1] == PROMPT.shape[1] + 4:
             WRITES[name](model.lm_head.weight, (9 * states[0, -1]).bfloat16().float())
 
-    lengths: list[int] = []
+    lengths = []
     model.model.register_forward_pre_hook(
         lambda module, arguments, given: lengths.append(given[CACHE].get_seq_length()),
         with_kwargs=True,
@@ -266,7 +260,7 @@ def test_weights_that_a_hook_changes_within_a_call(name: str, options: Any) -> N
     assert 77 in ours[0, PROMPT.shape[1] :]
 
 
-def test_hooks_of_all_modules_leave_the_output_layer_alone() -> None:
+def test_hooks_of_all_modules_leave_the_output_layer_alone():
     """They may write to weights after a product and before a token is chosen by it."""
     model = model_of()
     run(model, assistant=SamAssistant())
@@ -279,7 +273,7 @@ def test_hooks_of_all_modules_leave_the_output_layer_alone() -> None:
     assert watch.screened == 0
 
 
-def test_tied_weights_and_new_embeddings() -> None:
+def test_tied_weights_and_new_embeddings():
     model = rounded(tie_word_embeddings=True)
     run(model, assistant=SamAssistant())
     model.get_input_embeddings().weight.data[9] *= -20

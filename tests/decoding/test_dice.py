@@ -1,9 +1,5 @@
 """Random draws that are known beforehand, and batches that draw what plain decoding draws."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -20,28 +16,28 @@ from tests.support.tiny_models import VOCAB
 WIDTHS = [7, 16, 17, 1000, 70_001]
 
 
-def rows_of(count: int, *progress: int) -> list[RowText]:
+def rows_of(count, *progress):
     rows = [RowText(i, torch.tensor([1, 2]), 4) for i in range(count)]
     for row, tokens in zip(rows, progress, strict=False):
         row.generated += [3] * tokens
     return rows
 
 
-def laws(rows: int, width: int, count: int) -> list[torch.Tensor]:
+def laws(rows, width, count):
     generator = torch.Generator().manual_seed(5)
     return [torch.randn((rows, width), generator=generator).softmax(-1) for _ in range(count)]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("rows", "at_once"), [(1, 1), (3, 1), (3, 3)])
-def test_multinomial_draws_by_quotients_here(rows: int, at_once: int, width: int) -> None:
+def test_multinomial_draws_by_quotients_here(rows, at_once, width):
     before = torch.get_rng_state()
     assert draws_by_quotients(torch.device("cpu"), rows, width, at_once)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_foreseen_draws_are_multinomials(width: int) -> None:
+def test_foreseen_draws_are_multinomials(width):
     """Any mixture of positions that were looked at before and not; same tokens, same state."""
     steps = laws(1, width, 12)
     torch.manual_seed(1)
@@ -61,9 +57,7 @@ def test_foreseen_draws_are_multinomials(width: int) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("most", [0, 1 << 14, 1 << 20])
-def test_rows_that_get_on_unequally_draw_what_the_batch_draws(
-    most: int, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_get_on_unequally_draw_what_the_batch_draws(most, at_once, monkeypatch):
     monkeypatch.setattr(module, "_MOST_BYTES", most)
     monkeypatch.setattr(module, "draws_by_quotients", lambda *key: key[-1] == at_once)
     steps = laws(3, 1000, 6)
@@ -86,7 +80,7 @@ def test_rows_that_get_on_unequally_draw_what_the_batch_draws(
     assert dice.plain
 
 
-def test_the_state_goes_back_to_the_end_of_the_text() -> None:
+def test_the_state_goes_back_to_the_end_of_the_text():
     torch.manual_seed(2)
     rows = rows_of(2)
     for law in laws(2, 50, 2):
@@ -101,7 +95,7 @@ def test_the_state_goes_back_to_the_end_of_the_text() -> None:
     assert torch.equal(torch.rand(3), left)
 
 
-def test_rows_are_even_where_all_that_go_on_draw_and_are_as_long() -> None:
+def test_rows_are_even_where_all_that_go_on_draw_and_are_as_long():
     first, second, ended = rows = rows_of(3, 1, 1, 2)
     ended.finished = True
     dice = Dice(rows)
@@ -111,7 +105,7 @@ def test_rows_are_even_where_all_that_go_on_draw_and_are_as_long() -> None:
     assert not dice._is_even([first, second])
 
 
-def test_somebody_elses_draws_come_first() -> None:
+def test_somebody_elses_draws_come_first():
     """A processor that uses the generator between two tokens."""
     steps = laws(1, 200, 4)
     torch.manual_seed(3)
@@ -129,7 +123,7 @@ def test_somebody_elses_draws_come_first() -> None:
 
 
 @pytest.mark.parametrize("law", [torch.full((1, 5), torch.nan), torch.zeros(1, 5)])
-def test_what_is_no_distribution_raises_as_in_plain_decoding(law: torch.Tensor) -> None:
+def test_what_is_no_distribution_raises_as_in_plain_decoding(law):
     [row] = rows_of(1)
     dice = Dice([row])
     dice.noise(0, 0, 5)
@@ -140,7 +134,7 @@ def test_what_is_no_distribution_raises_as_in_plain_decoding(law: torch.Tensor) 
     assert str(actual.value) == str(expected.value)
 
 
-def test_another_way_of_drawing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_way_of_drawing_is_left_alone(monkeypatch):
     """Nothing is foreseen, single rows keep their seed, batches say that they do not."""
     monkeypatch.setattr(module, "draws_by_quotients", lambda *key: False)
     model = build(transformers.LlamaForCausalLM)
@@ -158,7 +152,7 @@ def test_another_way_of_drawing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     assert foresight.best(law.log(), [[]], 1)[1] == law.argmax()
 
 
-def test_a_generator_that_is_not_reached() -> None:
+def test_a_generator_that_is_not_reached():
     row = RowText(0, torch.empty(2, dtype=torch.long, device="meta"), 4)
     assert not Dice([row]).works(50)
 
@@ -166,7 +160,7 @@ def test_a_generator_that_is_not_reached() -> None:
 class Stops(StoppingCriteria):
     """Looks at one row, and at what it would show of others."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids, scores, **kwargs):
         return torch.tensor([int(row[-1]) % 29 == 4 for row in input_ids])
 
 
@@ -187,7 +181,7 @@ Stops.__module__ = "transformers.generation.stopping_criteria"
     ],
     ids=["plain", "top_k", "top_p", "stops", "several"],
 )
-def test_sampled_batches_keep_the_seed(name: str, options: dict[str, Any]) -> None:
+def test_sampled_batches_keep_the_seed(name, options):
     overrides = {"is_encoder_decoder": False} if name.startswith("Bart") else {}
     model, inputs = build(getattr(transformers, name), **overrides), padded(3)
     options = {"do_sample": True, "max_new_tokens": 24} | options
@@ -206,17 +200,17 @@ def test_sampled_batches_keep_the_seed(name: str, options: dict[str, Any]) -> No
 class Foreign(LogitsProcessor):
     """Counts what it is shown."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen = 0
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         self.seen += len(scores)
         return scores
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_foresight_is_the_choice_of_the_walk(do_sample: bool, batch_size: int) -> None:
+def test_foresight_is_the_choice_of_the_walk(do_sample, batch_size):
     """Along a path of drafted tokens, with warpers and processors that look at the text."""
     foreign = Foreign()
     processors = LogitsProcessorList(
@@ -236,7 +230,7 @@ def test_foresight_is_the_choice_of_the_walk(do_sample: bool, batch_size: int) -
     logits = [law.log() for law in laws(batch_size, VOCAB, 5)]
     foreseen = []
     for row, foresight in zip(rows, foresights, strict=True):
-        path: list[int] = []
+        path = []
         for step in logits:
             scores, ids = foresight.best(step[row.index : row.index + 1], [path], 3)
             assert (scores.diff() <= 0).all()

@@ -1,9 +1,6 @@
 """Calls all of whose forwards feed equally many tokens, on the CPU as on an accelerator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,15 +18,15 @@ OPTIONS = {"max_new_tokens": 40, "pad_token_id": 0}
 
 
 @pytest.fixture
-def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_place(monkeypatch):
     serve_in_place(monkeypatch)
 
 
-def inputs_of(rows: int) -> dict[str, torch.Tensor]:
+def inputs_of(rows):
     return padded(rows) if rows > 1 else {"input_ids": PROMPT}
 
 
-def drafting(text: torch.Tensor, inputs: dict[str, torch.Tensor], **options: Any) -> Assistant:
+def drafting(text, inputs, **options):
     """An assistant that hides a text, or a bit of it, among wrong branches."""
     mask = inputs.get("attention_mask")
     skip = [0] * len(text) if mask is None else (mask == 0).sum(1).tolist()
@@ -38,22 +35,22 @@ def drafting(text: torch.Tensor, inputs: dict[str, torch.Tensor], **options: Any
     return Assistant([drafter], budget=16, fixed_width=WIDTH, reroute=False)
 
 
-def generate(model: Any, rows: int, assistant: Assistant, **options: Any) -> Any:
+def generate(model, rows, assistant, **options):
     torch.manual_seed(4)
     return model.generate(**inputs_of(rows), **(OPTIONS | options), assistant=assistant)
 
 
-def undrafted() -> Assistant:
+def undrafted():
     return Assistant([], budget=16, fixed_width=WIDTH, reroute=False)
 
 
 @pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def fed(monkeypatch):
     """Tokens per row of forwards behind prompts, the self-test's among them."""
-    widths: list[int] = []
+    widths = []
     step = Workspace.step
 
-    def noted(workspace: Workspace, width: int, columns: int) -> Any:
+    def noted(workspace, width, columns):
         widths.append(width)
         return step(workspace, width, columns)
 
@@ -63,7 +60,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.usefixtures("in_place")
-def test_one_width_is_fed(rows: int, fed: list[int]) -> None:
+def test_one_width_is_fed(rows, fed):
     """While texts grow, and while the cache catches up on a row that ended early."""
     model = build(LlamaForCausalLM)
     start = inputs_of(rows)["input_ids"].shape[1]
@@ -80,7 +77,7 @@ def test_one_width_is_fed(rows: int, fed: list[int]) -> None:
     assert assistant.stats.last.accepted > 0
 
 
-def test_memory_has_the_capacity_that_is_asked_for() -> None:
+def test_memory_has_the_capacity_that_is_asked_for():
     asked = Shape(1, 256, LayerMask(), torch.float32, torch.device("cpu"))
     roomy = replace(asked, capacity=512)
     assert roomy.serves(asked)
@@ -100,7 +97,7 @@ def test_memory_has_the_capacity_that_is_asked_for() -> None:
 )
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.usefixtures("in_place")
-def test_logits_do_not_depend_on_drafts(rows: int, model_class: Any, dtype: torch.dtype) -> None:
+def test_logits_do_not_depend_on_drafts(rows, model_class, dtype):
     """Bit for bit, whatever is drafted and accepted."""
     model = build(model_class).to(dtype)
     names = ("return_dict_in_generate", "output_logits")
@@ -118,7 +115,7 @@ def test_logits_do_not_depend_on_drafts(rows: int, model_class: Any, dtype: torc
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"typical_p": 0.8, "top_k": 0}])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.usefixtures("in_place")
-def test_sampled_texts_do_not_depend_on_drafts(rows: int, options: dict[str, Any]) -> None:
+def test_sampled_texts_do_not_depend_on_drafts(rows, options):
     model = build(LlamaForCausalLM).to(torch.bfloat16)
     expected = generate(model, rows, undrafted(), do_sample=True, **options)
     assistant = drafting(expected, inputs_of(rows))
@@ -126,23 +123,23 @@ def test_sampled_texts_do_not_depend_on_drafts(rows: int, options: dict[str, Any
     assert assistant.stats.last.accepted > 0
 
 
-def test_where_no_memory_stays_in_place_it_is_refused() -> None:
+def test_where_no_memory_stays_in_place_it_is_refused():
     with pytest.raises(ValueError, match="fixed_width: expected None where no memory stays"):
         run(build(LlamaForCausalLM), assistant=SamAssistant(fixed_width=16))
 
 
 @pytest.mark.usefixtures("in_place")
-def test_widths_that_were_not_tested_are_refused() -> None:
+def test_widths_that_were_not_tested_are_refused():
     with pytest.raises(ValueError, match=r"fixed_width: expected one of \[1, 2, .*, got 5"):
         run(build(LlamaForCausalLM), assistant=SamAssistant(fixed_width=5))
 
 
-def test_no_width_at_all() -> None:
+def test_no_width_at_all():
     with pytest.raises(ValueError, match="fixed_width: expected at least 1, got 0"):
         SamAssistant(fixed_width=0)
 
 
 @pytest.mark.usefixtures("in_place")
-def test_calls_do_not_rest() -> None:
+def test_calls_do_not_rest():
     assert not SamAssistant(fixed_width=16).may_rest()
     assert SamAssistant().may_rest()

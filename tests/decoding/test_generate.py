@@ -1,7 +1,5 @@
 """`generate(assistant=...)` returns what plain `generate` returns, whatever is asked of it."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """What `generate` takes and returns beyond ids is the same with and without an assistant."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -108,11 +106,7 @@ def test_next_turn_continues_from_the_cache(model, next_is_assisted):
 
 @pytest.mark.parametrize("next_is_assisted", [False, True])
 @pytest.mark.parametrize(
-    ("model_class", "tier"),
-    [
-        (InklingForCausalLM, "chain"),
-        (FalconH1ForCausalLM, "replay"),
-    ],
+    ("model_class", "tier"), [(InklingForCausalLM, "chain"), (FalconH1ForCausalLM, "replay")]
 )
 def test_next_turn_of_a_model_with_states(model_class, tier, next_is_assisted):
     assert_next_turn_continues(build(model_class), next_is_assisted, tier)

@@ -1,7 +1,5 @@
 """Prompts with images: turns, batches and samples are those of plain decoding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import (

@@ -1,9 +1,5 @@
 """Tokens of all nodes that are chosen behind a forward, before anybody walks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
@@ -12,13 +8,11 @@ from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.decoding import dice, node_choices
 from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.selection import TokenSelector
-from hf_retrieval_assist.drafters.base import DraftSession, Target
-from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.lossless import PROMPT, build, late_token, padded
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant, sequences_of
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "all": {"top_k": 0},
     "defaults": {},
     "temperature": {"top_k": 0, "temperature": 0.6},
@@ -36,17 +30,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_place(monkeypatch):
     serve_in_place(monkeypatch)
 
 
 @pytest.fixture
-def walked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def walked(monkeypatch):
     """How many rows each call of the logits processors was for, the prefill's included."""
-    seen: list[int] = []
+    seen = []
     process = TokenSelector.process
 
-    def noted(select: TokenSelector, rows: Any, logits: torch.Tensor) -> torch.Tensor:
+    def noted(select, rows, logits):
         seen.append(len(rows))
         return process(select, rows, logits)
 
@@ -54,21 +48,21 @@ def walked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def draw_rows(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+def draw_rows(monkeypatch, together):
     """Let numbers of rows be drawn alone, as on a CPU, or together, as on other devices."""
 
-    def tried(device: torch.device, rows: int, vocab_size: int, count: int) -> bool:
+    def tried(device, rows, vocab_size, count):
         right = draws_by_quotients(device, rows, vocab_size, count)
         return right and (count == rows if together else count == 1)
 
     monkeypatch.setattr(dice, "draws_by_quotients", tried)
 
 
-def inputs_of(rows: int) -> dict[str, torch.Tensor]:
+def inputs_of(rows):
     return padded(rows) if rows > 1 else {"input_ids": PROMPT}
 
 
-def check(model: Any, rows: int, **options: Any) -> None:
+def check(model, rows, **options):
     """A call gives plain decoding's tokens and state, with some drafts."""
     options = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": 0} | options
     _, _, assistant = agreeing(model, inputs_of(rows), seed=4, **options)
@@ -79,14 +73,7 @@ def check(model: Any, rows: int, **options: Any) -> None:
 
 @pytest.mark.parametrize(("rows", "together"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_tokens_and_state_are_plain_decodings(
-    name: str,
-    rows: int,
-    together: bool,
-    llama: Any,
-    walked: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tokens_and_state_are_plain_decodings(name, rows, together, llama, walked, monkeypatch):
     """Recorded, compared and repeated; the walk processes no scores of its own."""
     draw_rows(monkeypatch, together)
     for _ in range(2):
@@ -96,9 +83,7 @@ def test_tokens_and_state_are_plain_decodings(
 
 
 @pytest.mark.parametrize("most", [1 << 24, 150])
-def test_rows_that_end_at_unlike_places(
-    most: int, llama: Any, walked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_end_at_unlike_places(most, llama, walked, monkeypatch):
     """Whatever the number of nodes that are processed together."""
     monkeypatch.setattr(node_choices, "_MOST_CELLS", most)
     torch.manual_seed(4)
@@ -110,7 +95,7 @@ def test_rows_that_end_at_unlike_places(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype: torch.dtype, walked: list[int]) -> None:
+def test_half_precision(dtype, walked):
     """The same forwards give the same tokens, whoever processes their scores."""
     model = build(LlamaForCausalLM).to(dtype)
     texts = []
@@ -130,13 +115,13 @@ def test_half_precision(dtype: torch.dtype, walked: list[int]) -> None:
 class Draws(StoppingCriteria):
     """Uses the generator between some tokens."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids, scores, **kwargs):
         if input_ids.shape[1] % 5 == 0:
             torch.rand(3)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def test_somebody_elses_draws_come_first(llama: Any, walked: list[int]) -> None:
+def test_somebody_elses_draws_come_first(llama, walked):
     check(llama, 1, stopping_criteria=[Draws()])
     assert 1 < len(walked) < 24
 
@@ -144,20 +129,20 @@ def test_somebody_elses_draws_come_first(llama: Any, walked: list[int]) -> None:
 class DrawingOracle(OracleDrafter):
     """Uses the call's generator itself."""
 
-    def start(self, prompt_ids: Any, target: Target) -> DraftSession:
+    def start(self, prompt_ids, target):
         torch.rand(1)
         session = super().start(prompt_ids, target)
         propose = session.propose
 
-        def drawing(budget: int) -> TokenTree:
+        def drawing(budget):
             torch.rand(1)
             return propose(budget)
 
-        session.propose = drawing  # type: ignore[method-assign]
+        session.propose = drawing
         return session
 
 
-def test_rows_that_lost_their_place_go_on_without_the_seed(llama: Any) -> None:
+def test_rows_that_lost_their_place_go_on_without_the_seed(llama):
     inputs = inputs_of(3)
     free = llama.generate(**inputs, do_sample=True, max_new_tokens=24)
     mask = inputs["attention_mask"]
@@ -171,7 +156,7 @@ def test_rows_that_lost_their_place_go_on_without_the_seed(llama: Any) -> None:
 class Same(LogitsProcessor):
     """Nobody knows what it looks at."""
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input_ids, scores):
         return scores
 
 
@@ -184,9 +169,7 @@ class Same(LogitsProcessor):
     ],
     ids=["custom", "of the text", "scores"],
 )
-def test_what_needs_more_than_a_nodes_logits_goes_on_as_it_did(
-    options: dict[str, Any], llama: Any, walked: list[int]
-) -> None:
+def test_what_needs_more_than_a_nodes_logits_goes_on_as_it_did(options, llama, walked):
     check(llama, 1, **options)
     assert len(walked) == 24
 
@@ -194,18 +177,18 @@ def test_what_needs_more_than_a_nodes_logits_goes_on_as_it_did(
 class Spoils:
     """Makes the logits of all forwards but the first one useless, once it is told to."""
 
-    def __init__(self, model: Any) -> None:
-        self.good: int | None = None
+    def __init__(self, model):
+        self.good = None
         model.lm_head.register_forward_hook(self)
 
-    def __call__(self, module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+    def __call__(self, module, inputs, logits):
         if self.good is None:
             return logits
         self.good -= 1
         return logits if self.good >= 0 else logits * torch.nan
 
 
-def test_what_is_no_distribution_raises_as_in_plain_decoding() -> None:
+def test_what_is_no_distribution_raises_as_in_plain_decoding():
     model = build(LlamaForCausalLM)
     spoils = Spoils(model)
     options = {"do_sample": True, "max_new_tokens": 8}
@@ -221,9 +204,7 @@ def test_what_is_no_distribution_raises_as_in_plain_decoding() -> None:
     assert errors[0] == errors[1]
 
 
-def test_devices_whose_draws_are_not_known(
-    llama: Any, walked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_whose_draws_are_not_known(llama, walked, monkeypatch):
     monkeypatch.setattr(dice, "draws_by_quotients", lambda *key: False)
     check(llama, 1)
     assert len(walked) == 24

@@ -1,17 +1,14 @@
 """Calls whose output layer is read in eight bits: the same tokens and the same random numbers."""
 
-from __future__ import annotations
-
 import itertools
 from functools import wraps
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding import copies
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.host.transformers_private import CACHE
@@ -23,7 +20,7 @@ from tests.support.lossless import NEW_TOKENS, PROMPT, knowing, padded, run
 from tests.support.oracle_drafter import agreeing
 
 SAMPLED = {"do_sample": True}
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "greedy": {},
     "repetition penalty": {"repetition_penalty": 1.4},
     "bans": {
@@ -47,23 +44,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top-p and min-p": {**SAMPLED, "top_k": 0, "top_p": 0.95, "min_p": 0.02},
 }
 # Of which no bound is known, so that all logits are computed.
-WHOLE: dict[str, dict[str, Any]] = {
+WHOLE = {
     "typical": {**SAMPLED, "top_k": 0, "typical_p": 0.9},
     "scores": {"output_scores": True, "return_dict_in_generate": True},
 }
 
 
 @pytest.fixture(autouse=True)
-def packed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def packed_at_once(monkeypatch):
     monkeypatch.setattr(copies, "PATIENCE", 1)
 
 
 @pytest.fixture(scope="module")
-def llama() -> Any:
+def llama():
     return model_of()
 
 
-def both(model: Any, **options: Any) -> tuple[Watch, Assistant]:
+def both(model, **options):
     """A call that has good drafts, equal to plain's in tokens and random state."""
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS} | options
@@ -78,7 +75,7 @@ def both(model: Any, **options: Any) -> tuple[Watch, Assistant]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_output_is_plain(llama: Any, name: str) -> None:
+def test_output_is_plain(llama, name):
     watch, assistant = both(llama, **OPTIONS[name])
     assert watch.screened >= assistant.stats.last.steps - 1
     # How much top-p keeps depends on all logits, whose bounds do not always tell.
@@ -86,13 +83,13 @@ def test_output_is_plain(llama: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_all_logits_where_they_are_needed(llama: Any, name: str) -> None:
+def test_all_logits_where_they_are_needed(llama, name):
     watch, _ = both(llama, **WHOLE[name])
     assert watch.screened == 0
 
 
 @pytest.mark.parametrize("name", ["greedy", "top-k", "temperature", "top-p"])
-def test_batches(llama: Any, name: str) -> None:
+def test_batches(llama, name):
     """Rows with padding that get on unequally and end early."""
     options = {"do_sample": False, "max_new_tokens": 20} | OPTIONS[name]
     torch.manual_seed(3)
@@ -103,7 +100,7 @@ def test_batches(llama: Any, name: str) -> None:
     assert watch.screened > 0
 
 
-def test_half_precision_rounds_as_plain_decoding_by_the_kernels() -> None:
+def test_half_precision_rounds_as_plain_decoding_by_the_kernels():
     model = model_of().bfloat16()
     with mock.patch.object(copies, "is_kernel", return_value=True):
         with reroute():
@@ -118,10 +115,10 @@ def test_half_precision_rounds_as_plain_decoding_by_the_kernels() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_logits_that_a_model_changes_in_place(mode: Any) -> None:
+def test_logits_that_a_model_changes_in_place(mode):
     class Suppressing(transformers.LlamaForCausalLM):
         @wraps(transformers.LlamaForCausalLM.forward)
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args, **kwargs):
             output = super().forward(*args, **kwargs)
             with torch.no_grad():
                 output.logits[..., 100:].sub_(3.0)
@@ -133,12 +130,12 @@ def test_logits_that_a_model_changes_in_place(mode: Any) -> None:
     assert watch.screened == 0
 
 
-def test_logits_that_are_scaled_or_capped() -> None:
+def test_logits_that_are_scaled_or_capped():
     model = model_of(transformers.Gemma2ForCausalLM, final_logit_softcapping=5.0)
     assert both(model)[0].screened == 0
 
 
-def test_hooks_on_the_layer(llama: Any) -> None:
+def test_hooks_on_the_layer(llama):
     handle = llama.lm_head.register_forward_hook(lambda layer, args, output: output * -1)
     try:
         run(llama, assistant=SamAssistant())  # which finds that the hook changes something
@@ -148,12 +145,12 @@ def test_hooks_on_the_layer(llama: Any) -> None:
     assert both(llama)[0].screened > 0
 
 
-def test_a_model_that_changes_its_mind() -> None:
+def test_a_model_that_changes_its_mind():
     """Logits that are the layer's own behind the prompt, and not in later forwards."""
 
     class Fickle(transformers.LlamaForCausalLM):
         @wraps(transformers.LlamaForCausalLM.forward)
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
+        def forward(self, *args, **kwargs):
             output = super().forward(*args, **kwargs)
             length = kwargs[CACHE].get_seq_length()
             if length > PROMPT.shape[1] + 6:
@@ -163,7 +160,7 @@ def test_a_model_that_changes_its_mind() -> None:
     assert both(model_of(Fickle))[0].screened > 0
 
 
-def test_free_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory(tmp_path, monkeypatch):
     assert 1 << 20 < memory.free_memory() < 1 << 50
     monkeypatch.setattr(memory, "_GROUP", tmp_path)
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
@@ -179,11 +176,11 @@ def test_free_memory(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not memory.may_take(25_001, None)
 
 
-def test_draws_that_bounds_do_not_tell(llama: Any) -> None:
+def test_draws_that_bounds_do_not_tell(llama):
     """All logits of such a row are computed, and the others' draws stay what they were."""
     draw, asked = Screened.draw, itertools.count()
 
-    def every_other(found: Any, *arguments: Any) -> int | None:
+    def every_other(found, *arguments):
         return draw(found, *arguments) if next(asked) % 2 else None
 
     with mock.patch.object(Screened, "draw", every_other):
@@ -191,8 +188,8 @@ def test_draws_that_bounds_do_not_tell(llama: Any) -> None:
     assert 0 < watch.whole < watch.screened
 
 
-def test_processors_by_which_tokens_are_drawn() -> None:
-    def sampling(*processors: Any, do_sample: bool = True) -> Sampling | None:
+def test_processors_by_which_tokens_are_drawn():
+    def sampling(*processors, do_sample=True):
         return TokenSelector(transformers.LogitsProcessorList(processors), do_sample, 1).sampling
 
     warm, low = transformers.TemperatureLogitsWarper(0.5), transformers.MinPLogitsWarper(0.1)
@@ -208,12 +205,12 @@ def test_processors_by_which_tokens_are_drawn() -> None:
     assert sampling(warm, transformers.TypicalLogitsWarper(0.9)) is None
 
 
-def test_processors_that_are_not_known_leave_nothing_out() -> None:
+def test_processors_that_are_not_known_leave_nothing_out():
     class Own(transformers.LogitsProcessor):
-        def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        def __call__(self, input_ids, scores):
             return scores
 
-    def shortlist(*processors: Any, do_sample: bool = False) -> int:
+    def shortlist(*processors, do_sample=False):
         return TokenSelector(transformers.LogitsProcessorList(processors), do_sample, 1).shortlist
 
     top, warm = transformers.TopKLogitsWarper(20), transformers.TemperatureLogitsWarper(0.5)

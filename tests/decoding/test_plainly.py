@@ -1,7 +1,5 @@
 """Calls that rest from drafting."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """How many functions of the package a greedy step calls: a count of the host's own work."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from statistics import median

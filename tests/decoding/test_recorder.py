@@ -1,7 +1,5 @@
 """Recorded outputs of forwards made by hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

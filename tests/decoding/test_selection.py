@@ -1,7 +1,5 @@
 """Every processor and criterion of transformers: rows one by one, or plain decoding's batches."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """When rows are finished, decided on texts made by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.generation.stopping_criteria import (

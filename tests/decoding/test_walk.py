@@ -1,7 +1,5 @@
 """Walks along trees whose logits are made by hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

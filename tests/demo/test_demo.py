@@ -1,7 +1,5 @@
 """The demo, with a small random model in the place of the real one."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of the package index: how they are looked up, unpacked and kept."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from hashlib import sha256

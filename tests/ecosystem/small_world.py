@@ -1,9 +1,5 @@
 """A tiny model and its tokenizer: every character is a token, for prompts and rewards in words."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -12,7 +8,7 @@ from tests.support.tiny_models import tiny_config, tiny_model
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 
-def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+def character_tokenizer(alphabet):
     vocabulary = {symbol: i for i, symbol in enumerate([*SPECIAL, *alphabet])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -28,7 +24,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def small_world(alphabet: str, **overrides: Any) -> tuple[Any, PreTrainedTokenizerFast]:
+def small_world(alphabet, **overrides):
     """A model over the alphabet's characters, and its tokenizer."""
     tokenizer = character_tokenizer(alphabet)
     config = tiny_config(

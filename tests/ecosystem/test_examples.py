@@ -1,7 +1,5 @@
 """The examples over trainers and harnesses, with a tiny model in the place of the demo model."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

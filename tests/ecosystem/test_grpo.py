@@ -1,7 +1,5 @@
 """TRL's GRPO trainer makes its rollouts through an attached assistant."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

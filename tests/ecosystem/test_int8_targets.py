@@ -50,7 +50,7 @@ def by_bitsandbytes(model, threshold=0.0):
 @pytest.fixture
 def kernel_products(monkeypatch):
     """The numbers of rows that the kernel multiplied."""
-    rows: list[int] = []
+    rows = []
     routed_scaled = library_weights.routed_scaled
 
     def counted(x, *arguments):

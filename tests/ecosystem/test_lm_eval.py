@@ -1,7 +1,5 @@
 """lm-eval's harness finds the same of a model with an attached assistant."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_retrieval_assist import OutputMemory, SamAssistant

@@ -3,8 +3,6 @@
 Usage: rank_process.py CASE MODEL_FOLDER STORE RANK. Prints "done" where all held.
 """
 
-from __future__ import annotations
-
 import datetime
 import faulthandler
 import os
@@ -28,33 +26,33 @@ Check = Callable[[Any, int], None]  # of a model on a rank
 Case = Callable[[str, int], None]  # of a model's folder on a rank
 
 
-def prompts(rows: int, vocab_size: int) -> torch.Tensor:
+def prompts(rows, vocab_size):
     """int64 [rows, 36]: texts that repeat themselves, each its own."""
     generator = torch.Generator().manual_seed(3)
     once = torch.randint(2, vocab_size, (rows, 12), generator=generator)
     return once.repeat(1, 3)
 
 
-def run(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+def run(model, ids, **options):
     set_seed(5)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False} | options
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
-def everywhere(value: Any) -> list[Any]:
+def everywhere(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def knowing(text: torch.Tensor, rank: int) -> OutputMemory:
+def knowing(text, rank):
     """A memory that is another on each rank: the first one knows the output, the second junk."""
     memory = OutputMemory()
     memory.add(text.numpy() if rank == 0 else np.arange(60) % 60)
     return memory
 
 
-def lossless(model: Any, rank: int) -> None:
+def lossless(model, rank):
     """Greedy, sampled and batched calls, each rank with timings and a memory of its own."""
     whole = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()
     for sample, rows in ((False, 1), (True, 1), (False, 3)):
@@ -72,7 +70,7 @@ def lossless(model: Any, rank: int) -> None:
             print(preset.__name__, sample, rows, counts[rank].mean_accepted_tokens, flush=True)
 
 
-def undrafted(model: Any, rank: int) -> None:
+def undrafted(model, rank):
     """Calls that every rank decodes plainly."""
     ids = prompts(2, model.config.vocab_size)
     assistant = SamAssistant(budget=8)
@@ -81,7 +79,7 @@ def undrafted(model: Any, rank: int) -> None:
     assert assistant.stats.total.drafted == 0
 
 
-def padded(model: Any, rank: int) -> None:
+def padded(model, rank):
     """Rows of unequal length, which later stages of a pipeline do not know of."""
     ids = prompts(2, model.config.vocab_size)
     mask = torch.ones_like(ids)
@@ -96,17 +94,17 @@ def padded(model: Any, rank: int) -> None:
 class Raises(LogitsProcessor):
     """Raises on one rank, at the n-th token."""
 
-    def __init__(self, rank: int, tokens: int) -> None:
+    def __init__(self, rank, tokens):
         self.left = tokens if dist.get_rank() == rank else 1 << 30
 
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids, scores):
         self.left -= 1
         if self.left < 0:
             raise ArithmeticError("this rank's own fault")
         return scores
 
 
-def fails(model: Any, rank: int) -> None:
+def fails(model, rank):
     """A rank that raises between two forwards ends the call of the other one by an error."""
     ids = prompts(1, model.config.vocab_size)
     plain = run(model, ids)
@@ -121,7 +119,7 @@ def fails(model: Any, rank: int) -> None:
             assert torch.equal(plain, run(model, ids, assistant=SamAssistant()))
 
 
-def refuses(model: Any, rank: int) -> None:
+def refuses(model, rank):
     """Drafters that would have to run a model of which every rank holds a part."""
     ids = prompts(1, model.config.vocab_size)
     whole = AutoModelForCausalLM.from_pretrained(sys.argv[2], dtype=torch.float32).eval()
@@ -135,7 +133,7 @@ def refuses(model: Any, rank: int) -> None:
             run(model, ids, do_sample=True, assistant=assistant)
 
 
-def own_batches(model: Any, rank: int, **options: Any) -> None:
+def own_batches(model, rank, **options):
     """Each rank has a batch of its own, of another length, and an assistant of its own."""
     for sample, rows in ((False, 2 + rank), (True, 1)):
         ids = prompts(rows, model.config.vocab_size)[:, rank:]
@@ -147,7 +145,7 @@ def own_batches(model: Any, rank: int, **options: Any) -> None:
         assert assistant.stats.total.accepted > 0
 
 
-def in_company(model: Any, rank: int, **options: Any) -> None:
+def in_company(model, rank, **options):
     """The same where every forward takes all ranks, so that the one that ends first goes on."""
     forwards = []
     count = model.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -156,17 +154,17 @@ def in_company(model: Any, rank: int, **options: Any) -> None:
     assert len(set(everywhere(len(forwards)))) == 1
 
 
-def data_parallel(model: Any, rank: int) -> None:
+def data_parallel(model, rank):
     own_batches(torch.nn.parallel.DistributedDataParallel(model).module, rank)
 
 
-def fsdp2(model: Any, rank: int) -> None:
+def fsdp2(model, rank):
     for layer in model.model.layers:
         fully_shard(layer)
     in_company(fully_shard(model), rank)
 
 
-def fsdp1(model: Any, rank: int) -> None:
+def fsdp1(model, rank):
     layers = ModuleWrapPolicy({type(model.model.layers[0])})
     device = torch.device("cpu")
     wrapped = FullyShardedDataParallel(model, auto_wrap_policy=layers, device_id=device)
@@ -175,16 +173,16 @@ def fsdp1(model: Any, rank: int) -> None:
         in_company(wrapped.module, rank, synced_gpus=True)
 
 
-def configured(model: Any, rank: int) -> None:
+def configured(model, rank):
     """What `distributed_config=` does by itself."""
     assert not any(p.device.type == "meta" for p in model.parameters())
     in_company(model, rank)
 
 
-def offloaded(folder: str, rank: int) -> None:
+def offloaded(folder, rank):
     """Layers on two devices, of which one is the disk."""
 
-    def check(model: Any, rank: int) -> None:
+    def check(model, rank):
         assert {*map(str, model.hf_device_map.values())} == {"cpu", "disk"}
         assert any(parameter.device.type == "meta" for parameter in model.parameters())
         own_batches(model, rank)
@@ -195,7 +193,7 @@ def offloaded(folder: str, rank: int) -> None:
     loaded(check, device_map=places, offload_folder=f"{sys.argv[3]}-{rank}")(folder, rank)
 
 
-def zero3(folder: str, rank: int) -> None:
+def zero3(folder, rank):
     """DeepSpeed's third stage: each rank holds a part of every weight."""
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
@@ -210,10 +208,10 @@ def zero3(folder: str, rank: int) -> None:
     del loading
 
 
-def loaded(check: Check, **options: Any) -> Case:
+def loaded(check, **options):
     """A check of the model that `from_pretrained` makes with these options."""
 
-    def case(folder: str, rank: int) -> None:
+    def case(folder, rank):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
         check(model.eval(), rank)
         print(check.__name__, flush=True)
@@ -221,10 +219,10 @@ def loaded(check: Check, **options: Any) -> Case:
     return case
 
 
-def distributed(check: Check, **sizes: int) -> Case:
+def distributed(check, **sizes):
     """The same with `distributed_config=`."""
 
-    def case(folder: str, rank: int) -> None:
+    def case(folder, rank):
         from transformers.distributed import DistributedConfig
 
         loaded(check, distributed_config=DistributedConfig(**sizes))(folder, rank)
@@ -232,21 +230,18 @@ def distributed(check: Check, **sizes: int) -> Case:
     return case
 
 
-CASES: dict[str, tuple[Case, ...]] = {
+CASES = {
     "tensor_parallel": tuple(loaded(c, tp_plan="auto") for c in (lossless, padded, fails, refuses)),
     "own_batches": tuple(map(loaded, (data_parallel, fsdp2, fsdp1))),
     "offloaded": (offloaded,),
-    "distributed_config": (
-        distributed(lossless, tp_size=2),
-        distributed(configured, fsdp_size=2),
-    ),
+    "distributed_config": (distributed(lossless, tp_size=2), distributed(configured, fsdp_size=2)),
     "pipeline_parallel": tuple(distributed(c, pp_size=2) for c in (lossless, padded, fails)),
     "plain_pipeline": (distributed(undrafted, pp_size=2),),
     "deepspeed": (zero3,),
 }
 
 
-def main() -> None:
+def main():
     case, folder, store, rank = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
     faulthandler.enable()
     torch.set_num_threads(1)

@@ -1,11 +1,7 @@
 """Captured boundaries must be those transformers reports, however the model is wrapped."""
 
-from __future__ import annotations
-
 import copy
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +22,7 @@ SMALL = {
     "head_dim": 8,
     "vocab_size": 50,
 }
-ARCHITECTURES: dict[str, dict[str, Any]] = {
+ARCHITECTURES = {
     "llama": {},
     "gemma3_text": {},
     "qwen3": {},
@@ -39,30 +35,28 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def token_ids() -> torch.Tensor:
+def token_ids():
     return torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(1))
 
 
-def build(model_type: str) -> nn.Module:
+def build(model_type):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SMALL, **ARCHITECTURES[model_type]})
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def reported(model: nn.Module, token_ids: torch.Tensor, boundaries: list[int]) -> torch.Tensor:
+def reported(model, token_ids, boundaries):
     hidden = model(token_ids, output_hidden_states=True).hidden_states
     return torch.cat([hidden[k] for k in boundaries], dim=-1)
 
 
-def hooks_of(model: nn.Module) -> int:
+def hooks_of(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 @torch.no_grad()
-def test_boundaries_are_those_of_output_hidden_states(
-    model_type: str, token_ids: torch.Tensor
-) -> None:
+def test_boundaries_are_those_of_output_hidden_states(model_type, token_ids):
     model = build(model_type)
     expected = reported(model, token_ids, [0, 2, 3, -1])
     tap = FeatureTap(model, (0, 2, 3, -1))
@@ -72,7 +66,7 @@ def test_boundaries_are_those_of_output_hidden_states(
 
 
 @torch.no_grad()
-def test_the_papers_boundaries_of_ten_blocks(token_ids: torch.Tensor) -> None:
+def test_the_papers_boundaries_of_ten_blocks(token_ids):
     """Blocks 2, 5 and 7 are entered by the captured states; one block later is another thing."""
     target = tiny_target(num_layers=10)
     boundaries = default_boundaries(10)
@@ -87,12 +81,12 @@ def test_the_papers_boundaries_of_ten_blocks(token_ids: torch.Tensor) -> None:
     ("num_layers", "boundaries"),
     [(1, (0,)), (2, (1,)), (3, (0, 1, 2)), (4, (1, 2)), (5, (2,)), (6, (2, 3)), (7, (2, 3, 4))],
 )
-def test_boundaries_of_small_targets(num_layers: int, boundaries: tuple[int, ...]) -> None:
+def test_boundaries_of_small_targets(num_layers, boundaries):
     assert default_boundaries(num_layers) == boundaries
 
 
 @torch.no_grad()
-def test_the_last_forward_counts_and_nothing_stays(token_ids: torch.Tensor) -> None:
+def test_the_last_forward_counts_and_nothing_stays(token_ids):
     model = tiny_target(num_layers=3)
     before = hooks_of(model)
     tap = FeatureTap(model, (1,))
@@ -108,7 +102,7 @@ def test_the_last_forward_counts_and_nothing_stays(token_ids: torch.Tensor) -> N
         tap.features  # noqa: B018
 
 
-def test_rows_get_the_hidden_states_of_their_own_tokens() -> None:
+def test_rows_get_the_hidden_states_of_their_own_tokens():
     model = tiny_target()
     taps = FeatureTaps(model, [(2,), (1, -1)])
     with torch.no_grad(), taps:
@@ -120,7 +114,7 @@ def test_rows_get_the_hidden_states_of_their_own_tokens() -> None:
             assert torch.equal(seen[boundaries], of_all[torch.tensor(places, dtype=torch.long)])
 
 
-def test_hooks_are_removed_when_the_forward_fails(token_ids: torch.Tensor) -> None:
+def test_hooks_are_removed_when_the_forward_fails(token_ids):
     model = tiny_target(num_layers=3)
     before = hooks_of(model)
     with pytest.raises(IndexError), FeatureTap(model, (1, -1)):
@@ -129,12 +123,12 @@ def test_hooks_are_removed_when_the_forward_fails(token_ids: torch.Tensor) -> No
 
 
 @pytest.mark.parametrize("boundary", [-2, 3, 4])
-def test_a_boundary_that_does_not_exist(boundary: int) -> None:
+def test_a_boundary_that_does_not_exist(boundary):
     with pytest.raises(ValueError, match="boundaries: expected"):
         FeatureTap(tiny_target(num_layers=3), (boundary,))
 
 
-def test_a_module_that_is_no_decoder() -> None:
+def test_a_module_that_is_no_decoder():
     with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
         FeatureTap(nn.Linear(2, 2), (0,))
     model = tiny_target(num_layers=3)
@@ -143,14 +137,14 @@ def test_a_module_that_is_no_decoder() -> None:
         FeatureTap(model, (0,))
 
 
-def test_the_blocks_are_told_from_smaller_lists_of_the_same_length() -> None:
+def test_the_blocks_are_told_from_smaller_lists_of_the_same_length():
     model = tiny_target(num_layers=3)
     model.model.scales = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     assert find_blocks(model) == (model.model, model.model.layers)
 
 
 @torch.no_grad()
-def test_another_threads_forward_is_not_captured(token_ids: torch.Tensor) -> None:
+def test_another_threads_forward_is_not_captured(token_ids):
     model = tiny_target(num_layers=3)
     expected = reported(model, token_ids, [1])
     with FeatureTap(model, (1,)) as tap:
@@ -164,7 +158,7 @@ def test_another_threads_forward_is_not_captured(token_ids: torch.Tensor) -> Non
 @pytest.mark.filterwarnings("ignore:`is_gradient")
 @pytest.mark.parametrize("wrap", WRAPS)
 @torch.no_grad()
-def test_wrapped_models(wrap: Callable[[nn.Module], nn.Module], token_ids: torch.Tensor) -> None:
+def test_wrapped_models(wrap, token_ids):
     model = wrap(copy.deepcopy(tiny_target(num_layers=4)))
     with FeatureTap(model, (1, 2, -1)) as tap:
         model(token_ids)
@@ -173,7 +167,7 @@ def test_wrapped_models(wrap: Callable[[nn.Module], nn.Module], token_ids: torch
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @torch.no_grad()
-def test_a_compiled_model(token_ids: torch.Tensor) -> None:
+def test_a_compiled_model(token_ids):
     """Compiled under the hooks it is captured, by the next tap as well."""
     model = tiny_target(num_layers=3)
     compiled = torch.compile(model, backend="eager")
@@ -184,7 +178,7 @@ def test_a_compiled_model(token_ids: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def test_a_model_compiled_too_early_says_so(token_ids: torch.Tensor) -> None:
+def test_a_model_compiled_too_early_says_so(token_ids):
     torch.compiler.reset()
     model = tiny_target(num_layers=3)
     model.forward = torch.compile(model.forward, backend="eager")

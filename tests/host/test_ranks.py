@@ -42,15 +42,7 @@ def run_ranks(case, folder, store):
     environment |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.host.rank_process",
-                case,
-                folder,
-                store,
-                str(rank),
-            ],
+            [sys.executable, "-m", "tests.host.rank_process", case, folder, store, str(rank)],
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,7 +1,5 @@
 """Private names of transformers and accelerate are spelt in one module."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

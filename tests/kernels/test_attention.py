@@ -23,7 +23,7 @@ MASK = torch.zeros(1, 1, 5, 5).masked_fill_(~torch.ones(5, 5).tril().bool(), -1e
 @pytest.fixture
 def served(monkeypatch):
     """The numbers of queries of the calls that the kernel computed."""
-    queries: list[int] = []
+    queries = []
 
     def kernel(query, key, value, mask, scale):
         queries.append(query.shape[2])

@@ -29,7 +29,7 @@ def test_arguments():
         scaled_linear(x, torch.ones(8, 3, dtype=torch.int8).T, scales)
 
 
-def products(action) -> int:
+def products(action):
     """How often the weights' own class multiplied."""
     before = Int8Weight.products
     action()

@@ -30,7 +30,7 @@ def _restore():
 @pytest.fixture
 def served():
     """The row counts of the products that the scope computed itself."""
-    rows: list[int] = []
+    rows = []
 
     def kernel(x, weight, bias):
         rows.append(x.numel() // x.shape[-1])
@@ -48,7 +48,7 @@ def tuning(tmp_path, monkeypatch):
 
 def measure_as(monkeypatch, name):
     """Let tuning find `name` fastest; returns the list of the weights it was asked about."""
-    asked: list[torch.Size] = []
+    asked = []
     monkeypatch.setattr(module, "fastest_method", lambda weight: asked.append(weight.shape) or name)
     return asked
 
@@ -250,7 +250,7 @@ def test_the_fastest_method_over_all_row_counts_is_chosen(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(48, 32), (5000, 700), (20000, 700)])
 def test_weights_have_left_the_caches_when_they_are_read_again(monkeypatch, shape):
-    read: list[int] = []
+    read = []
 
     def recorded(call):
         _, _, weights = call.args
@@ -306,12 +306,7 @@ def test_another_environment_starts_anew(tuning, monkeypatch, part):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        *(b"{", b"[]", b"\xff\xfe", b"[" * 100_000),
-        "choices is a list",
-        "unknown method",
-    ],
+    "content", [*(b"{", b"[]", b"\xff\xfe", b"[" * 100_000), "choices is a list", "unknown method"]
 )
 def test_a_bad_file_is_ignored_with_one_warning(tuning, monkeypatch, content):
     bad = {"choices is a list": [], "unknown method": {"a": "magic"}}

@@ -6,12 +6,7 @@ import threading
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    Gemma3ForCausalLM,
-    LlamaForCausalLM,
-    Olmo2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import Gemma3ForCausalLM, LlamaForCausalLM, Olmo2ForCausalLM, Qwen3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_retrieval_assist import SamAssistant

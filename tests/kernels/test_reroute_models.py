@@ -18,7 +18,7 @@ from tests.support.wrapped_models import WRAPS
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     """Whatever is fastest here, the kernels serve; how often the one for attention did."""
-    served: list[int] = []
+    served = []
     attend = attention.kernel_attention
 
     def counted(query, *arguments):

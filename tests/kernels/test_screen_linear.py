@@ -14,7 +14,7 @@ from hf_retrieval_assist.kernels.skinny import skinny_linear
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def screen_of(weight: torch.Tensor) -> Screen:
+def screen_of(weight):
     return Screen(weight, QuantizedWeight.pack(weight))
 
 
@@ -35,7 +35,7 @@ def logits(screen, x, also=None, count=1):
     return [found.logits(row, also, count) for row in range(len(x))]
 
 
-def generator(seed: int) -> torch.Generator:
+def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 

@@ -19,7 +19,7 @@ paths = pytest.mark.parametrize("path", PATHS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -205,9 +205,9 @@ def test_no_slots_give_zeros(path):
 def test_many_threads_at_once(path):
     query, key, value = operands(queries=9, slots=300)
     expected = skinny_attention(query, key, value, path=path, threads=1)
-    wrong: list[int] = []
+    wrong = []
 
-    def work(number: int) -> None:
+    def work(number):
         for turn in range(40):
             y = skinny_attention(query, key, value, path=path, threads=1 + (number + turn) % 4)
             if not torch.equal(y, expected):

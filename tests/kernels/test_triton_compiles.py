@@ -94,10 +94,7 @@ def test_parts_are_merged_within_the_limits_of_a_card(dtype, depth, architecture
 
 def test_nothing_is_compiled_anew_for_another_width_or_capacity():
     free = [{p.name for p in k.params if p.do_not_specialize} for k in (attend_parts, merge_parts)]
-    assert free == [
-        {"width", "columns", "capacity", "part_slots", "parts"},
-        {"width", "parts"},
-    ]
+    assert free == [{"width", "columns", "capacity", "part_slots", "parts"}, {"width", "parts"}]
 
 
 def test_tiles_are_powers_of_two_for_every_head():

@@ -1,7 +1,5 @@
 """The account of time: how much is believed, whom it asks, and which calls rest."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,9 +119,7 @@ UNLUCKY = 1500  # steps in which nothing is brought
 @settings(max_examples=12, deadline=None)
 @given(
     drafters=st.lists(
-        st.tuples(st.floats(0.01, 4.0), st.floats(0.0, 3.0), st.booleans()),
-        min_size=1,
-        max_size=4,
+        st.tuples(st.floats(0.01, 4.0), st.floats(0.0, 3.0), st.booleans()), min_size=1, max_size=4
     ),
     unlucky=st.booleans(),
     seed=st.integers(0, 2**32 - 1),

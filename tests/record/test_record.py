@@ -1,7 +1,5 @@
 """Records of calls: who proposed what, what became of it, and how it is shown."""
 
-from __future__ import annotations
-
 import json
 import threading
 from html.parser import HTMLParser
@@ -133,11 +131,7 @@ def test_origins_of_the_memory_and_the_text(llama):
 
 def test_every_class_has_an_origin():
     corpus = [PHRASE * 3]
-    for drafter in (
-        AutomatonDrafter(),
-        StaticAutomatonDrafter(corpus),
-        SuffixDrafter(scored=True),
-    ):
+    for drafter in (AutomatonDrafter(), StaticAutomatonDrafter(corpus), SuffixDrafter(scored=True)):
         origins = drafter.origins_of(np.arange(len(drafter.priors()), dtype=np.int32))
         assert set(origins.tolist()) == set(range(len(drafter.origins)))
     assert RestDrafter.origins == StaticAutomatonDrafter.origins == ("corpus",)

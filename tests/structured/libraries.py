@@ -1,7 +1,5 @@
 """Processors of the real libraries over a small vocabulary, and what they were called with."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls under the real libraries' processors: outputs and the processors' calls are plain's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessorList

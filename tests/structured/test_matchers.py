@@ -1,7 +1,5 @@
 """What the real libraries force and forbid."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -12,19 +12,19 @@ from hf_retrieval_assist.token_tree import Forest, TokenTree
 @st.composite
 def trees(draw, max_nodes=24, tokens=4):
     """Random valid trees, with few tokens so that merging meets equal paths."""
-    nodes: dict[tuple[int, int], int] = {}
+    nodes = {}
     for _ in range(draw(st.integers(0, max_nodes))):
         parent = draw(st.integers(-1, len(nodes) - 1))
         nodes.setdefault((parent, draw(st.integers(0, tokens - 1))), len(nodes))
     parents = [parent for parent, _ in nodes]
     rates = [draw(st.integers(0, 8)) / 8 for _ in nodes]
-    probs: list[float] = []
+    probs = []
     for parent, rate in zip(parents, rates, strict=True):
         probs.append(rate * (1.0 if parent < 0 else probs[parent]))
     return TokenTree.build([token for _, token in nodes], parents, probs, range(len(nodes)))
 
 
-def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
+def paths(tree):
     """Every node as the tokens that lead to it, with its probability."""
     return {
         tuple(tree.token_ids[tree.path(node)].tolist()): float(tree.probs[node])

@@ -1,7 +1,5 @@
 """What a table of successors learns, against lists."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

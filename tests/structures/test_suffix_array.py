@@ -1,18 +1,11 @@
 """Suffix-array lookup and selection, against searches that look at every position of the text."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.corpus.build import (
-    align_suffixes,
-    bucket_starts,
-    count_codes,
-    rank_codes,
-)
+from hf_retrieval_assist.corpus.build import align_suffixes, bucket_starts, count_codes, rank_codes
 from hf_retrieval_assist.structures.suffix_array import SuffixArray, SuffixMatcher, classes_by_count
 
 VOCAB = 5

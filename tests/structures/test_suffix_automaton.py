@@ -15,9 +15,7 @@ LARGEST = 2**31 - 1
 
 def texts(max_size=24):
     """Texts over 1 to 5 symbols, over more than 64, and with the largest ids."""
-    small = st.integers(1, 5).flatmap(
-        lambda k: st.lists(st.integers(0, k - 1), max_size=max_size),
-    )
+    small = st.integers(1, 5).flatmap(lambda k: st.lists(st.integers(0, k - 1), max_size=max_size))
     wide = st.lists(st.integers(0, 70), max_size=max_size)
     large = st.lists(st.sampled_from([0, 70_000, 262_143, LARGEST - 1, LARGEST]), max_size=max_size)
     return st.one_of(small, wide, large)
@@ -27,36 +25,36 @@ def documents():
     return st.lists(texts(max_size=10), max_size=5)
 
 
-def ends_of(pattern: list[int], text: list[int]) -> list[int]:
+def ends_of(pattern, text):
     """1-based end positions of the occurrences, ascending."""
     m = len(pattern)
     return [end for end in range(m, len(text) + 1) if text[end - m : end] == pattern]
 
 
-def longest_suffix(seen: list[int], text: list[int]) -> list[int]:
+def longest_suffix(seen, text):
     """The longest suffix of `seen` that occurs in `text`."""
     starts = range(len(seen) + 1)
     return next(seen[start:] for start in starts if not seen[start:] or ends_of(seen[start:], text))
 
 
-def earlier_ends(text: list[int]) -> tuple[int, list[int]]:
+def earlier_ends(text):
     """Length of the longest suffix that occurs earlier too, and those occurrences."""
     length = len(longest_earlier_suffix(text))
     return length, ends_of(text[len(text) - length :], text)[:-1] if length else []
 
 
-def longest_earlier_suffix(text: list[int]) -> list[int]:
+def longest_earlier_suffix(text):
     suffixes = (text[start:] for start in range(1, len(text)))
     return next((suffix for suffix in suffixes if len(ends_of(suffix, text)) > 1), [])
 
 
-def build(text, **options) -> SuffixAutomaton:
+def build(text, **options):
     automaton = SuffixAutomaton(**options)
     automaton.extend(text)
     return automaton
 
 
-def build_documents(docs) -> tuple[SuffixAutomaton, list[int]]:
+def build_documents(docs):
     """A frozen automaton over the documents, and its text with separators."""
     automaton, text = SuffixAutomaton(refresh=0), []
     for doc in docs:
@@ -67,7 +65,7 @@ def build_documents(docs) -> tuple[SuffixAutomaton, list[int]]:
     return automaton, text
 
 
-def document_tail(text: list[int], end: int) -> list[int]:
+def document_tail(text, end):
     """The tokens after a 1-based end position, up to the end of their document."""
     tail = text[end:]
     return tail[: tail.index(SEPARATOR)] if SEPARATOR in tail else tail
@@ -166,7 +164,7 @@ def test_a_draft_continues_the_longest_suffix_with_enough_followers(text, limit,
     automaton = SuffixAutomaton(refresh=len(text))
     cursor = automaton.cursor()
     automaton.extend(text, cursor)
-    best: list[int] = []
+    best = []
     for start in range(len(text) - len(longest_earlier_suffix(text)), len(text)):
         ends = ends_of(text[start:], text)[:-1]
         tail = text[ends[-1 if latest else 0] :][:limit]
@@ -227,7 +225,7 @@ def test_draft_tree_grows_by_counts(docs, query, limit, min_prob):
     cursor = automaton.cursor()
     cursor.advance_all(query)
     tokens, parents, rates, counts = cursor.draft_tree(limit, max_children=100, min_prob=min_prob)
-    paths: list[tuple[int, ...]] = []
+    paths = []
     for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     match = query[len(query) - cursor.length :]

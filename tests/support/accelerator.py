@@ -6,19 +6,12 @@ between the host and the device and every wait for the device is counted, apart 
 forwards of a model (:meth:`Accelerator.watch`) and outside of them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -53,7 +46,7 @@ class DeviceTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor) -> DeviceTensor:
+    def __new__(cls, held):
         return torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),
@@ -63,55 +56,55 @@ class DeviceTensor(torch.Tensor):
             device=DEVICE,
         )
 
-    def __init__(self, held: torch.Tensor):
+    def __init__(self, held):
         self.held = held
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise RuntimeError(f"{func} on a device tensor outside of `with Accelerator()`")
 
-    def tolist(self) -> Any:
+    def tolist(self):
         return self.cpu().tolist()
 
-    def numpy(self) -> Any:
+    def numpy(self):
         raise RuntimeError("numpy() of a device tensor")
 
-    def data_ptr(self) -> int:
+    def data_ptr(self):
         return self.held.data_ptr()
 
-    def item(self) -> Any:
+    def item(self):
         return self.cpu().item()
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         return bool(self.cpu())
 
-    def __int__(self) -> int:
+    def __int__(self):
         return int(self.cpu())
 
-    def __float__(self) -> float:
+    def __float__(self):
         return float(self.cpu())
 
-    def __index__(self) -> int:
+    def __index__(self):
         return int(self.cpu())
 
-    def __deepcopy__(self, memo: Any) -> DeviceTensor:
+    def __deepcopy__(self, memo):
         return DeviceTensor(self.held.clone())
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_):
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index):
         return torch.Tensor.__getitem__(self, _placed(index))
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index, value):
         torch.Tensor.__setitem__(self, _placed(index), value)
 
-    def new_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+    def new_tensor(self, data, dtype=None, device=None):
         host = _tensor(data, dtype=dtype or self.dtype)
         return host.to(self.device if device is None else device)
 
 
-def _placed(index: Any) -> Any:
+def _placed(index):
     """An index whose lists are on the device: PyTorch would make meta tensors of them."""
     if isinstance(index, tuple):
         return tuple(map(_placed, index))
@@ -123,16 +116,16 @@ def _placed(index: Any) -> Any:
 _tensor, _sdpa = torch.tensor, F.scaled_dot_product_attention
 
 
-def _tensor_on_devices(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+def _tensor_on_devices(data, *args, device=None, **kwargs):
     host = _tensor(data, *args, **kwargs)
     return host if device is None else host.to(device)
 
 
-def _held(x: Any) -> Any:
+def _held(x):
     return x.held if isinstance(x, DeviceTensor) else x
 
 
-def _wrapped(x: Any) -> Any:
+def _wrapped(x):
     return DeviceTensor(x) if isinstance(x, torch.Tensor) else x
 
 
@@ -144,38 +137,38 @@ class Accelerator(TorchDispatchMode):
         calls: the same, with the operator's name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self.calls: Counter[tuple[str, str, str]] = Counter()
+        self.counts = Counter()
+        self.calls = Counter()
         self._forwards = 0
 
-    def __enter__(self) -> Accelerator:
+    def __enter__(self):
         torch.tensor, F.scaled_dot_product_attention = _tensor_on_devices, self._attention
         fixed_memory._STAYING = (DEVICE.type,)
         # Steps are as they are where they are recorded, whoever watches them.
-        WORKSPACES.records = lambda *_: True  # type: ignore[method-assign]
+        WORKSPACES.records = lambda *_: True
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         super().__exit__(*error)
         torch.tensor, F.scaled_dot_product_attention = _tensor, _sdpa
         fixed_memory._STAYING = ("cuda",)
         del WORKSPACES.records
 
-    def reset(self) -> None:
+    def reset(self):
         self.counts.clear()
         self.calls.clear()
 
     @contextmanager
-    def watch(self, model: Any) -> Iterator[None]:
+    def watch(self, model):
         """Scope in which the model's forwards are told from what surrounds them."""
 
         # Hooks of the model's own would be part of what its verdict belongs to.
-        def enter(module: Any, *_: Any) -> None:
+        def enter(module, *_):
             self._forwards += module is model
 
-        def leave(module: Any, *_: Any) -> None:
+        def leave(module, *_):
             self._forwards -= module is model
 
         handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave)
@@ -183,7 +176,7 @@ class Accelerator(TorchDispatchMode):
         for handle in handles:
             handle.remove()
 
-    def put(self, module: torch.nn.Module) -> torch.nn.Module:
+    def put(self, module):
         """Move a model here."""
         for part in module.modules():
             for tensors in (part._parameters, part._buffers):
@@ -193,12 +186,12 @@ class Accelerator(TorchDispatchMode):
                         tensors[name]._is_param = tensors is part._parameters
         return module
 
-    def count(self, kind: str, operator: object) -> None:
+    def count(self, kind, operator):
         where = "model" if self._forwards else "loop"
         self.counts[where, kind] += 1
         self.calls[where, kind, str(operator)] += 1
 
-    def _attention(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _attention(self, query, *args, **kwargs):
         """One kernel, as a fused implementation is."""
         if not isinstance(query, DeviceTensor):
             return _sdpa(query, *args, **kwargs)
@@ -207,7 +200,7 @@ class Accelerator(TorchDispatchMode):
         self.count("kernel", "scaled_dot_product_attention")
         return DeviceTensor(out)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
         here = any(isinstance(x, DeviceTensor) for x in tensors)
@@ -230,14 +223,14 @@ class Accelerator(TorchDispatchMode):
             return target
         return tree_map(_wrapped, out)
 
-    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _copy(self, func, args, kwargs):
         sides = tuple(isinstance(x, DeviceTensor) for x in args[:2])
         kinds = {(True, True): "kernel", (True, False): "to device", (False, True): "to host"}
         self.count(kinds[sides], func)
         func(*map(_held, args), **kwargs)
         return args[0]
 
-    def _kind(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> str:
+    def _kind(self, func, args, tensors):
         packet = func.overloadpacket
         strangers = [x for x in tensors if not isinstance(x, DeviceTensor) and x.dim()]
         if strangers and packet not in _INDEXING:
@@ -251,7 +244,7 @@ class Accelerator(TorchDispatchMode):
         return "view" if packet in _NO_KERNEL else "wait" if packet in _WAITING else "kernel"
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Any:
+def _written(func, args, kwargs):
     """What an operator with one result writes to and hands back."""
     written = [
         kwargs[argument.name] if argument.name in kwargs else args[i]

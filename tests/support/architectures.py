@@ -3,12 +3,9 @@
 `python -m tests.support.architectures` writes docs/architectures.md.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -39,26 +36,26 @@ BELOW_KNOWN = dict.fromkeys(
 
 
 @cache
-def architectures() -> list[str]:
+def architectures():
     """Every distinct class behind `AutoModelForCausalLM`, except those skipped."""
-    names: set[str] = set()
+    names = set()
     for entry in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         names |= {entry} if isinstance(entry, str) else {*entry}
     return sorted(names - SKIPPED.keys())
 
 
-def known_tiers() -> dict[str, str]:
+def known_tiers():
     """The tier at which each class was found right by experiments outside this package."""
     return json.loads(KNOWN.read_text())
 
 
-def build(name: str) -> Any:
+def build(name):
     """A tiny model of a class."""
     model_class = getattr(transformers, name)
     return tiny_model(model_class, tiny_config(model_class.config_class))
 
 
-def table_row(name: str, model: Any) -> str:
+def table_row(name, model):
     """The table's line on a class: how a tiny model of it is served, alone and in batches."""
     single, batch = (
         choose_service(model, {"attention_mask": torch.ones(rows, 8, dtype=torch.long)}, rows)
@@ -70,7 +67,7 @@ def table_row(name: str, model: Any) -> str:
     return f"| {name} | {single.tier.value} | {batch.tier.value} | {why} |"
 
 
-def table() -> str:
+def table():
     lines = [
         "# How each architecture is served",
         "",

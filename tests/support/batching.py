@@ -1,7 +1,5 @@
 """Requests for continuous batching, and drafters for them."""
 
-from __future__ import annotations
-
 import random
 
 from transformers import ContinuousBatchingConfig, GenerationConfig

@@ -1,10 +1,6 @@
 """Tiny models that are large enough for copies of their weights, and what is read of copies."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest import mock
 
 import torch
@@ -19,7 +15,7 @@ from .lossless import build
 TOKENS, HIDDEN = 4096, 64
 
 
-def model_of(kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
+def model_of(kind=transformers.LlamaForCausalLM, **options):
     """A model of which a token follows on the last one with some certainty, as in trained ones."""
     untied = {"tie_word_embeddings": False}
     model = build(kind, vocab_size=TOKENS, hidden_size=HIDDEN, **untied | options)
@@ -33,17 +29,17 @@ def model_of(kind: Any = transformers.LlamaForCausalLM, **options: Any) -> Any:
 class Watch:
     """Scope that counts the rows that were screened, and those of which all logits were asked."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.screened = self.whole = 0
 
-    def __enter__(self) -> Watch:
+    def __enter__(self):
         init, whole = Screened.__init__, Screened.whole
 
-        def look(found: Any, screen: Any, x: torch.Tensor) -> None:
+        def look(found, screen, x):
             self.screened += len(x)
             init(found, screen, x)
 
-        def compute(found: Any, row: int) -> torch.Tensor:
+        def compute(found, row):
             self.whole += 1
             return whole(found, row)
 
@@ -55,20 +51,19 @@ class Watch:
             patch.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         for patch in self._patches:
             patch.stop()
 
 
 @contextmanager
-def compact_products() -> Iterator[list[int]]:
+def compact_products():
     """Rows of each product with a copy in bfloat16."""
-    rows: list[int] = []
+    rows = []
 
-    def count(x: torch.Tensor, *others: Any) -> torch.Tensor:
+    def count(x, *others):
         rows.append(x.numel() // x.shape[-1])
-        product: torch.Tensor = skinny_linear(x, *others)
-        return product
+        return skinny_linear(x, *others)
 
     with mock.patch.object(compact, "skinny_linear", count):
         yield rows

@@ -7,17 +7,13 @@ and the generator waiting. cuBLAS allocates once for a stream, in the pool of a 
 underway, graphs go on using that memory, and the end of a graph frees what its stream had.
 """
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 
 _zeros = torch.zeros
@@ -31,21 +27,21 @@ class Stream:
         waited_for: events that what is queued from then on follows.
     """
 
-    def __init__(self, device: Any, place: tuple[int, int] = (0, -1)):
+    def __init__(self, device, place=(0, -1)):
         self.device = torch.device(device)
         self.place = place
-        self.waited_for: list[Event] = []
+        self.waited_for = []
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Stream) and (self.device, self.place) == (
             other.device,
             other.place,
         )
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return hash((self.device, self.place))
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event):
         self.waited_for.append(event)
 
 
@@ -67,19 +63,19 @@ class Cuda:
         mode: of PyTorch's look at what waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._local = threading.local()
         self._first = {index: Stream(f"cuda:{index}") for index in range(2)}
-        self._turns: Counter[Any] = Counter()
-        self._allocations: dict[Stream, Allocation] = {}
-        self._random_of_inference: bool | None = None
-        self.queued: list[Callable[[], Any]] = []
-        self.waiting: set[str] = set()
-        self.underway: Graph | None = None
-        self.on: list[Stream] = []
+        self._turns = Counter()
+        self._allocations = {}
+        self._random_of_inference = None
+        self.queued = []
+        self.waiting = set()
+        self.underway = None
+        self.on = []
         self.mode = 0
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(self, monkeypatch):
         patched = {
             "current_stream": self.current_stream,
             "stream": self.stream,
@@ -98,33 +94,33 @@ class Cuda:
         ended = "_cuda_endAllocateToPool"
         monkeypatch.setattr(torch._C, ended, self._end_allocations, raising=False)
 
-    def _zeros(self, *shape: Any, device: Any = None, pin_memory: bool = False, **rest: Any) -> Any:
+    def _zeros(self, *shape, device=None, pin_memory=False, **rest):
         placed = device is not None and torch.device(device).type == "cuda"
         return _zeros(*shape, device="cpu" if placed else device, **rest)
 
-    def set_mode(self, mode: str | int) -> None:
-        self.mode = {"default": 0, "warn": 1, "error": 2}.get(str(mode), mode)  # type: ignore[assignment]
+    def set_mode(self, mode):
+        self.mode = {"default": 0, "warn": 1, "error": 2}.get(str(mode), mode)
 
     @property
-    def current(self) -> int:
+    def current(self):
         return getattr(self._local, "device", 0)
 
-    def _streams(self) -> dict[int, Stream]:
+    def _streams(self):
         if not hasattr(self._local, "streams"):
             self._local.streams = dict(self._first)
         return self._local.streams
 
-    def new_stream(self, device: Any, priority: int = 0) -> Stream:
+    def new_stream(self, device, priority=0):
         key = str(device), priority
         self._turns[key] += 1
         return Stream(device, (priority, self._turns[key] % _STREAMS))
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device=None):
         index = self.current if device is None else torch.device(device).index
         return self._streams()[index]
 
     @contextmanager
-    def device(self, device: Any) -> Iterator[None]:
+    def device(self, device):
         before, self._local.device = self.current, torch.device(device).index
         try:
             yield
@@ -132,7 +128,7 @@ class Cuda:
             self._local.device = before
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream):
         index = stream.device.index
         before = self._streams()[index]
         with self.device(stream.device):
@@ -143,7 +139,7 @@ class Cuda:
                 self._streams()[index] = before
 
     @contextmanager
-    def graph(self, graph: Graph, pool: Any, stream: Stream, capture_error_mode: str) -> Any:
+    def graph(self, graph, pool, stream, capture_error_mode):
         assert capture_error_mode == "thread_local"
         assert self.underway is None, "another capture is underway"
         assert stream.device.index == self.current, "captured on another device's stream"
@@ -167,14 +163,14 @@ class Cuda:
             self.waiting.clear()
             self._streams()[self.current] = before
 
-    def _end_allocations(self, index: int, pool: Any) -> None:
+    def _end_allocations(self, index, pool):
         self.waiting.discard("allocator")
 
-    def draw(self) -> None:
+    def draw(self):
         if "generator" in self.waiting:
             raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
 
-    def wait(self) -> None:
+    def wait(self):
         """What a call that waits for the device does."""
         if self.underway is not None:
             self.underway.invalid = True
@@ -182,14 +178,14 @@ class Cuda:
         if self.mode == 1:
             warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
 
-    def multiply(self) -> None:
+    def multiply(self):
         """What a product of matrices does."""
         stream, pool = self.current_stream(), None if self.underway is None else self.underway.pool
         used = self._allocations.setdefault(stream, Allocation(pool))
         if self.underway is not None:
             self.underway.uses.append(used)
 
-    def clear(self, stream: Stream | None = None) -> None:
+    def clear(self, stream=None):
         """Free what cuBLAS holds for a stream; None: for all, as `reduce-overhead` does."""
         for one in [stream] if stream is not None else list(self._allocations):
             if one in self._allocations:
@@ -201,18 +197,18 @@ class Graph:
     uses: memory of cuBLAS that it writes to.
     """
 
-    def __init__(self, cuda: Cuda):
+    def __init__(self, cuda):
         self._cuda = cuda
         self.invalid = False
-        self.pool: Any = None
-        self.stream: Stream | None = None
-        self.uses: list[Allocation] = []
+        self.pool = None
+        self.stream = None
+        self.uses = []
 
-    def replay(self) -> None:
+    def replay(self):
         # What was freed in its own pool is nobody else's while it lives.
         assert all(used.held or used.pool is self.pool for used in self.uses), "overwrites others"
 
-    def __del__(self) -> None:
+    def __del__(self):
         if self.stream is not None:
             self._cuda.clear(self.stream)
 
@@ -220,20 +216,20 @@ class Graph:
 class Event:
     """Synchronising does what was queued before it was recorded."""
 
-    def __init__(self, cuda: Cuda):
+    def __init__(self, cuda):
         self._cuda = cuda
-        self._device: torch.device | None = None
-        self._done: list[bool] = []
+        self._device = None
+        self._done = []
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream=None):
         stream = stream or self._cuda.current_stream()
         assert self._device in (None, stream.device), "an event of another device"
         self._device = stream.device
         self._cuda.on.append(stream)
-        last: list[bool] = []
+        last = []
         self._cuda.queued.append(lambda: last.append(True))
         self._done = last
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         while self._device is not None and not self._done:
             self._cuda.queued.pop(0)()

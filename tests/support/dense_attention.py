@@ -1,17 +1,13 @@
 """Attention of the kernels of Triton by its definition, where there is no Triton."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import pytest
 import torch
 import torch.nn.functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_retrieval_assist.kernels.fixed_attention import Seen
 from hf_retrieval_assist.verification import service
 
 
@@ -24,12 +20,10 @@ class DenseAttention:
 
     widths: ClassVar[list[int]] = []
 
-    def __init__(self, seen: dict[int, Seen], name: str):
+    def __init__(self, seen, name):
         self._seen = seen
 
-    def __call__(
-        self, plain: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
-    ) -> tuple[torch.Tensor, Any]:
+    def __call__(self, plain, module, query, key, value, mask, **options):
         seen = self._seen.get(mask.data_ptr())
         if seen is None:
             return plain(module, query, key, value, mask, **options)
@@ -42,7 +36,7 @@ class DenseAttention:
         return out.transpose(1, 2).contiguous(), None
 
 
-def _shown(seen: Seen, capacity: int) -> torch.Tensor:
+def _shown(seen, capacity):
     """bool [batch, width, capacity]"""
     columns = torch.arange(capacity)
     length = (seen.first + seen.kept)[:, None]
@@ -54,7 +48,7 @@ def _shown(seen: Seen, capacity: int) -> torch.Tensor:
     return shown if seen.hidden is None else shown & ~seen.hidden[:, None]
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def install(monkeypatch):
     """Let it compute attention; returns the widths that it will be given."""
     monkeypatch.setattr(service, "has_triton", lambda device: True)
     module = SimpleNamespace(TritonAttention=DenseAttention)
@@ -63,9 +57,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return DenseAttention.widths
 
 
-def flash_like(
-    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any
-) -> Any:
+def flash_like(module, query, key, value, attention_mask, **options):
     """An attention function that, like flash attention, takes no mask of four dimensions."""
     if attention_mask is not None:
         raise RuntimeError("no masks")

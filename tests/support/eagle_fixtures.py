@@ -1,7 +1,5 @@
 """The recorded heads of tests/fixtures/eagle, and tiny targets to load them for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,8 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-
-from hf_retrieval_assist.draft_models import EagleHead
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle"
 CASES = (
@@ -24,9 +20,7 @@ CASES = (
 )
 
 
-def tiny_target(
-    hidden_size: int = 64, num_layers: int = 10, vocab_size: int = 128, **config: Any
-) -> LlamaForCausalLM:
+def tiny_target(hidden_size=64, num_layers=10, vocab_size=128, **config):
     """A random float32 Llama, the same at every call."""
     torch.manual_seed(0)
     shape = {
@@ -57,15 +51,15 @@ class Case:
     io: dict[str, torch.Tensor]
 
     @property
-    def is_eagle3(self) -> bool:
+    def is_eagle3(self):
         return self.name.startswith("eagle3")
 
     @property
-    def carries_embeddings(self) -> bool:
+    def carries_embeddings(self):
         """Whether published checkpoints of this kind carry their own embeddings."""
         return not self.is_eagle3 or "target_hidden_size" in self.config
 
-    def target(self) -> LlamaForCausalLM:
+    def target(self):
         """A target with the embeddings and the output layer that the head was recorded with."""
         target = tiny_target(self.config.get("target_hidden_size", 64))
         if not self.carries_embeddings:
@@ -74,12 +68,12 @@ class Case:
             target.lm_head.weight.copy_(self.io["target.lm_head.weight"])
         return target
 
-    def published(self) -> dict[str, torch.Tensor]:
+    def published(self):
         """The tensors as a published checkpoint holds them."""
         left_out = () if self.carries_embeddings else ("embed_tokens.weight",)
         return {name: t for name, t in self.weights.items() if name not in left_out}
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder):
         """The checkpoint with its weights in safetensors."""
         write_config(folder, self.config)
         save_file(self.published(), folder / "model.safetensors")
@@ -87,7 +81,7 @@ class Case:
 
 
 @lru_cache
-def load_case(name: str) -> Case:
+def load_case(name):
     description = json.loads((FIXTURES / f"{name}.json").read_text())
     return Case(
         name,
@@ -98,11 +92,11 @@ def load_case(name: str) -> Case:
     )
 
 
-def write_config(folder: Path, config: dict[str, Any]) -> None:
+def write_config(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def outputs(head: EagleHead) -> torch.Tensor:
+def outputs(head):
     """Logits of three tokens after each other, for fixed features."""
     generator = torch.Generator().manual_seed(3)
     features = torch.randn(1, 3, head.config.feature_width, generator=generator)

@@ -1,10 +1,6 @@
 """FakeTensors that say they are on a card, and what PyTorch's attention kernels ask of them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -19,16 +15,16 @@ DEVICE = torch.device("cuda:0")
 class _Indexing(TorchFunctionMode):
     """Indexing in Python asks for the device's guard, which a build for CPUs has not."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__getitem__ and isinstance(args[0], FakeTensor):
             return _indexed(*args)
         return func(*args, **(kwargs or {}))
 
 
-def _indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
+def _indexed(x, index):
     index = index if isinstance(index, tuple) else (index,)
     named = sum(part is not None and part is not Ellipsis for part in index)
-    tensors: list[torch.Tensor | None] = []
+    tensors = []
     dim = 0
     for part in index:
         if part is None:
@@ -51,12 +47,12 @@ def _indexed(x: torch.Tensor, index: Any) -> torch.Tensor:
 class Kernels(TorchDispatchMode):
     """Asserts what the memory-efficient kernel asserts of its bias; counts kernels of attention."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.efficient = 0
         self.flash = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket is aten._scaled_dot_product_efficient_attention:
             self.efficient += 1
             _check_bias(args[0], args[3])
@@ -64,7 +60,7 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_bias(query: torch.Tensor, bias: torch.Tensor) -> None:
+def _check_bias(query, bias):
     assert bias.dtype is query.dtype
     assert bias.stride(3) == 1 or bias.shape[3] == 1
     aligned = 16 // query.element_size()
@@ -73,7 +69,7 @@ def _check_bias(query: torch.Tensor, bias: torch.Tensor) -> None:
 
 
 @contextmanager
-def on_a_card() -> Iterator[Kernels]:
+def on_a_card():
     """Scope in which tensors may be made on `DEVICE`."""
     kernels = Kernels()
     with FakeTensorMode(allow_non_fake_inputs=True), _Indexing(), kernels:

@@ -1,18 +1,11 @@
 """Drafters that follow the target's hidden states, fed by hand."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
-import pytest
 import torch
 
 from hf_retrieval_assist.draft_models import features
-from hf_retrieval_assist.drafters.base import Drafter, Feedback, Target
+from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.host.feature_taps import FeatureTap
-from hf_retrieval_assist.token_tree import TokenTree
 
 from .tiny_models import VOCAB
 
@@ -20,22 +13,20 @@ from .tiny_models import VOCAB
 TEXT = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def features_of(
-    model: Any, layers: Sequence[int] = (-1,), text: Sequence[int] = TEXT
-) -> torch.Tensor:
+def features_of(model, layers=(-1,), text=TEXT):
     """[text, widths of the layers], the model's hidden states."""
     with torch.no_grad(), FeatureTap(model, layers) as tap:
         model(torch.tensor([list(text)]), logits_to_keep=1)
     return tap.features[0]
 
 
-def seen(features: torch.Tensor) -> Feedback:
+def seen(features):
     """What a forward over accepted tokens tells."""
     rows = np.arange(len(features), dtype=np.int32)
     return Feedback(np.zeros(len(features), np.int32), rows, hidden_states=features)
 
 
-def session_of(drafter: Drafter, target: Any, text: Sequence[int]) -> Any:
+def session_of(drafter, target, text):
     """A session that knows a prompt and nothing of the target."""
     return drafter.start(np.array(text, np.int32), Target(VOCAB, model=target))
 
@@ -43,18 +34,18 @@ def session_of(drafter: Drafter, target: Any, text: Sequence[int]) -> Any:
 Chains = dict[tuple[int, ...], list[int]]
 
 
-def chains_of(monkeypatch: pytest.MonkeyPatch, generator: type) -> tuple[Chains, Chains]:
+def chains_of(monkeypatch, generator):
     """What one of transformers' candidate generators drafts behind each text, and what ours do."""
     theirs, ours = {}, {}
     get_candidates, draft_rows = generator.get_candidates, features.draft_rows
 
-    def record_theirs(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def record_theirs(self, input_ids, *args, **kwargs):
         result = get_candidates(self, input_ids, *args, **kwargs)
         if new := result[0][0, input_ids.shape[1] :].tolist():
             theirs[tuple(input_ids[0].tolist())] = new
         return result
 
-    def record_ours(sessions: Any, budgets: Any) -> list[TokenTree]:
+    def record_ours(sessions, budgets):
         trees = draft_rows(sessions, budgets)
         for session, tree in zip(sessions, trees, strict=True):
             ours[tuple(session.tokens)] = tree.token_ids.tolist()

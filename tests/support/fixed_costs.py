@@ -1,7 +1,5 @@
 """Costs that do not hang on the machine."""
 
-from __future__ import annotations
-
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.cost_store import CostModels
 

@@ -1,36 +1,31 @@
 """Heads of random weights for any target, and what they launch on an accelerator."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Any
 
-import pytest
 import torch
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.modeling_layers import MtpModel
 
-from hf_retrieval_assist.draft_models import EagleHead, HeadConfig, default_boundaries, mtp_layers
+from hf_retrieval_assist.draft_models import HeadConfig, default_boundaries, mtp_layers
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.draft_models.eagle_head import build_head
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers
-from hf_retrieval_assist.drafters.base import Drafter
 from hf_retrieval_assist.host.borrowed import BorrowedLayers, TargetShape
 from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 
-from .accelerator import DEVICE, Accelerator
+from .accelerator import DEVICE
 from .tiny_models import VOCAB, randomise
 
 EVERY_SECOND = torch.arange(1, VOCAB, 2)
 
 
 @torch.no_grad()
-def eagle_head(target: Any, draft_ids: torch.Tensor | None = None, **changes: Any) -> EagleHead:
+def eagle_head(target, draft_ids=None, **changes):
     """An EAGLE-3 head, whose output layer is the target's for the ids that it may draft."""
     shape, config = TargetShape.of(target), target.config.get_text_config(decoder=True)
     ids = torch.arange(shape.vocab_size) if draft_ids is None else draft_ids
-    fields: dict[str, Any] = {
+    fields = {
         "generation": 3,
         "hidden_size": shape.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -58,9 +53,9 @@ def eagle_head(target: Any, draft_ids: torch.Tensor | None = None, **changes: An
     return head.to(target.device)
 
 
-def give_mtp_layer(target: Any) -> MtpLayers:
+def give_mtp_layer(target):
     """Give a model an MTP layer of its own decoder layer, as if its checkpoint had brought it."""
-    owner: Any = mtp_layers.WithMtpConfig(target, 1)
+    owner = mtp_layers.WithMtpConfig(target, 1)
     # A new `MtpModel` initialises all that it holds, so what is the model's comes in afterwards.
     owner.lm_head, owner.get_input_embeddings = None, lambda: None
     module = MtpModel(owner, 1)
@@ -69,7 +64,7 @@ def give_mtp_layer(target: Any) -> MtpLayers:
     return layers.to(target.device)
 
 
-def head_drafter(name: str, target: Any) -> Drafter:
+def head_drafter(name, target):
     """A drafter of an EAGLE head, of every second id, or of an MTP layer."""
     if name == "EAGLE":
         head = eagle_head(target, EVERY_SECOND)
@@ -79,12 +74,12 @@ def head_drafter(name: str, target: Any) -> Drafter:
     return MtpDrafter()
 
 
-def layers_of(drafter: Drafter, target: Any) -> Any:
+def layers_of(drafter, target):
     """What drafts: the head, or the target's MTP layers."""
     return drafter.head if isinstance(drafter, EagleDrafter) else mtp_layers.mtp_layers(target)
 
 
-def put_head(machine: Accelerator, target: Any, head: Any) -> None:
+def put_head(machine, target, head):
     """Move a head, and what it shares with its target, to an accelerator."""
     machine.put(target)
     machine.put(head)
@@ -95,11 +90,11 @@ def put_head(machine: Accelerator, target: Any, head: Any) -> None:
         head.borrowed.device = DEVICE
 
 
-def as_launches(machine: Accelerator, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def as_launches(machine, head, monkeypatch):
     """Count what a head may repeat from a recording as one launch."""
     show = FixedMemory.show
 
-    def shown(memory: Any, step: Any, compute: Any) -> Any:
+    def shown(memory, step, compute):
         before, calls = machine.counts.copy(), machine.calls.copy()
         found = show(memory, step, compute)
         if memory._model is head:
@@ -114,7 +109,7 @@ def as_launches(machine: Accelerator, head: Any, monkeypatch: pytest.MonkeyPatch
 BLOCK = 5
 
 
-def block_drafter(window: int = 64, **changes: Any) -> Any:
+def block_drafter(window=64, **changes):
     """A random DFlash model for the tiny targets."""
     sizes = {
         "hidden_size": 32,

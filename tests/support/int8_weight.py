@@ -1,9 +1,5 @@
 """A weight that keeps int8 values and a scale for each row, as quantisation libraries' do."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -23,27 +19,21 @@ class Int8Weight(torch.Tensor):
     products = 0
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, scales: torch.Tensor, *_: Any, **__: Any) -> Int8Weight:
+    def __new__(cls, values, scales, *_, **__):
         return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scales.dtype)
 
-    def __init__(
-        self,
-        values: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None = None,
-        rounds_rows: bool = False,
-    ) -> None:
+    def __init__(self, values, scales, zeros=None, rounds_rows=False):
         self.values, self.scales, self.zeros, self.rounds_rows = values, scales, zeros, rounds_rows
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self):
         return ["values", "scales"] + ["zeros"] * (self.zeros is not None), self.rounds_rows
 
-    def widened(self) -> torch.Tensor:
+    def widened(self):
         values = self.values.to(self.scales.dtype)
         return (values if self.zeros is None else values - self.zeros) * self.scales
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is not torch._C._nn.linear:  # which `F.linear` is, outside of scopes of kernels
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         x, weight, *rest = args
@@ -54,7 +44,7 @@ class Int8Weight(torch.Tensor):
         return func(x, weight.widened(), *rest, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
             weight = args[0]
             return cls(weight.values, weight.scales, weight.zeros, weight.rounds_rows)
@@ -62,14 +52,14 @@ class Int8Weight(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def rounded(weight: torch.Tensor, **options: Any) -> nn.Parameter:
+def rounded(weight, **options):
     """A matrix in eight bits."""
     scales = weight.detach().abs().amax(1, keepdim=True) / 127
     values = (weight.detach() / scales).round().to(torch.int8)
     return nn.Parameter(Int8Weight(values, scales, **options), requires_grad=False)
 
 
-def in_eight_bits(model: nn.Module, **options: Any) -> nn.Module:
+def in_eight_bits(model, **options):
     """A model whose linear layers, the output layer excepted, keep such weights."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and "lm_head" not in name:

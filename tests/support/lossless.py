@@ -1,9 +1,5 @@
 """Calls to `generate` whose results are compared with and without an assistant."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from hf_retrieval_assist import SamAssistant
@@ -18,7 +14,7 @@ PROMPT = torch.tensor([PHRASE * 2])
 NEW_TOKENS = 20
 
 
-def padded(rows: int, length: int = 18, seed: int = 0) -> dict[str, torch.Tensor]:
+def padded(rows, length=18, seed=0):
     """Prompts of different lengths, padded on the left."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 60, (rows, length), generator=generator)
@@ -28,18 +24,18 @@ def padded(rows: int, length: int = 18, seed: int = 0) -> dict[str, torch.Tensor
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def late_token(text: torch.Tensor, earliest: int) -> int:
+def late_token(text, earliest):
     """A token that a text has not used before a position; 66 where it repeats itself."""
     new = [token for token in text[earliest:].tolist() if token not in text[:earliest]]
     return new[0] if new else 66
 
 
-def build(model_class: Any, **overrides: Any) -> Any:
+def build(model_class, **overrides):
     """A tiny model, its configuration changed by `overrides`."""
     return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
 
 
-def run(model: Any, ids: torch.Tensor = PROMPT, seed: int = 0, **options: Any) -> Any:
+def run(model, ids=PROMPT, seed=0, **options):
     """One call under a seed; greedy unless `options` say otherwise."""
     ids = ids.to(input_device(model))
     torch.manual_seed(seed)
@@ -47,13 +43,13 @@ def run(model: Any, ids: torch.Tensor = PROMPT, seed: int = 0, **options: Any) -
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
-def knowing(*results: Any, **options: Any) -> SamAssistant:
+def knowing(*results, **options):
     """An assistant whose corpus holds these results, so that its drafts are accepted."""
     corpus = [sequences_of(result)[0].tolist() for result in results]
     return SamAssistant(corpus, **({"budget": 16} | options))
 
 
-def equal(model: Any, **options: Any) -> tuple[Any, Any]:
+def equal(model, **options):
     """Both results of a call, which agree; the second one took fewer forwards."""
     plain = run(model, **options)
     assistant = knowing(plain)

@@ -1,10 +1,6 @@
 """Tiny models whose checkpoints hold multi-token-prediction layers, saved and loaded again."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +13,7 @@ from .tiny_models import randomise, tiny_config, tiny_model
 _FULL = {"mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]}
 
 # What each family's configuration needs to have such layers.
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "DeepseekV3ForCausalLM": {"num_nextn_predict_layers": 2},
     "Glm4MoeForCausalLM": {"num_nextn_predict_layers": 3},
     "MellumForCausalLM": {"num_mtp_layers": 1},
@@ -46,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _checkpoint_name(model: Any, name: str) -> str:
+def _checkpoint_name(model, name):
     """The name that a published checkpoint has for a parameter of transformers' `MtpModel`."""
     kind = type(model).__name__
     first = model.config.get_text_config().num_hidden_layers
@@ -64,7 +60,7 @@ def _checkpoint_name(model: Any, name: str) -> str:
     return re.sub(r"layers\.(\d+)", lambda m: f"model.layers.{first + int(m[1])}", name)
 
 
-def saved_with_mtp(model_class: Any, folder: Path, std: float = 0.3, **overrides: Any) -> Any:
+def saved_with_mtp(model_class, folder, std=0.3, **overrides):
     """A tiny model loaded from a folder that holds its MTP layers too."""
     config = tiny_config(model_class.config_class)
     text = config.get_text_config(decoder=True)

@@ -1,11 +1,5 @@
 """A CPU stand-in for CUDA graphs: a computation's operators, recorded and executed again."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,11 +10,11 @@ from .accelerator import _NO_KERNEL, _WAITING, aten
 
 
 class _Tape(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.operators: list[tuple[Any, Any, Any, Any]] = []
+        self.operators = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket in _WAITING:
             raise RuntimeError(f"{func} waits for the device while it is captured")
         out = func(*args, **(kwargs or {}))
@@ -28,7 +22,7 @@ class _Tape(TorchDispatchMode):
         return out
 
 
-def record(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+def record(compute):
     """Records as :class:`hf_retrieval_assist.verification.replay.CudaGraphs` does.
 
     Repeating runs no Python of the model, on the memory that the recording used.
@@ -37,7 +31,7 @@ def record(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     with tape:
         shown = compute()
 
-    def repeat() -> None:
+    def repeat():
         for func, args, kwargs, out in tape.operators:
             packet = getattr(func, "overloadpacket", None)
             if packet in _NO_KERNEL or packet is aten.empty:
@@ -52,7 +46,7 @@ def record(compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
     return repeat, shown
 
 
-def serve_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def serve_in_place(monkeypatch):
     """Serve calls on the CPU as on an accelerator that records."""
     monkeypatch.setattr(fixed_memory, "_STAYING", ("cpu",))
     monkeypatch.setattr(service, "has_triton", lambda device: False)

@@ -4,16 +4,11 @@ With it every step of a test accepts long paths that do not lie at the front of 
 rejects others, and now and then gets no draft at all.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 import torch
 
 from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 from hf_retrieval_assist.token_tree import TokenTree
 
 
@@ -30,35 +25,33 @@ class OracleDrafter(Drafter):
 
     name = "oracle"
 
-    def __init__(
-        self, texts: Sequence[Sequence[int]], seed: int = 0, miss: float = 0.1, depth: int = 6
-    ):
+    def __init__(self, texts, seed=0, miss=0.1, depth=6):
         self.texts = [list(text) for text in texts]
         self.rng = np.random.default_rng(seed)
         self.miss = miss
         self.depth = depth
         self._started = 0
 
-    def start(self, prompt_ids: Any, target: Target) -> DraftSession:
+    def start(self, prompt_ids, target):
         text = self.texts[self._started % len(self.texts)]
         self._started += 1
         return _OracleSession(self, text, len(prompt_ids), target.vocab_size)
 
 
 class _OracleSession(DraftSession):
-    def __init__(self, drafter: OracleDrafter, text: list[int], length: int, vocab_size: int):
+    def __init__(self, drafter, text, length, vocab_size):
         self.drafter = drafter
         self.text = text
         self.length = length
         self.vocab_size = vocab_size
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+    def commit(self, token_ids, feedback):
         self.length += len(token_ids)
 
-    def propose(self, budget: int) -> TokenTree:
+    def propose(self, budget):
         rng = self.drafter.rng
         depth = int(rng.integers(0, self.drafter.depth + 1))
-        edges: list[tuple[int, int]] = []
+        edges = []
         end = -1
         for token in self.text[self.length : self.length + depth]:
             for _ in range(int(rng.integers(0, 3))):
@@ -74,30 +67,25 @@ class _OracleSession(DraftSession):
         parents = [parent for parent, _ in nodes]
         return TokenTree.build([token for _, token in nodes], parents, self._probs(parents))
 
-    def _random(self) -> int:
+    def _random(self):
         return int(self.drafter.rng.integers(0, self.vocab_size))
 
     @staticmethod
-    def _add(edges: list[tuple[int, int]], parent: int, token: int) -> int:
+    def _add(edges, parent, token):
         """The child of a node that carries a token, made where there is none."""
         if (parent, token) not in edges:
             edges.append((parent, token))
         return edges.index((parent, token))
 
     @staticmethod
-    def _probs(parents: list[int]) -> list[float]:
-        probs: list[float] = []
+    def _probs(parents):
+        probs = []
         for parent in parents:
             probs.append(0.95 * (probs[parent] if parent >= 0 else 1.0))
         return probs
 
 
-def oracle_assistant(
-    sequences: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    budget: int = 64,
-    **options: Any,
-) -> Assistant:
+def oracle_assistant(sequences, attention_mask=None, budget=64, **options):
     """An assistant for a call whose result, int64 [batch, length], is known from a plain run."""
     rows = sequences.tolist()
     if attention_mask is not None:
@@ -107,18 +95,11 @@ def oracle_assistant(
     return Assistant([OracleDrafter(rows, **options)], budget=budget, reroute=False)
 
 
-def sequences_of(result: Any) -> torch.Tensor:
+def sequences_of(result):
     return result if isinstance(result, torch.Tensor) else result.sequences
 
 
-def both(
-    model: Any,
-    inputs: dict[str, Any],
-    seed: int = 0,
-    oracle: dict[str, Any] | None = None,
-    make: Callable[[Any], Assistant] | None = None,
-    **kwargs: Any,
-) -> tuple[Any, Any, Assistant]:
+def both(model, inputs, seed=0, oracle=None, make=None, **kwargs):
     """Generate plainly, then with an assistant that knows the outcome; same seed for both.
 
     Args:
@@ -143,7 +124,7 @@ def both(
     return plain, assisted, assistant
 
 
-def agreeing(model: Any, inputs: dict[str, Any], **kwargs: Any) -> tuple[Any, Any, Assistant]:
+def agreeing(model, inputs, **kwargs):
     """The same, whose texts agree."""
     plain, assisted, assistant = both(model, inputs, **kwargs)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))

@@ -1,9 +1,5 @@
 """Kernels that multiply rows by a matrix, and what their products are measured against."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -25,24 +21,24 @@ paths = pytest.mark.parametrize("path", PATHS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def packed(weight: torch.Tensor, path: str) -> QuantizedWeight:
+def packed(weight, path):
     return QuantizedWeight(*pack_int8(weight, path=path), depth=weight.shape[1])
 
 
 class Whole:
     """The weight as it is."""
 
-    def __init__(self, weight: torch.Tensor, path: str):
+    def __init__(self, weight, path):
         self.exact, self.path = weight, path
 
-    def __call__(self, x: torch.Tensor, bias: Any = None, **options: Any) -> torch.Tensor:
+    def __call__(self, x, bias=None, **options):
         return skinny_linear(x, self.exact, bias, path=self.path, **options)
 
-    def rounding_of(self, x: torch.Tensor) -> Any:
+    def rounding_of(self, x):
         """What the kernel's rounding of the rows takes, at most."""
         return 0.0
 
@@ -50,15 +46,15 @@ class Whole:
 class Packed(Whole):
     """In eight bits, by which rows are rounded to sixteen."""
 
-    def __init__(self, weight: torch.Tensor, path: str):
+    def __init__(self, weight, path):
         self.weight = packed(weight, path)
         super().__init__(self.weight.dequantized() if len(weight) else weight, path)
 
-    def __call__(self, x: torch.Tensor, bias: Any = None, **options: Any) -> torch.Tensor:
+    def __call__(self, x, bias=None, **options):
         parts = (self.weight.values, self.weight.factors, self.weight.scales)
         return int8_linear(x, *parts, bias, path=self.path, **options)
 
-    def rounding_of(self, x: torch.Tensor) -> Any:
+    def rounding_of(self, x):
         step = x.double().abs().amax(-1, keepdim=True) / 32767 / 2
         return 1.01 * step * self.exact.double().abs().sum(-1)
 
@@ -66,21 +62,21 @@ class Packed(Whole):
 class Scaled(Whole):
     """Integers and a scale for each output, as quantisation libraries keep them."""
 
-    def __init__(self, weight: torch.Tensor, path: str):
+    def __init__(self, weight, path):
         amax = weight.float().abs().amax(1) if weight.shape[1] else weight.new_ones(len(weight))
         self.scales = (amax.float() / 127).to(DTYPES[len(weight) % 3])
         self.values = (weight.float() / self.scales.float()[:, None]).round().clamp(-128, 127)
         self.values = self.values.nan_to_num().to(torch.int8)
         super().__init__(self.values.double() * self.scales.double()[:, None], path)
 
-    def __call__(self, x: torch.Tensor, bias: Any = None, **options: Any) -> torch.Tensor:
+    def __call__(self, x, bias=None, **options):
         return scaled_linear(x, self.values, self.scales, bias, path=self.path, **options)
 
 
 KERNELS = (Whole, Packed, Scaled)
 
 
-def assert_close(y: torch.Tensor, x: torch.Tensor, weight: Whole, bias: Any = None) -> None:
+def assert_close(y, x, weight, bias=None):
     """Within the textbook bound of a float32 sum of k products, plus one rounding to the dtype."""
     exact = x.double() @ weight.exact.double().T
     size = x.double().abs() @ weight.exact.double().abs().T

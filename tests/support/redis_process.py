@@ -1,22 +1,18 @@
 """A Redis server of the tests' own, on a free port, that can be killed, stopped and started."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 PASSWORD = "not a secret"
 
 
-def why_not() -> str:
+def why_not():
     """What is missing, or nothing."""
     if shutil.which("redis-server") is None:
         return "needs redis-server (Debian: apt-get install redis-server)"
@@ -30,7 +26,7 @@ def why_not() -> str:
 needs_redis = pytest.mark.skipif(bool(why_not()), reason=why_not() or "present")
 
 
-def _free_port() -> int:
+def _free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -39,41 +35,35 @@ def _free_port() -> int:
 class RedisProcess:
     """A server that keeps what it acknowledged through its own death, with `appendonly`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        password: str | None = None,
-        appendonly: str = "yes",
-        cluster: bool = False,
-    ) -> None:
+    def __init__(self, folder, password=None, appendonly="yes", cluster=False):
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.password = password
-        self.options: dict[str, object] = {"appendonly": appendonly}
+        self.options = {"appendonly": appendonly}
         if cluster:
             self.options |= {"cluster-enabled": "yes", "cluster-port": _free_port()}
         self.port = _free_port()
         self.start()
 
     @property
-    def url(self) -> str:
+    def url(self):
         user = "" if self.password is None else f":{self.password.replace(' ', '%20')}@"
         return f"redis://{user}127.0.0.1:{self.port}/0"
 
     @property
-    def client(self) -> Any:
+    def client(self):
         import redis
 
         return redis.Redis(port=self.port, password=self.password, socket_timeout=20)
 
-    def entries(self) -> list[dict[bytes, bytes]]:
+    def entries(self):
         """What the stream of outputs holds; the server's count of its bytes must be right."""
         found = [fields for _, fields in self.client.xrange("{hf-retrieval-assist}:2:outputs")]
         size = sum(len(part) for fields in found for pair in fields.items() for part in pair)
         assert size == int(self.client.hget("{hf-retrieval-assist}:2:state", "bytes") or 0)
         return found
 
-    def start(self) -> None:
+    def start(self):
         options = {
             "port": self.port,
             "bind": "127.0.0.1",
@@ -91,7 +81,7 @@ class RedisProcess:
         )
         self._wait()
 
-    def _wait(self) -> None:
+    def _wait(self):
         import redis
 
         for _ in range(500):
@@ -103,18 +93,18 @@ class RedisProcess:
                 time.sleep(0.02)
         raise TimeoutError("redis-server does not answer")
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.wait()
 
-    def hang(self) -> None:
+    def hang(self):
         """Connections stay open, and nothing is answered."""
         self.process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
+    def go_on(self):
         self.process.send_signal(signal.SIGCONT)
 
-    def close(self) -> None:
+    def close(self):
         if self.process.poll() is None:
             self.go_on()
             self.kill()
@@ -128,7 +118,7 @@ class OddServer:
         tries, bytes_received: what came.
     """
 
-    def __init__(self, answer: bytes) -> None:
+    def __init__(self, answer):
         self.answer = answer
         self.tries = self.bytes_received = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -136,7 +126,7 @@ class OddServer:
         self.url = f"redis://{self.place}"
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def _listen(self) -> None:
+    def _listen(self):
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -144,7 +134,7 @@ class OddServer:
                 return
             threading.Thread(target=self._speak, args=(connection,), daemon=True).start()
 
-    def _speak(self, connection: socket.socket) -> None:
+    def _speak(self, connection):
         file = connection.makefile("rb")
         try:
             while line := file.readline():
@@ -163,5 +153,5 @@ class OddServer:
             pass
         connection.close()
 
-    def close(self) -> None:
+    def close(self):
         self._socket.close()

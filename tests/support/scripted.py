@@ -1,12 +1,6 @@
 """A drafter made of functions."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
-from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 
 
 class Scripted(Drafter):
@@ -17,25 +11,20 @@ class Scripted(Drafter):
         attributes: of the drafter.
     """
 
-    def __init__(
-        self,
-        propose: Callable[[int], TokenTree],
-        commit: Callable[[Sequence[int], Feedback | None], None] = lambda *_: None,
-        **attributes: Any,
-    ):
+    def __init__(self, propose, commit=lambda *_: None, **attributes):
         self.functions = propose, commit
         vars(self).update(attributes)
 
-    def start(self, prompt_ids: Any, target: Target) -> DraftSession:
+    def start(self, prompt_ids, target):
         return _Session(*self.functions)
 
 
 class _Session(DraftSession):
-    def __init__(self, propose: Any, commit: Any):
+    def __init__(self, propose, commit):
         self._propose, self._commit = propose, commit
 
-    def propose(self, budget: int) -> TokenTree:
+    def propose(self, budget):
         return self._propose(budget)
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+    def commit(self, token_ids, feedback):
         self._commit(token_ids, feedback)

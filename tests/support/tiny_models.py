@@ -1,9 +1,5 @@
 """Tiny random models of any transformers class, built from a shrunken default configuration."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from transformers import PreTrainedConfig
 
@@ -12,7 +8,7 @@ LAYERS = 3
 WINDOW = 6
 
 # Sizes under the names that configurations use for them.
-_SMALL: dict[str, Any] = {
+_SMALL = {
     **dict.fromkeys(("vocab_size", "decoder_vocab_size", "unpadded_vocab_size"), VOCAB),
     **dict.fromkeys(("vocab_size_per_layer_input", "audio_vocab_size"), VOCAB),
     **dict.fromkeys(
@@ -101,7 +97,7 @@ _PER_LAYER = ("layer_types", "mlp_layer_types", "indexer_types", "layers_block_t
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 _QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _MIXED}
 _MAMBA_LAST = ["linear_attention", "linear_attention", "full_attention"]
-_OVERRIDES: dict[str, dict[str, Any]] = {
+_OVERRIDES = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), _QWEN),
     **dict.fromkeys(("laguna", "mellum", "smollm3"), _QWEN),
     "qwen3_moe": {"use_sliding_window": True},
@@ -162,7 +158,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def shrink(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+def shrink(config_class):
     """Keyword arguments that make a tiny configuration of a class, its sub-configurations too."""
     default = config_class()
     names = default.to_dict()
@@ -180,7 +176,7 @@ def shrink(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     return small | _OVERRIDES.get(default.model_type, {})
 
 
-def tiny_config(config_class: type[PreTrainedConfig], **overrides: Any) -> PreTrainedConfig:
+def tiny_config(config_class, **overrides):
     config = config_class(**(shrink(config_class) | overrides))
     text = config.get_text_config(decoder=True)
     text.bos_token_id, text.pad_token_id, text.eos_token_id = 1, 0, None
@@ -188,7 +184,7 @@ def tiny_config(config_class: type[PreTrainedConfig], **overrides: Any) -> PreTr
     return config
 
 
-def randomise(model: torch.nn.Module, std: float = 0.3) -> None:
+def randomise(model, std=0.3):
     """Weights large enough that attention, positions and masks decide what is generated."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
@@ -196,7 +192,7 @@ def randomise(model: torch.nn.Module, std: float = 0.3) -> None:
             parameter.data.normal_(0.0, std, generator=generator)
 
 
-def tiny_model(model_class: Any, config: PreTrainedConfig) -> Any:
+def tiny_model(model_class, config):
     """A random float32 model in evaluation mode that stops at no token of its own accord."""
     torch.manual_seed(0)
     model = model_class(config).eval()

@@ -1,7 +1,5 @@
 """Attention of random token trees by Triton's kernels, beside attention as it is defined."""
 
-from __future__ import annotations
-
 import torch
 
 from hf_retrieval_assist.kernels.fixed_attention import Seen

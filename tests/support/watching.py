@@ -1,8 +1,6 @@
 """Scopes that note what models do without changing them: hooks of a model's own are part of what
 its forwards are tested with."""
 
-from __future__ import annotations
-
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 

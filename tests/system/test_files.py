@@ -11,12 +11,7 @@ import pytest
 from filelock import Timeout
 
 from hf_retrieval_assist.system import files
-from hf_retrieval_assist.system.files import (
-    BlankLineError,
-    locked,
-    read_json_lines,
-    replacing,
-)
+from hf_retrieval_assist.system.files import BlankLineError, locked, read_json_lines, replacing
 
 HOLDER = """
 import sys

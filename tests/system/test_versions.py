@@ -1,7 +1,5 @@
 """Environments that the package cannot work in are told so."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The proposer for vLLM, driven by a stand-in of vLLM's model runner."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter
@@ -53,7 +51,7 @@ class Request:
     def __init__(self, prompt, output):
         self.prompt, self.output = list(prompt), list(output)
         self.text = list(prompt)
-        self.draft: list[int] = []
+        self.draft = []
         self.steps = 0
 
     @property
@@ -310,7 +308,7 @@ def test_the_drafts_of_all_requests_share_what_a_step_affords():
 def test_drafters_are_told_of_all_requests_of_a_step_at_once(monkeypatch, count):
     proposer = make_proposer()
     drafter = proposer.assistant.drafters[0]
-    told: list[int] = []
+    told = []
     commit_rows = drafter.commit_rows
 
     def counted(sessions, tokens, feedbacks):
