@@ -1,7 +1,6 @@
 """Assistants: whom they ask, what they tell drafters, what they count."""
 
 import inspect
-import threading
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from hf_retrieval_assist.drafters.feedback import prompt_feedback
 from hf_retrieval_assist.drafting.policy import union
 from hf_retrieval_assist.host.fingerprint import fingerprint
 from hf_retrieval_assist.stats import CallStats
+from tests.support.threads import in_threads
 
 from .support.fixed_costs import FixedCosts
 from .support.lossless import NEW_TOKENS, PROMPT, build, run
@@ -341,11 +341,7 @@ def test_calls_of_several_threads_are_all_counted():
         for _ in range(500):
             assistant.count(call)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: work(), range(4))
     total = assistant.stats.total
     assert (total.calls, total.steps, total.tokens) == (2000, 4000, 6000)
 

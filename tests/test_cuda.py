@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 from dataclasses import replace
 from itertools import chain
 
@@ -38,6 +37,7 @@ from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification import fixed_memory, fixed_verifier
 from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 from hf_retrieval_assist.verification.workspace import WORKSPACES
+from tests.support.threads import in_threads
 
 from .decoding.test_node_choices import OPTIONS as CHOICES
 from .decoding.test_node_choices import inputs_of
@@ -282,11 +282,7 @@ def test_two_threads_record_at_once(llama):
             assistant = oracle_assistant(plain)
             found[number] = run(models[number], max_new_tokens=60, assistant=assistant)
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(call, range(2))
     assert all(torch.equal(plain, text) for text in found)
 
 

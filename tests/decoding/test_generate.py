@@ -1,7 +1,5 @@
 """`generate(assistant=...)` returns what plain `generate` returns, whatever is asked of it."""
 
-import threading
-
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -20,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant
 from tests.support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, equal, knowing, run
+from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB, WINDOW
 
 
@@ -267,11 +266,7 @@ def test_threads_share_an_assistant(model):
                 assistant=assistant,
             )
 
-    threads = [threading.Thread(target=work, args=(range(k, 8, 2),)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, [range(k, 8, 2) for k in range(2)])
     assert sorted(found) == list(range(8))
     for i, result in found.items():
         assert torch.equal(result, plain[i % 4])

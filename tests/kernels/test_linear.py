@@ -15,6 +15,7 @@ from hf_retrieval_assist.kernels import tuning as tuning_module
 from hf_retrieval_assist.kernels.linear import MAX_ROWS, METHODS, LinearTuning
 from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.skinny import kernel_linear, set_chooser
+from tests.support.threads import in_threads
 
 PLAIN = F.linear
 W, X = torch.randn(48, 32), torch.randn(5, 32)
@@ -103,11 +104,7 @@ def test_scopes_of_several_threads_overlap(served):
             with reroute():
                 F.linear(X, W)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: work(), range(4))
     assert served == [5] * 200
 
 

@@ -1,7 +1,5 @@
 """Products with a matrix against float64, on every instruction set this CPU has."""
 
-import threading
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +7,7 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist.kernels.skinny import PATHS, skinny_linear
 from tests.support.products import DTYPES, KERNELS, assert_close, dtypes, paths, random
+from tests.support.threads import in_threads
 
 # The path whose bfloat16 instruction takes subnormal numbers for zero.
 FLUSHING = "avx512bf16"
@@ -157,11 +156,7 @@ def test_many_threads_at_once(path):
             if not torch.equal(y, expected):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(6))
     assert not wrong
 
 

@@ -1,7 +1,5 @@
 """The kernel against attention in float64, on every instruction set this CPU has."""
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.kernels.skinny import PATHS, skinny_attention
+from tests.support.threads import in_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place, relative, of each dtype, and its smallest number.
@@ -213,11 +212,7 @@ def test_many_threads_at_once(path):
             if not torch.equal(y, expected):
                 wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(6))
     assert not wrong
 
 

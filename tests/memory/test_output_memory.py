@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.memory.running_output import prompt_group
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from tests.support.memories import check_memory, count, logged, random_output
+from tests.support.threads import in_threads
 
 
 def test_running_outputs_are_seen_before_they_finish():
@@ -172,11 +172,7 @@ def test_threads_share_a_memory(tmp_path):
                     memory.tree("m").speculate(np.array([1, 2], np.int32), 8)
             output.close()
 
-    threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(write, range(4))
     check_memory(memory)
     assert len(memory) == 60
     assert len(logged(tmp_path / "log")) == 60

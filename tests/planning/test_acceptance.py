@@ -1,5 +1,3 @@
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +6,7 @@ from hypothesis import strategies as st
 from hf_retrieval_assist.planning.acceptance import Calibrator
 from hf_retrieval_assist.structures import evidence
 from hf_retrieval_assist.token_tree import Forest, TokenTree
+from tests.support.threads import in_threads
 
 
 def observe(calibrator, evidence_class, hit):
@@ -271,9 +270,5 @@ def test_threads_may_share_the_counts():
             session.calibrate(TokenTree.build([1, 2], [-1, -1], [0.5, 0.5], [0, 1]))
             session.commit([1])
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: run(), range(4))
     assert calibrator._counts.tolist() == [[1204, 1202], [1204, 2]]

@@ -11,6 +11,7 @@ from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.cost_views import PackedCost
 from hf_retrieval_assist.planning.planner import Planner
 from hf_retrieval_assist.token_tree import Limits, TokenTree
+from tests.support.threads import in_threads
 
 CURVES = {
     "flat": lambda n: 0.02,
@@ -256,11 +257,7 @@ def test_threads_do_not_spend_the_same_savings():
     def decide():
         chosen.append(planner._try(np.array([1.0, 2.0]), loss))
 
-    threads = [threading.Thread(target=decide) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: decide(), range(2))
     assert sorted(chosen) == [0, 1]
 
 
