@@ -1,13 +1,12 @@
 """The random numbers that tokens are drawn with, by row and position, before they are drawn.
 
 `torch.multinomial` of one draw divides the probabilities by as many exponentially distributed
-numbers and takes the largest quotient. So these numbers belong to a position of a text, whatever is
-drawn there, and a copy of the generator gives those of positions to come. A drafter that divides
-its own probabilities by them names the target's token almost as often as greedily (coupling by
-common noise: Daliri et al. 2024, arXiv 2408.07978). Rows of a batch that get on unequally are given
-the numbers that plain decoding would have given them. On an accelerator what every node of a tree
-would draw is found before anybody walks (`foresee`). Same seed, same tokens, same state of the
-generator after.
+numbers and takes the largest quotient. So the noise depends on the position alone, and a copy of
+the generator can produce it early. A drafter that divides its own probabilities by it names the
+target's token almost as often as greedily (coupling by common noise: Daliri et al. 2024, arXiv
+2408.07978). Rows of a batch that accept different numbers of tokens are given the numbers that
+plain decoding would have given them. On an accelerator what every node of a tree would draw is
+found before anybody walks (`foresee`). Same seed, same tokens, same state of the generator after.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class DraftingPolicy:
             self.drafters[number].commit_rows(rows, tokens, feedbacks)
 
     def _learn_deferred(self, number: int, sessions: Sequence[AssistantSession]) -> None:
-        """Tell one drafter what was put off."""
+        """Pass a drafter the tokens it skipped."""
         late = [session for session in sessions if session.deferred[number]]
         if late:
             tokens = [session.deferred[number] for session in late]

@@ -31,8 +31,8 @@ class States:
         """A forward begins, not all of which may be kept where it is to be undone."""
 
     def keep(self, tokens: int, fed: int) -> int:
-        """Keep, of the tokens that a forward fed, the first ones, or none where states have to go
-        back to before it; returns how many."""
+        """Keep the first `tokens` of those that a forward fed, or roll it back; returns how many
+        are kept."""
         return tokens
 
     def finish(self, dropped: int) -> None:
