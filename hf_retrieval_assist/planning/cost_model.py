@@ -30,9 +30,9 @@ KNOTS = np.array(
 )
 MAX_TOKENS = int(KNOTS[-1])
 
-# t(n)/t(1) assumed before anything is measured: float32 linears on two cores; a GPU.
+# t(n)/t(1) assumed before anything is measured: the kernels for few rows on two cores; a GPU.
 _CPU_SIZES = np.array([1, 2, 4, 8, 16, 32, 64, 512, 2048])
-_CPU_RATIOS = np.array([1, 1.9, 2.2, 2.3, 2.6, 3.3, 5.0, 33.0, 129.0])
+_CPU_RATIOS = np.array([1, 1.05, 1.15, 1.4, 2.0, 3.4, 6.0, 40.0, 160.0])
 _ACCELERATOR_SLOPE = 0.003
 
 _LEVEL_STD = 1.0  # of log t(1), once a first timing has set it

@@ -222,7 +222,7 @@ def test_trials_cost_less_than_one_percent(name):
 
 @pytest.mark.parametrize("before", range(5))
 def test_the_first_draft_is_tried_however_many_steps_had_none(before):
-    tree, sizes = chain(0.5, 8), []
+    tree, sizes = chain(0.03, 8), []
     for exploration in (0.0, 0.005):
         run = Run(exploration=exploration)
         run.cost.observe(1, 0.02)
@@ -233,7 +233,7 @@ def test_the_first_draft_is_tried_however_many_steps_had_none(before):
 
 
 def test_without_exploration_nothing_is_tried():
-    _, sizes = Run(exploration=0).steps(CURVES["linear"], [0.1], 200)
+    _, sizes = Run(exploration=0).steps(CURVES["linear"], [0.03], 200)
     assert max(sizes) == 0
 
 
