@@ -24,6 +24,7 @@ _APART = 1.1  # times as fast as another one: less is noise wherever anything el
 _LOOKUP_TOKENS = 10  # of prompt lookup's drafts, as in transformers' examples
 _SEED = 0
 PLAIN, KERNELS, LOOKUP = "plain generate", "plain in reroute()", "prompt lookup"
+COPIES = "without drafts"  # by kernels and the copies of weights that assisted calls have
 
 
 @dataclass
@@ -101,8 +102,9 @@ class Suggestion:
     """What :func:`suggest` measured; a table when printed or shown in a notebook.
 
     Attributes:
-        baselines: without an assistant: plain `generate` first, then plain by the kernels of
-            `reroute` on a CPU, and transformers' prompt lookup where the model can.
+        baselines: without drafts: plain `generate` first, then, on a CPU, plain by the kernels of
+            `reroute` and an assisted call that drafts nothing, and transformers' prompt lookup
+            where the model can.
         trials: of assistants. Those that the repeats do not tell from the fastest come first, in
             the order in which they were given; then the others, the faster first.
     """
@@ -133,9 +135,12 @@ class Suggestion:
         if best.ratio < _WORTHWHILE:
             return f"Nothing tried here pays: {best.name} is {spread} times as fast as plain."
         said = f"Use {best.name}: {spread} times as fast as plain generate on these prompts"
-        if kernels := next((t for t in self.baselines if t.name == KERNELS), None):
-            said += f", {kernels.ratio:.2f} of it by kernels and {best.ratio / kernels.ratio:.2f} "
-            said += "by drafts"
+        known = {trial.name: trial.ratio for trial in self.baselines}
+        if KERNELS in known:
+            said += (
+                f", {known[KERNELS]:.2f} of it by kernels, {known[COPIES] / known[KERNELS]:.2f} "
+            )
+            said += f"by copies of weights and {best.ratio / known[COPIES]:.2f} by drafts"
         said += f"; at worst {best.worst_ratio:.2f}."
         if min(best.ratios) < 1:
             said += (
@@ -210,13 +215,16 @@ def suggest(
             )
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
     plain = Trial(PLAIN, None, Record(tokenizer))
-    others = [name for name in (KERNELS, LOOKUP) if _serves(model, name, inputs[0], options)]
-    baselines = [plain, *(Trial(name, None, Record(tokenizer), plain) for name in others)]
+    makes = {KERNELS: None, COPIES: lambda: Assistant([], budget=0), LOOKUP: None}
+    baselines = [plain]
+    for name, made in makes.items():
+        if _serves(model, name, inputs[0], options):
+            baselines.append(Trial(name, made, Record(tokenizer), plain))
     trials = [Trial(name, make, Record(tokenizer), plain) for name, make in makers.items()]
     every = [*baselines, *trials]
     different: set[tuple[str, int]] = set()
     for turn in range(-1, repeats):  # the first one is not timed
-        assistants = {trial.name: trial.make() for trial in trials if trial.make is not None}
+        assistants = {trial.name: trial.make() for trial in every if trial.make is not None}
         times: dict[str, list[float]] = {trial.name: [] for trial in every}
         for number, prompt in enumerate(inputs):
             first = (turn + 1 + number) % len(every)
@@ -250,7 +258,7 @@ def suggest(
 
 def _serves(model: Any, name: str, prompt: dict[str, torch.Tensor], options: Any) -> bool:
     """Whether a way of decoding without an assistant is one on this model."""
-    if name == KERNELS:
+    if name in (KERNELS, COPIES):
         return bool(model.device.type == "cpu")
     try:
         _call(model, prompt, name, None, {**options, "max_new_tokens": 2})

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, suggest
 from hf_retrieval_assist import suggestion as module
 from hf_retrieval_assist.record.record import Record
-from hf_retrieval_assist.suggestion import KERNELS, LOOKUP, PLAIN, Suggestion, Trial
+from hf_retrieval_assist.suggestion import COPIES, KERNELS, LOOKUP, PLAIN, Suggestion, Trial
 
 from .support.lossless import PROMPT, build
 from .test_examples import small_model
@@ -23,14 +23,14 @@ def test_every_way_sees_all_prompts_in_turn_and_writes_what_plain_does(monkeypat
         model, [PROMPT, PROMPT.flip(1)], candidates=candidates, max_new_tokens=8, repeats=2
     )
     assert {trial.name for trial in found.trials} == {"sam", "suffix"}
-    assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, LOOKUP]
+    assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, COPIES, LOOKUP]
     for trial in (*found.baselines, *found.trials):
         assert trial.identical == 2
         assert [len(times) for times in trial.rounds] == [2, 2]
         # The pass that was not timed.
         assert len(trial.record.calls) == (2 if trial.make else 0)
-    names = [PLAIN, KERNELS, LOOKUP, "sam", "suffix"]
-    rounds = [calls[1:][i : i + 5] for i in range(0, 30, 5)]
+    names = [PLAIN, KERNELS, COPIES, LOOKUP, "sam", "suffix"]
+    rounds = [calls[1:][i : i + 6] for i in range(0, 36, 6)]
     assert rounds == [names[k:] + names[:k] for k in (0, 1, 1, 2, 2, 3)]
     assert found.best.name in str(found)
     assert isinstance(found.best.make(), SamAssistant | SuffixAssistant)
@@ -65,7 +65,7 @@ def test_a_model_without_prompt_lookup_is_measured_without_it(monkeypatch):
     found = suggest(
         build(LlamaForCausalLM), [PROMPT], candidates=candidates, max_new_tokens=4, repeats=1
     )
-    assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS]
+    assert [trial.name for trial in found.baselines] == [PLAIN, KERNELS, COPIES]
 
 
 def suggestion_of(kernels=None, **ratios):
@@ -76,7 +76,10 @@ def suggestion_of(kernels=None, **ratios):
         rounds = [[1 / ratio, 3 / ratio] for ratio in ratios]
         return Trial(name, make, Record(), plain, rounds, identical=2)
 
-    baselines = [plain] if kernels is None else [plain, trial(KERNELS, kernels, None)]
+    baselines = [plain]
+    if kernels is not None:
+        copies = [1.2 * ratio for ratio in kernels]
+        baselines += [trial(KERNELS, kernels, None), trial(COPIES, copies)]
     return Suggestion(baselines, [trial(name, found) for name, found in ratios.items()])
 
 
@@ -102,7 +105,7 @@ def test_advice_follows_the_figures():
     assert good.best.ratio == pytest.approx(2.4)
     assert good.advice == (
         "Use good<b>: 2.40 (2.00 to 2.40) times as fast as plain generate on these prompts, 1.10 "
-        "of it by kernels and 2.18 by drafts; at worst 2.40."
+        "of it by kernels, 1.20 by copies of weights and 1.82 by drafts; at worst 2.40."
     )
     assert "good&lt;b&gt;" in good._repr_html_()
     assert good.baselines[0].ratio == 1

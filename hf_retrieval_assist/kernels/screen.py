@@ -126,8 +126,8 @@ class Screened:
             others[also] = -math.inf
         norm *= 1 + 2.0**-20
         lower = torch.sub(others, screen.bounds, alpha=norm)
-        least = lower.amax() if count == 1 else largest(lower[None], count)[0].min()
-        least = _rounded_down(least - LEAST_MARGIN, self._x.dtype) - LEAST_MARGIN
+        reached = lower.amax() if count == 1 else largest(lower[None], count)[0].min()
+        least = _rounded_down(reached - LEAST_MARGIN, self._x.dtype) - LEAST_MARGIN
         upper = torch.add(others, screen.bounds, alpha=norm)
         # torch takes three times as long to find so few.
         ids = torch.from_numpy(np.flatnonzero(upper.numpy() >= least))
