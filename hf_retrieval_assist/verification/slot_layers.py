@@ -239,7 +239,11 @@ class SlotLayer(DynamicLayer):
         return self._dropped + self._own[0].shape[-2] if self.is_ready else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() - self.dropped + query_length, self.dropped
+        # A model that makes a window's mask itself makes it of what `update` shows.
+        first = self.dropped
+        if self.window is not None and self.slots.view_from is not None:
+            first = self.slots.view_from
+        return self.get_seq_length() - first + query_length, first
 
     def adopt(self, layer: DynamicLayer | StaticLayer) -> None:
         """Take over another layer's content."""

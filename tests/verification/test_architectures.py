@@ -71,7 +71,8 @@ def relative_error(expected, actual):
 
 # One class of each way in which classes are served, or are not; `make test-sweep` tries all.
 QUICK = {
-    *("LlamaForCausalLM", "Gemma3ForCausalLM", "Gemma3nForCausalLM", "GPT2LMHeadModel"),
+    *("LlamaForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM", "GPT2LMHeadModel"),
+    "Gemma3nForCausalLM",
     *("DeepseekV3ForCausalLM", "GlmMoeDsaForCausalLM", "Llama4ForCausalLM", "OPTForCausalLM"),
     *("GitForCausalLM", "InklingForCausalLM", "Lfm2ForCausalLM", "BartForCausalLM"),
     *("BloomForCausalLM", "GPTNeoForCausalLM", "BambaForCausalLM", "Mamba2ForCausalLM"),
