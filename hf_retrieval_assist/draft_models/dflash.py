@@ -24,16 +24,9 @@ from ..kernels.largest import largest
 from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, TokenTree
 from ..verification.tree_attention import LayerMask
-from .features import FeatureDrafter, FeatureSession, Follower, NewText
+from .features import DFLASH_SETTINGS, FeatureDrafter, FeatureSession, Follower, NewText, is_dflash
 from .growth import by_probability
 from .rows import DraftCache, Group, offsets_of
-
-_SETTINGS = ("block_size", "mask_token_id", "target_layer_ids")
-
-
-def is_dflash(model: Any) -> bool:
-    """Whether a model drafts blocks from the target's hidden states, by what it is configured."""
-    return all(getattr(model.config, name, None) is not None for name in _SETTINGS)
 
 
 class DFlashDrafter(FeatureDrafter):
@@ -59,7 +52,7 @@ class DFlashDrafter(FeatureDrafter):
         require_at_least(2, total=total)
         if not is_dflash(model):
             raise ValueError(
-                f"model: expected a DFlash model, whose configuration names {_SETTINGS}, got "
+                f"model: expected a DFlash model, whose configuration names {DFLASH_SETTINGS}, got "
                 f"{type(model).__name__}"
             )
         self.model, self.top_k, self.total = model, top_k, total
@@ -141,13 +134,8 @@ class BlockFollower(Follower):
         seen = torch.from_numpy((column < counts) | (column >= width))
         reached = [[0 if row is None else row.reached] for row in group.rows]
         positions = np.concatenate([text.positions, np.array(reached) + block], axis=1)
-        depths = counts + block
-        places = {"offsets": offsets, "depths": depths, "columns": columns}
-        mask = cache.feed(
-            **{name: torch.from_numpy(x).to(self.device) for name, x in places.items()},
-            sees=seen.to(self.device)[:, None].expand(-1, size, -1),
-            deepest=int(depths.max()),
-        )
+        depths, sees = counts + block, seen.to(self.device)[:, None].expand(-1, size, -1)
+        mask = cache.feed(offsets, depths, columns, sees, int(depths.max()))
         sources = torch.from_numpy(text.sources).to(self.device)
         output = self._model(
             noise_embeds=self._block_embeddings(group).to(self.device, self.dtype),

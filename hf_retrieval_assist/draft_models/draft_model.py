@@ -238,12 +238,7 @@ class _Nodes:
         device = self._model.device
         lengths = np.array(self._cache.slots.lengths)[:, None]
         aligned = offsets if (offsets != offsets[:1]).any() else offsets[:1]
-        places = {"offsets": aligned, "depths": depths, "columns": columns}
-        mask = self._cache.feed(
-            **{name: torch.tensor(x, device=device) for name, x in places.items()},
-            sees=sees.to(device),
-            deepest=int(depths.max()),
-        )
+        mask = self._cache.feed(aligned, depths, columns, sees.to(device), int(depths.max()))
         return self._model(
             input_ids=torch.as_tensor(token_ids, device=device),
             attention_mask=mask,

@@ -45,6 +45,19 @@ _LARGEST = 1e12
 
 _ATTENTION = "layers.0.self_attn."
 
+# Fields of a config that say whether a tensor is there.
+_PARTS = {
+    "fc_bias": "fc.bias",
+    "qkv_bias": _ATTENTION + "q_proj.bias",
+    "output_bias": _ATTENTION + "o_proj.bias",
+    "mlp_bias": "layers.0.mlp.up_proj.bias",
+    "qk_norm": _ATTENTION + "q_norm.weight",
+    "embedding_norm": "embed_norm.weight",
+    "input_norm": "layers.0.input_layernorm.weight",
+    "own_embeddings": "embed_tokens.weight",
+    "own_lm_head": "lm_head.weight",
+}
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -189,8 +202,19 @@ def _config_of(
         raise ValueError(f"eagle_config: expected an object, got {nested!r}")
     raw = {**raw, **nested}
     _refuse_other_kinds(shapes, raw)
-    sizes, fed = _sizes_of(shapes, layer), _matrix(shapes, _ATTENTION + "q_proj.weight")[1]
-    is_eagle3 = fed == 2 * sizes["hidden_size"]
+    hidden = _matrix(shapes, _ATTENTION + "o_proj.weight")[0]
+    queries, fed = _matrix(shapes, _ATTENTION + "q_proj.weight")
+    heads = _count(layer, "num_attention_heads")
+    if queries % (2 * heads):
+        raise ValueError(
+            f"num_attention_heads: expected even parts of {queries}, got {heads} heads"
+        )
+    head_dim = queries // heads
+    numbers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
+    if numbers != set(map(str, range(len(numbers)))):
+        raise ValueError(f"layers: expected them numbered from 0 on, found {sorted(numbers)}")
+    is_eagle3, has_norm = fed == 2 * hidden, "norm.weight" in shapes
+    each, joint = "fc_norm.0.weight" in shapes, "input_norm.weight" in shapes
     activation = layer.get("hidden_act", "silu")
     return HeadConfig(
         generation=3 if is_eagle3 else 1,
@@ -202,53 +226,18 @@ def _config_of(
         trained_positions=_count(layer, "max_position_embeddings", 2048),
         rms_norm_eps=float(_number(layer, "rms_norm_eps", 0, 1, default=1e-6)),
         hidden_act=activation if isinstance(activation, str) else repr(activation),
-        **sizes,
-        **_parts_of(shapes, raw, is_eagle3),
+        hidden_size=hidden,
+        intermediate_size=_matrix(shapes, "layers.0.mlp.gate_proj.weight")[0],
+        num_layers=len(numbers),
+        num_heads=heads,
+        num_kv_heads=max(_matrix(shapes, _ATTENTION + "k_proj.weight")[0] // head_dim, 1),
+        head_dim=head_dim,
+        feature_norm="each" if each else "joint" if joint else "none",
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_output=bool(raw.get("norm_output", not is_eagle3 and has_norm)),
+        final_norm=is_eagle3 or has_norm,
+        **{field: name in shapes for field, name in _PARTS.items()},
     )
-
-
-def _sizes_of(shapes: Shapes, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a head's layers."""
-    hidden = _matrix(shapes, _ATTENTION + "o_proj.weight")[0]
-    queries = _matrix(shapes, _ATTENTION + "q_proj.weight")[0]
-    heads = _count(layer, "num_attention_heads")
-    if queries % (2 * heads):
-        raise ValueError(
-            f"num_attention_heads: expected even parts of {queries}, got {heads} heads"
-        )
-    head_dim = queries // heads
-    numbers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
-    if numbers != set(map(str, range(len(numbers)))):
-        raise ValueError(f"layers: expected them numbered from 0 on, found {sorted(numbers)}")
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": _matrix(shapes, "layers.0.mlp.gate_proj.weight")[0],
-        "num_layers": len(numbers),
-        "num_heads": heads,
-        "num_kv_heads": max(_matrix(shapes, _ATTENTION + "k_proj.weight")[0] // head_dim, 1),
-        "head_dim": head_dim,
-    }
-
-
-def _parts_of(shapes: Shapes, raw: Mapping[str, Any], is_eagle3: bool) -> dict[str, Any]:
-    """Which norms, biases and tables a head has."""
-    each, joint = "fc_norm.0.weight" in shapes, "input_norm.weight" in shapes
-    has_norm = "norm.weight" in shapes
-    return {
-        "fc_bias": "fc.bias" in shapes,
-        "qkv_bias": _ATTENTION + "q_proj.bias" in shapes,
-        "output_bias": _ATTENTION + "o_proj.bias" in shapes,
-        "mlp_bias": "layers.0.mlp.up_proj.bias" in shapes,
-        "qk_norm": _ATTENTION + "q_norm.weight" in shapes,
-        "feature_norm": "each" if each else "joint" if joint else "none",
-        "norm_before_residual": bool(raw.get("norm_before_residual", False)),
-        "norm_output": bool(raw.get("norm_output", not is_eagle3 and has_norm)),
-        "embedding_norm": "embed_norm.weight" in shapes,
-        "input_norm": "layers.0.input_layernorm.weight" in shapes,
-        "final_norm": is_eagle3 or has_norm,
-        "own_embeddings": "embed_tokens.weight" in shapes,
-        "own_lm_head": "lm_head.weight" in shapes,
-    }
 
 
 def _refuse_other_kinds(shapes: Shapes, raw: Mapping[str, Any]) -> None:
@@ -380,15 +369,12 @@ def rotary_of(config: HeadConfig) -> LlamaRotaryEmbedding:
 
 def layer_config(config: HeadConfig) -> LlamaConfig:
     """Of a head's blocks."""
+    alike = ("hidden_size", "intermediate_size", "head_dim", "hidden_act", "mlp_bias")
     return LlamaConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        **{name: getattr(config, name) for name in alike},
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        hidden_act=config.hidden_act,
-        mlp_bias=config.mlp_bias,
         max_position_embeddings=config.trained_positions,
         rope_parameters=dict(config.rope_parameters),
     )

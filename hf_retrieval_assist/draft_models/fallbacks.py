@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafters.base import Drafter
 from ..drafters.token_recycling import TokenRecyclingDrafter
 from ..system.arguments import kind_of
-from .dflash import DFlashDrafter, is_dflash
 from .draft_model import DraftModelDrafter
-from .eagle import EagleDrafter
-from .eagle_head import EagleHead
-from .mtp import MtpDrafter
+from .features import is_dflash
 from .quantized_self import QuantizedSelf
 
-Source: TypeAlias = (
-    Literal["token_recycling", "mtp", "quantized_self"] | Drafter | EagleHead | PreTrainedModel
-)
+if TYPE_CHECKING:
+    from .eagle_head import EagleHead
+
+Source: TypeAlias = Union[
+    Literal["token_recycling", "mtp", "quantized_self"], Drafter, "EagleHead", PreTrainedModel
+]
 Fallback: TypeAlias = Source | Sequence[Source] | None
+
+
+def _mtp(paper: bool) -> Drafter:
+    from .mtp import MtpDrafter
+
+    return MtpDrafter()
+
 
 _NAMED: dict[str, Callable[[bool], Drafter]] = {
     "token_recycling": lambda paper: TokenRecyclingDrafter(last_logits=not paper),
-    "mtp": lambda paper: MtpDrafter(),
+    "mtp": _mtp,
     "quantized_self": lambda paper: QuantizedSelf(),
 }
 
@@ -54,11 +62,19 @@ def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
 def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
     if isinstance(fallback, Drafter):
         return fallback
-    if isinstance(fallback, EagleHead):
-        return EagleDrafter(fallback)
     if isinstance(fallback, PreTrainedModel):
         # By what the model is configured to be fed.
-        return DFlashDrafter(fallback) if is_dflash(fallback) else DraftModelDrafter(fallback)
+        if not is_dflash(fallback):
+            return DraftModelDrafter(fallback)
+        from .dflash import DFlashDrafter
+
+        return DFlashDrafter(fallback)
+    if isinstance(fallback, nn.Module):
+        from .eagle import EagleDrafter
+        from .eagle_head import EagleHead
+
+        if isinstance(fallback, EagleHead):
+            return EagleDrafter(fallback)
     names = ", ".join(map(repr, _NAMED))
     if not isinstance(fallback, str):
         raise TypeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,13 @@ from ..system.lazy import cached_property
 from ..token_tree import Float32Array, Forest, TokenTree
 from .growth import PRIORS
 from .rows import DraftCache, Group, Int64Array, RowSession, groups, parts, proposed
+
+DFLASH_SETTINGS = ("block_size", "mask_token_id", "target_layer_ids")
+
+
+def is_dflash(model: Any) -> bool:
+    """Whether a model drafts blocks from the target's hidden states, by what it is configured."""
+    return all(getattr(model.config, name, None) is not None for name in DFLASH_SETTINGS)
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,12 @@ from ..verification.packed_buffer import Field
 from ..verification.replay import Shown
 from ..verification.states import state_of
 from ..verification.workspace import Repeated, Shape
-from .eagle_head import EagleHead
 from .features import FeatureSession, Follower, NewText
 from .growth import BestFirst, Grown, GrowthLimits, Level, by_probability, grow, run_levels
-from .mtp_layers import MtpLayers
 from .rows import DraftCache, Group, Int64Array
 
-Layers = MtpLayers | EagleHead
-"""An EAGLE head counts as one layer."""
+Layers = Any
+"""`MtpLayers`, or an `EagleHead`, which counts as one layer."""
 
 Step = TypeVar("Step", bound=Repeated)
 
@@ -63,9 +61,9 @@ class LayersFollower(Follower):
         return [self.module.cache(k) for k in range(len(self.module))]
 
     def catch_up(self, group: Group) -> None:
-        if (in_place := _in_place(group)) is not None:
+        if group.in_place is not None:
             for text in self.waiting(group, _WIDTHS[-1], _WIDTHS):
-                in_place.follow(text)
+                group.in_place.follow(text)
             return
         super().catch_up(group)
         if stays_in_place(self.device) and _may_stay(group, self.device):
@@ -103,8 +101,9 @@ class LayersFollower(Follower):
         self, group: Group, asked: Sequence[FeatureSession], keep: int
     ) -> Sequence[TokenTree]:
         self.catch_up(group)
-        if (in_place := _in_place(group)) is not None:
-            return in_place.draft()
+        if group.in_place is not None:
+            forest: Forest = group.in_place.draft()
+            return forest
         # Texts that are too short for the further layers are drafted for without these.
         alike: defaultdict[int, list[FeatureSession]] = defaultdict(list)
         for row in asked:
@@ -130,11 +129,6 @@ class LayersFollower(Follower):
             group.settle()
             for layer, state in zip(layers, kept, strict=False):
                 layer.__dict__.update(state)
-
-
-def _in_place(group: Group) -> _InPlace | None:
-    found: Any = group.in_place
-    return found
 
 
 def _may_stay(group: Group, device: torch.device) -> bool:
@@ -254,7 +248,8 @@ class LayerNodes:
 
     def _logits(self, hidden: Tensor | None) -> Tensor:
         assert hidden is not None
-        return self._module.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        logits: Tensor = self._module.logits(hidden.flatten(0, 1))
+        return logits.unflatten(0, hidden.shape[:2])
 
 
 class _Text(Repeated):

@@ -7,7 +7,7 @@ when. A text that is drafted for alone is a batch of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -63,14 +63,16 @@ class DraftCache(SlotCache):
 
     def feed(
         self,
-        offsets: Tensor,
-        depths: Tensor,
-        columns: Tensor,
+        offsets: Tensor | Int64Array,
+        depths: Tensor | Int64Array,
+        columns: Tensor | Int64Array,
         sees: Tensor,
         deepest: int = 0,
         kept: Tensor | None = None,
     ) -> Any:
         """Say where the next tokens are written; returns the mask of those that ask.
+
+        Arrays are sent to the device of `sees`.
 
         Args:
             offsets: int64 [rows or 1, w], the slots of the tokens, counted from the end of each
@@ -82,6 +84,10 @@ class DraftCache(SlotCache):
             deepest: the largest of `depths`; only for layers that grow.
             kept: int64 [rows, 1], slots that each text has; only for layers that stay in place.
         """
+        offsets, depths, columns = (
+            x if isinstance(x, Tensor) else torch.tensor(x, device=sees.device)
+            for x in (offsets, depths, columns)
+        )
         if kept is not None:
             return self._feed_in_place(offsets, depths, columns, sees, kept)
         rows, count = len(self.slots.lengths), columns.shape[1]
@@ -187,29 +193,18 @@ class RowSession(DraftSession):
 Row = TypeVar("Row", bound=RowSession)
 
 
-class InPlace(Protocol):
-    """The caches of a group in memory that stays in place, where forwards may be recorded."""
-
-    def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
-        """Forget what was fed behind the texts, except the given slots of each row."""
-
-    def show(self) -> None:
-        """Make the layers of the caches show what is kept."""
-
-    def release(self) -> None:
-        """Give the memory back, for the model's next drafts."""
-
-
 class Group:
     """Texts that are drafted for together.
 
     Attributes:
         rows: the texts; None for one that has left.
         caches: with a row for each.
-        in_place: the caches, where they stay in place; None: they grow.
+        in_place: the caches in memory that stays in place, where forwards may be recorded; None:
+            they grow. It can `keep_fed` slots, as `keep` does, make the caches `show` what is kept,
+            and `release` the memory.
     """
 
-    in_place: InPlace | None = None
+    in_place: Any = None
 
     def __init__(self, rows: Sequence[RowSession], caches: Sequence[DraftCache]) -> None:
         self.rows: list[Any] = list(rows)

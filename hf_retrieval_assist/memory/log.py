@@ -30,7 +30,6 @@ _SCHEMA = [
     " ids BLOB, crc INTEGER)",
     "CREATE TABLE forgotten (name INTEGER, prefix TEXT)",
 ]
-_EPOCH = "CREATE TABLE epoch (name INTEGER)"  # of version 2, which knew forgetting all alone
 _APPLICATION = 0x48465241  # in the header, and the version
 _VERSION = 3
 _SETTINGS = (
@@ -188,12 +187,6 @@ class OutputLog(SharedOutputs):
             for command in _SCHEMA:
                 database.execute(command)
             database.execute(f"PRAGMA application_id = {_APPLICATION}")
-            database.execute(f"PRAGMA user_version = {_VERSION}")
-        elif tables == [_SCHEMA[0], _EPOCH] and header == [_APPLICATION, 2]:
-            epoch = _number(database, "SELECT max(name) FROM epoch")
-            database.execute("DROP TABLE epoch")
-            database.execute(_SCHEMA[1])
-            database.execute("INSERT INTO forgotten VALUES (?, '')", [epoch])
             database.execute(f"PRAGMA user_version = {_VERSION}")
         elif tables != _SCHEMA or header[0] != _APPLICATION:
             raise ValueError(f"{self.path}: expected a log of outputs, got another database")

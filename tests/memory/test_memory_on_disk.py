@@ -496,27 +496,6 @@ def test_a_forgetting_that_nobody_wrote_is_refused_and_can_be_forgotten(tmp_path
     assert len(OutputMemory(path=path)) == 0
 
 
-def test_a_log_of_the_version_before_is_read_on(tmp_path):
-    """It knew forgetting everything alone, as one number."""
-    path = tmp_path / "log"
-    memory = OutputMemory(path=path)
-    memory.forget()
-    memory.add([1, 2], "m")
-    with sqlite3.connect(path) as database:
-        (name,) = database.execute("SELECT name FROM forgotten").fetchone()
-        database.execute("DROP TABLE forgotten")
-        database.execute("CREATE TABLE epoch (name INTEGER)")
-        database.execute("INSERT INTO epoch VALUES (?)", [name])
-        database.execute("PRAGMA user_version = 2")
-    database.close()
-    again = OutputMemory(path=path)
-    assert count(again, [1, 2], "m") == 1
-    again.namespace("a").add([3, 4], "m")
-    again.namespace("a").forget()
-    memory.refresh()
-    assert logged(path) == [[1, 2]]
-
-
 @pytest.mark.filterwarnings("ignore:.*skipped")
 def test_whatever_a_log_holds_it_can_be_forgotten_and_used_again(tmp_path):
     rng, path, refused = np.random.default_rng(5), tmp_path / "log", 0
