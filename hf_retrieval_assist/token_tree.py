@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -35,6 +35,19 @@ def checked_ids(name: str, token_ids: Any, vocab_size: int = 2**31) -> Int32Arra
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {ids}")
     return ids.astype(np.int32)
+
+
+def checked_documents(corpus: Iterable[Any]) -> Iterator[Int32Array]:
+    """The ids of each document that has any, int32 [n]; raises what `checked_ids` does, and
+    ValueError behind a corpus without a token."""
+    empty = True
+    for number, document in enumerate(corpus):
+        ids = checked_ids(f"corpus: document {number}", document)
+        if len(ids):
+            empty = False
+            yield ids
+    if empty:
+        raise ValueError("corpus: expected at least one token, got none")
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import (
+    CBGenerateManager,
     ToolCall,
     build_response_parser,
     get_response_template,
@@ -331,6 +332,18 @@ def test_a_worker_that_died_is_replaced(folder, monkeypatch):
         assert get(f"{served.url}/health")[0] == 503
         assert hello(served)[0] == 200
         assert get(f"{served.url}/health")[0] == 200
+
+
+@pytest.mark.parametrize("batching", [False, True])
+def test_a_server_that_was_reset_serves_again(folder, monkeypatch, batching):
+    """With the model that it loads then."""
+    ended, stop = [], CBGenerateManager.stop
+    monkeypatch.setattr(CBGenerateManager, "stop", lambda manager: ended.append(stop(manager)))
+    with serving(folder, batching=batching) as served:
+        before = json.loads(hello(served)[1])["choices"]
+        assert get(f"{served.url}/reset", {})[0] == 200
+        assert len(ended) == batching
+        assert json.loads(hello(served)[1])["choices"] == before
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -79,32 +79,30 @@ def read_texts(
 def _read_source(source: str, field: str, split: str) -> Iterator[Text]:
     if source.startswith(DATASET_PREFIX):
         yield from _read_dataset(source.removeprefix(DATASET_PREFIX), field, split)
-    else:
-        for path in _files(Path(source)):
-            yield from _READERS[path.suffix](path, field)
+        return
+    for path in _files(Path(source)):
+        yield from _READERS[path.suffix](path, field)
 
 
 def _files(source: Path) -> list[Path]:
     """A file, or every readable one below a directory, in a fixed order."""
+    suffixes = ", ".join(_READERS)
     if source.is_dir():
-        below = (path for path in source.rglob("*") if not _is_hidden(path.relative_to(source)))
-        files = sorted(path for path in below if path.suffix in _READERS and path.is_file())
+        files = sorted(
+            path
+            for path in source.rglob("*")
+            if path.suffix in _READERS
+            and path.is_file()
+            and not any(part.startswith(".") for part in path.relative_to(source).parts)
+        )
         if not files:
-            raise ValueError(f"{source}: expected files ending in {_suffixes()}, got none")
+            raise ValueError(f"{source}: expected files ending in {suffixes}, got none")
         return files
     if not source.is_file():
         raise FileNotFoundError(f"no file or directory {source}")
     if source.suffix not in _READERS:
-        raise ValueError(f"{source}: expected a name ending in {_suffixes()}")
+        raise ValueError(f"{source}: expected a name ending in {suffixes}")
     return [source]
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _suffixes() -> str:
-    return ", ".join(_READERS)
 
 
 def _read_lines(path: Path, field: str) -> Iterator[Text]:
@@ -228,21 +226,16 @@ def load_encoder(source: str) -> TextEncoder:
         OSError: there is none.
         ValueError: the file is not a SentencePiece model.
     """
-    return _sentencepiece(source) if source.endswith(".model") else _transformers(source)
+    if source.endswith(".model"):
+        from sentencepiece import SentencePieceProcessor
 
+        processor = SentencePieceProcessor()
+        try:
+            processor.load_from_serialized_proto(Path(source).read_bytes())
+        except RuntimeError as error:
+            raise ValueError(f"{source} is not a SentencePiece model: {error}") from error
+        return TextEncoder(processor, processor.get_piece_size(), processor.encode)
 
-def _sentencepiece(source: str) -> TextEncoder:
-    from sentencepiece import SentencePieceProcessor
-
-    processor = SentencePieceProcessor()
-    try:
-        processor.load_from_serialized_proto(Path(source).read_bytes())
-    except RuntimeError as error:
-        raise ValueError(f"{source} is not a SentencePiece model: {error}") from error
-    return TextEncoder(processor, processor.get_piece_size(), processor.encode)
-
-
-def _transformers(source: str) -> TextEncoder:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source)

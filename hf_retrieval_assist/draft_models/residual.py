@@ -33,8 +33,6 @@ def draw_children(
     Returns:
         int64 [..., count], in the order drawn.
     """
-    if not 0 <= count <= probs.shape[-1]:
-        raise ValueError(f"expected 0 <= count <= {probs.shape[-1]}, got {count}")
     noise = torch.empty_like(probs, dtype=torch.float64).exponential_(generator=generator)
     weights = probs.double()
     keys = torch.where(weights > 0, weights.log(), _EXCLUDED) - noise.log()

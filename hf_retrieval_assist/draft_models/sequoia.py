@@ -63,7 +63,8 @@ class OptimalTrees:
     (section 4.1 and appendix; O(N²·L·K) time). p need not be sorted.
 
     Args:
-        acceptance: [K], p_1, …, p_K; a node has at most K children.
+        acceptance: [K], p_1, …, p_K, of events that exclude each other; a node has at most K
+            children.
         max_nodes: the largest size of interest, root included.
         max_levels: the largest depth of interest, root included; None: any.
 
@@ -73,13 +74,9 @@ class OptimalTrees:
     """
 
     def __init__(self, acceptance: ArrayLike, max_nodes: int, max_levels: int | None = None):
-        self.acceptance = _checked_acceptance(acceptance)
+        self.acceptance = np.asarray(acceptance, np.float64)
         self.max_nodes = max_nodes
         self.max_levels = max_nodes if max_levels is None else max_levels
-        if max_nodes < 1 or self.max_levels < 1:
-            raise ValueError(
-                f"expected max_nodes and max_levels >= 1, got {max_nodes} and {max_levels}"
-            )
         # The bound of a subtree, by the bound of its tree; bound 0 admits no tree at all.
         self._subtree_bound = np.maximum(np.arange(self.max_levels + 1) - 1, 0)
         self._solve()
@@ -111,11 +108,6 @@ class OptimalTrees:
     def tree(self, nodes: int, max_levels: int | None = None) -> TreeShape:
         """A best tree of at most `nodes` nodes on at most `max_levels` levels, root included."""
         bound = self.max_levels if max_levels is None else min(max_levels, self.max_levels)
-        if not 1 <= nodes <= self.max_nodes or bound < 1:
-            raise ValueError(
-                f"expected 1 <= nodes <= {self.max_nodes} and max_levels >= 1, "
-                f"got {nodes} and {max_levels}"
-            )
         # A larger feasible tree is never worse.
         size = int(np.flatnonzero(np.isfinite(self.values[: nodes + 1, bound]))[-1])
         return self._walk_back(size, bound)
@@ -156,8 +148,6 @@ class OptimalTrees:
             float64 [max_nodes + 1, max_levels + 1], 0 where there is no such tree.
         """
         times = np.asarray(seconds, dtype=np.float64)[: self.max_nodes]
-        if times.shape != (self.max_nodes,):
-            raise ValueError(f"expected {self.max_nodes} times, got {len(times)}")
         passes = np.arange(-1, self.max_levels).clip(0)
         step = np.append(np.inf, times)[:, None] + draft_seconds * passes
         return np.maximum(self.values, 0.0) * times[0] / step
@@ -167,15 +157,6 @@ class OptimalTrees:
         rates = self.speedups(seconds, draft_seconds)
         size, bound = np.unravel_index(int(rates.argmax()), rates.shape)
         return self._walk_back(int(size), int(bound))
-
-
-def _checked_acceptance(acceptance: ArrayLike) -> Float64Array:
-    vector = np.asarray(acceptance, dtype=np.float64)
-    if vector.ndim != 1 or not (vector >= 0).all() or vector.sum() > 1 + 1e-6:
-        raise ValueError(
-            f"expected acceptance to be probabilities of disjoint events, got {vector.tolist()}"
-        )
-    return vector
 
 
 class AcceptanceCounts:
@@ -190,8 +171,6 @@ class AcceptanceCounts:
     """
 
     def __init__(self, width: int):
-        if width < 1:
-            raise ValueError(f"expected width >= 1, got {width}")
         hazards = _PRIOR_HAZARDS + (_PRIOR_HAZARDS[-1],) * width
         self._prior_trials = np.full(width, _PRIOR_TRIALS)
         self._prior_hits = _PRIOR_TRIALS * np.array(hazards[:width])
@@ -201,8 +180,6 @@ class AcceptanceCounts:
     def observe(self, children: int, accepted: int) -> None:
         """Count an accepted node with `children` children, of which the one of rank `accepted`
         (0 first; −1: none) was accepted."""
-        if not -1 <= accepted < children:
-            raise ValueError(f"expected -1 <= accepted < {children}, got {accepted}")
         reached = children if accepted < 0 else accepted + 1
         self._trials[:reached] += 1
         if 0 <= accepted < len(self._hits):

@@ -262,7 +262,7 @@ def _found(label: str, tokenizer: PreTrainedTokenizerBase | None, model: Any) ->
         return Tokenizer(tokenizer)
     folder = "" if model is None else model.config.name_or_path
     try:
-        return tokenizer_of(folder)
+        return _saved(folder)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{label}: expected a tokenizer, because the draft model's vocabulary is not the "
@@ -271,12 +271,7 @@ def _found(label: str, tokenizer: PreTrainedTokenizerBase | None, model: Any) ->
 
 
 @lru_cache(maxsize=8)
-def tokenizer_of(folder: str) -> Tokenizer:
-    """The tokenizer saved with a model.
-
-    Raises:
-        OSError, ValueError: there is none.
-    """
+def _saved(folder: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     return Tokenizer(AutoTokenizer.from_pretrained(folder))

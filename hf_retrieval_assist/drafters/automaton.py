@@ -7,7 +7,9 @@ after it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from ..structures import draft_tree, evidence
 from ..structures.suffix_automaton import Cursor, SuffixAutomaton
 from ..system.arguments import require_at_least
-from ..token_tree import Float32Array, Int32Array, TokenTree
+from ..token_tree import Float32Array, Int32Array, TokenTree, checked_documents
 from .base import Drafter, DraftSession, Feedback, Target
 
 LONGEST = 64  # matches and depths beyond are all alike
@@ -73,6 +75,27 @@ _TREE_PRIORS = np.array(
 Tokens = Sequence[int] | NDArray[np.integer]
 
 
+class _Matching(DraftSession):
+    """A text, and where an automaton holds the longest of its ends."""
+
+    _drafter: Any
+    _cursor: Cursor
+
+    @property
+    def match_length(self) -> int:
+        """Tokens at the end of the text that the automaton holds elsewhere."""
+        return self._cursor.length
+
+    def propose(self, budget: int) -> TokenTree:
+        if self._cursor.length < self._drafter.min_match or budget <= 0:
+            return TokenTree.empty()
+        return self._continued(min(budget, self._drafter.max_draft))
+
+    @abstractmethod
+    def _continued(self, size: int) -> TokenTree:
+        """At most `size` nodes behind the match."""
+
+
 class AutomatonDrafter(Drafter):
     """Drafts what followed the longest earlier match in the prompt and output of the session.
 
@@ -102,7 +125,7 @@ class AutomatonDrafter(Drafter):
         return _CHAIN_PRIORS.ravel()
 
 
-class AutomatonSession(DraftSession):
+class AutomatonSession(_Matching):
     """Drafts from the text's own past, and from what it is expected to resemble."""
 
     def __init__(self, drafter: AutomatonDrafter, prompt_ids: Int32Array, target: Target) -> None:
@@ -115,17 +138,10 @@ class AutomatonSession(DraftSession):
         self._automaton.extend(prompt_ids, self._cursor)
         self._vocab_size = target.vocab_size
 
-    @property
-    def match_length(self) -> int:
-        """Tokens at the end of the text that it holds elsewhere."""
-        return self._cursor.length
-
-    def propose(self, budget: int) -> TokenTree:
-        """A chain after the latest (or earliest) occurrence of the longest match."""
+    def _continued(self, size: int) -> TokenTree:
+        """A chain after the latest (or earliest) occurrence."""
         drafter, cursor = self._drafter, self._cursor
-        if cursor.length < drafter.min_match or budget <= 0:
-            return TokenTree.empty()
-        tokens = cursor.draft(min(budget, drafter.max_draft), latest=drafter.latest)
+        tokens = cursor.draft(size, latest=drafter.latest)
         # Only a prompt, or an expected text, holds ids that the output layer has no row for.
         foreign = np.flatnonzero(tokens >= self._vocab_size)
         tokens = tokens[: foreign[0]] if len(foreign) else tokens
@@ -174,16 +190,11 @@ class StaticAutomatonDrafter(Drafter):
         self.max_children = max_children
         self.min_prob = min_prob
         self.automaton = SuffixAutomaton(refresh=0)
-        for number, document in enumerate(corpus):
-            try:
-                self.automaton.extend(document)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"corpus: document {number}: {error}") from error
+        for ids in checked_documents(corpus):
+            self.automaton.extend(ids)
             self.automaton.end_document()
         self.automaton.freeze()
-        self._largest_id = int(self.automaton.tokens().max(initial=-1))
-        if self._largest_id < 0:
-            raise ValueError("corpus: expected at least one token, got none")
+        self._largest_id = int(self.automaton.tokens().max())
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> StaticAutomatonSession:
         target.require_corpus(self._largest_id)
@@ -193,26 +204,19 @@ class StaticAutomatonDrafter(Drafter):
         return _TREE_PRIORS.ravel()
 
 
-class StaticAutomatonSession(DraftSession):
+class StaticAutomatonSession(_Matching):
     """Drafts from a corpus; only the cursor belongs to the session."""
 
     def __init__(self, drafter: StaticAutomatonDrafter, prompt_ids: Int32Array) -> None:
         self._drafter = drafter
-        self._cursor: Cursor = drafter.automaton.cursor()
+        self._cursor = drafter.automaton.cursor()
         self._cursor.advance_all(prompt_ids)
 
-    @property
-    def match_length(self) -> int:
-        """Tokens at the end of the text that the corpus holds."""
-        return self._cursor.length
-
-    def propose(self, budget: int) -> TokenTree:
-        """The most frequent continuations of the longest match, best first."""
+    def _continued(self, size: int) -> TokenTree:
+        """The most frequent continuations, best first."""
         drafter, cursor = self._drafter, self._cursor
-        if cursor.length < drafter.min_match or budget <= 0:
-            return TokenTree.empty()
         tokens, parents, rates, counts = cursor.draft_tree(
-            min(budget, drafter.max_draft), drafter.max_children, drafter.min_prob
+            size, drafter.max_children, drafter.min_prob
         )
         classes = evidence.share_classes(
             parents, rates, counts, cursor.length, TREE_MATCHES, TREE_RATES

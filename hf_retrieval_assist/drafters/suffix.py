@@ -20,7 +20,7 @@ from ..memory.running_output import RunningOutput, prompt_group
 from ..structures import draft_tree
 from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree, Text, extend_texts
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Forest, Int32Array, TokenTree, checked_ids
+from ..token_tree import Float32Array, Forest, Int32Array, TokenTree, checked_documents
 from .base import Drafter, DraftSession, Feedback, Target
 from .mixture import Mixture
 
@@ -40,13 +40,9 @@ class CorpusTree:
     def __init__(self, corpus: Iterable[Tokens], max_depth: int) -> None:
         self.tree = SuffixTree(max_depth)
         self.largest_id = -1
-        for number, document in enumerate(corpus):
-            ids = checked_ids(f"corpus: document {number}", document)
-            if len(ids):
-                self.tree.extend(self.tree.add_sequence(), ids)
-                self.largest_id = max(self.largest_id, int(ids.max()))
-        if self.largest_id < 0:
-            raise ValueError("corpus: expected at least one token, got none")
+        for ids in checked_documents(corpus):
+            self.tree.extend(self.tree.add_sequence(), ids)
+            self.largest_id = max(self.largest_id, int(ids.max()))
 
 
 class SuffixDrafter(Drafter):

@@ -165,11 +165,6 @@ def test_a_leaf_samples_from_the_target():
     assert verify_node(target, target, torch.empty(0, dtype=torch.long)) == (-1, 1)
 
 
-def test_more_children_than_tokens():
-    with pytest.raises(ValueError, match="count <= 3"):
-        draw_children(torch.ones(3), 4)
-
-
 def test_every_child_gets_its_own_draw(monkeypatch):
     drawn = []
 

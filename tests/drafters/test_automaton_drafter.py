@@ -134,9 +134,9 @@ def test_bad_corpora_are_refused():
     for corpus in ([], [[]], [[], []]):
         with pytest.raises(ValueError, match="corpus: expected at least one token"):
             StaticAutomatonDrafter(corpus)
-    with pytest.raises(ValueError, match="corpus: document 1: tokens"):
+    with pytest.raises(ValueError, match="corpus: document 1: expected ids"):
         StaticAutomatonDrafter([[1], [-1]])
-    with pytest.raises(TypeError, match="corpus: document 0: tokens"):
+    with pytest.raises(TypeError, match="corpus: document 0: expected integer ids"):
         StaticAutomatonDrafter([[0.5]])
     with pytest.raises(
         ValueError, match="corpus: expected ids below the vocabulary size 10, got 10"
