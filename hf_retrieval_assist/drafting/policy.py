@@ -161,7 +161,7 @@ class DraftingPolicy:
             session.proposed = proposals, row
         for number in range(len(self.drafters)):
             drafts = nothing
-            if self._asks(number, sessions, trees, drafting):
+            if budget and self._asks(number, sessions, trees, drafting):
                 drafts = self._draft(number, sessions, budget, trees, drafting)
                 known, trees = trees.expected_tokens, trees.merge(drafts)
                 gained = trees.expected_tokens - known
