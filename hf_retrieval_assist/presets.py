@@ -15,14 +15,13 @@ from . import give_generate_its_keyword
 from .assistants import Assistant
 from .corpus.datastore import Datastore
 from .corpus.texts import Corpus, tokenised
+from .draft_models.draft_model import DraftModelDrafter
 from .draft_models.fallbacks import Fallback, fallback_drafters
 from .drafters.base import DraftSession
 from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
 from .memory.output_memory import OutputMemory
-from .papers.rest import Rest
 from .papers.sam_decoding import SamDecoding
-from .papers.sequoia import Sequoia
 from .papers.suffix_decoding import SuffixDecoding
 from .planning.cost_store import CostModels
 from .planning.planner import Budget
@@ -94,7 +93,8 @@ class Preset(Assistant):
     """An assistant that follows a paper, or drafts from the same sources.
 
     Attributes:
-        policy: the rule of a paper under `budget="paper"`, otherwise None.
+        policy: the rule by which a paper chooses between drafts, under `budget="paper"`; otherwise
+            None.
     """
 
     policy: Any = None
@@ -303,9 +303,8 @@ class RolloutAssistant(Preset):
 class RestAssistant(Preset):
     """Drafts from a corpus on disk, the most frequent continuations first (REST, He et al., 2023).
 
-    Under `budget="paper"` the longest match alone drafts
-    (:mod:`~hf_retrieval_assist.papers.rest`), otherwise the next shorter ones do as well. The other
-    arguments are those of :class:`Assistant`.
+    Under `budget="paper"` the longest match alone drafts (sections 3.2 and 3.3), otherwise the next
+    shorter ones do as well. The other arguments are those of :class:`Assistant`.
 
     Args:
         datastore: of the model's tokenizer; or its path.
@@ -329,19 +328,18 @@ class RestAssistant(Preset):
             datastore = Datastore.open(datastore)
         _require(Datastore, datastore=datastore)
         self.datastore = datastore
+        drafter = RestDrafter(datastore, max_match, max_nodes, continuation)
         if budget == "paper":
-            self.policy = Rest(max_match, max_nodes, continuation)
-            drafter = self.policy.drafter(datastore)
-        else:
-            drafter = RestDrafter(datastore, max_match, max_nodes, continuation)
+            drafter.sources = 1
         super().__init__([drafter], budget=budget, **options)
 
 
 class SequoiaAssistant(Preset):
     """Drafts optimal trees of a small model (Sequoia, Chen et al., 2024).
 
-    The rule stands in :mod:`~hf_retrieval_assist.papers.sequoia`; under `budget="paper"` its trees
-    are verified whole. The other arguments are those of :class:`Assistant`.
+    A tree's shape is solved by dynamic programming for the measured acceptance by rank (section
+    4.1), its size for the measured times (section 4.3). Under `budget="paper"` it is verified
+    whole. The other arguments are those of :class:`Assistant`.
 
     Args:
         draft_model: a transformers model with the target's vocabulary.
@@ -370,10 +368,10 @@ class SequoiaAssistant(Preset):
         **options: Unpack[Options],
     ):
         _require(torch.nn.Module, draft_model=draft_model)
-        rule = Sequoia(temperature, max_nodes, max_levels, width)
-        self.policy = rule if budget == "paper" else None
+        sizes = {"max_nodes": max_nodes, "max_levels": max_levels, "width": width}
+        drafter = DraftModelDrafter(draft_model, temperature=temperature, **sizes)
         residual = temperature is not None
-        super().__init__([rule.drafter(draft_model)], budget=budget, residual=residual, **options)
+        super().__init__([drafter], budget=budget, residual=residual, **options)
 
 
 # Whoever imports an assistant from here wants to hand it to `generate`.
