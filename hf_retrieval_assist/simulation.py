@@ -17,9 +17,7 @@ from .planning.cost_model import CostModel
 from .planning.cost_store import CostKey
 from .planning.cost_views import PackedCost
 from .system.arguments import require_at_least
-from .token_tree import Limits, TokenTree, checked_ids
-
-Tokens = Sequence[int] | NDArray[np.integer]
+from .token_tree import Ids, Limits, TokenTree, checked_ids
 
 
 @dataclass
@@ -81,7 +79,7 @@ class SimulationReport:
 
 def simulate(
     assistant: DraftingPolicy,
-    requests: Iterable[tuple[Tokens, Tokens]],
+    requests: Iterable[tuple[Ids, Ids]],
     cost: Callable[[int], float] | None = None,
     vocab_size: int = 2**31 - 1,
     batch_size: int = 1,

@@ -18,6 +18,7 @@ from .system.lazy import cached_property
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
+Ids = Sequence[int] | NDArray[np.integer]
 
 
 def checked_ids(name: str, token_ids: Any, vocab_size: int = 2**31) -> Int32Array:
@@ -27,9 +28,12 @@ def checked_ids(name: str, token_ids: Any, vocab_size: int = 2**31) -> Int32Arra
         TypeError: they are no integers.
         ValueError: they are no single sequence, or one is not below `vocab_size`.
     """
-    ids = np.asarray(token_ids)
+    try:
+        ids = np.asarray(token_ids)
+    except ValueError:  # lists of several lengths
+        ids = np.empty((0, 0))
     if ids.ndim != 1:
-        raise ValueError(f"{name}: expected a list of ids, got {token_ids!r}")
+        raise ValueError(f"{name}: expected a flat sequence of ids, got {token_ids!r:.80}")
     if ids.size and ids.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:

@@ -156,7 +156,7 @@ def test_statistics_are_not_touched():
 )
 def test_refuses_ids_outside_the_vocabulary(request_):
     with pytest.raises(
-        ValueError, match=r"^requests: expected (ids from 0 to 4|a list of ids), got"
+        ValueError, match=r"^requests: expected (ids from 0 to 4|a flat sequence of ids), got"
     ):
         simulate(sam(), [request_], vocab_size=5)
 

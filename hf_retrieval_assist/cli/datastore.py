@@ -9,11 +9,11 @@ from typing import Any
 
 from typer import Argument, BadParameter, Option
 
-from ..corpus.build import Ids
 from ..corpus.cluster import RayExecutor
 from ..corpus.datastore import Datastore
 from ..corpus.readers import Skipped, load_encoder, read_texts
 from ..system.arguments import byte_count
+from ..token_tree import Ids
 
 _STORE = Argument(..., help="the datastore's directory")
 _MEMORY = Option(

@@ -8,7 +8,7 @@ import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 
 from ..system.arguments import kind_of, whole_number
 from ..system.files import locked
+from ..token_tree import Ids, Int32Array, checked_ids
 from .format import (
     MAX_BYTES,
     MAX_VOCAB,
@@ -39,8 +40,6 @@ _BATCH = 1 << 20  # tokens that are validated and encoded at a time
 _BLOCK = 1 << 18  # of an array that is worked on at a time, in a processor's own cache
 _NAME_DIGITS = 16  # of a hash
 _MIN_SHARD = 64  # codes; with less memory than they need, every document would be cut up
-
-Ids = Sequence[int] | NDArray[np.integer]
 
 
 @dataclass(frozen=True)
@@ -86,19 +85,6 @@ def require_documents(name: str, documents: Any) -> None:
         raise TypeError(
             f"{name}: expected documents, a path or a Datastore, got {kind_of(documents)}{hint}"
         )
-
-
-def as_ids(name: str, document: Any) -> NDArray[np.int64]:
-    """A document's ids, int64 [n]; TypeError or ValueError for `name` if they are none."""
-    try:
-        ids = np.asarray(document)
-    except ValueError:
-        raise ValueError(f"{name}: expected a flat sequence of ids, got {document!r:.80}") from None
-    if ids.ndim != 1:
-        raise ValueError(f"{name}: expected a flat sequence of ids, got {document!r:.80}")
-    if ids.size and ids.dtype.kind not in "iu":
-        raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
-    return ids.astype(np.int64, copy=False)
 
 
 @contextmanager
@@ -206,7 +192,7 @@ class _TextFile:
         self._file: Any = self._path.open("wb")
         self._hash = hashlib.sha256(b"%d:" % number)
 
-    def write(self, batch: list[NDArray[np.int64]], vocab_size: int) -> None:
+    def write(self, batch: list[Int32Array], vocab_size: int) -> None:
         codes = _encode(batch, vocab_size)
         self._file.write(codes)
         self._hash.update(codes.data)
@@ -239,12 +225,12 @@ def _write_texts(
         yield text.close()
 
 
-def _batches(documents: Iterable[Ids], shard_codes: int) -> Iterator[list[NDArray[np.int64]]]:
+def _batches(documents: Iterable[Ids], shard_codes: int) -> Iterator[list[Int32Array]]:
     """Documents in groups of a moderate size; one too long for a shard is cut."""
-    batch: list[NDArray[np.int64]] = []
+    batch: list[Int32Array] = []
     size = 0
     for number, document in enumerate(documents):
-        ids = as_ids(f"documents: document {number}", document)
+        ids = checked_ids(f"documents: document {number}", document)
         for start in range(0, len(ids), shard_codes - 1):
             piece = ids[start : start + shard_codes - 1]
             if batch and size + len(piece) + 1 > min(_BATCH, shard_codes):
@@ -256,12 +242,11 @@ def _batches(documents: Iterable[Ids], shard_codes: int) -> Iterator[list[NDArra
         yield batch
 
 
-def _encode(batch: list[NDArray[np.int64]], vocab_size: int) -> NDArray[np.uint8]:
+def _encode(batch: list[Int32Array], vocab_size: int) -> NDArray[np.uint8]:
     """Documents as big-endian codes: uint8 [(tokens + documents) x width]."""
     ids = np.concatenate(batch)
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"documents: expected ids from 0 to {vocab_size - 1}, got {wrong}")
+    if ids.max() >= vocab_size:
+        raise ValueError(f"documents: expected ids from 0 to {vocab_size - 1}, got {ids.max()}")
     codes = np.zeros(len(ids) + len(batch), dtype=">u4")
     is_id = np.ones(len(codes), np.bool_)
     is_id[np.cumsum([len(document) + 1 for document in batch]) - 1] = False

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..structures.suffix_array import SuffixArray
-from .build import BuildOptions, Ids, build_shards, publish, staging_directory
+from ..token_tree import Ids
+from .build import BuildOptions, build_shards, publish, staging_directory
 from .format import (
     MANIFEST,
     Manifest,

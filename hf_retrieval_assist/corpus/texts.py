@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..system.arguments import encodable
-from .build import Ids, as_ids, require_documents
+from ..token_tree import Ids, checked_ids
+from .build import require_documents
 from .datastore import Datastore
 from .format import MANIFEST
 from .readers import DATASET_PREFIX, read_texts
@@ -67,4 +68,4 @@ def _ids(documents: Iterable[Document], tokenizer: Any) -> Iterator[Ids]:
             if tokenizer is None:
                 raise ValueError("tokenizer: expected one, since the corpus is text, got None")
             text = tokenizer(encodable(name, text), add_special_tokens=False).input_ids
-        yield as_ids(name, text)
+        yield checked_ids(name, text)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..structures import draft_tree, evidence
 from ..structures.suffix_automaton import Cursor, SuffixAutomaton
 from ..system.arguments import require_at_least
-from ..token_tree import Float32Array, Int32Array, TokenTree, checked_documents
+from ..token_tree import Float32Array, Ids, Int32Array, TokenTree, checked_documents
 from .base import Drafter, DraftSession, Feedback, Target
 
 LONGEST = 64  # matches and depths beyond are all alike
@@ -71,8 +71,6 @@ _TREE_PRIORS = np.array(
     ],
     np.float32,
 )
-
-Tokens = Sequence[int] | NDArray[np.integer]
 
 
 class _Matching(DraftSession):
@@ -178,7 +176,7 @@ class StaticAutomatonDrafter(Drafter):
 
     def __init__(
         self,
-        corpus: Iterable[Tokens],
+        corpus: Iterable[Ids],
         max_draft: int = 40,
         min_match: int = 1,
         max_children: int = 8,

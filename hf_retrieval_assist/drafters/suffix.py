@@ -20,11 +20,9 @@ from ..memory.running_output import RunningOutput, prompt_group
 from ..structures import draft_tree
 from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree, Text, extend_texts
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Forest, Int32Array, TokenTree, checked_documents
+from ..token_tree import Float32Array, Forest, Ids, Int32Array, TokenTree, checked_documents
 from .base import Drafter, DraftSession, Feedback, Target
 from .mixture import Mixture
-
-Tokens = Sequence[int] | NDArray[np.integer]
 
 _FREQUENCIES = 10  # classes of scored drafts
 
@@ -37,7 +35,7 @@ class CorpusTree:
         TypeError: ids that are no integers.
     """
 
-    def __init__(self, corpus: Iterable[Tokens], max_depth: int) -> None:
+    def __init__(self, corpus: Iterable[Ids], max_depth: int) -> None:
         self.tree = SuffixTree(max_depth)
         self.largest_id = -1
         for ids in checked_documents(corpus):
@@ -78,7 +76,7 @@ class SuffixDrafter(Drafter):
         learn: bool = True,
         learn_prompts: bool = False,
         by_prompt: bool = False,
-        corpus: Iterable[Tokens] | None = None,
+        corpus: Iterable[Ids] | None = None,
         mixture: Mixture | None = None,
     ) -> None:
         if not 1 <= max_depth <= MAX_DEPTH:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..structures.suffix_tree import SuffixTree
+from ..token_tree import checked_ids
 
 # Between a model's fingerprint and a prompt's name, which no fingerprint contains.
 GROUP_MARK = "/"
@@ -68,10 +69,9 @@ class RunningOutput:
         """Append tokens.
 
         Raises:
-            TypeError: for what is no list of integers.
-            ValueError: for a negative id, or one above 2^31 − 1.
+            TypeError, ValueError: see `checked_ids`.
         """
-        tokens = _checked(token_ids)
+        tokens = checked_ids("token_ids", token_ids)
         self._memory.extend([self], tokens, np.array([0, len(tokens)]))
 
     def close(self) -> None:
@@ -113,13 +113,3 @@ class Kind:
         lasts = half_life * (64 - math.log2(number))
         heappush(self._fading, (self._finished + lasts, self._finished, newest))
         return faded
-
-
-def _checked(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int32]:
-    """Ids as int32 [n]; TypeError or ValueError for what is none."""
-    tokens = np.asarray(token_ids)
-    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-        raise TypeError(f"token_ids: expected integers in one dimension, got {token_ids!r:.80}")
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
-        raise ValueError(f"token_ids: expected 0 to 2^31 - 1, got {token_ids!r:.80}")
-    return tokens.astype(np.int32)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..corpus.datastore import Datastore
-from ..drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter, Tokens
+from ..drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from ..drafters.base import Drafter, DraftSession
 from ..drafters.rest import RestDrafter
 from ..drafting.policy import union
 from ..system.arguments import require_at_least
-from ..token_tree import TokenTree
+from ..token_tree import Ids, TokenTree
 
 # Corpus continuations rarer than this cost more to look at than they bring.
 _LEAST_PROB = 0.01
@@ -42,7 +42,7 @@ class SamDecoding:
         require_at_least(0, min_match=self.min_match, corpus_bias=self.corpus_bias)
         require_at_least(1, max_draft=self.max_draft)
 
-    def drafters(self, corpus: Iterable[Tokens] | Datastore | None) -> list[Drafter]:
+    def drafters(self, corpus: Iterable[Ids] | Datastore | None) -> list[Drafter]:
         """What matches: the text, then a corpus."""
         own = AutomatonDrafter(self.max_draft)
         if corpus is None:

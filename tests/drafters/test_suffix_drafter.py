@@ -107,7 +107,7 @@ def test_corpora_that_cannot_be_drafted_from_are_refused():
         SuffixDrafter(corpus=[[1], [-2]])
     with pytest.raises(TypeError, match="document 0: expected integer ids, got <U1"):
         SuffixDrafter(corpus=[["a"]])
-    with pytest.raises(ValueError, match="document 0: expected a list of ids, got 't'"):
+    with pytest.raises(ValueError, match="document 0: expected a flat sequence of ids, got 't'"):
         SuffixDrafter(corpus="text")
     drafter = SuffixDrafter(corpus=[[5, 1000]])
     with pytest.raises(ValueError, match="below the vocabulary size 1000, got 1000"):

@@ -448,7 +448,7 @@ def test_other_kinds_of_files_are_refused(tmp_path):
         OutputMemory(path=tmp_path)
     with pytest.raises(ValueError, match="max_bytes: expected at least"):
         OutputMemory(max_bytes=100)
-    with pytest.raises(ValueError, match="token_ids: expected 0 to"):
+    with pytest.raises(ValueError, match="token_ids: expected ids from 0 to"):
         OutputMemory().add([1, -1])
 
 
