@@ -183,9 +183,11 @@ class TokenTree:
         if not alike or self.probs.dtype != np.float32:
             return self
         lost = np.isnan(self.probs)
+        if not lost.any():
+            return self
         for node, parent in enumerate(self.parents.tolist()):
             lost[node] |= 0 <= parent < node and lost[parent]
-        return self.select(np.flatnonzero(~lost).astype(np.int32)) if lost.any() else self
+        return self.select(np.flatnonzero(~lost).astype(np.int32))
 
     def cut_depth(self, max_depth: int) -> TokenTree:
         """The nodes at most `max_depth` deep."""

@@ -34,7 +34,6 @@ from .rows import (
     offsets_of,
     parts,
     proposed,
-    sound,
 )
 from .sequoia import ShapeChooser, TreeShape
 from .static_growth import PRIORS, Drawn, Foreseen, Schedule, StaticGrowth
@@ -320,7 +319,7 @@ class DraftModelSession(RowSession):
 
     def proposal(self) -> TokenTree:
         """The draft, in the target's vocabulary."""
-        draft = sound(self._tree)
+        draft = self._tree.without_nan()
         if self._translated is None or not len(draft):
             return draft
         return self._translated.tree(draft)

@@ -286,12 +286,6 @@ def offsets_of(counts: Sequence[int], width: int) -> Int64Array:
     return (np.arange(width) - (width - np.array(counts))[:, None]) % width
 
 
-def sound(draft: TokenTree) -> TokenTree:
-    """A draft without what came of a forward that overflowed, which has no probability."""
-    kept = np.flatnonzero(np.isfinite(draft.probs))
-    return draft if len(kept) == len(draft) else draft.select(kept.astype(np.int32))
-
-
 def proposed(drafts: Sequence[TokenTree], budgets: Sequence[int]) -> Forest:
     """The most probable nodes of each draft that have a probability, as its budget allows."""
-    return Forest.of([sound(draft) for draft in drafts]).prune(budgets)
+    return Forest.of([draft.without_nan() for draft in drafts]).prune(budgets)

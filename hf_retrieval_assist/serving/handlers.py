@@ -89,7 +89,7 @@ _NUMBERS: dict[str, Any] = {
     ),
 }
 
-# What else of a request nobody would refuse with the name of the field.
+# Further fields whose wrong values nothing else would refuse by name.
 _OTHERS: dict[str, Any] = {
     **dict.fromkeys(("model", "instructions", "suffix"), str),
     **dict.fromkeys(("stream", "parallel_tool_calls"), bool),
