@@ -1,7 +1,5 @@
 """The server, driven by the API's own client: plain answers, predictions, bad requests, figures."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

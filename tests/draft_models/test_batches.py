@@ -1,10 +1,6 @@
 """Texts of a batch are drafted for together: the same drafts, one forward a level."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,6 @@ from hf_retrieval_assist.draft_models.rows import offsets_of, parts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from hf_retrieval_assist.drafters.base import Drafter, Target
 from hf_retrieval_assist.presets import fallback_drafters
-from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.feature_following import features_of, seen
 from tests.support.heads import block_drafter, head_drafter
 from tests.support.lossless import build
@@ -31,19 +26,19 @@ BUDGET = 12
 
 
 @pytest.fixture(autouse=True)
-def _one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_shape(monkeypatch):
     """Trees of draft models are not solved for again while drafts are compared."""
     monkeypatch.setattr(ShapeChooser, "_has_changed", lambda self: False)
 
 
-def text_of(row: int) -> list[int]:
+def text_of(row):
     return torch.randint(1, VOCAB, (60,), generator=torch.Generator().manual_seed(row)).tolist()
 
 
 class Batch:
     """A drafter, and texts that are told to it together or one by one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.target = build(transformers.LlamaForCausalLM)
         self.drafter: Drafter
         if name == "early exit":
@@ -60,7 +55,7 @@ class Batch:
         self.known = list(LENGTHS)
         self.sessions = [self.start(row, length) for row, length in enumerate(LENGTHS)]
 
-    def _fallback(self, name: str) -> Any:
+    def _fallback(self, name):
         if name == "DFlash":
             return block_drafter(window=6)
         kind = "Gemma3ForCausalLM" if name == "windows" else "LlamaForCausalLM"
@@ -68,28 +63,28 @@ class Batch:
         randomise(model, 0.3)
         return model
 
-    def start(self, row: int, length: int) -> Any:
+    def start(self, row, length):
         target = Target(VOCAB, model=self.target)
         session = self.drafter.start(np.array(text_of(row)[:length], np.int32), target)
         self.commit(session, row, 0, length)
         return session
 
-    def commit(self, session: Any, row: int, first: int, last: int) -> None:
+    def commit(self, session, row, first, last):
         """The token at `last` is new, and hidden states of those from `first` on are known."""
         features = self.features[row]
         text = text_of(row)
         new = text[last : last + 1] if first == 0 else text[first + 1 : last + 1]
         session.commit(new, None if features is None else seen(features[first:last]))
 
-    def grow(self, row: int, count: int) -> None:
+    def grow(self, row, count):
         self.commit(self.sessions[row], row, self.known[row], self.known[row] + count)
         self.known[row] += count
 
-    def alone(self, row: int) -> TokenTree:
+    def alone(self, row):
         """What a session that knows this text alone drafts."""
         return self.start(row, self.known[row]).propose(BUDGET)
 
-    def check(self, rows: list[int], trees: list[TokenTree]) -> None:
+    def check(self, rows, trees):
         for row, tree in zip(rows, trees, strict=True):
             tree.check_invariants()
             expected = self.alone(row)
@@ -97,16 +92,16 @@ class Batch:
             assert tree.parents.tolist() == expected.parents.tolist()
             np.testing.assert_allclose(tree.probs, expected.probs, rtol=2e-3)
 
-    def propose(self, rows: list[int]) -> list[TokenTree]:
+    def propose(self, rows):
         sessions = [self.sessions[row] for row in rows]
         return self.drafter.propose_rows(sessions, [BUDGET] * len(rows))
 
     @contextmanager
-    def counted(self) -> Iterator[list[int]]:
+    def counted(self):
         """An entry for each forward."""
-        forwards: list[int] = []
+        forwards = []
 
-        def count(*given: Any) -> None:
+        def count(*given):
             forwards.append(1)
 
         session = self.sessions[0]
@@ -122,7 +117,7 @@ class Batch:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_takes_the_forwards_of_one_text(name: str) -> None:
+def test_a_batch_takes_the_forwards_of_one_text(name):
     batch = Batch(name)
     rows = list(range(len(LENGTHS)))
     batch.check(rows, batch.propose(rows))
@@ -143,7 +138,7 @@ def test_a_batch_takes_the_forwards_of_one_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_come_and_go(name: str) -> None:
+def test_texts_come_and_go(name):
     batch = Batch(name)
     rows = list(range(len(LENGTHS)))
     batch.propose(rows[:5])
@@ -163,7 +158,7 @@ def test_texts_come_and_go(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_text_has_a_budget_of_its_own(name: str) -> None:
+def test_each_text_has_a_budget_of_its_own(name):
     batch = Batch(name)
     budgets = [0, 1, 12, 5, 2, 0, 7, 3]
     trees = batch.drafter.propose_rows(batch.sessions, budgets)
@@ -174,7 +169,7 @@ def test_each_text_has_a_budget_of_its_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["draft model", "windows"])
-def test_what_a_text_went_on_with_is_not_fed_again(name: str) -> None:
+def test_what_a_text_went_on_with_is_not_fed_again(name):
     """Rows that accepted different nodes, beside rows that accepted none."""
     batch = Batch(name)
     rows = [0, 1, 3]
@@ -185,8 +180,8 @@ def test_what_a_text_went_on_with_is_not_fed_again(name: str) -> None:
         new = [*tree.token_ids[path].tolist(), 5]
         batch.sessions[row].commit(new, None)
         texts[row] += new
-    fed: list[Any] = []
-    hook = batch.drafter.model.register_forward_pre_hook(  # type: ignore[attr-defined]
+    fed = []
+    hook = batch.drafter.model.register_forward_pre_hook(
         lambda _, args, kwargs: fed.append(kwargs["input_ids"]), with_kwargs=True
     )
     trees = batch.propose(rows)
@@ -199,7 +194,7 @@ def test_what_a_text_went_on_with_is_not_fed_again(name: str) -> None:
         assert tree.token_ids.tolist() == expected.token_ids.tolist()
 
 
-def test_the_newest_of_every_text_are_fed_last() -> None:
+def test_the_newest_of_every_text_are_fed_last():
     assert list(parts([5, 0, 2], 2)) == [
         [range(0, 1), range(0), range(0)],
         [range(1, 3), range(0), range(0)],

@@ -1,9 +1,6 @@
 """Drafts of block drafters: transformers' candidates, and trees of the likeliest paths."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +16,12 @@ NEW = 16
 
 
 @pytest.fixture(scope="module")
-def drafting() -> Any:
+def drafting():
     return block_drafter()
 
 
 @pytest.mark.parametrize("window", [64, 6])
-def test_the_chain_is_transformers_own(
-    llama: Any, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chain_is_transformers_own(llama, window, monkeypatch):
     drafting = block_drafter(window)
     candidates, drafts = chains_of(monkeypatch, DFlashTokenCandidateGenerator)
     options = {"max_new_tokens": NEW}
@@ -41,7 +36,7 @@ def test_the_chain_is_transformers_own(
     assert compared >= NEW // 2
 
 
-def test_product_trees_hold_the_likeliest_paths() -> None:
+def test_product_trees_hold_the_likeliest_paths():
     """Against all paths, enumerated."""
     generator = np.random.default_rng(0)
     for _ in range(20):
@@ -63,17 +58,17 @@ def test_product_trees_hold_the_likeliest_paths() -> None:
             assert prob == pytest.approx(everything[path], rel=1e-4)
 
 
-def test_a_tree_needs_no_more_than_there_is() -> None:
+def test_a_tree_needs_no_more_than_there_is():
     tree = product_tree(np.array([[3], [4]], np.int32), np.log(np.full((2, 1), 0.5)), 30)
     assert tree.token_ids.tolist() == [3, 4]
     assert tree.is_chain
 
 
-def test_one_forward_catches_up(llama: Any, drafting: Any, monkeypatch: Any) -> None:
-    forwards: list[int] = []
+def test_one_forward_catches_up(llama, drafting, monkeypatch):
+    forwards = []
     original = type(drafting).forward
 
-    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def count(self, *args, **kwargs):
         forwards.append(kwargs["context_hidden_states"].shape[1])
         return original(self, *args, **kwargs)
 
@@ -94,14 +89,12 @@ def test_one_forward_catches_up(llama: Any, drafting: Any, monkeypatch: Any) -> 
         ({"target_layer_ids": [0, 9]}, "boundaries: expected -1 or 0 to 2"),
     ],
 )
-def test_one_for_another_target_is_refused(
-    llama: Any, changes: dict[str, Any], message: str
-) -> None:
+def test_one_for_another_target_is_refused(llama, changes, message):
     with pytest.raises(ValueError, match=message):
         run(llama, assistant=SamAssistant(fallback=block_drafter(**changes)))
 
 
-def test_other_models_are_refused(llama: Any) -> None:
+def test_other_models_are_refused(llama):
     with pytest.raises(ValueError, match="expected a DFlash model"):
         DFlashDrafter(llama)
     with pytest.raises(ValueError, match="top_k: expected at least 1, got 0"):

@@ -1,41 +1,34 @@
 """Checkpoints as they are published, damaged ones, and ones for another target."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
 import pickle
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from hf_retrieval_assist.draft_models import EagleHead
-from tests.support.eagle_fixtures import CASES, Case, load_case, outputs, tiny_target, write_config
+from tests.support.eagle_fixtures import CASES, load_case, outputs, tiny_target, write_config
 
 Tensors = dict[str, torch.Tensor]
 
 
-def save_bin(tensors: Tensors, folder: Path) -> None:
+def save_bin(tensors, folder):
     torch.save(tensors, folder / "pytorch_model.bin")
 
 
-def save_safetensors_shards(tensors: Tensors, folder: Path) -> None:
+def save_safetensors_shards(tensors, folder):
     save_shards(tensors, folder, "model", "safetensors", save_file)
 
 
-def save_bin_shards(tensors: Tensors, folder: Path) -> None:
+def save_bin_shards(tensors, folder):
     save_shards(tensors, folder, "pytorch_model", "bin", torch.save)
 
 
-def save_shards(
-    tensors: Tensors, folder: Path, stem: str, suffix: str, save: Callable[[Tensors, Path], None]
-) -> None:
+def save_shards(tensors, folder, stem, suffix, save):
     weight_map = {}
     for number, half in enumerate((list(tensors)[::2], list(tensors)[1::2])):
         name = f"{stem}-{number}.{suffix}"
@@ -44,7 +37,7 @@ def save_shards(
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def save_under_model_prefix(tensors: Tensors, folder: Path) -> None:
+def save_under_model_prefix(tensors, folder):
     save_bin({f"model.{name}": tensor for name, tensor in tensors.items()}, folder)
 
 
@@ -52,9 +45,7 @@ def save_under_model_prefix(tensors: Tensors, folder: Path) -> None:
     "save", [save_bin, save_safetensors_shards, save_bin_shards, save_under_model_prefix]
 )
 @pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
-def test_files_of_every_kind(
-    name: str, save: Callable[[Tensors, Path], None], tmp_path: Path
-) -> None:
+def test_files_of_every_kind(name, save, tmp_path):
     case, target = load_case(name), load_case(name).target()
     folders = [tmp_path / "plain", tmp_path / "other"]
     for folder in folders:
@@ -66,7 +57,7 @@ def test_files_of_every_kind(
     torch.testing.assert_close(outputs(first), outputs(second), rtol=0, atol=0)
 
 
-def as_speculators(case: Case) -> tuple[Tensors, dict[str, object]]:
+def as_speculators(case):
     """A SafeAILab EAGLE-3 checkpoint as the `speculators` format has it."""
     tensors = {k.replace("midlayer.", "layers.0."): v for k, v in case.published().items()}
     config = {
@@ -80,7 +71,7 @@ def as_speculators(case: Case) -> tuple[Tensors, dict[str, object]]:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("eagle3")])
-def test_the_speculators_format(name: str, tmp_path: Path) -> None:
+def test_the_speculators_format(name, tmp_path):
     case, target = load_case(name), load_case(name).target()
     (tmp_path / "safeai").mkdir()
     expected = outputs(EagleHead.from_pretrained(case.save(tmp_path / "safeai"), target))
@@ -95,7 +86,7 @@ def test_the_speculators_format(name: str, tmp_path: Path) -> None:
     assert not torch.allclose(outputs(head), expected, atol=1e-2)
 
 
-def test_speculators_names_of_eagle1(tmp_path: Path) -> None:
+def test_speculators_names_of_eagle1(tmp_path):
     case, target = load_case("eagle1_fcbias"), load_case("eagle1_fcbias").target()
     (tmp_path / "safeai").mkdir()
     expected = outputs(EagleHead.from_pretrained(case.save(tmp_path / "safeai"), target))
@@ -109,7 +100,7 @@ def test_speculators_names_of_eagle1(tmp_path: Path) -> None:
     assert torch.equal(outputs(EagleHead.from_pretrained(tmp_path, target)), expected)
 
 
-def test_boundaries_follow_the_config_when_it_names_them(tmp_path: Path) -> None:
+def test_boundaries_follow_the_config_when_it_names_them(tmp_path):
     case = load_case("eagle3_d2t")
     tensors, config = as_speculators(case)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -119,9 +110,7 @@ def test_boundaries_follow_the_config_when_it_names_them(tmp_path: Path) -> None
     assert EagleHead.from_pretrained(tmp_path, case.target()).config.boundaries == (1, 4, 9)
 
 
-def refused(
-    folder: Path, message: str, tensors: Tensors | None = None, without: str = "", **settings: Any
-) -> None:
+def refused(folder, message, tensors=None, without="", **settings):
     """Loading a checkpoint that is changed like this fails, and the message says why."""
     case = load_case("eagle3_d2t")
     write_config(folder, {**case.config, **settings})
@@ -157,7 +146,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("message", MISFITS)
-def test_the_first_tensor_that_does_not_fit_is_named(message: str, tmp_path: Path) -> None:
+def test_the_first_tensor_that_does_not_fit_is_named(message, tmp_path):
     refused(tmp_path, re.escape(message), MISFITS[message])
 
 
@@ -170,11 +159,11 @@ def test_the_first_tensor_that_does_not_fit_is_named(message: str, tmp_path: Pat
         ("midlayer.self_attn.o_proj.weight", "expected a matrix layers.0.self_attn.o_proj.weight"),
     ],
 )
-def test_a_missing_tensor_is_named(missing: str, message: str, tmp_path: Path) -> None:
+def test_a_missing_tensor_is_named(missing, message, tmp_path):
     refused(tmp_path, message, without=missing)
 
 
-def test_a_target_of_another_width_or_vocabulary(tmp_path: Path) -> None:
+def test_a_target_of_another_width_or_vocabulary(tmp_path):
     case = load_case("eagle1_fcbias")
     with pytest.raises(ValueError, match=r"fc.weight: expected \(32, 64\), found \(64, 128\)"):
         EagleHead.from_pretrained(case.save(tmp_path), tiny_target(32))
@@ -189,14 +178,12 @@ def test_a_target_of_another_width_or_vocabulary(tmp_path: Path) -> None:
 
 
 class Evil:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return os.system, ("touch evil-was-run",)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_a_pickle_that_runs_code_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pickle_that_runs_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path, load_case("eagle3_d2t").config)
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Evil()}))
@@ -207,7 +194,7 @@ def test_a_pickle_that_runs_code_is_refused(
 
 @pytest.mark.parametrize("size", [0, 7, 5000])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_a_truncated_file_is_one_value_error(name: str, size: int, tmp_path: Path) -> None:
+def test_a_truncated_file_is_one_value_error(name, size, tmp_path):
     case = load_case("eagle3_d2t")
     case.save(tmp_path)
     save_bin(case.published(), tmp_path)
@@ -229,12 +216,7 @@ def test_a_truncated_file_is_one_value_error(name: str, size: int, tmp_path: Pat
     ],
 )
 @pytest.mark.parametrize("save", [save_bin, save_safetensors_shards])
-def test_tensors_of_other_kinds_are_refused_by_name(
-    change: Callable[[torch.Tensor], torch.Tensor],
-    message: str,
-    save: Callable[[Tensors, Path], None],
-    tmp_path: Path,
-) -> None:
+def test_tensors_of_other_kinds_are_refused_by_name(change, message, save, tmp_path):
     case = load_case("eagle3_d2t")
     write_config(tmp_path, case.config)
     published = case.published()
@@ -253,7 +235,7 @@ def test_tensors_of_other_kinds_are_refused_by_name(
         ('{"transformer_layer_config": 3}', "config.json: expected an object, found 3"),
     ],
 )
-def test_a_damaged_config(content: str, message: str, tmp_path: Path) -> None:
+def test_a_damaged_config(content, message, tmp_path):
     case = load_case("eagle3_d2t")
     (case.save(tmp_path) / "config.json").write_text(content)
     with pytest.raises(ValueError, match=message):
@@ -275,11 +257,11 @@ def test_a_damaged_config(content: str, message: str, tmp_path: Path) -> None:
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}, "layer_ids: expected a list"),
     ],
 )
-def test_a_bad_setting_is_named(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_a_bad_setting_is_named(settings, message, tmp_path):
     refused(tmp_path, message, **settings)
 
 
-def test_an_index_that_leaves_its_folder(tmp_path: Path) -> None:
+def test_an_index_that_leaves_its_folder(tmp_path):
     write_config(tmp_path, load_case("eagle3_d2t").config)
     index = {"weight_map": {"fc.weight": "../elsewhere.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -287,7 +269,7 @@ def test_an_index_that_leaves_its_folder(tmp_path: Path) -> None:
         EagleHead.from_pretrained(tmp_path, tiny_target())
 
 
-def test_a_folder_without_weights_and_an_unknown_override(tmp_path: Path) -> None:
+def test_a_folder_without_weights_and_an_unknown_override(tmp_path):
     case = load_case("eagle3_d2t")
     write_config(tmp_path, case.config)
     with pytest.raises(ValueError, match=r"expected model.safetensors or pytorch_model.bin"):
@@ -296,7 +278,7 @@ def test_a_folder_without_weights_and_an_unknown_override(tmp_path: Path) -> Non
         EagleHead.from_pretrained(case.save(tmp_path), case.target(), rope_thta=1.0)
 
 
-def test_dtype_follows_the_target_and_may_be_given(tmp_path: Path) -> None:
+def test_dtype_follows_the_target_and_may_be_given(tmp_path):
     case = load_case("eagle1_fcbias")
     folder = case.save(tmp_path)
     head = EagleHead.from_pretrained(folder, case.target())
@@ -308,7 +290,7 @@ def test_dtype_follows_the_target_and_may_be_given(tmp_path: Path) -> None:
     torch.testing.assert_close(outputs(half), outputs(head), atol=1.0, rtol=0.1)
 
 
-def test_moving_a_head_leaves_the_target_alone(tmp_path: Path) -> None:
+def test_moving_a_head_leaves_the_target_alone(tmp_path):
     case = load_case("eagle3_d2t")
     target = case.target()
     head = EagleHead.from_pretrained(case.save(tmp_path), target)
@@ -319,7 +301,7 @@ def test_moving_a_head_leaves_the_target_alone(tmp_path: Path) -> None:
     assert target.model.embed_tokens.weight.dtype == torch.float32
 
 
-def test_an_offloaded_target(tmp_path: Path) -> None:
+def test_an_offloaded_target(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     for name in ("eagle1_fcbias", "eagle3_d2t"):
         case = load_case(name)
@@ -332,7 +314,7 @@ def test_an_offloaded_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_quantised_target(tmp_path: Path) -> None:
+def test_a_quantised_target(tmp_path):
     """The embeddings stay floats; an EAGLE-1 head drafts through the quantised output layer."""
     case = load_case("eagle1_fcbias")
     target = torch.ao.quantization.quantize_dynamic(

@@ -1,20 +1,14 @@
 """Sessions of an EAGLE head: what they draft must depend on the text alone, not on how it came."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from hf_retrieval_assist.draft_models import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
-from hf_retrieval_assist.draft_models.features import FeatureSession
 from hf_retrieval_assist.drafters.base import Feedback, FeedbackNeeds, Target
 from hf_retrieval_assist.host.feature_taps import FeatureTap
-from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.eagle_fixtures import tiny_target
 from tests.support.heads import eagle_head
 
@@ -23,12 +17,12 @@ DRAFT_IDS = torch.arange(1, VOCAB, 2)
 
 
 @pytest.fixture(scope="module")
-def target() -> torch.nn.Module:
+def target():
     return tiny_target(32)
 
 
 @pytest.fixture(scope="module")
-def head(target: torch.nn.Module) -> EagleHead:
+def head(target):
     torch.manual_seed(2)
     fresh = eagle_head(target, draft_ids=DRAFT_IDS)
     # A peaked output, so that the probabilities of candidates differ.
@@ -37,49 +31,45 @@ def head(target: torch.nn.Module) -> EagleHead:
 
 
 @pytest.fixture(scope="module")
-def text() -> list[int]:
+def text():
     return torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(4)).tolist()
 
 
 @pytest.fixture(scope="module")
-def features(target: torch.nn.Module, head: EagleHead, text: list[int]) -> torch.Tensor:
+def features(target, head, text):
     """[40, width], the target's features of the text."""
     with torch.no_grad(), FeatureTap(target, head.config.boundaries) as tap:
         target(torch.tensor([text]))
     return tap.features[0]
 
 
-def start(head: EagleHead, prompt: Sequence[int], **sizes: float) -> FeatureSession:
+def start(head, prompt, **sizes):
     drafter = EagleDrafter(head, **{"top_k": 4, "depth": 3, "total": 12, **sizes})
     return drafter.start(np.array(prompt, np.int32), Target(vocab_size=VOCAB))
 
 
-def seen(features: torch.Tensor) -> Feedback:
+def seen(features):
     fed = np.zeros(len(features), np.int32)
     return Feedback(fed, np.arange(len(features), dtype=np.int32), hidden_states=features)
 
 
-def draft_at_once(
-    head: EagleHead, text: Sequence[int], features: torch.Tensor, **sizes: float
-) -> TokenTree:
+def draft_at_once(head, text, features, **sizes):
     session = start(head, text[:-1], **sizes)
     session.commit(text[-1:], seen(features[: len(text) - 1]))
     return session.propose(100)
 
 
-def assert_same(tree: TokenTree, other: TokenTree) -> None:
+def assert_same(tree, other):
     assert tree.token_ids.tolist() == other.token_ids.tolist()
     assert tree.parents.tolist() == other.parents.tolist()
     np.testing.assert_allclose(tree.probs, other.probs, rtol=1e-3)
 
 
-def test_needs_are_the_heads_boundaries(head: EagleHead) -> None:
+def test_needs_are_the_heads_boundaries(head):
     assert EagleDrafter(head).needs == FeedbackNeeds(hidden_layers=(2, 5, 7))
 
 
-def test_nothing_is_drafted_without_features_of_the_newest_token(
-    head: EagleHead, text: list[int], features: torch.Tensor
-) -> None:
+def test_nothing_is_drafted_without_features_of_the_newest_token(head, text, features):
     session = start(head, text[:5])
     assert len(session.propose(10)) == 0
     session.commit(text[5:6], None)
@@ -90,9 +80,7 @@ def test_nothing_is_drafted_without_features_of_the_newest_token(
     assert len(session.propose(10)) == 0
 
 
-def test_a_tail_of_the_prompt_is_enough(
-    head: EagleHead, text: list[int], features: torch.Tensor
-) -> None:
+def test_a_tail_of_the_prompt_is_enough(head, text, features):
     """Positions count from the first token of the text, also when its features are not known."""
     session, whole = start(head, text[:20]), start(head, text[14:20])
     session.commit(text[20:21], seen(features[14:20]))
@@ -101,16 +89,14 @@ def test_a_tail_of_the_prompt_is_enough(
     assert_same(session.propose(11), whole.propose(11))
 
 
-def test_tokens_that_ended_the_text_early_are_harmless(
-    head: EagleHead, text: list[int], features: torch.Tensor
-) -> None:
+def test_tokens_that_ended_the_text_early_are_harmless(head, text, features):
     session = start(head, text[:20])
     session.commit(text[20:21], seen(features[:20]))
     session.commit(text[21:22], seen(features[20:24]))
     assert_same(session.propose(11), draft_at_once(head, text[:22], features))
 
 
-def test_far_beyond_the_trained_positions(head: EagleHead) -> None:
+def test_far_beyond_the_trained_positions(head):
     length = 3 * head.config.trained_positions
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(VOCAB, (length,), generator=generator).tolist()
@@ -121,7 +107,7 @@ def test_far_beyond_the_trained_positions(head: EagleHead) -> None:
     assert len(tree) == 11
 
 
-def test_what_a_tree_may_contain(head: EagleHead, text: list[int], features: torch.Tensor) -> None:
+def test_what_a_tree_may_contain(head, text, features):
     drafter = EagleDrafter(head)
     tree = draft_at_once(head, text, features)
     assert set(tree.token_ids.tolist()) <= set(DRAFT_IDS.tolist())
@@ -134,9 +120,7 @@ def test_what_a_tree_may_contain(head: EagleHead, text: list[int], features: tor
     np.testing.assert_allclose(priors[tree.classes], tree.probs / above, atol=0.11)
 
 
-def test_min_prob_leaves_unlikely_nodes_unexpanded(
-    head: EagleHead, text: list[int], features: torch.Tensor
-) -> None:
+def test_min_prob_leaves_unlikely_nodes_unexpanded(head, text, features):
     session = start(head, text[:-1], min_prob=0.2, total=200)
     session.commit(text[-1:], seen(features[: len(text) - 1]))
     tree = session.propose(199)
@@ -146,9 +130,7 @@ def test_min_prob_leaves_unlikely_nodes_unexpanded(
     assert len(tree) < len(draft_at_once(head, text, features)) + 60
 
 
-def test_equal_probabilities_keep_the_tree_closed(
-    target: torch.nn.Module, text: list[int], features: torch.Tensor
-) -> None:
+def test_equal_probabilities_keep_the_tree_closed(target, text, features):
     """All-equal logits: cumulative probabilities tie at every level."""
     flat = eagle_head(target)
     flat.lm_head.weight.zero_()
@@ -157,9 +139,7 @@ def test_equal_probabilities_keep_the_tree_closed(
     assert len(tree) == 11
 
 
-def test_certain_tokens_keep_the_tree_closed(
-    target: torch.nn.Module, text: list[int], features: torch.Tensor
-) -> None:
+def test_certain_tokens_keep_the_tree_closed(target, text, features):
     """Probabilities that round to 1: a child's score equals its parent's."""
     sure = eagle_head(target)
     sure.lm_head.weight.mul_(1e6)
@@ -168,9 +148,7 @@ def test_certain_tokens_keep_the_tree_closed(
     assert tree.depths.max() == 4
 
 
-def test_sessions_of_several_threads_share_a_head(
-    head: EagleHead, text: list[int], features: torch.Tensor
-) -> None:
+def test_sessions_of_several_threads_share_a_head(head, text, features):
     expected = [draft_at_once(head, text[:n], features) for n in range(10, 40)]
     with ThreadPoolExecutor(4) as pool:
         drafts = list(pool.map(lambda n: draft_at_once(head, text[:n], features), range(10, 40)))
@@ -181,17 +159,17 @@ def test_sessions_of_several_threads_share_a_head(
 @pytest.mark.parametrize(
     "sizes", [{"top_k": 0}, {"depth": -1}, {"total": 1}, {"min_prob": 1.0}, {"min_prob": -0.1}]
 )
-def test_sizes_out_of_range(head: EagleHead, sizes: dict[str, float]) -> None:
+def test_sizes_out_of_range(head, sizes):
     with pytest.raises(ValueError, match=f"{next(iter(sizes))}: expected"):
         EagleDrafter(head, **sizes)
 
 
-def test_a_head_for_more_ids_than_the_target_has(head: EagleHead) -> None:
+def test_a_head_for_more_ids_than_the_target_has(head):
     with pytest.raises(ValueError, match="expected at most 100 ids"):
         EagleDrafter(head).start(np.array([1], np.int32), Target(vocab_size=100))
 
 
-def test_features_of_another_width(head: EagleHead, text: list[int]) -> None:
+def test_features_of_another_width(head, text):
     session = start(head, text[:5])
     with pytest.raises(ValueError, match=r"feedback.hidden_states: expected \[accepted, 96\]"):
         session.commit(text[5:6], seen(torch.zeros(5, 32)))
@@ -199,7 +177,7 @@ def test_features_of_another_width(head: EagleHead, text: list[int]) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_drafts_on_cuda_are_those_on_the_cpu(text: list[int], features: torch.Tensor) -> None:
+def test_drafts_on_cuda_are_those_on_the_cpu(text, features):
     trees = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(2)

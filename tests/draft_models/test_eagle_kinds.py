@@ -1,10 +1,5 @@
 """Relatives of EAGLE-3: what is loaded drafts as written out, the rest is refused by name."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +15,7 @@ from tests.support.eagle_fixtures import tiny_target, write_config
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96
 DRAFT_IDS = torch.arange(3, 128, 2)
 EPS, THETA = 1e-5, 1e4
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "hidden_size": WIDTH,
     "intermediate_size": INNER,
@@ -41,11 +36,11 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
+def target():
     return tiny_target()
 
 
-def tensors_of_3_1() -> dict[str, torch.Tensor]:
+def tensors_of_3_1():
     """A random EAGLE-3.1 checkpoint under its published names."""
     generator = torch.Generator().manual_seed(2)
     layer, width = "midlayer.", (WIDTH,)
@@ -73,7 +68,7 @@ def tensors_of_3_1() -> dict[str, torch.Tensor]:
     return tensors | {"d2t": DRAFT_IDS - torch.arange(len(DRAFT_IDS)), "t2d": learnt}
 
 
-def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+def save(folder, config, tensors):
     write_config(folder, config)
     save_file(tensors, folder / "model.safetensors")
     return folder
@@ -82,17 +77,17 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor])
 class Plain31:
     """An EAGLE-3.1 head without a cache, written out from its tensors."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target):
         self.w = {k.replace("midlayer.", ""): v for k, v in tensors_of_3_1().items()}
         self.embeddings = target.get_input_embeddings().weight
 
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def norm(self, x, name):
         return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.w[name + ".weight"]
 
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(self, x, name):
         return x @ self.w[name + ".weight"].T
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x):
         """x: [heads, n, head_dim]; RoPE at positions 0, 1, ..."""
         half = HEAD_DIM // 2
         angles = torch.arange(x.shape[1])[:, None] * THETA ** (-torch.arange(half) / half)
@@ -105,7 +100,7 @@ class Plain31:
             dim=-1,
         )
 
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
+    def attention(self, x):
         split = {
             name: self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, HEAD_DIM))
             for name in "qkv"
@@ -117,7 +112,7 @@ class Plain31:
         mixed = scores.masked_fill(later, -torch.inf).softmax(-1) @ values
         return self.linear(mixed.transpose(0, 1).flatten(1), "self_attn.o_proj")
 
-    def outputs(self, hidden: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    def outputs(self, hidden, tokens):
         """[n, WIDTH], normed; each hidden state with the token one place later."""
         embedded = self.norm(self.embeddings[tokens], "input_layernorm")
         x = torch.cat([embedded, self.norm(hidden, "hidden_norm")], dim=-1)
@@ -126,7 +121,7 @@ class Plain31:
         gated = F.silu(self.linear(inner, "mlp.gate_proj")) * self.linear(inner, "mlp.up_proj")
         return self.norm(x + self.linear(gated, "mlp.down_proj"), "norm")
 
-    def chain(self, features: torch.Tensor, text: list[int]) -> tuple[list[int], list[float]]:
+    def chain(self, features, text):
         """The likeliest token behind the text, and so on, with the products of their odds."""
         parts = [self.norm(part, f"fc_norm.{i}") for i, part in enumerate(features.chunk(3, -1))]
         hidden, tokens = self.linear(torch.cat(parts, dim=-1), "fc"), list(text[1:])
@@ -141,7 +136,7 @@ class Plain31:
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["top", "eagle_config"])
-def test_eagle_3_1_drafts_as_written_out(target: Any, nested: bool, tmp_path: Path) -> None:
+def test_eagle_3_1_drafts_as_written_out(target, nested, tmp_path):
     config = {**CONFIG, "eagle_config": FLAGS} if nested else {**CONFIG, **FLAGS}
     head = EagleHead.from_pretrained(save(tmp_path, config, tensors_of_3_1()), target)
     assert head.config.feature_norm == "each"
@@ -159,7 +154,7 @@ def test_eagle_3_1_drafts_as_written_out(target: Any, nested: bool, tmp_path: Pa
     np.testing.assert_allclose(tree.probs, odds, rtol=1e-4)
 
 
-def test_norms_that_the_file_lacks_are_named(target: Any, tmp_path: Path) -> None:
+def test_norms_that_the_file_lacks_are_named(target, tmp_path):
     tensors = tensors_of_3_1()
     del tensors["fc_norm.1.weight"]
     with pytest.raises(ValueError, match=r"fc_norm\.1\.weight: expected \(64,\), found no such"):
@@ -175,15 +170,13 @@ def test_norms_that_the_file_lacks_are_named(target: Any, tmp_path: Path) -> Non
         ({"eagle_config": {"parallel_drafting": True}}, {}),
     ],
 )
-def test_p_eagle_is_refused_by_name(
-    target: Any, settings: dict[str, Any], added: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_p_eagle_is_refused_by_name(target, settings, added, tmp_path):
     folder = save(tmp_path, CONFIG | settings, tensors_of_3_1() | added)
     with pytest.raises(ValueError, match=r"P-EAGLE head .*: expected an EAGLE head.*at once"):
         EagleHead.from_pretrained(folder, target)
 
 
-def test_latent_attention_is_refused_by_name(target: Any, tmp_path: Path) -> None:
+def test_latent_attention_is_refused_by_name(target, tmp_path):
     tensors = tensors_of_3_1()
     for name in "qkv":
         del tensors[f"midlayer.self_attn.{name}_proj.weight"]
@@ -192,7 +185,7 @@ def test_latent_attention_is_refused_by_name(target: Any, tmp_path: Path) -> Non
         EagleHead.from_pretrained(save(tmp_path, CONFIG | FLAGS, tensors), target)
 
 
-def test_an_eagle_config_that_is_no_object(target: Any, tmp_path: Path) -> None:
+def test_an_eagle_config_that_is_no_object(target, tmp_path):
     folder = save(tmp_path, CONFIG | {"eagle_config": [1]}, tensors_of_3_1())
     with pytest.raises(ValueError, match=r"eagle_config: expected an object, got \[1\]"):
         EagleHead.from_pretrained(folder, target)

@@ -1,28 +1,20 @@
 """Five recorded heads, two rounds each: hidden states, logits, caches and trees must agree."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from hf_retrieval_assist.draft_models import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
-from hf_retrieval_assist.draft_models.features import FeatureSession
-from hf_retrieval_assist.draft_models.rows import DraftCache
 from hf_retrieval_assist.drafters.base import Feedback, Target
-from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.eagle_fixtures import CASES, Case, load_case
 
 
-def load(case: Case, folder: Path, **overrides: Any) -> EagleHead:
+def load(case, folder, **overrides):
     return EagleHead.from_pretrained(case.save(folder), case.target(), **overrides)
 
 
-def session_of(case: Case, head: EagleHead) -> FeatureSession:
+def session_of(case, head):
     """A session that keeps all candidates, so that no node is left unexpanded."""
     top_k, depth = case.tree["top_k"], case.tree["depth"]
     candidates = top_k + depth * top_k**2
@@ -31,9 +23,9 @@ def session_of(case: Case, head: EagleHead) -> FeatureSession:
     return drafter.start(prompt, Target(vocab_size=128))
 
 
-def check_rounds(case: Case, head: EagleHead) -> None:
+def check_rounds(case, head):
     """Drive a session through both recorded rounds, comparing every call of the head."""
-    calls: list[tuple[tuple[Any, ...], torch.Tensor]] = []
+    calls = []
     head.register_forward_hook(lambda module, args, output: calls.append((args, output)))
     session = session_of(case, head)
     committed = case.io["round0.input_ids"].shape[1] - 1
@@ -48,12 +40,12 @@ def check_rounds(case: Case, head: EagleHead) -> None:
         check_tree(case, prefix, tree)
 
 
-def feedback_of(features: torch.Tensor) -> Feedback:
+def feedback_of(features):
     fed = np.zeros(len(features), np.int32)
     return Feedback(fed, np.arange(len(features), dtype=np.int32), hidden_states=features)
 
 
-def check_calls(case: Case, head: EagleHead, prefix: str, calls: list[Any]) -> None:
+def check_calls(case, head, prefix, calls):
     assert len(calls) == 4, "one call for the text, three for the levels"
     for number, ((_, token_ids, _, positions, mask, _), output) in enumerate(calls):
         recorded = {
@@ -67,12 +59,12 @@ def check_calls(case: Case, head: EagleHead, prefix: str, calls: list[Any]) -> N
         assert torch.equal(allowed, recorded["attn_allowed"])
         torch.testing.assert_close(output, recorded["hidden_out"], atol=3e-4, rtol=0)
         torch.testing.assert_close(head.logits(output), recorded["logits"], atol=1e-3, rtol=0)
-    cache: DraftCache = calls[0][0][-1]
+    cache = calls[0][0][-1]
     keys = cache.layers[0].keys
     torch.testing.assert_close(keys, case.io[prefix + "call0.k_cache_after"], atol=3e-4, rtol=0)
 
 
-def check_tree(case: Case, prefix: str, tree: TokenTree) -> None:
+def check_tree(case, prefix, tree):
     tree.check_invariants()
     assert tree.token_ids.tolist() == case.io[prefix + "tree.draft_tokens"][0, 1:].tolist()
     assert tree.depths.tolist() == case.io[prefix + "tree.position_ids"][1:].tolist()
@@ -81,13 +73,13 @@ def check_tree(case: Case, prefix: str, tree: TokenTree) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_both_rounds_agree(name: str, tmp_path: Path) -> None:
+def test_both_rounds_agree(name, tmp_path):
     case = load_case(name)
     check_rounds(case, load(case, tmp_path))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_recorded_path_was_drafted(name: str, tmp_path: Path) -> None:
+def test_the_recorded_path_was_drafted(name, tmp_path):
     """The fixtures' second round accepts nodes of our own first tree."""
     case = load_case(name)
     session = session_of(case, load(case, tmp_path))
@@ -101,14 +93,14 @@ def test_the_recorded_path_was_drafted(name: str, tmp_path: Path) -> None:
     assert accepted.tolist() == case.io["round1.input_ids"][0, 10:-1].tolist()
 
 
-def test_a_wrong_config_is_put_right_by_the_override(tmp_path: Path) -> None:
+def test_a_wrong_config_is_put_right_by_the_override(tmp_path):
     case = load_case("eagle3_target_hidden48_theta5e5")
     lying = Case(case.name, {**case.config, "rope_theta": 1e4}, case.tree, case.weights, case.io)
     check_rounds(case, load(lying, tmp_path, rope_theta=5e5))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9])
-def test_the_chunks_of_the_prompt_do_not_matter(chunk: int, tmp_path: Path) -> None:
+def test_the_chunks_of_the_prompt_do_not_matter(chunk, tmp_path):
     case = load_case("eagle3_d2t")
     session = session_of(case, load(case, tmp_path))
     session.follower.chunk = chunk
@@ -119,7 +111,7 @@ def test_the_chunks_of_the_prompt_do_not_matter(chunk: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
-def test_a_smaller_budget_gives_the_best_of_the_full_tree(name: str, tmp_path: Path) -> None:
+def test_a_smaller_budget_gives_the_best_of_the_full_tree(name, tmp_path):
     case = load_case(name)
     session = session_of(case, load(case, tmp_path))
     session.commit(

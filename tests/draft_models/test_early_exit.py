@@ -1,9 +1,5 @@
 """Drafts of the target's first layers: transformers' early exit, as a tree."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +17,7 @@ FAMILIES = ["LlamaForCausalLM", "Gemma3ForCausalLM", "Qwen3ForCausalLM", "GPT2LM
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("layer", [1, 2])
-def test_logits_are_those_of_the_first_layers(name: str, layer: int) -> None:
+def test_logits_are_those_of_the_first_layers(name, layer):
     """Against the hidden states that the whole model has there."""
     model = build(getattr(transformers, name))
     with torch.no_grad():
@@ -35,19 +31,19 @@ def test_logits_are_those_of_the_first_layers(name: str, layer: int) -> None:
         torch.testing.assert_close(model(PROMPT).logits, before)
 
 
-def test_no_weight_is_copied(llama: Any) -> None:
+def test_no_weight_is_copied(llama):
     shared = {parameter.data_ptr() for parameter in llama.parameters()}
     shallow = first_layers(llama, 1)
     assert {parameter.data_ptr() for parameter in shallow.parameters()} < shared
     assert llama.config.num_hidden_layers == 3
 
 
-def test_the_chain_is_transformers_own(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chain_is_transformers_own(llama, monkeypatch):
     """Behind every text, transformers' candidates and ours."""
-    candidates: dict[tuple[int, ...], list[int]] = {}
+    candidates = {}
     original = EarlyExitCandidateGenerator.get_candidates
 
-    def record(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+    def record(self, input_ids, **kwargs):
         # Otherwise it stops where it is not sure.
         self.generation_config.assistant_confidence_threshold = 0.0
         result = original(self, input_ids, **kwargs)
@@ -69,12 +65,12 @@ def test_the_chain_is_transformers_own(llama: Any, monkeypatch: pytest.MonkeyPat
     assert compared > NEW_TOKENS
 
 
-def test_no_layer_is_refused() -> None:
+def test_no_layer_is_refused():
     with pytest.raises(ValueError, match="layer: expected at least 1, got 0"):
         EarlyExit(0)
 
 
-def test_a_target_without_trees_is_refused() -> None:
+def test_a_target_without_trees_is_refused():
     model = build(transformers.Qwen3NextForCausalLM)
     with pytest.raises(ValueError, match="fed token trees"):
         run(model, assistant=SamAssistant(fallback=EarlyExit(1)))

@@ -1,11 +1,6 @@
 """Drafters that follow the target's hidden states, and what holds of every fallback."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +20,7 @@ from tests.support.lossless import build, padded
 from tests.support.wrapped_models import WRAPS
 
 
-def make(name: str, folder: Path | None = None) -> tuple[Any, Any]:
+def make(name, folder=None):
     """(target, drafter)."""
     if name == "MTP of Gemma 3" and Version(transformers.__version__) < Version("5.20"):
         pytest.skip("before transformers 5.20 MTP layers share one rotary embedding")
@@ -50,7 +45,7 @@ NAMES = ["DFlash model", "EAGLE", "MTP", "MTP of Gemma 3"]
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=12, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=6))
-def test_drafts_do_not_depend_on_the_steps(name: str, steps: list[tuple[int, bool]]) -> None:
+def test_drafts_do_not_depend_on_the_steps(name, steps):
     """Steps of any length, with or without a draft in between, and the same draft twice."""
     target, drafter = made(name)
     features = features_of(target, drafter.needs.hidden_layers)
@@ -71,7 +66,7 @@ def test_drafts_do_not_depend_on_the_steps(name: str, steps: list[tuple[int, boo
 
 
 @pytest.mark.parametrize("name", ["DFlash model", "EAGLE"])
-def test_hidden_states_wait_in_bounded_numbers(name: str) -> None:
+def test_hidden_states_wait_in_bounded_numbers(name):
     """Who is never asked holds no more of a long text than its cache."""
     target, drafter = made(name)
     features = features_of(target, drafter.needs.hidden_layers)
@@ -89,7 +84,7 @@ def test_hidden_states_wait_in_bounded_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "MTP"])
-def test_a_long_text_is_followed_in_parts(name: str) -> None:
+def test_a_long_text_is_followed_in_parts(name):
     target, drafter = made(name)
     features = features_of(target, drafter.needs.hidden_layers)
     trees = []
@@ -112,7 +107,7 @@ FALLBACKS = [*NAMES, "early exit", "eagle1_fcbias", "eagle3_target_hidden48_thet
     [(1, {}), (3, {}), (1, {"do_sample": True, "temperature": 0.8})],
     ids=["greedy", "batch", "seeded"],
 )
-def test_output_is_plain(name: str, rows: int, sampling: dict[str, Any], tmp_path: Path) -> None:
+def test_output_is_plain(name, rows, sampling, tmp_path):
     target, drafter = make(name, tmp_path)
     options = {"max_new_tokens": 20, "do_sample": False} | padded(rows) | sampling
     options |= {"eos_token_id": None, "pad_token_id": 0}
@@ -131,7 +126,7 @@ def test_output_is_plain(name: str, rows: int, sampling: dict[str, Any], tmp_pat
 @pytest.mark.filterwarnings("ignore:`is_gradient")
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
-def test_wrapped_targets(name: str, wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_wrapped_targets(name, wrap, tmp_path):
     case = load_case(name)
     target = wrap(case.target())
     head = EagleHead.from_pretrained(case.save(tmp_path), target)

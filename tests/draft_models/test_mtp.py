@@ -1,10 +1,6 @@
 """Drafts of a model's own MTP layers: transformers' candidates, and trees of the same."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +14,8 @@ from transformers.modeling_layers import MtpModel
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
-from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers, mtp_layers
+from hf_retrieval_assist.draft_models.mtp_layers import mtp_layers
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.service import choose_service
 from tests.support.feature_following import TEXT, chains_of, features_of, seen, session_of
 from tests.support.heads import give_mtp_layer
@@ -44,11 +39,11 @@ NEW = 16
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def models(tmp_path_factory):
     transformers.logging.set_verbosity_error()
 
     class Models(dict):
-        def __missing__(self, name: str) -> Any:
+        def __missing__(self, name):
             folder = tmp_path_factory.mktemp(name)
             self[name] = saved_with_mtp(getattr(transformers, name), folder, **FAMILIES[name])
             return self[name]
@@ -57,14 +52,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def glm(models: dict[str, Any]) -> Any:
+def glm(models):
     """A model with three MTP layers, on the tree tier."""
     return models["Glm4MoeForCausalLM"]
 
 
-def reference_logits(
-    layers: MtpLayers, features: torch.Tensor, text: Sequence[int], path: Sequence[int]
-) -> torch.Tensor:
+def reference_logits(layers, features, text, path):
     """[ids], what follows `path` below `text`: transformers' layers run afresh, in columns.
 
     Column c of layer k holds the token k + 1 places behind the hidden state's. Levels below the
@@ -92,22 +85,20 @@ def reference_logits(
     return layers.logits(output[0, -1]).detach()
 
 
-def draft_at_once(model: Any, text: Sequence[int], **sizes: Any) -> TokenTree:
+def draft_at_once(model, text, **sizes):
     session = session_of(MtpDrafter(**sizes), model, text[:-1])
     session.commit(text[-1:], seen(features_of(model, text=text)[: len(text) - 1]))
     return session.propose(100)
 
 
-def chain_of(model: Any) -> Assistant:
+def chain_of(model):
     """Drafts what `use_mtp` does: the likeliest token of each layer."""
     count = len(mtp_layers(model))
     return Assistant([MtpDrafter(top_k=1, depth=count - 1, min_prob=0.0)], budget=count)
 
 
 @pytest.mark.parametrize("name", [n for n, tier in TIERS.items() if tier != "replay"])
-def test_the_chain_is_transformers_own(
-    name: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chain_is_transformers_own(name, models, monkeypatch):
     model = models[name]
     candidates, drafts = chains_of(monkeypatch, MTPCandidateGenerator)
     options = {"max_new_tokens": NEW, "do_sample": False}
@@ -121,7 +112,7 @@ def test_the_chain_is_transformers_own(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_drafts_what_its_layers_say(name: str, models: dict[str, Any]) -> None:
+def test_every_family_drafts_what_its_layers_say(name, models):
     """Also the families that transformers refuses to assist, against its layers run afresh."""
     model = models[name]
     assert choose_service(model, {}).tier.value == TIERS[name]
@@ -141,7 +132,7 @@ def test_every_family_drafts_what_its_layers_say(name: str, models: dict[str, An
 
 
 @pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "a layer of LlamaForCausalLM"])
-def test_every_node_of_a_tree_has_the_layers_probability(name: str, models: dict[str, Any]) -> None:
+def test_every_node_of_a_tree_has_the_layers_probability(name, models):
     if name in FAMILIES:
         model = models[name]
     else:
@@ -163,9 +154,7 @@ def test_every_node_of_a_tree_has_the_layers_probability(name: str, models: dict
 @settings(max_examples=15, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=6))
 @pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "InklingForCausalLM"])
-def test_drafts_do_not_depend_on_the_steps(
-    name: str, models: dict[str, Any], steps: list[tuple[int, bool]]
-) -> None:
+def test_drafts_do_not_depend_on_the_steps(name, models, steps):
     """Steps of any length, with or without a draft in between: the text alone decides."""
     model, known = models[name], 3
     features, sizes = features_of(model), {"top_k": 3, "total": 20}
@@ -182,12 +171,12 @@ def test_drafts_do_not_depend_on_the_steps(
     np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
 
 
-def test_one_pass_catches_up_on_what_was_missed(glm: Any) -> None:
+def test_one_pass_catches_up_on_what_was_missed(glm):
     session, features = session_of(MtpDrafter(depth=0), glm, TEXT[:8]), features_of(glm)
     session.commit(TEXT[8:9], seen(features[:8]))
     for position in range(8, 20):
         session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
-    passes: list[int] = []
+    passes = []
     hook = mtp_layers(glm).register_forward_hook(lambda _, args, __: passes.append(len(args[1][0])))
     session.propose(5)
     hook.remove()
@@ -196,7 +185,7 @@ def test_one_pass_catches_up_on_what_was_missed(glm: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["InklingForCausalLM", "Qwen3_5ForCausalLM"])
-def test_beside_retrieval_on_lower_tiers(name: str, models: dict[str, Any]) -> None:
+def test_beside_retrieval_on_lower_tiers(name, models):
     model = models[name]
     expected = model.generate(IDS, max_new_tokens=NEW, do_sample=False)
     assistant = knowing(expected, fallback="mtp")
@@ -205,7 +194,7 @@ def test_beside_retrieval_on_lower_tiers(name: str, models: dict[str, Any]) -> N
     assert assistant.stats.last.accepted > 0
 
 
-def test_several_turns(glm: Any) -> None:
+def test_several_turns(glm):
     """A second turn's prefill shows the hidden states of its own tokens only."""
     assistant, ids = Assistant([MtpDrafter(top_k=4)], budget=10), IDS
     for _ in range(2):
@@ -220,25 +209,21 @@ def test_several_turns(glm: Any) -> None:
         assert cached.sequences.tolist() == plain.sequences.tolist()
         more = torch.cat([plain.sequences, torch.tensor([[3, 8, 2]])], dim=1)
         again = glm.generate(
-            more,
-            **{CACHE: cached[CACHE]},
-            max_new_tokens=6,
-            do_sample=False,
-            assistant=assistant,
+            more, **{CACHE: cached[CACHE]}, max_new_tokens=6, do_sample=False, assistant=assistant
         )
         ids = glm.generate(more, max_new_tokens=6, do_sample=False)
         assert again.tolist() == ids.tolist()
         assert assistant.stats.last.drafted > 0
 
 
-def test_a_checkpoint_without_such_layers_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_such_layers_is_refused(tmp_path):
     build(transformers.Glm4MoeForCausalLM, num_mtp_layers=1).save_pretrained(tmp_path)
     model = transformers.Glm4MoeForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="fallback 'mtp': expected MTP layers"):
         model.generate(IDS, max_new_tokens=4, assistant=SamAssistant(fallback="mtp"))
 
 
-def test_layers_are_loaded_once(glm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_loaded_once(glm, monkeypatch):
     first = mtp_layers(glm)
     monkeypatch.setattr(MtpModel, "from_pretrained", None)
     assert mtp_layers(glm) is first
@@ -251,21 +236,21 @@ class PlainQwenMtp:
     full attention, a norm. Norms multiply by one plus their weight.
     """
 
-    def __init__(self, folder: str, config: Any) -> None:
+    def __init__(self, folder, config):
         tensors = load_file(Path(folder) / "model.safetensors")
         self.mtp = {n[4:]: t for n, t in tensors.items() if n.startswith("mtp.")}
         self.embeddings = next(t for n, t in tensors.items() if n.endswith("embed_tokens.weight"))
         self.head = tensors["lm_head.weight"]
         self.config = config
 
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def norm(self, x, name):
         scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return scaled * (1 + self.mtp[f"{name}.weight"])
 
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(self, x, name):
         return x @ self.mtp[f"{name}.weight"].T
 
-    def logits(self, features: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
+    def logits(self, features, text):
         """[ids], of the token after the text, from the target's hidden states before its last."""
         embedded = self.norm(self.embeddings[torch.tensor(text[1:])], "pre_fc_norm_embedding")
         hidden = self.norm(features[: len(text) - 1], "pre_fc_norm_hidden")
@@ -274,7 +259,7 @@ class PlainQwenMtp:
         x = x + self.feed_forward(self.norm(x, "layers.0.post_attention_layernorm"))
         return self.norm(x, "norm")[-1] @ self.head.T
 
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
+    def attention(self, x):
         heads, width = self.config.num_attention_heads, self.config.head_dim
         q, gate = self.linear(x, "layers.0.self_attn.q_proj").view(len(x), heads, -1).chunk(2, -1)
         k = self.linear(x, "layers.0.self_attn.k_proj").view(len(x), -1, width)
@@ -288,7 +273,7 @@ class PlainQwenMtp:
         mixed = torch.einsum("hqk,khd->qhd", weights, v) * gate.sigmoid()
         return self.linear(mixed.flatten(1), "layers.0.self_attn.o_proj")
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x):
         """Rotary positions in the first share of each head."""
         rope = self.config.rope_parameters
         width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
@@ -301,7 +286,7 @@ class PlainQwenMtp:
         ]
         return torch.cat([*turned, x[..., width:]], dim=-1)
 
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, x):
         if "layers.0.mlp.gate_proj.weight" in self.mtp:
             return self.swiglu(x, "layers.0.mlp")
         routed = self.linear(x, "layers.0.mlp.gate").softmax(-1)
@@ -314,11 +299,11 @@ class PlainQwenMtp:
                 total[row] += weight * self.expert(x[row], int(expert))
         return total
 
-    def swiglu(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def swiglu(self, x, name):
         gated = torch.nn.functional.silu(self.linear(x, f"{name}.gate_proj"))
         return self.linear(gated * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
 
-    def expert(self, x: torch.Tensor, number: int) -> torch.Tensor:
+    def expert(self, x, number):
         gate, up = (self.mtp["layers.0.mlp.experts.gate_up_proj"][number] @ x).chunk(2)
         down = self.mtp["layers.0.mlp.experts.down_proj"][number]
         return down @ (torch.nn.functional.silu(gate) * up)
@@ -327,7 +312,7 @@ class PlainQwenMtp:
 @pytest.mark.parametrize(
     "name", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
 )
-def test_qwen_layers_are_as_written_out(name: str, models: dict[str, Any]) -> None:
+def test_qwen_layers_are_as_written_out(name, models):
     model = models[name]
     plain = PlainQwenMtp(model.config.name_or_path, model.config.get_text_config())
     features = features_of(model)

@@ -1,10 +1,6 @@
 """Draft models of another tokenizer: the texts stay equal, and so does the output."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
-from hf_retrieval_assist.draft_models.translation import (
-    DraftTranslation,
-    Tokenizer,
-    TranslatedText,
-)
+from hf_retrieval_assist.draft_models.translation import DraftTranslation, Tokenizer, TranslatedText
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.lossless import build
@@ -33,7 +25,7 @@ TEXT = (
 )
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level():
     tokenizer = FastTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,7 +36,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def sentence_pieces(byte_fallback: bool) -> PreTrainedTokenizerFast:
+def sentence_pieces(byte_fallback):
     """Spaces as a sign of their own, one put in front of every text."""
     tokenizer = FastTokenizer(models.BPE(byte_fallback=byte_fallback, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
@@ -66,47 +58,45 @@ def sentence_pieces(byte_fallback: bool) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="module")
-def byte_tokens() -> PreTrainedTokenizerFast:
+def byte_tokens():
     return byte_level()
 
 
 @pytest.fixture(scope="module")
-def pieces() -> PreTrainedTokenizerFast:
+def pieces():
     return sentence_pieces(byte_fallback=False)
 
 
 @pytest.fixture(scope="module")
-def pieces_and_bytes() -> PreTrainedTokenizerFast:
+def pieces_and_bytes():
     return sentence_pieces(byte_fallback=True)
 
 
 @pytest.fixture(scope="module")
-def target(byte_tokens: Any) -> Any:
+def target(byte_tokens):
     return build(transformers.LlamaForCausalLM, vocab_size=len(byte_tokens))
 
 
 @pytest.fixture(scope="module")
-def draft_model(pieces: Any) -> Any:
+def draft_model(pieces):
     return build(transformers.LlamaForCausalLM, vocab_size=len(pieces))
 
 
 @pytest.fixture(scope="module")
-def drafter(draft_model: Any, byte_tokens: Any, pieces: Any) -> DraftModelDrafter:
+def drafter(draft_model, byte_tokens, pieces):
     return DraftModelDrafter(
         draft_model, assistant_tokenizer=pieces, target_tokenizer=byte_tokens, max_nodes=15
     )
 
 
-def prompt(tokenizer: Any, text: str = TEXT[:30]) -> torch.Tensor:
+def prompt(tokenizer, text=TEXT[:30]):
     return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
 
 
 @pytest.mark.parametrize("swap", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_the_texts_stay_equal(
-    byte_tokens: Any, pieces_and_bytes: Any, swap: bool, data: Any
-) -> None:
+def test_the_texts_stay_equal(byte_tokens, pieces_and_bytes, swap, data):
     """However the text grows, and across characters of several tokens."""
     source, goal = (pieces_and_bytes, byte_tokens) if swap else (byte_tokens, pieces_and_bytes)
     text = data.draw(st.text("the walk\n.é€ä12'", min_size=1, max_size=120)).strip() + "x"
@@ -120,9 +110,7 @@ def test_the_texts_stay_equal(
     assert Tokenizer(goal).decode(grown.ids) == Tokenizer(source).decode(ids)
 
 
-def test_a_text_is_not_cut_before_what_gets_a_space_of_its_own(
-    byte_tokens: Any, pieces_and_bytes: Any
-) -> None:
+def test_a_text_is_not_cut_before_what_gets_a_space_of_its_own(byte_tokens, pieces_and_bytes):
     text = "1" * 17 + "\n11äääää€x"
     ids = byte_tokens(text, add_special_tokens=False)["input_ids"]
     translation = DraftTranslation(Tokenizer(pieces_and_bytes), Tokenizer(byte_tokens), 0)
@@ -132,7 +120,7 @@ def test_a_text_is_not_cut_before_what_gets_a_space_of_its_own(
     assert Tokenizer(pieces_and_bytes).decode(grown.ids) == text
 
 
-def test_only_the_end_is_encoded_again(byte_tokens: Any, pieces: Any) -> None:
+def test_only_the_end_is_encoded_again(byte_tokens, pieces):
     ids = byte_tokens(TEXT * 4)["input_ids"]
     translation = DraftTranslation(Tokenizer(pieces), Tokenizer(byte_tokens), 0)
     grown = TranslatedText(translation, ids[:5])
@@ -144,7 +132,7 @@ def test_only_the_end_is_encoded_again(byte_tokens: Any, pieces: Any) -> None:
 
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("cut", [3, 10, 31, 60, 77])
-def test_a_draft_has_the_same_text(byte_tokens: Any, pieces: Any, cut: int, swap: bool) -> None:
+def test_a_draft_has_the_same_text(byte_tokens, pieces, cut, swap):
     source, goal = (pieces, byte_tokens) if swap else (byte_tokens, pieces)
     context, ids = (t(TEXT[:cut], add_special_tokens=False)["input_ids"] for t in (goal, source))
     everything = source(TEXT, add_special_tokens=False)["input_ids"]
@@ -167,7 +155,7 @@ def test_a_draft_has_the_same_text(byte_tokens: Any, pieces: Any, cut: int, swap
             assert behind.startswith(text)
 
 
-def test_shared_tokens_are_drafted_as_they_are(byte_tokens: Any, pieces: Any) -> None:
+def test_shared_tokens_are_drafted_as_they_are(byte_tokens, pieces):
     """Also where the text would be cut otherwise."""
     letters = [byte_tokens.get_vocab()[letter] for letter in "the"]
     assert byte_tokens("the", add_special_tokens=False)["input_ids"] != letters
@@ -178,9 +166,7 @@ def test_shared_tokens_are_drafted_as_they_are(byte_tokens: Any, pieces: Any) ->
     assert byte_tokens.convert_ids_to_tokens(space) == "Ġthe"
 
 
-def test_drafts_what_the_draft_model_writes(
-    draft_model: Any, byte_tokens: Any, pieces: Any, target: Any
-) -> None:
+def test_drafts_what_the_draft_model_writes(draft_model, byte_tokens, pieces, target):
     """The chain's text is the draft model's own greedy text after the same text."""
     drafter = DraftModelDrafter(
         draft_model, assistant_tokenizer=pieces, target_tokenizer=byte_tokens, width=1, max_levels=6
@@ -207,9 +193,7 @@ def test_drafts_what_the_draft_model_writes(
     [(1, {}), (3, {}), (1, {"do_sample": True})],
     ids=["greedy", "batch", "seeded"],
 )
-def test_output_is_plain(
-    target: Any, drafter: DraftModelDrafter, byte_tokens: Any, rows: int, sampling: dict[str, Any]
-) -> None:
+def test_output_is_plain(target, drafter, byte_tokens, rows, sampling):
     ids = prompt(byte_tokens, TEXT)[0, : 12 * rows].view(rows, 12)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20} | sampling
     torch.manual_seed(1)
@@ -223,9 +207,7 @@ def test_output_is_plain(
         assert assistant.stats.total.drafted > 0
 
 
-def test_tokenizers_are_found_in_the_folders(
-    target: Any, draft_model: Any, byte_tokens: Any, pieces: Any, tmp_path: Path
-) -> None:
+def test_tokenizers_are_found_in_the_folders(target, draft_model, byte_tokens, pieces, tmp_path):
     for name, model, tokenizer in (("t", target, byte_tokens), ("d", draft_model, pieces)):
         model.save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
@@ -240,14 +222,14 @@ def test_tokenizers_are_found_in_the_folders(
     assert assistant.stats.last.drafted > 0
 
 
-def test_without_tokenizers_it_is_refused(target: Any, draft_model: Any) -> None:
+def test_without_tokenizers_it_is_refused(target, draft_model):
     with pytest.raises(ValueError, match="assistant_tokenizer: expected a tokenizer"):
         target.generate(
             torch.tensor([[3, 4]]), max_new_tokens=4, assistant=SamAssistant(fallback=draft_model)
         )
 
 
-def test_drawn_children_want_the_targets_vocabulary(target: Any, draft_model: Any) -> None:
+def test_drawn_children_want_the_targets_vocabulary(target, draft_model):
     with pytest.raises(ValueError, match="target's vocabulary of"):
         DraftModelDrafter(draft_model, temperature=1.0).start(
             np.array([3], np.int32), Target(target.config.vocab_size, model=target)

@@ -1,9 +1,6 @@
 """Drafts of the target itself in eight bits."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +32,7 @@ FAMILIES = [
     "MixtralForCausalLM",
     "GPT2LMHeadModel",
 ]
-SAMPLINGS: dict[str, dict[str, Any]] = {
+SAMPLINGS = {
     "greedy": {},
     "hot": {"do_sample": True, "temperature": 1.5},
     "top": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
@@ -45,12 +42,12 @@ NEW = 30
 
 
 @pytest.fixture(autouse=True)
-def small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_layers_too(monkeypatch):
     """The tiny models' linears are packed; adapters on them stay small."""
     monkeypatch.setattr(weight_copies, "LEAST_ELEMENTS", 1000)
 
 
-def assistant(**options: Any) -> Assistant:
+def assistant(**options):
     return Assistant([QuantizedSelf(**options)], budget=16)
 
 
@@ -61,7 +58,7 @@ def assistant(**options: Any) -> Assistant:
         *((name, "top") for name in FAMILIES[1:]),
     ],
 )
-def test_output_is_plain(name: str, sampling: str) -> None:
+def test_output_is_plain(name, sampling):
     """Tokens and random state; most drafts are accepted."""
     model = build(getattr(transformers, name))
     options = SAMPLINGS[sampling] | {"max_new_tokens": NEW}
@@ -76,7 +73,7 @@ def test_output_is_plain(name: str, sampling: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision(dtype):
     model = build(transformers.LlamaForCausalLM).to(dtype)
     drafting = assistant()
     run(model, max_new_tokens=NEW, assistant=drafting)
@@ -85,7 +82,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
-def test_batches_are_plain(name: str, sampling: str) -> None:
+def test_batches_are_plain(name, sampling):
     """Rows with padding that get on unequally and end early."""
     model = build(getattr(transformers, name))
     options = {"do_sample": False, "max_new_tokens": NEW} | SAMPLINGS[sampling]
@@ -96,7 +93,7 @@ def test_batches_are_plain(name: str, sampling: str) -> None:
     assert drafting.stats.last.accepted > drafting.stats.last.steps
 
 
-def test_a_level_is_one_forward_for_all_rows(llama: Any) -> None:
+def test_a_level_is_one_forward_for_all_rows(llama):
     llama.generate(**padded(3), max_new_tokens=2, assistant=assistant())  # tests the model
     with Fed(llama) as shapes:
         drafting = assistant(max_levels=3)
@@ -108,7 +105,7 @@ def test_a_level_is_one_forward_for_all_rows(llama: Any) -> None:
     assert drafted.count((3, 1)) >= steps - 1
 
 
-def test_no_level_is_drafted_that_no_token_is_left_for(llama: Any) -> None:
+def test_no_level_is_drafted_that_no_token_is_left_for(llama):
     """Of five tokens the prefill brings one, and the last one needs no node."""
     run(llama, max_new_tokens=2, assistant=assistant())  # tests the model
     with Fed(llama) as shapes:
@@ -117,13 +114,11 @@ def test_no_level_is_drafted_that_no_token_is_left_for(llama: Any) -> None:
     assert len(shapes) == 1 + 3 + 1
 
 
-def test_the_cache_is_as_it_was_after_every_draft(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_as_it_was_after_every_draft(llama, monkeypatch):
     seen = []
     original = QuantizedSelf.propose_rows
 
-    def compare(self: Any, sessions: Any, budgets: Any) -> Any:
+    def compare(self, sessions, budgets):
         cache = sessions[0].target.own._verifier.cache
         before = [layer.keys.clone() for layer in cache.slot_layers]
         lengths = list(cache.slots.lengths)
@@ -145,7 +140,7 @@ def test_the_cache_is_as_it_was_after_every_draft(
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
 @pytest.mark.parametrize("forwards", [2, 3, 8])
-def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name: str, forwards: int) -> None:
+def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name, forwards):
     model = build(getattr(transformers, name))
     plain = run(model, max_new_tokens=NEW)
     drafting = assistant()
@@ -160,13 +155,11 @@ def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name: str, forwards: 
     assert torch.equal(again, plain)
 
 
-def test_weights_are_packed_once_and_anew_when_they_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_are_packed_once_and_anew_when_they_change(monkeypatch):
     packed = []
     original = quantized_model.WEIGHTS.of
 
-    def count(weight: Any) -> Any:
+    def count(weight):
         found = original(weight)
         packed.append((id(weight), found))
         return found
@@ -187,21 +180,21 @@ def test_weights_are_packed_once_and_anew_when_they_change(
     assert not {id(found) for _, found in packed} & {id(found) for found in before.values()}
 
 
-def test_nothing_is_left_on_the_model(llama: Any) -> None:
+def test_nothing_is_left_on_the_model(llama):
     before = [dict(vars(layer)) for layer in llama.modules()]
     run(llama, assistant=assistant())
     assert [dict(vars(layer)) for layer in llama.modules()] == before
     assert F.linear is torch._C._nn.linear
 
 
-def test_other_threads_and_models_compute_as_always(llama: Any) -> None:
+def test_other_threads_and_models_compute_as_always(llama):
     """A forward of another thread, and one of another model inside of a hook."""
     expected = llama(PROMPT).logits
     other = build(transformers.Qwen3ForCausalLM)
-    results: list[torch.Tensor] = []
+    results = []
     expected_other = other(PROMPT).logits
 
-    def look(*_: Any) -> None:
+    def look(*_):
         if not stand_ins():
             return
         thread = threading.Thread(target=lambda: results.append(llama.model(PROMPT)[0]))
@@ -215,7 +208,7 @@ def test_other_threads_and_models_compute_as_always(llama: Any) -> None:
     assert torch.equal(llama.lm_head(results[0]), expected)
 
 
-def test_adapters_stay_as_they_are() -> None:
+def test_adapters_stay_as_they_are():
     peft = pytest.importorskip("peft")
     base = build(transformers.LlamaForCausalLM)
     config = peft.LoraConfig(r=4, init_lora_weights=False, lora_alpha=32)
@@ -237,7 +230,7 @@ def test_adapters_stay_as_they_are() -> None:
     assert not small & quantized_model.quantized_model(model).keys()
 
 
-def test_it_drafts_beside_retrieval_in_every_preset(llama: Any) -> None:
+def test_it_drafts_beside_retrieval_in_every_preset(llama):
     plain = run(llama)
     drafting = SamAssistant(fallback=["token_recycling", "quantized_self"], budget=16)
     assert torch.equal(run(llama, assistant=drafting), plain)
@@ -253,13 +246,13 @@ def test_it_drafts_beside_retrieval_in_every_preset(llama: Any) -> None:
         ("T5ForConditionalGeneration", "encoder-decoder"),
     ],
 )
-def test_models_that_take_no_trees_are_refused(name: str, match: str) -> None:
+def test_models_that_take_no_trees_are_refused(name, match):
     model = build(getattr(transformers, name))
     with pytest.raises(ValueError, match=match):
         run(model, assistant=assistant())
 
 
-def test_what_it_cannot_do_is_one_error(llama: Any) -> None:
+def test_what_it_cannot_do_is_one_error(llama):
     with pytest.raises(ValueError, match="bits: expected 8, got 4"):
         QuantizedSelf(bits=4)
     with pytest.raises(ValueError, match="width: expected at least 1, got 0"):
@@ -276,25 +269,25 @@ def test_what_it_cannot_do_is_one_error(llama: Any) -> None:
         )
 
 
-def test_a_compiled_call_is_not_drafted_for(llama: Any) -> None:
+def test_a_compiled_call_is_not_drafted_for(llama):
     """Its forwards are the compiled ones, and none of them has eight bits."""
     forwards = OwnForwards()
-    forwards.begin(object(), [], lambda row: None)  # type: ignore[arg-type]
+    forwards.begin(object(), [], lambda row: None)
     assert not forwards.ready
 
 
 @pytest.fixture
-def priced(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def priced(monkeypatch):
     """Seconds of a level, for the drafter."""
     price = {"level": 0.0}
 
     class Fixed:
         timed = True
 
-        def seconds(self, nodes: int) -> float:
+        def seconds(self, nodes):
             return price["level"]
 
-        def observe(self, nodes: int, seconds: float) -> None:
+        def observe(self, nodes, seconds):
             pass
 
     monkeypatch.setattr(module, "CostModel", Fixed)
@@ -303,12 +296,12 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 @pytest.fixture
-def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def depths(monkeypatch):
     """Of each step's draft, where a verification of any width takes 10 ms."""
-    found: list[int] = []
+    found = []
     original = QuantizedSelf.propose_rows
 
-    def propose(drafter: Any, sessions: Any, budgets: Any) -> Any:
+    def propose(drafter, sessions, budgets):
         for session in sessions:
             session.see_cost(lambda n: np.full(n, 0.01))
         drafts = original(drafter, sessions, budgets)
@@ -320,17 +313,13 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("level", "least", "most"), [(1e-4, 4, 8), (1.0, 0, 0)])
-def test_a_draft_grows_while_a_level_pays(
-    llama: Any, priced: dict[str, float], depths: list[int], level: float, least: int, most: int
-) -> None:
+def test_a_draft_grows_while_a_level_pays(llama, priced, depths, level, least, most):
     priced["level"] = level
     run(llama, assistant=assistant(), max_new_tokens=NEW)
     assert least <= max(depths) <= most
 
 
-def test_what_a_level_takes_is_tried_now_and_then(
-    llama: Any, priced: dict[str, float], depths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_level_takes_is_tried_now_and_then(llama, priced, depths, monkeypatch):
     """Where it was dear, one level in so many steps; where nobody knows, one."""
     priced["level"] = 1.0
     monkeypatch.setattr(module, "_TRIAL_PERIOD", 4)
@@ -342,7 +331,7 @@ def test_what_a_level_takes_is_tried_now_and_then(
     assert depths[:4] == [1, 1, 1, 1]
 
 
-def test_close_choices_fork_and_clear_ones_do_not() -> None:
+def test_close_choices_fork_and_clear_ones_do_not():
     close = np.log(np.array([[0.4, 0.39, 0.2]], np.float32))
     clear = np.log(np.array([[0.9, 0.05, 0.04]], np.float32))
     first, second = (
@@ -354,7 +343,7 @@ def test_close_choices_fork_and_clear_ones_do_not() -> None:
     assert chances == pytest.approx([0.37, 0.37, 0.17])
 
 
-def test_the_log_says_what_was_packed(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_was_packed(caplog):
     with caplog.at_level("INFO", logger=quantized_model.__name__):
         run(build(transformers.MixtralForCausalLM), assistant=assistant())
     assert "linear layers in eight bits" in caplog.text

@@ -1,10 +1,6 @@
 """Drafts of layers in memory that stays in place: the same as of forwards, from recordings."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +17,6 @@ from hf_retrieval_assist.draft_models.recorded import RecordedDrafts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.kernels import largest
-from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay
 from hf_retrieval_assist.verification.fixed_masks import FixedMasks
 from hf_retrieval_assist.verification.workspace import WORKSPACES
@@ -38,16 +33,16 @@ LENGTHS = [3, 9, 1, 17, 9, 30, 5, 12]
 
 
 @pytest.fixture(autouse=True)
-def _one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_shape(monkeypatch):
     """Trees are not solved for again while drafts are compared."""
     monkeypatch.setattr(ShapeChooser, "_has_changed", lambda self: False)
 
 
 @pytest.fixture
-def in_place(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def in_place(monkeypatch):
     """Serves from then on as an accelerator does that records."""
 
-    def serve() -> None:
+    def serve():
         serve_in_place(monkeypatch)
         # Searches for CPUs are no operators that a recorder sees.
         for module in (largest, growth):
@@ -61,12 +56,12 @@ class Drafting:
 
     budget = 12
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         windows = {"sliding_window": 2} if kind == "Gemma3ForCausalLM" else {}
         self.layers = build(getattr(transformers, kind), **windows)
         randomise(self.layers, 0.3)
 
-    def conversation(self, rows: Sequence[int], turns: int = 6) -> list[TokenTree]:
+    def conversation(self, rows, turns=6):
         """What is drafted for texts that go on, some of which join late, wait, or leave."""
         drafter = DraftModelDrafter(self.layers, max_nodes=self.budget, max_levels=4, width=3)
         sessions = [self._start(drafter, row) for row in rows]
@@ -86,13 +81,13 @@ class Drafting:
         return drafts
 
     @staticmethod
-    def _start(drafter: DraftModelDrafter, row: int) -> Any:
+    def _start(drafter, row):
         generator = torch.Generator().manual_seed(row)
         text = torch.randint(1, VOCAB, (LENGTHS[row],), generator=generator)
         return drafter.start(text.int().numpy(), Target(VOCAB))
 
     @staticmethod
-    def _go_on(sessions: Sequence[Any], trees: Sequence[TokenTree], turn: int) -> None:
+    def _go_on(sessions, trees, turn):
         """Texts accept a part of their drafts, each another one, and may leave them."""
         for row, (session, tree) in enumerate(zip(sessions, trees, strict=True)):
             path = tree.path(int(tree.depths.argmax()))[: (row + turn) % 4]
@@ -104,7 +99,7 @@ class Following:
 
     budget = 40
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name, folder):
         drafter: Any
         if name in FAMILIES:
             self.target = saved_with_mtp(getattr(transformers, name), folder, **FAMILIES[name])
@@ -123,7 +118,7 @@ class Following:
         tapped = drafter.needs.hidden_layers
         self.features = [features_of(self.target, tapped, text) for text in self.texts]
 
-    def conversation(self, rows: Sequence[int], turns: int = 6) -> list[TokenTree]:
+    def conversation(self, rows, turns=6):
         """What is drafted for texts that go on, some of which join late, wait, or leave."""
         talk = Conversation(self)
         for row in rows:
@@ -151,35 +146,35 @@ class Following:
 
 
 class Conversation:
-    def __init__(self, case: Following) -> None:
+    def __init__(self, case):
         self.case, self.target = case, Target(VOCAB, model=case.target)
-        self.sessions: dict[int, Any] = {}
-        self.known: dict[int, int] = {}
-        self.drafts: list[TokenTree] = []
+        self.sessions = {}
+        self.known = {}
+        self.drafts = []
 
     @property
-    def rows(self) -> list[int]:
+    def rows(self):
         return list(self.sessions)
 
-    def start(self, row: int) -> None:
+    def start(self, row):
         length, text = LENGTHS[row], self.case.texts[row]
         session = self.case.drafter.start(np.array(text[:length], np.int32), self.target)
         session.commit(text[length : length + 1], seen(self.case.features[row][:length]))
         self.sessions[row], self.known[row] = session, length
 
-    def grow(self, row: int, count: int, told: bool = True) -> None:
+    def grow(self, row, count, told=True):
         first, last = self.known[row], self.known[row] + count
         features = seen(self.case.features[row][first:last]) if told else None
         self.sessions[row].commit(self.case.texts[row][first + 1 : last + 1], features)
         self.known[row] = last
 
-    def skip(self, row: int, count: int) -> None:
+    def skip(self, row, count):
         self.grow(row, count, told=False)
 
-    def leave(self, row: int) -> None:
+    def leave(self, row):
         self.sessions.pop(row).close()
 
-    def propose(self, rows: Sequence[int]) -> None:
+    def propose(self, rows):
         sessions = [self.sessions[row] for row in rows]
         self.drafts += self.case.drafter.propose_rows(sessions, [self.case.budget] * len(rows))
 
@@ -191,16 +186,16 @@ NAMES = [
 ]
 
 
-def case_of(name: str, folder: Path) -> Any:
+def case_of(name, folder):
     return Drafting(name) if name in NAMES[:2] else Following(name, folder)
 
 
 @pytest.fixture(params=NAMES)
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def case(request, tmp_path):
     return case_of(request.param, tmp_path)
 
 
-def assert_same(drafts: Sequence[TokenTree], expected: Sequence[TokenTree]) -> None:
+def assert_same(drafts, expected):
     for tree, other in zip(drafts, expected, strict=True):
         for name in ("token_ids", "parents", "classes"):
             assert getattr(tree, name).tolist() == getattr(other, name).tolist()
@@ -208,9 +203,7 @@ def assert_same(drafts: Sequence[TokenTree], expected: Sequence[TokenTree]) -> N
 
 
 @pytest.mark.parametrize(("name", "rows"), [("EAGLE", 1), *((name, 8) for name in NAMES)])
-def test_recordings_draft_what_forwards_do(
-    name: str, rows: int, in_place: Callable[[], None], tmp_path: Path
-) -> None:
+def test_recordings_draft_what_forwards_do(name, rows, in_place, tmp_path):
     case = case_of(name, tmp_path)
     expected = case.conversation(range(rows))
     assert sum(map(len, expected)) > 50
@@ -223,15 +216,13 @@ def test_recordings_draft_what_forwards_do(
     assert not any(step.replay.fault for step in steps)
 
 
-def refuse(*arguments: Any) -> None:
+def refuse(*arguments):
     raise AssertionError("a mask over the whole capacity")
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("kind", NAMES[:2])
-def test_draft_models_attend_by_kernels_without_masks(
-    kind: str, rows: int, in_place: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_models_attend_by_kernels_without_masks(kind, rows, in_place, monkeypatch):
     expected = Drafting(kind).conversation(range(rows))
     in_place()
     attended = dense_attention.install(monkeypatch)
@@ -242,9 +233,7 @@ def test_draft_models_attend_by_kernels_without_masks(
     assert attended
 
 
-def test_memory_grows_between_drafts(
-    case: Any, in_place: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_grows_between_drafts(case, in_place, monkeypatch):
     turns = 12 if isinstance(case, Drafting) else 24
     expected = case.conversation([0, 3], turns)
     in_place()
@@ -255,11 +244,11 @@ def test_memory_grows_between_drafts(
     assert len({kept.shape.capacity for kept in WORKSPACES._idle[case.layers]}) > 1
 
 
-def refused(compute: Any) -> Any:
+def refused(compute):
     raise RuntimeError("no capture today")
 
 
-def frozen(compute: Any) -> Any:
+def frozen(compute):
     """A recording that goes on showing what it showed first."""
     shown = compute()
     shown.logits = shown.logits.clone()
@@ -269,13 +258,8 @@ def frozen(compute: Any) -> Any:
 @pytest.mark.parametrize("record", [refused, frozen])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "EAGLE"])
 def test_a_recording_that_fails_is_told_once_and_does_without(
-    name: str,
-    record: Any,
-    in_place: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
-    told: pytest.LogCaptureFixture,
-    tmp_path: Path,
-) -> None:
+    name, record, in_place, monkeypatch, told, tmp_path
+):
     case = case_of(name, tmp_path)
     expected = case.conversation(range(3))
     in_place()
@@ -285,7 +269,7 @@ def test_a_recording_that_fails_is_told_once_and_does_without(
     assert len([text for text in told.messages if "one kernel at a time" in text]) == 1
 
 
-def drafter_of(name: str, target: Any) -> tuple[Any, Callable[[], Any]]:
+def drafter_of(name, target):
     """A drafter, and what of it is recorded."""
     sizes = {"max_nodes": 8, "max_levels": 3}
     if name == "early exit":
@@ -299,9 +283,7 @@ def drafter_of(name: str, target: Any) -> tuple[Any, Callable[[], Any]]:
 
 
 @pytest.mark.parametrize("name", ["draft model", "early exit", "EAGLE", "MTP"])
-def test_calls_share_recordings_and_say_what_plain_decoding_says(
-    name: str, in_place: Callable[[], None]
-) -> None:
+def test_calls_share_recordings_and_say_what_plain_decoding_says(name, in_place):
     target = build(transformers.LlamaForCausalLM)
     drafter, layers = drafter_of(name, target)
     plain = run(target)
@@ -317,7 +299,7 @@ def test_calls_share_recordings_and_say_what_plain_decoding_says(
 
 
 @pytest.mark.parametrize("name", ["draft model", "EAGLE"])
-def test_a_caller_may_do_without_recordings(name: str, in_place: Callable[[], None]) -> None:
+def test_a_caller_may_do_without_recordings(name, in_place):
     target = build(transformers.LlamaForCausalLM)
     drafter, layers = drafter_of(name, target)
     plain = run(target)
@@ -337,16 +319,14 @@ BUILT = 4
 
 
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(rows, monkeypatch):
     case = Drafting("LlamaForCausalLM")
     expected = case.conversation(range(rows))
     machine, drafts, fed = Accelerator(), [], []
     machine.put(case.layers)
     grow, feed = draft_model.grow, RecordedDrafts.feed
 
-    def drafted(nodes: Any, growth: Any) -> list[TokenTree]:
+    def drafted(nodes, growth):
         settled = nodes._group.in_place is not None
         fed.clear()
         machine.reset()
@@ -356,7 +336,7 @@ def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(
             drafts.append((machine.counts.copy(), list(fed)))
         return trees
 
-    def counted(recorded: RecordedDrafts, *arguments: Any) -> torch.Tensor:
+    def counted(recorded, *arguments):
         fed.append(machine.counts.copy())
         return feed(recorded, *arguments)
 
@@ -380,9 +360,7 @@ OF_A_HEAD = 3
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
-def test_a_draft_is_two_copies_there_and_one_back(
-    kind: Any, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_draft_is_two_copies_there_and_one_back(kind, rows, monkeypatch, tmp_path):
     case = Following(kind, tmp_path)
     expected = case.conversation(range(rows))
     machine, drafts = Accelerator(), []
@@ -392,7 +370,7 @@ def test_a_draft_is_two_copies_there_and_one_back(
     as_launches(machine, case.layers, monkeypatch)
     draft = layers_follower.LayersFollower.draft
 
-    def drafted(follower: Any, group: Any, *asked: Any) -> Any:
+    def drafted(follower, group, *asked):
         settled = group.in_place is not None
         machine.reset()
         trees = draft(follower, group, *asked)

@@ -1,9 +1,6 @@
 """Drafting models whose logits are not finite now and then: what comes of them is no draft."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -30,14 +27,12 @@ DRAFTERS = {
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_text_is_plain(
-    llama: Any, name: str, rows: int, value: float, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_is_plain(llama, name, rows, value, every, monkeypatch):
     make, (owner, method) = DRAFTERS[name]
     compute, calls = getattr(owner, method), itertools.count(1)
 
-    def spoilt(*args: Any, **kwargs: Any) -> torch.Tensor:
-        logits: torch.Tensor = compute(*args, **kwargs)
+    def spoilt(*args, **kwargs):
+        logits = compute(*args, **kwargs)
         if next(calls) % every == 0:
             logits[..., ::2] = value
         return logits

@@ -1,15 +1,10 @@
 """A fallback that does not fit is one error before the prompt is processed."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import transformers
 
-from hf_retrieval_assist import EagleHead, EarlyExit, SamAssistant
+from hf_retrieval_assist import EarlyExit, SamAssistant
 from hf_retrieval_assist.host import transformers_private as private
 from tests.support.eagle_fixtures import tiny_target
 from tests.support.heads import block_drafter, eagle_head
@@ -18,16 +13,16 @@ from tests.support.tiny_models import VOCAB
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_is_generated(monkeypatch):
     monkeypatch.setattr(private, "prefill", lambda *_, **__: pytest.fail("generation began"))
 
 
-def head_for(**shape: Any) -> EagleHead:
+def head_for(**shape):
     """A head made for another target than the tests' own."""
     return eagle_head(tiny_target(**shape))
 
 
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+WRONG = {
     "no MTP layers": (lambda: "mtp", r"fallback 'mtp': .*num_mtp_layers.*LlamaForCausalLM"),
     "no EAGLE boundaries": (
         lambda: head_for(hidden_size=32, vocab_size=VOCAB),
@@ -54,7 +49,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_it_is_named_before_the_prompt_is_processed(llama: Any, name: str) -> None:
+def test_it_is_named_before_the_prompt_is_processed(llama, name):
     """By itself and beside one that fits."""
     make, message = WRONG[name]
     for fallback in (make(), ["token_recycling", make()]):
@@ -62,11 +57,11 @@ def test_it_is_named_before_the_prompt_is_processed(llama: Any, name: str) -> No
             run(llama, assistant=SamAssistant(fallback=fallback))
 
 
-def test_an_unknown_name() -> None:
+def test_an_unknown_name():
     with pytest.raises(ValueError, match="'mtp', 'quantized_self', got 'eagle'"):
         SamAssistant(fallback="eagle")
 
 
-def test_something_that_cannot_draft() -> None:
+def test_something_that_cannot_draft():
     with pytest.raises(TypeError, match=r"fallback: expected .* got Linear"):
         SamAssistant(fallback=torch.nn.Linear(2, 2))

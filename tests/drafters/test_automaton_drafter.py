@@ -12,19 +12,18 @@ from hf_retrieval_assist.drafters.automaton import (
     AutomatonDrafter,
     StaticAutomatonDrafter,
 )
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Target
+from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.structures import evidence
-from hf_retrieval_assist.token_tree import TokenTree
 
 TARGET = Target(vocab_size=262_144)
 tokens = st.lists(st.integers(0, 3), max_size=20)
 
 
-def start(drafter: Drafter, prompt, target: Target = TARGET) -> DraftSession:
+def start(drafter, prompt, target=TARGET):
     return drafter.start(np.array(prompt, dtype=np.int32), target)
 
 
-def check(tree: TokenTree, drafter: Drafter, budget: int) -> None:
+def check(tree, drafter, budget):
     """The contract, and probabilities that are the products of the classes' priors."""
     tree.check_invariants()
     assert len(tree) <= budget
@@ -163,7 +162,7 @@ def test_share_classes_number_the_buckets_row_by_row(nodes):
         TREE_MATCHES,
         TREE_RATES,
     )
-    matched: list[int] = []
+    matched = []
     for i, parent in enumerate(parents):
         matched.append(60 if parent < 0 else matched[parent] + 1)
         step = int(np.float32(counts[i] / totals[i]) * np.float32(20)) + (totals[i] == 1)

@@ -1,7 +1,5 @@
 """JSON of an expected schema, and expected tool calls: what they print is drafted, not forced."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Drafts of what a grammar forces, with a grammar of a few lines in a library's place."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

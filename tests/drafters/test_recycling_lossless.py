@@ -5,9 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.drafters.token_recycling import (
-    TokenRecyclingDrafter,
-)
+from hf_retrieval_assist.drafters.token_recycling import TokenRecyclingDrafter
 from hf_retrieval_assist.host.transformers_private import CACHE
 
 

@@ -1,7 +1,5 @@
 """The REST drafter: its contract, its evidence classes, and what the corpus brings."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -143,11 +143,7 @@ def test_of_equal_tokens_an_accepted_node_wins_then_the_last(accepted, winner):
         assert drafted_paths(session.propose(8)) == {(winner,)}
 
 
-@given(
-    st.lists(st.integers(0, 6), min_size=1, max_size=20),
-    st.data(),
-    st.integers(0, 20),
-)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=20), st.data(), st.integers(0, 20))
 def test_rows_to_learn_follow_the_rule(tokens, data, max_rejected):
     accepted = sorted(data.draw(st.sets(st.integers(0, len(tokens) - 1))))
     places, starts = np.array(accepted, np.int64), np.zeros(1, np.int64)

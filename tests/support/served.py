@@ -1,7 +1,5 @@
 """A server of a tiny model that has learnt some answers by heart, and a client."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket
@@ -14,12 +12,7 @@ import openai
 import torch
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
-from transformers import (
-    ContinuousBatchingConfig,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    set_seed,
-)
+from transformers import ContinuousBatchingConfig, Qwen2Config, Qwen2ForCausalLM, set_seed
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.serving import build_app

@@ -1,7 +1,5 @@
 """Every causal language model of transformers: assisted output equals plain output."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -12,10 +12,7 @@ from hf_retrieval_assist.verification.fed_tokens import FedTokens
 from hf_retrieval_assist.verification.fixed_masks import FixedMasks
 from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
 from hf_retrieval_assist.verification.slot_layers import RowSlots
-from hf_retrieval_assist.verification.tree_attention import (
-    LayerMask,
-    TreeAttention,
-)
+from hf_retrieval_assist.verification.tree_attention import LayerMask, TreeAttention
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,5 @@
 """Models that make something else of a position when others are fed beside it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -83,9 +83,7 @@ UNRECORDED = ["a hook", "autocast"]
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
-@given(
-    st.lists(st.tuples(st.sampled_from(KINDS + UNRECORDED), st.integers(1, 3)), max_size=4),
-)
+@given(st.lists(st.tuples(st.sampled_from(KINDS + UNRECORDED), st.integers(1, 3)), max_size=4))
 def test_calls_after_any_change_are_plain_ones(changes):
     with pytest.MonkeyPatch.context() as monkeypatch:
         serve_in_place(monkeypatch)

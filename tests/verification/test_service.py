@@ -1,7 +1,5 @@
 """Models whose forward depends on how many tokens it is fed, and verdicts that follow the model."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

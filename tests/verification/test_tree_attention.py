@@ -1,7 +1,5 @@
 """Masks of token trees against their definition, written out slot by slot."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -9,11 +7,7 @@ import torch
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.fed_tokens import FedTokens
 from hf_retrieval_assist.verification.slot_layers import RowSlots
-from hf_retrieval_assist.verification.tree_attention import (
-    FedTrees,
-    LayerMask,
-    TreeAttention,
-)
+from hf_retrieval_assist.verification.tree_attention import FedTrees, LayerMask, TreeAttention
 
 RULES = {
     "everything": LayerMask(),

@@ -1,7 +1,5 @@
 """Rows of a batch behind one another in a forward give what padded rows give, for less."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
