@@ -49,3 +49,9 @@ def told(caplog):
 def llama():
     """A tiny decoder of the commonest kind."""
     return build(transformers.LlamaForCausalLM)
+
+
+@pytest.fixture(scope="module")
+def model(llama):
+    """The same, where a module has no other."""
+    return llama

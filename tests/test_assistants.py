@@ -59,11 +59,6 @@ class RecorderSession(DraftSession):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return build(LlamaForCausalLM)
-
-
-@pytest.fixture(scope="module")
 def plain(model):
     return run(model)
 

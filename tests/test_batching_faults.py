@@ -3,7 +3,6 @@
 import gc
 import itertools
 import logging
-import time
 import weakref
 
 import pytest
@@ -17,6 +16,7 @@ from hf_retrieval_assist import continuous_batching as batching
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
 
 from .support.lossless import build
+from .support.memories import wait_until
 from .support.tiny_models import VOCAB
 
 if Version(transformers.__version__) < Version("5.20"):
@@ -53,10 +53,8 @@ def finished(manager, requests):
 
 def settled(manager):
     """Wait until the manager has nothing left to do."""
-    end = time.monotonic() + 30
-    while manager.batch_processor.has_pending_requests() or manager.drafts._texts:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    processor, drafts = manager.batch_processor, manager.drafts
+    wait_until(lambda: not (processor.has_pending_requests() or drafts._texts))
 
 
 LONE = [5, 6, 7]
@@ -117,12 +115,8 @@ def test_requests_behind_a_cancelled_one_go_on(llama):
     with manager_of(llama, SamAssistant(), **SMALL) as manager:
         for name, token in (("first", 5), ("second", 7)):
             manager.add_request([token] * 120, request_id=name, max_new_tokens=130)
-        processor = None
-        end = time.monotonic() + 60
-        while processor is None or not processor.scheduler.block_new_requests:
-            assert time.monotonic() < end
-            processor = manager.batch_processor
-        (running,) = [*processor.scheduler.active_requests]
+        wait_until(lambda: (one := manager.batch_processor) and one.scheduler.block_new_requests)
+        (running,) = [*manager.batch_processor.scheduler.active_requests]
         manager.cancel_request(running)
         (output,) = finished(manager, 1)
     assert output.error is None

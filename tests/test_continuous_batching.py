@@ -17,7 +17,7 @@ from hf_retrieval_assist import (
     SuffixAssistant,
     continuous_batching,
 )
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
+from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.host import private_names
 from hf_retrieval_assist.kernels import norms
 from hf_retrieval_assist.kernels.skinny import fused_norm
@@ -41,6 +41,7 @@ from .support.batching import (
     run,
     small,
 )
+from .support.scripted import Scripted
 
 
 @pytest.mark.parametrize(
@@ -354,76 +355,45 @@ def test_twins_serve_every_sequence_of_a_request(llama):
     assert len(memory) == 0
 
 
-class _Never(Drafter):
-    """Drafts a token that no text has."""
-
-    name = "never"
-    defers = False
-
-    def __init__(self):
-        self.asked = 0
-
-    def start(self, prompt_ids, target):
-        return _NeverSession(self)
-
-
-class _NeverSession(DraftSession):
-    def __init__(self, drafter):
-        self.drafter = drafter
-
-    def propose(self, budget):
-        self.drafter.asked += 1
-        return TokenTree.build([66], [-1], [0.9])
-
-    def commit(self, token_ids, feedback):
-        pass
+def never(commit=lambda *_: None, **attributes):
+    """A drafter of a token that no text has, and its budgets."""
+    asked, tree = [], TokenTree.build([66], [-1], [0.9])
+    attributes |= {"name": "never", "defers": False}
+    return Scripted(lambda budget: asked.append(budget) or tree, commit, **attributes), asked
 
 
 def test_a_drafter_that_brings_nothing_is_left_alone(llama):
-    never = _Never()
-    assistant = Assistant([never], budget="auto")
+    drafter, asked = never()
+    assistant = Assistant([drafter], budget="auto")
     inputs = prompts(4)
     config = greedy(max_new_tokens=48)
     plain = run(llama, inputs, config)
     for _ in range(4):
         assert run(llama, inputs, config, assistant) == plain
-    assert 0 < never.asked < assistant.stats.total.steps / 3
-
-
-class _Seeing(_Never):
-    """Notes which tokens the logits say come next, behind the accepted ones, and which came."""
-
-    needs = FeedbackNeeds(top_k=1)
-
-    def __init__(self):
-        super().__init__()
-        self.seen, self.came = [], []
-
-    def start(self, prompt_ids, target):
-        return _SeeingSession(self)
-
-
-class _SeeingSession(_NeverSession):
-    def commit(self, token_ids, feedback):
-        if feedback is not None:
-            best, _ = feedback.top.of(feedback.accepted.astype(np.int64), 1, 67)
-            self.drafter.seen.append(best[:, 0].tolist())
-            self.drafter.came.append(list(token_ids))
+    assert 0 < len(asked) < assistant.stats.total.steps / 2
 
 
 @pytest.mark.parametrize("rerouted", [True, False])
 def test_drafters_are_shown_what_the_forwards_showed(llama, rerouted, monkeypatch):
     """Whoever had drafted the tokens; and the steps run by the kernels."""
-    normed = []
+    normed, seen, came = [], [], []
     monkeypatch.setattr(norms, "fused_norm", lambda *x: normed.append(x) or fused_norm(*x))
     inputs = prompts(4)
     plain = run(llama, inputs)
     knowing = half_knowing(inputs, plain)
     normed.clear()
-    seeing = _Seeing()
+
+    def commit(tokens, feedback):
+        if feedback is not None:
+            # Which tokens the logits say come next, behind the accepted ones, and which came.
+            best, _ = feedback.top.of(feedback.accepted.astype(np.int64), 1, 67)
+            seen.append(best[:, 0].tolist())
+            came.append(list(tokens))
+
+    seeing, _ = never(commit, needs=FeedbackNeeds(top_k=1))
     assistant = Assistant([*knowing.drafters, seeing], budget=5, reroute=rerouted)
     assert run(llama, inputs, assistant=assistant) == plain
-    assert seeing.came == seeing.seen
-    assert sum(map(len, seeing.came)) == 4 * LENGTH
-    assert max(map(len, seeing.came)) > 2
+    assert came == seen
+    assert sum(map(len, came)) == 4 * LENGTH
+    assert max(map(len, came)) > 2
     assert bool(normed) == rerouted

@@ -31,20 +31,16 @@ from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.decoding.pricing import cost_key
 from hf_retrieval_assist.decoding.selection import TokenSelector
-from hf_retrieval_assist.drafters.base import FeedbackNeeds
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
-from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.verification import fixed_memory, fixed_verifier
-from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.threads import in_threads
 
 from .decoding.test_node_choices import OPTIONS as CHOICES
 from .decoding.test_node_choices import inputs_of
 from .support.heads import eagle_head, head_drafter, layers_of
-from .support.lossless import PROMPT, build, equal, run
+from .support.lossless import INPUTS, PROMPT, build, equal, run
+from .support.op_recorder import growing, hidden_states_told, idle
 from .support.oracle_drafter import OracleDrafter, both, oracle_assistant
-from .support.scripted import Scripted
 from .support.tiny_models import VOCAB
 from .support.tree_case import TOLERANCE, Case
 
@@ -141,23 +137,6 @@ def test_scores_and_logits(llama):
             torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
-def test_padded_batch(any_model):
-    ids = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3]).to(DEVICE)
-    mask = torch.ones_like(ids)
-    mask[1, :5] = mask[2, :9] = 0
-    inputs = {"input_ids": ids * mask, "attention_mask": mask}
-    plain, assisted, assistant = both(any_model, inputs, do_sample=False, max_new_tokens=16)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.last.accepted > 0
-
-
-def test_half_precision_is_served_by_trees(llama):
-    half = copy.deepcopy(llama).to(torch.bfloat16)
-    assistant = oracle_assistant(run(half))
-    run(half, assistant=assistant)
-    assert assistant.stats.tier == "tree"
-
-
 def presets(model, folder):
     """Every preset, made to draft what the model generates."""
     documents = [run(model)[0].tolist()]
@@ -196,11 +175,6 @@ def test_costs_are_those_of_the_device(llama):
     assert any(cost.observations for cost in assistant.costs._models.values())
 
 
-def idle(model):
-    """The workspace that was used last."""
-    return WORKSPACES._idle[model][-1]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_graphs(llama, dtype):
     model = copy.deepcopy(llama).to(dtype)
@@ -215,13 +189,11 @@ def test_steps_are_graphs(llama, dtype):
 
 
 def test_graphs_of_a_padded_batch(any_model):
-    ids = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3]).to(DEVICE)
-    mask = torch.ones_like(ids)
-    mask[1, :5] = mask[2, :9] = 0
-    inputs = {"input_ids": ids * mask, "attention_mask": mask}
+    inputs = {name: tensor.to(DEVICE) for name, tensor in INPUTS["padded"].items()}
     for _ in range(2):
-        plain, assisted, _ = both(any_model, inputs, do_sample=False, max_new_tokens=60)
+        plain, assisted, assistant = both(any_model, inputs, do_sample=False, max_new_tokens=60)
         assert torch.equal(plain, assisted)
+        assert assistant.stats.last.accepted > 0
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
@@ -374,19 +346,7 @@ def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
 
 
 def test_graphs_grow_with_the_text(llama, monkeypatch):
-    monkeypatch.setattr(fixed_memory, "capacity_bucket", lambda slots: -(-slots // 64) * 64)
-    monkeypatch.setattr(fixed_memory, "with_room", lambda capacity, slot_bytes: capacity)
-    monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
-    grow, capacities = FixedMemory.grow, []
-
-    def noted(memory, slots, reserved=None):
-        # As if the length of the text were not known beforehand.
-        memory._shape = replace(memory._shape, capacity=0)
-        grow(memory, slots, reserved)
-        capacities.append(memory.workspace.shape.capacity)
-
-    monkeypatch.setattr(FixedMemory, "grow", noted)
-    plain = run(llama, max_new_tokens=200)
+    plain, capacities = run(llama, max_new_tokens=200), growing(monkeypatch, 64)
     for _ in range(2):
         assistant = oracle_assistant(plain)
         assert torch.equal(plain, run(llama, max_new_tokens=200, assistant=assistant))
@@ -394,18 +354,7 @@ def test_graphs_grow_with_the_text(llama, monkeypatch):
 
 
 def test_hidden_states_come_from_graphs(llama):
-    text = run(llama, max_new_tokens=60)[0].tolist()
-    found = []
-    for graphs in (True, False):
-        seen, needs = [], FeedbackNeeds(hidden_layers=(1, -1))
-        collector = Scripted(
-            lambda budget: TokenTree.empty(),
-            lambda tokens, feedback, seen=seen: seen.append(feedback.hidden_states.clone()),
-            needs=needs,
-        )
-        assistant = Assistant([OracleDrafter([text]), collector], budget=16, graphs=graphs)
-        run(llama, max_new_tokens=60, assistant=assistant)
-        found.append(torch.cat(seen))
+    found = [hidden_states_told(llama, graphs) for graphs in (True, False)]
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
 
 

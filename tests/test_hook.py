@@ -8,20 +8,15 @@ import sys
 
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM
+from transformers import GenerationConfig, GenerationMixin
 
 import hf_retrieval_assist
 from hf_retrieval_assist import Datastore, RestAssistant, SamAssistant
 
-from .support.lossless import PROMPT, build
+from .support.lossless import PROMPT
 from .support.tiny_models import VOCAB
 
 LENGTH = {"max_new_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build(LlamaForCausalLM)
 
 
 @pytest.fixture
@@ -101,12 +96,6 @@ def test_positional_arguments(model):
     config = GenerationConfig(do_sample=False, pad_token_id=0, **LENGTH)
     plain = model.generate(PROMPT, config)
     assert torch.equal(plain, model.generate(PROMPT, config, assistant=SamAssistant()))
-
-
-def test_no_assistant_is_plain_generation(model):
-    assert torch.equal(
-        model.generate(PROMPT, **LENGTH), model.generate(PROMPT, assistant=None, **LENGTH)
-    )
 
 
 def test_the_callers_configuration_is_left_alone(model):

@@ -8,56 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from hf_retrieval_assist import Datastore, EagleHead, OutputMemory
+from hf_retrieval_assist import EagleHead, OutputMemory
 from hf_retrieval_assist.corpus.readers import Skipped, read_texts
-from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.drafters.rest import RestDrafter
 from hf_retrieval_assist.kernels.tuning import Tuning
 from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
 from tests.support.memories import check_memory
 
+from .support.damage import damaged
 from .support.eagle_fixtures import load_case, outputs
 
 COUNTS = [100, pytest.param(10_000, marks=pytest.mark.slow)]
 VOCAB = 300
-INTERESTING = [
-    b"\0\0\0\0",
-    b"\xff\xff\xff\xff",
-    b"\xff\xff\xff\x7f",
-    b"\0\0\0\x80",
-    b"\1",
-    b"{",
-    b'"',
-]
 VALUES = [
     *(None, True, 0, -1, 1, 1.5, 2**31, 2**70, 1e400, -1e400, float("nan"), "", "x", "../x"),
     *([], [0], {}, {"a": 1}, [[1, 2]], ["x"] * 3),
 ]
-
-
-def damaged(data, rng):
-    """Some bytes of a file changed, inserted, left out, repeated, exchanged or cut off."""
-    data = bytearray(data)
-    for _ in range(rng.choice([1, 1, 1, 2, 5])):
-        place, length = rng.randrange(len(data) + 1), rng.choice([1, 2, 4, 8, 64])
-        end = min(place + length, len(data))
-        match rng.randrange(7):
-            case 0:
-                data[place:end] = rng.randbytes(end - place)
-            case 1:
-                data[place:end] = rng.choice(INTERESTING)
-            case 2:
-                data[place:place] = rng.randbytes(length)
-            case 3:
-                del data[place:end]
-            case 4:
-                data[place:place] = data[place:end]
-            case 5:
-                other = rng.randrange(len(data) + 1)
-                data[other : other + end - place] = data[place:end]
-            case 6:
-                del data[place:]
-    return bytes(data)
 
 
 def altered(value, rng):
@@ -128,48 +93,6 @@ def test_logs_of_outputs(tmp_path, count):
             assert all(tokens.tolist() in written for tokens in found)
             memory.add([1, 2, 3], "model")
     assert 0 < opened < count
-
-
-@pytest.fixture
-def store(tmp_path):
-    rng = np.random.default_rng(0)
-    documents = [rng.integers(0, 20, 30).tolist() for _ in range(8)]
-    return Datastore.build(documents, tmp_path / "store", vocab_size=VOCAB, progress=False)
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_manifests(store, count):
-    expected = store.manifest
-    for _ in damage(store.path / "manifest.json", count, damaged_json):
-        opened = refused_or(lambda: Datastore.open(store.path))
-        assert opened is None or opened.manifest == expected
-
-
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("part", ["tokens", "suffixes", "starts"])
-def test_shards(store, part, count):
-    (path,) = store.path.glob(f"*.{part}")
-    good, used = path.read_bytes(), 0
-    prompt = np.array([3, 1, 4, 1, 5], np.int32)
-
-    def same_size(data, rng):
-        changed = damaged(data, rng)
-        return changed if rng.random() < 0.1 else (changed + good)[: len(good)]
-
-    for _ in damage(path, count, same_size):
-        opened = refused_or(lambda: Datastore.open(store.path))
-        if opened is not None:
-            used += 1
-            session = RestDrafter(opened).start(prompt, Target(VOCAB))
-            for token in (2, 0, 19):
-                tree = session.propose(64)
-                tree.check_invariants()
-                assert all(0 <= token_id < VOCAB for token_id in tree.token_ids.tolist())
-                session.commit([token], None)
-            if path.read_bytes() != good:
-                with pytest.raises(ValueError, match="altered"):
-                    opened.verify()
-    assert used
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -151,32 +151,17 @@ def test_drafts_of_a_fallback_stand_behind_those_of_retrieval(llama):
     assert SamAssistant(fallback=fallback).drafters[-2] is fallback
 
 
-def test_sam_drafts_from_its_memory(llama):
-    assistant = SamAssistant(memory=OutputMemory(), fallback=None, budget=8)
-    run(llama, assistant=assistant)
-    first = assistant.stats.last.steps
-    run(llama, assistant=assistant)
-    assert assistant.stats.last.steps < first
-
-
-def test_a_second_identical_call_needs_fewer_steps(llama):
-    assistant = SuffixAssistant(fallback=None, budget=8)
-    steps = []
-    for _ in range(2):
-        run(llama, assistant=assistant)
-        steps.append(assistant.stats.last.steps)
-    assert steps[1] <= steps[0] // 2
-
-
 @pytest.mark.parametrize("named", [True, False])
-def test_memory_may_be_filled_beforehand(llama, named):
+@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
+def test_memory_may_be_filled_beforehand(llama, preset, named):
     output = run(llama)[0, PROMPT.shape[1] :].tolist()
     memory = OutputMemory()
     memory.add(output, *([fingerprint(llama)] if named else []))
-    assistant = SuffixAssistant(memory, fallback=None, budget=8)
+    assistant = preset(memory=memory, fallback=None, budget=8)
     assert assistant.memory is memory
     run(llama, assistant=assistant)
     assert assistant.stats.last.steps < NEW_TOKENS // 3
+    assert len(memory) == 2
 
 
 def test_memories_of_models_are_kept_apart(llama):

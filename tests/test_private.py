@@ -6,8 +6,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant, simulate
-from hf_retrieval_assist.decoding.pricing import cost_key
-from hf_retrieval_assist.planning.cost_store import CostModels
 
 from .support.tiny_models import tiny_config, tiny_model
 
@@ -46,11 +44,3 @@ def test_generate_with_a_private_assistant(model, tmp_path):
     assert assistant.stats.total.calls == 1
     model.generate(prompt, assistant=assistant, max_new_tokens=24, do_sample=False)
     assert assistant.memory.token_count == 24
-
-
-def test_timings_outlive_the_assistant(model, tmp_path):
-    prompt = torch.tensor([[5, 6, 7]])
-    assistant = SuffixAssistant(budget=8, costs=CostModels(tmp_path))
-    model.generate(prompt, assistant=assistant, max_new_tokens=24, do_sample=False)
-    kept = CostModels(tmp_path).get(cost_key(model, prompt, 16))
-    assert kept.observations > 2

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from transformers.cli.serving.utils import (
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.serving.managers import Parser, parsed
 
+from .support.memories import wait_until
 from .support.served import (
     ANSWERS,
     CALL,
@@ -34,12 +34,9 @@ from .support.served import (
     free_port,
     get,
     learned,
-    listening,
     serving,
     tokenizer_of_bytes,
 )
-
-__all__ = ["ANSWERS", "CALL", "LIST", "TOOL", "Served", "free_port", "get", "listening"]
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +59,18 @@ def alone(folder):
         yield found
 
 
+def healthy(url):
+    with contextlib.suppress(urllib.error.URLError):
+        return get(f"{url}/health")[0] == 200
+
+
 @pytest.fixture(scope="module")
 def theirs(folder):
     """transformers' own server."""
     port = free_port()
     serve = Serve(folder, device="cpu", dtype="float32", port=port, non_blocking=True)
     url = f"http://localhost:{port}"
-    end = time.monotonic() + 60
-    while True:
-        with contextlib.suppress(urllib.error.URLError):
-            if get(f"{url}/health")[0] == 200:
-                break
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: healthy(url))
     yield Served(url, None, folder)
     serve.kill_server()
 
@@ -116,10 +112,8 @@ def test_predictions_are_drafted_and_told(served, theirs, parts):
     served.assistant.memory.forget()
     drafted = served.assistant.stats.total.accepted
     ours = served.ask("list", prediction=prediction)
-    end = time.monotonic() + 10
-    while served.assistant.stats.total.accepted <= drafted:  # counted when a step comes after it
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    # Counted when a step comes after it.
+    wait_until(lambda: served.assistant.stats.total.accepted > drafted)
     assert ours.choices == plain.choices
     text, chunks = served.stream("list", prediction=prediction)
     assert text == plain.choices[0].message.content
@@ -499,10 +493,9 @@ def test_figures_are_what_was_counted(folder, batching):
         written = 0
         for asked in ("list", "hello", "list", "rain?", "list"):
             written += served.ask(asked).usage.completion_tokens
-        end = time.monotonic() + 10
-        while (found := served.metrics())["requests_total",] < 5:  # counted as the answer is sent
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        # Counted as the answer is sent.
+        wait_until(lambda: served.metrics()["requests_total",] == 5)
+        found = served.metrics()
     total = assistant.stats.total
     assert found["requests_total",] == total.calls == 5
     assert found["tokens_total",] == total.tokens == written
@@ -529,14 +522,9 @@ def test_the_command_serves_until_it_is_interrupted(folder, tmp_path, batching):
     command += ["--device", "cpu", "--log-level", "warning"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 60
-        while True:
-            with contextlib.suppress(urllib.error.URLError):
-                get(f"{url}/health")
-                break
-            assert process.poll() is None, process.stderr.read()
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: process.poll() is not None or healthy(url))
+        assert process.poll() is None, process.stderr.read()
         answer = Served(url, None, folder).ask("hello")
         assert answer.choices[0].message.content == ANSWERS["hello"]
         process.send_signal(signal.SIGINT)

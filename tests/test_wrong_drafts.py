@@ -1,5 +1,7 @@
 """Drafts of drafters from outside, which nothing may believe unread."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,6 +21,7 @@ def tree(token_ids, parents, probs, classes=None):
     return TokenTree.build(token_ids, parents, probs, classes)
 
 
+BOTH = np.array([5, 6], np.int32)
 WRONG = {
     "log-probabilities": (tree([5, 9], [-1, 0], [-0.7, -1.9]), "probabilities"),
     "large negative": (tree([5, 9], [-1, 0], [-7e6, -9e6]), "probabilities"),
@@ -30,32 +33,11 @@ WRONG = {
     "a parent that is none": (tree([5, 6], [-1, -70000], [0.5, 0.5]), "parents"),
     "equal siblings": (tree([5, 5], [-1, -1], [0.5, 0.5]), "siblings"),
     "an unknown class": (tree([5], [-1], [0.5], [3]), "classes"),
-    "unequal lengths": (
-        TokenTree(
-            np.array([5, 6], np.int32),
-            np.array([-1], np.int32),
-            np.array([0.5], np.float32),
-            np.array([-1], np.int32),
-        ),
-        "lengths",
-    ),
-    "another dtype": (
-        TokenTree(
-            np.array([5]),
-            np.array([-1], np.int32),
-            np.array([0.5], np.float32),
-            np.array([-1], np.int32),
-        ),
-        "int32",
-    ),
+    "unequal lengths": (replace(tree([5], [-1], [0.5]), token_ids=BOTH), "lengths"),
+    "another dtype": (replace(tree([5], [-1], [0.5]), token_ids=np.array([5])), "int32"),
     "lists": (TokenTree([5], [-1], [0.5], [-1]), "arrays"),
     "every other element of an array": (
-        TokenTree(
-            np.array([5, 0, 6, 0], np.int32)[::2],
-            np.array([-1, 0], np.int32),
-            np.array([0.5, 0.2], np.float32),
-            np.array([-1, -1], np.int32),
-        ),
+        replace(tree([5, 6], [-1, 0], [0.5, 0.2]), token_ids=BOTH.repeat(2)[::2]),
         "contiguous",
     ),
 }

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hf_retrieval_assist.corpus.build import BuildOptions
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
 from tests.corpus.documents import SMALL, VOCAB, assert_holds, build, make_documents
+from tests.support.damage import damaged
 
 
 @pytest.mark.parametrize(
@@ -164,22 +166,6 @@ def test_manifests_with_impossible_shards_do_not_open(store, field, value):
         Datastore.open(store.path)
 
 
-def mutate(data, rng):
-    """Other bytes: cut short, a bit flipped, a stretch overwritten or lengthened."""
-    data = bytearray(data)
-    start = int(rng.integers(len(data)))
-    kind = rng.integers(4)
-    if kind == 0:
-        return data[:start]
-    if kind == 1:
-        data[start] ^= 1 << rng.integers(8)
-        return data
-    length = int(rng.integers(1, 64))
-    filling = [rng.bytes(length), b"\0" * length, b"\xff" * length][rng.integers(3)]
-    data[start : start + (length if kind == 2 else 0)] = filling
-    return data[: max(len(data), start)]
-
-
 def resized_shard(shard, path, rng):
     """A manifest's shard made to fit its files again, where a number of tokens allows it."""
     sizes = {
@@ -199,7 +185,7 @@ def mutated_store(original, path, rng):
     """Files of a store with some altered; half of the manifests are made to agree with them."""
     files = dict(original)
     for name in rng.choice(sorted(files), rng.integers(1, 4), replace=False):
-        files[name] = mutate(files[name], rng)
+        files[name] = damaged(files[name], random.Random(int(rng.integers(1 << 30))))
     for name, data in files.items():
         (path / name).write_bytes(data)
     if rng.random() < 0.5:

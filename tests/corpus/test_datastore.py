@@ -22,15 +22,6 @@ from tests.corpus.documents import (
 )
 
 
-def test_round_trip_up_to_the_largest_id(tmp_path):
-    documents = [[0, 262_143, 70_000], [262_143], [65_535, 65_536]]
-    datastore = build(documents, tmp_path / "store")
-    assert_holds(Datastore.open(tmp_path / "store"), documents)
-    assert datastore.count([262_143, 70_000]) == 1
-    assert datastore.count([70_000, 262_143]) == 0
-    assert datastore.count([262_143]) == 2
-
-
 @pytest.mark.parametrize("vocab_size", [1, 255, 256, 65_535, 65_536, 1 << 24, 1 << 26])
 def test_round_trip_at_every_width(tmp_path, vocab_size):
     documents = [[vocab_size - 1, 0, vocab_size - 1], [0]]
@@ -127,18 +118,14 @@ import sys
 from itertools import repeat
 from hf_retrieval_assist.corpus.datastore import Datastore
 
-path, documents = sys.argv[1], repeat(range(100))
-options = {"memory": 64 * 22 * 100, "progress": False}
-if sys.argv[2:] == ["append"]:
-    Datastore.open(path).append(documents, **options)
-else:
-    Datastore.build(documents, path, vocab_size=262_144, **options)
+options = {"vocab_size": 262_144, "memory": 64 * 22 * 100, "progress": False}
+Datastore.build(repeat(range(100)), sys.argv[1], **options)
 """
 
 
-def kill_while_building(path, *arguments):
+def kill_while_building(path):
     """SIGKILL a build of documents without end once it has indexed a shard."""
-    process = subprocess.Popen([sys.executable, "-c", ENDLESS_BUILD, str(path), *arguments])
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS_BUILD, str(path)])
     try:
         end = time.monotonic() + 60
         while not any(path.parent.glob(f".{path.name}.*.partial/*.suffixes")):
@@ -210,12 +197,6 @@ def test_another_store_in_the_place_of_the_opened_one_is_not_added_to(tmp_path):
     for change in (lambda: opened.append([[3]], progress=False), lambda: opened.compact()):
         with pytest.raises(ValueError, match="expected the datastore that was opened"):
             change()
-
-
-@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
-def test_killed_append_leaves_the_old_store(store):
-    kill_while_building(store.path, "append")
-    assert_holds(Datastore.open(store.path), make_documents())
 
 
 def test_interrupted_publication_leaves_the_old_store(tmp_path, monkeypatch):

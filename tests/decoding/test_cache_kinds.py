@@ -1,5 +1,7 @@
 """Caches of every kind: turns are those of plain decoding."""
 
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 import transformers
@@ -34,30 +36,13 @@ TIERS = {
 }
 
 
-class NoStream:
-    """Stands in for a device's stream where everything is in order anyway."""
-
-    def __init__(self, *arguments):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *arguments):
-        pass
-
-    def wait_stream(self, other):
-        pass
-
-
 @pytest.fixture(autouse=True)
 def _streams(monkeypatch):
     """Offloaded caches ask for streams, which a CPU has none of."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(torch, "Stream", NoStream)
-        monkeypatch.setattr(torch.cuda, "Stream", NoStream)
-        monkeypatch.setattr(torch.cuda, "stream", NoStream)
-        monkeypatch.setattr(torch.cuda, "default_stream", NoStream)
+        monkeypatch.setattr(torch, "Stream", MagicMock)
+        for name in ("Stream", "stream", "default_stream"):
+            monkeypatch.setattr(torch.cuda, name, MagicMock())
 
 
 # A batch of each, and one row of the commonest.

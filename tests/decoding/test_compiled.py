@@ -15,16 +15,9 @@ from transformers import (
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
-from tests.support.lossless import PROMPT, build, knowing, run
+from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
 from tests.support.oracle_drafter import oracle_assistant
 
-BATCH = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3])
-MASK = torch.ones_like(BATCH)
-MASK[1, :5] = MASK[2, :9] = 0
-INPUTS = {
-    "one row": {"input_ids": PROMPT},
-    "padded": {"input_ids": BATCH * MASK, "attention_mask": MASK},
-}
 ROOM = 96
 
 

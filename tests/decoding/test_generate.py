@@ -5,15 +5,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    Gemma3ForCausalLM,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    LogitsProcessor,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-    pipeline,
-)
+from transformers import Gemma3ForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant
@@ -89,108 +81,11 @@ def test_processing(model, options):
         equal(model, **options)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_an_end_of_sequence_id_among_several(model, do_sample):
-    free = run(model, do_sample=do_sample)[0, PROMPT.shape[1] :].tolist()
-    ends = [free[9], free[-1]]
-    plain, _ = equal(model, do_sample=do_sample, eos_token_id=ends)
-    assert plain[0, -1] in ends
-
-
 @pytest.mark.parametrize(("seconds", "tokens"), [(0.0, 1), (1e6, NEW_TOKENS)])
 def test_max_time(model, seconds, tokens):
     plain = run(model)
     assisted = run(model, max_time=seconds, assistant=knowing(plain))
     assert torch.equal(assisted, plain[:, : PROMPT.shape[1] + tokens])
-
-
-class Watch:
-    """Records the prefixes and scores it is shown."""
-
-    def __init__(self):
-        self.seen = []
-
-    def note(self, input_ids, scores):
-        self.seen.append((input_ids.clone(), scores))
-
-
-class WatchingCriterion(Watch, StoppingCriteria):
-    """Stops after a token of a residue class, but not at once."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.note(input_ids, scores)
-        late = input_ids.shape[1] > PROMPT.shape[1] + 9
-        return (input_ids[:, -1] % 4 == 1) & late
-
-
-class WatchingProcessor(Watch, LogitsProcessor):
-    """Favours tokens by the prefix's length and last token."""
-
-    def __call__(self, input_ids, scores):
-        self.note(input_ids, scores.clone())
-        scores = scores.clone()
-        scores[:, (int(input_ids[0, -1]) + input_ids.shape[1]) % VOCAB] += 3.0
-        return scores
-
-
-def assert_same_views(plain, assisted):
-    assert len(plain.seen) == len(assisted.seen) > 1
-    for (ids, scores), (assisted_ids, assisted_scores) in zip(
-        plain.seen, assisted.seen, strict=True
-    ):
-        assert torch.equal(ids, assisted_ids)
-        if scores is None:
-            assert assisted_scores is None
-        else:
-            torch.testing.assert_close(assisted_scores, scores, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize(
-    ("watch_class", "name"),
-    [(WatchingCriterion, "stopping_criteria"), (WatchingProcessor, "logits_processor")],
-)
-def test_callables_of_the_caller_see_what_they_would_have_seen(model, watch_class, name, do_sample):
-    plain_watch, watch = watch_class(), watch_class()
-    plain = run(model, do_sample=do_sample, **{name: [plain_watch]})
-    assistant = knowing(plain)
-    assisted = run(model, do_sample=do_sample, **{name: [watch]}, assistant=assistant)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.last.accepted > 0
-    assert_same_views(plain_watch, watch)
-
-
-class WatchingStreamer(BaseStreamer):
-    def __init__(self):
-        self.values = []
-
-    def put(self, value):
-        self.values.append(value.tolist())
-
-    def end(self):
-        self.values.append("end")
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_streamers_get_the_prompt_then_every_token_then_the_end(model, do_sample):
-    plain, assisted = WatchingStreamer(), WatchingStreamer()
-    result = run(model, do_sample=do_sample, streamer=plain)
-    run(model, do_sample=do_sample, streamer=assisted, assistant=knowing(result))
-    assert assisted.values == plain.values
-    assert assisted.values[0] == PROMPT.tolist()
-    assert assisted.values[-1] == "end"
-    assert len(assisted.values) == NEW_TOKENS + 2
-
-
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 8, "temperature": 0.7}])
-def test_scores_and_logits(model, options):
-    names = ("return_dict_in_generate", "output_scores", "output_logits")
-    plain, assisted = equal(model, **options, **dict.fromkeys(names, True))
-    assert type(plain) is type(assisted)
-    for name in ("scores", "logits"):
-        assert len(plain[name]) == len(assisted[name]) == NEW_TOKENS
-        for expected, actual in zip(plain[name], assisted[name], strict=True):
-            torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -272,14 +167,6 @@ def test_threads_share_an_assistant(model):
         assert torch.equal(result, plain[i % 4])
     assert assistant.stats.total.calls == 8
     assert assistant.stats.total.accepted > 0
-
-
-def test_one_assistant_serves_several_models():
-    assistant = SamAssistant(budget=8)
-    for model_class in (LlamaForCausalLM, GPT2LMHeadModel, LlamaForCausalLM):
-        model = build(model_class)
-        assert torch.equal(run(model), run(model, assistant=assistant))
-    assert assistant.stats.total.calls == 3
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from transformers import (
     Qwen3NextForCausalLM,
     StaticCache,
     StoppingCriteria,
-    TextStreamer,
     set_seed,
 )
 
@@ -30,14 +29,10 @@ from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.decoding.test_compiled import static
 from tests.support.interrupts import Interrupt, InterruptedForward
 from tests.support.lossless import build
+from tests.support.watching import Spectator
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
 MASK = (PROMPTS > 0).long()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build(LlamaForCausalLM)
 
 
 @pytest.fixture
@@ -136,19 +131,10 @@ def test_plain_calls_are_recorded_up_to_their_rows_ends(model):
 
 
 def test_a_streamer_is_told_every_token(model, resting):
-    class Tokens(TextStreamer):
-        def __init__(self):
-            self.ids = []
-
-        def put(self, value):
-            self.ids += value.flatten().tolist()
-
-        def end(self):
-            self.ids.append(None)
-
-    streamer = Tokens()
-    out = run(model, PROMPTS[1:], MASK[1:], assistant=SamAssistant(), streamer=streamer)
-    assert streamer.ids == [*out[0].tolist(), None]
+    streamer = Spectator()
+    (text,) = run(model, PROMPTS[1:], MASK[1:], assistant=SamAssistant(), streamer=streamer)
+    new = text[PROMPTS.shape[1] :].tolist()
+    assert streamer.sent == [PROMPTS[1:].tolist(), *([token] for token in new), "end"]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
-from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service, tiers
+from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service
 from tests.draft_models.test_recorded import NAMES, Drafting, assert_same
-from tests.support.dense_attention import flash_like
 from tests.support.lossless import PROMPT, build, knowing
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import both
@@ -89,18 +88,6 @@ def test_tokens_are_those_of_plain_decoding(model_class, inputs, attended):
     layers = model.config.num_hidden_layers
     assert len(attended) % layers == 0
     assert len(attended) >= layers * assistant.stats.last.forwards
-
-
-def test_attention_that_takes_no_masks(attended, monkeypatch):
-    AttentionInterface.register("unmasked", flash_like)
-    for module in (service, tiers):
-        monkeypatch.setattr(module, "why_no_mask", lambda config: "no masks")
-    model = build(LlamaForCausalLM)
-    model.set_attn_implementation("unmasked")
-    plain, assisted, assistant = both(model, CALLS["one row"], oracle=ORACLE, **OPTIONS)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.tier == "tree"
-    assert attended
 
 
 def bounded(

@@ -14,7 +14,7 @@ from hf_retrieval_assist.draft_models.rows import offsets_of, parts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from hf_retrieval_assist.drafters.base import Drafter, Target
 from hf_retrieval_assist.presets import fallback_drafters
-from tests.support.feature_following import features_of, seen
+from tests.support.feature_following import assert_same, features_of, seen
 from tests.support.heads import block_drafter, head_drafter
 from tests.support.lossless import build
 from tests.support.tiny_models import VOCAB, randomise
@@ -87,10 +87,7 @@ class Batch:
     def check(self, rows, trees):
         for row, tree in zip(rows, trees, strict=True):
             tree.check_invariants()
-            expected = self.alone(row)
-            assert tree.token_ids.tolist() == expected.token_ids.tolist()
-            assert tree.parents.tolist() == expected.parents.tolist()
-            np.testing.assert_allclose(tree.probs, expected.probs, rtol=2e-3)
+            assert_same(tree, self.alone(row))
 
     def propose(self, rows):
         sessions = [self.sessions[row] for row in rows]

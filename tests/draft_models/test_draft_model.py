@@ -5,10 +5,8 @@ import pytest
 import torch
 from transformers import (
     Gemma3ForCausalLM,
-    Gemma3TextConfig,
     GPT2LMHeadModel,
     GPTJForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
     OPTForCausalLM,
     RobertaForCausalLM,
@@ -26,31 +24,19 @@ from hf_retrieval_assist.planning.cost_store import CostModels
 from tests.support.lossless import PHRASE, PROMPT, build, run
 
 VOCAB = 48
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 
 
-def llama(seed=0, **changes):
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(SIZES | changes))).eval()
+def llama():
+    model = build(LlamaForCausalLM, vocab_size=VOCAB, num_hidden_layers=2)
     with torch.no_grad():
         model.lm_head.weight *= 20  # decided, so that rounding cannot reorder the candidates
     return model
 
 
-def gemma(seed=0):
-    torch.manual_seed(seed)
-    config = Gemma3TextConfig(
-        **SIZES, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
-    )
-    return Gemma3ForCausalLM(config).eval()
+def gemma():
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, "sliding_window": 4}
+    return build(Gemma3ForCausalLM, layer_types=kinds, **sizes)
 
 
 @pytest.fixture(scope="module", params=[llama, gemma], ids=["llama", "gemma"])

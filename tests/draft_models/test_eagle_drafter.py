@@ -8,8 +8,8 @@ import torch
 
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.base import Feedback, FeedbackNeeds, Target
-from hf_retrieval_assist.host.feature_taps import FeatureTap
 from tests.support.eagle_fixtures import tiny_target
+from tests.support.feature_following import assert_same, features_of, seen
 from tests.support.heads import eagle_head
 
 VOCAB = 128
@@ -38,9 +38,7 @@ def text():
 @pytest.fixture(scope="module")
 def features(target, head, text):
     """[40, width], the target's features of the text."""
-    with torch.no_grad(), FeatureTap(target, head.config.boundaries) as tap:
-        target(torch.tensor([text]))
-    return tap.features[0]
+    return features_of(target, head.config.boundaries, text)
 
 
 def start(head, prompt, **sizes):
@@ -48,21 +46,10 @@ def start(head, prompt, **sizes):
     return drafter.start(np.array(prompt, np.int32), Target(vocab_size=VOCAB))
 
 
-def seen(features):
-    fed = np.zeros(len(features), np.int32)
-    return Feedback(fed, np.arange(len(features), dtype=np.int32), hidden_states=features)
-
-
 def draft_at_once(head, text, features, **sizes):
     session = start(head, text[:-1], **sizes)
     session.commit(text[-1:], seen(features[: len(text) - 1]))
     return session.propose(100)
-
-
-def assert_same(tree, other):
-    assert tree.token_ids.tolist() == other.token_ids.tolist()
-    assert tree.parents.tolist() == other.parents.tolist()
-    np.testing.assert_allclose(tree.probs, other.probs, rtol=1e-3)
 
 
 def test_needs_are_the_heads_boundaries(head):
@@ -173,15 +160,3 @@ def test_features_of_another_width(head, text):
     session = start(head, text[:5])
     with pytest.raises(ValueError, match=r"feedback.hidden_states: expected \[accepted, 96\]"):
         session.commit(text[5:6], seen(torch.zeros(5, 32)))
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_drafts_on_cuda_are_those_on_the_cpu(text, features):
-    trees = []
-    for device in ("cpu", "cuda"):
-        torch.manual_seed(2)
-        head = eagle_head(tiny_target(32).to(device), draft_ids=DRAFT_IDS)
-        head.lm_head.weight.mul_(60)
-        trees.append(draft_at_once(head, text, features.to(device)))
-    assert trees[0].follow(trees[1].token_ids[:1]).size == 1

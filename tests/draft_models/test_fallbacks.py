@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,7 +13,7 @@ from hf_retrieval_assist import Assistant, EagleHead, EarlyExit, SamAssistant, S
 from hf_retrieval_assist.draft_models.dflash import DFlashDrafter
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from tests.support.eagle_fixtures import CASES, load_case
-from tests.support.feature_following import TEXT, features_of, seen, session_of
+from tests.support.feature_following import TEXT, assert_same, features_of, seen, session_of
 from tests.support.heads import block_drafter, head_drafter
 from tests.support.lossless import build, padded
 from tests.support.wrapped_models import WRAPS
@@ -60,9 +59,7 @@ def test_drafts_do_not_depend_on_the_steps(name, steps):
     whole.commit(TEXT[known : known + 1], seen(features[:known]))
     expected = whole.propose(12)
     for tree in (session.propose(12), session.propose(12)):
-        assert tree.token_ids.tolist() == expected.token_ids.tolist()
-        assert tree.parents.tolist() == expected.parents.tolist()
-        np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
+        assert_same(tree, expected)
 
 
 @pytest.mark.parametrize("name", ["DFlash model", "EAGLE"])
@@ -78,9 +75,7 @@ def test_hidden_states_wait_in_bounded_numbers(name):
         assert session.waiting < 8
     whole = session_of(drafter, target, TEXT[:30])
     whole.commit(TEXT[30:31], seen(features[:30]))
-    tree, expected = session.propose(12), whole.propose(12)
-    assert tree.token_ids.tolist() == expected.token_ids.tolist()
-    np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3)
+    assert_same(session.propose(12), whole.propose(12))
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "MTP"])
@@ -93,8 +88,7 @@ def test_a_long_text_is_followed_in_parts(name):
         session.follower.chunk = chunk
         session.commit(TEXT[29:30], seen(features[:29]))
         trees.append(session.propose(12))
-    assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
-    np.testing.assert_allclose(trees[0].probs, trees[1].probs, rtol=1e-3)
+    assert_same(*trees)
 
 
 # Every kind of fallback; the last two are recorded heads, one of another width than its target's.

@@ -84,13 +84,6 @@ def test_equal_laws_accept_the_first_child(law, count):
             assert child_acceptance(law, law, torch.tensor(order))[0][0] == 1
 
 
-@given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 4))
-def test_point_masses(at, drafted, count):
-    target, draft = torch.eye(4, dtype=torch.float64)[[at, drafted]]
-    law, _ = enumerate_law(target, draft, count)
-    assert law == pytest.approx(target)
-
-
 def test_float32_rows_of_a_large_vocabulary():
     torch.manual_seed(0)
     target = torch.softmax(6 * torch.randn(3, 5000), dim=-1)

@@ -114,14 +114,6 @@ def test_sessions_share_a_corpus_but_not_their_place():
     assert second.propose(4).token_ids.tolist() == [6]
 
 
-def test_large_ids_round_trip():
-    ids = [70_000, 262_143, 70_001]
-    for drafter, prompt in ((StaticAutomatonDrafter([ids]), []), (AutomatonDrafter(), ids)):
-        session = start(drafter, prompt)
-        session.commit([70_000], None)
-        assert session.propose(2).token_ids.tolist() == ids[1:]
-
-
 def test_priors_are_probabilities_of_every_class():
     for drafter in (AutomatonDrafter(), StaticAutomatonDrafter([[1]])):
         priors = drafter.priors()

@@ -1,7 +1,5 @@
 """The REST drafter: its contract, its evidence classes, and what the corpus brings."""
 
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +8,7 @@ from hypothesis import strategies as st
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.rest import RestDrafter
+from tests.support.threads import in_threads
 
 VOCAB = 50
 TARGET = Target(VOCAB)
@@ -129,13 +128,4 @@ def test_sessions_of_one_drafter_run_in_several_threads(datastore):
             found.append(draft_paths(session.propose(16)))
         return found
 
-    results = {}
-    threads = [
-        threading.Thread(target=lambda i=i: results.update({i: drafts(texts[i])}))
-        for i in range(len(texts))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {i: drafts(text) for i, text in enumerate(texts)}
+    assert in_threads(drafts, texts) == [drafts(text) for text in texts]

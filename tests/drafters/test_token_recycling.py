@@ -1,7 +1,6 @@
 """Token Recycling against its definition, on tables small enough to write down."""
 
 import dataclasses
-import threading
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from hf_retrieval_assist.drafters.token_recycling import (
 from hf_retrieval_assist.structures import draft_tree, successors
 from hf_retrieval_assist.verification import top_logits
 from hf_retrieval_assist.verification.top_logits import ComputedTop, FoundTop
+from tests.support.threads import in_threads
 
 CPU = torch.device("cpu")
 
@@ -327,27 +327,18 @@ def test_texts_with_tables_of_their_own_teach_those():
 def test_threads_share_one_table():
     """Sessions on several threads always see whole rows: siblings stay distinct."""
     drafter = TokenRecyclingDrafter(top_k=4, template=(4, 4, 1, 0, 0, *[0] * 5))
-    failures = []
 
     def work(seed):
         rng = np.random.default_rng(seed)
         session = drafter.start(ids(0), target(vocab_size=50))
-        try:
-            for _ in range(150):
-                fed = rng.integers(0, 50, 6).astype(np.int32)
-                logits = torch.from_numpy(rng.standard_normal((6, 50), dtype=np.float32))
-                top = ComputedTop(logits)
-                session.commit([int(fed[0])], Feedback(fed, ids(0), top=top))
-                session.propose(16).check_invariants()
-        except AssertionError as error:
-            failures.append(error)
+        for _ in range(150):
+            fed = rng.integers(0, 50, 6).astype(np.int32)
+            logits = torch.from_numpy(rng.standard_normal((6, 50), dtype=np.float32))
+            feedback = Feedback(fed, ids(0), top=ComputedTop(logits))
+            session.commit([int(fed[0])], feedback)
+            session.propose(16).check_invariants()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(work, range(4))
 
 
 def test_what_a_device_found_teaches_what_is_found_when_asked_for():

@@ -1,48 +1,25 @@
 """Captured boundaries must be those transformers reports, however the model is wrapped."""
 
 import copy
-import threading
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_retrieval_assist.draft_models import default_boundaries
 from hf_retrieval_assist.host.feature_taps import FeatureTap, FeatureTaps, find_blocks
 from tests.support.eagle_fixtures import tiny_target
+from tests.support.lossless import build
+from tests.support.threads import in_threads
 from tests.support.wrapped_models import WRAPS
 
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 50,
-}
-ARCHITECTURES = {
-    "llama": {},
-    "gemma3_text": {},
-    "qwen3": {},
-    "gpt_neox": {},
-    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4},
-    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
-    "mixtral": {"num_local_experts": 2},
-    "olmo3": {},
-}
+MODELS = ("Llama", "Gemma3", "Qwen3", "GPTNeoX", "OPT", "Mixtral", "Olmo3")
 
 
 @pytest.fixture
 def token_ids():
     return torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(1))
-
-
-def build(model_type):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**SMALL, **ARCHITECTURES[model_type]})
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def reported(model, token_ids, boundaries):
@@ -54,12 +31,12 @@ def hooks_of(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*(f"{name}ForCausalLM" for name in MODELS), "GPT2LMHeadModel"])
 @torch.no_grad()
-def test_boundaries_are_those_of_output_hidden_states(model_type, token_ids):
-    model = build(model_type)
-    expected = reported(model, token_ids, [0, 2, 3, -1])
-    tap = FeatureTap(model, (0, 2, 3, -1))
+def test_boundaries_are_those_of_output_hidden_states(name, token_ids):
+    model = build(getattr(transformers, name))
+    expected = reported(model, token_ids, [0, 1, 2, -1])
+    tap = FeatureTap(model, (0, 1, 2, -1))
     with tap:
         model(token_ids, logits_to_keep=1)
     torch.testing.assert_close(tap.features, expected)
@@ -149,9 +126,7 @@ def test_another_threads_forward_is_not_captured(token_ids):
     expected = reported(model, token_ids, [1])
     with FeatureTap(model, (1,)) as tap:
         model(token_ids)
-        other = threading.Thread(target=lambda: model(token_ids[:1]))
-        other.start()
-        other.join()
+        in_threads(model, [token_ids[:1]])
     torch.testing.assert_close(tap.features, expected)
 
 

@@ -19,11 +19,6 @@ def changed(model, **settings):
     return other
 
 
-@pytest.fixture(scope="module")
-def model():
-    return build(LlamaForCausalLM)
-
-
 @pytest.fixture
 def adapted():
     """A model with adapters "a" and "b", "a" in use."""

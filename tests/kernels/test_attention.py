@@ -110,14 +110,6 @@ def test_autograd_and_dropout_are_left_to_transformers(served):
     assert not served
 
 
-def test_other_threads_see_nothing(served):
-    with reroute():
-        thread = threading.Thread(target=attend, args=(Q, K, V, MASK))
-        thread.start()
-        thread.join()
-    assert not served
-
-
 def test_kernels_serve_whatever_scope_another_thread_is_in(served):
     entered, done = threading.Event(), threading.Event()
 

@@ -85,14 +85,11 @@ def test_scopes_nest_and_survive_exceptions(served):
 
 
 def test_other_threads_see_nothing(served):
-    result = []
     with reroute():
-        thread = threading.Thread(target=lambda: result.append(F.linear(X, W)))
-        thread.start()
-        thread.join()
+        (result,) = in_threads(lambda x: F.linear(x, W), [X])
     assert not served
     # A new thread starts with as many OpenMP threads as there are cores, and may sum differently.
-    torch.testing.assert_close(result[0], PLAIN(X, W), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result, PLAIN(X, W), rtol=1e-4, atol=1e-4)
 
 
 def test_scopes_of_several_threads_overlap(served):
@@ -324,13 +321,3 @@ def test_small_weights_are_the_kernels_and_nothing_is_timed(tmp_path, monkeypatc
     asked = measure_as(monkeypatch, "pytorch")
     assert LinearTuning(tmp_path / "tuning.json").choose(W) is METHODS["kernel"]
     assert not asked
-
-
-def test_a_place_that_cannot_be_written_to_is_reported_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "LEAST_ELEMENTS", 0)
-    measure_as(monkeypatch, "kernel")
-    (tmp_path / "file").write_text("not a directory")
-    tuning = LinearTuning(tmp_path / "file" / "tuning.json")
-    with pytest.warns(RuntimeWarning) as caught:
-        assert tuning.choose(W) is tuning.choose(W[:3]) is METHODS["kernel"]
-    assert len(caught) == 1

@@ -1,7 +1,6 @@
 """Norms in one operation: the bits of the modules' own forward, or the modules' own forward."""
 
 import gc
-import threading
 
 import pytest
 import torch
@@ -170,17 +169,6 @@ def test_outside_of_scopes_classes_are_as_they_were(monkeypatch):
     with reroute():
         assert LlamaRMSNorm.forward is replaced
     assert LlamaRMSNorm.forward is replaced
-
-
-def test_other_threads_compute_the_modules_own_operators(fused):
-    module = LlamaRMSNorm(8)
-    learn_norms(module)
-    fused.clear()
-    with torch.no_grad(), reroute():
-        thread = threading.Thread(target=module, args=(torch.randn(2, 8),))
-        thread.start()
-        thread.join()
-    assert not fused
 
 
 def test_compiled_models_are_served_as_they_are(fused):

@@ -1,7 +1,6 @@
 """One tenant is forgotten, wherever its outputs are kept, and nobody else."""
 
 import sqlite3
-import time
 import warnings
 
 import numpy as np
@@ -168,22 +167,6 @@ def test_a_tenant_in_a_damaged_log_is_forgotten_here_and_the_damage_is_told(tmp_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         memory.add([1, 2])
-
-
-@needs_redis
-def test_outputs_from_before_the_first_exchange_outlive_an_old_forgetting(tmp_path):
-    store = OnServer(tmp_path)
-    try:
-        sync(before := store.view())
-        before.namespace("a").forget()  # once, long ago
-        time.sleep(0.2)
-        store.process.hang()
-        memory = filled(store.view())
-        store.process.go_on()
-        sync(memory, before)
-        assert found(memory) == found(before) == [1, 1, 1]
-    finally:
-        store.close()
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a:b", "/", "\0", "x" * 100_000, "ä\n"])

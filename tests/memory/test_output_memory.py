@@ -102,15 +102,6 @@ def test_a_million_tokens_pass_through_32_mb_at_one_speed():
     check_memory(memory)
 
 
-def test_an_output_larger_than_the_memory_is_cut(tmp_path):
-    rng = np.random.default_rng(1)
-    memory = OutputMemory(max_bytes=100_000)
-    output = memory.start()
-    output.extend(random_output(rng, 4_000, 1 << 18))
-    assert 0 < memory.token_count < 4_000
-    check_memory(memory)
-
-
 @pytest.mark.parametrize("length", [4_000, 24_000, 26_000])
 def test_an_output_larger_than_the_memory_is_logged_while_its_ids_fit(tmp_path, length):
     rng = np.random.default_rng(1)
@@ -278,18 +269,6 @@ def test_fading_leaves_other_prompts_and_running_outputs_alone():
 def test_refuses_half_lives(half_life):
     with pytest.raises(ValueError, match=r"^half_life: expected None or a number above 0"):
         OutputMemory(half_life=half_life)
-
-
-def test_many_groups_under_a_bound():
-    rng = np.random.default_rng(1)
-    memory = OutputMemory(max_bytes=200_000, half_life=4.0)
-    for i in range(200):
-        memory.add(random_output(rng, 60), f"model/{i % 20}")
-        assert memory.nbytes <= 200_000
-    check_memory(memory)
-    memory.forget()
-    check_memory(memory)
-    assert memory.nbytes == 0
 
 
 MANY_RUNNING = """

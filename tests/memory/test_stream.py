@@ -172,7 +172,6 @@ def test_a_view_that_nobody_holds_ends_its_thread():
 
 BULK = b"$1000\r\nabc"
 GOOD = b"*4\r\n$1\r\n0\r\n*2\r\n:0\r\n:0\r\n*0\r\n*0\r\n"
-ENTRY = b"*2\r\n$3\r\n1-0\r\n*2\r\n$2\r\nby\r\n:7\r\n"
 ODD = {
     "OOM": b"-OOM command not allowed when used memory > 'maxmemory'.\r\n",
     "LOADING": b"-LOADING Redis is loading the dataset in memory\r\n",
@@ -217,16 +216,6 @@ def test_no_answer_ends_the_exchange(answer, caplog):
     assert view.sync(WAIT)
     assert view._thread is thread
     assert [r.levelname for r in caplog.records if server.place in r.message].count("WARNING") == 1
-    server.close()
-
-
-@needs_redis
-def test_an_entry_that_is_no_output_is_passed_over():
-    server = OddServer(GOOD[:-4] + b"*1\r\n" + ENTRY)
-    view = OutputStream(RedisServer(server.url), 1 << 20)
-    assert view.sync(WAIT)
-    assert view.read() == ([], [])
-    assert view._last_entry == b"1-0"
     server.close()
 
 

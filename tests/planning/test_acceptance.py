@@ -149,15 +149,6 @@ def test_priors_come_first_and_counts_take_over():
     assert calibrator.rates(classes) == pytest.approx([0.7, 0.1, 0.1], abs=0.05)
 
 
-def test_old_counts_are_forgotten():
-    calibrator = Calibrator(np.array([0.5]))
-    for _ in range(4000):
-        observe(calibrator, 0, True)
-    for _ in range(4000):
-        observe(calibrator, 0, False)
-    assert calibrator.rates(np.zeros(1, np.int32))[0] < 0.2
-
-
 def test_recovers_when_texts_turn_predictable_though_nothing_was_verified():
     calibrator = Calibrator(np.array([0.5]))
     session = calibrator.session()
@@ -253,12 +244,6 @@ def test_reliability_before_anything_was_seen():
 def test_rejects_priors_that_are_no_rates(priors):
     with pytest.raises(ValueError, match=r"priors: expected one dimension in \[0, 1\]"):
         Calibrator(np.array(priors))
-
-
-def test_rejects_unknown_classes():
-    session = Calibrator(np.array([0.5])).session()
-    with pytest.raises(ValueError, match="classes below 1, got 1"):
-        session.calibrate(TokenTree.chain([1], [0.5], [1]))
 
 
 def test_threads_may_share_the_counts():

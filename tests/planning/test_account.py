@@ -77,18 +77,6 @@ def test_rare_tokens_pay_for_cheap_drafting():
     assert all(ask(make(), 1000, 0.01, lambda step: float(step % 50 == 49))[0])
 
 
-def test_a_text_that_becomes_repetitive_is_noticed():
-    account = make()
-    ask(account, 2000, 0.5)
-    assert all(ask(account, 600, 0.5, lambda step: 3.0)[0][400:])
-
-
-def test_past_success_does_not_pay_for_long():
-    account = make()
-    ask(account, 500, 0.5, lambda step: 5.0)
-    assert sum(ask(account, 200, 0.5)[0]) <= 2 * 8 + 10
-
-
 def test_what_a_wider_forward_takes_is_not_gained():
     steep = CostModel.fixed(lambda n: float(n))
     flat, wide = (
@@ -178,22 +166,6 @@ def test_what_a_drafter_has_to_do_first_is_spread_over_its_asks():
     assert all(first_asks(8.0))
     # What never comes back is paid before it is asked again.
     assert sum(first_asks(800.0)) < 10
-
-
-def test_each_drafter_pays_for_itself():
-    account = make(False, True)
-    asked = np.zeros(2)
-    for _ in range(2000):
-        drafting = account.begin(FLAT)
-        for number, spent in enumerate((0.01, 0.7)):
-            if drafting.asks(number):
-                asked[number] += 1
-                drafting.uses[number].seconds, drafting.uses[number].promised = spent, 1.0
-        drafting.end(2, [1.0, 0.0])
-    assert asked[0] == 2000
-    assert asked[1] < 40
-    assert account.pays(0)
-    assert not account.pays(1)
 
 
 def test_promises_are_believed_as_far_as_they_come_true():

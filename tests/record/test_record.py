@@ -1,7 +1,6 @@
 """Records of calls: who proposed what, what became of it, and how it is shown."""
 
 import json
-import threading
 from html.parser import HTMLParser
 
 import numpy as np
@@ -20,6 +19,7 @@ from hf_retrieval_assist.record.steps import MODEL, same_paths
 
 from ..support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
 from ..support.oracle_drafter import OracleDrafter
+from ..support.threads import in_threads
 from ..test_examples import small_model
 
 
@@ -188,9 +188,7 @@ def test_calls_of_other_assistants_and_after_the_block_are_not_recorded(llama):
     assistant, other = SamAssistant(), SamAssistant()
     with assistant.record() as outer, assistant.record() as inner:
         run(llama, assistant=other)
-        thread = threading.Thread(target=run, args=(llama,), kwargs={"assistant": assistant})
-        thread.start()
-        thread.join()
+        in_threads(lambda one: run(llama, assistant=one), [assistant])
     run(llama, assistant=assistant)
     assert len(outer) == len(inner) == 1
     assert outer.calls == inner.calls

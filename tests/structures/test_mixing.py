@@ -216,33 +216,9 @@ def test_learning_is_gradient_descent_on_the_coding_cost(memory, text, right):
     assert np.abs(mixer.cells[..., 0] - plain.cells[..., 0]).max() < 0.03
 
 
-def test_learning_follows_the_text_it_is_given():
-    """After 1 comes 2 or 3 in turn; the text goes on with 3 only."""
-    evidence, _ = started([], [1, 2, 1, 3, 1, 2, 1, 3, 1], [])
-    mixer = untrained().mixer()
-    before = dict(zip(*_root(drafted(mixer, evidence, 8)), strict=True))
-    for _ in range(200):
-        learn(mixer, evidence, [3])
-    after = dict(zip(*_root(drafted(mixer, evidence, 8)), strict=True))
-    assert after[3] > before[3] + 0.2
-    assert after.get(2, 0) < before[2]
-
-
 def _root(draft):
     tokens, parents, probs, _ = draft
     return tokens[parents < 0].tolist(), probs[parents < 0].tolist()
-
-
-def test_the_latest_continuation_is_evidence():
-    cells, weights = np.zeros((*CELL_SHAPE, 2), np.float32), np.zeros(WEIGHT_SHAPE, np.float32)
-    cells[..., 0] = 0.5
-    cells[..., 1, 0] = 0.9
-    weights[0, :COPY] = 1
-    mixer = Mixer(cells, np.zeros((*COPY_SHAPE, 2), np.float32), weights)
-    for text, latest in (([1, 2, 1, 3, 1], 3), ([1, 3, 1, 2, 1], 2)):
-        evidence, _ = started([], text, [])
-        tokens, probs = _root(drafted(mixer, evidence, 8))
-        assert tokens[int(np.argmax(probs))] == latest
 
 
 def test_the_latest_continuation_survives_a_removal():
@@ -350,24 +326,6 @@ def test_a_text_that_breaks_its_copies_is_trusted_less():
     shaken = drafted(mixer, evidence, 1)
     assert steady[2][0] > 0.95
     assert shaken[2][0] < steady[2][0] - 0.05
-
-
-def test_what_follows_a_pair_and_a_gap_is_named():
-    """1 2 and some other token are always followed by 9, and no whole context says so."""
-    memory = grown([[1, 2, gap, 9, 4] for gap in range(20, 40)])
-    evidence = beside(memory, [1, 2, 50])
-    draft = drafted(Mixture.trained().mixer(), evidence, 4)
-    assert draft[0].tolist() == [9, 4]
-    assert draft[1].tolist() == [-1, 0]
-
-
-def test_what_was_removed_is_named_no_more():
-    memory = grown([[1, 2, gap, 9, 4] for gap in range(20, 40)])
-    memory.extend(memory.add_sequence(), array([1, 2, 60, 8]))
-    for sequence in range(20):
-        memory.remove(sequence)
-    evidence = beside(memory, [1, 2, 50])
-    assert drafted(Mixture.trained().mixer(), evidence, 4)[0].tolist() == [8]
 
 
 def test_pairs_before_a_gap_take_bounded_memory():

@@ -254,51 +254,6 @@ def test_budget_above_max_nodes_is_rejected():
         SuffixMatcher(make_index([[1]]), 2, 3).select(4, 1)
 
 
-def mutate(buffers, rng):
-    """Overwrite a few elements of a few buffers with anything."""
-    buffers = [buffer.copy() for buffer in buffers]
-    for _ in range(rng.integers(1, 6)):
-        buffer = buffers[rng.integers(len(buffers))].view(np.uint8)
-        start = rng.integers(len(buffer))
-        stop = start + rng.choice([1, 4, 64, len(buffer)])
-        part = buffer[start:stop]
-        part[:] = [0, 255, rng.integers(256), np.frombuffer(rng.bytes(len(part)), np.uint8)][
-            rng.integers(4)
-        ]
-    return buffers
-
-
-def check_mutations(corpora, seed):
-    """Any bytes give an answer inside the vocabulary, from a lookup that ends.
-
-    Counting a large vocabulary takes longer than all else, so a corpus is mutated 25 times.
-    """
-    rng = np.random.default_rng(seed)
-    for corpus in range(corpora):
-        width, vocab_size = [(1, VOCAB), (2, 300), (3, 70_000), (4, 1 << 25)][corpus % 4]
-        ids = np.array([0, 1, 2, 3, vocab_size - 1])
-        documents = [rng.choice(ids, rng.integers(1, 20)).tolist() for _ in range(4)]
-        shift = max(vocab_size.bit_length() - 6, 0)
-        sound = [make_shard(documents[i::2], vocab_size, width, shift)[:3] for i in range(2)]
-        for _ in range(25):
-            shards = [(*mutate(buffers, rng), shift) for buffers in sound]
-            matcher = SuffixMatcher(SuffixArray(shards, width, vocab_size), 4, 16)
-            for token in rng.choice(ids, 8).tolist():
-                matcher.extend([token])
-                tokens, parents, _, _, _ = matcher.select(16, 4, 3)
-                assert ((tokens >= 0) & (tokens < vocab_size)).all()
-                assert (parents < np.arange(len(parents))).all()
-
-
-def test_any_bytes_give_tokens_of_the_vocabulary():
-    check_mutations(12, seed=0)
-
-
-@pytest.mark.slow
-def test_ten_thousand_mutations():
-    check_mutations(400, seed=1)
-
-
 @settings(max_examples=20, deadline=None)
 @given(corpora(), TEXT)
 def test_matchers_of_one_index_do_not_disturb_each_other(documents, text):

@@ -174,15 +174,6 @@ def test_a_draft_continues_the_longest_suffix_with_enough_followers(text, limit,
     assert draft.tolist() == best
 
 
-def test_a_draft_near_the_end_of_the_text():
-    automaton = SuffixAutomaton()
-    cursor = automaton.cursor()
-    automaton.extend([7] * 20, cursor)
-    assert cursor.length == 19
-    assert cursor.draft(8).tolist() == [7] * 8
-    assert cursor.length == 19  # drafting does not move the cursor
-
-
 @given(documents(), texts(), st.integers(0, 6))
 def test_no_match_and_no_draft_crosses_documents(docs, query, limit):
     automaton, text = build_documents(docs)
@@ -305,13 +296,6 @@ def test_capacity_and_pieces_make_no_difference(text, capacity):
     assert pieces.nbytes == whole.nbytes
     assert pieces.tokens().tolist() == whole.tokens().tolist()
     assert len(pieces) == len(text)
-
-
-def test_a_long_text_is_appended_without_the_gil():
-    text = np.tile(np.arange(50, dtype=np.int64), 100)
-    automaton = build(text)
-    cursor = automaton.cursor()
-    assert cursor.advance_all(text.astype(np.uint32)) == len(text)
 
 
 def test_an_empty_automaton_matches_and_drafts_nothing():

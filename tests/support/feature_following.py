@@ -31,7 +31,11 @@ def session_of(drafter, target, text):
     return drafter.start(np.array(text, np.int32), Target(VOCAB, model=target))
 
 
-Chains = dict[tuple[int, ...], list[int]]
+def assert_same(tree, other):
+    """Both drafts have the same nodes, and nearly the same probabilities."""
+    assert tree.token_ids.tolist() == other.token_ids.tolist()
+    assert tree.parents.tolist() == other.parents.tolist()
+    np.testing.assert_allclose(tree.probs, other.probs, rtol=2e-3)
 
 
 def chains_of(monkeypatch, generator):

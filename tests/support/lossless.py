@@ -13,6 +13,15 @@ PHRASE = [5, 9, 33, 21, 60, 7, 44]
 PROMPT = torch.tensor([PHRASE * 2])
 NEW_TOKENS = 20
 
+# The prompt alone, and three rows of which two are padded.
+_ROWS = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3])
+_MASK = torch.ones_like(_ROWS)
+_MASK[1, :5] = _MASK[2, :9] = 0
+INPUTS = {
+    "one row": {"input_ids": PROMPT},
+    "padded": {"input_ids": _ROWS * _MASK, "attention_mask": _MASK},
+}
+
 
 def padded(rows, length=18, seed=0):
     """Prompts of different lengths, padded on the left."""

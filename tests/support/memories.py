@@ -7,7 +7,7 @@ import numpy as np
 
 from hf_retrieval_assist.memory.log import OutputLog
 
-WAIT = 30.0  # seconds, for what takes far less
+WAIT = 60.0  # seconds, for what takes far less
 
 
 def count(memory, tokens, fingerprint=""):

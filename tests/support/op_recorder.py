@@ -1,12 +1,22 @@
 """A CPU stand-in for CUDA graphs: a computation's operators, recorded and executed again."""
 
+from dataclasses import replace
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_retrieval_assist.verification import fixed_memory, replay, service
+from hf_retrieval_assist import Assistant
+from hf_retrieval_assist.drafters.base import FeedbackNeeds
+from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service
+from hf_retrieval_assist.verification.fixed_memory import FixedMemory
+from hf_retrieval_assist.verification.workspace import WORKSPACES
 
 from .accelerator import _NO_KERNEL, _WAITING, aten
+from .lossless import run
+from .oracle_drafter import OracleDrafter
+from .scripted import Scripted
 
 
 class _Tape(TorchDispatchMode):
@@ -51,3 +61,37 @@ def serve_in_place(monkeypatch):
     monkeypatch.setattr(fixed_memory, "_STAYING", ("cpu",))
     monkeypatch.setattr(service, "has_triton", lambda device: False)
     monkeypatch.setattr(replay, "recorder", lambda device: record)
+
+
+def idle(model):
+    """The workspace that was used last."""
+    return WORKSPACES._idle[model][-1]
+
+
+def growing(monkeypatch, slots):
+    """The capacities that memory takes, by so many slots, as if no text's length were known."""
+    monkeypatch.setattr(fixed_memory, "capacity_bucket", lambda wanted: -(-wanted // slots) * slots)
+    monkeypatch.setattr(fixed_memory, "with_room", lambda capacity, slot_bytes: capacity)
+    monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
+    grow, capacities = FixedMemory.grow, []
+
+    def noted(memory, wanted, reserved=None):
+        memory._shape = replace(memory._shape, capacity=0)
+        grow(memory, wanted, reserved)
+        capacities.append(memory.workspace.shape.capacity)
+
+    monkeypatch.setattr(FixedMemory, "grow", noted)
+    return capacities
+
+
+def hidden_states_told(model, graphs, new_tokens=60):
+    """What a drafter is told of hidden states, where forwards are recorded or not."""
+    text, seen = run(model, max_new_tokens=new_tokens)[0].tolist(), []
+    collector = Scripted(
+        lambda budget: TokenTree.empty(),
+        lambda tokens, feedback: seen.append(feedback.hidden_states.clone()),
+        needs=FeedbackNeeds(hidden_layers=(1, -1)),
+    )
+    assistant = Assistant([OracleDrafter([text]), collector], budget=16, graphs=graphs)
+    run(model, max_new_tokens=new_tokens, assistant=assistant)
+    return torch.cat(seen)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import socket
 import threading
-import time
 import urllib.error
 import urllib.request
 
@@ -18,6 +17,7 @@ from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.serving import build_app
 
 from .byte_model import byte_tokenizer
+from .memories import wait_until
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant', 'tool') %}"
@@ -103,10 +103,7 @@ def listening(app):
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        end = time.monotonic() + 60
-        while not server.started:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -21,3 +21,16 @@ class Fed:
 
     def __exit__(self, *error):
         self.handle.remove()
+
+
+class Spectator:
+    """A streamer that remembers what it is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def put(self, value):
+        self.sent.append(value.tolist())
+
+    def end(self):
+        self.sent.append("end")

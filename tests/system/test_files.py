@@ -91,19 +91,6 @@ def test_who_replaces_alone_removes_what_killed_processes_left(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([other, path])
 
 
-IMPORT = "import hf_retrieval_assist as package; [getattr(package, n) for n in package.__all__]"
-
-
-def test_importing_names_of_the_package_touches_no_file(tmp_path):
-    for name in ("hf-retrieval-assist", "hf_retrieval_assist"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "linear_tuning.json").write_text(name)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", IMPORT], env=environment, check=True)
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
 def test_all_parts_keep_their_files_in_one_directory(tmp_path, monkeypatch):
     from hf_retrieval_assist import demo_model
     from hf_retrieval_assist.kernels.tuning import tuning_file

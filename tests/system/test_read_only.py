@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import Datastore, OutputMemory, SamAssistant
 from hf_retrieval_assist.kernels.tuning import Tuning
 from hf_retrieval_assist.planning.cost_store import CostKey, CostModels
 from hf_retrieval_assist.system.files import user_cache_directory
-from tests.support.lossless import build, run
+from tests.support.lossless import run
 from tests.support.memories import logged
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "seteuid"), reason="modes are POSIX's")
@@ -64,11 +63,6 @@ def warned_once(match):
         yield
     found = [str(warning.message) for warning in caught if match in str(warning.message)]
     assert len(found) == 1
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build(LlamaForCausalLM)
 
 
 @pytest.fixture(scope="module")

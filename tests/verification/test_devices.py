@@ -23,6 +23,7 @@ from tests.support.cuda_rules import Cuda
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import both, oracle_assistant
+from tests.support.threads import in_threads
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 
@@ -104,24 +105,13 @@ def test_nothing_records_where_no_stream_is_left(cuda):
 
 
 def test_two_threads_capture_one_after_the_other(cuda):
-    inside, faults = threading.Event(), []
+    inside = threading.Event()
 
     def compute():
         inside.wait(0.05)
         return shown()
 
-    def capture(device):
-        try:
-            replay.recorder(device)(compute)
-        except BaseException as fault:
-            faults.append(fault)
-
-    threads = [threading.Thread(target=capture, args=(device,)) for device in (FIRST, SECOND)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults
+    in_threads(lambda device: replay.recorder(device)(compute), (FIRST, SECOND))
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -162,10 +152,8 @@ def test_a_forward_that_waits_inside_of_an_operator_is_not_captured(cuda, monkey
 
 
 def test_what_other_threads_wait_for_is_no_wait_of_this_one(cuda):
-    other = threading.Thread(target=cuda.wait)
     with warnings.catch_warnings(record=True) as found, replay.noting_waits() as waits:
-        other.start()
-        other.join()
+        in_threads(lambda _: cuda.wait(), [0])
         warnings.warn("something else", stacklevel=1)
     assert not waits
     assert [str(warning.message) for warning in found] == ["something else"]

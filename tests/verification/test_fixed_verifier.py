@@ -4,7 +4,6 @@ import gc
 import sys
 import weakref
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import wraps
 from types import SimpleNamespace
 
@@ -20,46 +19,22 @@ from transformers import (
 )
 from transformers.integrations import moe
 
-from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.drafters.base import FeedbackNeeds
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.verification import (
-    fixed_memory,
-    fixed_verifier,
-    replay,
-    service,
-    tiers,
-    workspace,
-)
-from hf_retrieval_assist.verification.fixed_memory import FixedMemory, stays_in_place
+from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers, workspace
+from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support import dense_attention
-from tests.support.lossless import PROMPT, build, knowing, run
-from tests.support.op_recorder import serve_in_place
-from tests.support.oracle_drafter import OracleDrafter, both, oracle_assistant
-from tests.support.scripted import Scripted
+from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
+from tests.support.op_recorder import growing, hidden_states_told, idle, serve_in_place
+from tests.support.oracle_drafter import both, oracle_assistant
 
 
 @pytest.fixture(autouse=True)
 def in_place(monkeypatch):
     serve_in_place(monkeypatch)
-
-
-def idle(model):
-    """The workspace that was used last."""
-    return WORKSPACES._idle[model][-1]
-
-
-BATCH = torch.cat([PROMPT, PROMPT.flip(1), PROMPT + 3])
-MASK = torch.ones_like(BATCH)
-MASK[1, :5] = MASK[2, :9] = 0
-INPUTS = {
-    "one row": {"input_ids": PROMPT},
-    "padded": {"input_ids": BATCH * MASK, "attention_mask": MASK},
-}
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
@@ -75,14 +50,6 @@ def test_tokens_are_those_of_plain_decoding(model_class, inputs):
     steps = idle(model)._steps.values()
     assert any(step.replay.trusted for step in steps)
     assert all(step.replay.fault is None for step in steps)
-
-
-def test_one_row_sampled_with_processors():
-    model = build(LlamaForCausalLM)
-    options = {"do_sample": True, "top_k": 8, "repetition_penalty": 1.3, "max_new_tokens": 24}
-    plain, assisted, assistant = both(model, INPUTS["one row"], seed=4, **options)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.last.accepted > 0
 
 
 class InFloat32(torch.nn.Module):
@@ -106,24 +73,11 @@ def test_logits_of_another_dtype_than_the_model():
 
 
 def test_buffers_grow_in_mid_call(monkeypatch):
-    monkeypatch.setattr(fixed_memory, "capacity_bucket", lambda slots: -(-slots // 8) * 8)
-    monkeypatch.setattr(fixed_memory, "with_room", lambda capacity, slot_bytes: capacity)
-    monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
-    model = build(LlamaForCausalLM)
-    shapes = []
-    grow = FixedMemory.grow
-
-    def noted(memory, slots, reserved=None):
-        # As if the length of the text were not known beforehand.
-        memory._shape = replace(memory._shape, capacity=0)
-        grow(memory, slots, reserved)
-        shapes.append(memory.workspace.shape.capacity)
-
-    monkeypatch.setattr(FixedMemory, "grow", noted)
+    model, capacities = build(LlamaForCausalLM), growing(monkeypatch, 8)
     for inputs in INPUTS.values():
         plain, assisted, _ = both(model, inputs, do_sample=False, max_new_tokens=60)
         assert torch.equal(plain, assisted)
-    assert len(set(shapes)) > 3
+    assert len(set(capacities)) > 3
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
@@ -251,18 +205,7 @@ def test_an_interrupted_call_leaves_a_cache_to_go_on_from():
 
 def test_hidden_states_come_from_what_was_recorded():
     model = build(LlamaForCausalLM)
-    found = []
-    for recorded in (True, False):
-        seen, needs = [], FeedbackNeeds(hidden_layers=(1, -1))
-        collector = Scripted(
-            lambda budget: TokenTree.empty(),
-            lambda tokens, feedback, seen=seen: seen.append(feedback.hidden_states.clone()),
-            needs=needs,
-        )
-        text = run(model, max_new_tokens=40)[0].tolist()
-        assistant = Assistant([OracleDrafter([text]), collector], budget=16, graphs=recorded)
-        run(model, max_new_tokens=40, assistant=assistant)
-        found.append(torch.cat(seen))
+    found = [hidden_states_told(model, graphs, 40) for graphs in (True, False)]
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
@@ -452,19 +395,13 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
         tiers.Service, "verifier", lambda *told: verifiers.append(make(*told)) or verifiers[-1]
     )
     plain = model.generate(**INPUTS["padded"], **OPTIONS)
-    assistant = oracle_assistant(plain, MASK)
+    assistant = oracle_assistant(plain, INPUTS["padded"]["attention_mask"])
     assistant.graphs = refused != "no recordings"
     assert torch.equal(plain, model.generate(**INPUTS["padded"], **OPTIONS, assistant=assistant))
     assert assistant.stats.tier == "tree"
     assert assistant.stats.last.accepted > 0
     # The test's too: what is tested is what serves.
     assert {type(verifier) for verifier in verifiers} == {TreeVerifier}
-
-
-def test_only_cuda_has_memory_that_stays(monkeypatch):
-    monkeypatch.undo()
-    devices = ("cuda", "mps", "xpu", "cpu")
-    assert [stays_in_place(torch.device(name)) for name in devices] == [True, False, False, False]
 
 
 def test_kernels_that_fail_their_test_are_told(monkeypatch, told):

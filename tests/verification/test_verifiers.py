@@ -25,7 +25,7 @@ from hf_retrieval_assist.verification.tiers import Service, Tier
 from hf_retrieval_assist.verification.tree_attention import layer_masks, single_mask
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.lossless import build
-from tests.support.oracle_drafter import oracle_assistant, sequences_of
+from tests.support.oracle_drafter import oracle_assistant
 from tests.support.scripted import Scripted
 from tests.support.watching import Fed
 
@@ -144,23 +144,6 @@ def test_rows_that_have_ended_leave(model):
     assert sum(rows * tokens for rows, tokens in steps) == stats.steps + stats.drafted
     assert stats.steps < ROWS * len(steps)
     assert stats.accepted > 0
-
-
-def test_the_returned_cache_holds_rows_that_left(model):
-    ids, mask, options = ending(model)
-    options |= {"return_dict_in_generate": True}
-    plain = run(model, ids, mask, **options)
-    assisted = run(model, ids, mask, oracle_assistant(sequences_of(plain), mask), **options)
-    assert torch.equal(plain.sequences, assisted.sequences)
-    lengths = [result[CACHE].get_seq_length() for result in (plain, assisted)]
-    assert lengths[0] == lengths[1]
-    ids = torch.cat([plain.sequences, torch.tensor([[9], [5], [33], [21]])], dim=1)
-    mask = torch.cat([mask, torch.ones_like(ids[:, LENGTH:])], dim=1)
-    turns = []
-    for result in (plain, assisted):
-        again = options | {CACHE: result[CACHE], "eos_token_id": None}
-        turns.append(run(model, ids, mask, **again | {"max_new_tokens": 12}).sequences)
-    assert torch.equal(*turns)
 
 
 @pytest.mark.parametrize("nodes", [0, 3])
