@@ -42,7 +42,7 @@ class EagleDrafter(FeatureDrafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
         config = self.head.config
-        target.require_ids("EAGLE head", config.vocab_size)
+        target.require_ids("EAGLE head", config.vocab_size - 1)
         target.require_width("EAGLE head", config.target_width)
         follower = LayersFollower(self.head, self.limits, config.feature_width, target.graphs)
         return FeatureSession(follower, prompt_ids, self.limits.total - 1)

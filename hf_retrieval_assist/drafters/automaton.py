@@ -195,7 +195,7 @@ class StaticAutomatonDrafter(Drafter):
         self._largest_id = int(self.automaton.tokens().max())
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> StaticAutomatonSession:
-        target.require_corpus(self._largest_id)
+        target.require_ids("corpus", self._largest_id)
         return StaticAutomatonSession(self, prompt_ids)
 
     def priors(self) -> Float32Array:

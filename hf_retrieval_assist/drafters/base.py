@@ -105,19 +105,11 @@ class Target:
             raise ValueError(f"{drafter}: expected the target model, got none (a simulation)")
         return self.model
 
-    def require_ids(self, drafter: str, vocab_size: int) -> None:
-        """ValueError for what was made for more ids than the target has."""
-        if vocab_size > self.vocab_size:
-            raise ValueError(
-                f"{drafter}: expected at most {self.vocab_size} ids, the target's, got one of "
-                f"{vocab_size}"
-            )
-
-    def require_corpus(self, largest_id: int) -> None:
-        """ValueError for a corpus with an id that the target does not have."""
+    def require_ids(self, source: str, largest_id: int) -> None:
+        """ValueError for what may draft an id that the target does not have."""
         if largest_id >= self.vocab_size:
             raise ValueError(
-                f"corpus: expected ids below the vocabulary size {self.vocab_size}, "
+                f"{source}: expected ids below the vocabulary size {self.vocab_size}, "
                 f"got {largest_id}"
             )
 

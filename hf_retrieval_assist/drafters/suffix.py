@@ -100,7 +100,7 @@ class SuffixDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SuffixSession:
         if self.corpus is not None:
-            target.require_corpus(self.corpus.largest_id)
+            target.require_ids("corpus", self.corpus.largest_id)
         return SuffixSession(self, prompt_ids, target)
 
     def priors(self) -> Float32Array:

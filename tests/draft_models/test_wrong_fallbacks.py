@@ -30,7 +30,7 @@ WRONG = {
     ),
     "EAGLE head of more ids": (
         lambda: head_for(hidden_size=32, vocab_size=VOCAB + 1, num_layers=3),
-        f"expected at most {VOCAB} ids, the target's, got one of {VOCAB + 1}",
+        f"expected ids below the vocabulary size {VOCAB}, got {VOCAB}",
     ),
     "EAGLE head of another width": (
         lambda: head_for(hidden_size=64, vocab_size=VOCAB, num_layers=3),
