@@ -7,16 +7,7 @@ from itertools import chain
 
 import pytest
 import torch
-from transformers import (
-    CompileConfig,
-    Gemma3ForCausalLM,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    MixtralForCausalLM,
-    OPTForCausalLM,
-    Qwen3ForCausalLM,
-    StaticCache,
-)
+import transformers
 
 from hf_retrieval_assist import (
     Assistant,
@@ -51,12 +42,12 @@ pytestmark = [
 
 DEVICE = "cuda"
 CLASSES = [
-    LlamaForCausalLM,
-    Qwen3ForCausalLM,
-    Gemma3ForCausalLM,
-    MixtralForCausalLM,
-    GPT2LMHeadModel,
-    OPTForCausalLM,
+    transformers.LlamaForCausalLM,
+    transformers.Qwen3ForCausalLM,
+    transformers.Gemma3ForCausalLM,
+    transformers.MixtralForCausalLM,
+    transformers.GPT2LMHeadModel,
+    transformers.OPTForCausalLM,
 ]
 
 
@@ -67,7 +58,7 @@ def any_model(request):
 
 @pytest.fixture(scope="module")
 def llama():
-    return build(LlamaForCausalLM).to(DEVICE)
+    return build(transformers.LlamaForCausalLM).to(DEVICE)
 
 
 SAMPLING = [
@@ -327,7 +318,7 @@ def test_a_step_waits_once(llama, name, monkeypatch):
 )
 def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
     """Texts, and of greedy calls the logits, bit for bit."""
-    if isinstance(any_model, MixtralForCausalLM):
+    if isinstance(any_model, transformers.MixtralForCausalLM):
         pytest.skip("experts are fed what is routed to them, whatever the width")
     model = copy.deepcopy(any_model).to(dtype)
     names = () if options else ("output_logits",)
@@ -387,7 +378,7 @@ def test_compiled_steps_are_graphs(llama, mode):
     options = {
         "cache_implementation": "static",
         "max_new_tokens": 60,
-        "compile_config": CompileConfig(mode=mode),
+        "compile_config": transformers.CompileConfig(mode=mode),
     }
     plain = run(model, **options)
     before = compilations()
@@ -423,7 +414,7 @@ def test_compiled_calls_rest_in_what_plain_decoding_compiled(llama):
 
 
 def test_a_callers_static_cache(llama):
-    cache = StaticCache(config=llama.config, max_cache_len=96)
+    cache = transformers.StaticCache(config=llama.config, max_cache_len=96)
     text = PROMPT.to(DEVICE)
     for assisted in (True, False, True):
         plain = run(llama, text)

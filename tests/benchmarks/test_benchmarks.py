@@ -144,12 +144,6 @@ def test_sequoia_beats_chains_of_the_same_size(acceptance_report):
     assert acceptance.chain_tokens([0.5, 0.25], 2, 2) == 1 + 0.5 + 0.25
 
 
-def test_curves_of_t():
-    for time in (acceptance.gpu_time, acceptance.cpu_time):
-        assert time(1) == 1
-        assert time(65) > time(64) > 1
-
-
 def test_traces_round_trip_and_are_checked(tmp_path, trace_folder):
     _, tokenizer = small_model()
     (trace,) = traces.read_traces(trace_folder)

@@ -2,16 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    BartForCausalLM,
-    Gemma3ForCausalLM,
-    Lfm2ForCausalLM,
-    LlamaForCausalLM,
-    LogitsProcessor,
-    StoppingCriteria,
-    SynthIDTextWatermarkingConfig,
-    T5ForConditionalGeneration,
-)
+import transformers
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_retrieval_assist import Assistant, SamAssistant
@@ -23,22 +14,26 @@ from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assista
 from tests.support.watching import Fed, Spectator
 
 CLASSES = {
-    "tree": LlamaForCausalLM,
-    "windows": Gemma3ForCausalLM,
-    "chain": BartForCausalLM,
-    "convolution": Lfm2ForCausalLM,
+    "tree": transformers.LlamaForCausalLM,
+    "windows": transformers.Gemma3ForCausalLM,
+    "chain": transformers.BartForCausalLM,
+    "convolution": transformers.Lfm2ForCausalLM,
 }
 
 
 @pytest.fixture(scope="module", params=CLASSES)
 def model(request):
     model_class = CLASSES[request.param]
-    overrides = {"is_encoder_decoder": False} if model_class is BartForCausalLM else {}
+    overrides = {"is_encoder_decoder": False} if model_class is transformers.BartForCausalLM else {}
     return build(model_class, **overrides)
 
 
 def tier_of(model):
-    return "chain" if isinstance(model, (BartForCausalLM, Lfm2ForCausalLM)) else "tree"
+    return (
+        "chain"
+        if isinstance(model, (transformers.BartForCausalLM, transformers.Lfm2ForCausalLM))
+        else "tree"
+    )
 
 
 def equal(model, inputs, **kwargs):
@@ -96,7 +91,7 @@ def test_slots_in_use_are_bounded_by_the_tokens_kept(model, monkeypatch):
         assert max(lengths) <= 18 + 24
 
 
-class StopsRowWise(StoppingCriteria):
+class StopsRowWise(transformers.StoppingCriteria):
     """Meets a row once a token of a residue class has come; knows of no end-of-sequence id."""
 
     def __call__(self, input_ids, scores, **kwargs):
@@ -120,7 +115,7 @@ def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model):
 
 @pytest.mark.usefixtures("at_their_own_pace")
 def test_convolution_states_after_rows_that_ran_ahead():
-    model = build(Lfm2ForCausalLM)
+    model = build(transformers.Lfm2ForCausalLM)
     plain, assisted, _ = equal(
         model,
         padded(4),
@@ -144,7 +139,7 @@ def test_prompts_of_one_token(model):
 
 
 def test_encoder_decoder_batch():
-    model = build(T5ForConditionalGeneration)
+    model = build(transformers.T5ForConditionalGeneration)
     ids = torch.randint(3, 60, (4, 11), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[2, 6:] = 0
@@ -174,7 +169,7 @@ def test_eight_copying_rows_need_fewer_forwards_than_plain_decoding(model):
 # What follows the rows from step to step is shown the batches of plain decoding.
 
 
-class Witness(LogitsProcessor):
+class Witness(transformers.LogitsProcessor):
     """Remembers what it is shown, and lets it decide what comes next: each row favours a token
     that depends on all rows and on the number of calls."""
 
@@ -189,7 +184,7 @@ class Witness(LogitsProcessor):
         return scores
 
 
-class Tracker(StoppingCriteria):
+class Tracker(transformers.StoppingCriteria):
     """Stops the batch once every row has shown a token of a residue class; one flag per row."""
 
     def __init__(self, rows):
@@ -263,8 +258,8 @@ def test_rows_that_end_are_padded_and_shown_as_plain_shows_them(model):
 
 
 def test_watermarks_and_guidance_follow_the_batch():
-    model = build(LlamaForCausalLM)
-    watermark = SynthIDTextWatermarkingConfig(
+    model = build(transformers.LlamaForCausalLM)
+    watermark = transformers.SynthIDTextWatermarkingConfig(
         ngram_len=3, keys=[5, 9, 33, 21], context_history_size=8
     )
     for options in (
@@ -298,7 +293,7 @@ def test_streamers_are_sent_the_next_tokens_of_all_rows(model, rows, sample):
 
 
 def test_nothing_is_fed_beyond_the_shortest_draft():
-    model = build(LlamaForCausalLM)
+    model = build(transformers.LlamaForCausalLM)
     inputs = padded(2)
     options = {"do_sample": False, "max_new_tokens": 20}
     plain = model.generate(**inputs, **options, logits_processor=[Witness()])

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
@@ -23,17 +24,6 @@ from hypothesis.stateful import (
     precondition,
     rule,
     run_state_machine_as_test,
-)
-from transformers import (
-    BartForCausalLM,
-    DynamicCache,
-    Gemma3ForCausalLM,
-    GlmMoeDsaForCausalLM,
-    Lfm2ForCausalLM,
-    LlamaForCausalLM,
-    Phi3ForCausalLM,
-    Qwen3NextForCausalLM,
-    StoppingCriteria,
 )
 
 from hf_retrieval_assist import (
@@ -73,7 +63,7 @@ LONG = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
 def adapted_model():
     """One with two adapters, neither of them active."""
     peft = pytest.importorskip("peft")
-    model = build(LlamaForCausalLM)
+    model = build(transformers.LlamaForCausalLM)
     for name in ("first", "second"):
         torch.manual_seed(len(name))
         config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -96,17 +86,17 @@ def choose_adapter(model, name):
 
 # Each tier, and forwards that change at a length or with a setting.
 MODELS = {
-    "trees": lambda: build(LlamaForCausalLM),
-    "windows": lambda: build(Gemma3ForCausalLM),
-    "chains": lambda: build(BartForCausalLM, is_encoder_decoder=False),
-    "convolutions": lambda: build(Lfm2ForCausalLM),
-    "recurrences": lambda: build(Qwen3NextForCausalLM),
+    "trees": lambda: build(transformers.LlamaForCausalLM),
+    "windows": lambda: build(transformers.Gemma3ForCausalLM),
+    "chains": lambda: build(transformers.BartForCausalLM, is_encoder_decoder=False),
+    "convolutions": lambda: build(transformers.Lfm2ForCausalLM),
+    "recurrences": lambda: build(transformers.Qwen3NextForCausalLM),
     "adapters": adapted_model,
     # With few heads many scores are exactly 0, and which of equal ones are kept is nobody's choice.
-    "few keys": lambda: build(GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
-    "dynamic rope": lambda: rope_model(LlamaForCausalLM, "dynamic", factor=2.0),
-    "longrope": lambda: rope_model(LlamaForCausalLM, "longrope", **LONG),
-    "cache dropped": lambda: rope_model(Phi3ForCausalLM, "longrope", **LONG),
+    "few keys": lambda: build(transformers.GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
+    "dynamic rope": lambda: rope_model(transformers.LlamaForCausalLM, "dynamic", factor=2.0),
+    "longrope": lambda: rope_model(transformers.LlamaForCausalLM, "longrope", **LONG),
+    "cache dropped": lambda: rope_model(transformers.Phi3ForCausalLM, "longrope", **LONG),
 }
 # What they compute of a text depends on the pieces that it was fed in.
 BY_PIECES = ("dynamic rope", "longrope", "cache dropped")
@@ -143,7 +133,7 @@ class AllowedOfRows:
         return [token for token in range(3, 67) if (token + row) % 4 != self.asked[row] % 4]
 
 
-class RowsEnd(StoppingCriteria):
+class RowsEnd(transformers.StoppingCriteria):
     """Ends rows one after another."""
 
     def __init__(self, length):
@@ -203,7 +193,9 @@ class Conversation(RuleBasedStateMachine):
         self.drafts_itself = Assistant([QuantizedSelf()], budget=8)
         self.start_over()
         if given:
-            self.caches = {name: DynamicCache(config=self.model.config) for name in self.caches}
+            self.caches = {
+                name: transformers.DynamicCache(config=self.model.config) for name in self.caches
+            }
 
     def teardown(self):
         # Other conversations have the same model.

@@ -4,30 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    BambaForCausalLM,
-    BartForConditionalGeneration,
-    BloomForCausalLM,
-    FalconH1ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3nForCausalLM,
-    GenerationConfig,
-    GPT2LMHeadModel,
-    InklingForCausalLM,
-    LlamaForCausalLM,
-    MarianMTModel,
-    PreTrainedTokenizerFast,
-    QuantizedCache,
-    SynthIDTextWatermarkingConfig,
-    T5ForConditionalGeneration,
-    WatermarkingConfig,
-    WhisperForConditionalGeneration,
-)
 from transformers.masking_utils import flash_attention_mask
 from transformers.utils import ModelOutput
 
@@ -47,7 +27,9 @@ INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
 ROWS = {name: tensor.repeat(2, 1) for name, tensor in INPUTS.items()}
 
 
-@pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
+@pytest.fixture(
+    scope="module", params=[transformers.LlamaForCausalLM, transformers.Gemma3ForCausalLM]
+)
 def model(request):
     return build(request.param, attn_implementation="eager")
 
@@ -97,7 +79,10 @@ def test_states_of_a_prompt_that_goes_on_from_a_cache(model):
 # A decoder that could have an encoder; one whose hidden states are of parallel streams.
 @pytest.mark.parametrize(
     ("model_class", "name", "dims"),
-    [(GPT2LMHeadModel, "attentions", 4), (Gemma3nForCausalLM, "hidden_states", 4)],
+    [
+        (transformers.GPT2LMHeadModel, "attentions", 4),
+        (transformers.Gemma3nForCausalLM, "hidden_states", 4),
+    ],
 )
 def test_outputs_of_other_shapes(model_class, name, dims):
     model = build(model_class, attn_implementation="eager")
@@ -109,7 +94,7 @@ def test_outputs_of_other_shapes(model_class, name, dims):
 
 
 def test_scores_behind_the_end_of_a_row_are_zeros():
-    config = GenerationConfig(return_dict_in_generate=True, output_scores=True)
+    config = transformers.GenerationConfig(return_dict_in_generate=True, output_scores=True)
     outputs, rows = OutputRecorder(config, 2), [RowText(i, PROMPT[0], 4) for i in range(2)]
     for values in ([1.0, 4.0], [2.0]):
         scores = torch.tensor(values)[:, None].expand(-1, 3)
@@ -119,7 +104,7 @@ def test_scores_behind_the_end_of_a_row_are_zeros():
 
 
 def test_states_behind_the_end_of_a_text_are_left_out():
-    config = GenerationConfig(return_dict_in_generate=True, output_hidden_states=True)
+    config = transformers.GenerationConfig(return_dict_in_generate=True, output_hidden_states=True)
     outputs, cache = OutputRecorder(config, 1), SimpleNamespace(layers=[])
     shown = ModelOutput(logits=torch.zeros(1, 4, 2), hidden_states=(torch.zeros(1, 4, 1),))
     outputs.prefill(shown, cache)
@@ -147,7 +132,8 @@ def assert_next_turn_continues(model, next_is_assisted, tier):
 
 @pytest.mark.parametrize("next_is_assisted", [False, True])
 @pytest.mark.parametrize(
-    ("model_class", "tier"), [(InklingForCausalLM, "chain"), (FalconH1ForCausalLM, "replay")]
+    ("model_class", "tier"),
+    [(transformers.InklingForCausalLM, "chain"), (transformers.FalconH1ForCausalLM, "replay")],
 )
 def test_next_turn_of_a_model_with_states(model_class, tier, next_is_assisted):
     assert_next_turn_continues(build(model_class), next_is_assisted, tier)
@@ -181,7 +167,10 @@ def test_synced_processes(model):
     equal(model, synced_gpus=True)
 
 
-@pytest.mark.parametrize("model_class", [LlamaForCausalLM, BloomForCausalLM, BambaForCausalLM])
+@pytest.mark.parametrize(
+    "model_class",
+    [transformers.LlamaForCausalLM, transformers.BloomForCausalLM, transformers.BambaForCausalLM],
+)
 def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch):
     model = build(model_class)
     answers, forwards = [True, True, False], []
@@ -229,9 +218,9 @@ def causal_kernel(module, query, key, value, attention_mask, scaling, **kwargs):
 
 
 def test_flash_attention_is_served_by_chains():
-    AttentionInterface.register("flash_toy", causal_kernel)
-    AttentionMaskInterface.register("flash_toy", flash_attention_mask)
-    model = build(LlamaForCausalLM)
+    transformers.AttentionInterface.register("flash_toy", causal_kernel)
+    transformers.AttentionMaskInterface.register("flash_toy", flash_attention_mask)
+    model = build(transformers.LlamaForCausalLM)
     # Set past the check for its library.
     model.config._attn_implementation_internal = "flash_toy"
     _, _, assistant = equal(model)
@@ -249,7 +238,7 @@ def failure(model, **options):
 
 
 def test_flash_attention_that_is_not_there_fails_as_without_assistant():
-    model = build(LlamaForCausalLM)
+    model = build(transformers.LlamaForCausalLM)
     model.config._attn_implementation_internal = "flash_attention_2"
     # Some versions of transformers fail in another way once they have tried to import it.
     plain = [failure(model) for _ in range(2)]
@@ -259,7 +248,7 @@ def test_flash_attention_that_is_not_there_fails_as_without_assistant():
 
 def encoder_decoder(model_class):
     model = build(model_class, is_encoder_decoder=True)
-    if model_class is WhisperForConditionalGeneration:
+    if model_class is transformers.WhisperForConditionalGeneration:
         frames = 2 * model.config.max_source_positions
         features = torch.randn(1, model.config.num_mel_bins, frames)
         return model, {"input_features": features}
@@ -269,10 +258,10 @@ def encoder_decoder(model_class):
 @pytest.mark.parametrize(
     "model_class",
     [
-        BartForConditionalGeneration,
-        MarianMTModel,
-        T5ForConditionalGeneration,
-        WhisperForConditionalGeneration,
+        transformers.BartForConditionalGeneration,
+        transformers.MarianMTModel,
+        transformers.T5ForConditionalGeneration,
+        transformers.WhisperForConditionalGeneration,
     ],
 )
 def test_encoder_decoder(model_class):
@@ -293,7 +282,7 @@ def test_encoder_decoder(model_class):
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_a_model_in_train_mode_decodes_as_without_the_assistant(do_sample):
     """Dropout draws in every forward, so nothing may be drawn besides, and no forward left out."""
-    model = build(LlamaForCausalLM, attention_dropout=0.3).train()
+    model = build(transformers.LlamaForCausalLM, attention_dropout=0.3).train()
     states = []
     for assistant in (None, SamAssistant(budget=8), SamAssistant(budget=8)):
         torch.manual_seed(0)
@@ -305,7 +294,7 @@ def test_a_model_in_train_mode_decodes_as_without_the_assistant(do_sample):
 
 @pytest.mark.parametrize("shortage", [MemoryError, torch.OutOfMemoryError])
 def test_a_shortage_during_the_self_test_is_not_the_models(shortage, told):
-    model = build(LlamaForCausalLM)
+    model = build(transformers.LlamaForCausalLM)
     plain = model.generate(**INPUTS, max_new_tokens=8)
 
     def fail(verifier, *arguments):
@@ -346,13 +335,15 @@ def test_scores_of_rows_that_have_ended_are_the_models(llama, wanted):
 def test_weights_on_disk(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     device = torch.device("cpu")
-    model = accelerate.disk_offload(build(LlamaForCausalLM), str(tmp_path), execution_device=device)
+    model = accelerate.disk_offload(
+        build(transformers.LlamaForCausalLM), str(tmp_path), execution_device=device
+    )
     _, _, assistant = equal(model)
     assert assistant.stats.tier == "tree"
 
 
 def test_the_self_test_disturbs_nothing():
-    model = build(LlamaForCausalLM).train()
+    model = build(transformers.LlamaForCausalLM).train()
     modes = []
     note = lambda module, *_: modes.append(module.training)  # noqa: E731
     hook = register_module_forward_pre_hook(note)  # a hook of the model's own would not be called
@@ -367,7 +358,7 @@ def test_the_self_test_disturbs_nothing():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-SYNTHID = SynthIDTextWatermarkingConfig(
+SYNTHID = transformers.SynthIDTextWatermarkingConfig(
     keys=[654, 400, 836, 123], ngram_len=3, context_history_size=32, sampling_table_size=256
 )
 
@@ -375,7 +366,7 @@ SYNTHID = SynthIDTextWatermarkingConfig(
 @pytest.mark.parametrize("inputs", [INPUTS, ROWS], ids=["row", "batch"])
 @pytest.mark.parametrize("scheme", ["lefthash", "selfhash"])
 def test_watermark(llama, inputs, scheme):
-    config = WatermarkingConfig(bias=4.0, seeding_scheme=scheme)
+    config = transformers.WatermarkingConfig(bias=4.0, seeding_scheme=scheme)
     marked, _, assistant = equal(llama, inputs, watermarking_config=config)
     assert assistant.stats.tier == "tree"
     assert assistant.stats.last.accepted > 0
@@ -398,7 +389,7 @@ def tokenizer():
     vocabulary = {token: number for number, token in enumerate(tokens)}
     rust = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
     rust.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=rust, bos_token="<s>", pad_token="<pad>", unk_token="<unk>"
     )
 
@@ -422,7 +413,7 @@ class TakingPlaceholders(nn.Embedding):
 
 
 def taking_placeholders():
-    model = build(LlamaForCausalLM)
+    model = build(transformers.LlamaForCausalLM)
     model.get_input_embeddings().__class__ = TakingPlaceholders
     return model
 
@@ -435,7 +426,7 @@ def test_placeholders_among_the_ids(placeholder):
     _, _, assistant = equal(model, inputs)
     assert assistant.stats.last.accepted > 0
     options = {"do_sample": False, "max_new_tokens": 16}
-    drafts = DraftModelDrafter(build(LlamaForCausalLM))
+    drafts = DraftModelDrafter(build(transformers.LlamaForCausalLM))
     for assistant in (SamAssistant(budget=8), Assistant([drafts], budget=8)):
         ours = model.generate(**inputs, **options, assistant=assistant)
         assert torch.equal(model.generate(**inputs, **options), ours)
@@ -443,7 +434,7 @@ def test_placeholders_among_the_ids(placeholder):
 
 def test_quantised_cache_of_the_caller_is_refused(llama):
     # Made without its quantisation library, which the refusal comes before.
-    cache = QuantizedCache.__new__(QuantizedCache)
+    cache = transformers.QuantizedCache.__new__(transformers.QuantizedCache)
     with pytest.raises(ValueError, match=rf"{CACHE}.*QuantizedCache"):
         llama.generate(
             **INPUTS, max_new_tokens=4, **{CACHE: cache}, assistant=oracle_assistant(PROMPT)

@@ -2,19 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForConditionalGeneration,
-    Idefics3ForConditionalGeneration,
-    InternVLForConditionalGeneration,
-    LlavaForConditionalGeneration,
-    MllamaConfig,
-    MllamaForConditionalGeneration,
-    PaliGemmaForConditionalGeneration,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLForConditionalGeneration,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3VLForConditionalGeneration,
-)
+import transformers
 
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.oracle_drafter import oracle_assistant
@@ -25,21 +13,22 @@ IMAGE, VIDEO, START, END = 64, 65, 62, 63
 OPTIONS = {"max_new_tokens": 14, "suppress_tokens": [IMAGE, VIDEO, START, END]}
 
 QWEN = (
-    Qwen2VLForConditionalGeneration,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLForConditionalGeneration,
-    Qwen3_5ForConditionalGeneration,
+    transformers.Qwen2VLForConditionalGeneration,
+    transformers.Qwen2_5_VLForConditionalGeneration,
+    transformers.Qwen3VLForConditionalGeneration,
+    transformers.Qwen3_5ForConditionalGeneration,
 )
 OTHERS = (
-    LlavaForConditionalGeneration,
-    Gemma3ForConditionalGeneration,
-    Idefics3ForConditionalGeneration,
-    InternVLForConditionalGeneration,
-    PaliGemmaForConditionalGeneration,
+    transformers.LlavaForConditionalGeneration,
+    transformers.Gemma3ForConditionalGeneration,
+    transformers.Idefics3ForConditionalGeneration,
+    transformers.InternVLForConditionalGeneration,
+    transformers.PaliGemmaForConditionalGeneration,
 )
 TIERS = {
-    Qwen3_5ForConditionalGeneration: "replay",
-    PaliGemmaForConditionalGeneration: "plain",  # it counts positions from 1, but not in forwards
+    transformers.Qwen3_5ForConditionalGeneration: "replay",
+    # It counts positions from 1, but not in forwards.
+    transformers.PaliGemmaForConditionalGeneration: "plain",
 }
 
 
@@ -106,7 +95,7 @@ class SquareImages:
         if hasattr(config.vision_config, "projection_dim"):
             config.vision_config.projection_dim = config.text_config.hidden_size
         self.model = tiny_model(model_class, config)
-        self.nested = model_class is Idefics3ForConditionalGeneration
+        self.nested = model_class is transformers.Idefics3ForConditionalGeneration
         merged = any(name in ours for name in sizes)
         self.tokens = 4 if merged else 16
 
@@ -120,7 +109,10 @@ class SquareImages:
         return {"pixel_values": images, **self.of_text(ids)}
 
     def of_text(self, ids):
-        typed = (Gemma3ForConditionalGeneration, PaliGemmaForConditionalGeneration)
+        typed = (
+            transformers.Gemma3ForConditionalGeneration,
+            transformers.PaliGemmaForConditionalGeneration,
+        )
         return {"token_type_ids": (ids == IMAGE).int()} if isinstance(self.model, typed) else {}
 
 
@@ -199,8 +191,8 @@ def test_layers_that_look_at_an_image_instead_of_the_text_are_decoded_plainly(to
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [1, 3]}
     text |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=66)
-    model = tiny_model(MllamaForConditionalGeneration, config)
+    config = transformers.MllamaConfig(vision_config=vision, text_config=text, image_token_index=66)
+    model = tiny_model(transformers.MllamaForConditionalGeneration, config)
     ids = torch.tensor([[66, 5, 9, 33, 21, 60, 7, 44, 5, 9]])
     ones = torch.ones((1, 1), dtype=torch.long)
     image = {"pixel_values": pixels(1, 1, 1, 3, 16, 16, seed=0), "aspect_ratio_ids": ones}

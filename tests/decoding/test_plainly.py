@@ -6,19 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from transformers import (
-    BartForConditionalGeneration,
-    DynamicCache,
-    EncoderDecoderCache,
-    Gemma3ForCausalLM,
-    GenerationConfig,
-    LlamaForCausalLM,
-    Mamba2ForCausalLM,
-    Qwen3NextForCausalLM,
-    StaticCache,
-    StoppingCriteria,
-    set_seed,
-)
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.decoding.pricing import cost_key
@@ -41,7 +28,7 @@ def resting(monkeypatch):
 
 
 def run(model, prompts=PROMPTS, mask=MASK, **options):
-    set_seed(3)
+    transformers.set_seed(3)
     options = {"max_new_tokens": 24, "do_sample": False} | options
     return model.generate(prompts, attention_mask=mask, **options)
 
@@ -63,7 +50,7 @@ def test_its_texts_are_learnt_up_to_their_ends(model, resting, monkeypatch, padd
     free = run(model)[:, PROMPTS.shape[1] :].tolist()
     end = free[0][5]
     pad = end if padded_with_the_end else 0
-    config = GenerationConfig(eos_token_id=end, pad_token_id=pad, max_new_tokens=24)
+    config = transformers.GenerationConfig(eos_token_id=end, pad_token_id=pad, max_new_tokens=24)
     told = []
     monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(ids))
     run(model, generation_config=config, assistant=SamAssistant())
@@ -77,7 +64,7 @@ def test_padding_behind_what_another_criterion_ended_is_not_learnt(
 ):
     """Also where a row's last token is what pads it."""
 
-    class FirstRowEnds(StoppingCriteria):
+    class FirstRowEnds(transformers.StoppingCriteria):
         def __call__(self, ids, scores, **kwargs):
             return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
 
@@ -85,7 +72,7 @@ def test_padding_behind_what_another_criterion_ended_is_not_learnt(
     told = []
     monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(ids))
     pad = free[0][3] if padded_with_its_own_end else 0
-    config = GenerationConfig(eos_token_id=66, pad_token_id=pad, max_new_tokens=24)
+    config = transformers.GenerationConfig(eos_token_id=66, pad_token_id=pad, max_new_tokens=24)
     criteria = [FirstRowEnds()]
     run(model, generation_config=config, stopping_criteria=criteria, assistant=SamAssistant())
     assert told == [free[0][:4], free[1]]
@@ -105,7 +92,7 @@ def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, resting, tier):
     end = free[0][5]
     lengths = [row.index(end) + 1 if end in row else len(row) for row in free]
     assert min(lengths) < max(lengths)
-    config = GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=24)
+    config = transformers.GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=24)
     options = {"use_cache": False} if tier == "plain" else {}
     assistant, drafted = SamAssistant(), SamAssistant(budget=0)
     run(model, generation_config=config, assistant=assistant, **options)
@@ -120,7 +107,7 @@ def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, resting, tier):
 def test_plain_calls_are_recorded_up_to_their_rows_ends(model):
     free = run(model)[:, PROMPTS.shape[1] :].tolist()
     end = free[0][5]
-    config = GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=24)
+    config = transformers.GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=24)
     assistant = SamAssistant()
     with assistant.record() as record:
         run(model, generation_config=config, use_cache=False, assistant=assistant)
@@ -166,7 +153,7 @@ def test_calls_of_both_kinds_are_timed(model):
 
 
 def test_a_compiled_call_at_rest_runs_what_plain_decoding_compiles(resting):
-    model, options = build(LlamaForCausalLM), static(max_new_tokens=40)
+    model, options = build(transformers.LlamaForCausalLM), static(max_new_tokens=40)
     plain, compiled = run(model, **options), compilations()
     assistant = SamAssistant()
     for _ in range(2):
@@ -178,7 +165,7 @@ def test_a_compiled_call_at_rest_runs_what_plain_decoding_compiles(resting):
 
 def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     torch._dynamo.reset()
-    model, options = build(LlamaForCausalLM), static(max_new_tokens=40)
+    model, options = build(transformers.LlamaForCausalLM), static(max_new_tokens=40)
     assistant, pace = SamAssistant(), []
     account = assistant.account(replace(cost_key(model, PROMPTS), manner="compiled"))
     eager = assistant.account(cost_key(model, PROMPTS))
@@ -220,7 +207,7 @@ def test_embeddings_in_place_of_ids(model, resting, tier, with_ids):
     assert (assistant.stats.last.tier, assistant.stats.last.tokens) == (tier, 24)
 
 
-class Cut(StoppingCriteria):
+class Cut(transformers.StoppingCriteria):
     """Raises at its second token: between two forwards."""
 
     left = 1
@@ -233,33 +220,33 @@ class Cut(StoppingCriteria):
 
 
 def encoder_decoder_cache(config):
-    return EncoderDecoderCache(dynamic_cache(config), dynamic_cache(config))
+    return transformers.EncoderDecoderCache(dynamic_cache(config), dynamic_cache(config))
 
 
 def dynamic_cache(config):
-    return DynamicCache(config=config)
+    return transformers.DynamicCache(config=config)
 
 
 def cache_of_unknown_layers(config):
-    return DynamicCache()
+    return transformers.DynamicCache()
 
 
 def static_cache(config):
-    return StaticCache(config, 64)
+    return transformers.StaticCache(config, 64)
 
 
 # The model, the cache that the caller gives, and whether its text stays there.
 INTERRUPTED = [
-    (LlamaForCausalLM, dynamic_cache, True),
-    (LlamaForCausalLM, cache_of_unknown_layers, True),
-    (LlamaForCausalLM, SlotCache, True),
-    (LlamaForCausalLM, static_cache, False),
-    (Gemma3ForCausalLM, dynamic_cache, False),
-    (Gemma3ForCausalLM, SlotCache, True),
-    (BartForConditionalGeneration, encoder_decoder_cache, True),
-    (Qwen3NextForCausalLM, dynamic_cache, False),
-    (Qwen3NextForCausalLM, SlotCache, False),
-    (Mamba2ForCausalLM, dynamic_cache, False),
+    (transformers.LlamaForCausalLM, dynamic_cache, True),
+    (transformers.LlamaForCausalLM, cache_of_unknown_layers, True),
+    (transformers.LlamaForCausalLM, SlotCache, True),
+    (transformers.LlamaForCausalLM, static_cache, False),
+    (transformers.Gemma3ForCausalLM, dynamic_cache, False),
+    (transformers.Gemma3ForCausalLM, SlotCache, True),
+    (transformers.BartForConditionalGeneration, encoder_decoder_cache, True),
+    (transformers.Qwen3NextForCausalLM, dynamic_cache, False),
+    (transformers.Qwen3NextForCausalLM, SlotCache, False),
+    (transformers.Mamba2ForCausalLM, dynamic_cache, False),
 ]
 
 
@@ -276,10 +263,10 @@ PLACES = ("prefill", "later prefill", "step", "between steps")
 def test_an_interrupted_call_leaves_the_callers_cache_to_go_on_from(
     model_class, make, stays, where, resting
 ):
-    encodes = model_class is BartForConditionalGeneration
+    encodes = model_class is transformers.BartForConditionalGeneration
     model = build(model_class, **({"is_encoder_decoder": True} if encodes else {}))
     model.generation_config.forced_eos_token_id = None
-    name = "cache_params" if model_class is Mamba2ForCausalLM else CACHE
+    name = "cache_params" if model_class is transformers.Mamba2ForCausalLM else CACHE
     cache, prompts = make(model.config), PROMPTS[:, 2:].clone()
     prompts[:, 0] = 2  # Bart's decoder starts with it
 
@@ -327,7 +314,7 @@ def test_a_call_that_cannot_be_assisted_says_so_once(model, told, options, why):
 
 
 def test_a_model_that_cannot_be_assisted_says_so_once(model, told, monkeypatch):
-    fresh = build(LlamaForCausalLM).train()
+    fresh = build(transformers.LlamaForCausalLM).train()
     fresh.config.attention_dropout = 0.3
     for _ in range(2):
         run(fresh, assistant=SamAssistant())
@@ -357,7 +344,7 @@ def test_the_log_is_as_loud_as_transformers(model, told):
 
 
 def test_the_first_call_of_a_model_says_what_takes_its_time(told):
-    fresh = build(LlamaForCausalLM)
+    fresh = build(transformers.LlamaForCausalLM)
     assistant = SamAssistant()
     for _ in range(2):
         run(fresh, assistant=assistant)

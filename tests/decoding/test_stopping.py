@@ -40,12 +40,6 @@ class EndsWith(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
-def test_end_of_sequence_ids():
-    stop = stopping(EosTokenCriteria([4, 5]), MaxLengthCriteria(100))
-    assert stop.has_eos
-    assert finished(stop, rows_of([1, 4], [5], [4, 1])) == [True, True, False]
-
-
 @pytest.mark.parametrize(("tokens", "done"), [(3, False), (4, True), (5, True)])
 def test_longest_text(tokens, done):
     stop = stopping(MaxLengthCriteria(12), MaxLengthCriteria(7), EosTokenCriteria(50))
@@ -81,18 +75,6 @@ def test_other_criteria_see_the_text_and_the_scores():
     assert criterion.shown == [([[9, 9, 9, 2, 6]], ("scores",))]
 
 
-def test_without_an_end_token_rows_wait_for_the_last():
-    """Plain decoding pads nothing then: it goes on with all rows until each has met its end."""
-    stop = stopping(EndsWith(6), MaxLengthCriteria(50))
-    rows = rows_of([1, 6], [1, 1])
-    assert finished(stop, rows) == [False, False]
-    rows[0].generated += [3, 3]
-    rows[1].generated += [1, 6]
-    assert finished(stop, rows) == [True, True]
-    assert stop.end(rows) == 4
-    assert [row.met for row in rows] == [2, 4]
-
-
 def test_a_row_ends_where_it_met_its_criteria_first():
     stop = stopping(EndsWith(6), MaxLengthCriteria(50))
     rows = rows_of([1, 6], [1, 1])
@@ -101,12 +83,6 @@ def test_a_row_ends_where_it_met_its_criteria_first():
     rows[1].generated += [6]
     finished(stop, rows)
     assert [row.met for row in rows] == [2, 3]
-
-
-def test_a_row_ahead_of_the_others_stops_at_the_limit_only():
-    stop = stopping(EndsWith(6), MaxLengthCriteria(6))
-    rows = rows_of([6, 1, 1], [1])
-    assert finished(stop, rows) == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    GptOssForCausalLM,
-    Llama4ForCausalLM,
-    LlamaForCausalLM,
-)
+import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist import Assistant
@@ -69,12 +61,12 @@ def attended(monkeypatch):
 @pytest.mark.parametrize(
     ("model_class", "inputs"),
     [
-        (LlamaForCausalLM, "one row"),
-        (LlamaForCausalLM, "padded"),
-        (LlamaForCausalLM, "holes"),
-        (Gemma3ForCausalLM, "padded"),
-        (Gemma3ForCausalLM, "holes"),
-        (Llama4ForCausalLM, "one row"),
+        (transformers.LlamaForCausalLM, "one row"),
+        (transformers.LlamaForCausalLM, "padded"),
+        (transformers.LlamaForCausalLM, "holes"),
+        (transformers.Gemma3ForCausalLM, "padded"),
+        (transformers.Gemma3ForCausalLM, "holes"),
+        (transformers.Llama4ForCausalLM, "one row"),
     ],
 )
 def test_tokens_are_those_of_plain_decoding(model_class, inputs, attended):
@@ -108,11 +100,14 @@ def bounded(
 
 @pytest.mark.parametrize(
     ("model_class", "config"),
-    [(Gemma2ForCausalLM, {"attn_logit_softcapping": 0.5}), (GptOssForCausalLM, {})],
+    [
+        (transformers.Gemma2ForCausalLM, {"attn_logit_softcapping": 0.5}),
+        (transformers.GptOssForCausalLM, {}),
+    ],
 )
 def test_bounded_scores_and_sinks(model_class, config, attended):
-    AttentionInterface.register("bounded", bounded)
-    AttentionMaskInterface.register("bounded", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    transformers.AttentionInterface.register("bounded", bounded)
+    transformers.AttentionMaskInterface.register("bounded", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model = build(model_class, **config)
     model.set_attn_implementation("bounded")
     plain, assisted, assistant = both(model, CALLS["padded"], oracle=ORACLE, **OPTIONS)
@@ -128,7 +123,7 @@ def with_mask_read(hidden, mask):
 
 def test_layers_that_read_their_mask_are_served_with_one(attended):
     """Masks that tell kinds of layers apart hold no numbers: the model's test finds who reads."""
-    model = build(LlamaForCausalLM)
+    model = build(transformers.LlamaForCausalLM)
     layer = model.model.layers[0]
     forward = layer.forward
 
@@ -147,7 +142,7 @@ def test_layers_that_read_their_mask_are_served_with_one(attended):
 
 def test_hooks_are_shown_masks_with_numbers(attended):
     """Of which no test tells what they read, and whether they change something with it."""
-    model, shown = build(LlamaForCausalLM), []
+    model, shown = build(transformers.LlamaForCausalLM), []
 
     def reads(module, arguments, options):
         shown.append(options["attention_mask"])
@@ -168,7 +163,7 @@ def test_hooks_are_shown_masks_with_numbers(attended):
 def test_at_one_width_no_bit_depends_on_drafts(attended, monkeypatch):
     # As tensor cores do, and unlike BLAS, the interpreter multiplies all rows of a tile alike.
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: np.einsum("ij,jk->ik", a, b, dtype=dtype))
-    model, inputs = build(LlamaForCausalLM), CALLS["one row"]
+    model, inputs = build(transformers.LlamaForCausalLM), CALLS["one row"]
     names = dict.fromkeys(("return_dict_in_generate", "output_logits"), True)
     undrafted = Assistant([], fixed_width=8, reroute=False)
     expected = model.generate(**inputs, **OPTIONS, **names, assistant=undrafted)

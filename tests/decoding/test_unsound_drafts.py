@@ -4,14 +4,7 @@ it reaches what a mask hides it from."""
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    BartForCausalLM,
-    Gemma3ForCausalLM,
-    GlmMoeDsaForCausalLM,
-    Lfm2ForCausalLM,
-    LlamaForCausalLM,
-    Qwen3NextForCausalLM,
-)
+import transformers
 
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
@@ -22,12 +15,12 @@ from tests.support.lossless import PROMPT, build, knowing, run
 from tests.support.oracle_drafter import oracle_assistant, sequences_of
 
 MODELS = {
-    "tree": lambda: build(LlamaForCausalLM),
-    "windows": lambda: build(Gemma3ForCausalLM),
-    "indexed": lambda: build(GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
-    "chain": lambda: build(BartForCausalLM, is_encoder_decoder=False),
-    "convolution": lambda: build(Lfm2ForCausalLM),
-    "replay": lambda: build(Qwen3NextForCausalLM),
+    "tree": lambda: build(transformers.LlamaForCausalLM),
+    "windows": lambda: build(transformers.Gemma3ForCausalLM),
+    "indexed": lambda: build(transformers.GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
+    "chain": lambda: build(transformers.BartForCausalLM, is_encoder_decoder=False),
+    "convolution": lambda: build(transformers.Lfm2ForCausalLM),
+    "replay": lambda: build(transformers.Qwen3NextForCausalLM),
 }
 ROWS = torch.cat([PROMPT, PROMPT.roll(3, 1), PROMPT.flip(1)])
 
@@ -92,7 +85,7 @@ def test_tokens_and_later_calls_are_plain(name, rows):
 
 
 def test_an_overflow_in_half_precision():
-    model = build(Gemma3ForCausalLM).half()
+    model = build(transformers.Gemma3ForCausalLM).half()
     plain = run(model)
     poison = poison_of(plain.tolist(), model.config.vocab_size)
     with torch.no_grad():
@@ -104,7 +97,7 @@ def test_an_overflow_in_half_precision():
 
 def test_a_text_that_is_not_finite_itself_is_drafted_for_no_more(told):
     """Plain decoding writes token 0 from there on."""
-    model = build(LlamaForCausalLM)
+    model = build(transformers.LlamaForCausalLM)
     text = run(model)
     run(model, assistant=knowing(text))
     with torch.no_grad():

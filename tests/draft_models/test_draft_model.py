@@ -3,16 +3,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    GPT2LMHeadModel,
-    GPTJForCausalLM,
-    LlamaForCausalLM,
-    OPTForCausalLM,
-    RobertaForCausalLM,
-    RwkvConfig,
-    RwkvForCausalLM,
-)
+import transformers
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.assistants import Assistant
@@ -27,7 +18,7 @@ VOCAB = 48
 
 
 def llama():
-    model = build(LlamaForCausalLM, vocab_size=VOCAB, num_hidden_layers=2)
+    model = build(transformers.LlamaForCausalLM, vocab_size=VOCAB, num_hidden_layers=2)
     with torch.no_grad():
         model.lm_head.weight *= 20  # decided, so that rounding cannot reorder the candidates
     return model
@@ -36,7 +27,7 @@ def llama():
 def gemma():
     kinds = ["sliding_attention", "full_attention"]
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, "sliding_window": 4}
-    return build(Gemma3ForCausalLM, layer_types=kinds, **sizes)
+    return build(transformers.Gemma3ForCausalLM, layer_types=kinds, **sizes)
 
 
 @pytest.fixture(scope="module", params=[llama, gemma], ids=["llama", "gemma"])
@@ -164,7 +155,7 @@ def test_rejects_models_without_a_cache_of_tokens():
         "num_hidden_layers": 2,
     }
     with pytest.raises(ValueError, match="token trees, got RwkvForCausalLM"):
-        DraftModelDrafter(RwkvForCausalLM(RwkvConfig(**sizes)))
+        DraftModelDrafter(transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes)))
 
 
 def test_proposals_tell_what_was_drawn_below_every_fed_node():
@@ -219,7 +210,7 @@ def perturbed(model):
 )
 def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
     """More is accepted than of the most probable tokens; the text is plain's either way."""
-    steps, target = {}, build(LlamaForCausalLM)
+    steps, target = {}, build(transformers.LlamaForCausalLM)
     options = {"do_sample": True, "max_new_tokens": 40, **options}
     for foreseen in (True, False):
         if not foreseen:
@@ -236,7 +227,7 @@ def test_drafts_of_a_sampled_text_are_what_will_be_drawn(monkeypatch, options):
 
 
 def test_rows_of_a_sampled_batch_that_have_ended_are_not_foreseen():
-    target = build(LlamaForCausalLM)
+    target = build(transformers.LlamaForCausalLM)
     prompts = torch.tensor([[5, 6, 7], [9, 3, 1], [4, 4, 2]])
     options = {
         "do_sample": True,
@@ -268,17 +259,17 @@ def test_foreseen_nodes_have_classes_of_their_own():
 
 
 TABLES = {
-    GPT2LMHeadModel: {"n_positions": 32},
-    OPTForCausalLM: {"max_position_embeddings": 32},
-    RobertaForCausalLM: {"max_position_embeddings": 33},
-    GPTJForCausalLM: {"n_positions": 32},
+    transformers.GPT2LMHeadModel: {"n_positions": 32},
+    transformers.OPTForCausalLM: {"max_position_embeddings": 32},
+    transformers.RobertaForCausalLM: {"max_position_embeddings": 33},
+    transformers.GPTJForCausalLM: {"n_positions": 32},
 }
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("draft_class", TABLES)
 def test_drafts_end_at_the_draft_models_table_of_positions(draft_class, rows):
-    target = build(LlamaForCausalLM)
+    target = build(transformers.LlamaForCausalLM)
     draft = build(draft_class, **TABLES[draft_class])
     drafter = DraftModelDrafter(draft, max_nodes=4, max_levels=2)
     assert drafter.positions == 32

@@ -130,19 +130,6 @@ def test_nothing_known_drafts_nothing():
     assert len(session.propose(64)) == 0
 
 
-@pytest.mark.parametrize(
-    ("accepted", "winner"), [((0, 1), 1), ((0, 2), 2), ((0, 1, 2), 2), ((0,), 3), ((0, 3), 3)]
-)
-def test_of_equal_tokens_an_accepted_node_wins_then_the_last(accepted, winner):
-    """Token 5 stands at nodes 1, 2 and 3, after which 1, 2 and 3 were likeliest."""
-    for _ in range(2):
-        drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
-        session = drafter.start(ids(0), target())
-        logits = logits_preferring(10, (9,), (1,), (2,), (3,))
-        feed(session, (0, 5, 5, 5), accepted, logits, [5])
-        assert drafted_paths(session.propose(8)) == {(winner,)}
-
-
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=20), st.data(), st.integers(0, 20))
 def test_rows_to_learn_follow_the_rule(tokens, data, max_rejected):
     accepted = sorted(data.draw(st.sets(st.integers(0, len(tokens) - 1))))

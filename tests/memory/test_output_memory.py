@@ -27,13 +27,6 @@ def test_running_outputs_are_seen_before_they_finish():
     check_memory(memory)
 
 
-def test_models_are_kept_apart():
-    memory = OutputMemory()
-    memory.add([1, 2], "a")
-    memory.add([1, 3], "b")
-    assert [count(memory, [1, 2], f) for f in ("a", "b", "c")] == [1, 0, 0]
-
-
 def test_the_oldest_outputs_make_room_and_the_bound_holds():
     rng = np.random.default_rng(0)
     memory = OutputMemory(max_bytes=150_000)
@@ -305,19 +298,6 @@ def test_256_running_outputs_take_the_bound_of_the_process(tmp_path, log):
     share = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     print(f"{share:.2f} of the bound, {log or 'no log'}")
     assert share < 1.1
-
-
-def test_an_output_begun_before_everything_was_forgotten_is_learnt_no_more():
-    """Whether it had tokens by then or not."""
-    memory = OutputMemory()
-    silent, speaking = memory.start("m"), memory.start("m")
-    speaking.extend([1, 2, 3])
-    memory.forget()
-    for output in (silent, speaking):
-        output.extend([4, 5, 6])
-        output.close()
-    assert memory.token_count == 0
-    check_memory(memory)
 
 
 def test_a_memory_of_this_process_alone_needs_neither_log_nor_server():

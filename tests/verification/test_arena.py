@@ -31,46 +31,6 @@ def filled_cache(lengths, heads=2, depth=4):
     return cache
 
 
-def test_an_arena_holds_what_layers_had_and_moves_paths():
-    lengths = [7, 5]
-    one, other = filled_cache(lengths), None
-    torch.manual_seed(0)
-    before = [(layer.keys.clone(), layer.values.clone()) for layer in one.slot_layers]
-    arena = Arena(2, 16)
-    arena.hold(one.slot_layers)
-    for layer, (keys, values) in zip(one.slot_layers, before, strict=True):
-        assert torch.equal(layer.keys, keys)
-        assert torch.equal(layer.values, values)
-    fed = torch.arange(5) + torch.tensor(lengths)[:, None]
-    rows = torch.arange(2)[:, None]
-    one.slots.places = rows, fed
-    new = torch.randn(2, 2, 5, 4)
-    for i, layer in enumerate(one.slot_layers):
-        keys, values = layer.update(new + i, new - i)
-        assert keys.shape[2] == values.shape[2] == 16
-        # Models may flatten heads into rows.
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
-    # Row 0 keeps what it was fed at 0, 2 and 4, row 1 at 0 alone.
-    arena.move(rows, fed[:, :3].gather(1, torch.tensor([[0, 2, 2], [0, 1, 2]])), fed[:, :3])
-    one.slots.places = None
-    for i, (layer, (keys, values)) in enumerate(zip(one.slot_layers, before, strict=True)):
-        layer.show(12)
-        assert torch.equal(layer.keys[0, :, :7], keys[0])
-        assert torch.equal(layer.values[1, :, :5], values[1, :, :5])
-        assert torch.equal(layer.keys[0, :, 8], new[0, :, 2] + i)
-        assert torch.equal(layer.values[1, :, 5], new[1, :, 0] - i)
-        layer.move_out()
-    kept = [layer.keys.clone() for layer in one.slot_layers]
-    # Another cache in the same memory finds it empty and disturbs nobody.
-    other = filled_cache([3, 3])
-    arena.hold(other.slot_layers)
-    for layer, keys in zip(one.slot_layers, kept, strict=True):
-        assert torch.equal(layer.keys, keys)
-    (block, buffer), _ = other.slot_layers[0].homes
-    assert not block.states[buffer, :, :, 3:].any()
-
-
 @pytest.mark.parametrize("length", [3, 16, 40])
 def test_a_prompt_that_begins_in_an_arena_may_outgrow_it(length):
     arena = Arena(2, 32)

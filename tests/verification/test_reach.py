@@ -6,16 +6,6 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import (
-    BartForCausalLM,
-    CTRLLMHeadModel,
-    GPT2LMHeadModel,
-    GPTJForCausalLM,
-    LlamaForCausalLM,
-    OPTForCausalLM,
-    Phi3ForCausalLM,
-    RobertaForCausalLM,
-)
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.verification.reach import Reach
@@ -34,7 +24,7 @@ ROPES = {
 }
 
 
-def rope_model(kind, model_class=LlamaForCausalLM, **overrides):
+def rope_model(kind, model_class=transformers.LlamaForCausalLM, **overrides):
     rope = ROPES[kind] | {"rope_theta": 1e4}
     if kind in ("yarn", "longrope"):
         rope["original_max_position_embeddings"] = ORIGINAL
@@ -49,7 +39,7 @@ def rope_model(kind, model_class=LlamaForCausalLM, **overrides):
 
 def phi3():
     config = {"original_max_position_embeddings": ORIGINAL}
-    model = rope_model("longrope", Phi3ForCausalLM, **config)
+    model = rope_model("longrope", transformers.Phi3ForCausalLM, **config)
     assert model.config.original_max_position_embeddings == ORIGINAL
     return model
 
@@ -172,18 +162,20 @@ def test_embeddings_in_place_of_ids_count(kind):
 @pytest.mark.parametrize(
     ("model_class", "end"),
     [
-        (GPT2LMHeadModel, 128),
-        (OPTForCausalLM, 128),
-        (RobertaForCausalLM, 127),
-        (BartForCausalLM, 128),
-        (GPTJForCausalLM, 128),
-        (CTRLLMHeadModel, 128),
+        (transformers.GPT2LMHeadModel, 128),
+        (transformers.OPTForCausalLM, 128),
+        (transformers.RobertaForCausalLM, 127),
+        (transformers.BartForCausalLM, 128),
+        (transformers.GPTJForCausalLM, 128),
+        (transformers.CTRLLMHeadModel, 128),
     ],
 )
 def test_drafts_end_at_a_table_of_positions(model_class, end):
     """Plain decoding goes on to the table's last position and ends there by its end token."""
     options = {"is_decoder": True, "is_encoder_decoder": False}
-    model = build(model_class, **(options if model_class is not OPTForCausalLM else {}))
+    model = build(
+        model_class, **(options if model_class is not transformers.OPTForCausalLM else {})
+    )
     model.config.is_encoder_decoder = False
     assert choose_service(model, {}).reach.end == end
     ids = torch.tensor([([5, 9, 33, 21, 60, 7, 44] * 18)[: end - 12]])
