@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from hf_retrieval_assist.corpus.datastore import Datastore, tokenizer_fingerprint
-from hf_retrieval_assist.structures.suffix_array import SuffixMatcher
 from tests.corpus.documents import (
     SMALL,
     VOCAB,
@@ -42,20 +41,6 @@ def test_counts_equal_brute_force_for_any_number_of_shards(tmp_path, memory):
         start = rng.integers(len(document))
         query = document[start : start + rng.integers(1, 5)]
         assert datastore.count(query) == brute_count(documents, query)
-
-
-def test_several_shards_select_what_one_selects(tmp_path):
-    documents = make_documents(documents=80)
-    one = build(documents, tmp_path / "one")
-    many = build(documents, tmp_path / "many", memory=SMALL * 8, workers=2)
-    assert len(many.manifest.shards) > 3
-    matchers = [SuffixMatcher(store.index, 8, 64) for store in (one, many)]
-    for token in np.concatenate(make_documents(seed=3)).tolist():
-        drafts = []
-        for matcher in matchers:
-            matcher.extend([token])
-            drafts.append([column.tolist() for column in matcher.select(16, 4, 2)])
-        assert drafts[0] == drafts[1]
 
 
 def test_what_is_built_again_is_the_same_to_its_names_and_equal_shards_are_two(tmp_path):

@@ -95,45 +95,6 @@ def test_the_state_goes_back_to_the_end_of_the_text():
     assert torch.equal(torch.rand(3), left)
 
 
-def test_rows_are_even_where_all_that_go_on_draw_and_are_as_long():
-    first, second, ended = rows = rows_of(3, 1, 1, 2)
-    ended.finished = True
-    dice = Dice(rows)
-    assert dice._is_even([first, second])
-    assert not dice._is_even([first])
-    second.generated.append(5)
-    assert not dice._is_even([first, second])
-
-
-def test_somebody_elses_draws_come_first():
-    """A processor that uses the generator between two tokens."""
-    steps = laws(1, 200, 4)
-    torch.manual_seed(3)
-    expected = [(torch.rand(2), torch.multinomial(law, 1).item())[1] for law in steps]
-    left = torch.rand(3)
-    torch.manual_seed(3)
-    [row] = rows_of(1)
-    dice = Dice([row])
-    for law in steps:
-        dice.noise(0, len(row.generated) + 2, 200)
-        torch.rand(2)
-        row.generated += dice.draw(law, [row])
-    assert row.generated == expected
-    assert torch.equal(torch.rand(3), left)
-
-
-@pytest.mark.parametrize("law", [torch.full((1, 5), torch.nan), torch.zeros(1, 5)])
-def test_what_is_no_distribution_raises_as_in_plain_decoding(law):
-    [row] = rows_of(1)
-    dice = Dice([row])
-    dice.noise(0, 0, 5)
-    with pytest.raises(RuntimeError) as expected:
-        torch.multinomial(law, 1)
-    with pytest.raises(RuntimeError) as actual:
-        dice.draw(law, [row])
-    assert str(actual.value) == str(expected.value)
-
-
 def test_another_way_of_drawing_is_left_alone(monkeypatch):
     """Nothing is foreseen, single rows keep their seed, batches say that they do not."""
     monkeypatch.setattr(module, "draws_by_quotients", lambda *key: False)

@@ -4,13 +4,11 @@ import inspect
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation import logits_process, stopping_criteria
 
-from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding.selection import TokenSelector, follows_rows
 from hf_retrieval_assist.row_text import RowText
-from tests.support.lossless import build
 
 ROWS, LENGTH, VOCAB = 3, 9, 67
 IDS = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)) % 9 + 3
@@ -106,35 +104,3 @@ def test_a_subclass_may_keep_anything():
         pass
 
     assert follows_rows(Counting(5))
-
-
-def prefixes():
-    """What `prefix_allowed_tokens_fn` may be: it checks its text, or follows each row."""
-
-    def follow():
-        seen = {}
-
-        def allowed(row, text):
-            seen[row] = seen.get(row, 0) + 1
-            return [token for token in range(3, VOCAB) if token % 4 != seen[row] % 4]
-
-        return allowed
-
-    def check():
-        def allowed(row, text):
-            assert torch.equal(text[:LENGTH], IDS[row])
-            return list(range(3, VOCAB))
-
-        return allowed
-
-    return [follow, check]
-
-
-@pytest.mark.parametrize("make", prefixes())
-def test_allowed_tokens_are_asked_of_every_row_with_its_own_text(make):
-    model = build(LlamaForCausalLM)
-    options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 16, "do_sample": False}
-    plain = model.generate(IDS, prefix_allowed_tokens_fn=make(), **options)
-    assistant = SamAssistant(plain[:1].tolist(), budget=8)
-    again = model.generate(IDS, prefix_allowed_tokens_fn=make(), assistant=assistant, **options)
-    assert torch.equal(plain, again)

@@ -40,12 +40,6 @@ def test_wrapped_models(model_class, wrap, kernels):
     assert max(kernels) > 1
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_plain_models(do_sample, kernels):
-    equal(build(Gemma3ForCausalLM, head_dim=16), do_sample=do_sample)
-    assert max(kernels) > 1
-
-
 def test_eager_attention_is_left_alone(kernels):
     equal(build(LlamaForCausalLM, attn_implementation="eager"))
     assert not kernels
