@@ -8,7 +8,6 @@ follow one another without a look at their results, whose tokens never leave the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,27 +19,6 @@ from ..verification.fixed_verifier import FixedVerifier, ForwardOptions
 from ..verification.tiers import Service
 from ..verification.tree_attention import BoolArray, Int64Array, TreeAttention
 from .rows import DraftCache
-
-
-@dataclass(frozen=True)
-class _Fed(FedTokens):
-    """Tokens in any of the slots behind their texts.
-
-    Attributes:
-        offsets: int64 [n, width], their slots.
-        behind: int64 [n, columns], depths of what lies in all slots.
-    """
-
-    offsets: Int64Array = field(kw_only=True)
-    behind: Int64Array = field(kw_only=True)
-
-    @property
-    def slots(self) -> Int64Array:
-        return self.lengths[:, None] + self.offsets
-
-    @property
-    def columns(self) -> Int64Array:
-        return self.behind
 
 
 class RecordedDrafts(FixedVerifier):
@@ -99,7 +77,7 @@ class RecordedDrafts(FixedVerifier):
         ids = token_ids if isinstance(token_ids, np.ndarray) else np.zeros_like(depths)
         lengths = np.array(self.cache.slots.lengths, np.int64)
         line = (0, 0), (0, spare)
-        fed = _Fed(
+        fed = FedTokens(
             rows=np.arange(rows),
             counts=np.full(rows, width),
             lengths=lengths,

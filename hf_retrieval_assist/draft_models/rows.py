@@ -20,10 +20,9 @@ from ..token_tree import Forest, TokenTree
 from ..verification.fixed_memory import FixedMemory
 from ..verification.kv_cache import SLOT_LAYERS, SlotCache
 from ..verification.slot_layers import SlotLayer
-from ..verification.tree_attention import FedTrees, LayerMask, TreeAttention
+from ..verification.tree_attention import FedTrees, Rules, TreeAttention, table_of
 
 Int64Array = NDArray[np.int64]
-Rules = dict[str, LayerMask] | LayerMask
 
 
 class DraftCache(SlotCache):
@@ -96,8 +95,9 @@ class DraftCache(SlotCache):
             self.slots.places = every, lengths + offsets
             self.slots.extent = self.slots.longest + count
         queries = depths.expand(rows, -1)
-        fed = FedTrees(queries, queries, sees, deepest, columns.expand(rows, -1))
-        return self._attention.masks(fed, self.slots)
+        fed = FedTrees(queries, queries, sees, columns.expand(rows, -1), deepest)
+        masks, self.slots.view_from = self._attention.masks(fed, self.slots)
+        return masks
 
     def _feed_in_place(
         self, offsets: Tensor, depths: Tensor, columns: Tensor, sees: Tensor, kept: Tensor
@@ -107,12 +107,8 @@ class DraftCache(SlotCache):
         assert self.memory is not None
         workspace = self.memory.workspace
         self.slots.places = workspace.rows, kept + offsets
-        queries = kept + depths
-        near = sees & rule.near(queries, kept + columns)
-        edge = near.new_ones((*near.shape[:2], 1))
-        unseen = None if rule.reach is None else rule.last_unseen(queries)[..., None]
-        table = torch.cat([edge, near, ~edge], dim=2)
-        mask: Tensor = workspace.masks.mask(table, unseen, 1 - kept)
+        sees, unseen = rule.limited(sees, kept, depths, columns)
+        mask: Tensor = workspace.masks.mask(table_of(sees), unseen, 1 - kept)
         return mask
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:

@@ -25,8 +25,9 @@ class FedTokens:
         depths: int64 [n, width]; the root has depth 0.
         sees: bool [n, width, columns], queries and keys: a token itself and those that it descends
             from. Nobody sees filler.
-        earlier: int64 [n, columns - width], depths of the tokens that lie between the kept ones and
-            these, fed by forwards before; None: there are none.
+        offsets: int64 [n, width], in which of the slots behind the kept ones they are written;
+            None: in one after another.
+        behind: int64 [n, columns], depths of what lies in these slots; None: of the tokens.
     """
 
     rows: Int64Array
@@ -35,7 +36,8 @@ class FedTokens:
     token_ids: Int64Array
     depths: Int64Array
     sees: BoolArray
-    earlier: Int64Array | None = None
+    offsets: Int64Array | None = None
+    behind: Int64Array | None = None
 
     @classmethod
     def of(
@@ -73,15 +75,13 @@ class FedTokens:
     @property
     def slots(self) -> Int64Array:
         """int64 [n, width]: where the tokens are written."""
-        last = self.columns.shape[1]
-        return self.lengths[:, None] + np.arange(last - self.width, last)
+        offsets = np.arange(self.width) if self.offsets is None else self.offsets
+        return self.lengths[:, None] + offsets
 
     @property
     def columns(self) -> Int64Array:
-        """int64 [n, columns]: depths of all tokens behind the kept ones."""
-        if self.earlier is None:
-            return self.depths
-        return np.concatenate([self.earlier, self.depths], axis=1)
+        """int64 [n, columns]: depths of all that lies behind the kept slots."""
+        return self.depths if self.behind is None else self.behind
 
     @property
     def begins(self) -> Int64Array:
@@ -95,15 +95,14 @@ class FedTokens:
 
     def lines(self, device: torch.device) -> FedTrees:
         """On a device, row by row."""
-        return FedTrees.on(device, self.token_ids, self.depths, self.sees)
+        arrays = self.token_ids, self.depths, self.sees
+        ids, depths, sees = (torch.from_numpy(array).to(device) for array in arrays)
+        return FedTrees(ids, depths, sees, depths, int(self.depths.max()))
 
     def packed(self, device: torch.device) -> FedTrees:
         """On a device, a line for every token, whose columns are the tokens of its row."""
-        real = self.real
-        return FedTrees.on(
-            device,
-            self.token_ids[real][:, None],
-            self.depths[real][:, None],
-            self.sees[real][:, None],
-            np.repeat(self.depths, self.counts, axis=0),
-        )
+        real, rows = self.real, np.repeat(self.rows, self.counts)
+        arrays = (a[real][:, None] for a in (self.token_ids, self.depths, self.sees))
+        ids, depths, sees = (torch.from_numpy(array).to(device) for array in arrays)
+        columns = torch.from_numpy(np.repeat(self.depths, self.counts, axis=0)).to(device)
+        return FedTrees(ids, depths, sees, columns, int(self.depths.max()), rows)

@@ -1,11 +1,8 @@
 """Additive masks over whole buffers, built on the device from a few small tables.
 
-What a query may see behind the kept slots, of the tokens that are fed with it and of earlier ones,
-is decided on the host: a table `[batch, width, columns + 2]` holds, for each query, whether it sees
-the kept slots, each of these tokens, and the slots behind. A column's entry is looked up by its
-distance from the row's length, so the same few kernels build the mask of any trees at any lengths.
-Kept slots that lie beyond a query's window or chunk are cut off by the last slot that it does not
-see. Buffers of layers that forget what lies beyond begin with a later slot.
+The tables of `seen_slots` are filled on the host: `[batch, width, columns + 2]` for the tokens that
+are fed and earlier ones behind the kept slots. Buffers of layers that forget what lies beyond their
+window begin with a later slot.
 """
 
 from __future__ import annotations
@@ -18,9 +15,9 @@ import torch
 from ..kernels.fixed_attention import Seen
 from .fed_tokens import FedTokens
 from .packed_buffer import Field
-from .tree_attention import LayerMask
+from .tree_attention import LayerMask, Rules, by_kind, every_rule, seen_slots
 
-# The column of a slot that nobody sees, padding: behind all others.
+# The number of a slot that nobody sees, padding: behind all others.
 _NOWHERE = 1 << 40
 
 Masks = dict[str, torch.Tensor] | torch.Tensor
@@ -45,7 +42,7 @@ class FixedMasks:
 
     def __init__(
         self,
-        rules: dict[str, LayerMask] | LayerMask,
+        rules: Rules,
         batch: int,
         capacity: int,
         dtype: torch.dtype,
@@ -54,8 +51,7 @@ class FixedMasks:
     ):
         self.rules = rules
         self.batch, self.capacity, self.near = batch, capacity, near
-        every = [rules] if isinstance(rules, LayerMask) else rules.values()
-        self._distinct = list(dict.fromkeys(every))
+        self._distinct = list(dict.fromkeys(every_rule(rules)))
         slots = capacity + (near or 0)
         self._columns = torch.zeros((batch, slots), dtype=torch.int64, device=device)
         self._near_slots = torch.arange(near or 0, device=device)
@@ -103,28 +99,20 @@ class FixedMasks:
         if self.near is not None:
             host["begin"].numpy()[:] = begin
         first = self._first[:, None]
-        places, columns = fed.depths + kept - first, fed.columns + kept - first
         for i, rule in enumerate(self._distinct):
+            sees, unseen = rule.limited(fed.sees, kept, fed.depths, fed.columns, first)
             table = host[f"table{i}"].numpy()
             table[:, :, 0] = True
             table[:, :, 1:] = False
-            table[:, :, 1 : 1 + columns.shape[1]] = fed.sees & rule.near(places, columns)
-            if rule.reach is not None:
-                host[f"unseen{i}"].numpy()[..., 0] = rule.last_unseen(places) + first
-
-    def narrow(self, device: Mapping[str, torch.Tensor], sees: torch.Tensor) -> None:
-        """Let the first queries see no more of the columns than bool [batch, queries, columns] on
-        the device says, behind what was sent."""
-        _, queries, columns = sees.shape
-        for i in range(len(self._distinct)):
-            device[f"table{i}"][:, :queries, 1 : 1 + columns].logical_and_(sees)
+            table[:, :, 1 : 1 + sees.shape[2]] = sees
+            if unseen is not None:
+                host[f"unseen{i}"].numpy()[:] = unseen
 
     def seen(self, device: Mapping[str, torch.Tensor], masks: Masks) -> dict[int, Seen]:
         """The same for kernels that need no mask, by the address of the empty one."""
         kinds = masks.values() if isinstance(masks, dict) else [masks]
-        rules = [self.rules] if isinstance(self.rules, LayerMask) else self.rules.values()
         found = {}
-        for mask, rule in zip(kinds, rules, strict=True):
+        for mask, rule in zip(kinds, every_rule(self.rules), strict=True):
             i = self._distinct.index(rule)
             kept, first, unseen = device["kept"], self.first, device.get(f"unseen{i}")
             if unseen is not None and "begin" in device:
@@ -141,24 +129,21 @@ class FixedMasks:
     def build(self, device: Mapping[str, torch.Tensor]) -> Masks:
         """Masks [batch, 1, width, slots] from the written fields, on the device."""
         shift, begin = device["shift"], device.get("begin")
-        kinds = [
-            (device[f"table{i}"], device.get(f"unseen{i}")) for i in range(len(self._distinct))
-        ]
-        return self._by_kind([self.mask(*kind, shift, begin) for kind in kinds])
+        made = {
+            rule: self.mask(device[f"table{i}"], device.get(f"unseen{i}"), shift, begin)
+            for i, rule in enumerate(self._distinct)
+        }
+        return by_kind(self.rules, made.__getitem__)
 
     def empty(self, width: int) -> Masks:
         """Masks that tell kinds of layers apart and take no memory; whatever reads them is NaN."""
-        whole, near = self.capacity, self.near or self.capacity
-        slots = [whole if rule.reach is None else near for rule in self._distinct]
-        return self._by_kind(
-            [self._empty[i].expand(self.batch, 1, width, n) for i, n in enumerate(slots)]
-        )
 
-    def _by_kind(self, masks: list[torch.Tensor]) -> Masks:
-        by_rule = dict(zip(self._distinct, masks, strict=True))
-        if isinstance(self.rules, LayerMask):
-            return by_rule[self.rules]
-        return {kind: by_rule[rule] for kind, rule in self.rules.items()}
+        def empty(rule: LayerMask) -> torch.Tensor:
+            slots = self.capacity if rule.reach is None else self.near or self.capacity
+            one = self._empty[self._distinct.index(rule)]
+            return one.expand(self.batch, 1, width, slots)
+
+        return by_kind(self.rules, empty)
 
     def _columns_of(self, limited: bool, begin: torch.Tensor | None) -> torch.Tensor:
         """int64 [batch, slots], the columns of a buffer's slots."""
@@ -174,12 +159,7 @@ class FixedMasks:
         begin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One mask from fields on the device, whatever wrote them."""
-        batch, width, entries = table.shape
         columns = self._columns_of(unseen is not None, begin)
-        places = (columns + shift).clamp(0, entries - 1)[:, None, :]
-        if unseen is None:
-            places = places.expand(batch, width, columns.shape[1])
-        else:
-            places = torch.where(columns[:, None, :] > unseen, places, entries - 1)
-        seen = table.gather(2, places)
+        places = (columns + shift).clamp(0, table.shape[2] - 1)[:, None]
+        seen = seen_slots(table, places, unseen, columns)
         return torch.where(seen, self._shown, self._hidden)[:, None]

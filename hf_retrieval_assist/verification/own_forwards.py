@@ -91,5 +91,5 @@ class OwnForwards:
         self._depths = np.concatenate([self._depths, depths], axis=1)
         self.columns = columns
         every = torch.from_numpy(self._depths).to(device)
-        fed = FedTrees(ids, every[:, -width:], attends, depth, every)
+        fed = FedTrees(ids, every[:, -width:], attends, every, depth)
         return self._verifier.draft(fed)

@@ -16,7 +16,7 @@ from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions
 from .kv_cache import SlotCache
 from .reach import UNLIMITED, Reach
 from .states import CroppedStates, SavedStates, States
-from .tree_attention import LayerMask, TreeAttention
+from .tree_attention import LayerMask, Rules, TreeAttention
 from .verifiers import ChainVerifier, TreeVerifier, Verifier
 
 
@@ -47,7 +47,7 @@ class Service:
 
     tier: Tier
     reason: str
-    rules: dict[str, LayerMask] | LayerMask = field(default_factory=LayerMask)
+    rules: Rules = field(default_factory=LayerMask)
     cache_name: str = CACHE
     attention_by: AttentionBy = "mask"
     packed: bool = False

@@ -4,12 +4,16 @@ Fed tokens are laid out per row as root, then the tree's nodes, then filler up t
 Query q of a row may attend to the row's kept slots, as far as its layer's window reaches, and to
 the fed tokens that are q or its ancestors. Distances are measured along the text (a node lies at
 its row's length plus its depth), never in slots, since siblings share a position.
+
+What a query sees behind the kept slots stands in a table. A slot's entry is looked up by its
+distance from the row's length, so the same few kernels serve any trees at any lengths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
+from ..system.lazy import cached_property
 from .slot_layers import RowSlots
 
 Int64Array = NDArray[np.int64]
@@ -24,6 +29,8 @@ BoolArray = NDArray[np.bool_]
 
 Places = TypeVar("Places", int, Int64Array, torch.Tensor)
 """Places in a row's text, counted from its first token: one, or an array of them."""
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,44 @@ class LayerMask:
             return queries // self.chunk * self.chunk - 1
         return queries * 0 - 1
 
-    def near(self, queries: Any, keys: Any) -> Any:
-        """bool [batch, queries, keys]: whether queries reach keys, both [batch, places] and the
-        same kind of array; a key may lie behind the query. True where all are reached."""
-        if self.window is not None:
-            return keys[:, None, :] > (queries - self.window)[:, :, None]
-        if self.chunk is not None:
-            return (queries // self.chunk)[:, :, None] == (keys // self.chunk)[:, None, :]
-        return True
+    def limited(
+        self, sees: Any, kept: Any, depths: Any, columns: Any, start: Any = None
+    ) -> tuple[Any, Any]:
+        """What queries see within their reach, and the last slot in front of it.
+
+        Args:
+            sees: bool [lines, width, columns], whether they see the columns at all.
+            kept: int64 [lines, 1], slots that each line has kept, or a number of all.
+            depths, columns: int64 [lines or 1, width] and [lines or 1, columns], how far behind the
+                root queries and columns lie.
+            start: int64 [lines, 1], slots of padding in front of each text; None: there are none.
+                All of these are NumPy arrays, or tensors.
+
+        Returns:
+            The same as `sees`, and int64 [lines, width, 1]; None: queries reach everything.
+        """
+        if self.reach is None:
+            return sees, None
+        if start is None:
+            unseen = self.last_unseen(kept + depths)[..., None]
+        else:
+            unseen = (self.last_unseen(kept - start + depths) + start)[..., None]
+        return sees & ((kept + columns)[:, None] > unseen), unseen
+
+
+Rules = dict[str, LayerMask] | LayerMask
+"""One rule per layer type, or a single rule for all layers."""
+
+
+def every_rule(rules: Rules) -> list[LayerMask]:
+    return [rules] if isinstance(rules, LayerMask) else [*rules.values()]
+
+
+def by_kind(rules: Rules, make: Callable[[LayerMask], Made]) -> dict[str, Made] | Made:
+    """What is made of the rule of each layer type, or of the single one."""
+    if isinstance(rules, LayerMask):
+        return make(rules)
+    return {kind: make(rule) for kind, rule in rules.items()}
 
 
 def layer_masks(config: PreTrainedConfig) -> dict[str, LayerMask]:
@@ -90,50 +127,69 @@ def single_mask(config: PreTrainedConfig) -> LayerMask:
 
 @dataclass(frozen=True)
 class FedTrees:
-    """The token trees of a batch, laid out for one forward.
+    """The token trees of a batch on the model's device, laid out for one forward.
+
+    A line is a row of the batch, or one token where the tokens of all rows are packed.
 
     Attributes:
-        token_ids: int64 [batch, width] on the model's device.
-        depths: int64 [batch, width] on the model's device; the root has depth 0.
-        attends: bool [batch, width, columns] on the model's device, self or ancestor. The last
-            columns are the tokens of this forward; those of earlier forwards that the cache holds
-            behind the kept slots, all rows being equally long, come first.
+        token_ids: int64 [lines, width].
+        depths: int64 [lines, width]; the root has depth 0.
+        sees: bool [lines, width, columns], self or ancestor. The last columns are the tokens of
+            this forward; those of earlier forwards that the cache holds behind the kept slots, all
+            rows being equally long, come first.
+        columns: int64 [lines, columns], depths of the columns.
         max_depth: of any node.
-        column_depths: int64 [batch, columns]; None: the columns are the tokens of this forward.
+        rows: int64 [lines], the rows of packed tokens; None: they are not packed.
     """
 
     token_ids: torch.Tensor
     depths: torch.Tensor
-    attends: torch.Tensor
+    sees: torch.Tensor
+    columns: torch.Tensor
     max_depth: int
-    column_depths: torch.Tensor | None = None
+    rows: Int64Array | None = None
 
-    @classmethod
-    def on(
-        cls,
-        device: torch.device,
-        token_ids: Int64Array,
-        depths: Int64Array,
-        attends: BoolArray,
-        column_depths: Int64Array | None = None,
-    ) -> FedTrees:
-        """Trees that were laid out on the host."""
-        return cls(
-            torch.from_numpy(token_ids).to(device),
-            torch.from_numpy(depths).to(device),
-            torch.from_numpy(attends).to(device),
-            int(depths.max()),
-            None if column_depths is None else torch.from_numpy(column_depths).to(device),
-        )
 
-    @property
-    def width(self) -> int:
-        return self.token_ids.shape[1]
+def table_of(sees: torch.Tensor) -> torch.Tensor:
+    """What `seen_slots` looks up, of queries that see all kept slots within their reach."""
+    return F.pad(F.pad(sees, (1, 0), value=True), (0, 1))
 
-    @property
-    def columns(self) -> torch.Tensor:
-        """Depths of the columns of `attends`."""
-        return self.depths if self.column_depths is None else self.column_depths
+
+def seen_slots(
+    table: torch.Tensor, places: torch.Tensor, unseen: torch.Tensor | None, slots: torch.Tensor
+) -> torch.Tensor:
+    """Which slots each query sees: bool [lines, width, slots].
+
+    Args:
+        table: bool [lines, width, columns + 2], whether it sees the kept slots, each of those
+            behind them, and those beyond.
+        places: int64 [lines, 1, slots], where slots stand in the table.
+        unseen: int64 [lines, width, 1], the last slot that its reach leaves out; None: it reaches
+            all.
+        slots: int64 [lines or 1, slots], their numbers.
+    """
+    lines, width, entries = table.shape
+    if unseen is None:
+        places = places.expand(lines, width, -1)
+    else:
+        places = torch.where(slots[:, None] > unseen, places, entries - 1)
+    return table.gather(2, places)
+
+
+class _Kept(NamedTuple):
+    """The slots that the lines of a forward have kept.
+
+    Attributes:
+        shortest, longest: the fewest and the most of any line.
+        slots: int64 [lines, 1], of each; a number where all have as many.
+        tail: int64 [1, slots], those behind the shortest, and where they stand in a table; None
+            where all have as many.
+    """
+
+    shortest: int
+    longest: int
+    slots: Any
+    tail: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,74 +202,87 @@ class TreeAttention:
         dtype: of the masks, the model's.
     """
 
-    rules: dict[str, LayerMask] | LayerMask
+    rules: Rules
     prompt_mask: torch.Tensor | None
     dtype: torch.dtype
 
     def masks(
         self, fed: FedTrees, slots: RowSlots
-    ) -> dict[str, torch.Tensor | None] | torch.Tensor | None:
-        """Additive masks [batch, 1, width, slots shown]; None where everything shown is allowed.
+    ) -> tuple[dict[str, torch.Tensor | None] | torch.Tensor | None, int]:
+        """The masks of one forward, and the first slot that layers of limited reach are to show.
 
-        Also sets `slots.view_from`, the first slot that layers of limited reach show.
+        Masks are [batch, 1, width, slots shown], of packed tokens [1, 1, tokens, slots shown]; None
+        where everything shown is allowed.
         """
-        plain = fed.columns.shape[1] == 1 and self._is_simple(slots)
-        single = isinstance(self.rules, LayerMask)
-        rules = [self.rules] if isinstance(self.rules, LayerMask) else self.rules.values()
-        reach = max((rule.reach or 0 for rule in rules), default=0)
-        # The query itself takes one place of its reach.
-        first = max(0, slots.shortest - reach + 1) if reach else 0
-        if single and (slots.window is None or not slots.forgets):
-            first = 0  # its layers show all
-        slots.view_from = first
+        kept, first = self._kept(fed, slots), 0
+        one = isinstance(self.rules, LayerMask)
+        # Layers that have a window show all where one mask serves all kinds and nothing forgets.
+        if self._reach and not (one and (slots.window is None or not slots.forgets)):
+            # The query itself takes one place of its reach.
+            first = max(0, kept.shortest - self._reach + 1)
         if isinstance(self.rules, LayerMask):
-            # A model whose cache has windows may not know of them in its own masks.
-            unmasked = plain and _furthest_unseen(self.rules, fed, slots) < first
-            return None if unmasked else self._mask(self.rules, fed, slots, first)
-        return {
-            kind: None
-            if plain and not rule.explicit and _furthest_unseen(rule, fed, slots) < first
-            else self._mask(rule, fed, slots, first if rule.reach else 0)
-            for kind, rule in self.rules.items()
-        }
+            # Without a mask a model may take packed rows for one text.
+            return self._mask(self.rules, fed, kept, first, fed.rows is not None), first
+        masks = {}
+        for kind, rule in self.rules.items():
+            begin = first if rule.reach else 0
+            masks[kind] = self._mask(rule, fed, kept, begin, rule.explicit)
+        return masks, first
 
-    def _is_simple(self, slots: RowSlots) -> bool:
-        """Whether slots are places in the text, all rows being equally long."""
-        return slots.uniform and self.prompt_mask is None
+    def _kept(self, fed: FedTrees, slots: RowSlots) -> _Kept:
+        rows, columns = fed.rows, fed.sees.shape[2]
+        lengths = slots.lengths if rows is None else [slots.lengths[row] for row in rows]
+        shortest, longest = min(lengths), max(lengths)
+        if shortest == longest:
+            return _Kept(shortest, longest, longest)
+        device = fed.depths.device
+        kept = slots.index(1, device)[1]
+        kept = kept if rows is None else kept[rows]
+        tail = torch.arange(shortest, longest + columns, device=device)[None]
+        places = (tail + (1 - kept)).clamp(0, columns + 1)[:, None]
+        return _Kept(shortest, longest, kept, (tail, places))
 
-    def _mask(self, rule: LayerMask, fed: FedTrees, slots: RowSlots, first: int) -> torch.Tensor:
-        device, nodes = fed.depths.device, fed.attends
-        batch, width, columns = nodes.shape
-        kept, shown = slots.longest - first, slots.longest - first + columns
-        mask = torch.zeros((batch, 1, width, shown), dtype=self.dtype, device=device)
+    def _mask(
+        self, rule: LayerMask, fed: FedTrees, kept: _Kept, first: int, needed: bool
+    ) -> torch.Tensor | None:
+        """The mask of the slots from the first one on; None, unless it is needed anyway, where it
+        would hide nothing."""
+        (lines, width, columns), device = fed.sees.shape, fed.depths.device
+        padded = self.prompt_mask is not None
+        # Whether all slots shown are within the reach of all queries.
+        near = rule.reach is None or (
+            not padded and rule.last_unseen(kept.longest + fed.max_depth) < first
+        )
+        if columns == 1 and near and kept.tail is None and not (padded or needed):
+            return None
+        # Of the slots shown all rows have kept the first ones.
+        shown, common = kept.longest + columns - first, kept.shortest - first
+        mask = torch.zeros((lines, 1, width, shown), dtype=self.dtype, device=device)
         hidden = torch.finfo(self.dtype).min
-        if self._is_simple(slots) and _furthest_unseen(rule, fed, slots) < first:
-            mask[..., kept:].masked_fill_(~nodes[:, None], hidden)
-            return mask
-        # The slot of each row's first token.
-        begin: Any = 0
-        if self.prompt_mask is not None:
-            begin = self.prompt_mask.int().argmax(dim=1, keepdim=True)
-        _, lengths = slots.index(1, device)
-        queries = lengths - begin + fed.depths
-        index = torch.arange(first, slots.longest + columns, device=device)
-        allowed = (index < lengths)[:, None, :]
-        if self.prompt_mask is not None:
-            missing = max(0, slots.longest + columns - self.prompt_mask.shape[1])
-            seen = F.pad(self.prompt_mask, (0, missing), value=True)[:, None, first:]
-            allowed = allowed & seen[:, :, :shown]
-        if rule.reach is not None:
-            allowed = allowed & (index > (rule.last_unseen(queries) + begin)[:, :, None])
-            nodes = nodes & rule.near(queries, lengths - begin + fed.columns)
-        allowed = allowed.expand(batch, width, shown).contiguous()
-        if slots.uniform:
-            allowed[:, :, kept:] = nodes
-        else:
-            rows, places = slots.index(columns, device)
-            allowed.transpose(1, 2)[rows, places - first] = nodes.transpose(1, 2)
-        return mask.masked_fill_(~allowed[:, None], hidden)
+        seen, unseen, start = fed.sees, None, None
+        if padded:
+            padding, start = self._padding
+            if fed.rows is not None:
+                padding, start = padding[fed.rows], start[fed.rows]
+            padding = padding[:, None, None, first : kept.shortest]
+            mask[..., : padding.shape[-1]].masked_fill_(padding, hidden)
+        if not near:
+            seen, unseen = rule.limited(seen, kept.slots, fed.depths, fed.columns, start)
+            index = torch.arange(first, kept.shortest, device=device)
+            mask[..., :common].masked_fill_((index <= unseen)[:, None], hidden)
+        if kept.tail is not None:
+            slots, places = kept.tail
+            seen = seen_slots(table_of(seen), places, unseen, slots)
+        mask[..., common:].masked_fill_(~seen[:, None], hidden)
+        return mask if fed.rows is None else mask.transpose(0, 2)
 
+    @cached_property
+    def _reach(self) -> int:
+        """The furthest of any layer of limited reach; 0: there is none."""
+        return max((rule.reach or 0 for rule in every_rule(self.rules)), default=0)
 
-def _furthest_unseen(rule: LayerMask, fed: FedTrees, slots: RowSlots) -> int:
-    """The last slot that the deepest query does not see, where slots are places in the text."""
-    return rule.last_unseen(slots.longest + fed.max_depth)
+    @cached_property
+    def _padding(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """bool [batch, prompt slots], and the slot of each row's first token, int64 [batch, 1]."""
+        assert self.prompt_mask is not None
+        return ~self.prompt_mask, self.prompt_mask.int().argmax(dim=1, keepdim=True)

@@ -12,8 +12,7 @@ Slots forget by themselves; what layers keep besides, :mod:`.states` takes back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,8 @@ from ..token_tree import Limits, TokenTree
 from .fed_tokens import FedTokens
 from .kv_cache import SlotCache
 from .reach import UNLIMITED
-from .slot_layers import RowSlots
 from .states import States
-from .tree_attention import FedTrees, Int64Array, TreeAttention
+from .tree_attention import FedTrees, TreeAttention
 from .verified import Verified
 
 # Tokens per row that one forward catches up on at most, since each of them gets logits.
@@ -288,67 +286,40 @@ class TreeVerifier(Verifier):
         if self.packed and (len(fed.rows) < len(trees) or not fed.real.all()):
             return self._feed_packed(fed, len(trees))
         lines = fed.lines(self.device)
-        arguments = {
-            "attention_mask": self.attention.masks(lines, self.cache.slots),
-            "position_ids": self._first_positions() + lines.depths,
-        }
-        outputs = self._run(lines.token_ids, fed.width, arguments)
+        outputs = self._run(lines.token_ids, fed.width, self._tree_arguments(lines))
         if self.packed:
             return Verified(outputs.logits.flatten(0, 1)[None], fed.begins.tolist(), outputs)
         return Verified(outputs.logits, [0] * len(trees), outputs)
 
+    def _tree_arguments(self, fed: FedTrees) -> dict[str, Any]:
+        """Masks, with which layers show no more slots than needed, and positions of each line."""
+        masks, self.cache.slots.view_from = self.attention.masks(fed, self.cache.slots)
+        positions = self._first_positions()
+        if fed.rows is not None:
+            positions = positions[..., fed.rows, :]
+        return {"attention_mask": masks, "position_ids": positions + fed.depths}
+
     def _feed_packed(self, fed: FedTokens, batch: int) -> Verified:
-        rows = np.repeat(fed.rows, fed.counts)
-        lines = fed.packed(self.device)
-        first = self._first_positions()[..., rows, :]
-        arguments = {
-            "attention_mask": self._packed_masks(lines, rows),
-            "position_ids": (first + lines.depths).transpose(-1, -2),
-            **{name: types[rows].T for name, types in self._token_types(1).items()},
-        }
-        with self._packed_slots(fed, rows):
-            outputs = self._run(lines.token_ids.T, len(rows), arguments)
+        slots, lines = self.cache.slots, fed.packed(self.device)
+        arguments = self._tree_arguments(lines)
+        arguments["position_ids"] = arguments["position_ids"].transpose(-1, -2)
+        for name, types in self._token_types(1).items():
+            arguments[name] = types[lines.rows].T
+        in_use = fed.lengths + fed.counts
+        spans = spans_of(fed.rows.tolist(), fed.counts.tolist(), in_use.tolist())
+        places = self._on_device(lines.rows), self._on_device(fed.slots[fed.real])
+        extent = slots.longest + fed.width
+        try:
+            slots.places, slots.extent = places, extent
+            with self._attending(PackedAttention(spans, extent)):
+                outputs = self._run(lines.token_ids.T, len(lines.token_ids), arguments)
+        finally:
+            slots.places = slots.extent = None
         begins = np.zeros(batch, np.int64)
         begins[fed.rows] = fed.begins
         return Verified(outputs.logits, begins.tolist(), outputs)
 
-    @contextmanager
-    def _packed_slots(self, fed: FedTokens, rows: Int64Array) -> Iterator[None]:
-        """Scope of a forward whose tokens are kept and attended to in the slots of their `rows`."""
-        slots = self.cache.slots
-        extent = slots.longest + fed.width
-        in_use = fed.lengths + fed.counts
-        spans = spans_of(fed.rows.tolist(), fed.counts.tolist(), in_use.tolist())
-        places = self._on_device(rows), self._on_device(fed.slots[fed.real])
-        attend = PackedAttention(spans, extent)
-        try:
-            slots.places, slots.extent = places, extent
-            with self._attending(attend):
-                yield
-        finally:
-            slots.places = slots.extent = None
-
-    def _packed_masks(
-        self, lines: FedTrees, rows: Int64Array
-    ) -> dict[str, torch.Tensor | None] | torch.Tensor:
-        """Additive masks [1, 1, tokens, slots shown]; `rows` are the tokens'."""
-        attention = self.attention
-        prompts = attention.prompt_mask
-        prompts = None if prompts is None else prompts[rows]
-        kept = self.cache.slots
-        slots = RowSlots([kept.lengths[row] for row in rows], kept.forgets)
-        slots.window = kept.window
-        masks = TreeAttention(attention.rules, prompts, attention.dtype).masks(lines, slots)
-        self.cache.slots.view_from = slots.view_from
-        if isinstance(masks, dict):
-            return {kind: None if m is None else m.transpose(0, 2) for kind, m in masks.items()}
-        if masks is None:
-            # Without a mask a model would take the rows for one text.
-            shape = 1, 1, len(rows), slots.longest + lines.columns.shape[1]
-            return torch.zeros(shape, dtype=attention.dtype, device=self.device)
-        return masks.transpose(0, 2)
-
-    def _on_device(self, indices: Int64Array) -> torch.Tensor:
+    def _on_device(self, indices: Any) -> torch.Tensor:
         return torch.from_numpy(indices[None]).to(self.device)
 
     def draft(self, fed: FedTrees) -> torch.Tensor:
@@ -356,17 +327,13 @@ class TreeVerifier(Verifier):
 
         Neither these nor the rows' roots, which are fed first, are ever kept.
         """
-        slots = self.cache.slots
-        arguments = {
-            "attention_mask": self.attention.masks(fed, slots),
-            "position_ids": self._first_positions() + fed.depths,
-        }
+        slots, arguments = self.cache.slots, self._tree_arguments(fed)
         if not slots.uniform:
-            columns = fed.columns.shape[1]
+            width, columns = fed.sees.shape[1:]
             rows, places = slots.index(columns, self.device)
-            slots.places = rows, places[:, columns - fed.width :]
+            slots.places = rows, places[:, columns - width :]
             slots.extent = slots.longest + columns
-        logits: torch.Tensor = self._run(fed.token_ids, fed.width, arguments).logits
+        logits: torch.Tensor = self._run(fed.token_ids, fed.sees.shape[1], arguments).logits
         self._unsound = self._unsound or bool(logits[..., 0].isnan().any())
         return logits
 

@@ -42,8 +42,9 @@ def test_masks_are_those_of_views(rules, batch, seed, padded):
             mask[row, : int(rng.integers(0, 5))] = False
     slots = RowSlots(lengths)
     fed = FedTokens.of([1] * batch, trees, lengths).lines(CPU)
-    expected = TreeAttention(rules, mask, torch.float32).masks(fed, slots)
-    width, capacity = fed.width + int(rng.integers(0, 3)), 32
+    expected, first = TreeAttention(rules, mask, torch.float32).masks(fed, slots)
+    fed_width = fed.sees.shape[1]
+    width, capacity = fed_width + int(rng.integers(0, 3)), 32
     fixed = FixedMasks(rules, batch, capacity, torch.float32, CPU)
     fixed.start(mask)
     buffer = PackedBuffer(fixed.fields(width, width), CPU)
@@ -52,15 +53,14 @@ def test_masks_are_those_of_views(rules, batch, seed, padded):
     actual = fixed.build(buffer.device)
     if not isinstance(rules, dict):
         expected, actual = {"all": expected}, {"all": actual}
-    first = slots.view_from or 0
     for kind, whole in expected.items():
         got = actual[kind]
         assert got.shape == (batch, 1, width, capacity)
         rule = rules[kind] if isinstance(rules, dict) else rules
         shown = first if rule.reach is not None and isinstance(rules, dict) else 0
-        stop = slots.longest + fed.width
+        stop = slots.longest + fed_width
         if whole is None:
-            whole = torch.zeros(batch, 1, fed.width, stop - shown)
+            whole = torch.zeros(batch, 1, fed_width, stop - shown)
         for row, tree in enumerate(trees):
             for node in range(1 + len(tree)):
                 assert torch.equal(got[row, 0, node, shown:stop], whole[row, 0, node])
@@ -90,7 +90,8 @@ def test_tokens_fed_one_after_another_see_what_they_would_together(rules, before
         token_ids=together.token_ids[:, before:],
         depths=together.depths[:, before:],
         sees=together.sees[:, before:],
-        earlier=together.depths[:, :before],
+        offsets=np.arange(before, 9)[None],
+        behind=together.depths,
     )
     assert np.array_equal(later.slots, together.slots[:, before:])
     whole, part = built(fixed, together, together.width), built(fixed, later, 9 + spare)

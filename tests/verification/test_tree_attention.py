@@ -66,15 +66,16 @@ def built(rule, lengths, trees, padding, per_type):
     rules = {"kind": rule} if per_type else rule
     attention = TreeAttention(rules, prompt_mask, torch.float32)
     fed = FedTokens.of([7] * len(lengths), trees, lengths).lines(torch.device("cpu"))
-    masks = attention.masks(fed, slots)
+    masks, first = attention.masks(fed, slots)
     mask = masks["kind"] if per_type else masks
-    first = slots.view_from if rule.reach and slots.view_from is not None else 0
-    shown = range(first, max(lengths) + fed.width)
+    first = first if rule.reach else 0
+    assert slots.view_from is None, "masks write nothing to the cache"
+    shown = range(first, max(lengths) + fed.sees.shape[1])
     hidden = expected(rule, lengths, trees, padding, range(first))
     assert not hidden.any()
     if mask is None:
-        return np.ones((len(lengths), fed.width, len(shown)), bool), shown
-    assert mask.shape == (len(lengths), 1, fed.width, len(shown))
+        return np.ones((len(lengths), fed.sees.shape[1], len(shown)), bool), shown
+    assert mask.shape == (len(lengths), 1, fed.sees.shape[1], len(shown))
     assert set(mask.unique().tolist()) <= {0.0, torch.finfo(torch.float32).min}
     return (mask[:, 0] == 0).numpy(), shown
 
@@ -110,14 +111,14 @@ def test_layout_of_trees():
     fed = FedTokens.of([1, 2], trees, [5, 9]).lines(torch.device("cpu"))
     assert fed.token_ids.tolist() == [[1, 4, 5, 6], [2, 2, 2, 2]]
     assert fed.depths.tolist() == [[0, 1, 2, 1], [0, 0, 0, 0]]
-    assert fed.attends[0].tolist() == [
+    assert fed.sees[0].tolist() == [
         [True, False, False, False],
         [True, True, False, False],
         [True, True, True, False],
         [True, False, False, True],
     ]
-    assert fed.attends[1, :, 0].all()
-    assert not fed.attends[1, :, 1:].any()
+    assert fed.sees[1, :, 0].all()
+    assert not fed.sees[1, :, 1:].any()
     assert fed.max_depth == 2
 
 
@@ -138,12 +139,12 @@ def test_levels_fed_one_after_the_other_see_what_one_tree_sees(rule):
     late = FedTrees(
         token_ids=fed.token_ids[:, level:],
         depths=fed.depths[:, level:],
-        attends=fed.attends[:, level:],
+        sees=fed.sees[:, level:],
         max_depth=last,
-        column_depths=fed.depths,
+        columns=fed.depths,
     )
     slots = RowSlots([10])
-    mask = TreeAttention(rule, None, torch.float32).masks(late, slots)
+    mask, _ = TreeAttention(rule, None, torch.float32).masks(late, slots)
     actual = (mask[:, 0] == 0).numpy()
-    assert actual.shape == (1, fed.width - level, len(shown))
+    assert actual.shape == (1, fed.sees.shape[1] - level, len(shown))
     np.testing.assert_array_equal(actual[0], whole[0, level:])
