@@ -2,7 +2,11 @@
 
 import re
 
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.stats import CallStats, Stats
+from hf_retrieval_assist.token_tree import TokenTree
+from tests.support.lossless import PROMPT, run
+from tests.support.scripted import Scripted
 
 
 def table_of(stats):
@@ -55,3 +59,41 @@ def test_figures_of_calls_add_up():
     assert (total.saved_seconds, total.plain_seconds, total.saved_forwards) == (0.5, 6.5, 96)
     assert total.tokens_per_forward == 3.0
     assert total.summary.endswith("1 of 3 calls rested")
+
+
+def test_sources_count_what_was_accepted_and_no_token_besides(llama):
+    """A drafter that knows the token behind an accepted one too has drafted no more of the step."""
+    start = PROMPT.shape[1]
+    text = run(llama, max_new_tokens=12)[0, start:].tolist()
+    length = [0]
+
+    def chain(tokens):
+        return TokenTree.chain(tokens, [0.9] * len(tokens))
+
+    def wrong(token):
+        return (token + 1) % 67
+
+    def knowing(depth, right):
+        """Drafts so many tokens of the text, the first `right` of them rightly."""
+
+        def propose(budget):
+            coming = text[length[0] :][:depth]
+            return chain([*coming[:right], *map(wrong, coming[right:])])
+
+        return propose
+
+    drafters = {
+        "two": Scripted(knowing(2, 2), lambda tokens, _: length.append(length.pop() + len(tokens))),
+        "one of two": Scripted(knowing(2, 1)),
+        "nothing": Scripted(knowing(2, 0)),
+        "silent": Scripted(knowing(0, 0)),
+    }
+    for name, drafter in drafters.items():
+        drafter.name = name
+    assistant = Assistant([*drafters.values()], budget=16)
+    assert run(llama, max_new_tokens=12, assistant=assistant)[0, start:].tolist() == text
+    # The prefill's token, and three a step, of which the last is the model's own; then two.
+    assert assistant.stats.last.forwards == 4
+    assert assistant.stats.last.accepted == 7
+    counted = {name: assistant.stats.sources[name] for name in drafters}
+    assert counted == {"two": 7, "one of two": 4, "nothing": 0, "silent": 0}

@@ -7,19 +7,23 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, EarlyExit
-from hf_retrieval_assist.draft_models import dflash, draft_model
+from hf_retrieval_assist.draft_models import dflash, draft_model, layers_follower
 from tests.draft_models.test_dflash import block_drafter
+from tests.support.heads import head_drafter
 from tests.support.lossless import PROMPT, build, run
 
 NODES, BLOCKS = (draft_model._Nodes, "_feed"), (dflash.BlockFollower, "_logits")
+LEVELS = layers_follower.LayerNodes, "_logits"
 DRAFTERS = {
-    "draft model": (lambda: draft_model.DraftModelDrafter(build(LlamaForCausalLM)), NODES),
+    "draft model": (lambda _: draft_model.DraftModelDrafter(build(LlamaForCausalLM)), NODES),
     "draws": (
-        lambda: draft_model.DraftModelDrafter(build(LlamaForCausalLM), temperature=1.0),
+        lambda _: draft_model.DraftModelDrafter(build(LlamaForCausalLM), temperature=1.0),
         NODES,
     ),
-    "early exit": (lambda: EarlyExit(2), NODES),
-    "DFlash": (lambda: dflash.DFlashDrafter(block_drafter()), BLOCKS),
+    "early exit": (lambda _: EarlyExit(2), NODES),
+    "DFlash": (lambda _: dflash.DFlashDrafter(block_drafter()), BLOCKS),
+    "EAGLE": (lambda target: head_drafter("EAGLE", target), LEVELS),
+    "MTP": (lambda target: head_drafter("MTP", target), LEVELS),
 }
 
 
@@ -39,7 +43,7 @@ def test_text_is_plain(llama, name, rows, value, every, monkeypatch):
 
     monkeypatch.setattr(owner, method, spoilt)
     ids = PROMPT.repeat(rows, 1) + torch.arange(rows)[:, None]
-    assistant = Assistant([make()], budget=8, residual=name == "draws")
+    assistant = Assistant([make(llama)], budget=8, residual=name == "draws")
     assert torch.equal(run(llama, ids), run(llama, ids, assistant=assistant))
     assert next(calls) > 2
     assert assistant.stats.last.drafted or every == 1

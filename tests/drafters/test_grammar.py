@@ -215,6 +215,44 @@ def test_forms_are_drafted_where_nothing_is_forced():
     assert form.came == [123, 4]
 
 
+class LongText(Constraint):
+    """Forces one long text, and remembers of it what a library's matcher does."""
+
+    def __init__(self):
+        self.length = self.remembered = 0
+
+    def advance(self, token):
+        legal = token == self.length % 60
+        self.length += legal
+        self.remembered = min(self.remembered + legal, constraints.DEEPEST)
+        return legal
+
+    def rollback(self, count):
+        assert count <= self.remembered
+        self.length -= count
+        self.remembered -= count
+
+    def forced(self, limit):
+        tokens = [[(self.length + n) % 60] for n in range(limit)]
+        assert all(self.advance(*cuts) for cuts in tokens)
+        self.rollback(limit)
+        return tokens
+
+
+@pytest.mark.parametrize("budget", [512, 640, 5000])
+def test_no_deeper_draft_than_a_matcher_can_take_back(budget):
+    constraint = LongText()
+    session = grammar.GrammarSession(constraint)
+    for start in (0, 300):
+        tree = session.propose(budget)
+        assert tree.token_ids.tolist() == [(start + n) % 60 for n in range(constraints.DEEPEST)]
+        assert session.restrict(tree) is tree
+        session.commit(tree.token_ids[:300].tolist(), None)
+    deeper = TokenTree.chain([n % 60 for n in range(budget)], [1.0] * budget)
+    assert len(session.restrict(deeper)) == constraints.DEEPEST
+    assert constraint.length == 600
+
+
 def test_what_is_forced_is_looked_for_once():
     constraint = RecordConstraint()
     session = grammar.GrammarSession(constraint)

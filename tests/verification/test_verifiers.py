@@ -46,7 +46,7 @@ def arguments(pads):
     }
 
 
-def started(model, packed, pads):
+def started(model, packed, pads, tier=Tier.TREE):
     """A verifier behind a prefill, and rows of one generated token."""
     config = model.config.get_text_config(decoder=True)
     ids, kwargs = arguments(pads)
@@ -54,7 +54,7 @@ def started(model, packed, pads):
     model(input_ids=ids, **kwargs)
     cache.begin(ROWS)
     rules = layer_masks(config) or single_mask(config)
-    service = Service(Tier.TREE, "", rules, packed=packed)
+    service = Service(tier, "", rules, packed=packed)
     verifier = service.verifier(model, cache, kwargs, ids, ForwardOptions())
     rows = [RowText(row, ids[row], 32) for row in range(ROWS)]
     for row in rows:
@@ -373,3 +373,19 @@ def test_limits_are_those_of_one_forward(packed):
     assert packed or limits.nodes == 65 // ROWS - 1
     alike = verifier.limits(rows, rows, [None] * ROWS, alike=True)
     assert (alike.nodes, alike.total, alike.chains) == (65 // ROWS - 1, None, True)
+
+
+@pytest.mark.parametrize(("most_fed", "most_tokens"), [(8, None), (1 << 30, 8 * ROWS)])
+@torch.no_grad()
+def test_tokens_that_wait_to_be_fed_leave_less_room_for_drafts(most_fed, most_tokens):
+    verifier, rows = started(build(LlamaForCausalLM), False, False, Tier.CHAIN)
+    verifier.most_fed, verifier.most_tokens = most_fed, most_tokens
+    rows[1].generated += [8, 9, 10]
+    limits = verifier.limits(rows, rows, [None] * ROWS)
+    assert (limits.nodes, limits.backlog) == (4, 3)
+    nodes = limits.nodes
+    trees = [TokenTree.chain([5] * nodes, [0.5] * nodes)] * ROWS
+    assert verifier.forward(rows, trees).width == 8
+    # Nothing is drafted where what waits fills the forward.
+    rows[1].generated += [11] * 9
+    assert verifier.limits(rows, rows, [None] * ROWS).nodes == 0
