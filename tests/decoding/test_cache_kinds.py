@@ -15,10 +15,13 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    Phi3ForCausalLM,
     Qwen3NextForCausalLM,
+    Starcoder2ForCausalLM,
     StaticCache,
 )
 
+from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
 from tests.support.lossless import build
 from tests.support.oracle_drafter import both, oracle_assistant
@@ -219,3 +222,20 @@ def test_windows_hold_what_they_show_and_little_more():
         held = layer.homes[0][0].states.shape[3]
         assert held <= (32 + 8 * 64 if layer.window else 2048)
         assert layer.get_seq_length() == more.shape[1] + 7
+
+
+@pytest.mark.parametrize("window", [6, 20])
+@pytest.mark.parametrize(
+    "model_class", [MistralForCausalLM, Phi3ForCausalLM, Starcoder2ForCausalLM]
+)
+def test_one_token_behind_the_only_window_of_a_model(model_class, window):
+    """It makes its own mask there, whether its window is longer than the self-test's text or not:
+    steps without a draft show what it lets them see."""
+    model = build(model_class, sliding_window=window)
+    options = {"max_new_tokens": 40, "do_sample": False}
+    plain = model.generate(PROMPTS[:1], **options)
+    assistant = SamAssistant(fallback=None, budget=8)
+    assert torch.equal(plain, model.generate(PROMPTS[:1], **options, assistant=assistant))
+    last = assistant.stats.last
+    assert last.tier == "tree"
+    assert last.drafted < 8 * last.steps
