@@ -185,7 +185,8 @@ class Forwards:
             if self._several:
                 raise
             self.verifier.undo()
-            self._sound = False
+            # Rows behind one another may be what it would not take.
+            self._sound = self.verifier.packed = False
             why = f"a forward over a draft raised {error!r}"
         if not self._hooks.changing:
             name = type(self._call.model).__name__

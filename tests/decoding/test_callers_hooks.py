@@ -144,11 +144,11 @@ def test_hooks_that_steer_are_part_of_the_model(hook, drafts, inference):
 @pytest.mark.parametrize(
     "model_class", [LlamaForCausalLM, BartForCausalLM, Lfm2ForCausalLM, Qwen3NextForCausalLM]
 )
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_a_forward_that_raises_over_a_draft_is_repeated_without(model_class, rows, told):
     options = {"is_encoder_decoder": False} if model_class is BartForCausalLM else {}
     model = build(model_class, **options)
-    ids = torch.cat([PROMPT, PROMPT.flip(1)])[:rows]
+    ids = torch.cat([PROMPT, PROMPT.flip(1), PROMPT.roll(3, 1)])[:rows]
     plain = run(model, ids)
     run(model, ids, assistant=knowing(plain))
     blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -163,6 +163,11 @@ def test_a_forward_that_raises_over_a_draft_is_repeated_without(model_class, row
     assert run(model, ids, assistant=assistant).tolist() == plain.tolist()
     assert assistant.stats.last.accepted == 0
     assert "expected one token" in told.text
+    # Rows that are left when others have ended are not fed behind one another either.
+    late = plain[0, -3].item()
+    options = {"eos_token_id": late, "return_dict_in_generate": True}
+    shorter = run(model, ids, **options).sequences
+    assert run(model, ids, **options, assistant=assistant).sequences.tolist() == shorter.tolist()
 
 
 def test_hooks_stand_as_they_stood_after_a_watch():
