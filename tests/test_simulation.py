@@ -62,11 +62,6 @@ def test_a_wrong_turn_costs_a_step():
     assert report.nodes_per_step == 2
 
 
-def test_requests_add_up():
-    one, two = simulate(sam(), [COPY]), simulate(sam(), [COPY, COPY])
-    assert counts(two) == tuple(2 * count for count in counts(one))
-
-
 @pytest.mark.parametrize("output", [[], [7]])
 @pytest.mark.parametrize("prompt", [[], TEXT])
 def test_outputs_without_a_step(prompt, output):
@@ -74,10 +69,6 @@ def test_outputs_without_a_step(prompt, output):
     assert counts(report) == (0, 0, 0)
     assert report.speedup == 0
     assert report.draft_us == report.update_us_per_token == 0
-
-
-def test_an_empty_prompt():
-    assert counts(simulate(sam(), [([], [1, 2, 3])])) == (2, 2, 0)
 
 
 def test_arrays_and_generators_are_requests():

@@ -7,8 +7,6 @@ import datetime
 import faulthandler
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +19,6 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 from hf_retrieval_assist import OutputMemory, SamAssistant, SequoiaAssistant, SuffixAssistant
 
 NEW_TOKENS = 48
-
-Check = Callable[[Any, int], None]  # of a model on a rank
-Case = Callable[[str, int], None]  # of a model's folder on a rank
 
 
 def prompts(rows, vocab_size):

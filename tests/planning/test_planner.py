@@ -76,12 +76,6 @@ def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
         row.check_invariants()
 
 
-def test_nothing_is_drafted_where_nothing_pays():
-    cost = CostModel.fixed(CURVES["cpu"])
-    assert len(Planner().plan([chain(0.3, 16)], cost)[0]) == 0
-    assert len(Planner().plan([chain(0.99, 16)], cost)[0]) == 16
-
-
 def test_budgets():
     tree, cost = chain(0.5, 32), CostModel.fixed(CURVES["cpu"])
     assert len(Planner(budget="paper").plan([tree], cost)[0]) == 32
@@ -285,15 +279,6 @@ def test_no_other_share_of_packed_rows_brings_more_tokens_per_second(rows, name)
     gain = len(rows) + sum(float(tree.probs.sum()) for tree in kept)
     best = max(map(rate, product(*map(subtrees, rows))))
     assert gain / curve(len(rows) + sum(map(len, kept))) == pytest.approx(best, rel=1e-5)
-
-
-def test_the_row_that_is_sure_is_given_the_nodes():
-    sure, doubtful = chain(0.95, 8), chain(0.3, 8)
-    cost = PackedCost(CostModel.fixed(CURVES["linear"]), 2)
-    kept = Planner().plan([doubtful, sure], cost, Limits(packed=True))
-    assert len(kept[0]) < len(kept[1])
-    even = Planner().plan([doubtful, sure], CostModel.fixed(lambda n: CURVES["linear"](2 * n)))
-    assert len(even[0]) == len(even[1]) < len(kept[1])
 
 
 def test_many_rows_share_what_is_asked_for():
