@@ -185,8 +185,9 @@ class Forwards:
             if self._several:
                 raise
             self.verifier.undo()
-            # Rows behind one another may be what it would not take.
-            self._sound = self.verifier.packed = False
+            self._sound = False
+            # It may take one token of each row only, as plain decoding feeds them.
+            self.verifier.packed, self.verifier.most_fed = False, 1
             why = f"a forward over a draft raised {error!r}"
         if not self._hooks.changing:
             name = type(self._call.model).__name__

@@ -92,7 +92,8 @@ class PackedCost(CostView):
         self.company = 0 if alike else rows - 1
 
     def share(self, tokens: int) -> int:
-        return 1 + (tokens - self._rows) // self._step
+        # Fewer are fed where a step that was priced packed had to be repeated otherwise.
+        return 1 + max(0, tokens - self._rows) // self._step
 
     def _fed(self, most: int) -> Sizes:
         return self._rows + self._step * np.arange(most)
