@@ -299,7 +299,7 @@ def test_a_step_waits_once(llama, name, monkeypatch):
     def guarded(generation):
         # Recording and comparing may wait.
         workspace = generation.forward.verifier.memory.workspace
-        settled = all(s.replay.settled for s in workspace._steps.values())
+        settled = all(s.replay.decided for s in workspace._steps.values())
         torch.cuda.set_sync_debug_mode("error" if settled else "default")
         try:
             step(generation)

@@ -338,7 +338,7 @@ class _InPlace:
             step.features = text.features.new_zeros((rows, width, text.features.shape[1]))
         features, inputs = step.features, step.inputs.device
         torch.index_select(text.features, 0, inputs["sources"], out=features.flatten(0, 1))
-        shown = self._memory.show(step, lambda: self._read(inputs, features))
+        shown = self._memory.run(step, lambda: self._read(inputs, features))
         # Only now: a forward that is computed again must find what it found before.
         self._memory.workspace.states.copy_(shown.outputs)
         self._group.keep([range(count) for count in text.counts])
@@ -359,7 +359,7 @@ class _InPlace:
         self._reserve(self._limits.depth * self._limits.width)
         reached = [[0 if row is None else row.reached] for row in self._group.rows]
         step = self._step(self._limits, Repeated, {"reached": np.array(reached)})
-        grown: Grown = self._memory.show(step, lambda: self._grow(step.inputs.device)).outputs
+        grown: Grown = self._memory.run(step, lambda: self._grow(step.inputs.device)).outputs
         return grown.trees(by_probability)
 
     def _grow(self, inputs: dict[str, Tensor]) -> Shown:
@@ -381,7 +381,7 @@ class _InPlace:
         for cache in self._group.caches:
             cache.slots.places = None
             for layer in cache.slot_layers:
-                layer.show(cache.slots.longest)
+                layer.set_length(cache.slots.longest)
 
     @torch.no_grad()  # as it was recorded
     def release(self) -> None:

@@ -90,7 +90,7 @@ class RecordedDrafts(FixedVerifier):
         self._send(step, fed)
         if isinstance(token_ids, torch.Tensor):
             step.inputs.device["token_ids"][:, :width].copy_(token_ids)
-        return self._show(step).logits[:, :width]
+        return self._run_step(step).logits[:, :width]
 
     def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
         """Forget what was fed since the last time, except the given slots of each row."""
@@ -98,10 +98,10 @@ class RecordedDrafts(FixedVerifier):
 
     def show(self) -> None:
         """Make the layers of the cache show what is kept."""
-        self._settle()
+        self._hand_over()
 
     @torch.no_grad()  # as it was recorded
     def release(self) -> None:
         """Give the memory back, for the model's next drafts."""
-        self._settle()
+        self._hand_over()
         self.memory.give_back()

@@ -120,13 +120,13 @@ class FixedMemory:
         states = [x for layer in self._layers for x in (layer.keys, layer.values)]
         return sum(x[:, :, :1].numel() * x.element_size() for x in states)
 
-    def show(self, step: Repeated, compute: Callable[[], Shown]) -> Shown:
+    def run(self, step: Repeated, compute: Callable[[], Shown]) -> Shown:
         """What a forward leaves, repeated where it can be."""
         if not self.records:
             return compute()
         replay, was_new, computed = step.replay, step.replay.new, step.replay.computes
         self.repeated += replay.trusted
-        shown = replay(compute, step.keep)
+        shown = replay(compute, step.place)
         self.recordings += was_new and not replay.new
         if replay.fault is not None and not computed:
             WORKSPACES.refuse(self._model, step.key, replay.fault)

@@ -189,8 +189,8 @@ class FixedVerifier(TreeVerifier):
         self._send(step, FedTokens.of(roots, trees, self.cache.slots.lengths, width=width))
         repeats = self._repeats()
         # Where nothing repeats them, all forwards are alike.
-        typical = step.used and (step.replay.settled or not repeats)
-        shown = self._show(step) if repeats else self._compute(step)
+        typical = step.used and (step.replay.decided or not repeats)
+        shown = self._run_step(step) if repeats else self._compute(step)
         choose, chosen = self.options.choose, None
         if choose is not None:
             chosen = choose(shown.logits, trees, step.results.device["chosen"])
@@ -203,7 +203,7 @@ class FixedVerifier(TreeVerifier):
 
     def _reserve(self, slots: int) -> None:
         if self.memory.lacks(slots):
-            self._settle()
+            self._hand_over()
             self.memory.grow(slots + slots // 4 + self.widths[-1])
         elif self.memory.forgets(slots):
             self._move()
@@ -230,8 +230,8 @@ class FixedVerifier(TreeVerifier):
             workspace.arena.move(workspace.rows, source, destination)
             self._moves = None
 
-    def _show(self, step: Step) -> Shown:
-        shown = self.memory.show(step, lambda: self._compute(step))
+    def _run_step(self, step: Step) -> Shown:
+        shown = self.memory.run(step, lambda: self._compute(step))
         self.feeding = True
         self.taps.show(shown.features)
         return shown
@@ -299,22 +299,22 @@ class FixedVerifier(TreeVerifier):
             self.memory.workspace.arena.move(self.memory.workspace.rows, source, destination)
             self._moves = None
 
-    def _settle(self) -> None:
+    def _hand_over(self) -> None:
         """Make the layers show what is kept, as other caches do."""
         self._move()
         self.cache.slots.places = self.cache.slots.near = None
         for layer in self.cache.slot_layers:
-            layer.show(self.cache.slots.longest)
+            layer.set_length(self.cache.slots.longest)
 
     def finish(self, tokens: int) -> None:
-        self._settle()
+        self._hand_over()
         super().finish(tokens)
         if self.options.keeps_cache:
             self._move_out()
         self.memory.give_back()
 
     def abandon(self) -> None:
-        self._settle()
+        self._hand_over()
         super().abandon()
         self._move_out()
 

@@ -227,7 +227,7 @@ class SlotCache(DynamicCache):
             self.forget()
             return
         for layer in self.slot_layers:
-            layer.show(min(layer.get_seq_length(), self.slots.longest))
+            layer.set_length(min(layer.get_seq_length(), self.slots.longest))
 
     def forget(self) -> None:
         """Empty the cache, so that whoever continues from it feeds the whole text."""
@@ -240,7 +240,7 @@ class SlotCache(DynamicCache):
         """Forget the tokens behind a length in every row."""
         self.slots.set_lengths([min(kept, length) for kept in self.slots.lengths])
         for layer in self.slot_layers:
-            layer.show(self.slots.longest)
+            layer.set_length(self.slots.longest)
 
     def wipe(self) -> None:
         """Leave no number behind the kept slots: a mask that hides them multiplies by 0, which
@@ -266,7 +266,7 @@ class SlotCache(DynamicCache):
             [length + len(path) for length, path in zip(lengths, paths, strict=True)]
         )
         for layer in self.slot_layers:
-            layer.show(self.slots.longest)
+            layer.set_length(self.slots.longest)
         self._forget_passed()
 
     def _move(self, sources: Sequence[Sequence[int]]) -> None:

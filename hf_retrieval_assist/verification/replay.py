@@ -224,15 +224,15 @@ class Replay:
         return self._record is None or self.fault is not None or self.short
 
     @property
-    def settled(self) -> bool:
+    def decided(self) -> bool:
         """Whether nothing remains to be recorded or compared."""
         return self.computes or self.trusted
 
-    def __call__(self, compute: Callable[[], Shown], keep: Callable[[Shown], Shown]) -> Shown:
+    def __call__(self, compute: Callable[[], Shown], place: Callable[[Shown], Shown]) -> Shown:
         """What is computed.
 
         Args:
-            keep: puts the results of a recording where they are to lie, and shows them there.
+            place: puts the results of a recording where they are to lie, and shows them there.
         """
         if self.computes:
             return compute()
@@ -240,7 +240,7 @@ class Replay:
             shown = compute()
             with self._trying():
                 assert self._record is not None
-                self._repeat, self._recorded = self._record(lambda: keep(compute()))
+                self._repeat, self._recorded = self._record(lambda: place(compute()))
             return shown
         assert self._recorded is not None
         self._repeat()

@@ -369,7 +369,7 @@ class SlotLayer(DynamicLayer):
         for (block, buffer), new in zip(self._homes, states, strict=True):
             block.states[buffer][rows, :, held] = new.transpose(1, 2)
 
-    def show(self, length: int) -> None:
+    def set_length(self, length: int) -> None:
         """Hold the first `length` slots."""
         if self._homes is not None:
             self._length = length
@@ -432,8 +432,8 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
             for row, length in zip(self.indexer_keys, lengths, strict=True):
                 row[length:] = 0
 
-    def show(self, length: int) -> None:
-        super().show(length)
+    def set_length(self, length: int) -> None:
+        super().set_length(length)
         if self.indexer_keys is not None:
             self.indexer_keys = self.indexer_keys[:, :length]
         if self.indexer_position_ids is not None:

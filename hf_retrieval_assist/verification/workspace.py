@@ -114,7 +114,7 @@ class Repeated:
         exact = shape.dtype in (torch.float32, torch.float64)
         self.replay = Replay(record, _TOLERANCE if exact else _HALF_PRECISION_TOLERANCE)
 
-    def keep(self, shown: Shown) -> Shown:
+    def place(self, shown: Shown) -> Shown:
         """Where the results of a recording are to lie."""
         return shown
 
@@ -187,7 +187,7 @@ class Step(Repeated):
             found["top_logits"].copy_(largest)
             found["top_ids"].copy_(ids)
 
-    def keep(self, shown: Shown) -> Shown:
+    def place(self, shown: Shown) -> Shown:
         return replace(shown, logits=self._place.of(shown.logits).copy_(shown.logits))
 
 
@@ -257,7 +257,7 @@ class Workspace:
         if self._left is not None:
             torch.cuda.current_stream(self.shape.device).wait_event(self._left)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all that was done in it has ended."""
         if self._left is not None:
             self._left.synchronize()
@@ -384,5 +384,5 @@ def _leave(idle: list[Workspace], kept: list[Workspace]) -> None:
     still be in use on another one."""
     for one in idle:
         if one not in kept:
-            one.settle()
+            one.wait()
     idle[:] = kept

@@ -92,18 +92,18 @@ def put_head(machine, target, head):
 
 def as_launches(machine, head, monkeypatch):
     """Count what a head may repeat from a recording as one launch."""
-    show = FixedMemory.show
+    run = FixedMemory.run
 
     def shown(memory, step, compute):
         before, calls = machine.counts.copy(), machine.calls.copy()
-        found = show(memory, step, compute)
+        found = run(memory, step, compute)
         if memory._model is head:
             inside = machine.counts - before
             assert not {kind for _, kind in inside} - {"kernel", "view"}
             machine.counts, machine.calls = before + Counter({("loop", "recorded"): 1}), calls
         return found
 
-    monkeypatch.setattr(FixedMemory, "show", shown)
+    monkeypatch.setattr(FixedMemory, "run", shown)
 
 
 BLOCK = 5

@@ -261,7 +261,7 @@ def lag(cuda, monkeypatch):
     monkeypatch.setattr(NodeChoices, "__call__", chosen)
     monkeypatch.setattr(Arena, "move", queued(Arena.move))
     monkeypatch.setattr(Replay, "__call__", repeated)
-    for name in ("_settle", "_compute"):
+    for name in ("_hand_over", "_compute"):
         whole = getattr(fixed_verifier.FixedVerifier, name)
         monkeypatch.setattr(fixed_verifier.FixedVerifier, name, at_once(whole))
 
