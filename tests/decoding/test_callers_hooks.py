@@ -167,8 +167,8 @@ def test_a_forward_that_raises_over_a_draft_is_repeated_without(model_class, row
     late = plain[0, -3].item()
     options = {"eos_token_id": late, "return_dict_in_generate": True}
     shorter = run(model, ids, **options).sequences
-    for assistant in (assistant, SamAssistant()):
-        found = run(model, ids, **options, assistant=assistant).sequences
+    for helper in (assistant, SamAssistant()):
+        found = run(model, ids, **options, assistant=helper).sequences
         assert found.tolist() == shorter.tolist()
 
 

@@ -180,7 +180,7 @@ def test_a_forward_to_keep_others_company_feeds_something(model):
 
 
 def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch):
-    def without_memory(verifier, indices):
+    def without_memory(*arguments):
         raise MemoryError
 
     ids, mask, options = ending(model)
@@ -189,10 +189,12 @@ def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch)
     cache = DynamicCache(config=model.config)
     assistant = oracle_assistant(plain, mask)
     with monkeypatch.context() as patched:
-        patched.setattr(TreeVerifier, "_on_device", without_memory)
+        patched.setattr(TreeVerifier, "_feed_packed", without_memory)
+        # It goes on without drafts, rows side by side.
+        assert torch.equal(plain, run(model, ids, mask, assistant, **options))
+        patched.setattr(TreeVerifier, "_feed", without_memory)
         with pytest.raises(MemoryError):
             run(model, ids, mask, assistant, **{CACHE: cache}, **options)
-    # It went on without drafts until rows had to be packed.
     new = cache.get_seq_length() - LENGTH
     assert 0 <= new < 29
     ids = plain[:, : LENGTH + new + 1]
