@@ -35,6 +35,10 @@ from ..verification.verifiers import TreeVerifier, Verifier
 # go with the weight's bytes.
 PATIENCE = 24
 
+# Bytes of each token's weights that a copy has to save where tokens are drawn: a draw passes over
+# the bounds of all logits some twenty times, in the time that reading as much takes.
+LEAST_SAVED = 1000
+
 
 @dataclass
 class _Part:
@@ -96,17 +100,20 @@ class Copies:
         self._state: Any = None
 
     @classmethod
-    def of(cls, model: Any, screens: bool, extra_memory: int | None) -> Copies:
+    def of(cls, model: Any, screens: bool, draws: bool, extra_memory: int | None) -> Copies:
         """Those that there is memory for.
 
         Args:
             model: whose layers.
             screens: whether the call needs of its logits no more than which token they choose.
+            draws: whether tokens are drawn from all others.
             extra_memory: bytes that copies may take; None: as the machine has them.
         """
         copies = cls()
         copies._sampled = has_callers_hooks(model)
         output = _output_weight(model) if screens else None
+        if output is not None and draws and _saved_bytes(output) < LEAST_SAVED:
+            output = None
         if output is not None:
             copies._output.take([output], extra_memory)
         beside = sum(map(WEIGHTS.size_of, copies._output.weights))
@@ -212,6 +219,11 @@ class Copies:
         if own.is_inference():
             return self._state is None or torch.equal(own, self._state)
         return bool(own._version == self._state)
+
+
+def _saved_bytes(weight: torch.Tensor) -> int:
+    """What a copy in eight bits saves to read of each row."""
+    return weight.shape[1] * (weight.element_size() - 1)
 
 
 def _output_weight(model: Any) -> torch.Tensor | None:

@@ -75,7 +75,10 @@ class Forwards:
         rerouted = assistant.reroute and not several and call.input_ids.device.type == "cpu"
         self._reroute = reroute(rerouted)
         extra = assistant.extra_memory
-        self._copies = Copies.of(call.model, walk.screens, extra) if rerouted else Copies()
+        self._copies = Copies()
+        if rerouted:
+            draws = walk.select.sampling is not None
+            self._copies = Copies.of(call.model, walk.screens, draws, extra)
         self._verifier: Verifier | None = None
         self._sound = True
 

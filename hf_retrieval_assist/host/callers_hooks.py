@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..system.locks import Lock
+from ..system.modules import modules_of
 from .transformers_private import global_hooks, hook_tables, numbered_hooks
 
 PACKAGE = __name__.partition(".")[0]
@@ -48,7 +49,7 @@ def only_looks(number: int, hook: Any) -> bool:
 def has_callers_hooks(model: nn.Module) -> bool:
     """Whether a hook of the caller sees this thread's forwards of a model, that of all modules
     included."""
-    hooks = [hook for module in model.modules() for _, hook in numbered_hooks(module)]
+    hooks = [hook for module in modules_of(model) for _, hook in numbered_hooks(module)]
     return any(is_callers(hook) and not _is_muted(hook) for hook in (*global_hooks(), *hooks))
 
 
@@ -99,7 +100,7 @@ class HookWatch:
         self.changing: set[_Watched] = set()
         self._found = [
             (hooks, number)
-            for module in model.modules()
+            for module in modules_of(model)
             for hooks in hook_tables(module)
             for number, hook in hooks.items()
             if only_looks(number, hook)

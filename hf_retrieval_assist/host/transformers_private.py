@@ -19,6 +19,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, __v
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from ..system.modules import modules_of
 from .private_names import cache_parameter
 
 PIPELINES_SINCE = Version("5.23")
@@ -175,7 +176,7 @@ def is_compiled(model: nn.Module) -> bool:
         getattr(module, "_compiled_call_impl", None) is not None
         or isinstance(module, torch._dynamo.OptimizedModule)
         or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-        for module in model.modules()
+        for module in modules_of(model)
     )
 
 

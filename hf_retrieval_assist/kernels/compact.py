@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..system.modules import modules_of
 from .linear import is_kernel
 from .skinny import routed_linear, skinny_linear
 from .weight_copies import Kept, WeightCopies, packable
@@ -64,7 +65,9 @@ COMPACT = WeightCopies(CompactWeight.pack, element_bits=16)
 def compactable(model: nn.Module) -> list[torch.Tensor]:
     """The weights of a model's linear layers that may have a copy: float32, multiplied by the
     kernel, and the greatest has bfloat16's values as far as its first row tells."""
-    found = {id(weight): weight for weight in map(packable, model.modules()) if weight is not None}
+    found = {
+        id(weight): weight for weight in map(packable, modules_of(model)) if weight is not None
+    }
     weights = [weight for weight in found.values() if weight.dtype == torch.float32]
     greatest = max(weights, key=torch.Tensor.numel, default=None)
     if greatest is None or CompactWeight.pack(greatest[:1]).values is None:

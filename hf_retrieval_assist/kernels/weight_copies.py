@@ -160,7 +160,7 @@ def packable(layer: nn.Module) -> Any:
     if not skinny.PATHS or not isinstance(layer, nn.Linear):
         return None
     # Not by attribute: a parametrised layer would compute it.
-    weight = dict(layer.named_parameters(recurse=False)).get("weight")
+    weight = layer._parameters.get("weight")
     if (
         type(weight) is not nn.Parameter
         or weight.device.type != "cpu"

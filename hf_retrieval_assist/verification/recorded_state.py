@@ -22,8 +22,9 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..host.callers_hooks import LIBRARIES, PACKAGE, is_callers
-from ..host.model_state import INTERNAL, modules_of
+from ..host.model_state import INTERNAL
 from ..host.transformers_private import global_hooks, hooks_of, numbered_hooks
+from ..system.modules import modules_of
 
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), Enum, type),

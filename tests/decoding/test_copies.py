@@ -25,6 +25,7 @@ LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     monkeypatch.setattr(copies, "PATIENCE", 1)
+    monkeypatch.setattr(copies, "LEAST_SAVED", 0)
     # The machine's own choice may be another.
     monkeypatch.setattr(compact, "is_kernel", lambda weight: True)
     linear.set_chooser(lambda weight: linear.kernel_linear)
@@ -131,7 +132,7 @@ def test_what_verifies_decides_what_is_read(kind, screened, compacted, products)
     other = nn.Linear(HIDDEN, TOKENS, bias=False).bfloat16().float().requires_grad_(False)
     model.extra = other
     COMPACT.of(other.weight)
-    found, made = Copies.of(model, True, None), verifier(kind)
+    found, made = Copies.of(model, True, False, None), verifier(kind)
     with torch.no_grad():
         with found.watching():
             logits = model(PROMPT).logits
@@ -143,6 +144,16 @@ def test_what_verifies_decides_what_is_read(kind, screened, compacted, products)
     assert len(products) == (0 if not compacted else 1 if screened else 2)
     if kind is not FixedVerifier:
         assert made.manner == ("screened compact" if screened else "compact")
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_narrow_output_layer_has_no_copy_for_draws(draws, monkeypatch):
+    monkeypatch.setattr(copies, "LEAST_SAVED", 3 * HIDDEN + 1)
+    model = model_of(transformers.LlamaForCausalLM)
+    run(model, do_sample=draws, top_k=0, assistant=SamAssistant())
+    with Watch() as watch:
+        run(model, do_sample=draws, top_k=0, assistant=SamAssistant())
+    assert bool(watch.screened) != draws
 
 
 def test_copies_are_packed_once_they_have_paid(monkeypatch):

@@ -65,7 +65,7 @@ def test_attributes_that_begin_with_an_underscore_are_our_own():
     read -= {("verification/recorded_state.py", name) for name in ("_C", "_TensorMeta")}
     torch_only = {name for file, name in read if file.startswith("kernels/")}
     assert torch_only <= {
-        *("_C", "_nn", "_len_torch_function_stack", "_version"),
+        *("_C", "_nn", "_len_torch_function_stack", "_parameters", "_version"),
         *(f"_scaled_dot_product_{kind}_attention{place}" for kind, place in ATEN),
     }
     # Where xgrammar keeps the vocabulary that it would otherwise list anew for every call.
