@@ -37,7 +37,8 @@ def checked_ids(name: str, token_ids: Any, vocab_size: int = 2**31) -> Int32Arra
     if ids.size and ids.dtype.kind not in "iu":
         raise TypeError(f"{name}: expected integer ids, got {ids.dtype}")
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {ids}")
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {wrong}")
     return ids.astype(np.int32)
 
 

@@ -26,7 +26,7 @@ from tests.support.damage import damaged
         ([[]], ValueError, "empty corpus"),
         ([[1], [VOCAB]], ValueError, "got 262144"),
         ([[1, -1]], ValueError, "got -1"),
-        ([np.array([2**64 - 1], np.uint64)], ValueError, "got -1"),
+        ([np.array([2**64 - 1], np.uint64)], ValueError, f"got {2**64 - 1}"),
         ([[1.5]], TypeError, "integer ids"),
         (["text"], ValueError, "flat"),
         ([[[1]]], ValueError, "flat"),

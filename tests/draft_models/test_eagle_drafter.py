@@ -152,7 +152,7 @@ def test_sizes_out_of_range(head, sizes):
 
 
 def test_a_head_for_more_ids_than_the_target_has(head):
-    with pytest.raises(ValueError, match="expected at most 100 ids"):
+    with pytest.raises(ValueError, match="expected ids below the vocabulary size 100, got 127"):
         EagleDrafter(head).start(np.array([1], np.int32), Target(vocab_size=100))
 
 
