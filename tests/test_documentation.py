@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 
 from hf_retrieval_assist import demo_model
 
@@ -30,7 +29,8 @@ def test_code_of_a_page_runs(page, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(demo_model, "load_demo_model", lambda *_: (model, tokenizer))
     for auto, made in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
         loader = SimpleNamespace(from_pretrained=lambda *_, made=made, **__: made)
-        monkeypatch.setattr(transformers, auto, loader)
+        # By name: transformers puts another module into its place while a first model is made.
+        monkeypatch.setattr(f"transformers.{auto}", loader)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = {"__name__": page.stem}
