@@ -1,11 +1,14 @@
 """The largest logits, against torch.topk."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from hf_retrieval_assist.verification import top_logits
 from hf_retrieval_assist.verification.top_logits import ComputedTop, FoundTop
+from hf_retrieval_assist.verification.verified import Verified
 
 
 def test_both_ways_leave_out_what_fills_the_vocabulary_up(monkeypatch):
@@ -44,3 +47,18 @@ def test_tokens_of_several_rows_are_looked_at_as_one():
 def test_nothing_is_found_behind_nothing():
     ids, values = ComputedTop(torch.randn(2, 9)).of(np.empty(0, np.int64), 3, 9)
     assert ids.shape == values.shape == (0, 3)
+
+
+@pytest.mark.parametrize("screened", [False, True])
+def test_a_forward_tells_those_of_a_rows_tokens_in_their_order(screened):
+    """Of two rows of five tokens, the second one's root stands behind a pending token; a screen's
+    logits have not been rounded to the model's dtype."""
+    logits = torch.stack([torch.randperm(30) for _ in range(10)]).view(2, 5, 30).bfloat16()
+    near = torch.randn(10, 30)
+    verified = Verified(logits, [0, 1], None)
+    if screened:
+        verified.screened = SimpleNamespace(near=near)
+    expected = (near[6:9] if screened else logits[1, 1:4].float()).topk(3)
+    ids, values = verified.top(1, 2).of(np.arange(3), 3, 30)
+    assert (ids == expected.indices.numpy()).all()
+    assert (values == expected.values.numpy()).all()
