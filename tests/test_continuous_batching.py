@@ -23,6 +23,7 @@ from hf_retrieval_assist.kernels import norms
 from hf_retrieval_assist.kernels.skinny import fused_norm
 from hf_retrieval_assist.token_tree import TokenTree
 
+from .support.fixed_costs import FixedCosts
 from .support.lossless import build
 
 if Version(transformers.__version__) < Version("5.20"):
@@ -364,13 +365,14 @@ def never(commit=lambda *_: None, **attributes):
 
 def test_a_drafter_that_brings_nothing_is_left_alone(llama):
     drafter, asked = never()
-    assistant = Assistant([drafter], budget="auto")
+    # However quick or busy the machine is, drafting takes longer than such steps.
+    assistant = Assistant([drafter], budget="auto", costs=FixedCosts(lambda n: 1e-6 * n))
     inputs = prompts(4)
-    config = greedy(max_new_tokens=48)
+    config = greedy(max_new_tokens=24)
     plain = run(llama, inputs, config)
-    for _ in range(4):
+    for _ in range(2):
         assert run(llama, inputs, config, assistant) == plain
-    assert 0 < len(asked) < assistant.stats.total.steps / 2
+    assert 0 < len(asked) < assistant.stats.total.steps / 8
 
 
 @pytest.mark.parametrize("rerouted", [True, False])

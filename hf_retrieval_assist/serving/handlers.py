@@ -77,6 +77,8 @@ class _Prediction(BaseModel):
 _Object = dict[str, Any]
 _Some = Annotated[str, Field(min_length=1)]
 
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
 # Bounds of the numbers that a request may hold.
 _NUMBERS: dict[str, Any] = {
     "temperature": Annotated[float, Field(ge=0, allow_inf_nan=False)],
@@ -84,9 +86,7 @@ _NUMBERS: dict[str, Any] = {
     "frequency_penalty": Annotated[float, Field(gt=-1, le=2)],
     "logit_bias": dict[NonNegativeInt, Annotated[float, Field(ge=-100, le=100)]],
     "seed": Annotated[int, Field(ge=-(2**63), lt=2**64)],
-    **dict.fromkeys(
-        ("max_tokens", "max_completion_tokens", "max_output_tokens"), Annotated[int, Field(ge=1)]
-    ),
+    **dict.fromkeys(_LENGTHS, Annotated[int, Field(ge=1)]),
 }
 
 # Further fields whose wrong values nothing else would refuse by name.
@@ -131,8 +131,7 @@ _OF_THE_SERVER = inspect.signature(
 
 # Fields that are settings of `generate`, and those of its settings that are each request's own
 # where requests are decoded side by side.
-_SETTINGS = _NUMBERS.keys() - {"max_tokens", "max_completion_tokens", "max_output_tokens"}
-_SETTINGS |= {"generation_config", "stop"}
+_SETTINGS = _NUMBERS.keys() - {*_LENGTHS} | {"generation_config", "stop"}
 _OF_A_REQUEST = {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id"}
 _OF_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "typical_p"}
 
