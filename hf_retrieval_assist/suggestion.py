@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,28 +224,10 @@ def suggest(
     every = [*baselines, *trials]
     different: set[tuple[str, int]] = set()
     for turn in range(-1, repeats):  # the first one is not timed
-        assistants = {trial.name: trial.make() for trial in every if trial.make is not None}
         times: dict[str, list[float]] = {trial.name: [] for trial in every}
-        for number, prompt in enumerate(inputs):
-            first = (turn + 1 + number) % len(every)
-            texts = {}
-            for trial in [*every[first:], *every[:first]]:
-                assistant = assistants.get(trial.name)
-                scope: Any = nullcontext(trial.record)
-                if assistant is not None and turn < 0:
-                    scope = assistant.record(tokenizer)
-                with scope as record:
-                    seconds, texts[trial.name] = _call(
-                        model, prompt, trial.name, assistant, options
-                    )
-                if record is not trial.record:
-                    trial.record.calls += record.calls
-                times[trial.name].append(seconds)
-            different |= {
-                (name, number)
-                for name, text in texts.items()
-                if not torch.equal(text, texts[PLAIN])
-            }
+        for name, number, seconds, same in _turn(model, inputs, every, turn, options, tokenizer):
+            times[name].append(seconds)
+            different |= set() if same else {(name, number)}
         if turn >= 0:
             for trial in every:
                 trial.rounds.append(times[trial.name])
@@ -254,6 +236,35 @@ def suggest(
             (trial.name, number) not in different for number in range(len(inputs))
         )
     return Suggestion(baselines, trials)
+
+
+def _turn(
+    model: Any,
+    inputs: Sequence[dict[str, torch.Tensor]],
+    every: Sequence[Trial],
+    turn: int,
+    options: dict[str, Any],
+    tokenizer: Any,
+) -> Iterator[tuple[str, int, float, bool]]:
+    """One repeat, from assistants that have learnt nothing; the one before the first is recorded.
+
+    Yields:
+        of each call the trial's name, the prompt's number, its seconds, and whether it brought the
+        tokens of plain `generate`.
+    """
+    assistants = {trial.name: trial.make() for trial in every if trial.make is not None}
+    for number, prompt in enumerate(inputs):
+        first, calls = (turn + 1 + number) % len(every), {}
+        for trial in [*every[first:], *every[:first]]:
+            assistant = assistants.get(trial.name)
+            scope: Any = nullcontext(Record())
+            if assistant is not None and turn < 0:
+                scope = assistant.record(tokenizer)
+            with scope as record:
+                calls[trial.name] = _call(model, prompt, trial.name, assistant, options)
+            trial.record.calls += record.calls
+        for name, (seconds, ids) in calls.items():
+            yield name, number, seconds, torch.equal(ids, calls[PLAIN][1])
 
 
 def _serves(model: Any, name: str, prompt: dict[str, torch.Tensor], options: Any) -> bool:
