@@ -7,7 +7,7 @@ found by :func:`restored` and left out of it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,13 +16,11 @@ import torch
 from torch import nn
 
 from ..system.modules import modules_of
-from .callers_hooks import only_looks
+from .callers_hooks import PACKAGE, only_looks
 from .transformers_private import GRADIENT_HOOKS, attention_of, numbered_hooks
 
 # What every module keeps of itself.
 INTERNAL = frozenset(vars(nn.Module())) - {"training"} | GRADIENT_HOOKS
-
-_PACKAGE = __name__.partition(".")[0]
 
 _SCALARS = (bool, int, float, str, type(None))
 _PLAIN = (*_SCALARS, tuple, list, dict)
@@ -31,9 +29,7 @@ Place = tuple[int, str]
 """The identity of a module, and the name of an attribute."""
 
 
-def model_settings(
-    model: nn.Module, moving: frozenset[Place] | set[Place] = frozenset()
-) -> Hashable:
+def model_settings(model: nn.Module, moving: Set[Place] = frozenset()) -> Hashable:
     """Every plain attribute of its modules but `moving` ones, their hooks but those that only look,
     how attention is computed, and the modes of PyTorch that change operators."""
     config = getattr(model, "config", None)
@@ -51,20 +47,24 @@ def autocast_dtypes() -> tuple[torch.dtype, ...]:
     return tuple(map(torch.get_autocast_dtype, enabled))
 
 
-def _settings(module: nn.Module, moving: frozenset[Place] | set[Place]) -> Hashable:
+def _settings(module: nn.Module, moving: Set[Place]) -> Hashable:
     """A module's plain attributes, its hooks and what stands for its forward."""
-    own = vars(module)
-    plain = tuple(
-        [
-            (name, _told(value))
-            for name, value in own.items()
-            if name not in INTERNAL
-            and isinstance(value, _PLAIN)
-            and not (moving and (id(module), name) in moving)
-        ]
-    )
+    plain = [
+        (name, _told(value))
+        for name, value in _attributes(module)
+        if not (moving and (id(module), name) in moving)
+    ]
     hooks = tuple([_hook(number, hook) for number, hook in _changing_hooks(module)])
-    return type(module), id(own.get("forward")), hooks, plain
+    return type(module), id(vars(module).get("forward")), hooks, tuple(plain)
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """The plain ones, by name."""
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if name not in INTERNAL and isinstance(value, _PLAIN)
+    ]
 
 
 def _changing_hooks(module: nn.Module) -> list[tuple[int, Any]]:
@@ -73,7 +73,7 @@ def _changing_hooks(module: nn.Module) -> list[tuple[int, Any]]:
         (number, hook)
         for number, hook in numbered_hooks(module)
         if not only_looks(number, hook)
-        and getattr(hook, "__module__", "").partition(".")[0] != _PACKAGE
+        and getattr(hook, "__module__", "").partition(".")[0] != PACKAGE
     ]
 
 
@@ -116,7 +116,7 @@ class _Kept:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self._plain = {name: (_told(value), _copied(value)) for name, value in self._attributes()}
+        self._plain = {name: (_told(value), _copied(value)) for name, value in _attributes(module)}
         self._tensors: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         own = vars(module)
@@ -125,19 +125,12 @@ class _Kept:
             held = {name: b for name, b in own["_buffers"].items() if b is not None}
             self._buffers = {name: (buffer, buffer.clone()) for name, buffer in held.items()}
 
-    def _attributes(self) -> list[tuple[str, Any]]:
-        return [
-            (name, value)
-            for name, value in vars(self.module).items()
-            if name not in INTERNAL and isinstance(value, _PLAIN)
-        ]
-
     def put_back(self) -> list[str]:
         """Returns the names of the plain attributes that had changed."""
         own = vars(self.module)
         changed = [
             name
-            for name, value in self._attributes()
+            for name, value in _attributes(self.module)
             if name not in self._plain or _told(value) != self._plain[name][0]
         ]
         own.update({n: self._plain[n][1] for n in changed if n in self._plain} | self._tensors)

@@ -10,16 +10,14 @@ Some models drop their cache at a length and process the whole text once more.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import DynamicCache, GenerationMixin
+from transformers import GenerationMixin
 
-from ..host.positions import named_lengths, position_limit
-from ..host.transformers_private import input_device
+from ..host.positions import position_limit
 
 
 @dataclass(frozen=True)
@@ -61,17 +59,15 @@ class Reach:
 UNLIMITED = Reach()
 
 
-def find_reach(model: Any, cache_name: str) -> Reach:
+def find_reach(model: Any) -> Reach:
     """The reach of a model, by its kinds of RoPE, its tables and how it prepares its inputs."""
-    config = model.config.get_text_config(decoder=True)
-    lengths = named_lengths(config.to_dict())
     ropes = {rope for module in model.modules() for rope in _ropes(module)}
     end = position_limit(model)
     return Reach(
         tuple(sorted(length for kind, length in ropes if kind == "longrope")),
         min((length for kind, length in ropes if "dynamic" in kind), default=None),
         None if end == sys.maxsize else end,
-        tuple(_restarts(model, lengths, cache_name)),
+        _restarts(model),
     )
 
 
@@ -89,33 +85,11 @@ def _ropes(module: nn.Module) -> Iterator[tuple[str, int]]:
         yield str(kind), longest
 
 
-class _Filled(DynamicCache):
-    """A cache that says it holds so many tokens."""
-
-    def __init__(self, config: Any, length: int):
-        super().__init__(config=config)
-        self._length = length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._length
-
-
-def _restarts(model: Any, lengths: Iterable[int], cache_name: str) -> list[int]:
-    """Lengths of the text at which a model drops its cache while it prepares its inputs."""
-    own = type(model).prepare_inputs_for_generation
-    if own is GenerationMixin.prepare_inputs_for_generation or model.config.is_encoder_decoder:
-        return []
-    if _starts_anew(model, 3, cache_name):
-        return []  # It makes something else of its inputs, whatever the length.
-    near = {length + offset for length in lengths for offset in range(3)}
-    return [length for length in sorted(near) if _starts_anew(model, length, cache_name)]
-
-
-def _starts_anew(model: Any, length: int, cache_name: str) -> bool:
-    """Whether a text of this length, of which the cache holds all but the last token, is fed from
-    its start."""
-    ids = torch.ones((1, length), dtype=torch.long, device=input_device(model))
-    cache = _Filled(model.config.get_text_config(decoder=True), length - 1)
-    given = {cache_name: cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
-    inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **given)
-    return inputs.get(cache_name) is not cache
+def _restarts(model: Any) -> tuple[int, ...]:
+    """Models that prepare their inputs themselves and have an original length begin anew behind it,
+    with other frequencies for the whole text."""
+    own: Any = type(model).prepare_inputs_for_generation
+    original = getattr(model.config, "original_max_position_embeddings", None)
+    if original is None or own is GenerationMixin.prepare_inputs_for_generation:
+        return ()
+    return (original + 1,)

@@ -20,12 +20,13 @@ from transformers import DynamicCache
 
 from ..host.callers_hooks import muted
 from ..host.model_state import Place, autocast_dtypes, restored
+from ..host.positions import named_lengths
 from ..host.transformers_private import forward_parameters, input_device, kwargs_after
 from ..row_text import RowText
 from ..token_tree import TokenTree
 from .fixed_verifier import ForwardOptions
 from .kv_cache import SlotCache
-from .reach import find_reach, named_lengths
+from .reach import find_reach
 from .replay import SHORTAGES
 from .tiers import Service, Tier, cache_for
 
@@ -82,7 +83,7 @@ def examined(
                 while width > _NARROW and not probe.wide_error(width) <= limit:
                     width //= 2
                     probe = _Probe(model, service, model_kwargs, rows, seed)
-            reach = find_reach(model, service.cache_name)
+            reach = find_reach(model)
     except SHORTAGES:
         raise
     except Exception as exception:  # whatever an unsuitable model raises, the next tier serves it
@@ -287,9 +288,3 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def has_padding(model_kwargs: dict[str, Any]) -> bool:
-    """Whether a mask hides something."""
-    mask = model_kwargs.get("attention_mask")
-    return mask is not None and not bool(mask.all())

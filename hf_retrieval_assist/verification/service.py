@@ -16,6 +16,7 @@ from ..host.model_state import Place, has_changing_hooks, model_settings
 from ..host.private_names import why_plain
 from ..host.ranks import Ranks
 from ..host.transformers_private import (
+    CACHE,
     attention_of,
     cache_name,
     forward_parameters,
@@ -37,7 +38,7 @@ from ..system.log import get_logger
 from .fixed_memory import stays_in_place
 from .kv_cache import SLOT_LAYERS
 from .replay import SHORTAGES
-from .self_test import examined, has_padding
+from .self_test import examined
 from .tiers import Service, Tier
 from .tree_attention import layer_masks, single_mask
 
@@ -75,7 +76,6 @@ class Demand:
     stays: bool = False
 
 
-_TIERS = [*Tier]
 _OTHER_RANK = "another process that computes this model cannot verify drafts as this one can"
 
 
@@ -140,9 +140,8 @@ def choose_service(
     # Ranks test together or not at all, and go on by what all of them have found.
     if not ranks.lowest(why is None):
         return Service(Tier.PLAIN, why or _OTHER_RANK)
-    padded = has_padding(model_kwargs)
     packs = batch_size > 1 and _packs(model, model_kwargs)
-    several = padded or (batch_size > 1 and not is_pipeline(model))
+    several = has_padding(model_kwargs) or (batch_size > 1 and not is_pipeline(model))
     rows = 2 if several else 1
     if batch_size > rows > 1 and has_changing_hooks(model):
         # They may know of each row, as PEFT's with an adapter for each do.
@@ -150,13 +149,15 @@ def choose_service(
     with _lock:
         verdicts = _services.setdefault(model, _Verdicts())
     with verdicts.lock:
-        wanted = demand.states, demand.stays
-        settings = model_settings(model, verdicts.moving), model.dtype
-        key = (settings, rows, packs, *wanted)
-        known = verdicts.get(key, demand.width)
+
+        def key() -> Any:
+            settings = model_settings(model, verdicts.moving), model.dtype
+            return settings, rows, packs, demand.states, demand.stays
+
+        known = verdicts.get(key(), demand.width)
         if ranks.lowest(known is not None) and known is not None:
             return known
-        if not (ranks.several or verdicts.is_worth_a_test(key)):
+        if not (ranks.several or verdicts.is_worth_a_test(key())):
             return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
         logger.warning_once(
             f"{type(model).__name__}: the first call with an assistant tests how drafts are "
@@ -169,12 +170,11 @@ def choose_service(
         except SHORTAGES as error:
             shortage = f"no memory to test how drafts are verified ({error!r}); free some of it"
             service = Service(Tier.PLAIN, shortage)
-        if ranks.lowest(-_TIERS.index(service.tier)) != -_TIERS.index(service.tier):
+        worth = -[*Tier].index(service.tier)
+        if ranks.lowest(worth) != worth:
             return Service(Tier.PLAIN, _OTHER_RANK)
-        if shortage is not None:
-            return service
-        settings = model_settings(model, verdicts.moving), model.dtype
-        verdicts.add((settings, rows, packs, *wanted), demand.width, service)
+        if shortage is None:
+            verdicts.add(key(), demand.width, service)
         logger.info("%s: %s (%s)", type(model).__name__, service.tier.value, service.reason)
         return service
 
@@ -193,7 +193,11 @@ def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) ->
         return "its caller has compiled it in place; leave that to `generate` (compile_config)"
     if is_pipeline(model) and has_padding(model_kwargs):
         return "later stages of a pipeline see no padding; pass one row"
-    return None
+    if (why := why_plain_in_pipeline(model)) is not None:
+        return why
+    if cache_name(model) is None:
+        return "its forward takes no cache"
+    return None if takes_dynamic_cache(model) else "it does not take a DynamicCache"
 
 
 def _why_plain_in_training(model: Any) -> str | None:
@@ -224,8 +228,6 @@ def _first_right(
 ) -> Service:
     reason = ""
     for service in _candidates(model, packs, demand):
-        if service.tier is Tier.PLAIN:
-            return Service(Tier.PLAIN, "; ".join(filter(None, (service.reason, reason))))
         found = examined(model, service, model_kwargs, rows, demand.width, moving)
         if isinstance(found, Service):
             return replace(found, reason=reason or service.reason)
@@ -235,52 +237,36 @@ def _first_right(
                 f"{type(model).__name__}: the kernels of {service.attention_by} do not serve its "
                 f"attention, which goes on slower ({found})"
             )
-    raise AssertionError("the last candidate is the plain tier")
+    return Service(Tier.PLAIN, reason)
 
 
 def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
-    """Tiers that the model's properties allow, best first; the last one is plain."""
-    plain = Service(Tier.PLAIN, "")
-    if (why := why_plain_in_pipeline(model)) is not None:
-        return [Service(Tier.PLAIN, why)]
-    parameters = forward_parameters(model)
-    name = cache_name(model)
-    if name is None:
-        return [Service(Tier.PLAIN, "its forward takes no cache")]
-    if not takes_dynamic_cache(model):
-        return [Service(Tier.PLAIN, "it does not take a DynamicCache")]
-    config = model.config.get_text_config(decoder=True)
-    layers = DynamicCache(config=config).layers
+    """Tiers that the model's properties allow, best first."""
+    config, device = model.config.get_text_config(decoder=True), input_device(model)
+    name = cache_name(model) or CACHE
+    chain = Service(Tier.CHAIN, "", cache_name=name)
     stateful = is_stateful(model)
-    if stateful or any(type(layer) not in SLOT_LAYERS for layer in layers):
+    if stateful or any(type(x) not in SLOT_LAYERS for x in DynamicCache(config=config).layers):
         replay = Service(Tier.REPLAY, "it has a recurrent state", cache_name=name)
-        convolution = Service(Tier.CHAIN, "it has a convolution state", cache_name=name)
-        return [replay, plain] if stateful else [convolution, replay, plain]
-    if (why := _why_no_tree(model, config, parameters)) is not None:
-        return [Service(Tier.CHAIN, why, cache_name=name), plain]
-    why = why_no_mask(model.config)
+        if stateful:
+            return [replay]
+        return [replace(chain, reason="it has a convolution state"), replay]
+    if (why := _why_no_tree(model, config)) is not None:
+        return [replace(chain, reason=why)]
     # Attentions that a call returns have as many columns as slots are in use.
-    in_place = stays_in_place(input_device(model)) and not demand.states
+    in_place = stays_in_place(device) and not demand.states
     stays = in_place and demand.stays
-    one = Service(Tier.TREE, "one mask", single_mask(config), cache_name=name, in_place=stays)
-    trees = [one]
+    trees = [Service(Tier.TREE, "one mask", single_mask(config), cache_name=name, in_place=stays)]
     if rules := layer_masks(config):
-        trees.insert(0, replace(one, reason="a mask per layer type", rules=rules))
+        trees.insert(0, replace(trees[0], reason="a mask per layer type", rules=rules))
     by_triton = []
-    if in_place and _takes_triton(model):
+    if in_place and is_exchangeable(attention_of(model.config)) and has_triton(device):
         by_triton = [replace(tree, in_place=True, attention_by="triton") for tree in trees]
-    if why is not None:
-        return [*by_triton, Service(Tier.CHAIN, why, cache_name=name), plain]
+    if (why := why_no_mask(model.config)) is not None:
+        return [*by_triton, replace(chain, reason=why)]
     if packs and not stays:
         trees = [*(replace(service, packed=True) for service in trees), *trees]
-    return [*by_triton, *trees, Service(Tier.CHAIN, "", cache_name=name), plain]
-
-
-def _takes_triton(model: Any) -> bool:
-    """Whether Triton's kernels may compute attention in the place of the model's own function."""
-    device = input_device(model)
-    known = is_exchangeable(attention_of(model.config))
-    return known and stays_in_place(device) and has_triton(device)
+    return [*by_triton, *trees, chain]
 
 
 def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
@@ -297,11 +283,17 @@ def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
     return known and not foreign and alone
 
 
-def _why_no_tree(model: Any, config: Any, parameters: Any) -> str | None:
+def _why_no_tree(model: Any, config: Any) -> str | None:
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if "position_ids" not in parameters:
+    if "position_ids" not in forward_parameters(model):
         return "its forward takes no position_ids"
     if getattr(config, "alibi", False):
         return "alibi counts distances in cache slots"
     return None
+
+
+def has_padding(model_kwargs: dict[str, Any]) -> bool:
+    """Whether a mask hides something."""
+    mask = model_kwargs.get("attention_mask")
+    return mask is not None and not bool(mask.all())
