@@ -135,9 +135,8 @@ def _tell_recordings(report: Report, model: Any) -> None:
     table = report.table("Recordings", RECORDINGS)
     for workspace in WORKSPACES._idle.get(model, []):
         for step in workspace._steps.values():
-            replay = step.replay
-            state = "repeated" if replay.trusted else "computed" if replay.fault else "new"
+            state = "repeated" if step.trusted else "computed" if step.fault else "new"
             capacity, (width, *_) = workspace.shape.capacity, step.key
-            table.add(capacity=capacity, width=width, state=state, fault=replay.fault or "")
+            table.add(capacity=capacity, width=width, state=state, fault=step.fault or "")
     for key, fault in WORKSPACES._faults.get(model, {}).items():
         report.note(f"not recorded: {key}: {fault}")

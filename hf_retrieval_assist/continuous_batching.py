@@ -36,7 +36,7 @@ from .stats import CallStats
 from .structures import draft_tree
 from .system.log import get_logger
 from .token_tree import Forest, Limits, TokenTree
-from .verification.top_logits import ComputedTop
+from .verification.top_logits import TopLogits
 
 if TYPE_CHECKING:
     from .host.continuous_batching import DraftedRequest, FedRequest
@@ -216,7 +216,7 @@ class RequestDrafts:
             accepted=np.arange(len(new), dtype=np.int32),
             logits=logits[places] if self.assistant.needs_all_logits else None,
             hidden_states={},
-            top=ComputedTop(logits, places),
+            top=TopLogits(logits, places),
         )
 
     def keep(self, requests: Sequence[DraftedRequest]) -> None:

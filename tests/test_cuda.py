@@ -175,8 +175,8 @@ def test_steps_are_graphs(llama, dtype):
         if dtype is torch.float32:
             assert torch.equal(plain, assisted)
     steps = idle(model)._steps.values()
-    assert any(step.replay.trusted for step in steps)
-    assert [step.replay.fault for step in steps] == [None] * len(steps)
+    assert any(step.trusted for step in steps)
+    assert [step.fault for step in steps] == [None] * len(steps)
 
 
 def test_graphs_of_a_padded_batch(any_model):
@@ -299,7 +299,7 @@ def test_a_step_waits_once(llama, name, monkeypatch):
     def guarded(generation):
         # Recording and comparing may wait.
         workspace = generation.forward.verifier.memory.workspace
-        settled = all(s.replay.decided for s in workspace._steps.values())
+        settled = all(s.decided for s in workspace._steps.values())
         torch.cuda.set_sync_debug_mode("error" if settled else "default")
         try:
             step(generation)
@@ -391,8 +391,8 @@ def test_compiled_steps_are_graphs(llama, mode):
     assert {key.manner for key in assistant.costs._models} == {"recorded"}
     assert idle(model).shape.attention_by == "triton"
     steps = idle(model)._steps.values()
-    assert any(step.replay.trusted for step in steps)
-    assert [step.replay.fault for step in steps] == [None] * len(steps)
+    assert any(step.trusted for step in steps)
+    assert [step.fault for step in steps] == [None] * len(steps)
     launched = sum(one.count for one in seen.key_averages() if one.key == "cudaGraphLaunch")
     assert launched == assistant.stats.last.forwards
 

@@ -11,7 +11,7 @@ import torch
 from ..host.feature_taps import FeatureTaps
 from ..row_text import Path, RowText
 from ..token_tree import Int32Array, TokenTree
-from ..verification.top_logits import ComputedTop, TopLogits
+from ..verification.top_logits import TopLogits
 from ..verification.verified import Verified
 from .base import Feedback, FeedbackNeeds
 
@@ -112,5 +112,5 @@ def prompt_feedback(
         np.arange(count - known, count, dtype=np.int32),
         None if logits is None or not needs.logits else logits[-count:],
         None if seen is None else seen[-count:],
-        None if logits is None or not needs.top_k else ComputedTop(logits[-count:]),
+        None if logits is None or not needs.top_k else TopLogits(logits[-count:]),
     )

@@ -124,13 +124,13 @@ class FixedMemory:
         """What a forward leaves, repeated where it can be."""
         if not self.records:
             return compute()
-        replay, was_new, computed = step.replay, step.replay.new, step.replay.computes
-        self.repeated += replay.trusted
-        shown = replay(compute, step.place)
-        self.recordings += was_new and not replay.new
-        if replay.fault is not None and not computed:
-            WORKSPACES.refuse(self._model, step.key, replay.fault)
-        if replay.short:
+        was_new, computed = step.new, step.computes
+        self.repeated += step.trusted
+        shown = step(compute)
+        self.recordings += was_new and not step.new
+        if step.fault is not None and not computed:
+            WORKSPACES.refuse(self._model, step.key, step.fault)
+        if step.short:
             # For this call; the next one may find enough.
             self.workspace.record = None
         return shown

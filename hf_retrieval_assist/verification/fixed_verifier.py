@@ -25,9 +25,8 @@ from ..token_tree import TokenTree
 from .fed_tokens import FedTokens
 from .fixed_memory import FixedMemory
 from .kv_cache import moved_from
-from .packed_buffer import PackedBuffer
 from .replay import Shown
-from .top_logits import FoundTop, TopLogits
+from .top_logits import TopLogits
 from .tree_attention import Int64Array, LayerMask
 from .verified import Verified
 from .verifiers import TreeVerifier
@@ -72,12 +71,10 @@ class ForwardOptions:
 class FixedVerified(Verified):
     """What a forward left in the buffer that is brought to the host."""
 
-    def __init__(
-        self, shown: Shown, results: PackedBuffer, typical: bool, chosen: list[int] | None
-    ):
+    def __init__(self, shown: Shown, step: Step, typical: bool, chosen: list[int] | None):
         super().__init__(shown.logits, [0] * len(shown.logits), None)
         self.typical = typical
-        self._results = results
+        self._results, self._largest = step.results, step.largest
         # Where each row begins in what was chosen.
         self._chosen = chosen
 
@@ -103,13 +100,12 @@ class FixedVerified(Verified):
         return chosen
 
     def top(self, row: int, nodes: int) -> TopLogits:
-        if "top_ids" not in self._results.host:
+        if not self._largest:
             return super().top(row, nodes)
         self.wait()
-        ids, logits = (
-            self._results.host[name].numpy()[row, : 1 + nodes] for name in ("top_ids", "top_logits")
-        )
-        return FoundTop(ids, logits)
+        first = self.roots[row]
+        logits, ids = self._largest
+        return TopLogits(logits, np.arange(first, first + 1 + nodes), ids)
 
 
 class FixedVerifier(TreeVerifier):
@@ -189,14 +185,14 @@ class FixedVerifier(TreeVerifier):
         self._send(step, FedTokens.of(roots, trees, self.cache.slots.lengths, width=width))
         repeats = self._repeats()
         # Where nothing repeats them, all forwards are alike.
-        typical = step.used and (step.replay.decided or not repeats)
+        typical = step.used and (step.decided or not repeats)
         shown = self._run_step(step) if repeats else self._compute(step)
         choose, chosen = self.options.choose, None
         if choose is not None:
             chosen = choose(shown.logits, trees, step.results.device["chosen"])
         step.results.fetch()
         step.used = True
-        return FixedVerified(shown, step.results, typical, chosen)
+        return FixedVerified(shown, step, typical, chosen)
 
     def _bucket(self, width: int) -> int:
         return next((bucket for bucket in self.widths if bucket >= width), width)

@@ -228,19 +228,19 @@ class Replay:
         """Whether nothing remains to be recorded or compared."""
         return self.computes or self.trusted
 
-    def __call__(self, compute: Callable[[], Shown], place: Callable[[Shown], Shown]) -> Shown:
-        """What is computed.
+    def place(self, shown: Shown) -> Shown:
+        """Put the results of a recording where they are to lie, and show them there."""
+        return shown
 
-        Args:
-            place: puts the results of a recording where they are to lie, and shows them there.
-        """
+    def __call__(self, compute: Callable[[], Shown]) -> Shown:
+        """What is computed."""
         if self.computes:
             return compute()
         if self._repeat is None:
             shown = compute()
             with self._trying():
                 assert self._record is not None
-                self._repeat, self._recorded = self._record(lambda: place(compute()))
+                self._repeat, self._recorded = self._record(lambda: self.place(compute()))
             return shown
         assert self._recorded is not None
         self._repeat()

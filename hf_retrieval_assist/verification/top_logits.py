@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..kernels.largest import largest
@@ -16,24 +14,40 @@ from ..kernels.largest import largest
 _CHUNK_CELLS = 1 << 25
 
 
-class TopLogits(ABC):
-    """The k largest logits of every fed token, and which tokens they are of.
+class TopLogits:
+    """The k largest logits of some tokens of a forward, and which tokens they are of.
+
+    Args:
+        logits: a tensor [m, vocab_size] of all tokens of the forward, in which they are found when
+            asked for; or, where they were found together with it, float32 [m, k] on the host.
+        places: int64 [n], ascending, which of the m tokens; None: all.
+        ids: int64 [m, k] on the host, what was found; None: nothing yet.
 
     Attributes:
         free: whether looking at many nodes takes no more time than looking at few.
     """
 
-    free: bool
+    def __init__(
+        self,
+        logits: Any,
+        places: NDArray[np.int64] | None = None,
+        ids: NDArray[np.int64] | None = None,
+    ):
+        self.logits, self._ids = logits, ids
+        self._places = np.arange(len(logits)) if places is None else places
+        self.free = ids is not None or logits.device.type != "cpu"
 
-    @abstractmethod
     def __len__(self) -> int:
-        """Fed tokens."""
+        """Tokens."""
+        return len(self._places)
 
-    @abstractmethod
-    def joined(self, others: Sequence[Any]) -> TopLogits:
-        """The fed tokens of this and of others of its kind, behind one another."""
+    def joined(self, others: Sequence[TopLogits]) -> TopLogits:
+        """The tokens of this and of others of the same forward, behind one another."""
+        if any(other.logits is not self.logits for other in others):
+            raise ValueError("expected tokens of one forward")
+        places = [self._places, *[other._places for other in others]]
+        return TopLogits(self.logits, np.concatenate(places), self._ids)
 
-    @abstractmethod
     def of(
         self, nodes: NDArray[np.int64], k: int, vocab_size: int
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
@@ -41,59 +55,9 @@ class TopLogits(ABC):
 
         Columns from `vocab_size` on, which fill the logits up, are left out.
         """
-
-
-class FoundTop(TopLogits):
-    """Found on the device together with the forward: token ids and logits [m, k] on the host."""
-
-    free = True
-
-    def __init__(self, ids: NDArray[np.int64], logits: NDArray[np.float32]):
-        self._ids = ids
-        self._logits = logits
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def joined(self, others: Sequence[FoundTop]) -> FoundTop:
-        found = self, *others
-        return FoundTop(
-            np.concatenate([one._ids for one in found]),
-            np.concatenate([one._logits for one in found]),
-        )
-
-    def of(
-        self, nodes: NDArray[np.int64], k: int, vocab_size: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        return self._ids[nodes, :k].astype(np.int32), self._logits[nodes, :k]
-
-
-class ComputedTop(TopLogits):
-    """Found when asked for, in logits [m, vocab_size] on any device.
-
-    Args:
-        logits: of all tokens of a forward.
-        places: int64 [n], ascending, which of them; None: all.
-    """
-
-    def __init__(self, logits: torch.Tensor, places: NDArray[np.int64] | None = None):
-        self.logits = logits
-        self._places = np.arange(len(logits)) if places is None else places
-        self.free = logits.device.type != "cpu"
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def joined(self, others: Sequence[ComputedTop]) -> ComputedTop:
-        if any(other.logits is not self.logits for other in others):
-            raise ValueError("expected tokens of one forward")
-        places = [self._places, *[other._places for other in others]]
-        return ComputedTop(self.logits, np.concatenate(places))
-
-    def of(
-        self, nodes: NDArray[np.int64], k: int, vocab_size: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         places = self._places[nodes]
+        if self._ids is not None:
+            return self._ids[places, :k].astype(np.int32), self.logits[places, :k]
         chunk = max(1, _CHUNK_CELLS // vocab_size)
         ids, values = np.empty((len(nodes), k), np.int32), np.empty((len(nodes), k), np.float32)
         for first in range(0, len(places), chunk):

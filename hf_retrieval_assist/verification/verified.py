@@ -10,7 +10,7 @@ import torch
 
 from ..kernels.largest import greatest
 from ..kernels.screen import Screened
-from .top_logits import ComputedTop, TopLogits
+from .top_logits import TopLogits
 
 
 class Verified:
@@ -66,7 +66,7 @@ class Verified:
         """The largest logits behind a row's root and its nodes."""
         first = self.roots[row]
         logits = self._logits if self.screened is None else self.screened.near
-        return ComputedTop(logits, np.arange(first, first + 1 + nodes))
+        return TopLogits(logits, np.arange(first, first + 1 + nodes))
 
     @property
     def is_sound(self) -> bool:

@@ -93,8 +93,8 @@ class Shape:
         return batch == self.batch and slots <= self.capacity <= slots * _MOST_SPARE
 
 
-class Repeated:
-    """A computation on inputs of one shape: what it reads, and how it is repeated.
+class Repeated(Replay):
+    """A computation on inputs of one shape, computed or repeated.
 
     Args:
         fields: of what the host tells the device.
@@ -103,7 +103,6 @@ class Repeated:
 
     Attributes:
         inputs: the fields.
-        replay: computes, or repeats.
         key: by which its workspace knows it.
     """
 
@@ -112,11 +111,7 @@ class Repeated:
     def __init__(self, fields: Mapping[str, Field], shape: Shape, record: Record | None) -> None:
         self.inputs = PackedBuffer(fields, shape.device)
         exact = shape.dtype in (torch.float32, torch.float64)
-        self.replay = Replay(record, _TOLERANCE if exact else _HALF_PRECISION_TOLERANCE)
-
-    def place(self, shown: Shown) -> Shown:
-        """Where the results of a recording are to lie."""
-        return shown
+        super().__init__(record, _TOLERANCE if exact else _HALF_PRECISION_TOLERANCE)
 
 
 class LogitsPlace:
@@ -135,7 +130,7 @@ class LogitsPlace:
 
 
 class Step(Repeated):
-    """One width of forwards: what it reads, what it leaves, and how it is repeated.
+    """One width of forwards: what it reads, and what it leaves.
 
     Attributes:
         inputs: `token_ids`, `slots` [batch, width], `positions` [..., batch, width], `moves`
@@ -143,6 +138,8 @@ class Step(Repeated):
         results: `best` int64 [batch, width]; `sound` float32, NaN where a token's logits are;
             `chosen` int64 [batch * width], see `ForwardOptions.choose`; where they are wanted, the
             largest logits `top_logits` [batch, width, top_k] and their tokens `top_ids`.
+        largest: these two on the host, [batch * width, top_k]; empty where they are not
+            wanted.
         used: whether it ran before: the first forward of a width allocates.
     """
 
@@ -175,6 +172,8 @@ class Step(Repeated):
             # Some models compute the logits in float32, whatever their own dtype.
             results |= {"top_ids": (torch.int64, largest), "top_logits": (torch.float32, largest)}
         self.results = PackedBuffer(results, shape.device)
+        names = ("top_logits", "top_ids") if shape.top_k else ()
+        self.largest = [self.results.host[name].flatten(0, 1).numpy() for name in names]
 
     def summarise(self, logits: torch.Tensor) -> None:
         """Write the results of logits [batch, width, vocab_size], on the device."""
@@ -243,14 +242,14 @@ class Workspace:
         """What was made for a key."""
         if key not in self._steps:
             made = self._steps[key] = make()
-            made.key, made.replay.fault = key, self.faults.get(key)
+            made.key, made.fault = key, self.faults.get(key)
         found: Any = self._steps[key]
         return found
 
     @property
     def made(self) -> int:
         """How many recordings there are in it."""
-        return sum(not step.replay.new for step in self._steps.values())
+        return sum(not step.new for step in self._steps.values())
 
     def enter(self) -> None:
         """Use it behind what was done in it by the last call, whose stream may be another one."""

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import peers
 from hf_retrieval_assist.drafters.base import Feedback
-from hf_retrieval_assist.verification.top_logits import FoundTop
+from hf_retrieval_assist.verification.top_logits import TopLogits
 
 from ..support.benchmarks import quick, silent
 from ..support.byte_model import small_model
@@ -18,7 +18,7 @@ def showing(tokens, likeliest):
     """Feedback on a forward over `tokens`, by what was likeliest behind each."""
     ids = np.array(likeliest, np.int64).reshape(-1, B)
     fed = np.array(tokens, np.int32)
-    top = FoundTop(ids, np.zeros(ids.shape, np.float32))
+    top = TopLogits(np.zeros(ids.shape, np.float32), ids=ids)
     return Feedback(fed, np.arange(len(fed), dtype=np.int32), top=top)
 
 

@@ -212,8 +212,8 @@ def test_recordings_draft_what_forwards_do(name, rows, in_place, tmp_path):
         assert_same(case.conversation(range(rows)), expected)
     kept = WORKSPACES._idle[case.layers]
     steps = [step for workspace in kept for step in workspace._steps.values()]
-    assert any(step.replay.trusted for step in steps)
-    assert not any(step.replay.fault for step in steps)
+    assert any(step.trusted for step in steps)
+    assert not any(step.fault for step in steps)
 
 
 def refuse(*arguments):

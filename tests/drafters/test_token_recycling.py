@@ -17,7 +17,7 @@ from hf_retrieval_assist.drafters.token_recycling import (
 )
 from hf_retrieval_assist.structures import draft_tree, successors
 from hf_retrieval_assist.verification import top_logits
-from hf_retrieval_assist.verification.top_logits import ComputedTop, FoundTop
+from hf_retrieval_assist.verification.top_logits import TopLogits
 from tests.support.threads import in_threads
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def logits_preferring(vocab_size, *rows):
 
 
 def feed(session, tokens, accepted, logits, committed):
-    top = ComputedTop(logits)
+    top = TopLogits(logits)
     session.commit(committed, Feedback(ids(*tokens), ids(*accepted), top=top))
 
 
@@ -274,9 +274,7 @@ def test_rows_of_a_batch_teach_as_they_do_one_by_one(monkeypatch):
     for together in (True, False):
         drafter = TokenRecyclingDrafter(top_k=4)
         sessions = [drafter.start(ids(row), target(60)) for row in range(3)]
-        tops = [
-            ComputedTop(logits, part) if together else ComputedTop(logits[part]) for part in parts
-        ]
+        tops = [TopLogits(logits, part) if together else TopLogits(logits[part]) for part in parts]
         feedbacks = [
             Feedback(fed[part], right, top=top)
             for part, right, top in zip(parts, accepted, tops, strict=True)
@@ -302,7 +300,7 @@ def test_texts_with_tables_of_their_own_teach_those():
     private = drafter.start(ids(0), dataclasses.replace(target(), learn=False))
     logits = logits_preferring(10, (3,), (4,))
     feedbacks = [
-        Feedback(ids(5), ids(0), top=ComputedTop(logits, np.array([row]))) for row in range(2)
+        Feedback(ids(5), ids(0), top=TopLogits(logits, np.array([row]))) for row in range(2)
     ]
     drafter.commit_rows([shared, private], [[5], [5]], feedbacks)
     assert drafted_paths(shared.propose(8)) == {(3,)}
@@ -321,7 +319,7 @@ def test_threads_share_one_table():
         for _ in range(150):
             fed = rng.integers(0, 50, 6).astype(np.int32)
             logits = torch.from_numpy(rng.standard_normal((6, 50), dtype=np.float32))
-            feedback = Feedback(fed, ids(0), top=ComputedTop(logits))
+            feedback = Feedback(fed, ids(0), top=TopLogits(logits))
             session.commit([int(fed[0])], feedback)
             session.propose(16).check_invariants()
 
@@ -337,8 +335,8 @@ def test_what_a_device_found_teaches_what_is_found_when_asked_for():
         logits = torch.from_numpy(rng.standard_normal((16, 5000), dtype=np.float32))
         logits[:, 60:] -= 9
         best = logits.topk(8)
-        found = FoundTop(best.indices.numpy(), best.values.numpy())
-        for session, top in zip(sessions, (ComputedTop(logits), found), strict=True):
+        found = TopLogits(best.values.numpy(), ids=best.indices.numpy())
+        for session, top in zip(sessions, (TopLogits(logits), found), strict=True):
             feedback = Feedback(fed, ids(0, 3, 7), top=top) if step % 3 else None
             session.commit([int(fed[0]), int(fed[1])], feedback)
         first, second = (session.propose(64) for session in sessions)

@@ -16,7 +16,7 @@ from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.feedback import RowFeedback
 from hf_retrieval_assist.structures import successors
-from hf_retrieval_assist.verification.top_logits import ComputedTop
+from hf_retrieval_assist.verification.top_logits import TopLogits
 
 THREADS, VOCABULARY, STEPS = 4, 50, 12
 
@@ -56,7 +56,7 @@ def call(assistant, dice):
         fed = np.concatenate([last, tree.token_ids])
         generator = torch.Generator().manual_seed(dice.randrange(99))
         logits = torch.randn(len(fed), VOCABULARY, generator=generator)
-        shown = RowFeedback(fed, np.zeros(1, np.int32), None, {}, ComputedTop(logits))
+        shown = RowFeedback(fed, np.zeros(1, np.int32), None, {}, TopLogits(logits))
         assistant.commit([session], [tokens.tolist()], [shown])
         last = tokens[-1:]
     session.close()

@@ -193,8 +193,8 @@ def test_class_is_served_from_recordings(name, served, monkeypatch):
     assert bool(fault) == (name in UNRECORDED)
     if simple and name not in UNRECORDED:
         steps = WORKSPACES._idle[model][-1]._steps.values()
-        assert any(step.replay.trusted for step in steps)
-        assert all(step.replay.fault is None for step in steps)
+        assert any(step.trusted for step in steps)
+        assert all(step.fault is None for step in steps)
 
 
 def hybrids():

@@ -39,10 +39,6 @@ def shown(value=1.0):
     return Shown(torch.tensor([[[0.0, value]]]), [])
 
 
-def as_it_is(shown):
-    return shown
-
-
 def test_an_event_follows_the_copies_of_its_own_device(cuda):
     buffer = PackedBuffer({"ids": (torch.int64, (3,))}, SECOND)
     buffer.fetch()
@@ -126,7 +122,7 @@ def test_a_capture_that_fails_leaves_nothing_behind(ends, cuda, monkeypatch):
 
     step = Replay(replay.recorder(FIRST), 1e-3)
     for _ in range(2):
-        assert step(compute, as_it_is).logits[0, 0, 1] == 1
+        assert step(compute).logits[0, 0, 1] == 1
         assert cuda.current_stream() is cuda._first[0]
         assert cuda.underway is None
         if ends:
@@ -145,7 +141,7 @@ def test_a_forward_that_waits_inside_of_an_operator_is_not_captured(cuda, monkey
         cuda.wait()
         return shown()
 
-    assert step(compute, as_it_is).logits[0, 0, 1] == 1
+    assert step(compute).logits[0, 0, 1] == 1
     assert "waits for the device" in step.fault
     assert cuda.mode == 0
     assert (warnings.showwarning, list(warnings.filters)) == before
@@ -185,7 +181,7 @@ def test_a_call_on_another_stream_follows_what_the_last_one_did(cuda, monkeypatc
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cuda._streams()[0])
     shape = Shape(1, 256, LayerMask(), torch.float32, torch.device("cpu"))
     workspace = Workspace(shape, replay.recorder(FIRST), "as it was")
-    workspace.step(1, 1).replay(shown, as_it_is)
+    workspace.step(1, 1)(shown)
     known, model = Workspaces(), nn.Linear(2, 2)
     known.give_back(model, workspace)
     other = cuda.new_stream(FIRST)
@@ -244,11 +240,11 @@ def lag(cuda, monkeypatch):
 
     repeat = Replay.__call__
 
-    def repeated(step, compute, keep):
+    def repeated(step, compute):
         if step.trusted and step.fault is None:
             cuda.queued.append(step._repeat)
             return step._recorded
-        return at_once(repeat)(step, compute, keep)
+        return at_once(repeat)(step, compute)
 
     monkeypatch.setattr(PackedBuffer, "_copy", copied)
     choose = NodeChoices.__call__
@@ -300,4 +296,4 @@ def test_sampled_tokens_are_read_once_they_have_come(rows, cuda, monkeypatch):
         plain, assisted, assistant = both(model, inputs, **options)
         assert torch.equal(plain, assisted)
         assert assistant.stats.last.accepted > 0
-    assert not any(step.replay.fault for step in WORKSPACES._idle[model][-1]._steps.values())
+    assert not any(step.fault for step in WORKSPACES._idle[model][-1]._steps.values())

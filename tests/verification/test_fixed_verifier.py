@@ -48,8 +48,8 @@ def test_tokens_are_those_of_plain_decoding(model_class, inputs):
         assert assistant.stats.last.accepted > 0
         assert assistant.stats.tier == "tree"
     steps = idle(model)._steps.values()
-    assert any(step.replay.trusted for step in steps)
-    assert all(step.replay.fault is None for step in steps)
+    assert any(step.trusted for step in steps)
+    assert all(step.fault is None for step in steps)
 
 
 class InFloat32(torch.nn.Module):
@@ -310,7 +310,7 @@ def test_a_recording_keeps_nothing_of_its_call():
         del found
         gc.collect()
         assert [cache() for cache in caches] == [None] * len(caches)
-    shown = [step.replay._recorded for step in idle(model)._steps.values()]
+    shown = [step._recorded for step in idle(model)._steps.values()]
     places = {one.logits.untyped_storage().data_ptr() for one in shown}
     assert len(places) < len(shown)
     assert {one.outputs for one in shown} == {None}
@@ -370,8 +370,8 @@ def test_mixtures_whose_experts_wait_are_recorded_where_they_do_not(monkeypatch,
         plain, assisted, assistant = both(model, INPUTS["one row"], **OPTIONS)
         assert torch.equal(plain, assisted)
     steps = idle(model)._steps
-    recorded = {key[0] for key, step in steps.items() if step.replay.trusted}
-    faulty = {key[0] for key, step in steps.items() if step.replay.fault}
+    recorded = {key[0] for key, step in steps.items() if step.trusted}
+    faulty = {key[0] for key, step in steps.items() if step.fault}
     assert max(recorded) <= 2 < min(faulty)
     assert assistant.stats.last.repeated > 0 == assistant.stats.last.recordings
     assert len([text for text in told.messages if "one kernel at a time" in text]) == 1

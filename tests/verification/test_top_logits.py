@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_retrieval_assist.verification import top_logits
-from hf_retrieval_assist.verification.top_logits import ComputedTop, FoundTop
+from hf_retrieval_assist.verification.top_logits import TopLogits
 from hf_retrieval_assist.verification.verified import Verified
 
 
@@ -17,12 +17,12 @@ def test_both_ways_leave_out_what_fills_the_vocabulary_up(monkeypatch):
     logits[:, 9:] = 100
     nodes = np.array([0, 2, 4])
     expected = logits[nodes, :9].topk(3)
-    ids, values = ComputedTop(logits).of(nodes, 3, 9)
+    ids, values = TopLogits(logits).of(nodes, 3, 9)
     assert (ids == expected.indices.numpy()).all()
     assert (values == expected.values.numpy()).all()
     best = logits[:, :9].topk(4)
-    found = FoundTop(best.indices.numpy(), best.values.numpy())
-    assert len(found) == len(ComputedTop(logits)) == 5
+    found = TopLogits(best.values.numpy(), ids=best.indices.numpy())
+    assert len(found) == len(TopLogits(logits)) == 5
     for one, other in zip(found.of(nodes, 3, 9), (ids, values), strict=True):
         assert (one == other).all()
 
@@ -30,9 +30,10 @@ def test_both_ways_leave_out_what_fills_the_vocabulary_up(monkeypatch):
 def test_tokens_of_several_rows_are_looked_at_as_one():
     logits = torch.randn(9, 30)
     parts = [np.arange(1, 3), np.arange(4, 5), np.arange(5, 9)]
-    first, *others = (ComputedTop(logits, part) for part in parts)
+    first, *others = (TopLogits(logits, part) for part in parts)
     best = logits.topk(4)
-    found = [FoundTop(best.indices.numpy()[part], best.values.numpy()[part]) for part in parts]
+    on_host = best.values.numpy(), best.indices.numpy()
+    found = [TopLogits(on_host[0], part, on_host[1]) for part in parts]
     nodes = np.array([0, 2, 3, 6])
     expected = logits[np.array([1, 4, 5, 8])].topk(3)
     for top in (first.joined(others), found[0].joined(found[1:])):
@@ -41,11 +42,11 @@ def test_tokens_of_several_rows_are_looked_at_as_one():
         assert (ids == expected.indices.numpy()).all()
         assert (values == expected.values.numpy()).all()
     with pytest.raises(ValueError, match="one forward"):
-        first.joined([ComputedTop(logits.clone())])
+        first.joined([TopLogits(logits.clone())])
 
 
 def test_nothing_is_found_behind_nothing():
-    ids, values = ComputedTop(torch.randn(2, 9)).of(np.empty(0, np.int64), 3, 9)
+    ids, values = TopLogits(torch.randn(2, 9)).of(np.empty(0, np.int64), 3, 9)
     assert ids.shape == values.shape == (0, 3)
 
 
