@@ -260,9 +260,7 @@ class Stats:
         """The same for notebooks."""
         calls = self._calls()
         said = "".join(f"<div>{title}: {html.escape(call.summary)}.</div>" for title, call in calls)
-        rows = [html_row("th", "", *_COLUMNS)]
-        rows += [html_row("td", title, *call.cells()) for title, call in calls]
-        return f"{said}<table>{''.join(rows)}</table>"
+        return said + html_table(("", *_COLUMNS), [(title, *call.cells()) for title, call in calls])
 
     def _calls(self) -> tuple[tuple[str, CallStats], ...]:
         return ("last call", self.last), (f"all {self.total.calls} calls", self.total)
@@ -274,6 +272,10 @@ _COLUMNS = (
 )
 
 
-def html_row(tag: str, *cells: str) -> str:
-    """A row of a table, of "th" or "td" cells."""
-    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+def html_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of texts."""
+    lines = [("th", heading), *(("td", row) for row in rows)]
+    shown = (
+        "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in lines
+    )
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in shown)}</table>"

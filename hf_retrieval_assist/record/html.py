@@ -1,21 +1,19 @@
 """Records as HTML that needs no script and no network, in light and dark surroundings.
 
-Colours, trees on hover or click and charts are style sheets and SVG alone, so that notebooks show
-them wherever they show HTML. All text of models and of drafters' names is escaped.
+Colours, and trees on hover or click, are style sheets alone, so that notebooks show them wherever
+they show HTML. All text of models and of drafters' names is escaped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
 
 from ..drafting.policy import DraftingPolicy
-from ..planning.cost_store import CostKey
-from ..stats import PHASES, html_row
+from ..stats import html_table
 from .palette import colours
 from .pieces import readable, text_pieces
 from .steps import MODEL, CallRecord, Step
@@ -23,7 +21,6 @@ from .steps import MODEL, CallRecord, Step
 _MOST_NODES = 48  # of a tree that are shown, besides the accepted ones
 _MOST_TREES = 300  # of a row
 _TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of forwards whose cost is shown
-_FAINT = ' opacity=".35"'  # bars of the model's own tokens
 
 _STYLE = """
 .hfra{font:14px/1.5 system-ui,sans-serif;color:inherit;position:relative;max-width:72em}
@@ -54,9 +51,6 @@ _STYLE = """
  font:12px/1.6 ui-monospace,Menlo,Consolas,monospace}
 .hfra .node small{opacity:.65;padding-left:.5em}
 .hfra .hit{box-shadow:inset 0 0 0 2px currentColor;font-weight:600}
-.hfra .bar{display:flex;height:1.5em;border-radius:3px;overflow:hidden;font-size:12px}
-.hfra .bar span{overflow:hidden;white-space:nowrap;padding-left:3px;border-right:1px solid #8888}
-.hfra svg{display:block;width:100%;height:5.5em;border-bottom:1px solid #8888}
 .hfra summary{cursor:pointer}
 .hfra{--hfra-bg:var(--jp-layout-color1,var(--vscode-editor-background,
  var(--colab-primary-surface-color,Canvas)));
@@ -74,75 +68,46 @@ def page(shown: str) -> str:
     )
 
 
-def fragment(
-    summary: str,
-    origins: Sequence[str],
-    counts: Mapping[str, tuple[int, int, int]],
-    calls: Sequence[CallRecord],
-    tokenizer: Any,
-) -> str:
-    """A record for a notebook's cell.
-
-    Args:
-        summary: of the figures of all calls.
-        origins: all sources, by which colours are given out.
-        counts: of each source that is listed, the nodes proposed and verified, and the tokens.
-        calls: whose texts, trees and times are shown.
-        tokenizer: of the texts; None: ids are shown.
-    """
-    palette = colours(origins)
+def fragment(record: Any) -> str:
+    """A `Record` for a notebook's cell."""
+    palette = colours(record.origins)
     shown = []
-    for number, call in enumerate(calls):
-        texts = _Texts(call, palette, tokenizer)
+    for number, call in enumerate(record.calls):
+        texts = _Texts(call, palette, record.tokenizer)
         rows = "".join(map(texts.row, range(len(call.prompts))))
-        title = f"call {number + 1}: {call.stats}" if len(calls) > 1 else "text"
-        opened = " open" if number == len(calls) - 1 else ""
-        shown.append(
-            f"<details{opened}><summary>{escape(title)}</summary>{rows}</details>"
-            f"{_tokens_chart(call)}{_time_bar(call)}"
-        )
-    return _styled(
-        f"<div>{escape(summary)}</div>{_table_of_origins(counts, palette)}{''.join(shown)}"
-    )
+        title = f"call {number + 1}: {call.stats}" if len(record) > 1 else "text"
+        opened = " open" if number == len(record) - 1 else ""
+        shown.append(f"<details{opened}><summary>{escape(title)}</summary>{rows}</details>")
+    origins = _table_of_origins(record.shown_origins(), palette)
+    return _styled(f"<div>{escape(str(record.stats))}</div>{origins}{''.join(shown)}")
 
 
 def assistant_html(assistant: DraftingPolicy) -> str:
     """An assistant's drafters, what they did so far, and what forwards cost."""
-    rows = [html_row("th", "drafter", "proposes from", "nodes tried", "accepted", "expected")]
-    for drafter, (name, found) in zip(
-        assistant.drafters, assistant.stats.reliability.items(), strict=True
-    ):
+    heading = ("drafter", "proposes from", "nodes tried", "accepted", "expected")
+    rows = []
+    reliability = assistant.stats.reliability.items()
+    for drafter, (name, found) in zip(assistant.drafters, reliability, strict=True):
         figures = (found.trials.sum(), found.observed.sum(), found.predicted.sum())
-        rows.append(
-            html_row("td", name, ", ".join(drafter.origins), *(f"{n:.0f}" for n in figures))
-        )
-    budget = escape(str(assistant.planner.budget))
-    return _styled(
-        f"<b>{escape(type(assistant).__name__)}</b>, budget {budget}<table>{''.join(rows)}</table>"
-        f"{assistant.stats._repr_html_()}{_costs(assistant)}"
-    )
+        rows.append((name, ", ".join(drafter.origins), *(f"{n:.0f}" for n in figures)))
+    title = f"<b>{type(assistant).__name__}</b>, budget {assistant.planner.budget}"
+    drafters, calls = html_table(heading, rows), assistant.stats._repr_html_()
+    return _styled(f"{title}{drafters}{calls}{_costs(assistant)}")
 
 
 def _costs(assistant: DraftingPolicy) -> str:
     """Milliseconds of forwards over so many tokens, of each kind that was timed."""
-    rows = [
-        html_row("td", _kind(key), *(f"{1e3 * cost.seconds(n):.2f}" for n in _TOKENS))
-        for key, cost in assistant.costs.timed().items()
-    ]
-    if not rows:
-        return ""
-    heading = html_row("th", "ms of a forward over n tokens", *map(str, _TOKENS))
-    return f"<table>{heading}{''.join(rows)}</table>"
-
-
-def _kind(key: CostKey) -> str:
-    return f"{key.dtype}, {key.batch_size} x {key.cache_length} tokens in the cache"
+    rows = []
+    for key, cost in assistant.costs.timed().items():
+        kind = f"{key.dtype}, {key.batch_size} x {key.cache_length} tokens in the cache"
+        rows.append((kind, *(f"{1e3 * cost.seconds(n):.2f}" for n in _TOKENS)))
+    heading = ("ms of a forward over n tokens", *map(str, _TOKENS))
+    return html_table(heading, rows) if rows else ""
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
     """A table of texts, and a sentence under it."""
-    body = "".join([html_row("th", *heading), *(html_row("td", *row) for row in rows)])
-    return _styled(f"<table>{body}</table><div>{escape(below)}</div>")
+    return _styled(f"{html_table(heading, rows)}<div>{escape(below)}</div>")
 
 
 def _styled(shown: str) -> str:
@@ -157,13 +122,14 @@ def _tint(colour: str | None) -> str:
 def _table_of_origins(
     counts: Mapping[str, tuple[int, int, int]], palette: Mapping[str, str]
 ) -> str:
-    rows = [html_row("th", "source", "nodes proposed", "verified", "tokens")]
+    titles = ("source", "nodes proposed", "verified", "tokens")
+    rows = ["".join(f"<th>{title}</th>" for title in titles)]
     for name, (proposed, verified, tokens) in counts.items():
         nodes = ("", "") if name == MODEL else (f"{proposed:,}", f"{verified:,}")
         key = f'<span class="key"{_tint(palette.get(name))}>{escape(name)}</span>'
         cells = "".join(f'<td class="num">{cell}</td>' for cell in (*nodes, f"{tokens:,}"))
-        rows.append(f"<tr><td>{key}</td>{cells}</tr>")
-    return f"<table>{''.join(rows)}</table>"
+        rows.append(f"<td>{key}</td>{cells}")
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
 class _Texts:
@@ -256,52 +222,3 @@ class _Texts:
         )
         kids = f'<span class="kids">{inner}</span>' if inner else ""
         return f'<span class="sub">{box}{kids}</span>'
-
-
-def _tokens_chart(call: CallRecord) -> str:
-    """Tokens of every forward, by source from the bottom up."""
-    forwards: dict[int, list[str]] = {}
-    for step in call.steps:
-        forwards.setdefault(step.forward, []).extend(step.credits)
-    counts = [
-        sorted(credits, key=lambda name: (name != MODEL, name)) for credits in forwards.values()
-    ]
-    if not counts:
-        return ""
-    palette = colours(dict.fromkeys(name for credits in counts for name in credits))
-    highest = max(map(len, counts))
-    bars = "".join(
-        f'<rect x="{x}" y="{highest - start - height}" width=".85" height="{height}" '
-        f'fill="{palette.get(name, "currentColor")}"{"" if name in palette else _FAINT}/>'
-        for x, credits in enumerate(counts)
-        for name, start, height in _runs(credits)
-    )
-    return (
-        f"<div>tokens of each forward (at most {highest})</div>"
-        f'<svg viewBox="0 0 {len(counts)} {highest}" preserveAspectRatio="none">{bars}</svg>'
-    )
-
-
-def _runs(names: Sequence[str]) -> list[tuple[str, int, int]]:
-    """(name, start, length) of each stretch of equal names."""
-    runs = [(name, len(list(run))) for name, run in groupby(names)]
-    starts = accumulate((length for _, length in runs), initial=0)
-    return [(name, start, length) for (name, length), start in zip(runs, starts, strict=False)]
-
-
-def _time_bar(call: CallRecord) -> str:
-    seconds = {name: call.stats.seconds[name] for name in ("prefill", *PHASES)}
-    known = sum(seconds.values())
-    if not known:
-        return ""
-    parts = "".join(
-        f'<span style="flex:{took / known:.4f} 0 0;background:#888888{shade}" '
-        f'title="{name} {1e3 * took:.1f} ms">{_label(name, took / known)}</span>'
-        for (name, took), shade in zip(seconds.items(), ("66", "22", "44", "11", "55"), strict=True)
-    )
-    return f'<div>time ({known:.2f} s)</div><div class="bar">{parts}</div>'
-
-
-def _label(phase: str, share: float) -> str:
-    """Where there is room for one."""
-    return f"{phase} {share:.0%}" if share > 0.1 else ""

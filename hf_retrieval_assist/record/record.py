@@ -108,5 +108,4 @@ class Record:
         return html.page(self._repr_html_())
 
     def _repr_html_(self) -> str:
-        figures = str(self.stats), self.origins, self.shown_origins()
-        return html.fragment(*figures, self.calls, self.tokenizer)
+        return html.fragment(self)

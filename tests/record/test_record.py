@@ -269,11 +269,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
         assert not {"src", "href", "onclick"} & {name for name, _ in attrs}
-        if tag not in ("meta", "rect"):
+        if tag != "meta":
             self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.add(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -308,11 +305,10 @@ def test_pages_escape_what_models_write(recorded):
 def test_a_page_shows_each_token_and_the_verified_trees(recorded):
     text, record, _ = recorded
     html = record._repr_html_()
-    page = Page(html)
+    Page(html)
     assert html.count('class="tok"') == len(text)
     assert html.count('class="panel"') == len(record.calls[0].steps)
     assert html.count('class="node hit"') > 0
-    assert "svg" in page.tags
 
 
 def test_empty_records_can_be_shown():
