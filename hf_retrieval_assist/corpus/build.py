@@ -10,18 +10,17 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from filelock import Timeout
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from tqdm.auto import tqdm
 
 from ..system.arguments import kind_of, whole_number
-from ..system.files import locked
 from ..token_tree import Ids, Int32Array, checked_ids
 from .format import (
     MAX_BYTES,
@@ -99,17 +98,20 @@ def staging_directory(path: Path) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     abandoned = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.partial")
+    lock = path.parent / f".{path.name}.lock"
+    staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
     try:
-        with locked(path.parent / f".{path.name}.lock", patience=0):
+        with FileLock(lock, timeout=0, mode=0o600):
             for left in path.parent.iterdir():
                 if abandoned.fullmatch(left.name) and left.is_dir() and not left.is_symlink():
                     shutil.rmtree(left, ignore_errors=True)
-            staging = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
-            staging.mkdir()
             try:
+                staging.mkdir()
                 yield staging
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
+                with suppress(OSError):  # Windows deletes no open file
+                    lock.unlink()
     except Timeout:
         raise BlockingIOError(f"{path}: another process is writing to it") from None
 
@@ -171,14 +173,6 @@ def build_shards(
     return tuple(shards)
 
 
-class _Text(NamedTuple):
-    """A shard whose tokens are written."""
-
-    name: str
-    documents: int
-    tokens: int
-
-
 class _TextFile:
     """The tokens file of a shard that is being filled.
 
@@ -199,18 +193,18 @@ class _TextFile:
         self.documents += len(batch)
         self.tokens += sum(map(len, batch))
 
-    def close(self) -> _Text:
-        """The shard is full; it gets its name."""
+    def close(self) -> Shard:
+        """The shard is full; it gets its name, and is still to be indexed."""
         sync_file(self._file)
         self._file.close()
         name = self._hash.hexdigest()[:_NAME_DIGITS]
         self._path.rename(self._path.with_name(f"{name}.tokens"))
-        return _Text(name, self.documents, self.tokens)
+        return Shard(name, self.documents, self.tokens)
 
 
 def _write_texts(
     documents: Iterable[Ids], directory: Path, options: BuildOptions, number: int, bar: tqdm[Any]
-) -> Iterator[_Text]:
+) -> Iterator[Shard]:
     """Write tokens files, numbered from `number` on, and yield each when it is full or the last."""
     text: _TextFile | None = None
     for batch in _batches(documents, options.shard_codes):
@@ -263,7 +257,7 @@ def _divsufsort() -> Callable[[NDArray[np.uint8]], Any]:
     return divsufsort
 
 
-def _index(text: _Text, directory: Path, vocab_size: int) -> Shard:
+def _index(text: Shard, directory: Path, vocab_size: int) -> Shard:
     """Write the suffix array and bucket table of a tokens file."""
     width = code_width(vocab_size)
     codes = np.fromfile(directory / f"{text.name}.tokens", np.uint8)
@@ -281,8 +275,8 @@ def _index(text: _Text, directory: Path, vocab_size: int) -> Shard:
         with (directory / f"{text.name}.{part}").open("wb") as file:
             file.write(array.data)
             sync_file(file)
-    checksums = (hashlib.sha256(array.data).hexdigest() for array in (codes, *written.values()))
-    return Shard(text.name, text.documents, text.tokens, shift, tuple(checksums))
+    sums = (hashlib.sha256(array.data).hexdigest() for array in (codes, *written.values()))
+    return replace(text, bucket_shift=shift, checksums=tuple(sums))
 
 
 def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:

@@ -60,14 +60,14 @@ class Shard:
         name: 16 hexadecimal digits, the stem of its files.
         documents, tokens: how many it holds.
         bucket_shift: log2 of the codes that share an entry of `starts`.
-        checksums: SHA-256 of each file, in the order of `PARTS`.
+        checksums: SHA-256 of each file, in the order of `PARTS`; none before it is indexed.
     """
 
     name: str
     documents: int
     tokens: int
-    bucket_shift: int
-    checksums: tuple[str, ...]
+    bucket_shift: int = 0
+    checksums: tuple[str, ...] = ()
 
     def files(self) -> list[str]:
         return [f"{self.name}.{part}" for part in PARTS]
@@ -77,19 +77,6 @@ class Shard:
         codes = self.documents + self.tokens
         buckets = (vocab_size >> self.bucket_shift) + 1
         return [codes * code_width(vocab_size), 4 * self.tokens, 4 * (buckets + 1)]
-
-    def check(self, vocab_size: int) -> None:
-        """Raise ValueError for a description that no shard can have."""
-        _expect(
-            _SHARD_NAME.fullmatch(self.name), "a shard name of 16 hexadecimal digits", self.name
-        )
-        _expect(0 < self.documents <= self.tokens, "1 to `tokens` documents", self.documents)
-        _expect(0 <= self.bucket_shift <= 30, "a bucket_shift of 0 to 30", self.bucket_shift)
-        # The lengths bound every position, so an index of any larger shard would overflow.
-        _expect(self.sizes(vocab_size)[0] <= MAX_BYTES, f"at most {MAX_BYTES} bytes", self.tokens)
-        _expect(len(self.checksums) == len(PARTS), "three checksums", self.checksums)
-        for checksum in self.checksums:
-            _expect(_CHECKSUM.fullmatch(checksum), "SHA-256 digests", checksum)
 
 
 @dataclass(frozen=True)
@@ -105,15 +92,6 @@ class Manifest:
     vocab_size: int
     tokenizer: str | None
     shards: tuple[Shard, ...]
-
-    def check(self) -> None:
-        """Raise ValueError for contents that no datastore can have."""
-        _expect(0 < self.vocab_size <= MAX_VOCAB, f"1 to {MAX_VOCAB} ids", self.vocab_size)
-        _expect(self.shards, "at least one shard", "none")
-        for shard in self.shards:
-            shard.check(self.vocab_size)
-        names = {shard.name for shard in self.shards}
-        _expect(len(names) == len(self.shards), "distinct shards", "equal names")
 
 
 def _expect(condition: object, expected: str, got: object) -> None:
@@ -135,11 +113,20 @@ def _fields(values: Any, types: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def _shard_from_json(values: Any) -> Shard:
-    shard = _fields(values, _SHARD)
-    sums = shard.pop("checksums")
-    _expect(all(isinstance(checksum, str) for checksum in sums), "checksums as text", sums)
-    return Shard(**shard, checksums=tuple(sums))
+def _parse_shard(values: Any, vocab_size: int) -> Shard:
+    """The shard of a JSON object; ValueError for a description that no shard can have."""
+    fields = _fields(values, _SHARD)
+    shard = Shard(**fields | {"checksums": tuple(fields["checksums"])})
+    _expect(_SHARD_NAME.fullmatch(shard.name), "a shard name of 16 hexadecimal digits", shard.name)
+    _expect(0 < shard.documents <= shard.tokens, "1 to `tokens` documents", shard.documents)
+    _expect(0 <= shard.bucket_shift <= 30, "a bucket_shift of 0 to 30", shard.bucket_shift)
+    # The lengths bound every position, so an index of any larger shard would overflow.
+    _expect(shard.sizes(vocab_size)[0] <= MAX_BYTES, f"at most {MAX_BYTES} bytes", shard.tokens)
+    _expect(len(shard.checksums) == len(PARTS), "three checksums", shard.checksums)
+    for checksum in shard.checksums:
+        valid = isinstance(checksum, str) and _CHECKSUM.fullmatch(checksum)
+        _expect(valid, "SHA-256 digests", checksum)
+    return shard
 
 
 def _digest(contents: dict[str, Any]) -> str:
@@ -170,11 +157,13 @@ def _parse_manifest(data: bytes) -> Manifest:
     _expect(envelope.get("version") == VERSION, f"version {VERSION}", envelope.get("version"))
     contents = envelope.get("contents")
     values = _fields(contents, _MANIFEST)
-    values["shards"] = tuple(_shard_from_json(shard) for shard in values["shards"])
-    manifest = Manifest(**values)
+    size = values["vocab_size"]
+    _expect(0 < size <= MAX_VOCAB, f"1 to {MAX_VOCAB} ids", size)
+    shards = tuple(_parse_shard(shard, size) for shard in values["shards"])
+    _expect(shards, "at least one shard", "none")
+    _expect(len({shard.name for shard in shards}) == len(shards), "distinct shards", "equal names")
     _expect(envelope.get("sha256") == _digest(contents), "an unaltered manifest", "a wrong sha256")
-    manifest.check()
-    return manifest
+    return Manifest(**values | {"shards": shards})
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
