@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .outputs import HANDED_OVER, MOST_FORGETTINGS, Forgettings, Output, SharedOutputs, is_forgotten
+from .outputs import HANDED_OVER, MOST_FORGETTINGS, Forgettings, Output, SharedOutputs
 
 _SCHEMA = [
     "CREATE TABLE outputs (name INTEGER PRIMARY KEY, writer BLOB, place INTEGER, model TEXT,"
@@ -87,7 +87,7 @@ class OutputLog(SharedOutputs):
         output = self._writers.own(fingerprint, token_ids)
         while True:
             with self._transaction() as database:
-                if is_forgotten(fingerprint, self._forgotten):
+                if fingerprint.startswith(tuple(self._forgotten)):
                     return False
                 self._insert(database, output)
                 self._make_room(database)
@@ -229,7 +229,6 @@ class OutputLog(SharedOutputs):
 
     @property
     def _newest(self) -> int:
-        """The name of the latest forgetting that is known."""
         return max(self._known, default=0)
 
     def _insert(self, database: sqlite3.Connection, output: Output) -> None:

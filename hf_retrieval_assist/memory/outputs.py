@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,11 +86,6 @@ class Writers:
     def clear(self) -> None:
         """Count nothing as seen."""
         self._last.clear()
-
-
-def is_forgotten(fingerprint: str, prefixes: Iterable[str]) -> bool:
-    """Whether a forgetting of one of these prefixes is of a fingerprint's outputs."""
-    return any(fingerprint.startswith(prefix) for prefix in prefixes)
 
 
 class SharedOutputs(ABC):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..system.locks import Lock
-from .outputs import HANDED_OVER, Output, SharedOutputs, is_forgotten
+from .outputs import HANDED_OVER, Output, SharedOutputs
 from .redis_server import Answer, RedisServer
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class _Queue(deque[Output]):
         """Remove the outputs whose fingerprints have one of these prefixes."""
         for _ in range(len(self)):
             output = self.popleft()
-            if not is_forgotten(output.fingerprint, prefixes):
+            if not output.fingerprint.startswith(tuple(prefixes)):
                 self.append(output)
 
     def first(self, limit: int) -> list[Output]:
@@ -102,7 +102,7 @@ class OutputStream(SharedOutputs):
         """See `SharedOutputs`. The output is queued for delivery."""
         self._start_thread()
         with self._changed:
-            if is_forgotten(fingerprint, self._forgotten):
+            if fingerprint.startswith(tuple(self._forgotten)):
                 return False
             self._pending.append(self._writers.own(fingerprint, token_ids))
         if not self._failures:
