@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import torch
@@ -17,7 +17,6 @@ from .corpus.datastore import Datastore
 from .corpus.texts import Corpus, tokenised
 from .draft_models.draft_model import DraftModelDrafter
 from .draft_models.fallbacks import Fallback, fallback_drafters
-from .drafters.base import DraftSession
 from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
 from .memory.output_memory import OutputMemory
@@ -26,7 +25,6 @@ from .papers.suffix_decoding import SuffixDecoding
 from .planning.cost_store import CostModels
 from .planning.planner import Budget
 from .system.arguments import kind_of
-from .token_tree import TokenTree
 
 # The longest draft from a corpus where the planner says how much of it pays.
 _LONGEST_DRAFT = 256
@@ -98,12 +96,7 @@ class Preset(Assistant):
     """
 
     policy: Any = None
-    _rule: Callable[[Sequence[DraftSession], Sequence[TokenTree]], TokenTree] | None = None
     _told: dict[str, Any]
-
-    def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        choose = self._rule or super().choose
-        return choose(sessions, drafts)
 
     def _arguments(self) -> str:
         """Resources, and what differs from the defaults, as in a call."""
@@ -180,7 +173,8 @@ class SamAssistant(Preset):
         if budget == "paper":
             self.policy = SamDecoding(**rule)
             sources = self.policy.drafters(corpus)
-            self._rule = functools.partial(self.policy.choose, matchers=len(sources))
+            choose = functools.partial(self.policy.choose, matchers=len(sources))
+            self.choose = choose  # type: ignore[method-assign]
             if memory is not None:
                 sources.append(SuffixDrafter(memory))
         elif isinstance(corpus, Datastore):
@@ -237,7 +231,7 @@ class SuffixAssistant(Preset):
         given = {"max_depth": max_depth, "tree": tree, **_given(alpha=alpha, min_prob=min_prob)}
         if budget == "paper":
             self.policy = SuffixDecoding(**given, **rule)
-            self._rule = self.policy.choose
+            self.choose = self.policy.choose  # type: ignore[method-assign]
             drafter = self.policy.drafter(memory)
         else:
             drafter = SuffixDrafter(memory, **given)

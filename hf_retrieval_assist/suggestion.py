@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +37,7 @@ class Trial:
         record: of its first calls, which were not timed.
         plain: plain `generate`; None: this is it.
         rounds: seconds of each prompt's call, in each repeat.
-        identical: prompts whose calls all brought the tokens of plain `generate`.
+        different: numbers of the prompts of which a call did not bring plain `generate`'s tokens.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Trial:
     record: Record
     plain: Trial | None = None
     rounds: list[list[float]] = field(default_factory=list)
-    identical: int = 0
+    different: set[int] = field(default_factory=set)
 
     @property
     def ratios(self) -> list[float]:
@@ -69,6 +69,11 @@ class Trial:
     def seconds(self) -> list[float]:
         """Of each prompt's quickest call: other work on a machine makes calls slower only."""
         return [min(times) for times in zip(*self.rounds, strict=True)]
+
+    @property
+    def identical(self) -> int:
+        """Prompts whose calls all brought the tokens of plain `generate`."""
+        return len(self.seconds) - len(self.different)
 
     @property
     def sources(self) -> str:
@@ -222,19 +227,8 @@ def suggest(
             baselines.append(Trial(name, made, Record(tokenizer), plain))
     trials = [Trial(name, make, Record(tokenizer), plain) for name, make in makers.items()]
     every = [*baselines, *trials]
-    different: set[tuple[str, int]] = set()
     for turn in range(-1, repeats):  # the first one is not timed
-        times: dict[str, list[float]] = {trial.name: [] for trial in every}
-        for name, number, seconds, same in _turn(model, inputs, every, turn, options, tokenizer):
-            times[name].append(seconds)
-            different |= set() if same else {(name, number)}
-        if turn >= 0:
-            for trial in every:
-                trial.rounds.append(times[trial.name])
-    for trial in every:
-        trial.identical = sum(
-            (trial.name, number) not in different for number in range(len(inputs))
-        )
+        _turn(model, inputs, every, turn, options)
     return Suggestion(baselines, trials)
 
 
@@ -244,27 +238,28 @@ def _turn(
     every: Sequence[Trial],
     turn: int,
     options: dict[str, Any],
-    tokenizer: Any,
-) -> Iterator[tuple[str, int, float, bool]]:
-    """One repeat, from assistants that have learnt nothing; the one before the first is recorded.
-
-    Yields:
-        of each call the trial's name, the prompt's number, its seconds, and whether it brought the
-        tokens of plain `generate`.
-    """
+) -> None:
+    """One repeat, from assistants that have learnt nothing; the one before the first is recorded
+    and not timed."""
     assistants = {trial.name: trial.make() for trial in every if trial.make is not None}
+    for trial in every if turn >= 0 else ():
+        trial.rounds.append([])
     for number, prompt in enumerate(inputs):
         first, calls = (turn + 1 + number) % len(every), {}
         for trial in [*every[first:], *every[:first]]:
             assistant = assistants.get(trial.name)
             scope: Any = nullcontext(Record())
             if assistant is not None and turn < 0:
-                scope = assistant.record(tokenizer)
+                scope = assistant.record()
             with scope as record:
                 calls[trial.name] = _call(model, prompt, trial.name, assistant, options)
             trial.record.calls += record.calls
-        for name, (seconds, ids) in calls.items():
-            yield name, number, seconds, torch.equal(ids, calls[PLAIN][1])
+        for trial in every:
+            seconds, ids = calls[trial.name]
+            if turn >= 0:
+                trial.rounds[-1].append(seconds)
+            if not torch.equal(ids, calls[PLAIN][1]):
+                trial.different.add(number)
 
 
 def _serves(model: Any, name: str, prompt: dict[str, torch.Tensor], options: Any) -> bool:

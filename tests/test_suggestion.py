@@ -74,7 +74,7 @@ def suggestion_of(kernels=None, **ratios):
 
     def trial(name, ratios, make=SamAssistant):
         rounds = [[1 / ratio, 3 / ratio] for ratio in ratios]
-        return Trial(name, make, Record(), plain, rounds, identical=2)
+        return Trial(name, make, Record(), plain, rounds)
 
     baselines = [plain]
     if kernels is not None:
