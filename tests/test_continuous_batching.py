@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from packaging.version import Version
 from transformers import LlamaForCausalLM
@@ -24,6 +23,7 @@ from hf_retrieval_assist.kernels.skinny import fused_norm
 from hf_retrieval_assist.token_tree import TokenTree
 
 from .support.fixed_costs import FixedCosts
+from .support.laws import assert_follows, exact_law
 from .support.lossless import build
 
 if Version(transformers.__version__) < Version("5.20"):
@@ -189,32 +189,12 @@ def test_cancelled_requests_leave_no_block_behind(llama):
 
 
 def test_drawn_tokens_have_plain_decodings_distribution():
-    """Chi-squared over the second and third token behind one prompt, against the exact law."""
     model = build(LlamaForCausalLM, vocab_size=6, num_hidden_layers=1)
     prompt = [1, 2, 3]
     config = greedy(do_sample=True, max_new_tokens=3, top_k=None)
-    count = 3000
-    found = Counter(
-        tuple(tokens)
-        for tokens in run(
-            model, [prompt] * count, config, Assistant([Guess(4)], budget=2), seed=3, num_blocks=512
-        )
-    )
-    statistic, cells = 0.0, 0
-    with torch.no_grad():
-        for a in range(6):
-            first = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)[a]
-            for b in range(6):
-                second = model(torch.tensor([[*prompt, a]])).logits[0, -1].softmax(-1)[b]
-                third = model(torch.tensor([[*prompt, a, b]])).logits[0, -1].softmax(-1)
-                for c in range(6):
-                    expected = count * float(first * second * third[c])
-                    if expected >= 5:
-                        statistic += (found[a, b, c] - expected) ** 2 / expected
-                        cells += 1
-    assert cells > 20
-    # The 99.9th percentile, by the normal approximation of Wilson and Hilferty.
-    assert statistic < cells * (1 - 2 / (9 * cells) + 3.09 * (2 / (9 * cells)) ** 0.5) ** 3
+    assistant = Assistant([Guess(4)], budget=2)
+    drawn = run(model, [prompt] * 3000, config, assistant, seed=3, num_blocks=512)
+    assert_follows(drawn, exact_law(model, prompt))
 
 
 def test_warpers_are_each_requests_own(llama):

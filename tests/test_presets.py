@@ -4,7 +4,6 @@ import copy
 import inspect
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
@@ -26,6 +25,7 @@ from tests.support.memories import check_memory
 
 from .support.fixed_costs import FixedCosts
 from .support.heads import eagle_head
+from .support.laws import assert_follows, exact_law
 from .support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, run
 from .support.tiny_models import VOCAB
 
@@ -310,42 +310,6 @@ def small_models():
     return target, draft
 
 
-def target_law(logits, temperature, top_p):
-    """Sampling's distribution: float64 [..., vocab_size]."""
-    probs = torch.softmax(logits.double() / temperature, dim=-1)
-    best, order = probs.sort(dim=-1, descending=True)
-    kept = best.cumsum(-1) - best < top_p
-    probs = torch.zeros_like(probs).scatter(-1, order, best * kept)
-    return probs / probs.sum(-1, keepdim=True)
-
-
-@torch.no_grad()
-def exact_law(target, prompt, temperature, top_p):
-    """float64 [SMALL, SMALL, SMALL]: probability of every continuation by three tokens."""
-    law = torch.ones(1, dtype=torch.float64)
-    texts = torch.tensor([prompt])
-    for _ in range(3):
-        step = target_law(target(texts).logits[:, -1], temperature, top_p)
-        law = (law[:, None] * step).flatten()
-        tokens = torch.arange(SMALL).repeat(len(texts))[:, None]
-        texts = torch.cat([texts.repeat_interleave(SMALL, dim=0), tokens], dim=1)
-    return law.reshape(SMALL, SMALL, SMALL).numpy()
-
-
-def assert_follows(observed, law):
-    """Pearson's test; cells of few expected observations are thrown together."""
-    assert observed[law == 0].sum() == 0
-    expected = law * observed.sum()
-    large = expected >= 5
-    counts = np.append(observed[large], observed[~large].sum())
-    cells = np.append(expected[large], expected[~large].sum())
-    counts, cells = counts[cells > 0], cells[cells > 0]
-    statistic = ((counts - cells) ** 2 / cells).sum()
-    freedom = len(cells) - 1
-    assert freedom >= 5
-    assert statistic < freedom + 4 * np.sqrt(2 * freedom)
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_p", "budget", "rows"),
     [
@@ -367,8 +331,4 @@ def test_residual_sampling_keeps_the_law(small_models, temperature, top_p, budge
     result = run(target, ids, **sampling, max_new_tokens=3, assistant=assistant)
     assert assistant.stats.last.accepted > rows // 10
     assert assistant.stats.last.accepted < assistant.stats.last.drafted
-    observed = np.zeros_like(law)
-    np.add.at(observed, tuple(result[:, -3:].T.tolist()), 1)
-    assert_follows(observed, law)
-    for axis in range(3):
-        assert_follows(observed.sum(axis), law.sum(axis))
+    assert_follows(result[:, -3:], law)
