@@ -124,10 +124,13 @@ def test_predictions_are_drafted_and_told(served, theirs, parts):
     assert served.ask("list").usage.completion_tokens_details is None
 
 
+def of_user(content):
+    return {"messages": [{"role": "user", "content": content}]}
+
+
 def hello(served, **body):
     """What a chat's route answers: its status and text."""
-    messages = [{"role": "user", "content": "hello"}]
-    good = {"model": served.model, "messages": messages, "temperature": 0, "max_tokens": 8}
+    good = {"model": served.model, "temperature": 0, "max_tokens": 8, **of_user("hello")}
     return get(f"{served.url}/v1/chat/completions", good | body)
 
 
@@ -139,13 +142,13 @@ CHATS = [
     ({"messages": [5]}, "messages.0"),
     ({"messages": [{"content": "x"}]}, "messages: KeyError: 'role'"),
     ({"messages": [{"role": "nobody", "content": "x"}]}, "a role that nobody has"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages: KeyError: 'text'"),
+    (of_user(5), "messages"),
+    (of_user([{"type": "text"}]), "messages: KeyError: 'text'"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
         "messages",
     ),
-    ({"messages": [{"role": "user", "content": SURROGATE}]}, "messages"),
+    (of_user(SURROGATE), "messages"),
     ({"prediction": {"type": "content", "content": SURROGATE}}, "prediction"),
     ({"prediction": "text"}, "prediction"),
     (
@@ -261,34 +264,24 @@ def test_requests_that_say_nothing_unusual_are_served(served, theirs):
 def test_settings_that_all_share_are_no_clients(served, theirs):
     """Of requests side by side none may bring settings, and the first one leaves none behind."""
     side_by_side = served.assistant.stats.tier == "continuous batching"
-    for name, value in {
-        "logit_bias": {"40": 100},
-        "stop": "1. item",
-        "frequency_penalty": 1,
-    }.items():
-        status, text = get(
-            f"{served.url}/v1/chat/completions",
-            {"model": served.model, "messages": [{"role": "user", "content": "list"}], name: value},
-        )
+    settings = {"logit_bias": {"40": 100}, "stop": "1. item", "frequency_penalty": 1}
+    for name, value in settings.items():
+        status, text = hello(served, **of_user("list"), **{name: value})
         assert status == (422 if side_by_side else 200)
         assert not side_by_side or text.startswith(f'{{"detail":"{name}: ')
+        if status == 200 and name == "logit_bias":
+            assert len(set(json.loads(text)["choices"][0]["message"]["content"])) == 1
     assert served.ask("list").choices == theirs.ask("list").choices
 
 
-def test_bias_of_whole_numbers_is_served(alone):
-    status, text = hello(alone, logit_bias={"40": 100}, max_tokens=3)
-    assert status == 200
-    content = json.loads(text)["choices"][0]["message"]["content"]
-    assert len(set(content)) == 1
+def broken(*_, **__):
+    raise ValueError("the disk at /secret")
 
 
 @pytest.mark.parametrize("field", [{}, {"stop": "x"}, {"generation_config": '{"top_k": 3}'}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_faults_of_the_server_are_told_to_no_client(alone, monkeypatch, stream, field):
-    def fail(*_, **__):
-        raise ValueError("the disk at /secret")
-
-    monkeypatch.setattr(Qwen2ForCausalLM, "forward", fail)
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", broken)
     status, text = hello(alone, stream=stream, **field)
     assert (status, text) == (500, "Internal Server Error")
 
@@ -313,12 +306,8 @@ def test_what_a_stream_fails_by_is_told_to_no_client(served, monkeypatch):
 def test_a_worker_that_died_is_replaced(folder, monkeypatch):
     with serving(folder, batching=True) as served:
         assert hello(served)[0] == 200
-
-        def fail(*_, **__):
-            raise ValueError("the disk at /secret")
-
         with monkeypatch.context() as patched:
-            patched.setattr(Qwen2ForCausalLM, "forward", fail)
+            patched.setattr(Qwen2ForCausalLM, "forward", broken)
             status, _ = hello(served)
         assert status in (500, 503)
         assert get(f"{served.url}/health")[0] == 503
@@ -342,13 +331,10 @@ def test_a_server_that_was_reset_serves_again(folder, monkeypatch, batching):
 def test_prompts_end_where_the_cache_does(folder, stream):
     """One that does not fit is refused, and an answer ends where there is no more room."""
     with serving(folder, batching=True, num_blocks=16) as served:
-        long = [{"role": "user", "content": "x" * 3000}]
-        status, text = hello(served, messages=long, stream=stream)
+        status, text = hello(served, stream=stream, **of_user("x" * 3000))
         assert status == 422
         assert "messages: expected 1 to 256 tokens, got 30" in text
-        status, text = hello(
-            served, messages=[{"role": "user", "content": "x" * 180}], max_tokens=200
-        )
+        status, text = hello(served, max_tokens=200, **of_user("x" * 180))
         answer = json.loads(text)
         if answer["choices"][0]["finish_reason"] == "length":
             assert answer["usage"]["total_tokens"] == 257  # the last one is not stored
@@ -367,9 +353,7 @@ def test_prompts_end_where_positions_do(tmp_path, batching):
     tokenizer.save_pretrained(tmp_path)
     with serving(str(tmp_path), batching=batching) as served:
         for stream in (False, True):
-            status, text = hello(
-                served, messages=[{"role": "user", "content": "x" * 80}], stream=stream
-            )
+            status, text = hello(served, stream=stream, **of_user("x" * 80))
             assert status == 422
             assert "messages: expected 1 to 64 tokens, got 99" in text
         answer = json.loads(hello(served, max_tokens=500)[1])
@@ -377,22 +361,21 @@ def test_prompts_end_where_positions_do(tmp_path, batching):
         assert answer["usage"]["total_tokens"] == 65
 
 
-def test_one_id_for_many_requests(served, theirs):
+def test_sixteen_clients_at_once_with_one_id(served, theirs):
     """A client may hand on the id of what it was asked itself, to requests side by side too."""
-    plain = {asked: theirs.ask(asked).choices[0].message.content for asked in ("list", "hello")}
+    asked = [["list", "hello", "rain?", "what else?"][i % 4] for i in range(32)]
+    plain = {text: theirs.ask(text).choices[0].message.content for text in set(asked)}
+    headers = {"x-request-id": "trace"}
 
     def ask(number):
-        asked = ("list", "hello")[number % 2]
-        headers = {"x-request-id": "trace"}
-        answer = served.ask(asked, extra_headers=headers, stream=number % 3 == 0)
         if number % 3:
-            assert answer.id == "trace"
-            return asked, answer.choices[0].message.content
-        return asked, "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+            return served.stream(asked[number], extra_headers=headers)[0]
+        answer = served.ask(asked[number], extra_headers=headers)
+        assert answer.id == "trace"
+        return answer.choices[0].message.content
 
-    with ThreadPoolExecutor(4) as clients:
-        for asked, content in clients.map(ask, range(12)):
-            assert content == plain[asked]
+    with ThreadPoolExecutor(16) as clients:
+        assert [*clients.map(ask, range(32))] == [plain[text] for text in asked]
 
 
 def test_calls_that_are_cut_are_text(served):
@@ -437,17 +420,14 @@ def test_what_is_no_call_is_text(folder, text):
         assert re.sub("</?tool_call>", "", text).strip() == "".join(items).strip() or "more" in text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_predicted_call_counts_as_written(served, stream):
+def test_a_predicted_call_counts_as_written(served):
     prediction = {"type": "content", "content": CALL}
     options = {"tools": [TOOL], "prediction": prediction}
-    usage = (
-        served.stream("rain?", **options)[1][-1].usage
-        if stream
-        else served.ask("rain?", **options).usage
-    )
-    assert usage.completion_tokens_details.accepted_prediction_tokens == len(CALL)
-    assert usage.completion_tokens_details.rejected_prediction_tokens == 0
+    whole, streamed = served.ask("rain?", **options), served.stream("rain?", **options)[1][-1]
+    for answer in (whole, streamed):
+        told = answer.usage.completion_tokens_details
+        assert told.accepted_prediction_tokens == len(CALL)
+        assert told.rejected_prediction_tokens == 0
 
 
 @pytest.mark.parametrize("setting", ['"num_beams": 2', '"prompt_lookup_num_tokens": 3'])
@@ -469,21 +449,6 @@ def test_a_client_that_goes_away_costs_the_others_nothing(served, theirs):
             pass
         stream.close()
         assert served.ask("list").choices == plain
-
-
-def test_sixteen_clients_at_once(served, theirs):
-    asked = [["list", "hello", "rain?", "what else?"][i % 4] for i in range(32)]
-    plain = {text: theirs.ask(text).choices[0].message.content for text in set(asked)}
-    with ThreadPoolExecutor(16) as clients:
-        answers = clients.map(
-            lambda i: (
-                served.stream(asked[i])[0]
-                if i % 3
-                else served.ask(asked[i]).choices[0].message.content
-            ),
-            range(32),
-        )
-        assert list(answers) == [plain[text] for text in asked]
 
 
 @pytest.mark.parametrize("batching", [False, True])
