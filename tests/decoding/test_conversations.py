@@ -44,6 +44,9 @@ from tests.support.oracle_drafter import oracle_assistant
 # Assisted calls, by model and tier, and what else came about.
 REACHED = Counter()
 
+# What a hook of the caller's has noted.
+NOTED = []
+
 LONGEST = 70  # tokens, from which on no turn begins
 EXAMPLES = 25
 MANY_EXAMPLES = 250
@@ -72,6 +75,14 @@ def adapted_model():
     return model.eval()
 
 
+def model_with_poison():
+    """One that a draft of token 66, which it never writes, fills with NaN."""
+    model = build(transformers.LlamaForCausalLM)
+    model.get_output_embeddings().weight.data[66] = 0.0
+    model.get_input_embeddings().weight.data[66] = float("nan")
+    return model
+
+
 def choose_adapter(model, name):
     """Compute with one adapter alone; None: with none. transformers' own methods refuse releases of
     PEFT that are older than they are."""
@@ -91,6 +102,10 @@ MODELS = {
     "chains": lambda: build(transformers.BartForCausalLM, is_encoder_decoder=False),
     "convolutions": lambda: build(transformers.Lfm2ForCausalLM),
     "recurrences": lambda: build(transformers.Qwen3NextForCausalLM),
+    "one window": lambda: build(transformers.MistralForCausalLM, sliding_window=12),
+    # No longer than the longest text.
+    "position table": lambda: build(transformers.GPT2LMHeadModel, n_positions=88),
+    "not finite": model_with_poison,
     "adapters": adapted_model,
     # With few heads many scores are exactly 0, and which of equal ones are kept is nobody's choice.
     "few keys": lambda: build(transformers.GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
@@ -119,6 +134,14 @@ def steer_last(module, args, out):
     hidden = (out[0] if isinstance(out, tuple) else out).clone()
     hidden[:, -1] += torch.linspace(-2, 2, hidden.shape[-1])
     return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
+
+
+def note(module, args, out):
+    """One that only looks."""
+    NOTED.append(len(args[0]))
+
+
+HOOKS = {"note": note, "steer": steer, "steer last": steer_last}
 
 
 class AllowedOfRows:
@@ -351,16 +374,15 @@ class Conversation(RuleBasedStateMachine):
         plain = called("plain")
         self.keep(plain, called("ours", kind=kind, assistant=self.assistant(kind, plain)))
 
-    @rule(state=st.sampled_from(["nothing", "steer", "steer last", "first", "second"]))
+    @rule(state=st.sampled_from(["nothing", "note", "steer", "steer last", "first", "second"]))
     def set_up(self, state):
         """Change the model's hooks or adapters, with which later tokens are computed."""
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
         blocks = next(m for m in self.model.modules() if isinstance(m, torch.nn.ModuleList))
-        if state.startswith("steer"):
-            hook = steer if state == "steer" else steer_last
-            self.hook = blocks[1].register_forward_hook(hook)
+        if state in HOOKS:
+            self.hook = blocks[1].register_forward_hook(HOOKS[state])
         if self.name == "adapters":
             choose_adapter(self.model, state if state in ("first", "second") else None)
         self.refillable = False
