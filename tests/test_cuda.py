@@ -18,9 +18,9 @@ from hf_retrieval_assist import (
     SequoiaAssistant,
     SuffixAssistant,
 )
+from hf_retrieval_assist.decoding.call import cost_key
 from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.loop import Generation
-from hf_retrieval_assist.decoding.pricing import cost_key
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from hf_retrieval_assist.verification.workspace import WORKSPACES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..host import transformers_private
 from ..host.callers_hooks import has_callers_hooks
 from ..host.fingerprint import fingerprint
 from ..host.ranks import Ranks
+from ..planning.cost_store import CostKey, size_bucket
 from ..planning.planner import Planner
 from ..row_text import RowText, strip_padding
 from ..system.lazy import cached_property
@@ -102,7 +103,7 @@ class Call:
         return Target(
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             device=self.input_ids.device,
-            fingerprint=fingerprint(self.model),
+            fingerprint=self.kind.fingerprint,
             model=self.model,
             processors=tuple(self.processors),
         )
@@ -239,6 +240,12 @@ class Call:
         return length or (0 if embeds is None else embeds.shape[1])
 
     @cached_property
+    def kind(self) -> CostKey:
+        """What tells the calls that have one account with this one: what plain would run."""
+        manner = "compiled" if self.compiles_plainly else ""
+        return replace(cost_key(self.model, self.input_ids), manner=manner)
+
+    @cached_property
     def compiles_plainly(self) -> bool:
         """Whether plain decoding compiles its forwards."""
         return transformers_private.compiles(self.model, self.config, self.model_kwargs)
@@ -264,6 +271,18 @@ class Call:
         """Whether anybody can go on from the cache after the call: it is returned, or was given."""
         given = transformers_private.is_callers(self.model_kwargs.get(service.cache_name))
         return given or bool(self.config.return_dict_in_generate)
+
+
+def cost_key(model: Any, input_ids: torch.Tensor) -> CostKey:
+    """What t(n) depends on where a call with these inputs begins, int64 [batch, length]."""
+    return CostKey(
+        fingerprint=fingerprint(model),
+        device=str(input_ids.device),
+        dtype=str(model.dtype),
+        attention=str(transformers_private.attention_of(model.config)),
+        batch_size=size_bucket(len(input_ids)),
+        cache_length=size_bucket(0),
+    )
 
 
 def _can_serve(cache: Any, service: Service, config: Any) -> bool:

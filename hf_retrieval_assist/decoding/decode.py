@@ -10,7 +10,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ..drafting.policy import DraftingPolicy
-from ..host.fingerprint import fingerprint
 from ..host.ranks import Ranks
 from ..host.transformers_private import compilations
 from ..kernels.reroute import all_scopes_left
@@ -23,7 +22,6 @@ from .call import Call, refused_mode
 from .forwards import UnservableError
 from .loop import Generation
 from .plainly import decode_at_rest, decode_plainly
-from .pricing import kind_of
 
 if TYPE_CHECKING:
     from ..record import CallRecord
@@ -97,7 +95,7 @@ def decode(
                 result = decode_plainly(call, counts, record)
     counts.seconds["total"] = time.perf_counter() - started
     assistant.count(counts)
-    assistant.costs.save_at_times(fingerprint(model))
+    assistant.costs.save_at_times(call.kind.fingerprint)
     return result
 
 
@@ -108,7 +106,7 @@ def _account(call: Call, assistant: DraftingPolicy) -> Account | None:
     """
     if Ranks.of(call.model).several or call.synced_gpus:
         return None
-    return assistant.account(kind_of(call)) if assistant.may_rest() else None
+    return assistant.account(call.kind) if assistant.may_rest() else None
 
 
 def _decode_at_rest(

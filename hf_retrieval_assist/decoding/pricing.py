@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from ..drafting.policy import DraftingPolicy
-from ..host.fingerprint import fingerprint
-from ..host.transformers_private import attention_of
 from ..planning.account import Drafting
 from ..planning.cost_model import CostModel
-from ..planning.cost_store import CostKey, size_bucket
+from ..planning.cost_store import size_bucket
 from ..planning.cost_views import PackedCost, stepped
 from ..verification.verified import Verified
 from ..verification.verifiers import Verifier
@@ -35,7 +30,7 @@ class Pricing:
 
     def __init__(self, call: Call, assistant: DraftingPolicy, in_step: bool, alone: bool):
         self._assistant, self._in_step = assistant, in_step
-        self._key = kind_of(call)
+        self._key = call.kind
         self._account = assistant.account(self._key) if alone else None
         self._cost: CostModel | None = None
         self._unasked = 0  # steps since drafters were asked
@@ -64,21 +59,3 @@ class Pricing:
         self._unasked = self._unasked + 1 if drafting.is_plain else 0
         if self._unasked % _TIMING_PERIOD == 0 and verified.typical:
             self._cost.observe(verified.width, seconds)
-
-
-def kind_of(call: Call) -> CostKey:
-    """The calls that have one account with this one: what plain decoding would run tells them."""
-    key = cost_key(call.model, call.input_ids)
-    return replace(key, manner="compiled") if call.compiles_plainly else key
-
-
-def cost_key(model: Any, input_ids: torch.Tensor, cache_length: int = 0) -> CostKey:
-    """What t(n) of a call with these inputs depends on, int64 [batch, length]."""
-    return CostKey(
-        fingerprint=fingerprint(model),
-        device=str(input_ids.device),
-        dtype=str(model.dtype),
-        attention=str(attention_of(model.config)),
-        batch_size=size_bucket(len(input_ids)),
-        cache_length=size_bucket(cache_length),
-    )

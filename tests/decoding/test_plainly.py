@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
-from hf_retrieval_assist.decoding.pricing import cost_key
+from hf_retrieval_assist.decoding.call import cost_key
 from hf_retrieval_assist.drafting.policy import AssistantSession
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from hf_retrieval_assist.planning.account import Account
