@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +38,7 @@ from .token_tree import Forest, Limits, TokenTree
 from .verification.top_logits import TopLogits
 
 if TYPE_CHECKING:
-    from .host.continuous_batching import DraftedRequest, FedRequest
+    from .host.continuous_batching import DraftedRequest
 
 logger = get_logger(__name__)
 
@@ -98,7 +97,6 @@ class RequestDrafts:
         self._texts: set[_Text] = set()
         self._told: set[type[Exception]] = set()
         self._drafting: Drafting | None = None
-        self._chains: dict[_Text, TokenTree] = {}  # that were drafted for a step
         self._forwards = 0  # behind a prefill, and not counted for `stats` yet
         self._rerouted = assistant.reroute and model.device.type == "cpu"
         if self._rerouted:
@@ -120,7 +118,9 @@ class RequestDrafts:
         self, requests: Sequence[DraftedRequest], room: int, longest: int
     ) -> list[list[int]]:
         """A draft of each request; their expected tokens pay for the time they take."""
-        self._drafting, self._chains = None, {}
+        self._drafting = None
+        for text in self._texts:
+            text.chain = None
         depths: dict[_Text, int] = {}
         for state in requests if room else ():
             text, depth = self._text(state), min(longest, self._left(state))
@@ -129,8 +129,8 @@ class RequestDrafts:
         if depths:
             with self._at_the_cost_of(*depths):
                 self._propose(depths, len(requests), room)
-        none = TokenTree.empty()
-        return [self._chains.get(state.text, none).token_ids.tolist() for state in requests]
+        chains = [state.text and state.text.chain for state in requests]
+        return [[] if chain is None else chain.token_ids.tolist() for chain in chains]
 
     def _left(self, state: DraftedRequest) -> int:
         """Tokens that a draft may have: the last one that may be generated needs none."""
@@ -155,62 +155,56 @@ class RequestDrafts:
         limits = Limits([*depths.values()], chains=True, packed=True)
         planned = drafting.planner.plan(drafts, cost, limits)
         self._drafting = drafting
-        self._chains = dict(zip(depths, _most_probable(planned, room), strict=True))
+        for text, chain in zip(depths, _most_probable(planned, room), strict=True):
+            text.chain = chain
 
-    def follow(self, fed: Sequence[FedRequest], logits: torch.Tensor) -> None:
+    def follow(self, fed: Sequence[DraftedRequest], logits: torch.Tensor) -> None:
         """The texts of these requests have grown; `logits` [places, vocab_size] are processed."""
-        grown: list[tuple[_Text, FedRequest, list[int]]] = []
+        grown: list[tuple[DraftedRequest, list[int]]] = []
         going_on = False
-        for one in fed:
-            text = self._text(one.state)
-            new, begun, text.begun = text.new(one.state), text.begun, True
+        for state in fed:
+            text = self._text(state)
+            begun, new = text.counts.tokens > 0, text.new(state)
             going_on |= begun
             if begun:
-                text.counts.count_step(len(one.state.draft), one.kept - 1)
+                text.counts.count_step(len(state.draft), state.kept - 1)
             if not new or text.session is None:
                 continue
             if begun:
-                grown.append((text, one, new))
+                grown.append((state, new))
                 continue
-            shown = logits[one.place : one.place + 1] if self.assistant.needs_logits else None
+            shown = logits[state.place : state.place + 1] if self.assistant.needs_logits else None
             with self._at_the_cost_of(text):
                 text.session.begin(new, shown)
         self._forwards += going_on
-        with self._at_the_cost_of(*(text for text, _, _ in grown)):
+        with self._at_the_cost_of(*(state.text for state, _ in grown)):
             self._commit(grown, logits)
 
     def _commit(
-        self, grown: Sequence[tuple[_Text, FedRequest, list[int]]], logits: torch.Tensor
+        self, grown: Sequence[tuple[DraftedRequest, list[int]]], logits: torch.Tensor
     ) -> None:
         """Learn by how much the texts have grown, and what their logits show."""
-        sessions = [text.session for text, _, _ in grown if text.session]
-        tokens = [new for _, _, new in grown]
-        feedbacks = [self._feedback(one, new, logits) for _, one, new in grown]
+        sessions = [state.text.session for state, _ in grown]
+        tokens = [new for _, new in grown]
+        feedbacks = [self._feedback(state, new, logits) for state, new in grown]
         self.assistant.commit(sessions, tokens, feedbacks, self._drafting)
         if self._drafting is None:
             return
-        chains = self._chains
-        drafted = [text in chains for text, _, _ in grown]
-        trees = [
-            chains[text].prune(len(one.state.draft)) for text, one, _ in grown if text in chains
-        ]
-        self.assistant.end(
-            self._drafting,
-            list(compress(sessions, drafted)),
-            trees,
-            list(compress(tokens, drafted)),
-            1 + sum(map(len, trees)),
-        )
+        drafted = [(state, new) for state, new in grown if state.text.chain is not None]
+        sessions = [state.text.session for state, _ in drafted]
+        tokens = [new for _, new in drafted]
+        trees = [state.text.chain.prune(len(state.draft)) for state, _ in drafted]
+        self.assistant.end(self._drafting, sessions, trees, tokens, 1 + sum(map(len, trees)))
 
     def _feedback(
-        self, one: FedRequest, new: Sequence[int], logits: torch.Tensor
+        self, state: DraftedRequest, new: Sequence[int], logits: torch.Tensor
     ) -> RowFeedback | None:
         """What a step showed of a text that has got these tokens by it."""
-        if not self.assistant.needs_feedback or len(new) != one.kept:
+        if not self.assistant.needs_feedback or len(new) != state.kept:
             return None
-        state, text = one.state, one.state.generated_tokens
+        text = state.generated_tokens
         before = text[-1 - len(new)] if len(text) > len(new) else state.initial_tokens[-1]
-        places = np.arange(one.place, one.place + 1 + len(state.draft))
+        places = np.arange(state.place, state.place + 1 + len(state.draft))
         return RowFeedback(
             token_ids=np.array([before, *state.draft], np.int32),
             accepted=np.arange(len(new), dtype=np.int32),
@@ -269,15 +263,15 @@ class _Text:
     Attributes:
         known: tokens that have been looked at.
         session: what drafts for it; None: nothing does.
+        chain: that was drafted for a step; None: nothing was to be.
         counts: of its steps.
-        begun: whether it has more than its prompt.
     """
 
     def __init__(self, known: int):
         self.known = known
         self.session: AssistantSession | None = None
+        self.chain: TokenTree | None = None
         self.counts = CallStats(tier="continuous batching", calls=1)
-        self.begun = False
 
     def new(self, state: DraftedRequest) -> list[int]:
         """The tokens that it has got since it was last looked at."""

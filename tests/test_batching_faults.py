@@ -24,7 +24,7 @@ if Version(transformers.__version__) < Version("5.20"):
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from hf_retrieval_assist.host.continuous_batching import DraftedRequest, FedRequest
+from hf_retrieval_assist.host.continuous_batching import DraftedRequest
 
 from .support.batching import (
     Guess,
@@ -32,6 +32,7 @@ from .support.batching import (
     greedy,
     half_knowing,
     manager_of,
+    outputs,
     prompts,
     run,
     small,
@@ -42,13 +43,7 @@ SMALL = {"num_blocks": 16}  # 256 tokens
 
 def finished(manager, requests):
     """The last outputs of so many requests, with errors and without."""
-    found = []
-    while len(found) < requests:
-        output = manager.get_result(timeout=1)
-        assert output is not None or manager.is_running(), "the loop has ended"
-        if output is not None and output.is_finished():
-            found.append(output)
-    return found
+    return [output for output in outputs(manager, requests, errors=True) if output.is_finished()]
 
 
 def settled(manager):
@@ -343,12 +338,12 @@ def test_a_step_takes_no_longer_behind_a_longer_prompt(llama):
     for number in range(3):
         state = DraftedRequest(request_id=f"r{number}", initial_tokens=[3, 4, 5, 6] * 50)
         state.max_new_tokens, state.generated_tokens = 1000, [3]
-        state.status = RequestStatus.DECODING
+        state.status, state.place, state.kept = RequestStatus.DECODING, number, 1
         states.append(state)
     logits = torch.zeros(3, VOCAB)
 
     def follow():
-        drafts.follow([FedRequest(s, n, 1) for n, s in enumerate(states)], logits)
+        drafts.follow(states, logits)
 
     follow()
     for state in states:

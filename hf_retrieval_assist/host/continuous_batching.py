@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,15 +52,17 @@ class DraftedRequest(RequestState):
         assistant: `private()` or `expecting(text)` of the manager's; None: the manager's own.
         text: what drafts for it; None before anything does.
         checked: whether it is known that it can be served.
-        offered: the draft that a step may feed, before it is known who is scheduled.
-        draft: what of it is fed behind the last token.
+        draft: what a step may feed behind the last token, and feeds where it is scheduled.
+        place: of the logits behind the last fed token; those behind its draft follow.
+        kept: tokens that its text got by the last step.
     """
 
     assistant: Any = None
     text: Any = None
     checked: bool = False
-    offered: Sequence[int] = ()
     draft: Sequence[int] = ()
+    place: int = 0
+    kept: int = 0
 
     def create_equivalent_initial_request(self) -> RequestState:
         state: Any = super().create_equivalent_initial_request()
@@ -68,19 +70,6 @@ class DraftedRequest(RequestState):
         state.assistant, state.checked = self.assistant, True
         state.text, self.text = self.text, None
         return state
-
-
-class FedRequest(NamedTuple):
-    """A decoding request, and what a step made of it.
-
-    Attributes:
-        place: of the logits behind its last token; those behind its draft follow.
-        kept: tokens that its text got.
-    """
-
-    state: DraftedRequest
-    place: int
-    kept: int
 
 
 class _Requests(queue.Queue[Any]):
@@ -244,18 +233,16 @@ class _DraftingScheduler(Scheduler):
             raise ValueError(f"max_new_tokens: expected a number, got {state.max_new_tokens!r}")
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        active = self.active_requests.values()
-        for state in active:
-            state.draft = ()
         if self.proposes:
             self.proposes = False
+            active = self.active_requests.values()
             going = [s for s in active if s.status == RequestStatus.DECODING and s.generated_len()]
             # Of what is fed at once a sliding window keeps no more than its size, and what is
             # accepted has to stay.
             sizes = (window.sliding_window - 1 for window in _windows(self.cache))
             room, longest = self._room(token_budget), min(sizes, default=_LONGEST)
             for state, draft in zip(going, self.drafts.propose(going, room, longest), strict=True):
-                state.offered = draft
+                state.draft = draft
         return super().schedule_batch(token_budget, cache_budget)
 
     def _room(self, token_budget: int) -> int:
@@ -275,18 +262,21 @@ class _DraftingScheduler(Scheduler):
 
     def _infer_request_tokens(self, state: DraftedRequest, removed: set[str]) -> list[int]:
         tokens: list[int] = super()._infer_request_tokens(state, removed)
-        if not state.offered or state.status != RequestStatus.DECODING:
+        if not state.draft:
             return tokens
         # A draft is worth no other request's blocks: each may need one more.
         page = max(found.tokens_per_page for found in self.cache.cache_allocators.values())
-        length = page * len(self.active_requests) + 1 + len(state.offered)
+        length = page * len(self.active_requests) + 1 + len(state.draft)
         fits = self.cache.can_store_request_tokens(state, length, dry_run=True)
-        return [*tokens, *state.offered] if fits else tokens
+        if state.status != RequestStatus.DECODING or not fits:
+            state.draft = ()
+            return tokens
+        return [*tokens, *state.draft]
 
     def _schedule_request(
         self, state: DraftedRequest, tokens: list[int], token_budget: int, removed: set[str]
     ) -> None:
-        if not state.offered or state.status != RequestStatus.DECODING or len(tokens) == 1:
+        if not state.draft:
             super()._schedule_request(state, tokens, token_budget, removed)
             return
         # What does not fit is left out; the rest of a prompt would be fed later instead.
@@ -326,7 +316,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
         scheduler.proposes = True
         self._started = time.perf_counter()
         for state in [*scheduler.active_requests.values()]:
-            state.offered = ()
+            state.draft = ()
             if state.position_offset >= scheduler.most_tokens:
                 error = ValueError(
                     f"expected at most {scheduler.most_tokens} tokens of prompt and output, as "
@@ -350,6 +340,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
         requests = self.inputs_and_outputs.requests_in_batch
         drafted = [future.state for future in requests if future.state.draft]
         self._remember()
+        self.model_runner.checked = bool(drafted)
         try:
             with self.drafts.scope():
                 if drafted:
@@ -357,6 +348,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
                 else:
                     super()._generation_step(model)
         except Exception as error:
+            self.model_runner.checked = False
             self.drafts.blame(drafted, error)
             for saved in self._overwritten:
                 saved.restore(len(saved.slots))
@@ -383,12 +375,8 @@ class DraftingProcessor(ContinuousBatchProcessor):
         batch["logits_indices"] = torch.tensor(places, dtype=kind, device=device)
         arguments = batch["logits_processor_args"]
         batch["logits_processor_args"] = arguments[:, torch.tensor(owners, device=device)]
-        self.model_runner.checked = True
-        try:
-            with torch.no_grad():
-                self.model_runner.compute_batch(model, batch)
-        finally:
-            self.model_runner.checked = False
+        with torch.no_grad():
+            self.model_runner.compute_batch(model, batch)
         io.retrieve_device_outputs()
 
     def _remember(self) -> None:
@@ -447,7 +435,6 @@ class DraftingProcessor(ContinuousBatchProcessor):
         chosen = io.output_ids[:, :places].clone()
         tokens = chosen[0].tolist()
         logprobs = chosen[1].view(torch.float32).tolist() if self.return_logprobs else None
-        shown: list[FedRequest] = []
         place = 0
         for row, future in enumerate(generating):
             state, fed = future.state, 1 + len(future.state.draft)
@@ -459,11 +446,11 @@ class DraftingProcessor(ContinuousBatchProcessor):
                 if state.streaming:
                     self.output_router.deliver(state.to_generation_output())
             io.output_ids[:, row] = chosen[:, place + len(kept) - 1]
-            shown.append(FedRequest(state, place, len(kept)))
+            state.place, state.kept = place, len(kept)
             place += fed
         fed = sum(future.query_length for future in io.requests_in_batch)
         super().update_batch()
-        self.drafts.follow(shown, self.model_runner.scores)
+        self.drafts.follow([future.state for future in generating], self.model_runner.scores)
         del self.model_runner.scores
         if fed == places:
             self.drafts.time(places, time.perf_counter() - self._started)
