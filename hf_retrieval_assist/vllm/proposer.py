@@ -21,7 +21,7 @@ from ..corpus.datastore import Datastore
 from ..drafters.base import Drafter, Target
 from ..drafters.rest import RestDrafter
 from ..drafters.suffix import SuffixDrafter
-from ..drafting.policy import DraftingPolicy
+from ..drafting.policy import AssistantSession, DraftingPolicy
 from ..host.fingerprint import config_fingerprint
 from ..memory.output_memory import OutputMemory
 from ..planning.cost_model import CostModel
@@ -146,14 +146,15 @@ class Proposer:
             if row is not None:
                 fed += 1 + row.drafted
             elif len(new):
-                row = Row(self.assistant, self.target, self.eos_ids, before)
+                session = self.assistant.start(np.array(before), self.target)
+                row = Row(session, self.eos_ids, before)
             else:
                 continue
             self._rows.append(row)
             if len(new):
                 brought.append(row.extend(new))
                 grown[row] = place
-                decoding += row.steps > 0
+                decoding += row.counts.steps > 0
         sessions = [row.session for row in grown]
         self.assistant.commit(sessions, brought, [None] * len(brought))
         if len(sampled) == decoding:
@@ -185,31 +186,22 @@ class Row:
         length: its tokens, prompt included.
         drafted: tokens of its draft that is being verified.
         session: that drafts for it.
-        steps: since the one that ended its prompt.
+        counts: of the steps since the one that ended its prompt.
         ended: whether its last token ends the text.
     """
 
-    __slots__ = (
-        *("_accepted", "_assistant", "_eos_ids", "_held", "_text", "_verified", "drafted"),
-        *("ended", "length", "session", "steps"),
-    )
+    __slots__ = "_eos_ids", "_held", "_text", "counts", "drafted", "ended", "length", "session"
 
     def __init__(
-        self,
-        assistant: DraftingPolicy,
-        target: Target,
-        eos_ids: frozenset[int],
-        prompt: NDArray[np.int32],
+        self, session: AssistantSession, eos_ids: frozenset[int], prompt: NDArray[np.int32]
     ) -> None:
+        self.session = session
         self.length = len(prompt)
         self.drafted = 0
-        self.steps = -1
+        self.counts = CallStats("vllm", calls=1)
         self.ended = False
-        self._verified = self._accepted = 0
-        self._assistant = assistant
         self._eos_ids = eos_ids
         self._text = bytearray(prompt)
-        self.session = assistant.start(np.array(prompt), target)
         # Tokens behind the end of the text, which belong to it only if it goes on.
         self._held: list[int] = []
 
@@ -222,9 +214,9 @@ class Row:
         tokens = array("i", new)
         self._text += tokens
         self.length += len(tokens)
-        self.steps += 1
-        self._verified += self.drafted
-        self._accepted += len(tokens) - 1
+        if self.counts.tokens:
+            self.counts.count_step(self.drafted, len(tokens) - 1)
+        self.counts.tokens += len(tokens)
         self.drafted = 0
         first, ids = len(self._held), self._held + tokens.tolist()
         self.ended = not self._eos_ids.isdisjoint(tokens)
@@ -237,9 +229,7 @@ class Row:
     def close(self) -> None:
         """The request has ended, or is to be started again."""
         self.session.close()
-        stats = CallStats("vllm", calls=1, steps=self.steps, drafted=self._verified)
-        stats.accepted, stats.tokens = self._accepted, 1 + self.steps + self._accepted
-        self._assistant.count(stats)
+        self.session.assistant.count(self.counts)
 
 
 def _taken(known: dict[int, list[Row]], text: NDArray[np.int32]) -> Row | None:
