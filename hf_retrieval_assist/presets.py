@@ -21,7 +21,7 @@ from .drafters.rest import RestDrafter
 from .drafters.suffix import SuffixDrafter
 from .memory.output_memory import OutputMemory
 from .papers.sam_decoding import SamDecoding
-from .papers.suffix_decoding import SuffixDecoding
+from .papers.suffix_decoding import ALGORITHM_1, SuffixDecoding
 from .planning.cost_store import CostModels
 from .planning.planner import Budget
 from .system.arguments import kind_of
@@ -228,13 +228,12 @@ class SuffixAssistant(Preset):
     ):
         rule = _of_paper(budget, threshold=threshold)
         _require(OutputMemory, **_given(memory=memory))
-        given = {"max_depth": max_depth, "tree": tree, **_given(alpha=alpha, min_prob=min_prob)}
+        given: dict[str, Any] = {"max_depth": max_depth, "tree": tree}
         if budget == "paper":
-            self.policy = SuffixDecoding(**given, **rule)
+            self.policy = SuffixDecoding(**rule)
             self.choose = self.policy.choose  # type: ignore[method-assign]
-            drafter = self.policy.drafter(memory)
-        else:
-            drafter = SuffixDrafter(memory, **given)
+            given |= ALGORITHM_1
+        drafter = SuffixDrafter(memory, **given | _given(alpha=alpha, min_prob=min_prob))
         self.memory = drafter.memory
         drafters = [drafter, *fallback_drafters(fallback, budget == "paper")]
         super().__init__(drafters, budget=budget, max_nodes=max_nodes, **options)
