@@ -10,7 +10,6 @@ from transformers import BertConfig, BertModel, GenerationConfig, LlamaForCausal
 
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, attach, detach
 from hf_retrieval_assist.attachment import _attachments, attached_to
-from hf_retrieval_assist.hook import why_not
 
 from .support.lossless import build, knowing, run
 from .test_examples import small_model
@@ -184,12 +183,6 @@ def test_calls_that_cannot_be_assisted_decode_plainly(model, name, by_model, tol
     shown = [r for r in told.records if r.name == "transformers.hf_retrieval_assist.hook"]
     assert len(shown) == 1
     assert name in shown[0].getMessage()
-
-
-def test_continuous_batching_is_left_alone(model):
-    # Only asked about: on a CPU it takes minutes to start.
-    assert "paged" in why_not(model, {"cache_implementation": "paged"})
-    assert why_not(model, {"cache_implementation": "static"}) is None
 
 
 @pytest.mark.parametrize("assistant", [None, "sam", SamAssistant])

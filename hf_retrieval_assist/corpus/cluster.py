@@ -44,11 +44,6 @@ class RayExecutor(Executor):
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         self._tasks: dict[Callable[..., Any], Any] = {}
 
-    @property
-    def processors(self) -> int:
-        """How many the cluster has."""
-        return int(self._ray.cluster_resources().get("CPU", 1))
-
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run `fn(*args, **kwargs)` somewhere; everything must be picklable."""
         if fn not in self._tasks:
@@ -68,7 +63,7 @@ class RayExecutor(Executor):
             texts: read here, a few batches ahead.
         """
         place = str(Path(tokenizer).resolve()) if Path(tokenizer).exists() else tokenizer
-        ahead = _AHEAD * self.processors
+        ahead = _AHEAD * int(self._ray.cluster_resources().get("CPU", 1))
         running: deque[Future[list[NDArray[np.int32]]]] = deque()
         for batch in text_batches(texts):
             running.append(self.submit(_encode, place, batch))

@@ -7,20 +7,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
 from ..planning.cost_store import CostModels
 from ..record.palette import colours, text_on
 from ..record.pieces import readable
 from ..record.steps import MODEL
 from .comparison import Run, Task, compare, verdict
-
-try:
-    from rich.columns import Columns
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.panel import Panel
-    from rich.text import Text
-except ImportError as error:
-    raise ImportError("the demo needs: pip install rich") from error
 
 RUNS = ("plain generate", "assistant=SamAssistant()")
 _FRAMES = 12  # a second, at most

@@ -1,7 +1,6 @@
 """The demo, with a small random model in the place of the real one."""
 
 import io
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -100,13 +99,6 @@ def test_panels_on_a_terminal(monkeypatch):
     assert shown.count("as fast, identical text") == len(SHORT)
     # Blue, the colour of drafts from the text.
     assert "48;2;0;114;178m" in shown
-
-
-def test_without_rich_the_demo_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.columns", None)
-    monkeypatch.delitem(sys.modules, "hf_retrieval_assist.demo.show")
-    assert main(["demo"]) == 1
-    assert "pip install rich" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", SHORT)
