@@ -266,7 +266,7 @@ def routed_linear(input, weight, bias=None):
     """
     dtype = getattr(weight, "dtype", None)
     if (
-        thread_depth == 0
+        not in_route()
         or not PATHS
         or dtype not in _dtypes
         or not _is_plain(weight, dtype)
@@ -329,6 +329,6 @@ def set_route_depth(int depth):
     thread_depth = depth
 
 
-def in_route():
-    """Whether this thread is inside a scope."""
-    return thread_depth > 0
+cpdef bint in_route():
+    """Whether this thread is inside a scope, and nothing watches or replaces its operators."""
+    return thread_depth > 0 and not _dispatch_modes() and not _function_modes()

@@ -115,6 +115,9 @@ cdef dict _dtypes = {
 }
 cdef object _strided = torch.strided
 cdef object _get_num_threads = torch.get_num_threads
+# How many modes of PyTorch's, such as FLOP counters, see this thread's operators.
+cdef object _dispatch_modes = torch._C._len_torch_dispatch_stack
+cdef object _function_modes = torch._C._len_torch_function_stack
 cdef object _empty_like = torch.empty_like
 cdef object _empty = torch.empty
 cdef object _cpu = torch.device("cpu")
