@@ -239,3 +239,44 @@ def test_one_token_behind_the_only_window_of_a_model(model_class, window):
     last = assistant.stats.last
     assert last.tier == "tree"
     assert last.drafted < 8 * last.steps
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, MistralForCausalLM])
+@pytest.mark.parametrize("turns", [(True, False), (False, True)], ids=["ours first", "ours second"])
+def test_plain_turns_that_stop_a_step_late(model_class, turns, monkeypatch):
+    """On MPS plain decoding asks a step late whether to stop, and takes that step back."""
+    utils = pytest.importorskip("transformers.generation.utils")
+    if not hasattr(utils, "DeferredStopCheck"):
+        pytest.skip("transformers before 5.24 stops at once")
+    late = []
+
+    def is_supported(device, cache, cache_is_returned, is_assistant):
+        late.append(not is_assistant and (cache.is_croppable or not cache_is_returned))
+        return late[-1]
+
+    monkeypatch.setattr(utils.DeferredStopCheck, "is_supported", staticmethod(is_supported))
+    monkeypatch.setattr(torch, "Event", MagicMock)  # on a CPU everything is done at once
+    window = {"sliding_window": 12} if model_class is MistralForCausalLM else {}
+    model = build(model_class, **window)
+    eos = int(model.generate(PROMPTS[:1], max_new_tokens=20, do_sample=False)[0, -3])
+
+    def conversation(assisted):
+        ids, kept = PROMPTS[:1], {}
+        for assistant in (SamAssistant(budget=8) if ours else None for ours in assisted):
+            named = {} if assistant is None else {"assistant": assistant}
+            result = model.generate(
+                ids,
+                **kept,
+                **named,
+                max_new_tokens=30,
+                do_sample=False,
+                eos_token_id=eos,
+                return_dict_in_generate=True,
+            )
+            ids = torch.cat([result.sequences, PROMPTS[:1, :2]], dim=1)
+            kept = {CACHE: result[CACHE]}
+        return result.sequences.tolist(), result[CACHE].get_seq_length()
+
+    plain = conversation((False, False))
+    assert any(late)
+    assert conversation(turns) == plain
