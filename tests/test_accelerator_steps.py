@@ -29,17 +29,20 @@ def batch_of(rows):
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-ASSISTANTS = {
-    "oracle": lambda plain, mask: oracle_assistant(plain, mask),
-    "sam": lambda plain, mask: SamAssistant([row.tolist() for row in plain], budget=16),
-    "suffix": lambda plain, mask: SuffixAssistant(budget=16),
-}
+def counted_steps(make, rows, monkeypatch, **options):
+    """The assistant of a call, whose tokens are plain decoding's, kernels of one of the model's
+    forwards, and each step's counts and new tokens.
 
-
-def counted_steps(model, inputs, assistant, monkeypatch, machine=None, **options):
-    """Output, kernels of one of the model's forwards, and each step's counts and new tokens."""
-    machine, steps, whole = machine or Accelerator(), [], Generation.step
+    Args:
+        make: makes the assistant from plain decoding's result, its mask, the model and the machine.
+    """
+    model, machine = build(LlamaForCausalLM, num_hidden_layers=LAYERS), Accelerator()
+    inputs, options = batch_of(rows), OPTIONS | options
+    torch.manual_seed(0)
+    plain = model.generate(**inputs, **options)
+    assistant = make(plain, inputs["attention_mask"], model, machine)
     machine.put(model)
+    steps, whole = [], Generation.step
 
     def counted(generation):
         machine.reset()
@@ -56,24 +59,30 @@ def counted_steps(model, inputs, assistant, monkeypatch, machine=None, **options
         of_model = machine.counts["model", "kernel"] / NEW_TOKENS
         monkeypatch.setattr(Generation, "step", counted)
         torch.manual_seed(0)
-        assisted = model.generate(**there, **(OPTIONS | options), assistant=assistant)
-    with machine:
-        return assisted.cpu(), of_model, steps
+        assisted = model.generate(**there, **options, assistant=assistant)
+        assert torch.equal(assisted.cpu(), plain)
+    return assistant, of_model, steps
 
 
 def launched(step):
     return step["loop", "kernel"] - sum(step.get(key, 0) for key in ALLOCATIONS)
 
 
+def knowing(plain, mask, *_):
+    return oracle_assistant(plain, mask)
+
+
+ASSISTANTS = {
+    "oracle": knowing,
+    "sam": lambda plain, *_: SamAssistant([row.tolist() for row in plain], budget=16),
+    "suffix": lambda *_: SuffixAssistant(budget=16),
+}
+
+
 @pytest.mark.parametrize("rows", [1, 8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ASSISTANTS)
 def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
-    model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
-    inputs = batch_of(rows)
-    plain = model.generate(**inputs, **OPTIONS)
-    assistant = ASSISTANTS[name](plain, inputs["attention_mask"])
-    assisted, of_model, steps = counted_steps(model, inputs, assistant, monkeypatch)
-    assert torch.equal(assisted, plain)
+    assistant, of_model, steps = counted_steps(ASSISTANTS[name], rows, monkeypatch)
     assert assistant.stats.tier == "tree"
     if name != "suffix":
         assert assistant.stats.last.accepted > 0
@@ -89,16 +98,15 @@ def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, monkeypatch):
 @pytest.mark.parametrize(("kind", "rows"), [("EAGLE", 1), ("EAGLE", 8), ("MTP", 8)])
 def test_a_head_adds_two_launches_and_three_copies(kind, rows, monkeypatch):
     """At any number of rows, whose hidden states are gathered together."""
-    model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
-    drafter, inputs = head_drafter(kind, model), batch_of(rows)
-    head = layers_of(drafter, model)
-    plain = model.generate(**inputs, **OPTIONS)
-    machine = Accelerator()
-    put_head(machine, model, head)
-    as_launches(machine, head, monkeypatch)
-    assistant = SamAssistant(fallback=drafter, budget=16)
-    assisted, _, steps = counted_steps(model, inputs, assistant, monkeypatch, machine=machine)
-    assert torch.equal(assisted, plain)
+
+    def with_head(plain, mask, model, machine):
+        drafter = head_drafter(kind, model)
+        head = layers_of(drafter, model)
+        put_head(machine, model, head)
+        as_launches(machine, head, monkeypatch)
+        return SamAssistant(fallback=drafter, budget=16)
+
+    _, _, steps = counted_steps(with_head, rows, monkeypatch)
     drafted = [step for step, _ in steps if step.get(("loop", "recorded")) == 2]
     assert len(drafted) > NEW_TOKENS // 2
     for step in drafted:
@@ -143,14 +151,9 @@ DRAW = ("loop", "kernel", "aten.exponential_.default")
 @pytest.mark.usefixtures("known_draws")
 def test_sampled_tokens_come_back_with_the_forward(name, rows, monkeypatch):
     """However many of them a step brings: no wait and no kernel for a token."""
-    model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
-    inputs, (options, kernels) = batch_of(rows), CHOICES[name]
+    options, kernels = CHOICES[name]
     options = {"do_sample": True} | options
-    torch.manual_seed(0)
-    plain = model.generate(**inputs, **(OPTIONS | options))
-    assistant = oracle_assistant(plain, inputs["attention_mask"], depth=6)
-    assisted, _, steps = counted_steps(model, inputs, assistant, monkeypatch, **options)
-    assert torch.equal(assisted, plain)
+    assistant, _, steps = counted_steps(knowing, rows, monkeypatch, **options)
     assert assistant.stats.last.accepted > 0
     assert assistant.stats.last.keeps_seed
     for step, _ in steps:
@@ -165,14 +168,8 @@ def test_sampled_tokens_come_back_with_the_forward(name, rows, monkeypatch):
 @pytest.mark.parametrize("name", WARPERS)
 def test_a_sampled_token_is_one_copy_back_and_nothing_sent(name, monkeypatch):
     """Where nobody knows the device's generator."""
-    model = build(LlamaForCausalLM, num_hidden_layers=LAYERS)
-    inputs, (warpers, kernels) = batch_of(1), WARPERS[name]
-    torch.manual_seed(0)
-    plain = model.generate(**inputs, **(OPTIONS | {"do_sample": True} | warpers))
-    assistant = oracle_assistant(plain, inputs["attention_mask"])
-    sampled = {"do_sample": True, **warpers}
-    assisted, _, steps = counted_steps(model, inputs, assistant, monkeypatch, **sampled)
-    assert torch.equal(assisted, plain)
+    warpers, kernels = WARPERS[name]
+    assistant, _, steps = counted_steps(knowing, 1, monkeypatch, do_sample=True, **warpers)
     assert assistant.stats.last.accepted > 0
     for step, tokens in steps:
         assert step["loop", "to device"] == 1

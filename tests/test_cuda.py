@@ -27,13 +27,13 @@ from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.threads import in_threads
 
 from .decoding.test_node_choices import OPTIONS as CHOICES
-from .decoding.test_node_choices import inputs_of
 from .support.heads import eagle_head, head_drafter, layers_of
-from .support.lossless import INPUTS, PROMPT, build, equal, run
+from .support.lossless import INPUTS, PROMPT, build, equal, padded, run, same
 from .support.op_recorder import growing, hidden_states_told, idle
-from .support.oracle_drafter import OracleDrafter, both, oracle_assistant
+from .support.oracle_drafter import agreeing, oracle_assistant
 from .support.tiny_models import VOCAB
 from .support.tree_case import TOLERANCE, Case
+from .support.watching import calls_of
 
 pytestmark = [
     pytest.mark.cuda,
@@ -91,41 +91,32 @@ def test_multinomial_draws_by_quotients(rows, vocab_size):
 @pytest.mark.parametrize("name", CHOICES)
 def test_tokens_of_all_nodes_are_plain_decodings(llama, name, rows, monkeypatch):
     """The state of the generator too; the walk processes no scores of its own."""
-    walked, process = [], TokenSelector.process
-
-    def noted(select, walking, logits):
-        walked.append(len(walking))
-        return process(select, walking, logits)
-
-    monkeypatch.setattr(TokenSelector, "process", noted)
-    inputs = {key: x.to(DEVICE) for key, x in inputs_of(rows).items()}
+    walked = calls_of(monkeypatch, TokenSelector, "process")
+    inputs = {key: x.to(DEVICE) for key, x in padded(rows).items()}
     options = {"do_sample": True, "max_new_tokens": 40, "pad_token_id": 0} | CHOICES[name]
     for _ in range(3):
         torch.manual_seed(4)
         plain = llama.generate(**inputs, **options)
         left = torch.cuda.get_rng_state()
-        assistant = oracle_assistant(plain, inputs.get("attention_mask"))
+        assistant = oracle_assistant(plain, inputs["attention_mask"])
         walked.clear()
         torch.manual_seed(4)
         assert torch.equal(plain, llama.generate(**inputs, **options, assistant=assistant))
         assert torch.equal(torch.cuda.get_rng_state(), left)
         assert assistant.stats.last.keeps_seed
-        assert walked == [rows]
+        assert [len(processed) for _, processed, _ in walked] == [rows]
 
 
 def test_the_defaults(any_model):
-    assistant = SamAssistant()
-    assert torch.equal(run(any_model), run(any_model, assistant=assistant))
+    _, _, assistant = same(any_model, assistant=SamAssistant())
     assert assistant.stats.tier == "tree"
 
 
 def test_scores_and_logits(llama):
     names = ("return_dict_in_generate", "output_scores", "output_logits")
-    plain, assisted = equal(llama, do_sample=True, top_k=8, **dict.fromkeys(names, True))
-    for name in ("scores", "logits"):
-        for expected, actual in zip(plain[name], assisted[name], strict=True):
-            assert actual.device == expected.device
-            torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+    plain, assisted, _ = equal(llama, do_sample=True, top_k=8, **dict.fromkeys(names, True))
+    for name in ("scores", "logits"):  # on one device, too
+        torch.testing.assert_close(assisted[name], plain[name], atol=1e-3, rtol=1e-3)
 
 
 def presets(model, folder):
@@ -182,9 +173,7 @@ def test_steps_are_graphs(llama, dtype):
 def test_graphs_of_a_padded_batch(any_model):
     inputs = {name: tensor.to(DEVICE) for name, tensor in INPUTS["padded"].items()}
     for _ in range(2):
-        plain, assisted, assistant = both(any_model, inputs, do_sample=False, max_new_tokens=60)
-        assert torch.equal(plain, assisted)
-        assert assistant.stats.last.accepted > 0
+        agreeing(any_model, inputs, tier="tree", do_sample=False, max_new_tokens=60)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
@@ -202,13 +191,9 @@ def test_which_attention_serves(llama, attention):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_the_second_card(llama):
     """While the first one is the current device."""
-    other = copy.deepcopy(llama).to("cuda:1")
+    other, inputs = copy.deepcopy(llama).to("cuda:1"), {"input_ids": PROMPT.to("cuda:1")}
     for _ in range(2):
-        plain, assisted, assistant = both(
-            other, {"input_ids": PROMPT.to("cuda:1")}, do_sample=False, max_new_tokens=60
-        )
-        assert torch.equal(plain, assisted)
-        assert assistant.stats.last.accepted > 0
+        agreeing(other, inputs, tier="tree", do_sample=False, max_new_tokens=60)
     assert idle(other).shape.device == torch.device("cuda:1")
 
 
@@ -228,8 +213,7 @@ def test_a_draw_after_a_failed_recording(llama):
     """What waits for the device without an operator shows only while it is captured."""
     model = copy.deepcopy(llama)
     model.lm_head = Waiting(model.lm_head)
-    plain = run(model, max_new_tokens=40)
-    assert torch.equal(plain, run(model, max_new_tokens=40, assistant=oracle_assistant(plain)))
+    same(model, assistant=oracle_assistant, max_new_tokens=40)
     assert model in WORKSPACES._faults
     assert torch.rand(4, device=DEVICE).shape == (4,)
     equal(model, seed=3, **SAMPLING[0])
@@ -272,12 +256,7 @@ def test_a_chat_records_few_graphs(llama):
     """Eight turns of unlike lengths, twice over: the second time nothing is recorded."""
     model, assistant, made = copy.deepcopy(llama), SamAssistant(budget=8), []
     for turn in (*range(1, 9), *range(1, 9)):
-        text = PROMPT.repeat(1, turn * 4)
-        plain, assisted = (
-            run(model, text, max_new_tokens=24, **options)
-            for options in ({}, {"assistant": assistant})
-        )
-        assert torch.equal(plain, assisted)
+        same(model, PROMPT.repeat(1, turn * 4), assistant, max_new_tokens=24)
         made.append(sum(workspace.made for workspace in WORKSPACES._idle[model]))
     assert made[-1] <= 12
     assert len(set(made[8:])) == 1
@@ -327,8 +306,7 @@ def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
     undrafted = Assistant([], budget=15, fixed_width=16)
     expected = run(model, **options, assistant=undrafted)
     for seed in range(4):
-        drafter = OracleDrafter(expected.sequences.tolist(), seed=seed)
-        assistant = Assistant([drafter], budget=15, fixed_width=16)
+        assistant = oracle_assistant(expected, budget=15, fixed_width=16, seed=seed)
         actual = run(model, **options, assistant=assistant)
         assert assistant.stats.last.accepted > 0
         assert torch.equal(actual.sequences, expected.sequences)
@@ -337,10 +315,9 @@ def test_at_one_width_nothing_depends_on_drafts(any_model, options, dtype):
 
 
 def test_graphs_grow_with_the_text(llama, monkeypatch):
-    plain, capacities = run(llama, max_new_tokens=200), growing(monkeypatch, 64)
+    capacities = growing(monkeypatch, 64)
     for _ in range(2):
-        assistant = oracle_assistant(plain)
-        assert torch.equal(plain, run(llama, max_new_tokens=200, assistant=assistant))
+        same(llama, assistant=oracle_assistant, max_new_tokens=200)
     assert len(set(capacities)) > 2
 
 
@@ -418,8 +395,8 @@ def test_a_callers_static_cache(llama):
     text = PROMPT.to(DEVICE)
     for assisted in (True, False, True):
         plain = run(llama, text)
-        assistant = {"assistant": oracle_assistant(plain)} if assisted else {}
-        text = run(llama, text, **{CACHE: cache}, **assistant)
+        assistant = oracle_assistant(plain) if assisted else None
+        text = run(llama, text, **{CACHE: cache}, assistant=assistant)
         assert torch.equal(plain, text)
 
 
@@ -435,7 +412,6 @@ def test_memory_goes_with_the_model(llama):
 
 
 def test_graphs_can_be_left_out(llama):
-    plain = run(llama)
     WORKSPACES.release(llama)
-    assert torch.equal(plain, run(llama, assistant=SamAssistant(budget=4, graphs=False)))
+    same(llama, assistant=SamAssistant(budget=4, graphs=False))
     assert llama not in WORKSPACES._idle

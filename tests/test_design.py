@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import LlamaForCausalLM
 
 from tests.support.lossless import build, knowing, run
+from tests.support.watching import profiled
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_retrieval_assist"
@@ -16,11 +17,8 @@ TEXT = (ROOT / "docs" / "design.md").read_text()
 NAMES = sorted(set(re.findall(r"\b(?:\w+/)+(?:\w+\.\w+)?|\b\w+\.py\b", TEXT)))
 
 
-def test_it_names_files():
-    assert len(NAMES) > 30
-
-
 def test_every_file_that_is_named_exists():
+    assert len(NAMES) > 30
     missing = [
         name
         for name in NAMES
@@ -64,11 +62,8 @@ def entered(work):
         if event == "call" and path.is_relative_to(PACKAGE):
             calls.append((path.relative_to(PACKAGE).as_posix(), frame.f_code.co_name))
 
-    sys.setprofile(note)
-    try:
+    with profiled(note):
         work()
-    finally:
-        sys.setprofile(None)
     return calls
 
 

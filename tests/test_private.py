@@ -2,19 +2,12 @@
 
 import numpy as np
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant, SuffixAssistant, simulate
 
-from .support.tiny_models import tiny_config, tiny_model
+from .support.lossless import NEW_TOKENS, run, same
 
 TEXT = np.random.default_rng(0).integers(1, 60, 60).tolist()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
 
 
 @pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
@@ -34,13 +27,9 @@ def test_a_private_text_teaches_nothing(preset):
 def test_generate_with_a_private_assistant(model, tmp_path):
     assistant = SuffixAssistant(memory=OutputMemory(path=tmp_path / "log"))
     private = assistant.private()
-    prompt = torch.tensor([[5, 6, 7]])
-    plain = model.generate(prompt, max_new_tokens=24, do_sample=False)
-    assert model.generate(prompt, assistant=private, max_new_tokens=24, do_sample=False).equal(
-        plain
-    )
+    same(model, assistant=private)
     assert len(assistant.memory) == 0
     assert len(OutputMemory(path=tmp_path / "log")) == 0
     assert assistant.stats.total.calls == 1
-    model.generate(prompt, assistant=assistant, max_new_tokens=24, do_sample=False)
-    assert assistant.memory.token_count == 24
+    run(model, assistant=assistant)
+    assert assistant.memory.token_count == NEW_TOKENS

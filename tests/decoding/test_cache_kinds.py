@@ -23,8 +23,8 @@ from transformers import (
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from tests.support.lossless import build
-from tests.support.oracle_drafter import both, oracle_assistant
+from tests.support.lossless import build, same
+from tests.support.oracle_drafter import agreeing, oracle_assistant
 
 PROMPTS = torch.tensor(
     [[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50], [3, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 44]]
@@ -74,10 +74,7 @@ def test_caches_that_generate_makes(case, kind, drafts):
     model, prompts = case
     inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
     options = {"do_sample": False, "max_new_tokens": 10, "cache_implementation": kind}
-    plain, assisted, assistant = both(model, inputs, **options)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.tier == (TIERS[type(model)] if drafts else "plain")
-    assert (assistant.stats.last.accepted > 0) == drafts
+    agreeing(model, inputs, tier=TIERS[type(model)] if drafts else "plain", **options)
 
 
 CALLERS = {
@@ -215,9 +212,8 @@ def test_windows_hold_what_they_show_and_little_more():
     cache = DynamicCache(config=model.config)
     assert torch.equal(turn(model, ids, cache, oracle_assistant(plain)), plain)
     more = torch.cat([plain, ids[:, :500]], dim=1)
-    assert torch.equal(
-        turn(model, more, cache, oracle_assistant(turn(model, more, None))), turn(model, more, None)
-    )
+    plain = turn(model, more, None)
+    assert torch.equal(turn(model, more, cache, oracle_assistant(plain)), plain)
     for layer in cache.layers:
         held = layer.homes[0][0].states.shape[3]
         assert held <= (32 + 8 * 64 if layer.window else 2048)
@@ -232,10 +228,8 @@ def test_one_token_behind_the_only_window_of_a_model(model_class, window):
     """It makes its own mask there, whether its window is longer than the self-test's text or not:
     steps without a draft show what it lets them see."""
     model = build(model_class, sliding_window=window)
-    options = {"max_new_tokens": 40, "do_sample": False}
-    plain = model.generate(PROMPTS[:1], **options)
     assistant = SamAssistant(fallback=None, budget=8)
-    assert torch.equal(plain, model.generate(PROMPTS[:1], **options, assistant=assistant))
+    same(model, PROMPTS[:1], assistant, max_new_tokens=40)
     last = assistant.stats.last
     assert last.tier == "tree"
     assert last.drafted < 8 * last.steps

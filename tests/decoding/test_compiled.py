@@ -15,8 +15,8 @@ from transformers import (
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
-from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
-from tests.support.oracle_drafter import oracle_assistant
+from tests.support.lossless import INPUTS, PROMPT, build, equal, knowing, run, same
+from tests.support.oracle_drafter import agreeing
 
 ROOM = 96
 
@@ -47,17 +47,13 @@ def static(**options):
 def test_static_calls_draft_by_the_models_own_forward(model_class, inputs, options):
     """Drafts and plain decoding are told apart by their time; only the latter is compiled."""
     model = build(model_class)
-    options = INPUTS[inputs] | static(**({"do_sample": False} | options), max_new_tokens=60)
+    options = static(**({"do_sample": False} | options), max_new_tokens=60)
     before = compilations()
     torch.manual_seed(4)
-    plain = model.generate(**options)
+    model.generate(**INPUTS[inputs], **options)
     compiled = compilations()
     assert compiled > before
-    assistant = oracle_assistant(plain, INPUTS[inputs].get("attention_mask"))
-    torch.manual_seed(4)
-    assert torch.equal(plain, model.generate(**options, assistant=assistant))
-    assert assistant.stats.tier == "tree"
-    assert assistant.stats.last.accepted > 0
+    _, _, assistant = agreeing(model, INPUTS[inputs], tier="tree", seed=4, **options)
     assert compilations() == compiled
     assert {key.manner for key in assistant.costs._models} == {""}
 
@@ -67,45 +63,32 @@ def test_settings_of_the_model_ask_for_it_too():
     for name, value in static().items():
         setattr(model.generation_config, name, value)
     before = compilations()
-    plain = run(model)
+    same(model)
     assert compilations() == before + 1
-    assert torch.equal(plain, run(model, assistant=knowing(plain)))
-
-
-AS_A_CALLER = "as a caller"
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"cache_implementation": "static"},
         {"cache_implementation": "static", "compile_config": CompileConfig()},
-        {"compile_config": AS_A_CALLER, "cache_implementation": None},
-        {"compile_config": AS_A_CALLER, "disable_compile": True},
-        {"return_dict_in_generate": True, "output_hidden_states": True},
+        static(cache_implementation=None),
+        static(disable_compile=True),
+        static(return_dict_in_generate=True, output_hidden_states=True),
     ],
-    ids=["CPU", "CPU, options", "dynamic", "disabled", "states"],
+    ids=["CPU", "dynamic", "disabled", "states"],
 )
 def test_every_way_to_ask_for_it_or_not(options):
     model = build(LlamaForCausalLM)
-    if options.get("compile_config", AS_A_CALLER) == AS_A_CALLER:
-        options = static() | {n: v for n, v in options.items() if n != "compile_config"}
-    plain = run(model, **options)
-    assistant = knowing(plain)
-    found = run(model, assistant=assistant, **options)
-    if "return_dict_in_generate" in options:
-        plain, found = plain.sequences, found.sequences
-    assert torch.equal(plain, found)
+    _, _, assistant = same(model, **options)
     assert assistant.stats.tier == "tree"
 
 
 def test_inference_mode_in_one_call_and_not_in_the_next():
     model = build(LlamaForCausalLM)
     options = static(max_new_tokens=8)
-    plain = run(model, **options)
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with mode():
-            assert torch.equal(plain, run(model, **options, assistant=knowing(plain)))
+            same(model, **options)
 
 
 COMPILED = {
@@ -122,9 +105,9 @@ COMPILED = {
 def test_models_that_their_callers_compiled_in_place_are_decoded_plainly(part, told):
     model = build(LlamaForCausalLM, num_hidden_layers=1)
     COMPILED[part](model)
-    plain = run(model)
-    before, assistant = compilations(), knowing(plain)
-    assert torch.equal(plain, run(model, assistant=assistant))
+    run(model)
+    before = compilations()
+    _, _, assistant = same(model)
     assert compilations() == before
     assert assistant.stats.tier == "plain"
     assert any("has compiled it in place" in text for text in told.messages)
@@ -132,23 +115,8 @@ def test_models_that_their_callers_compiled_in_place_are_decoded_plainly(part, t
 
 def test_a_compiled_wrapper_generates_as_its_model():
     model = torch.compile(build(LlamaForCausalLM), backend="eager")
-    plain = run(model)
-    assistant = knowing(plain)
-    assert torch.equal(plain, run(model, assistant=assistant))
+    _, _, assistant = equal(model)
     assert assistant.stats.tier == "tree"
-
-
-def filled(model, cache, *turns, **options):
-    """The text after several turns on one cache, in each of which the caller adds tokens."""
-    text = PROMPT
-    for number, assisted in enumerate(turns):
-        plain = run(model, text, max_new_tokens=14, **options)
-        assistant = {"assistant": knowing(plain)} if assisted else {}
-        found = run(model, text, max_new_tokens=14, **{CACHE: cache}, **options, **assistant)
-        assert torch.equal(plain, found), f"turn {number}"
-        assert int(cache.get_seq_length()) == found.shape[1] - 1
-        text = torch.cat([found, PROMPT[:, : 3 + number]], dim=1)
-    return text
 
 
 def test_static_caches_hold_what_plain_decoding_leaves():
@@ -177,8 +145,17 @@ def test_conversations_on_a_callers_static_cache(compiles):
     options = static() if compiles else {}
     options.pop("cache_implementation", None)
     before, cache = compilations(), StaticCache(config=model.config, max_cache_len=ROOM)
-    kinds = [type(layer) for layer in cache.layers]
-    filled(model, cache, True, False, True, **options)
+    kinds, text = [type(layer) for layer in cache.layers], PROMPT
+    for turn, assisted in enumerate((True, False, True)):
+        plain = run(model, text, max_new_tokens=14, **options)
+        assistant = knowing(plain) if assisted else None
+        found = run(
+            model, text, max_new_tokens=14, **{CACHE: cache}, **options, assistant=assistant
+        )
+        assert torch.equal(plain, found)
+        assert int(cache.get_seq_length()) == found.shape[1] - 1
+        # In each turn the caller adds tokens.
+        text = torch.cat([found, PROMPT[:, : 3 + turn]], dim=1)
     assert (compilations() > before) is compiles
     assert [type(layer) for layer in cache.layers] == kinds
 

@@ -9,9 +9,10 @@ from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.verification.tree_attention import LayerMask
 from hf_retrieval_assist.verification.workspace import Shape, Workspace
-from tests.support.lossless import PROMPT, build, padded, run
+from tests.support.lossless import build, padded, run
 from tests.support.op_recorder import serve_in_place
-from tests.support.oracle_drafter import OracleDrafter
+from tests.support.oracle_drafter import oracle_assistant
+from tests.support.watching import calls_of
 
 WIDTH = 8
 OPTIONS = {"max_new_tokens": 40, "pad_token_id": 0}
@@ -22,22 +23,15 @@ def in_place(monkeypatch):
     serve_in_place(monkeypatch)
 
 
-def inputs_of(rows):
-    return padded(rows) if rows > 1 else {"input_ids": PROMPT}
-
-
-def drafting(text, inputs, **options):
+def drafting(result, inputs, seed=0):
     """An assistant that hides a text, or a bit of it, among wrong branches."""
     mask = inputs.get("attention_mask")
-    skip = [0] * len(text) if mask is None else (mask == 0).sum(1).tolist()
-    rows = [row[count:] for row, count in zip(text.tolist(), skip, strict=True)]
-    drafter = OracleDrafter(rows, **options)
-    return Assistant([drafter], budget=16, fixed_width=WIDTH, reroute=False)
+    return oracle_assistant(result, mask, budget=16, fixed_width=WIDTH, seed=seed)
 
 
 def generate(model, rows, assistant, **options):
     torch.manual_seed(4)
-    return model.generate(**inputs_of(rows), **(OPTIONS | options), assistant=assistant)
+    return model.generate(**padded(rows), **(OPTIONS | options), assistant=assistant)
 
 
 def undrafted():
@@ -47,15 +41,7 @@ def undrafted():
 @pytest.fixture
 def fed(monkeypatch):
     """Tokens per row of forwards behind prompts, the self-test's among them."""
-    widths = []
-    step = Workspace.step
-
-    def noted(workspace, width, columns):
-        widths.append(width)
-        return step(workspace, width, columns)
-
-    monkeypatch.setattr(Workspace, "step", noted)
-    return widths
+    return calls_of(monkeypatch, Workspace, "step")
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -63,17 +49,17 @@ def fed(monkeypatch):
 def test_one_width_is_fed(rows, fed):
     """While texts grow, and while the cache catches up on a row that ended early."""
     model = build(LlamaForCausalLM)
-    start = inputs_of(rows)["input_ids"].shape[1]
+    start = padded(rows)["input_ids"].shape[1]
     free = generate(model, rows, undrafted(), do_sample=True)[:, start:].tolist()
     others = {token for text in free[1:] for token in text}
     end = next(token for token in free[0][12:] if token not in {*free[0][:12]} | others)
     options = {"do_sample": True, "eos_token_id": end, "return_dict_in_generate": True}
     plain = generate(model, rows, undrafted(), **options).sequences
     assert rows == 1 or plain.shape[1] - start > 3 * WIDTH
-    for assistant in (undrafted(), drafting(plain, inputs_of(rows))):
+    for assistant in (undrafted(), drafting(plain, padded(rows))):
         fed.clear()
         assert torch.equal(generate(model, rows, assistant, **options).sequences, plain)
-        assert set(fed) == {WIDTH}
+        assert {width for _, width, _ in fed} == {WIDTH}
     assert assistant.stats.last.accepted > 0
 
 
@@ -104,12 +90,11 @@ def test_logits_do_not_depend_on_drafts(rows, model_class, dtype):
     options = {"do_sample": False} | dict.fromkeys(names, True)
     expected = generate(model, rows, undrafted(), **options)
     for seed in range(2):
-        assistant = drafting(expected.sequences, inputs_of(rows), seed=seed)
+        assistant = drafting(expected, padded(rows), seed)
         actual = generate(model, rows, assistant, **options)
         assert assistant.stats.last.accepted > 0
         assert torch.equal(actual.sequences, expected.sequences)
-        for one, other in zip(actual.logits, expected.logits, strict=True):
-            assert torch.equal(one, other)
+        torch.testing.assert_close(actual.logits, expected.logits, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"typical_p": 0.8, "top_k": 0}])
@@ -118,7 +103,7 @@ def test_logits_do_not_depend_on_drafts(rows, model_class, dtype):
 def test_sampled_texts_do_not_depend_on_drafts(rows, options):
     model = build(LlamaForCausalLM).to(torch.bfloat16)
     expected = generate(model, rows, undrafted(), do_sample=True, **options)
-    assistant = drafting(expected, inputs_of(rows))
+    assistant = drafting(expected, padded(rows))
     assert torch.equal(generate(model, rows, assistant, do_sample=True, **options), expected)
     assert assistant.stats.last.accepted > 0
 
@@ -132,14 +117,10 @@ def test_where_no_memory_stays_in_place_it_is_refused():
 def test_widths_that_were_not_tested_are_refused():
     with pytest.raises(ValueError, match=r"fixed_width: expected one of \[1, 2, .*, got 5"):
         run(build(LlamaForCausalLM), assistant=SamAssistant(fixed_width=5))
-
-
-def test_no_width_at_all():
     with pytest.raises(ValueError, match="fixed_width: expected at least 1, got 0"):
         SamAssistant(fixed_width=0)
 
 
-@pytest.mark.usefixtures("in_place")
 def test_calls_do_not_rest():
     assert not SamAssistant(fixed_width=16).may_rest()
     assert SamAssistant().may_rest()

@@ -2,26 +2,20 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import Gemma3ForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import Gemma3ForCausalLM, GenerationConfig, LlamaForCausalLM, pipeline
 from transformers.generation.streamers import BaseStreamer
 
 from hf_retrieval_assist import SamAssistant
-from tests.support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, equal, knowing, run
+from tests.support.byte_model import byte_tokenizer
+from tests.support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, equal, knowing, run, same
+from tests.support.oracle_drafter import agreeing
 from tests.support.threads import in_threads
-from tests.support.tiny_models import VOCAB, WINDOW
+from tests.support.tiny_models import VOCAB
 
 
 @pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
 def model(request):
     return build(request.param)
-
-
-def test_windows_are_shorter_than_the_prompt(model):
-    assert getattr(model.config, "sliding_window", None) in (None, WINDOW)
-    assert PROMPT.shape[1] > WINDOW
 
 
 # It compiles a kernel for every length.
@@ -39,9 +33,7 @@ def test_greedy_and_sampled(model, attention, do_sample):
 def test_a_repetitive_text_drafts_itself():
     model = build(LlamaForCausalLM)
     forced = {"prefix_allowed_tokens_fn": lambda row, ids: [PHRASE[len(ids) % len(PHRASE)]]}
-    plain = run(model, **forced)
-    assistant = SamAssistant(budget=8)
-    assert torch.equal(plain, run(model, **forced, assistant=assistant))
+    _, _, assistant = same(model, assistant=SamAssistant(budget=8), **forced)
     assert assistant.stats.last.steps <= 4
 
 
@@ -90,13 +82,7 @@ def test_max_time(model, seconds, tokens):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One word per id; one of them is the word by which transformers tells how words are joined."""
-    vocab = {"<pad>": 0, "<s>": 1, "abcdef": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
-    words = Tokenizer(WordLevel(vocab, unk_token="<pad>"))
-    words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", unk_token="<pad>"
-    )
+    return byte_tokenizer(["<pad>"], pad_token="<pad>")
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -104,31 +90,25 @@ def test_stop_strings(model, tokenizer, do_sample):
     free = run(model, do_sample=do_sample)[0].tolist()
     options = {"do_sample": do_sample, "tokenizer": tokenizer}
     options["stop_strings"] = [tokenizer.decode(free[-9:-6]), "nowhere"]
-    plain, _ = equal(model, **options)
+    plain, _, _ = equal(model, **options)
     assert plain.shape[1] < len(free)
 
 
 def test_stop_strings_of_a_configuration(model, tokenizer):
     free = run(model)[0].tolist()
-    config = model.generation_config.to_dict() | {
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": False,
-        "stop_strings": tokenizer.decode(free[-9:-6]),
-    }
-    config = type(model.generation_config)(**config)
-    options = {"tokenizer": tokenizer, "generation_config": config}
-    plain = model.generate(PROMPT, **options)
-    assert torch.equal(plain, model.generate(PROMPT, assistant=knowing(plain), **options))
+    stop = tokenizer.decode(free[-9:-6])
+    config = GenerationConfig(stop_strings=stop, do_sample=False, max_new_tokens=NEW_TOKENS)
+    plain, _, _ = same(model, tokenizer=tokenizer, generation_config=config)
     assert plain.shape[1] < len(free)
-    assert config.stop_strings is not None
+    assert config.stop_strings == stop
 
 
 def test_pipelines(model, tokenizer):
     text = tokenizer.decode(PROMPT[0])
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    plain = pipeline("text-generation", model=model, tokenizer=tokenizer)(text, **options)
     by_call, by_pipeline = knowing(run(model)), knowing(run(model))
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    plain = pipe(text, **options)
     assert pipe(text, **options, assistant=by_call) == plain
     assert by_call.stats.last.accepted > 0
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, assistant=by_pipeline)
@@ -148,23 +128,9 @@ def test_threads_share_an_assistant(model):
     prompts = [PROMPT, PROMPT.flip(1), PROMPT[:, 3:], PROMPT + 2]
     plain = [run(model, ids) for ids in prompts]
     assistant = knowing(*plain)
-    found = {}
-
-    def work(numbers):
-        for i in numbers:
-            ids = prompts[i % 4]
-            found[i] = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                assistant=assistant,
-            )
-
-    in_threads(work, [range(k, 8, 2) for k in range(2)])
-    assert sorted(found) == list(range(8))
-    for i, result in found.items():
-        assert torch.equal(result, plain[i % 4])
+    numbers = range(8)
+    found = in_threads(lambda i: run(model, prompts[i % 4], assistant=assistant), numbers)
+    assert all(torch.equal(found[i], plain[i % 4]) for i in numbers)
     assert assistant.stats.total.calls == 8
     assert assistant.stats.total.accepted > 0
 
@@ -176,9 +142,7 @@ def test_threads_share_an_assistant(model):
 )
 def test_ways_to_give_the_prompt(model, inputs):
     options = {"max_length": 16} | inputs
-    plain = model.generate(**options, do_sample=False)
-    assistant = knowing(plain)
-    assert torch.equal(plain, model.generate(**options, do_sample=False, assistant=assistant))
+    agreeing(model, options, make=knowing, do_sample=False)
 
 
 class BrokenStreamer(BaseStreamer):

@@ -1,5 +1,6 @@
 """What `generate` takes and returns beyond ids is the same with and without an assistant."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +20,11 @@ from hf_retrieval_assist.row_text import RowText
 from hf_retrieval_assist.verification.service import Tier, choose_service
 from hf_retrieval_assist.verification.verified import Verified
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
-from tests.support.lossless import build, late_token
+from tests.support.lossless import build, late_token, padded
 from tests.support.oracle_drafter import agreeing, oracle_assistant
 
 PROMPT = torch.tensor([[5, 9, 33, 21, 60, 7, 44, 9, 33, 12, 18, 50]])
 INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
-ROWS = {name: tensor.repeat(2, 1) for name, tensor in INPUTS.items()}
 
 
 @pytest.fixture(
@@ -34,16 +34,13 @@ def model(request):
     return build(request.param, attn_implementation="eager")
 
 
-def equal(model, inputs=INPUTS, **kwargs):
-    return agreeing(model, inputs, **({"do_sample": False, "max_new_tokens": 16} | kwargs))
+def equal(model, inputs=INPUTS, tier="tree", **kwargs):
+    """Both results of a call, which agree, and its assistant, whose drafts were accepted."""
+    kwargs = {"do_sample": False, "max_new_tokens": 16} | kwargs
+    return agreeing(model, inputs, tier=tier, **kwargs)
 
 
-def assert_same_states(plain, assisted):
-    assert len(plain) == len(assisted)
-    for expected_step, actual_step in zip(plain, assisted, strict=True):
-        for expected, actual in zip(expected_step, actual_step, strict=True):
-            assert expected.shape == actual.shape
-            torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+assert_same_states = functools.partial(torch.testing.assert_close, atol=1e-3, rtol=1e-3)
 
 
 STATES = ("output_attentions", "output_hidden_states")
@@ -56,20 +53,19 @@ def test_scores_logits_attentions_and_hidden_states(model, ends):
     if ends:  # within a draft
         free = model.generate(**INPUTS, do_sample=False, max_new_tokens=16)[0, PROMPT.shape[1] :]
         wanted["eos_token_id"] = late_token(free, 9)
-    plain, assisted, assistant = equal(model, **wanted)
-    assert assistant.stats.last.accepted > 0
+    plain, assisted, _ = equal(model, **wanted)
     assert_same_states([plain.scores, plain.logits], [assisted.scores, assisted.logits])
     assert_same_states(plain.hidden_states, assisted.hidden_states)
     assert_same_states(plain.attentions, assisted.attentions)
 
 
 def test_states_of_a_prompt_that_goes_on_from_a_cache(model):
-    options = {"do_sample": False, "max_new_tokens": 9, "return_dict_in_generate": True}
     first, ours, _ = equal(model, return_dict_in_generate=True)
     ids = torch.cat([first.sequences, torch.tensor([[3, 14, 15]])], dim=1)
-    options |= dict.fromkeys(STATES, True)
+    wanted = dict.fromkeys(("return_dict_in_generate", *STATES), True)
+    options = wanted | {"do_sample": False, "max_new_tokens": 9}
     plain = model.generate(ids, **{CACHE: first[CACHE]}, **options)
-    assistant = oracle_assistant(plain.sequences)
+    assistant = oracle_assistant(plain)
     ours = model.generate(ids, **{CACHE: ours[CACHE]}, **options, assistant=assistant)
     assert assistant.stats.last.accepted > 0
     assert_same_states(plain.hidden_states, ours.hidden_states)
@@ -87,8 +83,7 @@ def test_states_of_a_prompt_that_goes_on_from_a_cache(model):
 def test_outputs_of_other_shapes(model_class, name, dims):
     model = build(model_class, attn_implementation="eager")
     wanted = {"return_dict_in_generate": True, f"output_{name}": True}
-    plain, assisted, assistant = equal(model, **wanted)
-    assert assistant.stats.last.accepted > 0
+    plain, assisted, _ = equal(model, **wanted)
     assert plain[name][0][0].dim() == dims
     assert_same_states(plain[name], assisted[name])
 
@@ -112,46 +107,37 @@ def test_states_behind_the_end_of_a_text_are_left_out():
     assert len(outputs.result(torch.zeros(1, 4), None, None, 2).hidden_states) == 2
 
 
-def assert_next_turn_continues(model, next_is_assisted, tier):
-    first, assisted, assistant = equal(model, return_dict_in_generate=True)
-    ids = torch.cat([first.sequences, torch.tensor([[3, 14, 15]])], dim=1)
-    turn = {"do_sample": False, "max_new_tokens": 12}
-    expected = model.generate(ids, **turn)
-    options = {}
-    if next_is_assisted:
-        assistant = oracle_assistant(expected)
-        options["assistant"] = assistant
-    actual = model.generate(ids, **{CACHE: assisted[CACHE]}, **turn, **options)
-    assert torch.equal(expected, actual)
-    assert assistant.stats.tier == tier
-    assert assistant.stats.last.accepted > 0
-    cached = assisted[CACHE].get_seq_length()
-    # Accepted tokens that wait to be replayed are not in the cache yet.
-    assert cached == actual.shape[1] - 1 or (tier == "replay" and cached < actual.shape[1] - 1)
-
-
 @pytest.mark.parametrize("next_is_assisted", [False, True])
 @pytest.mark.parametrize(
     ("model_class", "tier"),
     [(transformers.InklingForCausalLM, "chain"), (transformers.FalconH1ForCausalLM, "replay")],
 )
 def test_next_turn_of_a_model_with_states(model_class, tier, next_is_assisted):
-    assert_next_turn_continues(build(model_class), next_is_assisted, tier)
+    model = build(model_class)
+    first, ours, _ = equal(model, tier=tier, return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, torch.tensor([[3, 14, 15]])], dim=1)
+    turn = {"do_sample": False, "max_new_tokens": 12}
+    expected = model.generate(ids, **turn)
+    assistant = oracle_assistant(expected) if next_is_assisted else None
+    actual = model.generate(ids, **{CACHE: ours[CACHE]}, **turn, assistant=assistant)
+    assert torch.equal(expected, actual)
+    cached = ours[CACHE].get_seq_length()
+    # Accepted tokens that wait to be replayed are not in the cache yet.
+    assert cached == actual.shape[1] - 1 or (tier == "replay" and cached < actual.shape[1] - 1)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "tier"),
     [
-        {"max_new_tokens": 1},
-        {"prefill_chunk_size": 5},
-        {"guidance_scale": 1.5},
-        {"use_cache": False},
+        ({"max_new_tokens": 1}, ""),
+        ({"prefill_chunk_size": 5}, "tree"),
+        ({"guidance_scale": 1.5}, "tree"),
+        ({"use_cache": False}, "plain"),
     ],
-    ids=lambda options: "-".join(options),
+    ids=["one token", "chunks", "guidance", "no cache"],
 )
-def test_options(model, options):
-    _, _, assistant = equal(model, **options)
-    assert assistant.stats.tier == ("plain" if "use_cache" in options else "tree")
+def test_options(model, options, tier):
+    equal(model, tier=tier, **options)
 
 
 @pytest.fixture
@@ -179,7 +165,7 @@ def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch)
         return not finished or answers.pop(0)
 
     model.register_forward_hook(lambda *arguments: forwards.append(1))
-    plain, _, _ = equal(model, max_new_tokens=12)
+    plain, _, _ = equal(model, tier="", max_new_tokens=12)
     assistant = oracle_assistant(plain)
     monkeypatch.setattr(model, "_has_unfinished_sequences", wait_for_others)
     forwards.clear()
@@ -193,16 +179,9 @@ def test_forwards_go_on_while_other_processes_generate(model_class, monkeypatch)
 def test_mask_with_holes(model):
     mask = torch.ones_like(PROMPT)
     mask[0, [2, 3, 7]] = 0
-    plain = model.generate(PROMPT, attention_mask=mask, do_sample=False, max_new_tokens=12)
-    shown = plain[:, torch.cat([mask[0].bool(), torch.ones(12, dtype=torch.bool)])]
-    assisted = model.generate(
-        PROMPT,
-        attention_mask=mask,
-        do_sample=False,
-        max_new_tokens=12,
-        assistant=oracle_assistant(shown),
-    )
-    assert torch.equal(plain, assisted)
+    shown = torch.cat([mask[0], torch.ones(16)]).bool()
+    inputs = INPUTS | {"attention_mask": mask}
+    equal(model, inputs, make=lambda plain: oracle_assistant(plain[:, shown]))
 
 
 def causal_kernel(module, query, key, value, attention_mask, scaling, **kwargs):
@@ -223,9 +202,7 @@ def test_flash_attention_is_served_by_chains():
     model = build(transformers.LlamaForCausalLM)
     # Set past the check for its library.
     model.config._attn_implementation_internal = "flash_toy"
-    _, _, assistant = equal(model)
-    assert assistant.stats.tier == "chain"
-    assert assistant.stats.last.accepted > 0
+    equal(model, tier="chain")
 
 
 def failure(model, **options):
@@ -246,37 +223,25 @@ def test_flash_attention_that_is_not_there_fails_as_without_assistant():
     assert failure(model, assistant=oracle_assistant(PROMPT)) in plain
 
 
-def encoder_decoder(model_class):
-    model = build(model_class, is_encoder_decoder=True)
-    if model_class is transformers.WhisperForConditionalGeneration:
-        frames = 2 * model.config.max_source_positions
-        features = torch.randn(1, model.config.num_mel_bins, frames)
-        return model, {"input_features": features}
-    return model, INPUTS
-
-
 @pytest.mark.parametrize(
-    "model_class",
+    ("model_class", "rows"),
     [
-        transformers.BartForConditionalGeneration,
-        transformers.MarianMTModel,
-        transformers.T5ForConditionalGeneration,
-        transformers.WhisperForConditionalGeneration,
+        (transformers.BartForConditionalGeneration, 1),
+        (transformers.MarianMTModel, 1),
+        (transformers.T5ForConditionalGeneration, 1),
+        (transformers.T5ForConditionalGeneration, 4),
+        (transformers.WhisperForConditionalGeneration, 1),
     ],
 )
-def test_encoder_decoder(model_class):
-    model, inputs = encoder_decoder(model_class)
-    options = {
-        "do_sample": False,
-        "max_new_tokens": 20,
-        "forced_eos_token_id": None,
-        "num_beams": 1,
-    }
-    plain = model.generate(**inputs, **options)
-    assistant = oracle_assistant(plain)
-    assert torch.equal(plain, model.generate(**inputs, **options, assistant=assistant))
-    assert assistant.stats.tier == "chain"
-    assert assistant.stats.last.accepted > 0
+def test_encoder_decoder(model_class, rows):
+    model = build(model_class)
+    inputs = padded(rows)
+    if model_class is transformers.WhisperForConditionalGeneration:
+        frames = 2 * model.config.max_source_positions
+        inputs = {"input_features": torch.randn(rows, model.config.num_mel_bins, frames)}
+    # The encoder's padding is none of the decoder's.
+    options = {"make": oracle_assistant, "forced_eos_token_id": None, "num_beams": 1}
+    equal(model, inputs, tier="chain", max_new_tokens=20, **options)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -312,34 +277,24 @@ def test_a_shortage_during_the_self_test_is_not_the_models(shortage, told):
 
 
 def test_ids_of_another_dtype_give_the_dtype_of_plain_decoding(llama):
-    ids = PROMPT.to(torch.int32)
-    plain = llama.generate(ids, max_new_tokens=6, do_sample=False)
-    found = llama.generate(ids, max_new_tokens=6, do_sample=False, assistant=SamAssistant())
+    plain, found, _ = equal(llama, {"input_ids": PROMPT.to(torch.int32)})
     assert found.dtype == plain.dtype
-    assert torch.equal(found, plain)
 
 
-@pytest.mark.parametrize("wanted", ["output_scores", "output_logits"])
+@pytest.mark.parametrize("wanted", ["scores", "logits"])
 def test_scores_of_rows_that_have_ended_are_the_models(llama, wanted):
     ids = torch.cat([PROMPT, PROMPT.flip(1)])
-    free = llama.generate(ids, max_new_tokens=8, do_sample=False)
-    options = {"eos_token_id": int(free[0, -5]), "pad_token_id": 0, "max_new_tokens": 8}
-    options |= {"do_sample": False, "return_dict_in_generate": True, wanted: True}
-    plain = llama.generate(ids, **options)
-    found = llama.generate(ids, **options, assistant=oracle_assistant(plain.sequences))
-    name = wanted.removeprefix("output_")
-    for one, other in zip(plain[name], found[name], strict=True):
-        assert torch.allclose(one, other, atol=1e-4)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    free = llama.generate(**inputs, max_new_tokens=16, do_sample=False)
+    options = {"eos_token_id": int(free[0, -5]), f"output_{wanted}": True}
+    plain, found, _ = equal(llama, inputs, **options, return_dict_in_generate=True)
+    assert_same_states([plain[wanted]], [found[wanted]])
 
 
 def test_weights_on_disk(tmp_path):
     accelerate = pytest.importorskip("accelerate")
-    device = torch.device("cpu")
-    model = accelerate.disk_offload(
-        build(transformers.LlamaForCausalLM), str(tmp_path), execution_device=device
-    )
-    _, _, assistant = equal(model)
-    assert assistant.stats.tier == "tree"
+    places = {"offload_dir": str(tmp_path), "execution_device": torch.device("cpu")}
+    equal(accelerate.disk_offload(build(transformers.LlamaForCausalLM), **places))
 
 
 def test_the_self_test_disturbs_nothing():
@@ -363,23 +318,20 @@ SYNTHID = transformers.SynthIDTextWatermarkingConfig(
 )
 
 
-@pytest.mark.parametrize("inputs", [INPUTS, ROWS], ids=["row", "batch"])
-@pytest.mark.parametrize("scheme", ["lefthash", "selfhash"])
-def test_watermark(llama, inputs, scheme):
-    config = transformers.WatermarkingConfig(bias=4.0, seeding_scheme=scheme)
-    marked, _, assistant = equal(llama, inputs, watermarking_config=config)
-    assert assistant.stats.tier == "tree"
-    assert assistant.stats.last.accepted > 0
-    assert not torch.equal(marked, llama.generate(**inputs, do_sample=False, max_new_tokens=16))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_synthid_watermark(llama, seed):
-    options = {"do_sample": True, "seed": seed}
-    marked, _, assistant = equal(llama, watermarking_config=SYNTHID, **options)
-    assert assistant.stats.tier == "tree"
-    assert assistant.stats.last.accepted > 0
-    assert not torch.equal(marked, equal(llama, **options)[0])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.WatermarkingConfig(bias=4.0, seeding_scheme="lefthash"),
+        transformers.WatermarkingConfig(bias=4.0, seeding_scheme="selfhash"),
+        SYNTHID,
+    ],
+    ids=["lefthash", "selfhash", "SynthID"],
+)
+def test_watermarks(llama, config, rows):
+    inputs, options = padded(rows), {"do_sample": config is SYNTHID, "seed": 1}
+    marked, _, _ = equal(llama, inputs, watermarking_config=config, **options)
+    assert not torch.equal(marked, equal(llama, inputs, **options)[0])
 
 
 def tokenizer():
@@ -400,9 +352,8 @@ def test_token_healing(llama):
     healed = llama.heal_tokens(inputs["input_ids"].clone(), words)
     assert healed[0, -1] != inputs["input_ids"][0, -1]
     options = {"token_healing": True, "tokenizer": words}
-    plain, _, assistant = equal(llama, inputs, **options)
+    plain, _, _ = equal(llama, inputs, **options)
     assert torch.equal(plain[:, : healed.shape[1]], healed)
-    assert assistant.stats.last.accepted > 0
 
 
 class TakingPlaceholders(nn.Embedding):
@@ -412,24 +363,16 @@ class TakingPlaceholders(nn.Embedding):
         return super().forward(ids.clamp(0, self.num_embeddings - 1))
 
 
-def taking_placeholders():
-    model = build(transformers.LlamaForCausalLM)
-    model.get_input_embeddings().__class__ = TakingPlaceholders
-    return model
-
-
 @pytest.mark.parametrize("placeholder", [-200, -1, 67, 2**31 - 1, 2**31 + 5, 2**40])
 def test_placeholders_among_the_ids(placeholder):
-    model = taking_placeholders()
+    model = build(transformers.LlamaForCausalLM)
+    model.get_input_embeddings().__class__ = TakingPlaceholders
     ids = torch.tensor([[5, 9, placeholder, placeholder, 7, 44, 5, 9, placeholder]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    _, _, assistant = equal(model, inputs)
-    assert assistant.stats.last.accepted > 0
-    options = {"do_sample": False, "max_new_tokens": 16}
+    equal(model, inputs)
     drafts = DraftModelDrafter(build(transformers.LlamaForCausalLM))
-    for assistant in (SamAssistant(budget=8), Assistant([drafts], budget=8)):
-        ours = model.generate(**inputs, **options, assistant=assistant)
-        assert torch.equal(model.generate(**inputs, **options), ours)
+    for other in (SamAssistant(budget=8), Assistant([drafts], budget=8)):
+        equal(model, inputs, tier="", make=lambda plain, other=other: other)
 
 
 def test_quantised_cache_of_the_caller_is_refused(llama):

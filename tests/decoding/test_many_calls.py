@@ -1,7 +1,6 @@
 """Hundreds of calls with one assistant: none takes more work or memory than those before."""
 
 import gc
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import OutputMemory, SamAssistant
 from tests.support.lossless import build
+from tests.support.watching import profiled
 
 PIECES = 10
 PROBES = range(1_000_000, 1_000_006)
@@ -24,11 +24,8 @@ def calls_made(work):
         nonlocal count
         count += event in ("call", "c_call")
 
-    sys.setprofile(see)
-    try:
+    with profiled(see):
         work()
-    finally:
-        sys.setprofile(None)
     return count
 
 

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
+from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.decoding import dice, node_choices
 from hf_retrieval_assist.decoding.dice import draws_by_quotients
 from hf_retrieval_assist.decoding.selection import TokenSelector
 from tests.support.lossless import PROMPT, build, late_token, padded
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant, sequences_of
+from tests.support.watching import calls_of
 
 OPTIONS = {
     "all": {"top_k": 0},
@@ -36,16 +36,8 @@ def in_place(monkeypatch):
 
 @pytest.fixture
 def walked(monkeypatch):
-    """How many rows each call of the logits processors was for, the prefill's included."""
-    seen = []
-    process = TokenSelector.process
-
-    def noted(select, rows, logits):
-        seen.append(len(rows))
-        return process(select, rows, logits)
-
-    monkeypatch.setattr(TokenSelector, "process", noted)
-    return seen
+    """Calls of the logits processors and the rows that they were for, the prefill's included."""
+    return calls_of(monkeypatch, TokenSelector, "process")
 
 
 def draw_rows(monkeypatch, together):
@@ -58,17 +50,11 @@ def draw_rows(monkeypatch, together):
     monkeypatch.setattr(dice, "draws_by_quotients", tried)
 
 
-def inputs_of(rows):
-    return padded(rows) if rows > 1 else {"input_ids": PROMPT}
-
-
 def check(model, rows, **options):
     """A call gives plain decoding's tokens and state, with some drafts."""
     options = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": 0} | options
-    _, _, assistant = agreeing(model, inputs_of(rows), seed=4, **options)
-    assert assistant.stats.tier == "tree"
+    _, _, assistant = agreeing(model, padded(rows), tier="tree", seed=4, **options)
     assert assistant.stats.last.keeps_seed
-    assert assistant.stats.last.accepted > 0
 
 
 @pytest.mark.parametrize(("rows", "together"), [(1, False), (3, False), (3, True)])
@@ -79,7 +65,7 @@ def test_tokens_and_state_are_plain_decodings(name, rows, together, llama, walke
     for _ in range(2):
         walked.clear()
         check(llama, rows, **OPTIONS[name])
-        assert walked == [rows]
+        assert [len(processed) for _, processed, _ in walked] == [rows]
 
 
 @pytest.mark.parametrize("most", [1 << 24, 150])
@@ -87,11 +73,11 @@ def test_rows_that_end_at_unlike_places(most, llama, walked, monkeypatch):
     """Whatever the number of nodes that are processed together."""
     monkeypatch.setattr(node_choices, "_MOST_CELLS", most)
     torch.manual_seed(4)
-    free = llama.generate(**inputs_of(3), do_sample=True, max_new_tokens=24)
+    free = llama.generate(**padded(3), do_sample=True, max_new_tokens=24)
     ends = [late_token(text[18:], 7) for text in (free[0], free[-1])]
     walked.clear()
     check(llama, 3, eos_token_id=ends)
-    assert walked == [3]
+    assert [len(processed) for _, processed, _ in walked] == [3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -112,17 +98,14 @@ def test_half_precision(dtype, walked):
     assert torch.equal(*texts)
 
 
-class Draws(StoppingCriteria):
-    """Uses the generator between some tokens."""
-
-    def __call__(self, input_ids, scores, **kwargs):
+def test_somebody_elses_draws_come_first(llama, walked):
+    def draws(input_ids, scores, **kwargs):
+        """Uses the generator between some tokens."""
         if input_ids.shape[1] % 5 == 0:
             torch.rand(3)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-
-def test_somebody_elses_draws_come_first(llama, walked):
-    check(llama, 1, stopping_criteria=[Draws()])
+    check(llama, 1, stopping_criteria=[draws])
     assert 1 < len(walked) < 24
 
 
@@ -143,27 +126,17 @@ class DrawingOracle(OracleDrafter):
 
 
 def test_rows_that_lost_their_place_go_on_without_the_seed(llama):
-    inputs = inputs_of(3)
-    free = llama.generate(**inputs, do_sample=True, max_new_tokens=24)
-    mask = inputs["attention_mask"]
-    rows = [text[count:] for text, count in zip(free.tolist(), (mask == 0).sum(1), strict=True)]
-    assistant = Assistant([DrawingOracle(rows)], budget=16, reroute=False)
-    text = llama.generate(**inputs, do_sample=True, max_new_tokens=24, assistant=assistant)
-    assert text.shape == free.shape
+    options = padded(3) | {"do_sample": True, "max_new_tokens": 24}
+    free = llama.generate(**options)
+    assistant = oracle_assistant(free, options["attention_mask"], drafter=DrawingOracle)
+    assert llama.generate(**options, assistant=assistant).shape == free.shape
     assert not assistant.stats.last.keeps_seed
-
-
-class Same(LogitsProcessor):
-    """Nobody knows what it looks at."""
-
-    def __call__(self, input_ids, scores):
-        return scores
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"logits_processor": [Same()]},
+        {"logits_processor": [lambda ids, scores: scores]},
         {"repetition_penalty": 1.3},
         {"return_dict_in_generate": True, "output_scores": True},
     ],

@@ -36,9 +36,8 @@ def run(model, prompts=PROMPTS, mask=MASK, **options):
 @pytest.mark.parametrize("sample", [False, True])
 def test_a_call_at_rest_is_plain_and_counted(model, resting, sample):
     assistant = SamAssistant()
-    plain = run(model, do_sample=sample, temperature=1.3 if sample else None)
-    again = run(model, do_sample=sample, temperature=1.3 if sample else None, assistant=assistant)
-    assert torch.equal(plain, again)
+    options = {"do_sample": sample, "temperature": 1.3 if sample else None}
+    assert torch.equal(run(model, **options), run(model, **options, assistant=assistant))
     total = assistant.stats.total
     assert (total.tier, total.drafted, total.tokens) == ("at rest", 0, 48)
     assert (total.steps, total.forwards, total.mean_accepted_tokens) == (46, 23, 1.0)
@@ -50,10 +49,9 @@ def test_its_texts_are_learnt_up_to_their_ends(model, resting, monkeypatch, padd
     free = run(model)[:, PROMPTS.shape[1] :].tolist()
     end = free[0][5]
     pad = end if padded_with_the_end else 0
-    config = transformers.GenerationConfig(eos_token_id=end, pad_token_id=pad, max_new_tokens=24)
     told = []
     monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(ids))
-    run(model, generation_config=config, assistant=SamAssistant())
+    run(model, eos_token_id=end, pad_token_id=pad, assistant=SamAssistant())
     assert told == [row[: row.index(end) + 1] if end in row else row for row in free]
     assert len(told[0]) < 24
 
@@ -64,17 +62,15 @@ def test_padding_behind_what_another_criterion_ended_is_not_learnt(
 ):
     """Also where a row's last token is what pads it."""
 
-    class FirstRowEnds(transformers.StoppingCriteria):
-        def __call__(self, ids, scores, **kwargs):
-            return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
+    def first_row_ends(ids, scores, **kwargs):
+        return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
 
     free = run(model)[:, PROMPTS.shape[1] :].tolist()
     told = []
     monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(ids))
     pad = free[0][3] if padded_with_its_own_end else 0
-    config = transformers.GenerationConfig(eos_token_id=66, pad_token_id=pad, max_new_tokens=24)
-    criteria = [FirstRowEnds()]
-    run(model, generation_config=config, stopping_criteria=criteria, assistant=SamAssistant())
+    options = {"eos_token_id": 66, "pad_token_id": pad, "stopping_criteria": [first_row_ends]}
+    run(model, **options, assistant=SamAssistant())
     assert told == [free[0][:4], free[1]]
 
 
@@ -92,11 +88,9 @@ def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, resting, tier):
     end = free[0][5]
     lengths = [row.index(end) + 1 if end in row else len(row) for row in free]
     assert min(lengths) < max(lengths)
-    config = transformers.GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=24)
-    options = {"use_cache": False} if tier == "plain" else {}
     assistant, drafted = SamAssistant(), SamAssistant(budget=0)
-    run(model, generation_config=config, assistant=assistant, **options)
-    run(model, generation_config=config, assistant=drafted)
+    run(model, eos_token_id=end, assistant=assistant, use_cache=tier != "plain")
+    run(model, eos_token_id=end, assistant=drafted)
     last, other = assistant.stats.last, drafted.stats.last
     assert (last.tier, other.tier) == (tier, "tree")
     assert last.tokens == other.tokens == sum(lengths)
@@ -107,10 +101,9 @@ def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, resting, tier):
 def test_plain_calls_are_recorded_up_to_their_rows_ends(model):
     free = run(model)[:, PROMPTS.shape[1] :].tolist()
     end = free[0][5]
-    config = transformers.GenerationConfig(eos_token_id=end, pad_token_id=0, max_new_tokens=24)
     assistant = SamAssistant()
     with assistant.record() as record:
-        run(model, generation_config=config, use_cache=False, assistant=assistant)
+        run(model, eos_token_id=end, use_cache=False, assistant=assistant)
     call = record.calls[0]
     assert call.stats.tier == "plain"
     expected = [row[: row.index(end) + 1] if end in row else row for row in free]
@@ -219,12 +212,12 @@ class Cut(transformers.StoppingCriteria):
         return torch.zeros(len(ids), dtype=torch.bool)
 
 
-def encoder_decoder_cache(config):
-    return transformers.EncoderDecoderCache(dynamic_cache(config), dynamic_cache(config))
-
-
 def dynamic_cache(config):
     return transformers.DynamicCache(config=config)
+
+
+def encoder_decoder_cache(config):
+    return transformers.EncoderDecoderCache(dynamic_cache(config), dynamic_cache(config))
 
 
 def cache_of_unknown_layers(config):
@@ -264,7 +257,7 @@ def test_an_interrupted_call_leaves_the_callers_cache_to_go_on_from(
     model_class, make, stays, where, resting
 ):
     encodes = model_class is transformers.BartForConditionalGeneration
-    model = build(model_class, **({"is_encoder_decoder": True} if encodes else {}))
+    model = build(model_class)
     model.generation_config.forced_eos_token_id = None
     name = "cache_params" if model_class is transformers.Mamba2ForCausalLM else CACHE
     cache, prompts = make(model.config), PROMPTS[:, 2:].clone()

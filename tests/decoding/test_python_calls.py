@@ -1,6 +1,5 @@
 """How many functions of the package a greedy step calls: a count of the host's own work."""
 
-import sys
 from pathlib import Path
 from statistics import median
 
@@ -12,6 +11,7 @@ import hf_retrieval_assist
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.decoding.loop import Generation
 from tests.support.lossless import build
+from tests.support.watching import profiled
 
 PACKAGE = str(Path(hf_retrieval_assist.__file__).parent)
 OPTIONS = {"do_sample": False, "max_new_tokens": 40}
@@ -31,11 +31,8 @@ def calls_of_steps(rows, budget, monkeypatch):
                 counts[-1] += 1
 
         counts.append(0)
-        sys.setprofile(see)
-        try:
+        with profiled(see):
             step(generation)
-        finally:
-            sys.setprofile(None)
 
     monkeypatch.setattr(Generation, "step", counted)
     model.generate(**inputs, **OPTIONS, assistant=assistant)

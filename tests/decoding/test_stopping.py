@@ -40,29 +40,24 @@ class EndsWith(StoppingCriteria):
         return input_ids[:, -1] == self.token
 
 
-@pytest.mark.parametrize(("tokens", "done"), [(3, False), (4, True), (5, True)])
-def test_longest_text(tokens, done):
-    stop = stopping(MaxLengthCriteria(12), MaxLengthCriteria(7), EosTokenCriteria(50))
+@pytest.mark.parametrize("tokens", [3, 4, 5])
+@pytest.mark.parametrize(
+    "limits",
+    [(12, 7), (6.5, 9.0), (7.0, 9.0), (torch.tensor(7), 9.0), (torch.tensor(6.5), 9.0)],
+)
+def test_longest_text(limits, tokens):
+    """A limit of any kind is met where plain decoding meets it."""
+    stop = stopping(*map(MaxLengthCriteria, limits), EosTokenCriteria(50))
     row = rows_of([1] * tokens)[0]
-    assert stop.remaining(row) == 4 - tokens
-    assert finished(stop, [row]) == [done]
-
-
-@pytest.mark.parametrize("limit", [6.5, 7.0, torch.tensor(7), torch.tensor(6.5)])
-def test_a_limit_of_another_kind_is_met_where_plain_decoding_meets_it(limit):
-    stop = stopping(MaxLengthCriteria(limit), MaxLengthCriteria(9.0))
-    row = rows_of([1, 1])[0]
     assert (stop.max_length, type(stop.max_length)) == (7, int)
-    assert stop.remaining(row) == 2
+    assert stop.remaining(row) == 4 - tokens
+    assert finished(stop, [row]) == [tokens >= 4]
 
 
-@pytest.mark.parametrize("limit", [float("inf"), float("nan")])
-def test_a_limit_that_no_text_gets_to_is_none(limit):
-    assert stopping(MaxLengthCriteria(limit)).max_length is None
-
-
-def test_no_limit():
-    stop = stopping(EosTokenCriteria(4))
+@pytest.mark.parametrize("limits", [(), (float("inf"),), (float("nan"),)])
+def test_no_limit(limits):
+    stop = stopping(*map(MaxLengthCriteria, limits), EosTokenCriteria(4))
+    assert stop.max_length is None
     assert stop.remaining(rows_of([1])[0]) is None
 
 

@@ -9,13 +9,11 @@ import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_retrieval_assist import Assistant
-from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
-from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
-from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, replay, service
-from tests.draft_models.test_recorded import NAMES, Drafting, assert_same
+from hf_retrieval_assist.verification import fixed_verifier, replay, service
 from tests.support.lossless import PROMPT, build, knowing
 from tests.support.op_recorder import serve_in_place
-from tests.support.oracle_drafter import both
+from tests.support.oracle_drafter import agreeing
+from tests.support.watching import calls_of
 
 triton = pytest.importorskip("triton", reason="needs Triton: make test-triton")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -40,22 +38,14 @@ CALLS = {
 
 @pytest.fixture(autouse=True)
 def attended(monkeypatch):
-    """The shapes of the queries that the kernels were given."""
+    """What the kernels were given, the queries first."""
     serve_in_place(monkeypatch)
     # What is recorded here are PyTorch's operators.
     monkeypatch.setattr(replay, "recorder", lambda device: None)
     monkeypatch.setattr(service, "has_triton", lambda device: True)
     # Interpreted, a program takes milliseconds: narrow forwards over few slots.
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 4, 8))
-    shapes = []
-    attend = triton_attention.tree_attention
-
-    def noted(query, *arguments):
-        shapes.append(query.shape)
-        return attend(query, *arguments)
-
-    monkeypatch.setattr(triton_attention, "tree_attention", noted)
-    return shapes
+    return calls_of(monkeypatch, triton_attention, "tree_attention")
 
 
 @pytest.mark.parametrize(
@@ -72,10 +62,7 @@ def attended(monkeypatch):
 def test_tokens_are_those_of_plain_decoding(model_class, inputs, attended):
     """Of models that see everything, windows, or chunks."""
     model = build(model_class)
-    plain, assisted, assistant = both(model, CALLS[inputs], oracle=ORACLE, **OPTIONS)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.tier == "tree"
-    assert assistant.stats.last.accepted > 0
+    _, _, assistant = agreeing(model, CALLS[inputs], tier="tree", oracle=ORACLE, **OPTIONS)
     # Every layer of every forward.
     layers = model.config.num_hidden_layers
     assert len(attended) % layers == 0
@@ -110,9 +97,7 @@ def test_bounded_scores_and_sinks(model_class, config, attended):
     transformers.AttentionMaskInterface.register("bounded", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model = build(model_class, **config)
     model.set_attn_implementation("bounded")
-    plain, assisted, assistant = both(model, CALLS["padded"], oracle=ORACLE, **OPTIONS)
-    assert torch.equal(plain, assisted)
-    assert assistant.stats.tier == "tree"
+    agreeing(model, CALLS["padded"], tier="tree", oracle=ORACLE, **OPTIONS)
     assert attended
 
 
@@ -134,9 +119,7 @@ def test_layers_that_read_their_mask_are_served_with_one(attended):
     layer.forward = reads
     for _ in range(2):
         attended.clear()
-        plain, assisted, assistant = both(model, CALLS["one row"], oracle=ORACLE, **OPTIONS)
-        assert torch.equal(plain, assisted)
-        assert assistant.stats.tier == "tree"
+        agreeing(model, CALLS["one row"], tier="tree", oracle=ORACLE, **OPTIONS)
     assert not attended
 
 
@@ -152,10 +135,7 @@ def test_hooks_are_shown_masks_with_numbers(attended):
     model.model.layers[0].register_forward_pre_hook(reads, with_kwargs=True)
     for _ in range(2):
         shown.clear()
-        plain, assisted, assistant = both(model, CALLS["one row"], oracle=ORACLE, **OPTIONS)
-        assert torch.equal(plain, assisted)
-    assert assistant.stats.tier == "tree"
-    assert assistant.stats.last.accepted > 0
+        agreeing(model, CALLS["one row"], tier="tree", oracle=ORACLE, **OPTIONS)
     assert attended
     assert not any(mask.isnan().any() for mask in shown if mask is not None)
 
@@ -171,29 +151,5 @@ def test_at_one_width_no_bit_depends_on_drafts(attended, monkeypatch):
     assistant = knowing(expected, fixed_width=8, reroute=False)
     actual = model.generate(**inputs, **OPTIONS, **names, assistant=assistant)
     assert assistant.stats.last.accepted > 0
-    assert {shape[2] for shape in attended} == {8}
-    for one, other in zip(actual.logits, expected.logits, strict=True):
-        assert torch.equal(one, other)
-
-
-def drafts_of(case):
-    """What a draft model drafts for two texts that go on."""
-    drafter = DraftModelDrafter(case.layers, max_nodes=6, max_levels=2, width=2)
-    sessions, drafts = [case._start(drafter, row) for row in range(2)], []
-    for turn in range(2):
-        trees = drafter.propose_rows(sessions, [6] * 2)
-        case._go_on(sessions, trees, turn)
-        drafts += trees
-    return drafts
-
-
-@pytest.mark.parametrize("kind", NAMES[:2])
-def test_draft_models(kind, attended, monkeypatch):
-    """Whose levels see nodes that were fed before."""
-    monkeypatch.setattr(ShapeChooser, "_has_changed", lambda self: False)
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(fixed_memory, "_STAYING", ())
-        expected = drafts_of(Drafting(kind))
-    assert not attended
-    assert_same(drafts_of(Drafting(kind)), expected)
-    assert attended
+    assert {query.shape[2] for query, *_ in attended} == {8}
+    torch.testing.assert_close(actual.logits, expected.logits, atol=0, rtol=0)

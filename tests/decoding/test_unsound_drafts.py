@@ -7,51 +7,43 @@ import torch
 import transformers
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.kv_cache import SlotCache
-from tests.support.lossless import PROMPT, build, knowing, run
-from tests.support.oracle_drafter import oracle_assistant, sequences_of
+from tests.support.lossless import PROMPT, build, run, same
+from tests.support.oracle_drafter import OracleDrafter, oracle_assistant
 
 MODELS = {
     "tree": lambda: build(transformers.LlamaForCausalLM),
     "windows": lambda: build(transformers.Gemma3ForCausalLM),
     "indexed": lambda: build(transformers.GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
-    "chain": lambda: build(transformers.BartForCausalLM, is_encoder_decoder=False),
+    "chain": lambda: build(transformers.BartForCausalLM),
     "convolution": lambda: build(transformers.Lfm2ForCausalLM),
     "replay": lambda: build(transformers.Qwen3NextForCausalLM),
 }
 ROWS = torch.cat([PROMPT, PROMPT.roll(3, 1), PROMPT.flip(1)])
 
 
-class Poisoned(Drafter):
+class Poisoned(OracleDrafter):
     """Drafts true tokens, one that poisons, and true ones behind and beside it."""
 
-    name = "poisoned"
-
     def __init__(self, texts, poison):
-        self.texts, self.poison, self.started = texts, poison, 0
+        super().__init__(texts)
+        self.poison, self.drafts = poison, 0
 
     def start(self, prompt_ids, target):
-        self.started += 1
-        return _Session(self, self.texts[(self.started - 1) % len(self.texts)], len(prompt_ids))
+        session = super().start(prompt_ids, target)
 
+        def propose(budget):
+            coming = session.text[session.length : session.length + 2]
+            self.drafts += 1
+            if len(coming) < 2 or self.drafts % 2 == 0:
+                return TokenTree.chain(coming, [0.9] * len(coming))
+            tokens = [coming[0], self.poison, coming[1]]
+            return TokenTree.build(tokens, [-1, 0, 0], [0.9, 0.8, 0.8])
 
-class _Session(DraftSession):
-    def __init__(self, drafter, text, length):
-        self.drafter, self.text, self.length, self.drafts = drafter, text, length, 0
-
-    def commit(self, token_ids, feedback):
-        self.length += len(token_ids)
-
-    def propose(self, budget):
-        coming = self.text[self.length : self.length + 2]
-        self.drafts += 1
-        if len(coming) < 2 or self.drafts % 2 == 0:
-            return TokenTree.chain(coming, [0.9] * len(coming))
-        tokens = [coming[0], self.drafter.poison, coming[1]]
-        return TokenTree.build(tokens, [-1, 0, 0], [0.9, 0.8, 0.8])
+        session.propose = propose
+        return session
 
 
 def poison_of(texts, vocab_size):
@@ -64,8 +56,7 @@ def poison_of(texts, vocab_size):
 def test_tokens_and_later_calls_are_plain(name, rows):
     model = MODELS[name]()
     ids = ROWS[:rows]
-    plain = run(model, ids)
-    run(model, ids, assistant=knowing(plain))  # passes the model's test
+    plain, _, _ = same(model, ids)  # passes the model's test
     poison = poison_of(plain.tolist(), model.config.vocab_size)
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = torch.nan
@@ -98,12 +89,9 @@ def test_an_overflow_in_half_precision():
 def test_a_text_that_is_not_finite_itself_is_drafted_for_no_more(told):
     """Plain decoding writes token 0 from there on."""
     model = build(transformers.LlamaForCausalLM)
-    text = run(model)
-    run(model, assistant=knowing(text))
+    text, _, _ = same(model)
     with torch.no_grad():
         model.get_input_embeddings().weight[text[0, 20]] = torch.nan
-    plain = run(model)
-    assistant = oracle_assistant(sequences_of(plain))
-    assert run(model, assistant=assistant).tolist() == plain.tolist()
+    plain, _, assistant = same(model, assistant=oracle_assistant)
     assert assistant.stats.last.forwards < 2 * plain.shape[1]
     assert told.text.count("were not finite") == 1

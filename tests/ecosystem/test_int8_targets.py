@@ -7,7 +7,7 @@ from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import SamAssistant, reroute
 from hf_retrieval_assist.kernels import library_weights
-from tests.support.lossless import build, equal, knowing, run
+from tests.support.lossless import build, equal, knowing, run, same
 
 
 def linears(model):
@@ -88,9 +88,7 @@ def test_half_precision_is_that_of_plain_decoding_inside_a_scope(quantise, dtype
 )
 def test_rows_in_eight_bits_stay_with_the_library(quantise, kernel_products, told):
     model = quantise(build(LlamaForCausalLM))
-    plain = run(model)
-    assistant = knowing(plain)
-    assert torch.equal(run(model, assistant=assistant), plain)
+    _, _, assistant = same(model)
     # One row of each weight is multiplied to learn what the library means by it.
     assert kernel_products.count(1) <= len(linears(model))
     plainly = assistant.stats.last.tier == "plain"
@@ -105,8 +103,6 @@ def test_bitsandbytes_without_outliers_is_drafted():
 def test_bitsandbytes_with_outliers_says_that_it_is_not(told):
     """What is an outlier of one row is left out of the eight bits of all rows beside it."""
     model = by_bitsandbytes(build(LlamaForCausalLM), threshold=1.0)
-    plain = run(model)
-    assistant = knowing(plain)
-    assert torch.equal(run(model, assistant=assistant), plain)
+    _, _, assistant = same(model)
     assert assistant.stats.last.tier == "plain"
     assert sum("cannot draft here: " in text for text in told.messages) == 1

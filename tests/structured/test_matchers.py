@@ -8,6 +8,7 @@ from hf_retrieval_assist import TokenTree
 from hf_retrieval_assist.drafters.grammar import GrammarSession
 from hf_retrieval_assist.grammars.constraint import constraint_of
 
+from ..support.watching import calls_of
 from .libraries import LIBRARIES, SCHEMA, VOCABULARY, xgrammar_processor
 
 
@@ -62,14 +63,7 @@ def test_the_vocabulary_is_not_listed_anew_for_every_grammar(monkeypatch):
 def test_the_mask_of_a_node_is_computed_once(monkeypatch):
     """However little of what is forced a step verifies; pruning needs no mask."""
     xgrammar = pytest.importorskip("xgrammar", reason="make test-structured")
-    masks = []
-    fill = xgrammar.GrammarMatcher.fill_next_token_bitmask
-
-    def counted(matcher, *arguments):
-        masks.append(matcher)
-        return fill(matcher, *arguments)
-
-    monkeypatch.setattr(xgrammar.GrammarMatcher, "fill_next_token_bitmask", counted)
+    masks = calls_of(monkeypatch, xgrammar.GrammarMatcher, "fill_next_token_bitmask")
     session = GrammarSession(constraint_of([xgrammar_processor({"const": "x" * 20})], 0))
     for _ in range(18):
         tree = session.propose(4)

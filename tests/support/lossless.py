@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.host.transformers_private import input_device
 
 from .oracle_drafter import sequences_of
@@ -58,12 +58,22 @@ def knowing(*results, **options):
     return SamAssistant(corpus, **({"budget": 16} | options))
 
 
-def equal(model, **options):
-    """Both results of a call, which agree; the second one took fewer forwards."""
-    plain = run(model, **options)
-    assistant = knowing(plain)
-    assisted = run(model, **options, assistant=assistant)
+def same(model, ids=PROMPT, assistant=knowing, **options):
+    """Both results of a call, which agree, and the assistant.
+
+    Args:
+        assistant: or what makes it from plain decoding's result.
+    """
+    plain = run(model, ids, **options)
+    assistant = assistant if isinstance(assistant, Assistant) else assistant(plain)
+    assisted = run(model, ids, **options, assistant=assistant)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    return plain, assisted, assistant
+
+
+def equal(model, **options):
+    """The same of a call that took fewer forwards with the assistant."""
+    plain, assisted, assistant = same(model, **options)
     assert assistant.stats.last.accepted > 0
     assert assistant.stats.last.steps < assistant.stats.last.tokens - 1
-    return plain, assisted
+    return plain, assisted, assistant

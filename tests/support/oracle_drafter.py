@@ -85,14 +85,21 @@ class _OracleSession(DraftSession):
         return probs
 
 
-def oracle_assistant(sequences, attention_mask=None, budget=64, **options):
-    """An assistant for a call whose result, int64 [batch, length], is known from a plain run."""
-    rows = sequences.tolist()
+def oracle_assistant(
+    result, attention_mask=None, budget=64, drafter=OracleDrafter, fixed_width=None, **options
+):
+    """An assistant for a call whose result is known from a plain run.
+
+    Args:
+        drafter: the class of what drafts; `options` are its own.
+    """
+    rows = sequences_of(result).tolist()
     if attention_mask is not None:
         padding = (attention_mask == 0).sum(dim=1).tolist()
         rows = [row[skip:] for row, skip in zip(rows, padding, strict=True)]
     # Every node of a draft is verified, whatever it costs.
-    return Assistant([OracleDrafter(rows, **options)], budget=budget, reroute=False)
+    drafters = [drafter(rows, **options)]
+    return Assistant(drafters, budget=budget, fixed_width=fixed_width, reroute=False)
 
 
 def sequences_of(result):
@@ -114,7 +121,7 @@ def both(model, inputs, seed=0, oracle=None, make=None, **kwargs):
     left = torch.get_rng_state()
     if make is None:
         mask = inputs.get("attention_mask")
-        assistant = oracle_assistant(sequences_of(plain), mask, **(oracle or {}))
+        assistant = oracle_assistant(plain, mask, **(oracle or {}))
     else:
         assistant = make(plain)
     torch.manual_seed(seed)
@@ -124,8 +131,15 @@ def both(model, inputs, seed=0, oracle=None, make=None, **kwargs):
     return plain, assisted, assistant
 
 
-def agreeing(model, inputs, **kwargs):
-    """The same, whose texts agree."""
+def agreeing(model, inputs, tier="", **kwargs):
+    """The same, whose texts agree.
+
+    Args:
+        tier: at which drafts were accepted, or "plain"; empty: at any, if they were.
+    """
     plain, assisted, assistant = both(model, inputs, **kwargs)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    if tier:
+        assert assistant.stats.tier == tier
+        assert (assistant.stats.last.accepted > 0) == (tier != "plain")
     return plain, assisted, assistant

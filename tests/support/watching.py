@@ -1,11 +1,40 @@
-"""Scopes that note what models do without changing them: hooks of a model's own are part of what
-its forwards are tested with."""
+"""What notes what models and functions do without changing it."""
+
+import sys
+from contextlib import contextmanager
+from functools import wraps
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 
+def calls_of(monkeypatch, owner, name):
+    """The positional arguments of every call of a function from now on."""
+    calls, function = [], getattr(owner, name)
+
+    @wraps(function)
+    def noted(*arguments, **options):
+        calls.append(arguments)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, noted)
+    return calls
+
+
+@contextmanager
+def profiled(see):
+    """Scope in which Python tells a function of every call and return."""
+    sys.setprofile(see)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
 class Fed:
-    """Scope that notes the shapes of the ids that a model is fed."""
+    """Scope that notes the shapes of the ids that a model is fed.
+
+    A hook of the model's own would be part of what its forwards are tested with.
+    """
 
     def __init__(self, model):
         self.embeddings = model.get_input_embeddings()
