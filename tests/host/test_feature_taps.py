@@ -1,7 +1,5 @@
 """Captured boundaries must be those transformers reports, however the model is wrapped."""
 
-import copy
-
 import pytest
 import torch
 import transformers
@@ -27,6 +25,15 @@ def reported(model, token_ids, boundaries):
     return torch.cat([hidden[k] for k in boundaries], dim=-1)
 
 
+def assert_captured(model, token_ids, boundaries, original=None):
+    """One forward of a model, which may be compiled, shows a tap what the original reports."""
+    with FeatureTap(model, boundaries) as tap:
+        model(token_ids)
+    expected = reported(model if original is None else original, token_ids, boundaries)
+    torch.testing.assert_close(tap.features, expected)
+    return tap.features
+
+
 def hooks_of(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
@@ -48,10 +55,8 @@ def test_the_papers_boundaries_of_ten_blocks(token_ids):
     target = tiny_target(num_layers=10)
     boundaries = default_boundaries(10)
     assert boundaries == (2, 5, 7)
-    with FeatureTap(target, boundaries) as tap:
-        target(token_ids)
-    torch.testing.assert_close(tap.features, reported(target, token_ids, [2, 5, 7]))
-    assert not torch.allclose(tap.features, reported(target, token_ids, [3, 6, 8]), atol=1e-3)
+    features = assert_captured(target, token_ids, boundaries)
+    assert not torch.allclose(features, reported(target, token_ids, [3, 6, 8]), atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +139,7 @@ def test_another_threads_forward_is_not_captured(token_ids):
 @pytest.mark.parametrize("wrap", WRAPS)
 @torch.no_grad()
 def test_wrapped_models(wrap, token_ids):
-    model = wrap(copy.deepcopy(tiny_target(num_layers=4)))
-    with FeatureTap(model, (1, 2, -1)) as tap:
-        model(token_ids)
-    torch.testing.assert_close(tap.features, reported(model, token_ids, [1, 2, -1]))
+    assert_captured(wrap(tiny_target(num_layers=4)), token_ids, (1, 2, -1))
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
@@ -147,9 +149,7 @@ def test_a_compiled_model(token_ids):
     model = tiny_target(num_layers=3)
     compiled = torch.compile(model, backend="eager")
     for ids in (token_ids, token_ids.flip(1)):
-        with FeatureTap(compiled, (1, -1)) as tap:
-            compiled(ids)
-        torch.testing.assert_close(tap.features, reported(model, ids, [1, -1]))
+        assert_captured(compiled, ids, (1, -1), model)
 
 
 @torch.no_grad()

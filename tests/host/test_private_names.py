@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from hf_retrieval_assist.host import private_names, transformers_private
 from hf_retrieval_assist.host.private_names import CONTINUOUS_BATCHING, GENERATE, GROUPS, absent
-from tests.support.lossless import build, knowing, run
+from tests.support.lossless import build, equal, knowing, run, same
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers_versions.md"
 
@@ -64,26 +64,21 @@ def test_a_renamed_attribute_of_the_scheduler_is_named(monkeypatch):
     assert any("Scheduler.waiting_requests_order" in line for line in absent(CONTINUOUS_BATCHING))
 
 
-def test_a_release_in_which_nothing_can_be_assisted_says_so(monkeypatch, told, fresh):
-    model = build(LlamaForCausalLM)
-    plain = run(model)
+def test_a_release_in_which_nothing_can_be_assisted_says_so(llama, monkeypatch, told, fresh):
+    assistant = knowing(run(llama))
     monkeypatch.setattr(private_names, "absent", lambda names: ["GenerationMixin._prefill is gone"])
-    assistant = knowing(plain)
     for _ in range(2):
-        assert run(model, assistant=assistant).tolist() == plain.tolist()
+        same(llama, assistant=assistant)
     assert told.text.count("every call of every model is decoded plainly") == 1
     assert "GenerationMixin._prefill is gone" in told.text
     assert assistant.stats.total.steps == 0
 
 
 def test_a_release_that_nobody_tried_is_served_and_said_so_once(monkeypatch, told, fresh):
-    model = build(LlamaForCausalLM)
-    plain = run(model)
     monkeypatch.setattr(private_names, "__version__", "5.99.0.dev0")
+    model = build(LlamaForCausalLM)
     for _ in range(2):
-        assistant = knowing(plain)
-        assert run(model, assistant=assistant).tolist() == plain.tolist()
-        assert assistant.stats.total.accepted > 0
+        equal(model)
     assert told.text.count("transformers 5.99.0.dev0 is newer") == 1
 
 

@@ -12,66 +12,41 @@ HOST = Path(transformers_private.__file__)
 # The same for what runs requests side by side, whose classes it extends.
 HOSTS = (HOST, HOST.with_name("continuous_batching.py"))
 
-# PyTorch's fused attentions that tell the log-sum-exp.
-WAITING = ("_unique2", "_local_scalar_dense", "_to_copy", "_index_put_impl_")
-ATEN = [("flash", "_for_cpu"), ("efficient", "")]
+# PyTorch's; those of its operators that wait for a device, and the end of a broken capture, last.
+PYTORCH = {"_C", "_nn", "_len_torch_function_stack", "_parameters", "_version", "_TensorMeta"}
+PYTORCH |= {"_unique2", "_local_scalar_dense", "_to_copy", "_index_put_impl_"}
+PYTORCH |= {"_cuda_endAllocateToPool"}
+OTHERS = {
+    "_handle",  # where xgrammar keeps the vocabulary that it would otherwise list anew
+    "_at_fork_reinit",  # by which Python's own modules make locks anew in a forked child
+}
 
 
-def names_of(path):
-    """Attributes that a module reads of anything, by dot or by `getattr` and `hasattr`."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute):
-            yield node.attr
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
-            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant))
+def names_of(node):
+    """What a node of a syntax tree reads of anything under a name, by dot or by a function."""
+    if isinstance(node, ast.Attribute):
+        return {node.attr}
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+        return {str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)}
+    return set()
 
 
-def private(names):
-    return {name for name in names if str(name).startswith("_") and not str(name).endswith("__")}
-
-
-def test_only_the_host_module_spells_private_names():
-    foreign = private(names_of(HOST))
-    assert "_prefill" in foreign
-    elsewhere = {
-        (path.relative_to(PACKAGE), name)
-        for path in PACKAGE.rglob("*.py")
-        if path not in HOSTS
-        for name in private(names_of(path)) & foreign
-    }
-    assert not elsewhere
+def defined_by(node):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return node.name
+    stored = isinstance(getattr(node, "ctx", None), ast.Store)
+    return getattr(node, "attr", getattr(node, "id", None)) if stored else None
 
 
 def test_attributes_that_begin_with_an_underscore_are_our_own():
     """Whatever is read elsewhere under a private name is also set or defined in the package."""
-    defined = set()
+    defined, read = set(), {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                defined.add(node.name)
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                defined.add(node.attr)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                defined.add(node.id)
-    read = {
-        (str(path.relative_to(PACKAGE)), name)
-        for path in PACKAGE.rglob("*.py")
-        if path not in HOSTS
-        for name in private(names_of(path)) - defined
-    }
-    # Operators that wait for a device, the end of a broken capture, the class of tensors' classes.
-    waiting = [*WAITING, "_C", "_cuda_endAllocateToPool"]
-    read -= {("verification/replay.py", name) for name in waiting}
-    read -= {("verification/recorded_state.py", name) for name in ("_C", "_TensorMeta")}
-    torch_only = {name for file, name in read if file.startswith("kernels/")}
-    assert torch_only <= {
-        *("_C", "_nn", "_len_torch_function_stack", "_parameters", "_version"),
-        *(f"_scaled_dot_product_{kind}_attention{place}" for kind, place in ATEN),
-    }
-    # Where xgrammar keeps the vocabulary that it would otherwise list anew for every call.
-    read -= {("grammars/xgrammar_matcher.py", "_handle")}
+            defined.add(defined_by(node))
+            read |= dict.fromkeys(() if path in HOSTS else names_of(node), path)
+    private = {name for name in read if name.startswith("_") and not name.endswith("__")}
     # The server extends classes of transformers'.
     served = {name.text.partition("(")[0] for name in SERVER}
-    read = {one for one in read if not (one[0].startswith("serving/") and one[1] in served)}
-    # Python's own modules make locks anew by it in a forked child.
-    assert {name for _, name in read} == torch_only | {"_at_fork_reinit"}, read
+    foreign = private - defined - served - PYTORCH - OTHERS
+    assert not foreign, {name: read[name] for name in foreign}
