@@ -25,13 +25,13 @@ from hf_retrieval_assist import OutputMemory, SamAssistant
 from hf_retrieval_assist.serving.managers import Parser, parsed
 
 from .support.memories import wait_until
+from .support.redis_process import free_port
 from .support.served import (
     ANSWERS,
     CALL,
     LIST,
     TOOL,
     Served,
-    free_port,
     get,
     learned,
     serving,

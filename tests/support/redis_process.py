@@ -5,9 +5,10 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 
 import pytest
+
+from .memories import wait_until
 
 PASSWORD = "not a secret"
 
@@ -26,7 +27,7 @@ def why_not():
 needs_redis = pytest.mark.skipif(bool(why_not()), reason=why_not() or "present")
 
 
-def _free_port():
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -41,8 +42,8 @@ class RedisProcess:
         self.password = password
         self.options = {"appendonly": appendonly}
         if cluster:
-            self.options |= {"cluster-enabled": "yes", "cluster-port": _free_port()}
-        self.port = _free_port()
+            self.options |= {"cluster-enabled": "yes", "cluster-port": free_port()}
+        self.port = free_port()
         self.start()
 
     @property
@@ -79,19 +80,16 @@ class RedisProcess:
         self.process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        self._wait()
+        wait_until(self._answers)
 
-    def _wait(self):
+    def _answers(self):
         import redis
 
-        for _ in range(500):
-            try:
-                self.client.ping()
-                return
-            except redis.ConnectionError:
-                assert self.process.poll() is None, "redis-server did not start"
-                time.sleep(0.02)
-        raise TimeoutError("redis-server does not answer")
+        assert self.process.poll() is None, "redis-server did not start"
+        try:
+            return self.client.ping()
+        except redis.ConnectionError:
+            return False
 
     def kill(self):
         self.process.kill()

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import threading
 import urllib.error
 import urllib.request
@@ -88,12 +87,6 @@ def get(url, body=None):
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @contextlib.contextmanager
