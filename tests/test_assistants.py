@@ -285,29 +285,23 @@ def test_statistics_of_calls(model, plain):
     assert sum(last.seconds.values()) - last.seconds["total"] <= last.seconds["total"]
 
 
-def test_repr_tells_the_figures(model, plain):
+def test_reliability_and_figures(model, plain):
     assistant = SamAssistant(corpus=[plain[0].tolist()], budget=8)
     run(model, assistant=assistant)
-    text = repr(assistant.stats)
-    last = assistant.stats.last
-    assert (
-        f"{last.tokens} tokens in {last.steps + 1} forwards ({last.tokens_per_forward:.2f} a"
-        in text
-    )
-    assert f"{last.accepted} of {last.drafted}" in text
-    assert "all 1 calls" in text
-    assert "suffix: expected" in text
-
-
-def test_reliability(model, plain):
-    assistant = SamAssistant(corpus=[plain[0].tolist()], budget=8)
-    run(model, assistant=assistant)
-    found = assistant.stats.reliability
+    found, last = assistant.stats.reliability, assistant.stats.last
     assert list(found) == [drafter.name for drafter in assistant.drafters]
     mixed = found["suffix"]
     assert mixed.trials.sum() >= mixed.observed.sum() > 0
     assert (mixed.predicted <= mixed.trials + 1e-9).all()
     assert mixed.ratio == pytest.approx(mixed.predicted.sum() / mixed.observed.sum())
+    text = repr(assistant.stats)
+    for said in (
+        f"{last.tokens} tokens in {last.steps + 1} forwards ({last.tokens_per_forward:.2f} a",
+        f"{last.accepted} of {last.drafted}",
+        "all 1 calls",
+        "suffix: expected",
+    ):
+        assert said in text
 
 
 def test_what_is_learnt_of_a_model_does_not_touch_another(model, plain):

@@ -126,47 +126,41 @@ def loads_finite(folder, target):
     return True
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
-def test_settings_of_heads(tmp_path, name, count):
-    case = load_case(name)
-    case.save(tmp_path)
-    target = case.target()
-    path = tmp_path / "config.json"
-    content = {**json.loads(path.read_bytes()), "rope_scaling": YARN}
-    path.write_text(json.dumps(content))
-    loaded = sum(loads_finite(tmp_path, target) for _ in damage(path, count, damaged_json))
-    assert 0 < loaded < count
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 8}
+HEADER = 2_000  # where names and shapes stand; numbers behind them are any numbers
+
+
+def damaged_header(data, rng):
+    whole = rng.random() < 0.3
+    return damaged(data, rng) if whole else damaged(data[:HEADER], rng) + data[HEADER:]
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("kind", ["safetensors", "bin", "index"])
-def test_weights_of_heads(tmp_path, kind, count):
-    case = load_case("eagle3_d2t")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("eagle1_fcbias", "settings"),
+        *(("eagle3_d2t", kind) for kind in ("settings", "safetensors", "bin", "index")),
+    ],
+)
+def test_heads(tmp_path, name, kind, count):
+    case, damage_of = load_case(name), damaged_header
     case.save(tmp_path)
     path = tmp_path / "model.safetensors"
-    if kind == "bin":
+    if kind == "settings":
+        path, damage_of = tmp_path / "config.json", damaged_json
+        path.write_text(json.dumps({**json.loads(path.read_bytes()), "rope_scaling": YARN}))
+    elif kind == "bin":
         path.unlink()
         path = tmp_path / "pytorch_model.bin"
         torch.save(case.published(), path)
-    if kind == "index":
+    elif kind == "index":
         names = dict.fromkeys(case.published(), path.name)
-        path = tmp_path / "model.safetensors.index.json"
+        path, damage_of = tmp_path / "model.safetensors.index.json", damaged_json
         path.write_text(json.dumps({"weight_map": names}))
     target = case.target()
-    header = 2_000  # where names and shapes stand; numbers behind them are any numbers
-
-    def in_header(data, rng):
-        if kind == "index":
-            return damaged_json(data, rng)
-        whole = rng.random() < 0.3
-        return damaged(data, rng) if whole else damaged(data[:header], rng) + data[header:]
-
-    for _ in damage(path, count, in_header):
-        loads_finite(tmp_path, target)
+    loaded = sum(loads_finite(tmp_path, target) for _ in damage(path, count, damage_of))
+    assert 0 < loaded < count
 
 
 @pytest.mark.parametrize("count", COUNTS)

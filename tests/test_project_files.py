@@ -20,10 +20,12 @@ def steps_of(workflow):
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_workflows_make_targets_that_there_are(workflow):
+def test_workflows_have_steps_and_make_targets_that_there_are(workflow):
+    steps = [*steps_of(workflow)]
+    assert all(("run" in step) != ("uses" in step) for step in steps)
     targets = [
         target
-        for step in steps_of(workflow)
+        for step in steps
         for line in step.get("run", "").splitlines()
         if (words := line.split())[:1] == ["make"]
         for target in words[1:]
@@ -32,11 +34,6 @@ def test_workflows_make_targets_that_there_are(workflow):
     known = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
     assert targets
     assert set(targets) <= known
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
-def test_every_step_runs_or_uses_something(workflow):
-    assert all(("run" in step) != ("uses" in step) for step in steps_of(workflow))
 
 
 def test_the_package_keeps_to_its_budget_of_lines():

@@ -40,7 +40,6 @@ from tests.support.lossless import build, run
 from tests.support.oracle_drafter import oracle_assistant
 
 LONGEST = 70  # tokens, from which on no turn begins
-LONGEST = 70  # tokens, from which on no turn begins
 
 
 def rope_model(model_class, kind, **rope):
