@@ -116,15 +116,6 @@ def test_a_head_adds_two_launches_and_three_copies(kind, rows, monkeypatch):
         assert ("loop", "wait") not in step
 
 
-# Kernels of one token: a copy, the processors, the probabilities and the draw.
-WARPERS = {
-    "none": ({"top_k": 0}, 3),
-    "top-k": ({"temperature": 0.8, "top_k": 8}, 7),
-    "top-p": ({"temperature": 0.8, "top_k": 0, "top_p": 0.9}, 12),
-    "min-p": ({"top_k": 0, "min_p": 0.05}, 10),
-}
-
-
 @pytest.fixture
 def known_draws(monkeypatch):
     """A device whose generator is known, as on CUDA."""
@@ -133,16 +124,17 @@ def known_draws(monkeypatch):
     monkeypatch.setattr(dice, "_generator_of", lambda d: generators.get(d.type) or known(d))
 
 
-# Kernels of all nodes together, besides one draw of random numbers for each position.
+# Kernels of all nodes together, besides one draw of random numbers for each position; and of one
+# token where it is chosen alone: a copy, the processors, the probabilities and the draw.
 CHOICES = {
-    "all": ({"top_k": 0}, 10),
-    "top-k": ({"temperature": 0.8, "top_k": 8}, 14),
-    "top-p": ({"temperature": 0.8, "top_k": 0, "top_p": 0.9}, 19),
-    "both": ({"top_k": 8, "top_p": 0.9}, 21),
-    "min-p": ({"top_k": 0, "min_p": 0.05}, 17),
-    "typical": ({"top_k": 0, "typical_p": 0.9}, 31),
-    "epsilon": ({"top_k": 0, "epsilon_cutoff": 0.01}, 16),
-    "greedy": ({"do_sample": False, "suppress_tokens": [3, 9]}, 8),
+    "all": ({"top_k": 0}, 10, 3),
+    "top-k": ({"temperature": 0.8, "top_k": 8}, 14, 7),
+    "top-p": ({"temperature": 0.8, "top_k": 0, "top_p": 0.9}, 19, 12),
+    "min-p": ({"top_k": 0, "min_p": 0.05}, 17, 10),
+    "both": ({"top_k": 8, "top_p": 0.9}, 21, None),
+    "typical": ({"top_k": 0, "typical_p": 0.9}, 31, None),
+    "epsilon": ({"top_k": 0, "epsilon_cutoff": 0.01}, 16, None),
+    "greedy": ({"do_sample": False, "suppress_tokens": [3, 9]}, 8, None),
 }
 DRAW = ("loop", "kernel", "aten.exponential_.default")
 
@@ -151,7 +143,7 @@ DRAW = ("loop", "kernel", "aten.exponential_.default")
 @pytest.mark.usefixtures("known_draws")
 def test_sampled_tokens_come_back_with_the_forward(name, rows, monkeypatch):
     """However many of them a step brings: no wait and no kernel for a token."""
-    options, kernels = CHOICES[name]
+    options, kernels, _ = CHOICES[name]
     options = {"do_sample": True} | options
     assistant, _, steps = counted_steps(knowing, rows, monkeypatch, **options)
     assert assistant.stats.last.accepted > 0
@@ -165,11 +157,11 @@ def test_sampled_tokens_come_back_with_the_forward(name, rows, monkeypatch):
     assert drawn <= NEW_TOKENS + 6
 
 
-@pytest.mark.parametrize("name", WARPERS)
+@pytest.mark.parametrize("name", ["all", "top-k", "top-p", "min-p"])
 def test_a_sampled_token_is_one_copy_back_and_nothing_sent(name, monkeypatch):
     """Where nobody knows the device's generator."""
-    warpers, kernels = WARPERS[name]
-    assistant, _, steps = counted_steps(knowing, 1, monkeypatch, do_sample=True, **warpers)
+    options, _, kernels = CHOICES[name]
+    assistant, _, steps = counted_steps(knowing, 1, monkeypatch, do_sample=True, **options)
     assert assistant.stats.last.accepted > 0
     for step, tokens in steps:
         assert step["loop", "to device"] == 1

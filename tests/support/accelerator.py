@@ -66,29 +66,11 @@ class DeviceTensor(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
-    def numpy(self):
-        raise RuntimeError("numpy() of a device tensor")
-
     def data_ptr(self):
         return self.held.data_ptr()
 
     def item(self):
         return self.cpu().item()
-
-    def __bool__(self):
-        return bool(self.cpu())
-
-    def __int__(self):
-        return int(self.cpu())
-
-    def __float__(self):
-        return float(self.cpu())
-
-    def __index__(self):
-        return int(self.cpu())
-
-    def __deepcopy__(self, memo):
-        return DeviceTensor(self.held.clone())
 
     def __repr__(self, **_):
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
