@@ -7,7 +7,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant, TokenTree, simulate
+from hf_retrieval_assist import (
+    Assistant,
+    OutputMemory,
+    SamAssistant,
+    SuffixAssistant,
+    TokenTree,
+    simulate,
+)
 from hf_retrieval_assist.drafters.automaton import AutomatonDrafter
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, FeedbackNeeds
 from hf_retrieval_assist.drafters.feedback import prompt_feedback
@@ -17,7 +24,7 @@ from hf_retrieval_assist.stats import CallStats
 from tests.support.threads import in_threads
 
 from .support.fixed_costs import FixedCosts
-from .support.lossless import NEW_TOKENS, PROMPT, build, run
+from .support.lossless import NEW_TOKENS, PROMPT, build, run, same
 from .support.oracle_drafter import OracleDrafter
 from .support.tiny_models import LAYERS, VOCAB
 
@@ -365,3 +372,33 @@ def test_a_class_in_an_objects_place_is_named(model):
         run(model, assistant=SamAssistant)
     with pytest.raises(TypeError, match=r"^memory: expected OutputMemory, got the class Output"):
         SamAssistant(memory=OutputMemory)
+
+
+# Private texts are drafted from what was learnt, and leave no trace in it.
+
+TEXT = np.random.default_rng(0).integers(1, 60, 60).tolist()
+
+
+@pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
+def test_a_private_text_teaches_nothing(preset):
+    assistant = preset(memory=OutputMemory())
+    private = assistant.private()
+    requests = [(TEXT[:1], TEXT[1:])]
+    first, second = simulate(private, requests), simulate(private, requests)
+    assert first.steps == second.steps
+    assert len(assistant.memory) == 0
+    simulate(assistant, requests)
+    assert assistant.memory.token_count == len(TEXT) - 1
+    assert simulate(private, requests).steps < first.steps / 2
+    assert assistant.memory.token_count == len(TEXT) - 1
+
+
+def test_generate_with_a_private_assistant(model, tmp_path):
+    assistant = SuffixAssistant(memory=OutputMemory(path=tmp_path / "log"))
+    private = assistant.private()
+    same(model, assistant=private)
+    assert len(assistant.memory) == 0
+    assert len(OutputMemory(path=tmp_path / "log")) == 0
+    assert assistant.stats.total.calls == 1
+    run(model, assistant=assistant)
+    assert assistant.memory.token_count == NEW_TOKENS

@@ -7,11 +7,11 @@ from shutil import copytree
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import hf_retrieval_assist
 
-from .support.lossless import NEW_TOKENS, PROMPT, build, run
+from .support.lossless import NEW_TOKENS, PROMPT, run
 
 HUB = Path(__file__).parent.parent / "hub"
 
@@ -33,8 +33,7 @@ def generate(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}])
-def test_tokens_are_plains(generate, options):
-    model = build(LlamaForCausalLM)
+def test_tokens_are_plains(model, generate, options):
     forwards = []
     with_hook = model.register_forward_hook(lambda *_: forwards.append(1))
     assisted = [generate(model, drafts="suffix", **options) for _ in range(3)]
@@ -45,10 +44,9 @@ def test_tokens_are_plains(generate, options):
     assert len(forwards) < 3 * NEW_TOKENS
 
 
-def test_beside_a_models_own_weights(generate, tmp_path):
+def test_beside_a_models_own_weights(model, generate, tmp_path):
     """There the model's `generate` is this function, bound when the model is loaded."""
-    model, folder = build(LlamaForCausalLM), tmp_path / "model"
-    plain = run(model)
+    plain, folder = run(model), tmp_path / "model"
     model.save_pretrained(folder)
     copytree(HUB / "custom_generate", folder / "custom_generate")
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
@@ -59,9 +57,9 @@ def test_beside_a_models_own_weights(generate, tmp_path):
     assert torch.equal(plain, loaded.generate(**inputs, **options))
 
 
-def test_unknown_drafts_are_refused(generate):
+def test_unknown_drafts_are_refused(model, generate):
     with pytest.raises(ValueError, match="drafts: expected one of"):
-        generate(build(LlamaForCausalLM), drafts="best")
+        generate(model, drafts="best")
 
 
 def test_the_front_matter_names_the_kind_of_repository():

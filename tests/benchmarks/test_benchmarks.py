@@ -22,6 +22,7 @@ from benchmarks import (
     record,
     replay,
     requests,
+    spec_bench,
     structures,
     texts,
     traces,
@@ -275,28 +276,26 @@ def test_dense_ids_keep_what_is_equal(trace_folder):
 
 @torch.no_grad()
 @pytest.mark.parametrize("context", [0, 9])
-def test_cost_of_forwards(context):
-    model = build(LlamaForCausalLM)
+def test_cost_of_forwards(llama, context):
     options = quick("forwards", "--context", context)
-    report = forwards.measure({"float32": model}, options, silent)
+    report = forwards.measure({"float32": llama}, options, silent)
     found = rows(report, "A forward")
     assert [row["tokens"] for row in found] == 2 * [1, 2, 4]
     assert {row["variant"] for row in found} == {"float32, PyTorch's", "float32, ours"}
     assert all(row["ms"] > 0 for row in found)
     assert [row["ratio"] for row in found if row["tokens"] == 1] == [1, 1]
-    cache = forwards.filled_cache(model, context)
-    forwards.forward_seconds(model, cache, True, [1, 2])
+    cache = forwards.filled_cache(llama, context)
+    forwards.forward_seconds(llama, cache, True, [1, 2])
     assert cache.get_seq_length() == context
 
 
-def test_samples_of_a_prompt_are_independent_and_end():
-    model = build(LlamaForCausalLM)
+def test_samples_of_a_prompt_are_independent_and_end(llama):
     prompt = torch.tensor([[2, 3, 4, 5]])
-    samples = list(record.sample(model, prompt, samples=3, new_tokens=12, seed=0))
+    samples = list(record.sample(llama, prompt, samples=3, new_tokens=12, seed=0))
     assert len(samples) == 3
     assert len({tuple(ids.tolist()) for ids in samples}) == 3
     assert all(ids.dtype == np.int32 and 1 <= len(ids) <= 12 for ids in samples)
-    again = record.sample(model, prompt, samples=3, new_tokens=12, seed=0)
+    again = record.sample(llama, prompt, samples=3, new_tokens=12, seed=0)
     assert all(np.array_equal(a, b) for a, b in zip(samples, again, strict=True))
 
 
@@ -331,9 +330,9 @@ def test_models_are_taken_by_name_or_from_a_folder(tmp_path, monkeypatch):
     assert inputs.model_name(options) == "own"
 
 
-def test_requests_side_by_side():
+def test_requests_side_by_side(llama):
     prompts = [[2, 3, 4, 2, 3], [5, 6, 7]]
-    found = requests.measure(build(LlamaForCausalLM), prompts, 2, 8, 1, silent)
+    found = requests.measure(llama, prompts, 2, 8, 1, silent)
     assert [row["method"] for row in found][:2] == ["plain", "plain in reroute"]
     assert len(found) == 4
     assert {row["same"] for row in found} == {"2 of 2"}
@@ -379,3 +378,32 @@ def test_a_command_runs_on_whatever_model_is_named(name, monkeypatch):
     assert report.benchmark == name
     assert any(table.rows for table in report.tables)
     assert "gemma3" in map(str, report.settings.values())
+
+
+def test_every_method_writes_plains_tokens_within_its_nodes(monkeypatch):
+    monkeypatch.setattr(spec_bench, "load", lambda arguments: small_model())
+    report = spec_bench.run(quick("--spec-nodes", 8), silent)
+    found = report.tables[0].rows
+    names = [method.name for method in spec_bench.methods(8)]
+    assert [row["method"] for row in found[-len(names) :]] == names
+    whole = {row["method"]: row for row in found if row["category"] == "all"}
+    kinds = len(found) // len(names) - 1
+    assert all(row["prompts"] == kinds for row in whole.values())
+    assert whole["plain"]["per_forward"] == 1
+    for name in names[2:]:
+        assert whole[name]["same"] == f"{kinds} of {kinds}"
+        assert 1 <= whole[name]["per_forward"] <= 9
+    # A small random model repeats itself.
+    assert whole["SamAssistant"]["per_forward"] > 1.2
+
+
+def test_questions_become_prompts_by_kind(tmp_path):
+    path = tmp_path / "question.jsonl"
+    questions = [
+        {"question_id": 81, "category": "writing", "turns": ["Write.", "More."]},
+        {"question_id": 161, "category": "qa", "turns": ["Who?"]},
+    ]
+    path.write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
+    first, second = spec_bench.read_questions(path)
+    assert (first.category, second.category) == ("multi-turn conversation", "question answering")
+    assert (first.text, first.message) == ("Question: Write.\n\nAnswer:", "Write.")

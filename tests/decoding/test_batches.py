@@ -235,13 +235,12 @@ def test_streamers_are_sent_the_next_tokens_of_all_rows(model, rows, sample):
     assert spectator.sent[1 : half - 1] == plain[:, 18:].T.tolist()
 
 
-def test_nothing_is_fed_beyond_the_shortest_draft():
-    model = build(transformers.LlamaForCausalLM)
+def test_nothing_is_fed_beyond_the_shortest_draft(llama):
     inputs = padded(2)
     options = {"do_sample": False, "max_new_tokens": 20}
-    plain = model.generate(**inputs, **options, logits_processor=[Witness()])
+    plain = llama.generate(**inputs, **options, logits_processor=[Witness()])
     oracle = OracleDrafter([plain[0].tolist(), []])  # of the second row it knows nothing
     assistant = Assistant([oracle], budget=64, reroute=False)
-    result = model.generate(**inputs, **options, logits_processor=[Witness()], assistant=assistant)
+    result = llama.generate(**inputs, **options, logits_processor=[Witness()], assistant=assistant)
     assert torch.equal(plain, result)
     assert assistant.stats.last.drafted == 0

@@ -9,7 +9,7 @@ in between, private turns, and memories that forget.
 
 import functools
 import os
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 import torch
@@ -35,9 +35,9 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import weight_copies
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
-from tests.support.interrupts import Interrupt, InterruptedForward
 from tests.support.lossless import build, run
 from tests.support.oracle_drafter import oracle_assistant
+from tests.support.watching import Interrupt, InterruptedForward
 
 LONGEST = 70  # tokens, from which on no turn begins
 
@@ -156,14 +156,6 @@ def set_frequencies(frequencies):
         module.register_buffer("inv_freq", inv_freq.clone(), persistent=False)
 
 
-@contextmanager
-def resting(kind):
-    """Scope in which calls rest from drafting if they may, or never do."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Account, "rests", lambda account: kind == "rest")
-        yield
-
-
 class Conversation(RuleBasedStateMachine):
     """One conversation twice: `plain` never sees an assistant."""
 
@@ -176,8 +168,7 @@ class Conversation(RuleBasedStateMachine):
     def begin(self, name, rows, seed, given):
         self.name, self.model, self.hook = name, model_of(name), None
         self.random = torch.Generator().manual_seed(seed)
-        length = 9
-        self.ids = self.new_tokens(rows, length)
+        self.ids = self.new_tokens(rows, 9)
         self.mask = torch.ones_like(self.ids)
         for row in range(1, rows):
             self.mask[row, : int(torch.randint(0, 6, (1,), generator=self.random))] = 0
@@ -225,7 +216,9 @@ class Conversation(RuleBasedStateMachine):
             self.frequencies = frequencies_of(self.model)
         else:
             set_frequencies(self.frequencies)
-        with resting(kind):
+        with pytest.MonkeyPatch.context() as patched:
+            # Calls rest from drafting if they may, or never do.
+            patched.setattr(Account, "rests", lambda account: kind == "rest")
             return self.model.generate(
                 **(inputs | options), return_dict_in_generate=True, output_logits=True
             )

@@ -30,10 +30,9 @@ def test_greedy_and_sampled(model, attention, do_sample):
     model.set_attn_implementation("sdpa")
 
 
-def test_a_repetitive_text_drafts_itself():
-    model = build(LlamaForCausalLM)
+def test_a_repetitive_text_drafts_itself(llama):
     forced = {"prefix_allowed_tokens_fn": lambda row, ids: [PHRASE[len(ids) % len(PHRASE)]]}
-    _, _, assistant = same(model, assistant=SamAssistant(budget=8), **forced)
+    _, _, assistant = same(llama, assistant=SamAssistant(budget=8), **forced)
     assert assistant.stats.last.steps <= 4
 
 

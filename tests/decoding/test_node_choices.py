@@ -175,9 +175,3 @@ def test_what_is_no_distribution_raises_as_in_plain_decoding():
         assert spoils.good < 0
         errors.append(str(raised.value))
     assert errors[0] == errors[1]
-
-
-def test_devices_whose_draws_are_not_known(llama, walked, monkeypatch):
-    monkeypatch.setattr(dice, "draws_by_quotients", lambda *key: False)
-    check(llama, 1)
-    assert len(walked) == 24

@@ -14,9 +14,8 @@ from hf_retrieval_assist.host.transformers_private import CACHE, compilations
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.decoding.test_compiled import static
-from tests.support.interrupts import Interrupt, InterruptedForward
 from tests.support.lossless import build
-from tests.support.watching import Spectator
+from tests.support.watching import Interrupt, InterruptedForward, Spectator, calls_of
 
 PROMPTS = torch.tensor([[0, 0, 5, 9, 33, 21, 60, 7], [44, 9, 33, 12, 18, 50, 9, 33]])
 MASK = (PROMPTS > 0).long()
@@ -44,34 +43,43 @@ def test_a_call_at_rest_is_plain_and_counted(model, resting, sample):
     assert 0 < total.seconds["forward"] < total.seconds["total"]
 
 
-@pytest.mark.parametrize("padded_with_the_end", [False, True])
-def test_its_texts_are_learnt_up_to_their_ends(model, resting, monkeypatch, padded_with_the_end):
+@pytest.fixture
+def texts(model):
+    """The rows' new tokens, one that ends the first row early, and those of each row up to it."""
     free = run(model)[:, PROMPTS.shape[1] :].tolist()
     end = free[0][5]
+    return free, end, [row[: row.index(end) + 1] if end in row else row for row in free]
+
+
+@pytest.fixture
+def learnt(monkeypatch):
+    """What sessions are told of calls at rest, and the texts."""
+    return calls_of(monkeypatch, AssistantSession, "learn_plain")
+
+
+@pytest.mark.parametrize("padded_with_the_end", [False, True])
+def test_its_texts_are_learnt_up_to_their_ends(model, resting, texts, learnt, padded_with_the_end):
+    _, end, ended = texts
     pad = end if padded_with_the_end else 0
-    told = []
-    monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(ids))
     run(model, eos_token_id=end, pad_token_id=pad, assistant=SamAssistant())
-    assert told == [row[: row.index(end) + 1] if end in row else row for row in free]
-    assert len(told[0]) < 24
+    assert [ids for _, ids in learnt] == ended
+    assert len(ended[0]) < 24
 
 
 @pytest.mark.parametrize("padded_with_its_own_end", [False, True])
 def test_padding_behind_what_another_criterion_ended_is_not_learnt(
-    model, resting, monkeypatch, padded_with_its_own_end
+    model, resting, texts, learnt, padded_with_its_own_end
 ):
     """Also where a row's last token is what pads it."""
 
     def first_row_ends(ids, scores, **kwargs):
         return torch.tensor([ids.shape[1] >= PROMPTS.shape[1] + 4, False])
 
-    free = run(model)[:, PROMPTS.shape[1] :].tolist()
-    told = []
-    monkeypatch.setattr(AssistantSession, "learn_plain", lambda self, ids: told.append(ids))
+    free, _, _ = texts
     pad = free[0][3] if padded_with_its_own_end else 0
     options = {"eos_token_id": 66, "pad_token_id": pad, "stopping_criteria": [first_row_ends]}
     run(model, **options, assistant=SamAssistant())
-    assert told == [free[0][:4], free[1]]
+    assert [ids for _, ids in learnt] == [free[0][:4], free[1]]
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -83,10 +91,9 @@ def test_a_memory_learns_what_is_not_private(model, resting, private):
 
 
 @pytest.mark.parametrize("tier", ["at rest", "plain"])
-def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, resting, tier):
-    free = run(model)[:, PROMPTS.shape[1] :].tolist()
-    end = free[0][5]
-    lengths = [row.index(end) + 1 if end in row else len(row) for row in free]
+def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, resting, texts, tier):
+    _, end, ended = texts
+    lengths = [len(row) for row in ended]
     assert min(lengths) < max(lengths)
     assistant, drafted = SamAssistant(), SamAssistant(budget=0)
     run(model, eos_token_id=end, assistant=assistant, use_cache=tier != "plain")
@@ -98,16 +105,14 @@ def test_rows_count_up_to_their_ends_as_drafted_ones_do(model, resting, tier):
     assert last.forwards == other.forwards == max(lengths) - 1
 
 
-def test_plain_calls_are_recorded_up_to_their_rows_ends(model):
-    free = run(model)[:, PROMPTS.shape[1] :].tolist()
-    end = free[0][5]
+def test_plain_calls_are_recorded_up_to_their_rows_ends(model, texts):
+    _, end, ended = texts
     assistant = SamAssistant()
     with assistant.record() as record:
         run(model, eos_token_id=end, use_cache=False, assistant=assistant)
     call = record.calls[0]
     assert call.stats.tier == "plain"
-    expected = [row[: row.index(end) + 1] if end in row else row for row in free]
-    assert [call.generated(row).tolist() for row in range(len(free))] == expected
+    assert [call.generated(row).tolist() for row in range(len(ended))] == ended
 
 
 def test_a_streamer_is_told_every_token(model, resting):

@@ -14,12 +14,11 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import quantized_model, weight_copies
 from hf_retrieval_assist.kernels.linear import stand_ins
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
-from tests.support.interrupts import Interrupt, InterruptedForward
 from tests.support.lossless import PROMPT, build, padded, run
 from tests.support.oracle_drafter import agreeing
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB
-from tests.support.watching import Fed
+from tests.support.watching import Fed, Interrupt, InterruptedForward
 
 # Windows of six tokens, soft caps, chunks, experts in one tensor, several position ids, no linears.
 FAMILIES = [

@@ -6,9 +6,8 @@ from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessorList
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from tests.support.interrupts import Interrupt
 from tests.support.lossless import build, run
-from tests.support.watching import Spectator
+from tests.support.watching import Interrupt, Spectator
 
 from .libraries import EOS, LIBRARIES, SCHEMA, VOCABULARY, Counted, tokenizer, xgrammar_processor
 
