@@ -85,10 +85,10 @@ class StopsRowWise(transformers.StoppingCriteria):
         return (input_ids[:, 18:] % 5 == 3).any(dim=1)
 
 
-def test_convolution_states_after_rows_that_ran_ahead(monkeypatch):
+def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model, monkeypatch):
+    """Convolutions are left with the states of plain decoding."""
     # It is taken for one of transformers' own, so that rows need not go in step.
     monkeypatch.setattr(selection, "_ROWWISE", (*selection._ROWWISE, StopsRowWise))
-    model = build(transformers.Lfm2ForCausalLM)
     plain, assisted, _ = equal(
         model,
         padded(4),
@@ -101,7 +101,7 @@ def test_convolution_states_after_rows_that_ran_ahead(monkeypatch):
     assert len(set(lengths.tolist())) > 1
     pairs = zip(plain[CACHE].layers, assisted[CACHE].layers, strict=True)
     states = [pair for pair in pairs if isinstance(pair[0], LinearAttentionLayer)]
-    assert states
+    assert bool(states) == isinstance(model, transformers.Lfm2ForCausalLM)
     for expected, actual in states:
         assert not actual.record_past
         torch.testing.assert_close(actual.conv_states, expected.conv_states)
@@ -172,7 +172,7 @@ def compare(model, inputs, make, **options):
 
 
 @pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize(("rows", "kind"), [(1, Witness), (2, Witness), (5, Witness), (3, Tracker)])
+@pytest.mark.parametrize(("rows", "kind"), [(1, Witness), (5, Witness), (3, Tracker)])
 def test_what_follows_all_rows_couples_them(model, rows, kind, sample):
     options = {"do_sample": sample, "max_new_tokens": 24}
 

@@ -12,27 +12,21 @@ from tests.support.oracle_drafter import agreeing
 from tests.support.threads import in_threads
 from tests.support.tiny_models import VOCAB
 
-
-@pytest.fixture(scope="module", params=[LlamaForCausalLM, Gemma3ForCausalLM])
-def model(request):
-    return build(request.param)
-
-
 # It compiles a kernel for every length.
 FLEX = pytest.param("flex_attention", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", FLEX])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_greedy_and_sampled(model, attention, do_sample):
-    model.set_attn_implementation(attention)
-    equal(model, seed=3, do_sample=do_sample)
-    model.set_attn_implementation("sdpa")
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
+def test_greedy_and_sampled(model_class, attention):
+    model = build(model_class, attn_implementation=attention)
+    for do_sample in (False, True):
+        equal(model, seed=3, do_sample=do_sample)
 
 
-def test_a_repetitive_text_drafts_itself(llama):
+def test_a_repetitive_text_drafts_itself(model):
     forced = {"prefix_allowed_tokens_fn": lambda row, ids: [PHRASE[len(ids) % len(PHRASE)]]}
-    _, _, assistant = same(llama, assistant=SamAssistant(budget=8), **forced)
+    _, _, assistant = same(model, assistant=SamAssistant(budget=8), **forced)
     assert assistant.stats.last.steps <= 4
 
 
