@@ -46,8 +46,9 @@ def fed(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.usefixtures("in_place")
-def test_one_width_is_fed(model, rows, fed):
+def test_one_width_is_fed(rows, fed):
     """While texts grow, and while the cache catches up on a row that ended early."""
+    model = build(LlamaForCausalLM)
     start = padded(rows)["input_ids"].shape[1]
     free = generate(model, rows, undrafted(), do_sample=True)[:, start:].tolist()
     others = {token for text in free[1:] for token in text}
@@ -107,15 +108,15 @@ def test_sampled_texts_do_not_depend_on_drafts(rows, options):
     assert assistant.stats.last.accepted > 0
 
 
-def test_where_no_memory_stays_in_place_it_is_refused(model):
+def test_where_no_memory_stays_in_place_it_is_refused():
     with pytest.raises(ValueError, match="fixed_width: expected None where no memory stays"):
-        run(model, assistant=SamAssistant(fixed_width=16))
+        run(build(LlamaForCausalLM), assistant=SamAssistant(fixed_width=16))
 
 
 @pytest.mark.usefixtures("in_place")
-def test_widths_that_were_not_tested_are_refused(model):
+def test_widths_that_were_not_tested_are_refused():
     with pytest.raises(ValueError, match=r"fixed_width: expected one of \[1, 2, .*, got 5"):
-        run(model, assistant=SamAssistant(fixed_width=5))
+        run(build(LlamaForCausalLM), assistant=SamAssistant(fixed_width=5))
     with pytest.raises(ValueError, match="fixed_width: expected at least 1, got 0"):
         SamAssistant(fixed_width=0)
 

@@ -10,7 +10,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_retrieval_assist.decoding.stopping import Stopping
-from hf_retrieval_assist.row_text import RowText, strip_padding
+from hf_retrieval_assist.row_text import Path, RowText, strip_padding
 
 
 def stopping(*criteria):
@@ -107,3 +107,9 @@ def test_prompts_without_their_padding():
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
     assert [row.tolist() for row in strip_padding(ids, mask)] == [[3], [4, 5, 6]]
     assert [row.tolist() for row in strip_padding(ids, None)] == [[0, 0, 3], [4, 5, 6]]
+
+
+def test_behind_the_token_that_ends_a_text_nothing_was_chosen():
+    """Its node is kept in the cache, and no token of the text stands behind it."""
+    assert Path(3, tokens=[5, 2], accepted=[0, 1, 4]).chosen == [0, 1]
+    assert Path(3, tokens=[5, 2, 8], accepted=[0, 1, 4]).chosen == [0, 1, 4]
