@@ -61,15 +61,15 @@ def train(model, tokenizer, folder, assistant, peft_config=None, **options):
     return rollouts.completion_ids
 
 
+# Equal completions teach nothing, so weight decay alone moves the weights.
+GREEDY = {"generation_kwargs": {"do_sample": False}, "weight_decay": 5.0}
 KINDS = {
-    # Equal completions teach nothing, so weight decay alone moves the weights.
-    "greedy": {"generation_kwargs": {"do_sample": False}, "weight_decay": 5.0},
-    "LoRA": {"peft_config": peft.LoraConfig(r=2, init_lora_weights=False)},
-    "sampled": {},
+    "greedy": GREEDY,
+    "LoRA": GREEDY | {"peft_config": peft.LoraConfig(r=2, init_lora_weights=False)},
+    # In bfloat16 a token would depend on what is fed beside it.
+    "sampled": {"bf16": False},
     "batching": {
-        "generation_kwargs": {"do_sample": False},
-        "weight_decay": 5.0,
-        # In which it would generate otherwise, and where tokens depend on what is fed beside them.
+        **GREEDY,
         "bf16": False,
         "use_transformers_continuous_batching": True,
         "transformers_continuous_batching_config": {
