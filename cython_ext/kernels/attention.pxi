@@ -17,10 +17,34 @@ cdef object _describe(object tensor, int64_t *strides, const char **data):
     return tensor
 
 
-cdef object _attend(
-    object query, object key, object value, object mask, object scale, int path, int threads
-):
-    """`skinny_attention` on arguments known to be valid."""
+def kernel_attention(query, key, value, mask=None, scale=None, *, path=None, threads=None):
+    """`softmax(query @ key.T * scale + mask) @ value`, made for a few queries and heads that share
+    keys and values.
+
+    Scores, weights and sums are float32, rounded once to the dtype. A query gives the same bits
+    whatever queries stand beside it, however many threads work, and wherever masked slots stand
+    between those that it sees; they differ between paths. A query that a boolean mask or −inf hides
+    everything from gives zeros, and the smallest finite number in an additive mask hides a slot from
+    queries that see another one, as in PyTorch. Not differentiable.
+
+    Args:
+        query: [batch, heads, queries, depth], float32, bfloat16 or float16; it, the key, the value and
+            the mask have to be what `can_attend` accepts, of however many queries.
+        key: [batch, groups, slots, depth]; consecutive heads / groups query heads share a group.
+        value: [batch, groups, slots, width], width a multiple of 16.
+        mask: broadcasts to [batch, heads, queries, slots]; boolean, True where a slot is seen, or of
+            the dtype, to be added; None: everything is seen.
+        scale: of the scores; None: depth ** -0.5.
+        path: one of `PATHS`, the instruction sets this CPU has; None: the last of them.
+        threads: at most so many; None: `torch.get_num_threads()`.
+
+    Returns:
+        [batch, queries, heads, width], contiguous.
+
+    Raises:
+        ValueError: no such path, or `threads` is not positive.
+    """
+    cdef int chosen = _path_index(path), most = _thread_count(threads)
     cdef attention_problem p
     cdef int failed
     cdef int64_t all_heads
@@ -43,7 +67,7 @@ cdef object _attend(
         p.mask_kind = MASK_BOOL if mask.dtype is _bool else MASK_ADDED
     p.out = <char *><uintptr_t>out.data_ptr()
     with nogil:
-        failed = _paths[path].attention(&p, threads)
+        failed = _paths[chosen].attention(&p, most)
     if failed:
         raise MemoryError(f"no memory for {p.heads * p.queries} rows of {p.slots} scores")
     return out
@@ -68,66 +92,6 @@ cdef bint _mask_fits(object mask, object query, object key):
     return mask.dim() == 4 and all(
         [have == want or have == 1 for have, want in zip(mask.shape, full)]
     )
-
-
-cdef int _check_attention(object query, object key, object value, object mask) except -1:
-    dtype = _dtype_of("query", query)
-    _check_plain("query", query, dtype)
-    _check_plain("key", key, dtype)
-    _check_plain("value", value, dtype)
-    if not _fits(query, key, value):
-        raise ValueError(
-            "expected query [batch, groups * m, queries, depth], key [batch, groups, slots, depth] "
-            f"and value [batch, groups, slots, a multiple of {WIDTH_MULTIPLE}], got "
-            f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
-        )
-    if mask is not None:
-        _check_plain("mask", mask, _bool if getattr(mask, "dtype", None) is _bool else dtype)
-        if not _mask_fits(mask, query, key):
-            raise ValueError(
-                "mask: expected a shape that broadcasts to [batch, heads, queries, slots], got "
-                f"{list(mask.shape)}"
-            )
-    return 0
-
-
-def skinny_attention(query, key, value, mask=None, scale=None, *, path=None, threads=None):
-    """`softmax(query @ key.T * scale + mask) @ value`, made for a few queries and heads that share
-    keys and values.
-
-    Scores, weights and sums are float32, rounded once to the dtype. A query gives the same bits
-    whatever queries stand beside it, however many threads work, and wherever masked slots stand
-    between those that it sees; they differ between paths. A query that a boolean mask or −inf hides
-    everything from gives zeros, and the smallest finite number in an additive mask hides a slot from
-    queries that see another one, as in PyTorch. Not differentiable.
-
-    Args:
-        query: [batch, heads, queries, depth], float32, bfloat16 or float16.
-        key: [batch, groups, slots, depth]; consecutive heads / groups query heads share a group.
-        value: [batch, groups, slots, width], width a multiple of 16.
-        mask: broadcasts to [batch, heads, queries, slots]; boolean, True where a slot is seen, or of
-            the dtype, to be added; None: everything is seen.
-        scale: of the scores; None: depth ** -0.5.
-        path: one of `PATHS`, the instruction sets this CPU has; None: the last of them.
-        threads: at most so many; None: `torch.get_num_threads()`.
-
-    Returns:
-        [batch, queries, heads, width], contiguous.
-
-    Raises:
-        TypeError: an argument is not a tensor of the query's dtype, or that is not supported.
-        ValueError: shapes do not fit, a tensor is not dense on the CPU or requires grad, no such
-            path, or `threads` is not positive.
-    """
-    _check_attention(query, key, value, mask)
-    return _attend(
-        query, key, value, mask, scale, _path_index(path), _thread_count(threads)
-    )
-
-
-def kernel_attention(query, key, value, mask, scale):
-    """`skinny_attention` with its defaults, on arguments that `can_attend` accepts."""
-    return _attend(query, key, value, mask, scale, _path_index(None), _get_num_threads())
 
 
 def can_attend(query, key, value, mask):

@@ -210,26 +210,16 @@ def scaled_linear(x, values, scales, bias=None, *, path=None, threads=None):
 
     Sums of products with the values are those of `skinny_linear`, taken in float32, scaled and rounded
     once to x's dtype. A row of x gives the same bits whatever rows stand beside it and however many
-    threads work. Not differentiable.
+    threads work. Not differentiable. The arguments have to fit; `routed_scaled` checks that they do.
 
     Args:
         x: [..., depth], float32, bfloat16 or float16, any strides.
         values: int8 [outputs, depth], adjacent columns.
-        scales: float32, bfloat16 or float16 [outputs], contiguous.
+        scales: float32, bfloat16 or float16, as many as there are outputs, contiguous.
         bias: [outputs] of x's dtype, or None.
         path, threads: as for `skinny_linear`.
-
-    Raises:
-        As `skinny_linear`.
     """
     cdef linear_problem problem
-    dtype = _dtype_of("x", x)
-    _check_plain("scales", scales, _dtype_of("scales", scales))
-    _check_matrix("values", values, torch.int8)
-    _check_rows(x, dtype, values.size(0), values.size(1), bias)
-    _check_shape("scales", scales, (values.size(0),))
-    if not scales.is_contiguous():
-        raise ValueError(f"scales: expected adjacent elements, got strides {list(scales.stride())}")
     _read_values(&problem, values, scales)
     return _solve(&problem, x, bias, _path_index(path), _thread_count(threads))
 
@@ -300,7 +290,6 @@ def routed_scaled(x, values, scales, dtype, bias=None):
         scales: contiguous, as many as `values` has rows, in any shape.
         dtype: that x and the bias must have.
     """
-    cdef linear_problem problem
     if (
         thread_depth == 0
         or dtype not in _dtypes
@@ -314,8 +303,7 @@ def routed_scaled(x, values, scales, dtype, bias=None):
         or _is_recorded(x, scales, bias)
     ):
         return None
-    _read_values(&problem, values, scales)
-    return _solve(&problem, x, bias, _path_index(None), _get_num_threads())
+    return scaled_linear(x, values, scales, bias)
 
 
 def route_depth():

@@ -19,7 +19,7 @@ from ..host.callers_hooks import has_callers_hooks
 from ..host.transformers_private import global_hooks, hooks_of
 from ..kernels.compact import COMPACT, CompactProduct, compactable
 from ..kernels.linear import MAX_ROWS, StandIn, is_kernel
-from ..kernels.quantized_model import WEIGHTS
+from ..kernels.quantized import WEIGHTS
 from ..kernels.reroute import standing_in
 from ..kernels.screen import Screen, Screened
 from ..kernels.skinny import routed_linear

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from ..drafters.base import Drafter, DraftSession, Feedback, Float64Array, Target
 from ..host.ranks import require_whole
 from ..host.transformers_private import input_device
-from ..kernels.quantized import QuantizedWeight
-from ..kernels.quantized_model import quantized_model
+from ..kernels.quantized import QuantizedWeight, quantized_model
 from ..kernels.reroute import standing_in
 from ..planning.acceptance import Calibrator
 from ..planning.cost_model import CostModel

@@ -2,7 +2,7 @@
 
 transformers hands its attention functions one key and value head for all the query heads that
 share it, and a mask. Its `sdpa` function copies shared heads for PyTorch, which then takes a time
-that grows with the queries; :func:`skinny_attention` reads them once. One method serves a shape of
+that grows with the queries; :func:`kernel_attention` reads them once. One method serves a shape of
 heads, dtype and number of threads for every number of queries and slots, chosen when that is first
 met.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .skinny import can_attend, in_route, kernel_attention, skinny_attention
+from .skinny import can_attend, in_route, kernel_attention
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
 __all__ = ["AttentionTuning", "attention", "plain_attention"]
@@ -56,9 +56,9 @@ def _cases(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Itera
         queries = torch.ones(1, n, heads, depth, dtype=query.dtype).transpose(1, 2)
         mask = torch.zeros(1, 1, n, TUNING_SLOTS, dtype=query.dtype)
         yield {
-            "kernel": partial(kernel_attention, queries, keys, values, mask, None),
+            "kernel": partial(kernel_attention, queries, keys, values, mask),
             "pytorch": partial(plain_attention, module, queries, keys, values, mask),
-            "serial": partial(skinny_attention, queries, keys, values, mask, threads=1),
+            "serial": partial(kernel_attention, queries, keys, values, mask, threads=1),
         }
 
 

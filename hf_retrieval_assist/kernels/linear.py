@@ -73,12 +73,6 @@ METHODS: dict[str, LinearMethod] = {
 }
 
 
-def _serial_kernel(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return skinny_linear(x, weight, bias, threads=1)
-
-
 def _copies(weight: torch.Tensor) -> torch.Tensor:
     """[copies, rows, in_features]: TUNING_BYTES of the weight, repeated where it has less."""
     row_bytes = weight.shape[1] * weight.element_size()
@@ -97,7 +91,7 @@ def _cases(weight: torch.Tensor) -> Iterator[Candidates]:
     weights = cycle(_copies(weight))
     for n in TUNING_ROWS:
         x = torch.ones(n, weight.shape[1], dtype=weight.dtype)
-        candidates = METHODS | {"serial": _serial_kernel}
+        candidates = METHODS | {"serial": partial(skinny_linear, threads=1)}
         yield {name: partial(_on_next, method, x, weights) for name, method in candidates.items()}
 
 

@@ -6,13 +6,20 @@ bits for each weight, and rounding takes about half a percent of the weights' no
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from . import skinny
 from .skinny import INT8_GROUP, int8_linear, pack_int8
+from .weight_copies import WeightCopies, packable
 
-__all__ = ["QuantizedWeight", "quantized_linear"]
+__all__ = ["WEIGHTS", "QuantizedWeight", "quantized_model"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,15 +43,13 @@ class QuantizedWeight:
     depth: int
 
     @classmethod
-    def pack(cls, weight: torch.Tensor, bits: int = 8) -> QuantizedWeight:
+    def pack(cls, weight: torch.Tensor) -> QuantizedWeight:
         """Round a dense CPU matrix, float32, bfloat16 or float16, on PyTorch's number of threads.
 
         Raises:
             TypeError: another dtype.
-            ValueError: not a dense CPU matrix with adjacent columns, or `bits` is not 8.
+            ValueError: not a dense CPU matrix with adjacent columns.
         """
-        if bits != 8:
-            raise ValueError(f"bits: expected 8, got {bits}")
         values, factors, scales, left_out, norms = pack_int8(weight.detach())
         return cls(values, factors, scales, left_out, norms, weight.shape[1])
 
@@ -59,8 +64,24 @@ class QuantizedWeight:
         return sum(part.nbytes for part in parts)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See :func:`quantized_linear`."""
-        return quantized_linear(x, self, bias)
+        """`x @ weight.T + bias`, made for 1 to 64 rows; more read the weights again per 64.
+
+        A row of x, rounded to 16 bits with one scale, gives the same bits whatever rows stand
+        beside it. A row that is not finite gives NaN. Not differentiable.
+
+        Args:
+            x: [..., depth], float32, bfloat16 or float16.
+            bias: [outputs] of x's dtype, or None.
+
+        Returns:
+            [..., outputs] of x's dtype.
+
+        Raises:
+            TypeError, ValueError: dtypes or shapes do not fit, or x is not dense on the CPU.
+        """
+        if x.shape[-1:] != (self.depth,):
+            raise ValueError(f"x: expected shape [..., {self.depth}], got {list(x.shape)}")
+        return int8_linear(x, self.values, self.factors, self.scales, bias)
 
     def is_of(self, rows: torch.Tensor, first: int) -> bool:
         """Whether rows of a weight from `first` on are those that were packed."""
@@ -76,33 +97,33 @@ class QuantizedWeight:
         # As bytes, in which what is not a number equals itself.
         return all(torch.equal(one.view(torch.int8), own.view(torch.int8)) for one, own in parts)
 
-    def dequantized(self) -> torch.Tensor:
-        """The matrix that its products are of, float32 [outputs, depth]."""
-        outputs = len(self.values)
-        groups = self.values.view(outputs, -1, INT8_GROUP).float()
-        factors = self.factors[: groups.shape[0] * groups.shape[1]].view(*groups.shape[:2], 1)
-        scaled = groups * (factors.float() * self.scales[:outputs, None, None])
-        return scaled.view(outputs, -1)[:, : self.depth]
+
+WEIGHTS = WeightCopies(QuantizedWeight.pack, element_bits=8.5)
+"""Of all models in this process."""
 
 
-def quantized_linear(
-    x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`x @ weight.T + bias`, made for 1 to 64 rows; more read the weights again per 64.
+def quantized_model(model: nn.Module) -> dict[int, QuantizedWeight]:
+    """The weights of a model's linear layers in eight bits, packed where they are not yet, by the
+    identity of the parameter that each stands for.
 
-    A row of x, rounded to 16 bits with one scale, gives the same bits whatever rows stand beside
-    it. A row that is not finite gives NaN. Not differentiable.
-
-    Args:
-        x: [..., depth], float32, bfloat16 or float16.
-        bias: [outputs] of x's dtype, or None.
-
-    Returns:
-        [..., outputs] of x's dtype.
+    A weight that layers share is packed once. Layers that are no linears stay as they are, and so
+    do small ones: adapters keep their precision. The log says what was packed.
 
     Raises:
-        TypeError, ValueError: dtypes or shapes do not fit, or x is not dense on the CPU.
+        ValueError: there are no kernels for this CPU.
     """
-    if x.shape[-1:] != (weight.depth,):
-        raise ValueError(f"x: expected shape [..., {weight.depth}], got {list(x.shape)}")
-    return int8_linear(x, weight.values, weight.factors, weight.scales, bias)
+    if not skinny.PATHS:
+        raise ValueError("QuantizedSelf: expected a CPU with AVX2 or NEON, got another one")
+    started = time.perf_counter()
+    known = WEIGHTS.nbytes()
+    found = {id(weight): weight for weight in map(packable, model.modules()) if weight is not None}
+    packed = {key: WEIGHTS.of(weight).copy for key, weight in found.items()}
+    if WEIGHTS.nbytes() != known:
+        share = sum(weight.nbytes for weight in found.values())
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        logger.info(
+            "%s: %d linear layers in eight bits, %.0f%% of its weights, %.0f MB, %.1f s",
+            *(type(model).__name__, len(found), 100 * share / max(1, total)),
+            *(WEIGHTS.nbytes() / 1e6, time.perf_counter() - started),
+        )
+    return packed

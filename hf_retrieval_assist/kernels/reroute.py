@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from . import norms, skinny
 from .linear import StandIn, linear, plain_linear, set_stand_ins, stand_ins
-from .scopes import Exchange, innermost, leave_to, settle
+from .scopes import Exchange, innermost, leave_to, register
 from .skinny import route_depth, set_route_depth
 
 __all__ = ["all_scopes_left", "reroute", "standing_in"]
@@ -51,7 +51,7 @@ _exchange = Exchange(_put, _take_back)
 def _go_to_depth(depth: int) -> None:
     """Let the running thread be in so many scopes."""
     _exchange.want(depth > 0)
-    settle("sdpa", innermost(), depth)
+    register("sdpa", innermost(), depth)
     set_route_depth(depth)
 
 

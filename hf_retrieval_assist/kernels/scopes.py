@@ -20,7 +20,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..system.locks import Lock
-from .attention import asks_for_more, attention, plain_attention
+from .attention import attention, plain_attention
 from .skinny import route_depth
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
@@ -48,8 +48,8 @@ class Exchange:
         with self._lock:
             change = self._threads.add if wanted else self._threads.discard
             change(threading.get_ident())
-            settle = self._put if self._threads else self._take_back
-            settle()
+            exchange = self._put if self._threads else self._take_back
+            exchange()
 
 
 class attending:  # noqa: N801, a context manager reads as a verb
@@ -97,11 +97,11 @@ def innermost() -> attending | None:
 def leave_to(outer: attending | None) -> None:
     """Leave the running thread's scopes inside of `outer`; None: all of them."""
     while (scope := _thread.scope) is not None and scope is not outer:
-        settle(scope.name, scope.outer, route_depth())
+        register(scope.name, scope.outer, route_depth())
         _thread.scope = scope.outer
 
 
-def settle(name: str, scope: attending | None, depth: int) -> None:
+def register(name: str, scope: attending | None, depth: int) -> None:
     """Register our function under a name, or not, as a thread wants it that is in these scopes.
 
     Args:
@@ -126,8 +126,8 @@ class _Routed:
         self._outside: Attention = attention if plain is plain_attention else plain
 
     def __call__(self, module: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        if torch.compiler.is_compiling():
-            return _in_graph(self.plain, module, *arguments, **options)
+        if torch.compiler.is_compiling():  # which sees no scopes
+            return self.plain(module, *arguments, **options)
         scope = _thread.scope
         if scope is None or module not in scope.modules:
             return self._outside(module, *arguments, **options)
@@ -167,53 +167,3 @@ _names: dict[str, _Registered] = {}
 
 def _registered(name: str) -> _Registered:
     return _names.get(name) or _names.setdefault(name, _Registered(name))
-
-
-def _in_graph(
-    plain: Attention,
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, Any]:
-    """Attention while `torch.compile` traces, which sees no scopes: a mask that holds one number,
-    expanded, says that the thread will be in one when the graph runs."""
-    if mask is None or any(mask.stride()) or asks_for_more(options):
-        return plain(module, query, key, value, mask, **options)
-    scores = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
-    return _scopes_attention(query, key, value, mask, *scores), None
-
-
-@torch.library.custom_op(
-    "hf_retrieval_assist::attention",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float? scaling, float? softcap, "
-    "Tensor? sinks) -> Tensor",
-)
-def _scopes_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """What the thread's scope computes, as one operator of a compiled graph: [batch, queries,
-    heads, width]. So compiled code calls Triton's kernels with the tables of each forward."""
-    scope = _thread.scope
-    assert scope is not None
-    options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks}
-    return scope.compute(_refuse, None, query, key, value, mask, **options)[0]
-
-
-@_scopes_attention.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    batch, heads, queries, _width = query.shape
-    return query.new_empty((batch, queries, heads, value.shape[3]))
-
-
-def _refuse(*arguments: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-    raise RuntimeError("attention: expected the mask that the forward was given, got a copy")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .largest import largest
-from .quantized import QuantizedWeight, quantized_linear
+from .quantized import QuantizedWeight
 from .skinny import skinny_linear
 
 __all__ = ["Sampling", "Screen", "Screened"]
@@ -92,7 +92,7 @@ class Screened:
     def __init__(self, screen: Screen, x: torch.Tensor) -> None:
         self._screen = screen
         self._x = x
-        self.near = quantized_linear(x.float(), screen.packed)
+        self.near = screen.packed(x.float())
         if len(screen.unknown):
             self.near[:, screen.unknown] = 0.0
         # Rounded up.

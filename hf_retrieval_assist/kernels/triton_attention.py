@@ -271,13 +271,7 @@ def attend_parts(
                 near = real[:, None] & (inside & (slot >= end_kept))[None, :]
                 related = tl.load(table_at + (slot - end_kept)[None, :], mask=near, other=0)
                 seen = seen | (related != 0)
-            s = tl.where(seen, s, -1e30)
-            higher = tl.maximum(top, tl.max(s, 1))
-            p = tl.where(seen, tl.exp(s - higher[:, None]), 0.0)
-            old = tl.exp(top - higher)
-            total = total * old + tl.sum(p, 1)
-            out = out * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-            top = higher
+            top, total, out = _weighed(top, total, out, s, seen, v)
     place = (line * parts + part).to(tl.int64) * group * width + number
     tl.store(weights_at + place * 2, top, mask=real)
     tl.store(weights_at + place * 2 + 1, total, mask=real)
@@ -296,6 +290,18 @@ def _vectors(at, places, wanted, SIZE: tl.constexpr, SIZE2: tl.constexpr):
     i = tl.arange(0, SIZE2)
     mask = wanted[:, None] & (i < SIZE)[None, :]
     return tl.load(at + places[:, None] + i[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _weighed(top, total, out, s, seen, v):
+    """An online softmax with one block of scores more: the best score so far, the sum of weights
+    relative to it, and that of the weighted values."""
+    s = tl.where(seen, s, -1e30)
+    higher = tl.maximum(top, tl.max(s, 1))
+    p = tl.where(seen, tl.exp(s - higher[:, None]), 0.0)
+    old = tl.exp(top - higher)
+    total = total * old + tl.sum(p, 1)
+    return higher, total, out * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["width", "parts"])

@@ -13,7 +13,7 @@ from hf_retrieval_assist.decoding.copies import Copies
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import compact, linear
 from hf_retrieval_assist.kernels.compact import COMPACT
-from hf_retrieval_assist.kernels.quantized_model import WEIGHTS
+from hf_retrieval_assist.kernels.quantized import WEIGHTS
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.verifiers import ChainVerifier, TreeVerifier
 from tests.support.copied_models import HIDDEN, TOKENS, Watch, compact_products, model_of

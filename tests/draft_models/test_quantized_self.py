@@ -11,7 +11,7 @@ from hf_retrieval_assist import Assistant, QuantizedSelf
 from hf_retrieval_assist.draft_models import quantized_self as module
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.kernels import quantized_model, weight_copies
+from hf_retrieval_assist.kernels import quantized, weight_copies
 from hf_retrieval_assist.kernels.linear import stand_ins
 from hf_retrieval_assist.verification.own_forwards import OwnForwards
 from tests.support.lossless import PROMPT, build, padded, run
@@ -155,14 +155,14 @@ def test_an_interrupted_draft_leaves_a_cache_to_go_on_from(name, forwards):
 
 def test_weights_are_packed_once_and_anew_when_they_change(monkeypatch):
     packed = []
-    original = quantized_model.WEIGHTS.of
+    original = quantized.WEIGHTS.of
 
     def count(weight):
         found = original(weight)
         packed.append((id(weight), found))
         return found
 
-    monkeypatch.setattr(quantized_model.WEIGHTS, "of", count)
+    monkeypatch.setattr(quantized.WEIGHTS, "of", count)
     model = build(transformers.LlamaForCausalLM, tie_word_embeddings=True)
     for _ in range(2):
         run(model, assistant=assistant())
@@ -223,7 +223,7 @@ def test_adapters_stay_as_they_are():
         plain = run(model, max_new_tokens=NEW)
         assert torch.equal(run(model, max_new_tokens=NEW, assistant=drafting), plain)
     small = {id(p) for n, p in model.named_parameters() if "lora" in n}
-    assert not small & quantized_model.quantized_model(model).keys()
+    assert not small & quantized.quantized_model(model).keys()
 
 
 @pytest.mark.parametrize(
@@ -333,6 +333,6 @@ def test_close_choices_fork_and_clear_ones_do_not():
 
 
 def test_the_log_says_what_was_packed(caplog):
-    with caplog.at_level("INFO", logger=quantized_model.__name__):
+    with caplog.at_level("INFO", logger=quantized.__name__):
         run(build(transformers.MixtralForCausalLM), assistant=assistant())
     assert "linear layers in eight bits" in caplog.text

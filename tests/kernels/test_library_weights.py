@@ -11,24 +11,6 @@ from tests.support.lossless import build, equal, knowing, run
 from tests.support.products import DTYPES, ROUNDING, random
 
 
-def test_arguments():
-    x, values, scales = torch.ones(2, 8), torch.ones(3, 8, dtype=torch.int8), torch.ones(3)
-    with pytest.raises(TypeError, match=r"values: expected torch\.int8"):
-        scaled_linear(x, values.short(), scales)
-    with pytest.raises(TypeError, match=r"x: expected float32, bfloat16 or float16"):
-        scaled_linear(x.double(), values, scales)
-    with pytest.raises(TypeError, match=r"scales: expected float32, bfloat16 or float16"):
-        scaled_linear(x, values, scales.int())
-    with pytest.raises(ValueError, match=r"scales: expected shape \[3\]"):
-        scaled_linear(x, values, scales[:2])
-    with pytest.raises(ValueError, match=r"scales: expected adjacent"):
-        scaled_linear(x, values, torch.ones(6)[::2])
-    with pytest.raises(ValueError, match=r"x: expected shape \[..., 8\]"):
-        scaled_linear(x[:, :7], values, scales)
-    with pytest.raises(ValueError, match="values: expected a matrix with adjacent columns"):
-        scaled_linear(x, torch.ones(8, 3, dtype=torch.int8).T, scales)
-
-
 def products(action):
     """How often the weights' own class multiplied."""
     before = Int8Weight.products

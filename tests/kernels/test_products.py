@@ -51,6 +51,17 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
 
 
 @paths
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (64, 33), (300, 640), (1000, 1024)])
+def test_bits_of_a_bfloat16_weight_are_those_of_the_same_in_float32(path, shape):
+    weight, bias = random(*shape, dtype=torch.bfloat16), random(shape[0], seed=1)
+    for rows in (1, 2, 5, 8, 65):
+        x = random(rows, shape[1], seed=rows)
+        for added in (None, bias):
+            expected = skinny_linear(x, weight.float(), added, path=path)
+            assert torch.equal(skinny_linear(x, weight, added, path=path), expected)
+
+
+@paths
 @dtypes
 @kernels
 def test_strided_arguments(path, dtype, kernel):
@@ -166,6 +177,12 @@ X, W = torch.ones(2, 3), torch.ones(4, 3)
         (TypeError, "weight: expected float32", {"weight": W.double()}),
         (TypeError, "weight: expected float32", {"weight": None}),
         (TypeError, "x: expected torch.float32", {"x": X.half()}),
+        (TypeError, "x: expected torch.float16", {"weight": W.half()}),
+        (
+            TypeError,
+            "bias: expected torch.float32",
+            {"weight": W.bfloat16(), "bias": W[:, 0].half()},
+        ),
         (TypeError, "x: expected a tensor", {"x": [[1.0, 2.0, 3.0]]}),
         (TypeError, "bias: expected torch.float32", {"bias": torch.ones(4).half()}),
         (ValueError, "x: expected shape", {"x": torch.ones(2, 4)}),

@@ -6,20 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.kernels.skinny import PATHS, skinny_attention
+from hf_retrieval_assist.kernels.skinny import PATHS, kernel_attention
+from tests.support.products import DTYPES, ROUNDING, SMALLEST, dtypes, paths, random
 from tests.support.threads import in_threads
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Half a unit in the last place, relative, of each dtype, and its smallest number.
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
-
-paths = pytest.mark.parametrize("path", PATHS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def operands(batch=1, groups=2, heads=2, queries=5, slots=40, depth=32, dtype=torch.float32):
@@ -86,7 +75,7 @@ def test_random_shapes(
     seen = random(batch if seed % 2 else 1, 1, queries, slots, seed=seed) > -0.5
     seen[..., 0] = True
     mask = {"none": None, "bool": seen, "added": added(seen, dtype)}[mask_kind]
-    y = skinny_attention(query, key, value, mask, path=path, threads=1 + seed % 3)
+    y = kernel_attention(query, key, value, mask, path=path, threads=1 + seed % 3)
     assert_close(y, query, key, value, mask)
 
 
@@ -95,11 +84,11 @@ def test_random_shapes(
 def test_a_query_has_the_same_bits_in_any_company_and_on_any_number_of_threads(path, dtype):
     query, key, value = operands(groups=1, queries=64, slots=50, dtype=dtype)
     alone = [
-        skinny_attention(query[:, :, i : i + 1], key, value, path=path, threads=1)
+        kernel_attention(query[:, :, i : i + 1], key, value, path=path, threads=1)
         for i in range(64)
     ]
     for n in range(1, 65, 3):
-        together = skinny_attention(query[:, :, :n], key, value, path=path, threads=1 + n % 3)
+        together = kernel_attention(query[:, :, :n], key, value, path=path, threads=1 + n % 3)
         assert torch.equal(together, torch.cat(alone[:n], dim=1))
 
 
@@ -110,8 +99,8 @@ def test_slots_that_are_not_seen_change_no_bit_wherever_they_stand(path, dtype, 
     query, key, value = operands(queries=3, slots=90, dtype=dtype)
     seen = random(90, seed=5) > -0.3
     mask = seen.expand(1, 1, 3, 90) if boolean else added(seen, dtype).expand(1, 1, 3, 90)
-    y = skinny_attention(query, key, value, mask, path=path)
-    assert torch.equal(y, skinny_attention(query, key[:, :, seen], value[:, :, seen], path=path))
+    y = kernel_attention(query, key, value, mask, path=path)
+    assert torch.equal(y, kernel_attention(query, key[:, :, seen], value[:, :, seen], path=path))
 
 
 @paths
@@ -126,7 +115,7 @@ def test_strided_arguments(path, dtype):
         (query, key.mT.contiguous().mT, value.mT.contiguous().mT, mask),
         (query, key, value, mask[:, :, :1], 0.3),
     ):
-        assert_close(skinny_attention(*arguments, path=path), *arguments)
+        assert_close(kernel_attention(*arguments, path=path), *arguments)
 
 
 @paths
@@ -134,7 +123,7 @@ def test_strided_arguments(path, dtype):
 def test_many_scores_take_several_passes(path, dtype):
     query, key, _ = operands(3, groups=2, heads=1, queries=64, slots=6000, depth=1, dtype=dtype)
     value = random(3, 2, 6000, 16, dtype=dtype, seed=3)
-    assert_close(skinny_attention(query, key, value, path=path), query, key, value)
+    assert_close(kernel_attention(query, key, value, path=path), query, key, value)
 
 
 @paths
@@ -145,7 +134,7 @@ def test_a_query_that_sees_nothing_gives_zeros_like_torch(path, boolean):
     mask[:, :, 2] = False
     if not boolean:
         mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    y = skinny_attention(query, key, value, mask, path=path)
+    y = kernel_attention(query, key, value, mask, path=path)
     assert (y[:, 2] == 0).all()
     plain = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     torch.testing.assert_close(y, plain.transpose(1, 2))
@@ -156,7 +145,7 @@ def test_a_query_that_sees_nothing_gives_zeros_like_torch(path, boolean):
 def test_a_query_with_the_smallest_number_everywhere_takes_the_mean_like_torch(path, dtype):
     query, key, value = operands(heads=1, dtype=dtype)
     mask = torch.full((1, 1, 5, 40), torch.finfo(dtype).min, dtype=dtype)
-    y = skinny_attention(query, key, value, mask, path=path)
+    y = kernel_attention(query, key, value, mask, path=path)
     plain = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     torch.testing.assert_close(y, plain.transpose(1, 2), rtol=0.02, atol=0.02)
 
@@ -171,7 +160,7 @@ def test_infinities_and_nans_spread_as_in_torch(path, special, where, masked):
     tensors[where][0, 0, 3, 1] = special
     mask = torch.ones(1, 1, 5, 40, dtype=torch.bool)
     mask[..., 3] = not masked
-    y = skinny_attention(**tensors, mask=mask, path=path)
+    y = kernel_attention(**tensors, mask=mask, path=path)
     plain = F.scaled_dot_product_attention(*tensors.values(), attn_mask=mask).transpose(1, 2)
     torch.testing.assert_close(y, plain, equal_nan=True)
 
@@ -184,7 +173,7 @@ def test_weights_follow_the_exponential_over_its_whole_range(path):
     key = torch.tensor([0.0, 1.0])[None, None, :, None]
     y = torch.cat(
         [
-            skinny_attention(part[None, None, :, None], key, value, scale=1.0, path=path)[0, :, 0]
+            kernel_attention(part[None, None, :, None], key, value, scale=1.0, path=path)[0, :, 0]
             for part in scores.split(64)
         ]
     )
@@ -195,52 +184,19 @@ def test_weights_follow_the_exponential_over_its_whole_range(path):
 @paths
 def test_no_slots_give_zeros(path):
     query, key, value = operands(slots=0)
-    assert (skinny_attention(query, key, value, path=path) == 0).all()
-    empty = skinny_attention(query[:, :, :0], key, value, path=path)
+    assert (kernel_attention(query, key, value, path=path) == 0).all()
+    empty = kernel_attention(query[:, :, :0], key, value, path=path)
     assert empty.shape == (1, 0, 4, 32)
 
 
 @paths
 def test_many_threads_at_once(path):
     query, key, value = operands(queries=9, slots=300)
-    expected = skinny_attention(query, key, value, path=path, threads=1)
+    expected = kernel_attention(query, key, value, path=path, threads=1)
 
     def work(number):
         for turn in range(40):
-            y = skinny_attention(query, key, value, path=path, threads=1 + (number + turn) % 4)
+            y = kernel_attention(query, key, value, path=path, threads=1 + (number + turn) % 4)
             assert torch.equal(y, expected)
 
     in_threads(work, range(6))
-
-
-Q, K = torch.ones(1, 4, 3, 8), torch.ones(1, 2, 5, 8)
-V = torch.ones(1, 2, 5, 16)
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (TypeError, "query: expected float32", {"query": Q.double()}),
-        (TypeError, "query: expected float32", {"query": None}),
-        (TypeError, "key: expected torch.float32", {"key": K.half()}),
-        (TypeError, "value: expected a tensor", {"value": [1.0]}),
-        (TypeError, "mask: expected torch.float32", {"mask": torch.ones(1, 1, 3, 5).half()}),
-        (ValueError, "expected query", {"query": Q[0]}),
-        (ValueError, "expected query", {"query": Q[:, :3]}),
-        (ValueError, "expected query", {"query": Q[..., :7]}),
-        (ValueError, "expected query", {"key": K[:, :, :4]}),
-        (ValueError, "expected query", {"key": K[:, :1]}),
-        (ValueError, "expected query", {"key": K.expand(2, -1, -1, -1)}),
-        (ValueError, "a multiple of 16", {"value": V[..., :15]}),
-        (ValueError, "mask: expected a shape", {"mask": torch.ones(1, 1, 3, 4)}),
-        (ValueError, "mask: expected a shape", {"mask": torch.ones(3, 5)}),
-        (ValueError, "value: expected a dense", {"value": V.to("meta")}),
-        (ValueError, "key: requires grad", {"key": K.clone().requires_grad_()}),
-        (ValueError, "query: expected values in memory", {"query": torch._neg_view(Q)}),
-        (ValueError, "path: expected one of", {"path": "vax"}),
-        (ValueError, "threads: expected a positive", {"threads": 0}),
-    ],
-)
-def test_bad_arguments_are_named(error, match, arguments):
-    with pytest.raises(error, match=match):
-        skinny_attention(**{"query": Q, "key": K, "value": V, **arguments})

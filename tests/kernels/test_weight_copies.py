@@ -9,6 +9,7 @@ from torch import nn
 from hf_retrieval_assist.kernels.compact import CompactWeight
 from hf_retrieval_assist.kernels.quantized import QuantizedWeight
 from hf_retrieval_assist.kernels.weight_copies import BANDS, EVERY, WeightCopies
+from tests.support.products import dequantized
 
 KINDS = (QuantizedWeight, CompactWeight)
 SHAPE = (300, 64)
@@ -21,6 +22,17 @@ def copies(kind=QuantizedWeight):
 def weight_of(rows=SHAPE[0], columns=SHAPE[1]):
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     return nn.Parameter(weight.bfloat16().float(), requires_grad=False)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 3), (4, 31)])
+def test_values_that_are_not_bfloat16s_have_no_copy(place):
+    weight = torch.randn(5, 32).bfloat16().float()
+    packed = CompactWeight.pack(weight)
+    assert torch.equal(packed.values.float(), weight)
+    assert packed.nbytes == 5 * 32 * 2
+    for other in (1 + 2.0**-12, torch.nan):
+        weight[place] = other
+        assert CompactWeight.pack(weight).values is None
 
 
 def test_a_weight_is_packed_once_for_all_who_share_it():
@@ -103,7 +115,7 @@ def test_a_weight_that_was_written_to_is_packed_anew(kind, write, counted):
     assert after.stands_for(layer.weight, sampled=True)
     if kind is QuantizedWeight:
         expected = layer.weight.float()
-        torch.testing.assert_close(after.copy.dequantized(), expected, rtol=0, atol=0.05)
+        torch.testing.assert_close(dequantized(after.copy), expected, rtol=0, atol=0.05)
     before = None
     gc.collect()
     assert weights.nbytes() == after.copy.nbytes

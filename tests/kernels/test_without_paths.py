@@ -9,9 +9,8 @@ from hf_retrieval_assist.decoding import copies
 from hf_retrieval_assist.kernels import linear, norms, skinny
 from hf_retrieval_assist.kernels.attention import AttentionTuning
 from hf_retrieval_assist.kernels.compact import COMPACT
-from hf_retrieval_assist.kernels.quantized import QuantizedWeight
-from hf_retrieval_assist.kernels.quantized_model import WEIGHTS
-from hf_retrieval_assist.kernels.skinny import routed_linear, set_chooser, skinny_attention
+from hf_retrieval_assist.kernels.quantized import WEIGHTS, QuantizedWeight
+from hf_retrieval_assist.kernels.skinny import kernel_attention, routed_linear, set_chooser
 from tests.support.int8_weight import in_eight_bits
 from tests.support.lossless import PROMPT, build, run
 
@@ -54,7 +53,7 @@ def test_assistants_keep_no_copies(monkeypatch):
 def test_what_cannot_do_without_says_so():
     x = torch.randn(1, 2, 3, 16)
     with pytest.raises(RuntimeError, match="expected a CPU with AVX2 or NEON"):
-        skinny_attention(x, x, x)
+        kernel_attention(x, x, x)
     with pytest.raises(RuntimeError, match="expected a CPU with AVX2 or NEON"):
         QuantizedWeight.pack(x[0, 0])
     assistant = SamAssistant(fallback=QuantizedSelf())

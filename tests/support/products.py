@@ -5,6 +5,7 @@ import torch
 
 from hf_retrieval_assist.kernels.quantized import QuantizedWeight
 from hf_retrieval_assist.kernels.skinny import (
+    INT8_GROUP,
     PATHS,
     int8_linear,
     pack_int8,
@@ -29,6 +30,15 @@ def packed(weight, path):
     return QuantizedWeight(*pack_int8(weight, path=path), depth=weight.shape[1])
 
 
+def dequantized(weight):
+    """The matrix that its products are of, float32 [outputs, depth]."""
+    outputs = len(weight.values)
+    groups = weight.values.view(outputs, -1, INT8_GROUP).float()
+    factors = weight.factors[: groups.shape[0] * groups.shape[1]].view(*groups.shape[:2], 1)
+    scaled = groups * (factors.float() * weight.scales[:outputs, None, None])
+    return scaled.view(outputs, -1)[:, : weight.depth]
+
+
 class Whole:
     """The weight as it is."""
 
@@ -48,7 +58,7 @@ class Packed(Whole):
 
     def __init__(self, weight, path):
         self.weight = packed(weight, path)
-        super().__init__(self.weight.dequantized() if len(weight) else weight, path)
+        super().__init__(dequantized(self.weight) if len(weight) else weight, path)
 
     def __call__(self, x, bias=None, **options):
         parts = (self.weight.values, self.weight.factors, self.weight.scales)
