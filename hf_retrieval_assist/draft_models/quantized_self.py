@@ -20,6 +20,8 @@ from ..kernels.quantized import QuantizedWeight, quantized_model
 from ..kernels.reroute import standing_in
 from ..planning.acceptance import Calibrator
 from ..planning.cost_model import CostModel
+from ..structures.draft_tree import flattened
+from ..structures.evidence import OpenDrafts
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
@@ -156,7 +158,7 @@ class QuantizedSession(DraftSession):
         self.drafter, self.target = drafter, target
         self.weights: Weights = {}
         self.curve: Callable[[int], Float64Array] | None = None
-        self.calibration = drafter.calibrator.session()
+        self.calibration = OpenDrafts()
 
     @property
     def room(self) -> int:
@@ -174,7 +176,7 @@ class QuantizedSession(DraftSession):
         return self.drafter.propose_rows([self], [budget])[0]
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self.calibration.commit(token_ids)
+        self.drafter.calibrator.judge([self.calibration], *flattened([token_ids]))
 
     def see_cost(self, curve: Callable[[int], Float64Array]) -> None:
         self.curve = curve

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from ..planning.cost_store import CostKey, CostModels
 from ..planning.planner import Budget, Planner
 from ..stats import CallStats, Stats
 from ..structures import draft_tree
+from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
 from ..token_tree import Forest, Int32Array, Int64Array, TokenTree
 
@@ -87,16 +89,13 @@ class DraftingPolicy:
         """Of each drafter, how often its drafts for one model were accepted."""
         with self._lock:
             if fingerprint not in self._calibrators:
+                # The judgement of costly drafters is better and stays; papers know of no others.
+                paper = self.planner.budget == "paper"
                 self._calibrators[fingerprint] = tuple(
-                    map(self._calibrator, range(len(self.drafters)))
+                    Calibrator(drafter.priors(), beside=number > 0 and drafter.defers and not paper)
+                    for number, drafter in enumerate(self.drafters)
                 )
             return self._calibrators[fingerprint]
-
-    def _calibrator(self, number: int) -> Calibrator:
-        # The judgement of costly drafters is better and stays; papers know of no others.
-        drafter = self.drafters[number]
-        beside = number > 0 and drafter.defers and self.planner.budget != "paper"
-        return Calibrator(drafter.priors(), beside=beside)
 
     def account(self, key: CostKey) -> Account | None:
         """The account of time of calls of one kind; None where drafters are always asked.
@@ -356,10 +355,7 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 def union(drafts: Sequence[TokenTree]) -> TokenTree:
     """One tree of all paths."""
-    tree = TokenTree.empty()
-    for draft in drafts:
-        tree = tree.merge(draft)
-    return tree
+    return reduce(TokenTree.merge, drafts, TokenTree.empty())
 
 
 class AssistantSession:
@@ -385,7 +381,7 @@ class AssistantSession:
         # Of each drafter, tokens that it learns all at once before it drafts again.
         self.deferred: list[list[int]] = [[] for _ in self.sessions]
         self.calibrators = assistant.calibrators(target.fingerprint)
-        self.calibrations = [calibrator.session() for calibrator in self.calibrators]
+        self.calibrations = [OpenDrafts() for _ in self.calibrators]
         self.expected = ExpectedTexts(target.expected)
         # The last proposals, one of each drafter for all rows, and the row of this text.
         self.proposed: tuple[list[Forest], int] = [], 0

@@ -8,15 +8,16 @@ verification has to be spent on exploring.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..structures import draft_tree, evidence
+from ..structures import evidence
+from ..structures.evidence import OpenDrafts
 from ..system.locks import Lock
-from ..token_tree import Float32Array, Forest, Int32Array, Int64Array, TokenTree
+from ..token_tree import Float32Array, Forest, Int32Array, Int64Array
 
 Float64Array = NDArray[np.float64]
 
@@ -57,7 +58,8 @@ class Calibrator:
     """Conditional acceptance rates of one drafter's evidence classes, learnt over all its texts.
 
     A rate is the probability that a node is accepted given that its parent was. Safe to share
-    between threads; each text has its own `session`.
+    between threads. The proposals that a text has not judged yet are `OpenDrafts` of its own, used
+    by one thread at a time.
 
     Args:
         priors: float32 [classes], the rates before any observation, each in [0, 1].
@@ -65,12 +67,16 @@ class Calibrator:
             judge better: their probability stands. What they have not is worth less than its
             evidence says, and counted apart. Nothing to a drafter without classes, whose
             probabilities are its own.
+
+    Attributes:
+        n_classes: evidence classes that a draft may name.
     """
 
     def __init__(self, priors: Float32Array, beside: bool = False):
         if priors.ndim != 1 or not ((priors >= 0) & (priors <= 1)).all():
             raise ValueError(f"priors: expected one dimension in [0, 1], got {priors}")
-        self.beside = beside and len(priors) > 0
+        self.n_classes = len(priors)
+        self.beside = beside and self.n_classes > 0
         if self.beside:
             priors = np.concatenate([priors, _ALONE * priors])
         self._prior_counts: Float64Array = np.full((len(priors), 2), _PRIOR_TRIALS)
@@ -80,24 +86,13 @@ class Calibrator:
         self._bins = np.zeros((_BINS, 3))
         self._lock = Lock()
 
-    def __len__(self) -> int:
-        return len(self._counts)
-
     def rates(self, classes: Int32Array) -> Float32Array:
         """float32 [...]: posterior mean rate of each class in `classes`, over all texts."""
         counts = self._counts[classes]
         return (counts[..., 1] / counts[..., 0]).astype(np.float32)
 
-    @property
-    def n_classes(self) -> int:
-        """Evidence classes that a draft may name."""
-        return len(self) // 2 if self.beside else len(self)
-
     def calibrate(
-        self,
-        texts: Sequence[CalibrationSession],
-        drafts: Forest,
-        earlier: Forest | None = None,
+        self, texts: list[OpenDrafts], drafts: Forest, earlier: Forest | None = None
     ) -> Forest:
         """Proposals with probabilities from the counts, remembered until their texts have judged
         them.
@@ -115,13 +110,10 @@ class Calibrator:
         known = None
         if self.beside:
             known = (earlier or Forest.empty(len(drafts))).known_probs(drafts)
-        open_drafts = [text.open for text in texts]
         arrays = drafts.token_ids, drafts.parents, drafts.probs, drafts.classes, drafts.offsets
-        return drafts.with_probs(evidence.calibrated(open_drafts, *arrays, known, self._counts))
+        return drafts.with_probs(evidence.calibrated(texts, *arrays, known, self._counts))
 
-    def judge(
-        self, texts: Sequence[CalibrationSession], token_ids: Int32Array, offsets: Int64Array
-    ) -> None:
+    def judge(self, texts: list[OpenDrafts], token_ids: Int32Array, offsets: Int64Array) -> None:
         """Learn from the tokens by which texts went on; once per step, after `calibrate`.
 
         Args:
@@ -129,37 +121,11 @@ class Calibrator:
             token_ids: int32 [n], one text's behind another's.
             offsets: int64 [texts + 1], where each text's begin.
         """
-        open_drafts = [text.open for text in texts]
         with self._lock:
             counts = self._counts, self._prior_counts
-            evidence.judge(open_drafts, token_ids, offsets, self._bins, *counts, _MEMORY)
+            evidence.judge(texts, token_ids, offsets, self._bins, *counts, _MEMORY)
 
     def reliability(self) -> Reliability:
         """How the rates that sessions predicted have held so far."""
         with self._lock:
             return Reliability(*self._bins.T.copy())
-
-    def session(self) -> CalibrationSession:
-        """The view of one text, used by one thread at a time."""
-        return CalibrationSession(self)
-
-
-class CalibrationSession:
-    """The proposals for one text, calibrated, until the text has judged them.
-
-    Attributes:
-        open: those that it has not left.
-    """
-
-    def __init__(self, shared: Calibrator):
-        self._shared = shared
-        self.open = evidence.OpenDrafts()
-
-    def calibrate(self, tree: TokenTree, earlier: TokenTree | None = None) -> TokenTree:
-        """One proposal; see `Calibrator.calibrate`."""
-        known = None if earlier is None else Forest.of([earlier])
-        return self._shared.calibrate([self], Forest.of([tree]), known)[0]
-
-    def commit(self, token_ids: Sequence[int] | Int32Array) -> None:
-        """Learn from the tokens by which the text went on; see `Calibrator.judge`."""
-        self._shared.judge([self], *draft_tree.flattened([token_ids]))

@@ -219,10 +219,6 @@ class Account:
         """Whether a drafter gains time, lately."""
         return any(entry.pays for entry in self._entries[number].values())
 
-    def begin(self, price: CostModel) -> Drafting:
-        """A step, with t(n) for one row; to be called once for each."""
-        return Drafting(price, self.planner, self)
-
     def rests(self) -> bool:
         """Whether to decode the next call plainly; to be called once for each."""
         with self.lock:

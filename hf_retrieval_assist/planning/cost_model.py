@@ -54,8 +54,6 @@ _FORGETTING_PERIOD = 8
 _RESTORED_VARIANCE = 0.02  # at least this share of the prior variance after a restart
 _MOST_LOG_SECONDS = 200.0  # in a file; above it sums of seconds would overflow
 
-_SIZES = np.arange(1, MAX_TOKENS + 1)
-
 
 def _knot_positions() -> tuple[list[int], list[float]]:
     """For every n: the knot at or below it, and the linear weight of the knot above."""
@@ -101,18 +99,19 @@ class CostModel:
 
     Attributes:
         company: tokens of other rows that share the forward whose time t(n) is.
+        observations: forwards timed so far.
+        timed: whether a forward of its own was timed, here or by the process that saved it.
     """
 
     company = 0
 
     def __init__(self, device_type: str = "cpu"):
-        self.device_type = device_type
         self._mean = _prior_mean(device_type)
         self._prior_covariance = _prior_covariance(device_type)
         self._covariance = self._prior_covariance.copy()
         self._noise = _NOISE_STD**2
-        self._count = 0
-        self._timed = False
+        self.observations = 0
+        self.timed = False
         self._surprised = [False] * len(KNOTS)
         self._outliers = [0] * (len(KNOTS) + 1)  # by knot, then anywhere; signed by side
         self._curve: Float64Array = np.empty(0)
@@ -123,16 +122,6 @@ class CostModel:
     def fixed(cls, seconds: Callable[[int], float]) -> CostModel:
         """A model of a known t(n), `seconds(n)`, that learns nothing: for simulations."""
         return _FixedCostModel(seconds)
-
-    @property
-    def observations(self) -> int:
-        """Forwards timed so far."""
-        return self._count
-
-    @property
-    def timed(self) -> bool:
-        """Whether a forward of its own was timed, here or by the process that saved it."""
-        return self._timed
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Learn from a step that fed `tokens` tokens per row, or of all packed rows.
@@ -153,13 +142,13 @@ class CostModel:
             row = row + weight * (covariance[left + 1] - row)
         predicted = float(mean[left] + weight * (mean[left + 1] - mean[left]))
         variance = float(row[left] + weight * (row[left + 1] - row[left]))
-        if self._count == 0:
+        if self.observations == 0:
             mean += log_seconds - predicted
             predicted = log_seconds
         error = log_seconds - predicted
-        known = self._count
-        self._count += 1
-        self._timed = True
+        known = self.observations
+        self.observations += 1
+        self.timed = True
         if self._set_aside(left, error):
             return
         noise = self._noise * (_FIRST_NOISE[known] if known < len(_FIRST_NOISE) else 1)
@@ -177,20 +166,20 @@ class CostModel:
 
         A size that was never fed would take it for the truth, and not be fed again.
         """
-        slow = self._count > len(_FIRST_NOISE) and error > _SURPRISE
+        slow = self.observations > len(_FIRST_NOISE) and error > _SURPRISE
         self._surprised[left] = slow and not self._surprised[left]
         return self._surprised[left]
 
     def _learn_noise(self, error: float, variance: float) -> None:
         """Towards the share of the squared error that the curve's uncertainty leaves to noise."""
-        if self._count > len(_FIRST_NOISE):
+        if self.observations > len(_FIRST_NOISE):
             unexplained = min(error * error / (1 + variance / self._noise), 4 * self._noise)
             noise = self._noise + _NOISE_MEMORY * (unexplained - self._noise)
             self._noise = max(noise, _MIN_NOISE_STD**2)
 
     def _age(self, left: int, disbelieved: float) -> None:
         """Forget a little, and much where outliers on one side say that the machine changed."""
-        if self._count % _FORGETTING_PERIOD == 0:
+        if self.observations % _FORGETTING_PERIOD == 0:
             self._forget(_FORGETTING * _FORGETTING_PERIOD * self._noise / _LEVEL_STD**2)
         changed = [self._count_outlier(place, disbelieved) for place in (left, _ANYWHERE)]
         if any(changed):
@@ -233,12 +222,12 @@ class CostModel:
             row = (1 - weight) * covariance[left] + weight * covariance[left + 1]
             variance = covariance.diagonal() - 2 * row
         variance += (1 - weight) * row[left] + weight * row[left + 1]
-        return np.sqrt(np.interp(_sizes(max_tokens), KNOTS, np.maximum(variance, 0)))
+        return np.sqrt(np.interp(np.arange(1, max_tokens + 1), KNOTS, np.maximum(variance, 0)))
 
     def _refresh(self, max_tokens: int) -> None:
         if not self._stale and max_tokens <= len(self._curve):
             return
-        sizes = _sizes(max(max_tokens, len(self._curve)))
+        sizes = np.arange(1, 1 + max(max_tokens, len(self._curve)))
         at_knots = np.exp(_monotone(self._mean))
         self._curve = np.interp(sizes, KNOTS, at_knots)
         if len(sizes) > MAX_TOKENS:
@@ -252,7 +241,7 @@ class CostModel:
             return {
                 "log_seconds": self._mean.tolist(),
                 "noise": self._noise,
-                "observations": self._count,
+                "observations": self.observations,
                 "uncertainty": (self._covariance.diagonal() / self._prior_covariance.diagonal())
                 .clip(0, 1)
                 .tolist(),
@@ -264,43 +253,37 @@ class CostModel:
         Raises:
             ValueError: `state` is not one that `state()` could have told.
         """
-        mean = _finite_numbers(state, "log_seconds", len(KNOTS))
-        if (np.abs(mean) > _MOST_LOG_SECONDS).any():
-            raise ValueError(
-                f"expected log_seconds within {_MOST_LOG_SECONDS}, got {mean.tolist()}"
+        try:
+            mean, uncertainty = (
+                np.array(state[name], np.float64) for name in ("log_seconds", "uncertainty")
             )
-        uncertainty = _finite_numbers(state, "uncertainty", len(KNOTS))
-        noise, count = _finite_numbers(state, "noise"), _finite_numbers(state, "observations")
-        if (uncertainty < 0).any() or (uncertainty > 1).any() or noise[0] <= 0 or count[0] < 0:
-            raise ValueError("expected uncertainty in [0, 1], noise > 0 and observations >= 0")
+            noise, count = float(state["noise"]), int(state["observations"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"expected numbers, got {error!r}") from error
+        # NaN fails every comparison.
+        if not (
+            mean.shape == uncertainty.shape == KNOTS.shape
+            and (np.abs(mean) <= _MOST_LOG_SECONDS).all()
+            and ((uncertainty >= 0) & (uncertainty <= 1)).all()
+            and 0 < noise < math.inf
+            and count >= 0
+        ):
+            raise ValueError(
+                f"expected {len(KNOTS)} log_seconds within {_MOST_LOG_SECONDS} and as many "
+                f"uncertainties in [0, 1], noise > 0 and observations >= 0, got {state}"
+            )
         with self._lock:
             self._mean = mean
             std = np.sqrt(uncertainty.clip(_RESTORED_VARIANCE, 1))
             self._covariance = np.outer(std, std) * self._prior_covariance
-            self._noise, self._count = float(noise[0]), int(count[0])
-            self._timed = self._count > 0
+            self._noise, self.observations = noise, count
+            self.timed = self.observations > 0
             self._stale = True
 
     def borrow(self, other: CostModel) -> None:
         """Start from what a similar model knows, until a forward of its own is timed."""
         self.restore(other.state())
-        self._timed = False
-
-
-def _finite_numbers(state: dict[str, Any], name: str, length: int | None = None) -> Float64Array:
-    """`state[name]` as float64 [length], or as [1] where it is a single number."""
-    value = state.get(name)
-    try:
-        numbers = np.array(value if length else [value], dtype=np.float64)
-    except (TypeError, ValueError):
-        numbers = np.empty(0)
-    if numbers.shape != (length or 1,) or not np.isfinite(numbers).all():
-        raise ValueError(f"expected {name} to be {length or 1} finite number(s), got {value!r}")
-    return numbers
-
-
-def _sizes(count: int) -> NDArray[np.int64]:
-    return _SIZES[:count] if count <= MAX_TOKENS else np.arange(1, count + 1)
+        self.timed = False
 
 
 class _FixedCostModel(CostModel):

@@ -22,16 +22,8 @@ class CostView(CostModel):
 
     def __init__(self, cost: CostModel):
         # Made in every step: what the base class would learn with takes longer than the rest.
-        self.device_type = cost.device_type
         self._cost = cost
-
-    @property
-    def observations(self) -> int:
-        return self._cost.observations
-
-    @property
-    def timed(self) -> bool:
-        return self._cost.timed
+        self.observations = cost.observations
 
     def curve(self, max_tokens: int) -> Float64Array:
         fed = self._fed(max_tokens)

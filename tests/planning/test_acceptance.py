@@ -4,14 +4,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_retrieval_assist.planning.acceptance import Calibrator
-from hf_retrieval_assist.structures import evidence
+from hf_retrieval_assist.structures import draft_tree, evidence
 from hf_retrieval_assist.token_tree import Forest, TokenTree
 from tests.support.threads import in_threads
 
 
+class Session:
+    """A text, and what was proposed for it."""
+
+    def __init__(self, calibrator):
+        self.calibrator, self.open = calibrator, [evidence.OpenDrafts()]
+
+    def calibrate(self, tree, earlier=None):
+        known = None if earlier is None else Forest.of([earlier])
+        return self.calibrator.calibrate(self.open, Forest.of([tree]), known)[0]
+
+    def commit(self, token_ids):
+        self.calibrator.judge(self.open, *draft_tree.flattened([token_ids]))
+
+
 def observe(calibrator, evidence_class, hit):
     """A text of one token, proposed on this evidence."""
-    session = calibrator.session()
+    session = Session(calibrator)
     session.calibrate(TokenTree.chain([1], [0.5], [evidence_class]))
     session.commit([1 if hit else 2])
 
@@ -126,10 +140,10 @@ def test_the_oldest_of_many_open_proposals_gives_way():
 @given(trees(), st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())
 def test_judging_in_pieces_is_judging_at_once(tree, tokens, data):
     at_once, in_pieces = Calibrator(np.full(12, 0.5)), Calibrator(np.full(12, 0.5))
-    session = at_once.session()
+    session = Session(at_once)
     session.calibrate(tree)
     session.commit(tokens)
-    session, start = in_pieces.session(), 0
+    session, start = Session(in_pieces), 0
     session.calibrate(tree)
     while start < len(tokens):
         size = data.draw(st.integers(1, 3))
@@ -151,7 +165,7 @@ def test_priors_come_first_and_counts_take_over():
 
 def test_recovers_when_texts_turn_predictable_though_nothing_was_verified():
     calibrator = Calibrator(np.array([0.5]))
-    session = calibrator.session()
+    session = Session(calibrator)
     rates = []
     for step in range(160):
         session.calibrate(TokenTree.chain([1], [0.5], [0]))
@@ -164,7 +178,7 @@ def test_recovers_when_texts_turn_predictable_though_nothing_was_verified():
 def test_probabilities_are_products_of_rates():
     calibrator = Calibrator(np.array([0.5, 0.25]))
     tree = TokenTree.build([7, 8, 7], [-1, -1, 1], [0.9, 0.8, 0.7], [0, 1, 0])
-    calibrated = calibrator.session().calibrate(tree)
+    calibrated = Session(calibrator).calibrate(tree)
     calibrated.check_invariants()
     assert calibrated.probs == pytest.approx([0.5, 0.25, 0.125])
     assert np.array_equal(calibrated.token_ids, tree.token_ids)
@@ -173,7 +187,7 @@ def test_probabilities_are_products_of_rates():
 def test_nodes_without_a_class_keep_their_rate():
     calibrator = Calibrator(np.array([0.5]))
     tree = TokenTree.chain([7, 8, 9], [0.8, 0.2, 0.1], [-1, -1, 0])
-    session = calibrator.session()
+    session = Session(calibrator)
     assert session.calibrate(tree).probs == pytest.approx([0.8, 0.2, 0.1])
     session.commit([7, 8, 9])
     assert calibrator._counts[0].tolist() == [5, 3]
@@ -184,7 +198,7 @@ EARLIER = TokenTree.build([7, 8], [-1, 0], [0.3, 0.2])
 
 
 def test_what_others_have_drafted_they_judge():
-    session = Calibrator(np.array([0.5, 0.9]), beside=True).session()
+    session = Session(Calibrator(np.array([0.5, 0.9]), beside=True))
     tree = TokenTree.build([9, 7, 8, 6], [-1, -1, 1, 2], [0.9, 0.8, 0.7, 0.6], [1, 0, 1, 0])
     calibrated = session.calibrate(tree, EARLIER)
     calibrated.check_invariants()
@@ -196,13 +210,13 @@ def test_what_others_have_drafted_they_judge():
 def test_what_a_drafter_has_alone_is_counted_apart():
     calibrator = Calibrator(np.array([0.5]), beside=True)
     for _ in range(400):
-        session = calibrator.session()
+        session = Session(calibrator)
         session.calibrate(TokenTree.build([7, 9], [-1, -1], [0.5, 0.5], [0, 0]), EARLIER)
         session.commit([7])
     shared, alone = calibrator.rates(np.array([0, 1], np.int32))
     assert shared > 0.98
     assert alone < 0.01
-    assert len(calibrator) == 2
+    assert calibrator.n_classes == 1
     with pytest.raises(ValueError, match="classes below 1, got 1"):
         session.calibrate(TokenTree.chain([7], [0.5], [1]), EARLIER)
 
@@ -210,11 +224,11 @@ def test_what_a_drafter_has_alone_is_counted_apart():
 def test_drafters_without_classes_judge_for_themselves_beside_others():
     calibrator = Calibrator(np.empty(0), beside=True)
     tree = TokenTree.chain([7, 8], [0.9, 0.8])
-    assert calibrator.session().calibrate(tree, EARLIER).probs == pytest.approx([0.9, 0.8])
+    assert Session(calibrator).calibrate(tree, EARLIER).probs == pytest.approx([0.9, 0.8])
 
 
 def test_empty_trees_and_no_proposals_are_fine():
-    session = Calibrator(np.empty(0)).session()
+    session = Session(Calibrator(np.empty(0)))
     assert len(session.calibrate(TokenTree.empty())) == 0
     session.commit([1, 2, 3])
 
@@ -223,7 +237,7 @@ def test_reliability_compares_predicted_and_observed():
     calibrator = Calibrator(np.linspace(0.05, 0.95, 10))
     rng = np.random.default_rng(0)
     truth = np.linspace(0.02, 0.9, 10)
-    session = calibrator.session()
+    session = Session(calibrator)
     for _ in range(3000):
         kind = int(rng.integers(10))
         session.calibrate(TokenTree.chain([1], [0.5], [kind]))
@@ -250,7 +264,7 @@ def test_threads_may_share_the_counts():
     calibrator = Calibrator(np.array([0.5, 0.5]))
 
     def run():
-        session = calibrator.session()
+        session = Session(calibrator)
         for _ in range(300):
             session.calibrate(TokenTree.build([1, 2], [-1, -1], [0.5, 0.5], [0, 1]))
             session.commit([1])

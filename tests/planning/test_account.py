@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_retrieval_assist import Assistant, simulate
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession
 from hf_retrieval_assist.drafting import policy
-from hf_retrieval_assist.planning.account import Account
+from hf_retrieval_assist.planning.account import Account, Drafting
 from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.planner import Planner
 from hf_retrieval_assist.token_tree import TokenTree
@@ -27,7 +27,7 @@ def ask(account, steps, spent, brought=lambda step: 0.0, cost=FLAT, width=1, mis
     """Steps of an account with one drafter. Which asked it, and the time lost to that."""
     asked, lost = [], 0.0
     for step in range(steps):
-        drafting = account.begin(cost)
+        drafting = Drafting(cost, account.planner, account)
         asked.append(drafting.asks(0, missed))
         if asked[-1]:
             drafting.uses[0].seconds, drafting.uses[0].promised = spent, 1.0
@@ -124,7 +124,7 @@ def test_what_pays_comes_into_use_and_what_does_not_costs_little(drafters, unluc
     asked = np.zeros((steps, len(drafters)), bool)
     lost = np.zeros(len(drafters))
     for step in range(steps):
-        drafting = account.begin(FLAT)
+        drafting = Drafting(FLAT, account.planner, account)
         brought = np.zeros(len(drafters))
         for number, (price, multiple, _) in enumerate(drafters):
             asked[step, number] = drafting.asks(number)
@@ -155,7 +155,7 @@ def test_what_a_drafter_has_to_do_first_is_spread_over_its_asks():
     def first_asks(owed):
         account, asked = make(True), []
         for step in range(100):
-            drafting = account.begin(FLAT)
+            drafting = Drafting(FLAT, account.planner, account)
             asked.append(drafting.asks(0))
             if asked[-1]:
                 use = drafting.uses[0]
@@ -275,7 +275,7 @@ def test_a_loop_that_is_slower_is_left_for_ever_longer(excess):
 def test_no_call_rests_while_a_drafter_pays():
     account = make(False, True)
     for _ in range(100):
-        drafting = account.begin(FLAT)
+        drafting = Drafting(FLAT, account.planner, account)
         drafting.asks(0)
         drafting.uses[0].seconds, drafting.uses[0].promised = 0.01, 1.0
         drafting.end(2, [1.0, 0.0])

@@ -20,10 +20,9 @@ def test_the_curve_stands_at_the_next_width():
 
 def test_what_it_measures_is_what_was_measured():
     measured = CostModel("cuda")
-    cost = SteppedCost(measured, (1, 4))
-    assert (cost.observations, cost.timed) == (0, False)
     for _ in range(5):
         measured.observe(4, 0.02)
+    cost = SteppedCost(measured, (1, 4))
     assert cost.observations == 5
     assert np.allclose(cost.spread(4, 3), measured.spread(4, 4)[[0, 3, 3, 3]])
 
