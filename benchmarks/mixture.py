@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_retrieval_assist import Assistant, OutputMemory, SuffixAssistant
-from hf_retrieval_assist.drafters.mixture import Mixture
-from hf_retrieval_assist.drafters.suffix import SuffixDrafter
+from hf_retrieval_assist.drafters.suffix import Mixture, SuffixDrafter
 from hf_retrieval_assist.simulation import simulate
 from hf_retrieval_assist.structures.suffix_tree import CELL_SHAPE, COPY_SHAPE, WEIGHT_SHAPE
 from hf_retrieval_assist.token_tree import Float32Array

@@ -104,7 +104,7 @@ class TreeIndex(Index):
         self._tree.extend(self._sequence, np.array([token], np.int32))
 
     def draft(self) -> None:
-        self._tree.speculate_after(self._sequence, DRAFT)
+        self._tree.speculate(None, DRAFT, sequence=self._sequence)
 
 
 class ArrayIndex(Index):

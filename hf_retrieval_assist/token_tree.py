@@ -199,12 +199,7 @@ class TokenTree:
 
     def best_chain(self) -> TokenTree:
         """The path with the largest sum of probabilities."""
-        if self.is_chain:
-            return self
-        totals = np.zeros(len(self), np.float64)
-        for node, parent in enumerate(self.parents.tolist()):
-            totals[node] = self.probs[node] + (totals[parent] if parent >= 0 else 0.0)
-        return self.select(self.path(int(totals.argmax())))
+        return Forest.of([self]).best_paths()[0]
 
     def merge(self, other: TokenTree) -> TokenTree:
         """The union of both trees; a node in both keeps the higher probability and its class."""
@@ -359,8 +354,8 @@ class Forest(Sequence[TokenTree]):
         return Forest(*draft_tree.prune(*self._arrays, self.offsets, most))
 
     def best_paths(self) -> Forest:
-        """Of each tree the path from its root to a leaf by the most probable child each time."""
-        nodes, offsets = draft_tree.most_probable_paths(self.parents, self.probs, self.offsets)
+        """Of each tree the path with the largest sum of probabilities."""
+        nodes, offsets = draft_tree.best_paths(self.parents, self.probs, self.offsets)
         if len(nodes) == self.nodes:
             return self
         sizes = np.diff(offsets)
@@ -406,5 +401,5 @@ class Limits:
         if self.depths is not None:
             forest = forest.cut_depths(self.depths)
         if self.chains:
-            forest = Forest.of([tree.best_chain() for tree in forest])
+            forest = forest.best_paths()
         return forest if self.nodes is None else forest.prune([self.nodes] * len(forest))

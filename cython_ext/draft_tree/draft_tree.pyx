@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from libc.stdlib cimport free
+from libc.stdlib cimport free, qsort
 from libc.string cimport memset
 
 from common.blocks cimport resized
 from common.offsets cimport check_offsets
-from common.ranking cimport Ranked, ranking
 from common.types cimport int32_t, int64_t, token_t
 
 # Of a token tree's arrays: ids, parents, probabilities, classes.
@@ -430,6 +429,30 @@ def prune(
     return *out.arrays(kept), ends_out
 
 
+cdef struct Ranked:
+    float prob
+    int32_t node
+
+
+cdef int by_probability(const void* a, const void* b) noexcept nogil:
+    """Higher probability first; of equal ones the earlier node, which is no descendant."""
+    cdef const Ranked* x = <const Ranked*>a
+    cdef const Ranked* y = <const Ranked*>b
+    if x.prob != y.prob:
+        return -1 if x.prob > y.prob else 1
+    return -1 if x.node < y.node else 1
+
+
+cdef Ranked* ranking(const float* probs, Py_ssize_t n) except NULL:
+    """The n nodes by falling probability, for the caller to free."""
+    cdef Py_ssize_t i
+    cdef Ranked* ranked = <Ranked*>resized(NULL, n * sizeof(Ranked))
+    for i in range(n):
+        ranked[i] = Ranked(probs[i], <int32_t>i)
+    qsort(ranked, n, sizeof(Ranked), by_probability)
+    return ranked
+
+
 cdef int choose_likeliest(
     const float[::1] probs, Py_ssize_t first, Py_ssize_t end, int64_t budget, int32_t* place
 ) except -1:
@@ -499,38 +522,28 @@ def rank(const float[::1] probs, const int64_t[::1] offsets):
     return trees_out, tokens_out
 
 
-def most_probable_paths(
-    const int32_t[::1] parents, const float[::1] probs, const int64_t[::1] offsets
-):
-    """Of each of several trees the nodes from a child of the root to a leaf, by the most probable child
-    each time, the first of equal ones.
+def best_paths(const int32_t[::1] parents, const float[::1] probs, const int64_t[::1] offsets):
+    """Of each of several trees the nodes of the path to a leaf with the largest sum of probabilities, the
+    first of equal ones.
 
     `offsets`, int64 [trees + 1], tells where each tree begins, from where its parents count. Returns the
-    nodes, int32 [m], among all, and int64 [trees + 1], where each path begins among them. O(n).
+    nodes, int64 [m], among all, and int64 [trees + 1], where each path begins among them. O(n).
     """
-    cdef Py_ssize_t n = parents.shape[0], count = offsets.shape[0] - 1, tree, i, first, length = 0
-    cdef int32_t node
-    best_out, path_out = np.empty(n + 1, dtype=np.int32), np.empty(n, dtype=np.int32)
-    ends_out = np.zeros(count + 1, dtype=np.int64)
-    cdef int32_t[::1] best = best_out, path = path_out
+    cdef Py_ssize_t n = parents.shape[0], count = offsets.shape[0] - 1, tree, i, first, node
+    on_path, sums_out, ends_out = np.zeros(n, np.bool_), np.empty(n), np.zeros(count + 1, np.int64)
+    cdef unsigned char[::1] kept = on_path.view(np.uint8)
+    cdef double[::1] sums = sums_out
     cdef int64_t[::1] ends = ends_out
-    cdef int32_t top
     check_offsets(offsets, count, n)
-    memset(&best[0], -1, (n + 1) * sizeof(int32_t))
-    with nogil:
-        for tree in range(count):
-            first, top = offsets[tree], -1
-            for i in range(first, offsets[tree + 1]):
-                if parents[i] < 0:
-                    if top < 0 or probs[i] > probs[top]:
-                        top = <int32_t>i
-                else:
-                    node = best[first + parents[i]]
-                    if node < 0 or probs[i] > probs[node]:
-                        best[first + parents[i]] = <int32_t>i
-            while top >= 0:
-                path[length] = top
-                length += 1
-                top = best[top]
-            ends[tree + 1] = length
-    return path_out[:length], ends_out
+    for tree in range(count):
+        first, node = offsets[tree], -1
+        ends[tree + 1] = ends[tree]
+        for i in range(first, offsets[tree + 1]):
+            sums[i] = probs[i] + (sums[first + parents[i]] if parents[i] >= 0 else 0)
+            if node < 0 or sums[i] > sums[node] or first + parents[i] == node:
+                node = i
+        while node >= 0:
+            kept[node] = 1
+            ends[tree + 1] += 1
+            node = first + parents[node] if parents[node] >= 0 else -1
+    return np.flatnonzero(on_path), ends_out

@@ -10,36 +10,6 @@ from common.offsets cimport check_offsets
 from common.types cimport int32_t, int64_t, token_t
 
 
-def share_classes(
-    const int32_t[::1] parents,
-    const float[::1] shares,
-    const int32_t[::1] counts,
-    int matched,
-    const int32_t[::1] rows,
-    const int32_t[::1] columns,
-):
-    """Classes (int32 [n]) of counted nodes: by the tokens matched up to their parent, one row each,
-    and by the share of its occurrences that go on with them.
-
-    `rows` buckets numbers of tokens, of which `matched` are matched at the root; the last entry is
-    for all that are larger. `columns` buckets shares in equal steps from 0 to 1; its last entry is
-    for a parent that occurred once.
-    """
-    cdef Py_ssize_t n = parents.shape[0], i, longest = rows.shape[0] - 1
-    cdef Py_ssize_t steps = columns.shape[0] - 2, step
-    cdef int32_t width = columns[steps + 1] + 1
-    lengths_out, classes_out = np.empty((2, n), dtype=np.int32)
-    cdef int32_t[::1] lengths = lengths_out, classes = classes_out
-    with nogil:
-        for i in range(n):
-            lengths[i] = matched if parents[i] < 0 else lengths[parents[i]] + 1
-            step = <Py_ssize_t>(shares[i] * <float>steps)
-            if shares[i] == 1 and counts[i] == 1:
-                step += 1
-            classes[i] = rows[min(<Py_ssize_t>lengths[i], longest)] * width + columns[step]
-    return classes_out
-
-
 cdef enum:
     MOST_OPEN = 4  # proposals for a text that later tokens may still judge
 

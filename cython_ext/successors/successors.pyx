@@ -128,7 +128,7 @@ cdef Py_ssize_t lay_template(
     return known
 
 
-cdef inline void settle_among(float* values, int32_t* ids, Py_ssize_t count, float value, int32_t id) noexcept nogil:
+cdef inline void insert_among(float* values, int32_t* ids, Py_ssize_t count, float value, int32_t id) noexcept nogil:
     """Put a value into its place among `count` descending ones, behind equal ones; the last one goes."""
     cdef Py_ssize_t place = count - 1
     while place > 0 and values[place - 1] < value:
@@ -144,7 +144,7 @@ cdef void largest(const float* row, Py_ssize_t n, Py_ssize_t k, float* values, i
     cdef Py_ssize_t i, start, end = k, larger
     cdef float least
     for i in range(k):
-        settle_among(values, ids, i + 1, row[i], <int32_t>i)
+        insert_among(values, ids, i + 1, row[i], <int32_t>i)
     while end < n:
         start, end = end, min(end + BLOCK, n)
         least = values[k - 1]
@@ -155,7 +155,7 @@ cdef void largest(const float* row, Py_ssize_t n, Py_ssize_t k, float* values, i
         if larger:
             for i in range(start, end):
                 if row[i] > values[k - 1]:
-                    settle_among(values, ids, k, row[i], <int32_t>i)
+                    insert_among(values, ids, k, row[i], <int32_t>i)
 
 
 cdef Py_ssize_t keep_best(Py_ssize_t known, Py_ssize_t budget, Nodes out) noexcept nogil:

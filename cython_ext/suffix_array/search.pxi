@@ -103,7 +103,7 @@ cdef void compare(
             probe.high = rank_of(&before, j, points)
             return
 
-cdef void settle(const Shard* shard, Probe* probes, int32_t count) noexcept nogil:
+cdef void search_together(const Shard* shard, Probe* probes, int32_t count) noexcept nogil:
     """Finish up to 2 * LANES searches together, each by more points the fewer they are."""
     cdef int32_t[2 * LANES] unfinished
     cdef int64_t[2 * LANES] places

@@ -352,7 +352,7 @@ cdef void cut_shard(Selection* work, int32_t s) noexcept nogil:
             start = bracket(split.row[s], samples, seen, work.codes[i], start, ends)
             ends[0].code, ends[1].code = work.codes[i], work.codes[i] + 1
             ends[0].offset = ends[1].offset = split.offset
-    settle(&work.shards[s], work.probes, 2 * work.code_count)
+    search_together(&work.shards[s], work.probes, 2 * work.code_count)
     for e in range(work.split_count):
         split = &work.splits[e]
         if split.codes == 0:

@@ -118,7 +118,6 @@ def classes_by_count(
     return np.asarray(classes)
 
 
-
 cdef class SuffixMatcher:
     """The suffixes of a growing text that occur in a :class:`SuffixArray`, with all their places.
 
@@ -182,10 +181,6 @@ cdef class SuffixMatcher:
         cdef int64_t token
         for token in token_ids:
             self.advance(token)
-
-    def counts(self) -> list[int]:
-        """Occurrences of the text's last 1, 2, ... `match_length` tokens."""
-        return [self.occurrences(length) for length in range(1, self.match_length + 1)]
 
     def select(self, int32_t budget, int32_t depth, int32_t sources=1):
         """The most frequent continuations of the longest match, as a token tree.
@@ -265,7 +260,7 @@ cdef class SuffixMatcher:
                 end = ends + 2 * (length - 1 - below)
                 end[0] = Probe(within.low, within.high, code, length - 1)
                 end[1] = Probe(within.low, within.high, code + 1, length - 1)
-            settle(shard, ends, 2 * (longest - below))
+            search_together(shard, ends, 2 * (longest - below))
             for length in range(longest, below, -1):
                 end = ends + 2 * (length - 1 - below)
                 self.row(length)[s] = Interval(end[0].low, max(end[0].low, end[1].low))

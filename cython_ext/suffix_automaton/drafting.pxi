@@ -8,15 +8,15 @@ cdef struct Branch:
     token_t token
     int32_t count
 
-cdef struct Candidate:          # a string that a draft may go on to
+cdef struct Continuation:       # a string that a draft may go on to
     double prob
-    state_t state
+    state_t state, above        # its own, and that of the string without the last token
     token_t token
     int32_t parent              # node of the draft, -1: the match
-    float rate
+    int32_t context             # tokens before the last one, those of the match included
 
 cdef struct Frontier:           # of a draft that branches
-    Candidate* candidates       # all that were offered
+    Continuation* offers        # all of them
     Entry* heap                 # those of them that wait
     int32_t offered
     int32_t waiting
@@ -156,21 +156,21 @@ cdef int sort_all_branches(Automaton* a) except -1 nogil:
 # Drafts that branch by counts
 
 cdef void offer(
-    const Automaton* a, Frontier* f, const Candidate* parent, int32_t index,
+    const Automaton* a, Frontier* f, const Continuation* parent, int32_t index,
     token_t token, state_t target,
 ) noexcept nogil:
-    cdef Candidate* c = &f.candidates[f.offered]
-    c.rate = <float>count_of(a, target) / count_of(a, parent.state)
-    c.prob = parent.prob * c.rate
+    cdef Continuation* c = &f.offers[f.offered]
+    c.prob = parent.prob * (<float>count_of(a, target) / count_of(a, parent.state))
     if c.prob < f.min_prob:
         return
-    c.state, c.token, c.parent = target, token, index
+    c.state, c.above, c.token = target, parent.state, token
+    c.parent, c.context = index, parent.context + 1
     # Ties by parent and token, so that equal texts give equal drafts.
     push(f.heap, &f.waiting, Entry(c.prob, index * (<int64_t>1 << 32) + token, f.offered))
     f.offered += 1
 
 cdef void expand(
-    const Automaton* a, Frontier* f, const Candidate* parent, int32_t index
+    const Automaton* a, Frontier* f, const Continuation* parent, int32_t index
 ) noexcept nogil:
     """Offer the most frequent transitions: the sorted branches, with the first one merged in."""
     cdef state_t s = parent.state
@@ -193,18 +193,17 @@ cdef void expand(
         offer(a, f, parent, index, first_token(a, s), first_target(a, s))
 
 cdef int64_t best_first(
-    const Automaton* a, state_t s, Frontier* f, int64_t limit,
-    int32_t* tokens, int32_t* parents, float* rates, int32_t* counts,
+    const Automaton* a, Match match, Frontier* f, int64_t limit, int32_t[:, ::1] ints, int64_t[:, ::1] counts
 ) noexcept nogil:
-    """Take up to `limit` continuations of a state, the most probable first; returns how many."""
-    cdef Candidate top
+    """Take up to `limit` continuations of a match, the most probable first; returns how many."""
+    cdef Continuation top
     cdef int64_t n = 0
-    top.state, top.prob = s, 1.0
+    top.state, top.prob, top.context = match.state, 1.0, match.length - 1
     expand(a, f, &top, -1)
     while f.waiting > 0 and n < limit:
-        top = f.candidates[pop(f.heap, &f.waiting).index]
-        tokens[n], parents[n], rates[n] = top.token, top.parent, top.rate
-        counts[n] = count_of(a, top.state)
+        top = f.offers[pop(f.heap, &f.waiting).index]
+        ints[0, n], ints[1, n], ints[2, n] = top.token, top.parent, top.context
+        counts[0, n], counts[1, n] = count_of(a, top.state), count_of(a, top.above)
         expand(a, f, &top, <int32_t>n)
         n += 1
     return n

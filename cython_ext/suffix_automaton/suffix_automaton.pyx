@@ -150,7 +150,7 @@ cdef class SuffixAutomaton:
     def freeze(self):
         """End the text: count occurrences, find the latest ones, give back spare room. O(n log n).
 
-        Needed by `Cursor.count` and `Cursor.draft_tree`; makes `Cursor.latest` exact.
+        Needed by `Cursor.draft_tree`; makes `Cursor.latest` exact.
         """
         if self._frozen:
             return
@@ -248,21 +248,6 @@ cdef class Cursor:
         normalise(&self.automaton.a, &self.match)
         return latest_end(&self.automaton.a, self.match.state)
 
-    @property
-    def count(self):
-        """Occurrences of the match in the frozen text.
-
-        Raises:
-            ValueError: the automaton is not frozen.
-        """
-        self._require_frozen()
-        normalise(&self.automaton.a, &self.match)
-        return count_of(&self.automaton.a, self.match.state)
-
-    cdef _require_frozen(self):
-        if not self.automaton._frozen:
-            raise ValueError("expected a frozen automaton, got a growing one")
-
     def draft(self, int64_t limit, bint latest=False):
         """The tokens after an occurrence of the match, or of a shorter suffix of it.
 
@@ -289,8 +274,8 @@ cdef class Cursor:
     def draft_tree(self, int64_t limit, int64_t max_children=8, double min_prob=0.0):
         """The most frequent continuations of the match as a tree, best first.
 
-        The `samd_sam_only` tree of SAM-Decoding: a node's rate is the share of its parent's
-        occurrences that go on with it, and the path products of the rates order the nodes.
+        The `samd_sam_only` tree of SAM-Decoding: path products of the shares of a parent's occurrences
+        that go on with a node order the nodes.
 
         Args:
             limit: at most so many nodes.
@@ -298,33 +283,28 @@ cdef class Cursor:
             min_prob: nodes whose product is less are left out.
 
         Returns:
-            token_ids int32 [n], parents int32 [n] (−1: the root), rates float32 [n], counts
-            int32 [n] (the node's occurrences).
+            What `SuffixMatcher.select` returns of a suffix array.
 
         Raises:
             ValueError: the automaton is not frozen; limit or max_children is below 0.
         """
         cdef Frontier f
         cdef size_t room
-        self._require_frozen()
+        if not self.automaton._frozen:
+            raise ValueError("expected a frozen automaton, got a growing one")
         if limit < 0 or max_children < 0:
             raise ValueError(f"limit, max_children: expected at least 0, got {limit}, {max_children}")
         normalise(&self.automaton.a, &self.match)
         if self.match.state == ROOT:
             limit = 0
-        tokens, parents = np.empty(limit, np.int32), np.empty(limit, np.int32)
-        rates, counts = np.empty(limit, np.float32), np.empty(limit, np.int32)
-        cdef int32_t[::1] tokens_view = tokens, parents_view = parents, counts_view = counts
-        cdef float[::1] rates_view = rates
-        if limit == 0:
-            return tokens, parents, rates, counts
+        ints_out, counts_out = np.empty((3, limit), np.int32), np.empty((2, limit), np.int64)
+        cdef int32_t[:, ::1] ints = ints_out
+        cdef int64_t[:, ::1] counts = counts_out
         room = (limit + 1) * (max_children + 1)
-        f.candidates = <Candidate*>resized(NULL, room * (sizeof(Candidate) + sizeof(Entry)))
-        f.heap = <Entry*>(f.candidates + room)
+        f.offers = <Continuation*>resized(NULL, room * (sizeof(Continuation) + sizeof(Entry)))
+        f.heap = <Entry*>(f.offers + room)
         f.offered, f.waiting, f.max_children, f.min_prob = 0, 0, max_children, min_prob
-        n = best_first(
-            &self.automaton.a, self.match.state, &f, limit,
-            &tokens_view[0], &parents_view[0], &rates_view[0], &counts_view[0],
-        )
-        free(f.candidates)
-        return tokens[:n], parents[:n], rates[:n], counts[:n]
+        n = best_first(&self.automaton.a, self.match, &f, limit, ints, counts) if limit else 0
+        free(f.offers)
+        token_ids, parents, contexts = ints_out[:, :n]
+        return (token_ids, parents, *counts_out[:, :n], contexts)

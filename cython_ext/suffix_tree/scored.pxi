@@ -1,7 +1,7 @@
 # Where the end of a text leads, and drafts by SuffixDecoding's Algorithm 1: of all its matches the one
 # whose draft has the highest score.
 
-cdef struct Candidate:
+cdef struct Option:  # a node that may be drafted
     double prob
     double share    # probability of a sibling per count; 0 where the edge leaves no choice
     Place place
@@ -21,7 +21,7 @@ cdef struct Search:
     double factor, offset  # a match of L tokens drafts at most L * factor + offset nodes
     double min_prob
     bint tree
-    Candidate* candidates  # [2 * most + 1]
+    Option* candidates  # [2 * most + 1]
     Entry* queue           # of those not drafted
     int32_t made, queued   # candidates, and entries
     ScoredDraft best, spare
@@ -78,7 +78,7 @@ cdef int32_t match_sequence(Store* s, int32_t sequence, Place* matches, int32_t 
         matches[k].item = ~link_at(s, position).node
     return n
 
-cdef bint below(Store* s, Place at, double prob, int32_t parent, Candidate* out) noexcept nogil:
+cdef bint below(Store* s, Place at, double prob, int32_t parent, Option* out) noexcept nogil:
     """The most frequent continuation of a place, if there is one.
 
     A child has its parent's probability times its share of the siblings' counts (the paper's C(N)).
@@ -96,7 +96,7 @@ cdef bint below(Store* s, Place at, double prob, int32_t parent, Candidate* out)
     out.prob = out.share * item_count(s, out.place.item)
     return True
 
-cdef void queue_place(Search* q, const Candidate* candidate) noexcept nogil:
+cdef void queue_place(Search* q, const Option* candidate) noexcept nogil:
     q.candidates[q.made] = candidate[0]
     heap_push(q.queue, &q.queued, Entry(candidate.prob, q.made, q.made))
     q.made += 1
@@ -106,7 +106,7 @@ cdef void grow_draft(Search* q, Place at, int32_t budget) noexcept nogil:
 
     Children come by descending count, so that each need only be queued once its elder is drafted.
     """
-    cdef Candidate best, more
+    cdef Option best, more
     cdef ScoredDraft* draft = &q.spare
     q.queued = q.made = 0
     draft.size, draft.score = 0, 0

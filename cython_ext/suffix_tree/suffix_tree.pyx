@@ -216,25 +216,15 @@ cdef class SuffixTree:
                 position = backward(&self.store, position, 1)
         return out
 
-    cdef bint _find(self, const token_t[::1] token_ids, Place* at) noexcept:
-        cdef Py_ssize_t i
-        at.item, at.depth = ROOT, 0
-        for i in range(token_ids.shape[0]):
-            if not step(&self.store, at, token_ids[i]):
-                return False
-        return True
-
-    def count(self, const token_t[::1] token_ids):
-        """How often the tokens (at most `max_depth` of them) occur; all tokens, for none."""
-        cdef Place at
-        return item_count(&self.store, at.item) if self._find(token_ids, &at) else 0
-
     def children(self, const token_t[::1] token_ids):
         """(token, count) of every token that follows the given ones, by descending count."""
         cdef Place at
+        cdef Py_ssize_t i
         cdef int32_t item, depth
-        if not self._find(token_ids, &at):
-            return []
+        at.item, at.depth = ROOT, 0
+        for i in range(token_ids.shape[0]):
+            if not step(&self.store, &at, token_ids[i]):
+                return []
         depth = at.depth + 1
         if at.depth < item_depth(&self.store, at.item):
             return [(label_token(&self.store, at.item, depth), item_count(&self.store, at.item))]
@@ -246,8 +236,8 @@ cdef class SuffixTree:
         return found
 
     def speculate(
-        self, const token_t[::1] context, int max_nodes, *, double factor=1.0, double offset=0.0,
-        double min_prob=0.1, bint tree=True,
+        self, const token_t[::1] context, int max_nodes, *, sequence=None, double factor=1.0,
+        double offset=0.0, double min_prob=0.1, bint tree=True,
     ):
         """The best continuation of the last 1, 2, .. tokens of `context` (Algorithm 1).
 
@@ -255,22 +245,9 @@ cdef class SuffixTree:
         probable first (`tree`) or along the most frequent children (a path), none below `min_prob`.
         A child's probability is its parent's times its count over the sum of the siblings' counts,
         the paper's C(N). The highest sum of probabilities wins, and among equals the longer match.
+        A sequence's own tokens, by its id, may take the context's place, which costs no matching.
         """
-        return self._speculation(context, NIL, max_nodes, factor, offset, min_prob, tree)
-
-    def speculate_after(
-        self, sequence, int max_nodes, *, double factor=1.0, double offset=0.0,
-        double min_prob=0.1, bint tree=True,
-    ):
-        """`speculate` with a sequence's own tokens as the context, which costs no matching."""
-        return self._speculation(
-            None, self._checked(sequence), max_nodes, factor, offset, min_prob, tree
-        )
-
-    cdef object _speculation(
-        self, const token_t[::1] context, int32_t sequence, int max_nodes, double factor,
-        double offset, double min_prob, bint tree,
-    ):
+        cdef int32_t own = NIL if sequence is None else self._checked(sequence)
         cdef int32_t most = max(max_nodes, 0), chosen
         cdef size_t room = 2 * <size_t>most + 1
         tokens, parents = np.empty((2, most + 1), np.int32), np.empty((2, most + 1), np.int32)
@@ -282,13 +259,13 @@ cdef class SuffixTree:
         q.factor, q.offset, q.min_prob, q.tree = factor, offset, min_prob, tree
         q.best = ScoredDraft(0, 0.0, &token_rows[0, 0], &parent_rows[0, 0], &prob_rows[0, 0])
         q.spare = ScoredDraft(0, 0.0, &token_rows[1, 0], &parent_rows[1, 0], &prob_rows[1, 0])
-        q.candidates = <Candidate*>resized(
-            NULL, room * (sizeof(Candidate) + sizeof(Entry)) + self.store.max_depth * sizeof(Place)
+        q.candidates = <Option*>resized(
+            NULL, room * (sizeof(Option) + sizeof(Entry)) + self.store.max_depth * sizeof(Place)
         )
         q.queue = <Entry*>(q.candidates + room)
         q.matches = <Place*>(q.queue + room)
         with nogil:
-            chosen = search(&q, context, sequence)
+            chosen = search(&q, context, own)
         free(q.candidates)
         row = int(q.best.tokens == &token_rows[1, 0])
         return Speculation(

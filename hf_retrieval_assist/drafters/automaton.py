@@ -8,35 +8,31 @@ after it.
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..structures import draft_tree, evidence
+from ..structures.draft_tree import path_products
+from ..structures.suffix_array import classes_by_count
 from ..structures.suffix_automaton import Cursor, SuffixAutomaton
 from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, Ids, Int32Array, TokenTree, checked_documents
 from .base import Drafter, DraftSession, Feedback, Target
 
-LONGEST = 64  # matches and depths beyond are all alike
-
-
-def _bucket_of(upper_bounds: Sequence[int], size: int = LONGEST + 1) -> Int32Array:
-    """int32 [size], index of the first bound that is not below each of 0 .. size − 1."""
-    return np.searchsorted(upper_bounds, np.arange(size)).astype(np.int32)
-
-
-# Evidence of a chain: tokens matched, depth, and whether the match has one earlier occurrence or
-# several (then they may have gone on differently).
-CHAIN_MATCHES = _bucket_of([1, 2, 3, 4, 6, 8, 12, 20])
-CHAIN_DEPTHS = _bucket_of([1, 2, 4, 8, 16])
-# Evidence of a counted node: tokens matched up to its parent, and the share of the parent's
-# occurrences that go on with it, in steps of 1/20. A parent that occurred only once goes apart: its
-# share of 1 says little.
-TREE_MATCHES = _bucket_of([1, 2, 4, 8, 16, 32])
-TREE_RATES = _bucket_of([0, 1, 3, 7, 11, 15, 19, 20], 22)
+# Evidence of a chain: tokens matched and depth, up to these numbers, and whether the match has one
+# earlier occurrence or several (then they may have gone on differently).
+_CHAIN_MATCHES = [1, 2, 3, 4, 6, 8, 12, 20]
+_CHAIN_DEPTHS = [1, 2, 4, 8, 16]
+# Evidence of a counted node, from these numbers on: tokens matched up to its parent, the share of
+# the parent's occurrences that go on with it, and whether those are several: if not, a share of 1
+# says little.
+_TREE_EDGES = tuple(
+    np.array(edges, np.float64)
+    for edges in ((2, 3, 5, 9, 17, 33), (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0), (2,))
+)
 
 # Acceptance measured for these classes: the share of drafted nodes that the recorded text went on
 # with, among those whose parents it went on with. Real chat, programs, worked mathematics, SQL and
@@ -58,8 +54,8 @@ _CHAIN_PRIORS = np.array(
     ],
     np.float32,
 )
-# float32 [matches, rates], the last rate being that of parents that occurred once.
-_TREE_PRIORS = np.array(
+# float32 [matches, shares + 1], the last one of parents that occurred once.
+_TREE_RATES = np.array(
     [
         [0.026, 0.047, 0.087, 0.139, 0.200, 0.439, 0.660, 0.355, 0.133],
         [0.025, 0.053, 0.095, 0.160, 0.233, 0.382, 0.706, 0.596, 0.237],
@@ -71,6 +67,23 @@ _TREE_PRIORS = np.array(
     ],
     np.float32,
 )
+_TREE_PRIORS = np.stack(
+    np.broadcast_arrays(_TREE_RATES[:, -1:], _TREE_RATES[:, :-1]), axis=2
+).ravel()
+
+
+def counted_tree(
+    found: tuple[NDArray[Any], ...], edges: Sequence[NDArray[np.float64]], priors: Float32Array
+) -> TokenTree:
+    """What a structure that counts has selected (see `SuffixMatcher.select`), as a draft.
+
+    Args:
+        edges: by which :func:`classes_by_count` tells nodes apart.
+        priors: float32 [classes], rates of these.
+    """
+    token_ids, parents, counts, parent_counts, contexts = found
+    classes = classes_by_count(counts, parent_counts, contexts, *edges)
+    return TokenTree(token_ids, parents, path_products(parents, priors[classes]), classes)
 
 
 class _Matching(DraftSession):
@@ -114,7 +127,7 @@ class AutomatonDrafter(Drafter):
         self.max_draft = max_draft
         self.min_match = min_match
         self.latest = latest
-        self.depths = CHAIN_DEPTHS[np.minimum(np.arange(1, max_draft + 1), LONGEST)]
+        self.depths = np.searchsorted(_CHAIN_DEPTHS, np.arange(1, max_draft + 1)).astype(np.int32)
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> AutomatonSession:
         return AutomatonSession(self, prompt_ids, target)
@@ -145,7 +158,7 @@ class AutomatonSession(_Matching):
         tokens = tokens[: foreign[0]] if len(foreign) else tokens
         _, occurrences, depths = _CHAIN_PRIORS.shape
         unique = cursor.earliest == cursor.latest
-        row = occurrences * int(CHAIN_MATCHES[min(cursor.length, LONGEST)]) + unique
+        row = occurrences * bisect_left(_CHAIN_MATCHES, cursor.length) + unique
         classes = row * depths + drafter.depths[: len(tokens)]
         probs = np.cumprod(drafter.priors()[classes], dtype=np.float32)
         return TokenTree.chain(tokens, probs, classes)
@@ -199,7 +212,7 @@ class StaticAutomatonDrafter(Drafter):
         return StaticAutomatonSession(self, prompt_ids)
 
     def priors(self) -> Float32Array:
-        return _TREE_PRIORS.ravel()
+        return _TREE_PRIORS
 
 
 class StaticAutomatonSession(_Matching):
@@ -212,15 +225,9 @@ class StaticAutomatonSession(_Matching):
 
     def _continued(self, size: int) -> TokenTree:
         """The most frequent continuations, best first."""
-        drafter, cursor = self._drafter, self._cursor
-        tokens, parents, rates, counts = cursor.draft_tree(
-            size, drafter.max_children, drafter.min_prob
-        )
-        classes = evidence.share_classes(
-            parents, rates, counts, cursor.length, TREE_MATCHES, TREE_RATES
-        )
-        probs = draft_tree.path_products(parents, drafter.priors()[classes])
-        return TokenTree(tokens, parents, probs, classes)
+        drafter = self._drafter
+        found = self._cursor.draft_tree(size, drafter.max_children, drafter.min_prob)
+        return counted_tree(found, _TREE_EDGES, _TREE_PRIORS)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         self._cursor.advance_all(token_ids)

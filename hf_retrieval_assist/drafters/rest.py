@@ -12,17 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..corpus.datastore import Datastore
-from ..structures.draft_tree import path_products
-from ..structures.suffix_array import SuffixMatcher, classes_by_count
+from ..structures.suffix_array import SuffixMatcher
 from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, TokenTree
+from .automaton import counted_tree
 from .base import Drafter, DraftSession, Feedback, Target
 
 # Buckets of the evidence for a node: tokens of context before it, its share of the occurrences of
 # that context, and how many those are. Their typical values stand for them in the priors.
-_CONTEXT_EDGES = np.array([2.0, 3.0, 5.0, 9.0, 16.0])
-_SHARE_EDGES = np.array([0.03, 0.1, 0.25, 0.5, 0.75, 0.95])
-_COUNT_EDGES = np.array([2.0, 4.0, 16.0])
+_EDGES = (
+    np.array([2.0, 3.0, 5.0, 9.0, 16.0]),
+    np.array([0.03, 0.1, 0.25, 0.5, 0.75, 0.95]),
+    np.array([2.0, 4.0, 16.0]),
+)
 _TYPICAL_SHARES = np.array([0.012, 0.055, 0.16, 0.36, 0.62, 0.86, 1.0])
 _TYPICAL_COUNTS = np.array([1.0, 2.4, 7.0, 64.0])
 
@@ -103,13 +105,10 @@ class RestSession(DraftSession):
     def propose(self, budget: int) -> TokenTree:
         """The most frequent continuations, at most `budget` and `max_nodes` nodes."""
         drafter = self._drafter
-        token_ids, parents, counts, parent_counts, contexts = self._matcher.select(
+        found = self._matcher.select(
             min(budget, drafter.max_nodes), drafter.continuation, drafter.sources
         )
-        classes = classes_by_count(
-            counts, parent_counts, contexts, _CONTEXT_EDGES, _SHARE_EDGES, _COUNT_EDGES
-        )
-        return TokenTree(token_ids, parents, path_products(parents, _PRIORS[classes]), classes)
+        return counted_tree(found, _EDGES, _PRIORS)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         """Append tokens and narrow the matches."""

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +22,58 @@ from numpy.typing import NDArray
 from ..memory.output_memory import OutputMemory
 from ..memory.running_output import RunningOutput, prompt_group
 from ..structures import draft_tree
-from ..structures.suffix_tree import MAX_DEPTH, Speculation, SuffixTree, Text, extend_texts
+from ..structures.suffix_tree import (
+    MAX_DEPTH,
+    Mixer,
+    Speculation,
+    SuffixTree,
+    Text,
+    extend_texts,
+)
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Forest, Ids, Int32Array, TokenTree, checked_documents
 from .base import Drafter, DraftSession, Feedback, Target
-from .mixture import Mixture
 
 _FREQUENCIES = 10  # classes of scored drafts
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What is known of how much contexts are worth: the state of a `Mixer`.
+
+    Attributes:
+        cells: float32 [*CELL_SHAPE, 2], probabilities of evidence and the trials behind them.
+        copy_cells: float32 [*COPY_SHAPE, 2], the same of what copies name.
+        weights: float32 WEIGHT_SHAPE.
+        rate: by which the weights follow a text.
+    """
+
+    cells: Float32Array
+    copy_cells: Float32Array
+    weights: Float32Array
+    rate: float = 0.002
+
+    @classmethod
+    def load(cls, path: Path) -> Mixture:
+        """Read what `save` wrote; ValueError where the shapes are not this version's."""
+        with np.load(path, allow_pickle=False) as arrays:
+            return cls(arrays["cells"], arrays["copy_cells"], arrays["weights"])
+
+    @classmethod
+    @cache
+    def trained(cls) -> Mixture:
+        """Trained on recorded texts: chat, programs, mathematics, SQL, edits of files."""
+        with as_file(files(__package__) / "mixture.npz") as path:
+            return cls.load(path)
+
+    def save(self, path: Path) -> None:
+        np.savez_compressed(
+            path, cells=self.cells, copy_cells=self.copy_cells, weights=self.weights
+        )
+
+    def mixer(self) -> Mixer:
+        """A mixer that starts from here."""
+        return Mixer(self.cells, self.copy_cells, self.weights, self.rate)
 
 
 class CorpusTree:
@@ -230,7 +279,7 @@ class SuffixSession(DraftSession):
             "tree": drafter.tree,
         }
         assert text.tree is not None
-        drafts = [text.tree.speculate_after(text.sequence, budget, **how)]
+        drafts = [text.tree.speculate(None, budget, sequence=text.sequence, **how)]
         with drafter.memory.lock:
             outputs = drafter.memory.tree(self.kind)
             if outputs is not None:

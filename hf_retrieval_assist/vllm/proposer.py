@@ -116,9 +116,9 @@ class Proposer:
             return []
         sessions = [row.session for row in rooms]
         drafts = self.assistant.propose(sessions, budget=self.longest_draft)
-        limits = Limits([*rooms.values()], packed=True)
+        limits = Limits([*rooms.values()], chains=True, packed=True)
         cost = PackedCost(self.cost, len(rooms))
-        chains = self.assistant.planner.plan(limits.within(drafts).best_paths(), cost, limits)
+        chains = self.assistant.planner.plan(drafts, cost, limits)
         return list(zip(rooms, [chain.token_ids.tolist() for chain in chains], strict=True))
 
     def _room(self, row: Row) -> int:

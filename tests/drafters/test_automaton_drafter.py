@@ -5,15 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_retrieval_assist.drafters.automaton import (
-    LONGEST,
-    TREE_MATCHES,
-    TREE_RATES,
-    AutomatonDrafter,
-    StaticAutomatonDrafter,
-)
+from hf_retrieval_assist.drafters.automaton import AutomatonDrafter, StaticAutomatonDrafter
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.structures import evidence
 
 TARGET = Target(vocab_size=262_144)
 tokens = st.lists(st.integers(0, 3), max_size=20)
@@ -105,6 +98,14 @@ def test_the_corpus_branches_by_counts():
     assert session.propose(2).token_ids.tolist() == [2, 4]
 
 
+def test_what_occurred_once_is_told_from_what_always_went_on_alike():
+    session = start(StaticAutomatonDrafter([[1, 2], [3, 4], [3, 4]]), [1])
+    once = session.propose(1)
+    session.commit([3], None)
+    twice = session.propose(1)
+    assert (once.probs[0], twice.probs[0]) == (np.float32(0.133), np.float32(0.355))
+
+
 def test_sessions_share_a_corpus_but_not_their_place():
     drafter = StaticAutomatonDrafter([[1, 2, 3], [4, 5, 6]])
     first, second = start(drafter, [1]), start(drafter, [4])
@@ -139,24 +140,3 @@ def test_bad_corpora_are_refused():
 def test_arguments_are_checked(argument):
     with pytest.raises(ValueError, match=argument):
         StaticAutomatonDrafter([[1]], **{argument: 0})
-
-
-@given(st.lists(st.tuples(st.integers(-1, 8), st.integers(1, 40), st.integers(1, 40))))
-def test_share_classes_number_the_buckets_row_by_row(nodes):
-    parents = [min(parent, i - 1) for i, (parent, _, _) in enumerate(nodes)]
-    counts = [min(node) for _, *node in nodes]
-    totals = [max(node) for _, *node in nodes]
-    found = evidence.share_classes(
-        np.array(parents, np.int32),
-        np.array([c / t for c, t in zip(counts, totals, strict=True)], np.float32),
-        np.array(counts, np.int32),
-        60,
-        TREE_MATCHES,
-        TREE_RATES,
-    )
-    matched = []
-    for i, parent in enumerate(parents):
-        matched.append(60 if parent < 0 else matched[parent] + 1)
-        step = int(np.float32(counts[i] / totals[i]) * np.float32(20)) + (totals[i] == 1)
-        row = TREE_MATCHES[min(matched[i], LONGEST)]
-        assert found[i] == row * (TREE_RATES[-1] + 1) + TREE_RATES[step]

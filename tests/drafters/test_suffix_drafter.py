@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.drafters.mixture import Mixture
-from hf_retrieval_assist.drafters.suffix import SuffixDrafter
+from hf_retrieval_assist.drafters.suffix import Mixture, SuffixDrafter
 from hf_retrieval_assist.memory.output_memory import OutputMemory
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from hf_retrieval_assist.token_tree import TokenTree
@@ -103,10 +102,6 @@ def test_a_corpus_contributes_and_is_only_read():
 def test_corpora_that_cannot_be_drafted_from_are_refused():
     with pytest.raises(ValueError, match="expected at least one token, got none"):
         SuffixDrafter(corpus=[[], []])
-    with pytest.raises(ValueError, match="document 1: expected ids from 0"):
-        SuffixDrafter(corpus=[[1], [-2]])
-    with pytest.raises(TypeError, match="document 0: expected integer ids, got <U1"):
-        SuffixDrafter(corpus=[["a"]])
     with pytest.raises(ValueError, match="document 0: expected a flat sequence of ids, got 't'"):
         SuffixDrafter(corpus="text")
     drafter = SuffixDrafter(corpus=[[5, 1000]])

@@ -153,17 +153,6 @@ def test_of_each_text_the_first_rejected_nodes_are_learnt():
         successors.rows_to_learn(tokens, np.array([8]), 9, 1, starts)
 
 
-def test_large_vocabularies_bound_what_rejected_nodes_cost(monkeypatch):
-    monkeypatch.setattr(token_recycling, "_MOST_REJECTED", 1)
-    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 0))
-    session = drafter.start(ids(0), target())
-    logits = logits_preferring(10, (1,), (2,), (3,), (4,))
-    feed(session, (0, 5, 6, 7), (0,), logits, [5])
-    assert drafted_paths(session.propose(8)) == {(2,)}
-    session.commit([6], None)
-    assert len(session.propose(8)) == 0
-
-
 def test_the_prompt_is_learnt_in_chunks(monkeypatch):
     monkeypatch.setattr(top_logits, "_CHUNK_CELLS", 25)
     drafter = TokenRecyclingDrafter(top_k=1, template=(1, 1, 1, 1, 1, 0))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.mixture import doubted, untrained
-from hf_retrieval_assist.drafters.mixture import Mixture
+from hf_retrieval_assist.drafters.suffix import Mixture
 from hf_retrieval_assist.structures.suffix_tree import (
     CELL_SHAPE,
     COPY_SHAPE,

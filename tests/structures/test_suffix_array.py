@@ -96,15 +96,14 @@ TEXT = st.lists(st.integers(-1, VOCAB), min_size=1, max_size=15)
 @settings(deadline=None)
 @given(corpora(), TEXT, st.integers(1, 3), st.integers(0, 2), st.integers(1, 5))
 def test_matches_equal_a_search_of_every_position(documents, text, shards, shift, max_match):
-    matcher = SuffixMatcher(make_index(documents, shards, shift), max_match)
+    index = make_index(documents, shards, shift)
+    matcher = SuffixMatcher(index, max_match)
     for end in range(1, len(text) + 1):
         matcher.extend(text[end - 1 : end])
         assert matcher.match_length == longest_match(documents, text[:end], max_match)
-        expected = [
-            len(occurrences(documents, text[end - n : end]))
-            for n in range(1, matcher.match_length + 1)
-        ]
-        assert matcher.counts() == expected
+        for n in range(1, matcher.match_length + 1):
+            suffix = text[end - n : end]
+            assert index.count(suffix) == len(occurrences(documents, suffix))
 
 
 @settings(deadline=None)
@@ -252,15 +251,3 @@ def test_matcher_rejects_sizes_out_of_range(max_match, max_nodes):
 def test_budget_above_max_nodes_is_rejected():
     with pytest.raises(ValueError, match="at most 3"):
         SuffixMatcher(make_index([[1]]), 2, 3).select(4, 1)
-
-
-@settings(max_examples=20, deadline=None)
-@given(corpora(), TEXT)
-def test_matchers_of_one_index_do_not_disturb_each_other(documents, text):
-    index = make_index(documents)
-    first, second = SuffixMatcher(index, 4, 8), SuffixMatcher(index, 4, 8)
-    first.extend(text)
-    second.extend(text[::-1])
-    fresh = SuffixMatcher(index, 4, 8)
-    fresh.extend(text)
-    assert selected(first, 8, 3, 2) == selected(fresh, 8, 3, 2)
