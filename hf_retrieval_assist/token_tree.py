@@ -56,7 +56,26 @@ def checked_documents(corpus: Iterable[Any]) -> Iterator[Int32Array]:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenTree:
+class _Nodes:
+    """Arrays of nodes, of one tree or of several."""
+
+    token_ids: Int32Array
+    parents: Int32Array
+    probs: Float32Array
+    classes: Int32Array
+
+    @property
+    def _arrays(self) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array]:
+        return self.token_ids, self.parents, self.probs, self.classes
+
+    @property
+    def expected_tokens(self) -> float:
+        """Expected number of accepted nodes when all of them are verified."""
+        return float(self.probs.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree(_Nodes):
     """Candidate continuations of a text, sharing prefixes.
 
     The root, the last token of the text, is not among the nodes: the model has not processed it
@@ -71,11 +90,6 @@ class TokenTree:
         classes: int32 [n], the evidence class each node's probability was read from, by which the
             estimate is calibrated; −1 where there is none.
     """
-
-    token_ids: Int32Array
-    parents: Int32Array
-    probs: Float32Array
-    classes: Int32Array
 
     @classmethod
     def empty(cls) -> TokenTree:
@@ -131,14 +145,10 @@ class TokenTree:
         """Whether every node is the only child of the node before it."""
         return bool((self.parents == np.arange(-1, len(self) - 1)).all())
 
-    @property
-    def expected_tokens(self) -> float:
-        """Expected number of accepted nodes when the whole tree is verified."""
-        return float(self.probs.sum())
-
     def child(self, parent: int, token: int) -> int:
         """Index of the child of `parent` (−1: the root) that carries `token`, or −1."""
-        return draft_tree.child_with(self.token_ids, self.parents, parent, token)
+        found = np.flatnonzero((self.parents == parent) & (self.token_ids == token))
+        return int(found[0]) if len(found) else -1
 
     def follow(self, token_ids: Sequence[int] | Int32Array) -> Int32Array:
         """Nodes on the path spelt by `token_ids`, as far as the tree goes along with it."""
@@ -209,10 +219,6 @@ class TokenTree:
         """float32 [nodes of `other`]: what this tree gives the same paths, −1 where it has none."""
         return Forest.of([self]).known_probs(Forest.of([other]))
 
-    @property
-    def _arrays(self) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array]:
-        return self.token_ids, self.parents, self.probs, self.classes
-
     def fault(self, vocab_size: int, n_classes: int) -> str | None:
         """What breaks the contract above, in words; None: nothing does.
 
@@ -240,7 +246,7 @@ _EMPTY = TokenTree.build([], [], [])
 
 
 @dataclass(frozen=True, eq=False)
-class Forest(Sequence[TokenTree]):
+class Forest(_Nodes, Sequence[TokenTree]):
     """The token trees of several texts, one behind another in one array for each field.
 
     Attributes:
@@ -249,10 +255,6 @@ class Forest(Sequence[TokenTree]):
         offsets: int64 [trees + 1], where each tree begins, and the end of the last one.
     """
 
-    token_ids: Int32Array
-    parents: Int32Array
-    probs: Float32Array
-    classes: Int32Array
     offsets: Int64Array
 
     @classmethod
@@ -293,18 +295,9 @@ class Forest(Sequence[TokenTree]):
         return TokenTree(ids, parents, self.probs[nodes], self.classes[nodes])
 
     @property
-    def _arrays(self) -> tuple[Int32Array, Int32Array, Float32Array, Int32Array]:
-        return self.token_ids, self.parents, self.probs, self.classes
-
-    @property
     def nodes(self) -> int:
         """Of all trees."""
         return len(self.token_ids)
-
-    @property
-    def expected_tokens(self) -> float:
-        """Expected number of accepted nodes when all trees are verified."""
-        return float(self.probs.sum())
 
     def first(self, index: int) -> tuple[float, int]:
         """Probability and token of a tree's first node; 0 and −1 where it has none."""

@@ -171,6 +171,30 @@ cdef int32_t find_contexts_of(const MixedText* text, Contexts* out) noexcept nog
             longest = max(longest, out[source].at[0].longest)
     return longest
 
+cdef int32_t list_contexts(Sources* sources, const Contexts* contexts, Reading* out) noexcept nogil:
+    """The contexts of all sources, the longest first; returns their number."""
+    cdef int32_t next[SOURCES]
+    cdef int32_t source, best, count = 0
+    cdef const Context* context
+    for source in range(SOURCES):
+        next[source] = 0
+    while True:
+        best = -1
+        for source in range(SOURCES):
+            if next[source] < contexts[source].count and (
+                best < 0
+                or contexts[source].at[next[source]].longest > contexts[best].at[next[best]].longest
+            ):
+                best = source
+        if best < 0:
+            return count
+        context = &contexts[best].at[next[best]]
+        next[best] += 1
+        out[count].store, out[count].source = sources.stores[best], best
+        out[count].place = context.place
+        out[count].shortest, out[count].longest = context.shortest, context.longest
+        count += 1
+
 
 # Names, how contexts go on: their most frequent continuations and the latest one, with the evidence for each.
 #

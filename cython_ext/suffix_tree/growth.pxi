@@ -193,6 +193,34 @@ cdef int32_t add_position(Store* s, int32_t sequence, token_t token) noexcept no
     page_at(s, q.last_page).tokens[offset] = token
     return (q.last_page << PAGE_BITS) + offset
 
+cdef inline void add_end(Store* s, int32_t node, int32_t position) noexcept nogil:
+    link_at(s, position).node = ~node
+    node_at(s, node).ends += 1
+    push(s, &node_at(s, node).first_end, position)
+
+cdef inline void remove_end(Store* s, int32_t node, int32_t position) noexcept nogil:
+    node_at(s, node).ends -= 1
+    drop(s, &node_at(s, node).first_end, position)
+
+cdef void take_place(Store* s, int32_t child, int32_t by) noexcept nogil:
+    """Put `by`, of equal count, among the siblings where `child` is."""
+    cdef Node* c = node_at(s, child)
+    cdef Node* b = node_at(s, by)
+    cdef Node* parent = node_at(s, c.parent)
+    b.parent, b.next, b.prev, b.group = c.parent, c.next, c.prev, c.group
+    if parent.first_child == child:
+        parent.first_child = by
+    else:
+        node_at(s, c.prev).next = by
+    if c.next != NIL:
+        node_at(s, c.next).prev = by
+    else:
+        node_at(s, parent.first_child).prev = by
+    if c.group != NIL and group_at(s, c.group).first == child:
+        group_at(s, c.group).first = by
+    elif c.group != NIL and group_at(s, c.group).last == child:
+        group_at(s, c.group).last = by
+
 cdef int32_t split(Store* s, int32_t node, token_t token, int32_t item) noexcept nogil:
     """A new node one token below `node`, on the way to its child `item`, for one more suffix."""
     cdef int32_t middle = pool_take(&s.nodes), depth = node_at(s, node).depth + 1

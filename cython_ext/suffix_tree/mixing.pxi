@@ -86,30 +86,6 @@ cdef inline float log_odds(float prob) noexcept nogil:
 
 # Candidates
 
-cdef int32_t list_contexts(Sources* sources, const Contexts* contexts, Reading* out) noexcept nogil:
-    """The contexts of all sources, the longest first; returns their number."""
-    cdef int32_t next[SOURCES]
-    cdef int32_t source, best, count = 0
-    cdef const Context* context
-    for source in range(SOURCES):
-        next[source] = 0
-    while True:
-        best = -1
-        for source in range(SOURCES):
-            if next[source] < contexts[source].count and (
-                best < 0
-                or contexts[source].at[next[source]].longest > contexts[best].at[next[best]].longest
-            ):
-                best = source
-        if best < 0:
-            return count
-        context = &contexts[best].at[next[best]]
-        next[best] += 1
-        out[count].store, out[count].source = sources.stores[best], best
-        out[count].place = context.place
-        out[count].shortest, out[count].longest = context.shortest, context.longest
-        count += 1
-
 cdef inline int32_t candidate(Expansion* e, token_t token, token_t vocab_size, int32_t source) noexcept nogil:
     """Index of a token among the candidates, which it joins if there is room; −1 if not."""
     cdef uint32_t slot = scramble(<uint32_t>token) & (TABLE - 1)

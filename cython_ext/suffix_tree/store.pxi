@@ -437,25 +437,6 @@ cdef inline void remove_child(Store* s, int32_t child) noexcept nogil:
     leave_group(s, child)
     unlink(s, child)
 
-cdef void take_place(Store* s, int32_t child, int32_t by) noexcept nogil:
-    """Put `by`, of equal count, among the siblings where `child` is."""
-    cdef Node* c = node_at(s, child)
-    cdef Node* b = node_at(s, by)
-    cdef Node* parent = node_at(s, c.parent)
-    b.parent, b.next, b.prev, b.group = c.parent, c.next, c.prev, c.group
-    if parent.first_child == child:
-        parent.first_child = by
-    else:
-        node_at(s, c.prev).next = by
-    if c.next != NIL:
-        node_at(s, c.next).prev = by
-    else:
-        node_at(s, parent.first_child).prev = by
-    if c.group != NIL and group_at(s, c.group).first == child:
-        group_at(s, c.group).first = by
-    elif c.group != NIL and group_at(s, c.group).last == child:
-        group_at(s, c.group).last = by
-
 
 # Children
 
@@ -512,12 +493,3 @@ cdef inline void remove_leaf(Store* s, int32_t node, int32_t position) noexcept 
     if branched and not branches(s, node):
         only = first_item(s, node)
         table_remove(s, node, label_token(s, only, depth), only)
-
-cdef inline void add_end(Store* s, int32_t node, int32_t position) noexcept nogil:
-    link_at(s, position).node = ~node
-    node_at(s, node).ends += 1
-    push(s, &node_at(s, node).first_end, position)
-
-cdef inline void remove_end(Store* s, int32_t node, int32_t position) noexcept nogil:
-    node_at(s, node).ends -= 1
-    drop(s, &node_at(s, node).first_end, position)
