@@ -26,7 +26,7 @@ from ..token_tree import Float32Array, TokenTree
 from ..verification.tree_attention import LayerMask
 from .features import DFLASH_SETTINGS, FeatureDrafter, FeatureSession, Follower, NewText, is_dflash
 from .growth import by_probability
-from .rows import DraftCache, Group, offsets_of
+from .rows import DraftCache, Fed, Group
 
 
 class DFlashDrafter(FeatureDrafter):
@@ -126,22 +126,21 @@ class BlockFollower(Follower):
     def _states(self, group: Group, text: NewText) -> Tensor:
         """[rows, block_size − 1, hidden_size] behind the texts, whose hidden states are kept."""
         (cache,), size, width = group.caches, self._model.config.block_size, text.width
-        counts, block = np.array(text.counts)[:, None], np.arange(size)
-        column = np.broadcast_to(np.arange(width + size), (len(counts), width + size))
-        offsets, columns = column.copy(), column.copy()
-        offsets[:, :width] = offsets_of(text.counts, width)
-        columns[:, width:] = counts + block
-        seen = torch.from_numpy((column < counts) | (column >= width))
+        counts, block = torch.tensor(text.counts)[:, None], torch.arange(size)
+        column = torch.arange(width + size).expand(len(counts), -1)
+        fed = Fed(
+            offsets=torch.cat([Fed.texts(width - counts, width).offsets, column[:, width:]], dim=1),
+            depths=counts + block,
+            columns=torch.cat([column[:, :width], counts + block], dim=1),
+            sees=((column < counts) | (column >= width))[:, None].expand(-1, size, -1),
+        )
         reached = [[0 if row is None else row.reached] for row in group.rows]
-        positions = np.concatenate([text.positions, np.array(reached) + block], axis=1)
-        depths, sees = counts + block, seen.to(self.device)[:, None].expand(-1, size, -1)
-        mask = cache.feed(offsets, depths, columns, sees, int(depths.max()))
-        sources = torch.from_numpy(text.sources).to(self.device)
+        positions = np.concatenate([text.positions, np.array(reached) + block.numpy()], axis=1)
         output = self._model(
             noise_embeds=self._block_embeddings(group).to(self.device, self.dtype),
-            context_hidden_states=text.features[sources],
+            context_hidden_states=text.features[torch.from_numpy(text.sources).to(self.device)],
             position_ids=torch.from_numpy(positions).to(self.device),
-            attention_mask=mask,
+            attention_mask=cache.feed(Fed(*(part.to(self.device) for part in fed))),
             **with_cache(self._model, cache),
         ).last_hidden_state
         cache.keep([range(count) for count in text.counts])
@@ -171,23 +170,20 @@ def product_tree(token_ids: NDArray[np.int32], log_probs: Float32Array, keep: in
         log_probs: float32 [positions, k], theirs.
         keep: nodes.
     """
-    depths, ranks = token_ids.shape
+    (depths, ranks), costs = token_ids.shape, (-log_probs).tolist()
     nodes: list[tuple[int, int, int]] = []  # parent, depth, rank
     totals: list[float] = []
     # Minus a path's log-probability, then its last node; what lies above it is in the tree.
-    heap = [(-float(log_probs[0, 0]), -1, 0, 0)]
+    heap = [(costs[0][0], -1, 0, 0)]
     while heap and len(nodes) < keep:
         cost, parent, depth, rank = heapq.heappop(heap)
         if cost == math.inf:
             break
-        above = cost + float(log_probs[depth, rank])
         if rank + 1 < ranks:
-            heapq.heappush(
-                heap, (above - float(log_probs[depth, rank + 1]), parent, depth, rank + 1)
-            )
+            sibling = cost - costs[depth][rank] + costs[depth][rank + 1]
+            heapq.heappush(heap, (sibling, parent, depth, rank + 1))
         if depth + 1 < depths:
-            below = cost - float(log_probs[depth + 1, 0])
-            heapq.heappush(heap, (below, len(nodes), depth + 1, 0))
+            heapq.heappush(heap, (cost + costs[depth + 1][0], len(nodes), depth + 1, 0))
         nodes.append((parent, depth, rank))
         totals.append(-cost)
     parents, depth_of, rank_of = np.array(nodes, np.int32).reshape(-1, 3).T

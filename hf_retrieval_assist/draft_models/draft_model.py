@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,21 +24,12 @@ from ..token_tree import Float32Array, Forest, TokenTree
 from ..verification.fixed_memory import can_stay, stays_in_place
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
-from .growth import Level, grow
+from .growth import Level
 from .recorded import RecordedDrafts
-from .rows import (
-    DraftCache,
-    Group,
-    Int64Array,
-    RowSession,
-    groups,
-    offsets_of,
-    parts,
-    proposed,
-)
+from .rows import DraftCache, Fed, Group, RowSession, fills_of, groups, parts, proposed
 from .sequoia import ShapeChooser, TreeShape
-from .static_growth import PRIORS, Drawn, Foreseen, Schedule, StaticGrowth
-from .translation import Tokenizers, TranslatedText
+from .static_growth import PRIORS, Drawn, Foreseen, StaticGrowth
+from .translation import DraftTranslation, TranslatedText, found
 
 # A pass over more new text than this says little of what a level costs.
 _LEVEL_LIKE = 16
@@ -94,7 +86,8 @@ class DraftModelDrafter(Drafter):
         self.max_nodes, self.max_levels, self.width = max_nodes, max_levels, width
         self.temperature = temperature
         self.positions = position_limit(model)
-        self._tokenizers = Tokenizers(model, assistant_tokenizer, target_tokenizer)
+        self._tokenizers = assistant_tokenizer, target_tokenizer
+        self._translations = weakref.WeakKeyDictionary[Any, DraftTranslation]()
         self._choosers: dict[str, ShapeChooser] = {}
         self._lock = Lock()
         parameters = inspect.signature(model.forward).parameters
@@ -106,15 +99,26 @@ class DraftModelDrafter(Drafter):
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftModelSession:
         require_whole(self.model, "draft model")
-        if self.vocab_size == target.vocab_size and not self._tokenizers.given:
+        if self.vocab_size == target.vocab_size and self._tokenizers == (None, None):
             return DraftModelSession(self, prompt_ids, target)
         if self.temperature is not None:
             raise ValueError(
                 f"draft_model: expected the target's vocabulary of {target.vocab_size} ids where "
                 f"children are drawn, got {type(self.model).__name__} with {self.vocab_size}"
             )
-        translated = TranslatedText(self._tokenizers.translation(target), prompt_ids)
+        translated = TranslatedText(self._translation(target), prompt_ids)
         return DraftModelSession(self, prompt_ids, target, translated)
+
+    def _translation(self, target: Target) -> DraftTranslation:
+        """From the draft model's ids to the target's."""
+        key = target if target.model is None else target.model
+        with self._lock:
+            if key not in self._translations:
+                own, others = self._tokenizers
+                source = found("assistant_tokenizer", own, self.model)
+                goal = found("target_tokenizer", others, target.model)
+                self._translations[key] = DraftTranslation(source, goal, target.vocab_size)
+            return self._translations[key]
 
     def propose_rows(self, sessions: Sequence[DraftModelSession], budgets: Sequence[int]) -> Forest:
         for session in sessions:
@@ -126,27 +130,27 @@ class DraftModelDrafter(Drafter):
             if row.has_room(shape.levels) and budget > 0
         ]
         if len(shape) and asked:
-            schedule = sessions[0].schedule_for(shape)
             for group, rows in groups(asked):
-                self._draft(group, rows, schedule)
+                self._draft(group, rows, shape)
         return proposed([row.proposal() for row in sessions], budgets)
 
     @torch.no_grad()
-    def _draft(self, group: Group, asked: Sequence[DraftModelSession], schedule: Schedule) -> None:
+    def _draft(self, group: Group, asked: Sequence[DraftModelSession], shape: TreeShape) -> None:
         new = max(len(row.text) - group.caches[0].slots.lengths[row.index] for row in asked)
         started = time.perf_counter()
         # The draws of texts that have ended may no longer be known.
         foresights = [row.foresight if row in asked else None for row in group.rows]
         drawn = None if self.temperature is None else Drawn(self.temperature)
         foreseen = [foresight is not None for foresight in foresights]
-        growth = StaticGrowth(schedule, drawn or Foreseen(foresights), foreseen)
-        trees = grow(_Nodes(self, group, asked[0].graphs), growth)
+        growth = StaticGrowth(shape, drawn or Foreseen(foresights), foreseen)
+        growth.grow(_Nodes(self, group, asked[0].graphs))
+        trees = growth.trees()
         if new <= _LEVEL_LIKE:
-            seconds = (time.perf_counter() - started) / schedule.forwards
+            seconds = (time.perf_counter() - started) / (shape.levels - 1)
             asked[0].chooser.observe_pass(seconds)
         for row in asked:
             draws = [] if drawn is None else drawn.of_row(row.index)
-            row.drafted(schedule, trees[row.index], draws)
+            row.drafted(shape, trees[row.index], draws)
 
     def chooser(self, fingerprint: str, model: Any = None) -> ShapeChooser:
         """What is measured of this draft model against one target; `model` is that, if known."""
@@ -183,7 +187,7 @@ class _Nodes:
         self._drafter, self._model, self._group = drafter, drafter.model, group
         (self._cache,) = group.caches
         # Of the nodes that were fed.
-        self._depths: list[int] = []
+        self._depths = torch.empty(0, dtype=torch.int64)
         device = self._model.device
         if group.in_place is None and stays_in_place(device) and can_stay(self._cache, device):
             service, most = tree_service(self._model, "draft_model"), drafter.max_nodes + 1
@@ -199,49 +203,33 @@ class _Nodes:
         logits = torch.empty(0)
         longest = self._recorded.most if self._recorded else _CHUNK
         for spans in parts([len(new) for new in news], longest):
-            counts = [len(span) for span in spans]
-            width = max(counts)
-            ids = np.zeros((len(rows), width), np.int64)
+            width = max(map(len, spans))
+            ids = torch.zeros((len(rows), width), dtype=torch.int64)
             for line, new, span in zip(ids, news, spans, strict=True):
-                line[width - len(span) :] = new[span.start : span.stop]
-            offsets, column = offsets_of(counts, width), np.arange(width)
+                line[width - len(span) :] = torch.tensor(new[span.start : span.stop])
+            fills = fills_of([width - len(span) for span in spans])
+            fed = Fed.texts(fills, width)
             # What fills a line up stands in no position that the text has not.
-            depths = np.minimum(offsets, np.maximum(np.array(counts) - 1, 0)[:, None])
-            sees = torch.from_numpy(column <= offsets[..., None])
-            behind = np.broadcast_to(column, offsets.shape)
-            options = self._drafter.last_only
-            logits = self._feed(ids, offsets, depths, behind, sees, options)[:, -1:]
-            self._group.keep([range(count) for count in counts])
+            depths = fed.depths.minimum((width - 1 - fills).clamp(min=0))
+            logits = self._feed(ids, fed._replace(depths=depths), self._drafter.last_only)[:, -1:]
+            self._group.keep([range(len(span)) for span in spans])
         return logits
 
     def run(self, level: Level) -> Tensor:
-        rows, width = level.token_ids.shape
-        self._depths += [level.depth - 1] * width
-        behind = np.broadcast_to(self._depths, (rows, len(self._depths)))
-        offsets = np.broadcast_to(np.arange(behind.shape[1])[-width:], (rows, width))
-        return self._feed(level.token_ids, offsets, behind[:, -width:], behind, level.visible, {})
+        fed = Fed.nodes(level, self._depths)
+        self._depths = fed.columns[0]
+        return self._feed(level.token_ids, fed, {})
 
-    def _feed(
-        self,
-        token_ids: Int64Array | Tensor,
-        offsets: Int64Array,
-        depths: Int64Array,
-        columns: Int64Array,
-        sees: Tensor,
-        options: dict[str, int],
-    ) -> Tensor:
-        """[rows, w or 1, vocab_size]; see `DraftCache.feed`."""
+    def _feed(self, token_ids: Tensor, fed: Fed, options: dict[str, int]) -> Tensor:
+        """[rows, w or 1, vocab_size]"""
         if self._recorded:
-            logits: Tensor = self._recorded.feed(token_ids, offsets, depths, columns, sees.numpy())
+            logits: Tensor = self._recorded.feed(token_ids, fed)
             return logits
-        device = self._model.device
-        lengths = np.array(self._cache.slots.lengths)[:, None]
-        aligned = offsets if (offsets != offsets[:1]).any() else offsets[:1]
-        mask = self._cache.feed(aligned, depths, columns, sees.to(device), int(depths.max()))
+        device, lengths = self._model.device, torch.tensor(self._cache.slots.lengths)[:, None]
         return self._model(
-            input_ids=torch.as_tensor(token_ids, device=device),
-            attention_mask=mask,
-            position_ids=torch.from_numpy(lengths + depths).to(device),
+            input_ids=token_ids.to(device),
+            attention_mask=self._cache.feed(Fed(*(part.to(device) for part in fed))),
+            position_ids=(lengths + fed.depths).to(device),
             **with_cache(self._model, self._cache),
             use_cache=True,
             return_dict=True,
@@ -282,7 +270,7 @@ class DraftModelSession(RowSession):
         self.text: list[int] = prompt_ids.tolist() if translated is None else list(translated.ids)
         self.foresight = _foresight(target, drafter.temperature) if translated is None else None
         self._valid = _ALL
-        self._schedule = Schedule(self.chooser.shape())
+        self._shape = self.chooser.shape()
         self.forget_draft()
 
     def propose(self, budget: int) -> TokenTree:
@@ -307,15 +295,11 @@ class DraftModelSession(RowSession):
         # Of the text, then of each node that was fed: the law of its children, and what was drawn.
         self._draws: list[tuple[Tensor, Tensor]] = []
 
-    def schedule_for(self, shape: TreeShape) -> Schedule:
-        """The forwards for a shape; the ones at hand where it is theirs."""
-        return self._schedule if shape is self._schedule.shape else Schedule(shape)
-
     def drafted(
-        self, schedule: Schedule, tree: TokenTree, draws: list[tuple[Tensor, Tensor]]
+        self, shape: TreeShape, tree: TokenTree, draws: list[tuple[Tensor, Tensor]]
     ) -> None:
         """A draft is in the cache, behind the text."""
-        self._schedule, self._tree, self._draws = schedule, tree, draws
+        self._shape, self._tree, self._draws = shape, tree, draws
 
     def proposal(self) -> TokenTree:
         """The draft, in the target's vocabulary."""
@@ -328,14 +312,12 @@ class DraftModelSession(RowSession):
         self.chooser.set_seconds(curve(self.chooser.max_nodes))
 
     def draw_at(self, path: Sequence[int]) -> ChildDraw | None:
-        nodes = self._tree.follow(np.array(path, np.int32))
-        if not self._draws or len(nodes) < len(path):
+        nodes = [-1, *self._tree.follow(np.array(path, np.int32)).tolist()]
+        count = int(self._shape.child_counts[nodes[-1] + 1])
+        if not self._draws or len(nodes) <= len(path) or not count:
             return None
-        node = int(nodes[-1]) if len(path) else -1
-        count = int(self._schedule.child_counts[node + 1])
-        if not count:
-            return None
-        law, children = self._draws[0 if node < 0 else 1 + int(self._schedule.fed_number[node])]
+        fed = 0 if nodes[-1] < 0 else 1 + int(self._shape.fed_number[nodes[-1]])
+        law, children = self._draws[fed]
         return ChildDraw(law, children[:count])
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
@@ -343,35 +325,31 @@ class DraftModelSession(RowSession):
             self._append([int(token) for token in token_ids])
             return
         self._translated.append(token_ids)
-        known, text = self.text, self._translated.ids
-        if text[: len(known)] == known:
-            self._append(text[len(known) :])
-        else:
-            self._rewrite(text)
+        known, text = len(self.text), self._translated.ids
+        if text[:known] != self.text:
+            # What both texts begin with stays cached.
+            pairs = zip(self.text, text, strict=False)
+            known = next((i for i, (old, new) in enumerate(pairs) if old != new), len(text))
+            self.forget_draft()
+            self._valid = min(self._valid, known)
+            del self.text[known:]
+        self._append(text[known:])
 
     def _append(self, tokens: list[int]) -> None:
         if len(self._tree) and tokens:
             path = self._tree.follow(np.array(tokens, np.int32))
             self._measure(path.tolist(), len(tokens))
-            fed = self._schedule.fed_number[path]
+            fed = self._shape.fed_number[path]
             self.accepted = fed[fed >= 0].tolist()
             self.forget_draft()
         self.text += tokens
 
-    def _rewrite(self, token_ids: Sequence[int]) -> None:
-        """Put another text in the text's place; what both begin with stays cached."""
-        self.forget_draft()
-        pairs = zip(self.text, token_ids, strict=False)
-        same = next((i for i, (old, new) in enumerate(pairs) if old != new), len(self.text))
-        self._valid = min(self._valid, same)
-        self.text = [int(token) for token in token_ids]
-
     def _measure(self, path: list[int], length: int) -> None:
         """Count by rank what the text accepted, at every node that it reached."""
         reached = [-1, *path][:length]
-        ranks = self._schedule.shape.ranks[path].tolist()
+        ranks = self._shape.ranks[path].tolist()
         for node, rank in zip(reached, [*ranks, -1], strict=False):
-            if children := int(self._schedule.child_counts[node + 1]):
+            if children := int(self._shape.child_counts[node + 1]):
                 self.chooser.observe(children, rank)
 
 

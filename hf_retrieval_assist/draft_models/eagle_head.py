@@ -7,8 +7,6 @@ features it goes on from there. EAGLE-2 (arXiv:2406.16858) is an EAGLE-1 head wi
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -92,7 +90,10 @@ class FusingLayer(HeadLayer):
 
 
 class EagleHead(nn.Module):
-    """A draft head; `from_pretrained` makes one of the right generation.
+    """A draft head of EAGLE-1 (and EAGLE-2) or EAGLE-3.
+
+    In EAGLE-1 the token enters through `fc`, in front of ordinary blocks; in EAGLE-3 `fc` mixes
+    features of several depths, and the token enters in the first block.
 
     Shapes: n tokens are run at once, in a batch of B. A head is read-only, so any number of threads
     may use it.
@@ -101,7 +102,6 @@ class EagleHead(nn.Module):
     d2t: Tensor  # int64 [Vd]: what to add to a draft id to get the target's
     t2d: Tensor  # bool [V]: which of the target's ids may be drafted
     takes_trees = True
-    layers: nn.ModuleList
 
     def __init__(self, config: HeadConfig, borrowed: BorrowedLayers) -> None:
         super().__init__()
@@ -119,6 +119,18 @@ class EagleHead(nn.Module):
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        width, fuses = config.hidden_size, config.generation == 3
+        fed = config.feature_width if fuses else 2 * width
+        self.fc = nn.Linear(fed, width, bias=config.fc_bias)
+        normed = fuses or config.input_norm
+        blocks = [HeadLayer(config, layer, width, normed) for layer in range(config.num_layers)]
+        if fuses:
+            self.input_norm = _norm((config.feature_norm == "joint") * fed, config)
+            if config.feature_norm == "each":
+                norms = (_norm(config.target_width, config) for _ in config.boundaries)
+                self.fc_norm = nn.ModuleList(norms)
+            blocks[0] = FusingLayer(config)
+        self.layers = nn.ModuleList(blocks)
 
     @classmethod
     def from_pretrained(
@@ -147,7 +159,7 @@ class EagleHead(nn.Module):
         """
         config, tensors = read_head(local_folder(path_or_hub_id), TargetShape.of(target), overrides)
         with torch.device("meta"):
-            head = build_head(config, BorrowedLayers(target))
+            head = cls(config, BorrowedLayers(target))
         check_fit(head.state_dict(), tensors)
         if "d2t" in tensors:
             check_draft_vocabulary(tensors["d2t"], tensors["t2d"])
@@ -171,13 +183,15 @@ class EagleHead(nn.Module):
         """An empty cache of all blocks over one text."""
         return DraftCache(self.rotary_emb.config, LayerMask(), self.dtype)
 
-    @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [..., feature_width] to hidden inputs [..., H] of the head."""
-
-    @abstractmethod
-    def _fuse_token(self, embeddings: Tensor, hidden: Tensor, *context: Any) -> Tensor:
-        """What the blocks after the token has met the hidden state read."""
+        if self.config.generation == 1:
+            return features
+        if self.config.feature_norm == "each":
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
+            features = torch.cat(normed, dim=-1)
+        return self.fc(self.input_norm(features))
 
     def forward(
         self,
@@ -206,13 +220,14 @@ class EagleHead(nn.Module):
         rows = self.embed_tokens(token_ids) if own else self.borrowed.embed(token_ids)
         embeddings = self.embed_norm(rows.to(self.device, self.dtype))
         context = (self.rotary_emb(hidden, positions - 1), mask, cache)
-        x = self._fuse_token(embeddings, hidden, *context)
-        for block in self._plain_blocks():
+        blocks = [*self.layers]
+        if self.config.generation == 3:
+            x = blocks.pop(0)(embeddings, hidden, *context)
+        else:
+            x = self.fc(torch.cat([embeddings, hidden], dim=-1))
+        for block in blocks:
             x = block(x, *context)
         return self.norm(x) if self.config.norm_output else x
-
-    def _plain_blocks(self) -> Sequence[nn.Module]:
-        return [*self.layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits [..., Vd] from outputs of `forward`."""
@@ -225,57 +240,6 @@ class EagleHead(nn.Module):
             return draft_ids
         draft_ids = draft_ids.to(self.device)
         return draft_ids + self.d2t[draft_ids]
-
-
-class Eagle1Head(EagleHead):
-    """The token enters through `fc`, in front of an ordinary block without its first norm."""
-
-    def __init__(self, config: HeadConfig, borrowed: BorrowedLayers) -> None:
-        super().__init__(config, borrowed)
-        width = config.hidden_size
-        self.fc = nn.Linear(2 * width, width, bias=config.fc_bias)
-        blocks = (HeadLayer(config, i, width, config.input_norm) for i in range(config.num_layers))
-        self.layers = nn.ModuleList(blocks)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return features
-
-    def _fuse_token(self, embeddings: Tensor, hidden: Tensor, *context: Any) -> Tensor:
-        return self.fc(torch.cat([embeddings, hidden], dim=-1))
-
-
-class Eagle3Head(EagleHead):
-    """`fc` mixes features of several depths; the token enters in the first block."""
-
-    def __init__(self, config: HeadConfig, borrowed: BorrowedLayers) -> None:
-        super().__init__(config, borrowed)
-        width, norms = config.hidden_size, config.feature_norm
-        self.fc = nn.Linear(config.feature_width, width, bias=config.fc_bias)
-        self.input_norm = _norm((norms == "joint") * config.feature_width, config)
-        if norms == "each":
-            self.fc_norm = nn.ModuleList(
-                _norm(config.target_width, config) for _ in config.boundaries
-            )
-        further = (HeadLayer(config, i, width, True) for i in range(1, config.num_layers))
-        self.layers = nn.ModuleList([FusingLayer(config), *further])
-
-    def fuse(self, features: Tensor) -> Tensor:
-        if self.config.feature_norm == "each":
-            parts = features.chunk(len(self.fc_norm), dim=-1)
-            normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
-            features = torch.cat(normed, dim=-1)
-        return self.fc(self.input_norm(features))
-
-    def _fuse_token(self, embeddings: Tensor, hidden: Tensor, *context: Any) -> Tensor:
-        return self.layers[0](embeddings, hidden, *context)
-
-    def _plain_blocks(self) -> Sequence[nn.Module]:
-        return [*self.layers][1:]
-
-
-def build_head(config: HeadConfig, borrowed: BorrowedLayers) -> EagleHead:
-    """An untrained head of the generation that `config` names."""
-    return (Eagle3Head if config.generation == 3 else Eagle1Head)(config, borrowed)
 
 
 def _norm(width: int, config: HeadConfig) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
 from torch import nn
@@ -24,17 +24,7 @@ Source: TypeAlias = Union[
 Fallback: TypeAlias = Source | Sequence[Source] | None
 
 
-def _mtp(paper: bool) -> Drafter:
-    from .mtp import MtpDrafter
-
-    return MtpDrafter()
-
-
-_NAMED: dict[str, Callable[[bool], Drafter]] = {
-    "token_recycling": lambda paper: TokenRecyclingDrafter(last_logits=not paper),
-    "mtp": _mtp,
-    "quantized_self": lambda paper: QuantizedSelf(),
-}
+_NAMES = "'token_recycling', 'mtp', 'quantized_self'"
 
 
 def fallback_drafters(fallback: Any, paper: bool = False) -> list[Drafter]:
@@ -75,12 +65,18 @@ def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
 
         if isinstance(fallback, EagleHead):
             return EagleDrafter(fallback)
-    names = ", ".join(map(repr, _NAMED))
-    if not isinstance(fallback, str):
-        raise TypeError(
-            f"fallback: expected {names}, a draft model, an EagleHead, a drafter, a list of these "
-            f"or None, got {kind_of(fallback)}"
-        )
-    if fallback not in _NAMED:
-        raise ValueError(f"fallback: expected {names}, got {fallback!r}")
-    return _NAMED[fallback](paper)
+    match fallback:
+        case "token_recycling":
+            return TokenRecyclingDrafter(last_logits=not paper)
+        case "mtp":
+            from .mtp import MtpDrafter
+
+            return MtpDrafter()
+        case "quantized_self":
+            return QuantizedSelf()
+        case str():
+            raise ValueError(f"fallback: expected {_NAMES}, got {fallback!r}")
+    raise TypeError(
+        f"fallback: expected {_NAMES}, a draft model, an EagleHead, a drafter, a list of these or "
+        f"None, got {kind_of(fallback)}"
+    )

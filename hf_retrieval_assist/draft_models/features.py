@@ -15,8 +15,9 @@ from torch import Tensor
 from ..drafters.base import Drafter, Feedback
 from ..system.lazy import cached_property
 from ..token_tree import Float32Array, Forest, TokenTree
+from ..verification.tree_attention import Int64Array
 from .growth import PRIORS
-from .rows import DraftCache, Group, Int64Array, RowSession, groups, parts, proposed
+from .rows import DraftCache, Group, RowSession, groups, parts, proposed
 
 DFLASH_SETTINGS = ("block_size", "mask_token_id", "target_layer_ids")
 
@@ -169,7 +170,10 @@ class FeatureSession(RowSession):
         first = known - len(features) if after_prefill else known - 1
         features = features[: len(self.tokens) - 1 - first]
         if first != self.reached:
-            self._begin_at(first)
+            # What is followed is one piece of text: everything before a gap is forgotten.
+            self.close()
+            for cache in Group([self], self.follower.caches()).caches:
+                cache.firsts = [first]
         self._pending.append(features)
         self._begun = True
         self.reached = first + len(features)
@@ -191,13 +195,6 @@ class FeatureSession(RowSession):
     def close(self) -> None:
         super().close()
         self._pending.clear()
-
-    def _begin_at(self, position: int) -> None:
-        """Forget everything before a gap: what is followed is one piece of text."""
-        self.close()
-        self.group = Group([self], self.follower.caches())
-        for cache in self.group.caches:
-            cache.firsts = [position]
 
     def _checked(self, features: Tensor) -> Tensor:
         width = self.follower.feature_width

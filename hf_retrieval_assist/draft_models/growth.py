@@ -106,6 +106,13 @@ class Growth(ABC):
     def __init__(self) -> None:
         self.levels: list[Level] = []
 
+    def grow(self, runner: NodeRunner) -> None:
+        """All forwards of a draft, below the last token of each text."""
+        self.add(runner.root_logits())
+        while (level := self.next_level()) is not None:
+            self.levels.append(level)
+            self.add(runner.run(level))
+
     @abstractmethod
     def add(self, logits: Tensor) -> None:
         """Make children of the nodes that were run last from their logits, [rows, w, ids]."""
@@ -117,20 +124,6 @@ class Growth(ABC):
     @abstractmethod
     def trees(self) -> Sequence[TokenTree]:
         """One for each row."""
-
-
-def run_levels(runner: NodeRunner, growth: Growth) -> None:
-    """All forwards of a draft."""
-    growth.add(runner.root_logits())
-    while (level := growth.next_level()) is not None:
-        growth.levels.append(level)
-        growth.add(runner.run(level))
-
-
-def grow(runner: NodeRunner, growth: Growth) -> Sequence[TokenTree]:
-    """Draft below the last token of each text."""
-    run_levels(runner, growth)
-    return growth.trees()
 
 
 @dataclass(frozen=True)
@@ -162,8 +155,7 @@ class GrowthLimits:
             raise ValueError(f"min_prob: expected a value in [0, 1), got {self.min_prob}")
 
 
-@dataclass(frozen=True)
-class _Candidates:
+class _Candidates(NamedTuple):
     """Children of the nodes that one forward ran, c of each of w nodes of every row.
 
     Attributes:
@@ -193,18 +185,6 @@ class Grown:
     packed: Tensor
     children: int
     widths: tuple[int, ...]
-
-    @classmethod
-    def of(cls, levels: Sequence[_Candidates], keep: int) -> Grown:
-        """The `keep` most probable of each row, and what equals the last of them."""
-        parents, ids = [level.parents for level in levels], [level.token_ids for level in levels]
-        found = torch.cat([level.scores for level in levels], dim=1)
-        least = found.topk(min(keep, found.shape[1]), dim=1).values[:, -1:]
-        found = found.where(found >= least, -torch.inf)
-        integers = torch.cat([*parents, *ids], dim=1).int()
-        bits = torch.cat([found, *(level.evidence for level in levels)], dim=1).view(torch.int32)
-        widths = tuple(nodes.shape[1] for nodes in parents)
-        return cls(torch.cat([integers, bits], dim=1), ids[0].shape[1] // widths[0], widths)
 
     def trees(self, classify: Classify) -> Forest:
         """One of each row, in one transfer of all levels."""
@@ -320,8 +300,15 @@ class BestFirst(Growth):
         return F.pad(best, (1, 0))
 
     def grown(self) -> Grown:
-        """What the levels so far have found."""
-        return Grown.of(self._candidates, self._keep)
+        """The `keep` most probable of each row so far, and what equals the last of them."""
+        parents, ids, scores, evidence = zip(*self._candidates, strict=True)
+        found = torch.cat(scores, dim=1)
+        least = found.topk(min(self._keep, found.shape[1]), dim=1).values[:, -1:]
+        found = found.where(found >= least, -torch.inf)
+        integers = torch.cat([*parents, *ids], dim=1).int()
+        bits = torch.cat([found, *evidence], dim=1).view(torch.int32)
+        widths = tuple(nodes.shape[1] for nodes in parents)
+        return Grown(torch.cat([integers, bits], dim=1), ids[0].shape[1] // widths[0], widths)
 
 
 Classify = Callable[[Float32Array, NDArray[Any], Int32Array], Int32Array]

@@ -22,10 +22,11 @@ from ..verification.fixed_memory import FixedMemory, can_stay, stays_in_place
 from ..verification.packed_buffer import Field
 from ..verification.replay import Shown
 from ..verification.states import state_of
+from ..verification.tree_attention import Int64Array
 from ..verification.workspace import Repeated, Shape
 from .features import FeatureSession, Follower, NewText
-from .growth import BestFirst, Grown, GrowthLimits, Level, by_probability, grow, run_levels
-from .rows import DraftCache, Group, Int64Array
+from .growth import BestFirst, Grown, GrowthLimits, Level, by_probability
+from .rows import DraftCache, Fed, Group, fills_of
 
 Layers = Any
 """`MtpLayers`, or an `EagleHead`, which counts as one layer."""
@@ -88,10 +89,8 @@ class LayersFollower(Follower):
             for number, fill in enumerate(fills):
                 if begins[number] and fill < width:
                     cache.firsts[number] = int(positions[number, fill])
-            # Lines without filler are all alike.
-            columns = torch.tensor(fills if max(fills) else [0], device=self.device)[:, None]
             hidden, cache.last = read(
-                *(self.module, k, cache, ids, hidden, positions, columns, cache.last)
+                *(self.module, k, cache, ids, hidden, positions, fills_of(fills, self.device))
             )
             cache.keep([range(width - fill) for fill in fills])
             # There is nothing for the next layer to read before this one's first token.
@@ -117,14 +116,14 @@ class LayersFollower(Follower):
 
     def _grow(self, group: Group, known: int, keep: int) -> Sequence[TokenTree]:
         growth = BestFirst(self.limits, keep, self.module.to_target_ids)
-        states: list[Any] = [cache.last for cache in group.caches[:known]]
         reached = [0 if row is None else row.reached for row in group.rows]
         places = torch.tensor(reached, device=self.device)[:, None]
         # What a draft may overwrite and `settle` does not bring back.
         layers = [layer for cache in group.caches for layer in cache.layers]
         kept = [] if self.module.takes_trees else [state_of(layer) for layer in layers]
         try:
-            return grow(LayerNodes(self.module, group.caches, states, places), growth)
+            growth.grow(LayerNodes(self.module, group.caches, known, places))
+            return growth.trees()
         finally:
             group.settle()
             for layer, state in zip(layers, kept, strict=False):
@@ -148,8 +147,6 @@ def read(
     hidden: Tensor,
     positions: Tensor,
     fills: Tensor,
-    before: Tensor | None,
-    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run layer k over new tokens of texts, w of each.
 
@@ -158,24 +155,19 @@ def read(
         token_ids, positions: int64 [rows, w].
         hidden: [rows, w, hidden_size], before each token.
         fills: int64 [rows or 1, 1], how many of the first columns only fill a line up.
-        before: [rows, hidden_size], what the layer said of the last tokens before these, if any.
-        kept: see `DraftCache.feed`.
 
     Returns:
         [rows, w, hidden_size], the same for the next layer; and what layer k says of the last token
         of each text, [rows, hidden_size].
     """
-    rows, width = token_ids.shape
-    column = torch.arange(width, device=fills.device)
-    offsets = (column - fills) % width
-    sees = (column <= offsets[..., None]).expand(rows, -1, -1)
-    mask = cache.feed(offsets, offsets, column[None], sees, width - 1, kept)
-    output = module(k, token_ids, hidden, positions, mask, cache)
+    width = token_ids.shape[1]
+    fed = Fed.texts(fills, width)
+    output = module(k, token_ids, hidden, positions, cache.feed(fed), cache)
     said = output[:, -1]
-    if before is None:
-        before = torch.zeros_like(said)
+    before = torch.zeros_like(said) if cache.last is None else cache.last
     # The next layer reads, before each token, what this one said at the token before it.
-    following = before[:, None].where((column == fills)[..., None], output.roll(1, dims=1))
+    begins = (fed.columns == fills)[..., None]
+    following = before[:, None].where(begins, output.roll(1, dims=1))
     return following, said.where(fills < width, before)
 
 
@@ -184,25 +176,18 @@ class LayerNodes:
 
     Args:
         module: the layers.
-        caches: with the texts.
-        said: of each layer that has read something of the texts, [rows, hidden_size] at their last
-            tokens.
+        caches: with the texts, each with what its layer said last.
+        known: how many layers have read something of the texts.
         reached: int64 [rows, 1], positions of the last tokens' hidden states.
-        kept: int64 [layers, rows, 1], see `DraftCache.feed`.
     """
 
     def __init__(
-        self,
-        module: Layers,
-        caches: Sequence[DraftCache],
-        said: Sequence[Tensor],
-        reached: Tensor,
-        kept: Tensor | None = None,
+        self, module: Layers, caches: Sequence[DraftCache], known: int, reached: Tensor
     ) -> None:
-        self._module, self._caches, self._reached, self._kept = module, caches, reached, kept
-        # Of each layer [rows, f, hidden_size] at the nodes of the level above.
-        unread: list[Tensor | None] = [None] * (len(module) - len(said))
-        self._above = [*(state[:, None] for state in said), *unread]
+        self._module, self._caches, self._reached = module, caches, reached
+        # Of each layer [rows, f, hidden_size] at the nodes of the level above; None: unread.
+        said: list[Any] = [cache.last for cache in caches[:known]]
+        self._above = [*(state[:, None] for state in said), *[None] * (len(caches) - known)]
         # Of each layer the depths of the nodes that it has read.
         self._depths = [torch.empty(0, dtype=torch.int64, device=reached.device)] * len(module)
 
@@ -217,6 +202,7 @@ class LayerNodes:
         """
         last = len(self._module) - 1
         below: list[Tensor | None] = [None] * len(self._module)
+        positions = (self._reached + level.depth).expand_as(level.token_ids)
         for k in range(min(level.depth, last), last + 1):
             # Past its own level the last layer goes on with its own output.
             hidden = self._above[k - 1 if level.depth <= last else k]
@@ -224,27 +210,13 @@ class LayerNodes:
                 # The texts are so short that the layer cannot read these nodes yet.
                 break
             parents = level.parent_rows[..., None].expand(-1, -1, hidden.shape[2])
-            below[k] = self._read(k, level, hidden.gather(1, parents))
+            # A layer has read all levels so far, or reads no more of them.
+            fed = Fed.nodes(level, self._depths[k])
+            self._depths[k] = fed.columns[0]
+            mask, hidden = self._caches[k].feed(fed), hidden.gather(1, parents)
+            below[k] = self._module(k, level.token_ids, hidden, positions, mask, self._caches[k])
         self._above = below
         return self._logits(below[min(level.depth, last)])
-
-    def _read(self, k: int, level: Level, hidden: Tensor) -> Tensor:
-        """Run layer k over a level behind the nodes that it has read, given the hidden states
-        [rows, w, hidden_size] of the nodes' parents."""
-        ids, before, depth = level.token_ids, self._depths[k], level.depth - 1
-        depths = torch.cat([before, before.new_full((ids.shape[1],), depth)])
-        self._depths[k] = depths
-        new = slice(len(before), None)
-        offsets = torch.arange(len(depths), device=depths.device)[new]
-        # A layer has read all levels so far, or reads no more of them.
-        sees = level.visible[:, :, level.visible.shape[2] - len(depths) :]
-        kept = None if self._kept is None else self._kept[k]
-        mask = self._caches[k].feed(
-            offsets[None], depths[new][None], depths[None], sees, depth, kept
-        )
-        positions = (self._reached + level.depth).expand_as(ids)
-        output: Tensor = self._module(k, ids, hidden, positions, mask, self._caches[k])
-        return output
 
     def _logits(self, hidden: Tensor | None) -> Tensor:
         assert hidden is not None
@@ -272,7 +244,7 @@ class _InPlace:
 
     def __init__(self, follower: LayersFollower, group: Group) -> None:
         self._module, self._limits = follower.module, follower.limits
-        self._group = group
+        self._caches, self._rows = group.caches, group.rows
         states: list[Any] = [cache.last for cache in group.caches]
         rules: Any = tuple((str(k), cache.rules) for k, cache in enumerate(group.caches))
         shape = Shape(
@@ -294,12 +266,12 @@ class _InPlace:
     def _hold(self, states: Sequence[Tensor]) -> None:
         """What the layers said last lies in the memory too."""
         places = self._memory.workspace.states
-        for cache, place, said in zip(self._group.caches, places, states, strict=True):
-            cache.memory, cache.last = self._memory, place.copy_(said)
+        for cache, place, said in zip(self._caches, places, states, strict=True):
+            cache.last = place.copy_(said)
 
     @property
     def _longest(self) -> int:
-        return max(cache.slots.longest for cache in self._group.caches)
+        return max(cache.slots.longest for cache in self._caches)
 
     def _reserve(self, tokens: int) -> None:
         """Make room for so many tokens behind every text."""
@@ -311,8 +283,8 @@ class _InPlace:
             self._hold([*states])
 
     def _step(self, key: Any, kind: type[Step], values: Mapping[str, Int64Array]) -> Step:
-        """What is repeated for a key, its inputs sent, and where the texts' slots end."""
-        lengths = np.array([cache.slots.lengths for cache in self._group.caches])
+        """What is repeated for a key, its inputs sent, with where the texts' slots end."""
+        lengths = np.array([cache.slots.lengths for cache in self._caches])
         told = {**values, "kept": lengths[..., None]}
         fields: dict[str, Field] = {n: (torch.int64, value.shape) for n, value in told.items()}
         memory = self._memory.workspace
@@ -322,6 +294,11 @@ class _InPlace:
             step.inputs.host[name].numpy()[:] = value
         step.inputs.send()
         return step
+
+    def _begin(self, inputs: Mapping[str, Tensor]) -> None:
+        """What follows reads and writes the memory behind what is kept of each text."""
+        for cache, kept in zip(self._caches, inputs["kept"], strict=True):
+            cache.held = self._memory.workspace, kept
 
     def follow(self, text: NewText) -> None:
         """Read what is new in the texts."""
@@ -341,44 +318,42 @@ class _InPlace:
         shown = self._memory.run(step, lambda: self._read(inputs, features))
         # Only now: a forward that is computed again must find what it found before.
         self._memory.workspace.states.copy_(shown.outputs)
-        self._group.keep([range(count) for count in text.counts])
+        self.keep_fed([range(count) for count in text.counts])
 
     def _read(self, inputs: dict[str, Tensor], features: Tensor) -> Shown:
+        self._begin(inputs)
         hidden, said = self._module.fuse(features), []
         given = inputs["positions"], inputs["fills"]
-        for k, cache in enumerate(self._group.caches):
-            hidden, state = read(
-                *(self._module, k, cache, inputs["token_ids"], hidden, *given),
-                *(cache.last, inputs["kept"][k]),
-            )
+        for k, cache in enumerate(self._caches):
+            hidden, state = read(self._module, k, cache, inputs["token_ids"], hidden, *given)
             said.append(state)
         return Shown(hidden, [], torch.stack(said))
 
     def draft(self) -> Forest:
         """A tree below each text, as large as the limits allow."""
         self._reserve(self._limits.depth * self._limits.width)
-        reached = [[0 if row is None else row.reached] for row in self._group.rows]
-        step = self._step(self._limits, Repeated, {"reached": np.array(reached)})
+        reached = np.array([[0 if row is None else row.reached] for row in self._rows])
+        step = self._step(self._limits, Repeated, {"reached": reached})
         grown: Grown = self._memory.run(step, lambda: self._grow(step.inputs.device)).outputs
         return grown.trees(by_probability)
 
     def _grow(self, inputs: dict[str, Tensor]) -> Shown:
+        self._begin(inputs)
         keep = self._limits.total - 1
         growth = BestFirst(self._limits, keep, self._module.to_target_ids, whole=True)
-        said = [*self._memory.workspace.states]
-        places = inputs["reached"], inputs["kept"]
-        run_levels(LayerNodes(self._module, self._group.caches, said, *places), growth)
+        known = len(self._caches)
+        growth.grow(LayerNodes(self._module, self._caches, known, inputs["reached"]))
         # A recording may order near ties otherwise, which hardly changes the likeliest paths.
         return Shown(growth.best, [], growth.grown())
 
     def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
         """Nodes are never kept: texts are read with the target's hidden states."""
-        for cache in self._group.caches:
+        for cache in self._caches:
             pairs = zip(cache.slots.lengths, paths, strict=True)
             cache.slots.set_lengths([length + len(path) for length, path in pairs])
 
     def show(self) -> None:
-        for cache in self._group.caches:
+        for cache in self._caches:
             cache.slots.places = None
             for layer in cache.slot_layers:
                 layer.set_length(cache.slots.longest)

@@ -27,7 +27,7 @@ from ..system.locks import Lock
 from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
 from ..verification.own_forwards import OwnForwards
 from .draft_model import tree_service
-from .growth import BestFirst, Chosen, GrowthLimits, Level, grow, paths_to
+from .growth import BestFirst, Chosen, GrowthLimits, Level, paths_to
 from .rows import proposed
 
 # Evidence: the place among the model's choices, and how far the first one's score lies above the
@@ -130,9 +130,9 @@ class QuantizedSelf(Drafter):
             growth = _Growth(own, [sessions[i] for i in asked], [budgets[i] for i in asked])
             if growth.goes_on():
                 with own.drafting(), standing_in(sessions[0].weights):
-                    trees = grow(growth, growth)
+                    growth.grow(growth)
                 self.certainty += _MEMORY * (mean(growth.certainties) - self.certainty)
-                for i, tree in zip(asked, trees, strict=True):
+                for i, tree in zip(asked, growth.trees(), strict=True):
                     drafts[i] = tree
         texts = [session.calibration for session in sessions]
         calibrated = self.calibrator.calibrate(texts, proposed(drafts, budgets))

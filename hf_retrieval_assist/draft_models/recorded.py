@@ -17,8 +17,8 @@ from ..host.transformers_private import is_compiled, with_cache
 from ..verification.fed_tokens import FedTokens
 from ..verification.fixed_verifier import FixedVerifier, ForwardOptions
 from ..verification.tiers import Service
-from ..verification.tree_attention import BoolArray, Int64Array, TreeAttention
-from .rows import DraftCache
+from ..verification.tree_attention import TreeAttention
+from .rows import DraftCache, Fed
 
 
 class RecordedDrafts(FixedVerifier):
@@ -50,23 +50,14 @@ class RecordedDrafts(FixedVerifier):
         # What fills a line up lies behind.
         self._columns = most + self._bucket(most)
 
-    def feed(
-        self,
-        token_ids: Int64Array | torch.Tensor,
-        offsets: Int64Array,
-        depths: Int64Array,
-        columns: Int64Array,
-        sees: BoolArray,
-    ) -> torch.Tensor:
+    def feed(self, token_ids: torch.Tensor, fed: Fed) -> torch.Tensor:
         """Logits [rows, w, vocab_size], valid until the next forward.
 
         Args:
-            token_ids: int64 [rows, w]; a tensor where only the device knows them.
-            offsets, depths: int64 [rows, w], as of `DraftCache.feed`.
-            columns: int64 [rows, n], likewise.
-            sees: bool [rows, w, n], likewise.
+            token_ids: int64 [rows, w], on the host, or where only the device knows them.
+            fed: of them, on the host.
         """
-        (rows, width), known = depths.shape, columns.shape[1]
+        (rows, width), known = token_ids.shape, fed.columns.shape[1]
         if known == width:
             # The memory of a tree that has begun cannot be exchanged.
             self._reserve(self.cache.slots.longest + self._columns)
@@ -74,21 +65,21 @@ class RecordedDrafts(FixedVerifier):
         # Lines are filled up to a bucket.
         spare = self._bucket(width) - width
         filler = np.broadcast_to(np.arange(known, known + spare), (rows, spare))
-        ids = token_ids if isinstance(token_ids, np.ndarray) else np.zeros_like(depths)
-        lengths = np.array(self.cache.slots.lengths, np.int64)
+        offsets, depths, columns, sees = (x.expand(rows, *x.shape[1:]).numpy() for x in fed)
+        told = token_ids.device.type == "cpu"
         line = (0, 0), (0, spare)
-        fed = FedTokens(
+        tokens = FedTokens(
             rows=np.arange(rows),
             counts=np.full(rows, width),
-            lengths=lengths,
-            token_ids=np.pad(ids, line),
+            lengths=np.array(self.cache.slots.lengths, np.int64),
+            token_ids=np.pad(token_ids.numpy() if told else np.zeros_like(offsets), line),
             depths=np.pad(depths, line),
             sees=np.pad(sees, (*line, (0, spare))),
             offsets=np.concatenate([offsets, filler], axis=1),
             behind=np.pad(columns, line),
         )
-        self._send(step, fed)
-        if isinstance(token_ids, torch.Tensor):
+        self._send(step, tokens)
+        if not told:
             step.inputs.device["token_ids"][:, :width].copy_(token_ids)
         return self._run_step(step).logits[:, :width]
 

@@ -7,22 +7,59 @@ when. A text that is drafted for alone is a batch of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from ..drafters.base import DraftSession
 from ..token_tree import Forest, TokenTree
-from ..verification.fixed_memory import FixedMemory
 from ..verification.kv_cache import SLOT_LAYERS, SlotCache
 from ..verification.slot_layers import SlotLayer
-from ..verification.tree_attention import FedTrees, Rules, TreeAttention, table_of
+from ..verification.tree_attention import FedTrees, LayerMask, Rules, TreeAttention, table_of
+from ..verification.workspace import Workspace
+from .growth import Level
 
-Int64Array = NDArray[np.int64]
+
+class Fed(NamedTuple):
+    """The next tokens of some texts; all is counted from the end of what is cached of each text.
+
+    Attributes:
+        offsets: int64 [rows or 1, w], the slots that they are written in.
+        depths: int64 [rows or 1, q], of the last q of them, which ask.
+        columns: int64 [rows or 1, n], depths of what lies in the n slots behind each text.
+        sees: bool [rows or 1, q, n], which of these slots each of the last q sees.
+    """
+
+    offsets: Tensor
+    depths: Tensor
+    columns: Tensor
+    sees: Tensor
+
+    @classmethod
+    def texts(cls, fills: Tensor, width: int) -> Fed:
+        """How texts go on, in lines of which the first `fills` columns hold nothing new.
+
+        What fills a line up lies behind the text's own, so that nobody has to look at it.
+
+        Args:
+            fills: int64 [rows or 1, 1].
+            width: of a line.
+        """
+        column = torch.arange(width, device=fills.device)
+        offsets = (column - fills) % width
+        return cls(offsets, offsets, column[None], column <= offsets[..., None])
+
+    @classmethod
+    def nodes(cls, level: Level, above: Tensor) -> Fed:
+        """A level of trees, behind nodes at the depths `above`, int64 [f], of which the first
+        levels may be missing."""
+        width = level.token_ids.shape[1]
+        columns = torch.cat([above, above.new_full((width,), level.depth - 1)])[None]
+        count = columns.shape[1]
+        offsets = torch.arange(count, device=above.device)[None, -width:]
+        return cls(offsets, columns[:, -width:], columns, level.visible[:, :, -count:])
 
 
 class DraftCache(SlotCache):
@@ -35,15 +72,15 @@ class DraftCache(SlotCache):
         rows: texts.
 
     Attributes:
-        rules: as given.
         firsts: position of the first token that is cached of each text.
         last: [rows, hidden_size], what the layers said of the last cached token of each text; None
             where nobody keeps it.
-        memory: that the layers stay in; None: they grow.
+        held: the memory that layers of one kind stay in, and how many slots of it each text has,
+            int64 [rows, 1], on the device; None: they grow.
     """
 
-    memory: FixedMemory | None = None
     last: Tensor | None = None
+    held: tuple[Workspace, Tensor] | None = None
 
     def __init__(self, config: Any, rules: Rules, dtype: torch.dtype, rows: int = 1) -> None:
         # A text may be shortened by more than a window would still hold.
@@ -60,56 +97,24 @@ class DraftCache(SlotCache):
         caches can be put together."""
         return all(type(layer) in (SlotLayer, *SLOT_LAYERS) for layer in self.layers)
 
-    def feed(
-        self,
-        offsets: Tensor | Int64Array,
-        depths: Tensor | Int64Array,
-        columns: Tensor | Int64Array,
-        sees: Tensor,
-        deepest: int = 0,
-        kept: Tensor | None = None,
-    ) -> Any:
-        """Say where the next tokens are written; returns the mask of those that ask.
-
-        Arrays are sent to the device of `sees`.
-
-        Args:
-            offsets: int64 [rows or 1, w], the slots of the tokens, counted from the end of each
-                cached text.
-            depths: int64 [rows or 1, q], of the last q tokens, which ask. Depths, too, are counted
-                from the end of each cached text.
-            columns: int64 [rows or 1, n], depths of what lies in the n slots behind each text.
-            sees: bool [rows, q, n], which of these slots each token sees.
-            deepest: the largest of `depths`; only for layers that grow.
-            kept: int64 [rows, 1], slots that each text has; only for layers that stay in place.
-        """
-        offsets, depths, columns = (
-            x if isinstance(x, Tensor) else torch.tensor(x, device=sees.device)
-            for x in (offsets, depths, columns)
-        )
-        if kept is not None:
-            return self._feed_in_place(offsets, depths, columns, sees, kept)
-        rows, count = len(self.slots.lengths), columns.shape[1]
-        if not self.slots.uniform or len(offsets) > 1:
+    def feed(self, fed: Fed) -> Any:
+        """Say where the next tokens are written; returns the mask of those that ask."""
+        rows, count = len(self.slots.lengths), fed.columns.shape[1]
+        sees = fed.sees.expand(rows, -1, -1)
+        if self.held is not None:
+            (workspace, kept), rule = self.held, cast(LayerMask, self.rules)
+            self.slots.places = workspace.rows, kept + fed.offsets
+            sees, unseen = rule.limited(sees, kept, fed.depths, fed.columns)
+            return workspace.masks.mask(table_of(sees), unseen, 1 - kept)
+        if not self.slots.uniform or len(fed.offsets) > 1:
             every, lengths = self.slots.index(1, sees.device)
-            self.slots.places = every, lengths + offsets
+            self.slots.places = every, lengths + fed.offsets
             self.slots.extent = self.slots.longest + count
-        queries = depths.expand(rows, -1)
-        fed = FedTrees(queries, queries, sees, columns.expand(rows, -1), deepest)
-        masks, self.slots.view_from = self._attention.masks(fed, self.slots)
+        depths, columns = (x.expand(rows, -1) for x in (fed.depths, fed.columns))
+        # Nothing lies deeper than there are columns.
+        trees = FedTrees(depths, depths, sees, columns, count - 1)
+        masks, self.slots.view_from = self._attention.masks(trees, self.slots)
         return masks
-
-    def _feed_in_place(
-        self, offsets: Tensor, depths: Tensor, columns: Tensor, sees: Tensor, kept: Tensor
-    ) -> Tensor:
-        """The same of one kind of layer, from numbers on the device alone."""
-        rule: Any = self.rules
-        assert self.memory is not None
-        workspace = self.memory.workspace
-        self.slots.places = workspace.rows, kept + offsets
-        sees, unseen = rule.limited(sees, kept, depths, columns)
-        mask: Tensor = workspace.masks.mask(table_of(sees), unseen, 1 - kept)
-        return mask
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Forget what was fed behind the texts, except the given slots of each row."""
@@ -266,6 +271,11 @@ def groups(asked: Sequence[Row]) -> Iterator[tuple[Group, Sequence[Row]]]:
         yield group, rows
 
 
+def fills_of(fills: Sequence[int], device: torch.device | None = None) -> Tensor:
+    """int64 [rows or 1, 1]: how many columns only fill a line up; lines without any are alike."""
+    return torch.tensor(fills if max(fills) else [0], device=device)[:, None]
+
+
 def parts(counts: Sequence[int], longest: int) -> Iterator[list[range]]:
     """What each forward feeds of so many new tokens of every row.
 
@@ -274,12 +284,6 @@ def parts(counts: Sequence[int], longest: int) -> Iterator[list[range]]:
     most = max(counts, default=0)
     for left in range((most - 1) // longest * longest, -1, -longest):
         yield [range(max(0, n - left - longest), max(0, n - left)) for n in counts]
-
-
-def offsets_of(counts: Sequence[int], width: int) -> Int64Array:
-    """int64 [rows, width], the slots behind each text of a line that ends with `counts` of its new
-    tokens; what fills the line up lies behind them, so that nobody has to look at it."""
-    return (np.arange(width) - (width - np.array(counts))[:, None]) % width
 
 
 def proposed(drafts: Sequence[TokenTree], budgets: Sequence[int]) -> Forest:

@@ -8,14 +8,18 @@ term 1 is the token that every step brings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from ..planning.running_mean import toward
 from ..structures import draft_tree
+from ..system.lazy import cached_property
 from ..system.locks import Lock
 from ..token_tree import Int32Array
 
@@ -30,6 +34,25 @@ _TOLERANCE = 0.1  # relative change of the times, absolute change of p, that ask
 _PASS_MEMORY = 0.1  # share of a new timing in the mean time of a pass
 
 
+class Forward(NamedTuple):
+    """What one forward over a level brings; the first one of a tree feeds the text only.
+
+    Attributes:
+        hangs: int64 [m], which of the nodes that it feeds each child hangs from.
+        ranks: int64 [m], of the children.
+        fed: int64 [w], which of these the next forward feeds.
+        width: the most children of a node.
+        parent_rows, visible: of what the next forward feeds; see `growth.Level`. They have one row.
+    """
+
+    hangs: Tensor
+    ranks: Tensor
+    fed: Tensor
+    width: int
+    parent_rows: Tensor
+    visible: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class TreeShape:
     """A static tree without its root, level by level, siblings in the order of their ranks.
@@ -41,19 +64,51 @@ class TreeShape:
 
     parents: Int32Array
     ranks: Int32Array
+    _sent: dict[torch.device, list[Forward]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.parents)
 
-    @property
+    @cached_property
     def levels(self) -> int:
         """Levels, the root's included."""
         return 1 + int(draft_tree.depths(self.parents).max(initial=0))
 
-    @property
+    @cached_property
     def child_counts(self) -> Int32Array:
         """int32 [n + 1]: how many children the root has, then every node."""
         return np.bincount(self.parents + 1, minlength=len(self) + 1).astype(np.int32)
+
+    @cached_property
+    def fed_number(self) -> Int32Array:
+        """int32 [n], number of each node in the order of feeding; −1: a leaf, never fed."""
+        fed = self.child_counts[1:] > 0
+        return np.where(fed, fed.cumsum() - 1, -1).astype(np.int32)
+
+    def on(self, device: torch.device) -> list[Forward]:
+        """The forwards that draft the tree, their indices sent to a device once."""
+        if device not in self._sent:
+            self._sent[device] = [
+                Forward(*(x.to(device) for x in forward[:3]), *forward[3:])
+                for forward in self._forwards()
+            ]
+        return self._sent[device]
+
+    def _forwards(self) -> Iterator[Forward]:
+        depths = draft_tree.depths(self.parents) - 1
+        above = draft_tree.ancestor_mask(self.parents)
+        inner = np.flatnonzero(self.child_counts[1:])
+        before = np.array([-1])
+        for depth in range(self.levels - 1):
+            children, fed = np.flatnonzero(depths == depth), inner[depths[inner] == depth]
+            hangs = np.searchsorted(before, self.parents[children])
+            ranks = self.ranks[children].astype(np.int64)
+            next_fed = fed - children[0]
+            seen = above[np.ix_(fed, inner[depths[inner] <= depth])]
+            indices = map(torch.from_numpy, (hangs, ranks, next_fed))
+            behind = torch.from_numpy(hangs[next_fed])[None], torch.from_numpy(seen)[None]
+            yield Forward(*indices, 1 + int(ranks.max()), *behind)
+            before = fed
 
 
 class OptimalTrees:
@@ -171,27 +226,26 @@ class AcceptanceCounts:
     """
 
     def __init__(self, width: int):
-        hazards = _PRIOR_HAZARDS + (_PRIOR_HAZARDS[-1],) * width
-        self._prior_trials = np.full(width, _PRIOR_TRIALS)
-        self._prior_hits = _PRIOR_TRIALS * np.array(hazards[:width])
-        self._trials = self._prior_trials.copy()
-        self._hits = self._prior_hits.copy()
+        hazards = np.array(_PRIOR_HAZARDS + (_PRIOR_HAZARDS[-1],) * width)[:width]
+        self._prior = _PRIOR_TRIALS * np.stack([np.ones(width), hazards])
+        # Of each rank how often it was reached, and how often accepted.
+        self._counts = self._prior.copy()
 
     def observe(self, children: int, accepted: int) -> None:
         """Count an accepted node with `children` children, of which the one of rank `accepted`
         (0 first; −1: none) was accepted."""
-        reached = children if accepted < 0 else accepted + 1
-        self._trials[:reached] += 1
-        if 0 <= accepted < len(self._hits):
-            self._hits[accepted] += 1
-        if self._trials[0] > _MEMORY:
-            self._trials = 0.5 * (self._trials + self._prior_trials)
-            self._hits = 0.5 * (self._hits + self._prior_hits)
+        reached, accepts = self._counts
+        reached[: children if accepted < 0 else accepted + 1] += 1
+        if 0 <= accepted < len(accepts):
+            accepts[accepted] += 1
+        if reached[0] > _MEMORY:
+            self._counts = 0.5 * (self._counts + self._prior)
 
     @property
     def vector(self) -> Float64Array:
         """float64 [width]: p_1, …, p_K; sums to at most 1."""
-        hazards = self._hits / self._trials
+        reached, accepts = self._counts
+        hazards = accepts / reached
         survival = np.append(1.0, np.cumprod(1 - hazards)[:-1])
         return hazards * survival
 
@@ -217,7 +271,6 @@ class ShapeChooser:
         self._share = share
         self._pass = 0.0
         self._seconds: Float64Array | None = None
-        self._solved_for: Float64Array | None = None
         self._asked = 0
         self._lock = Lock()
         self._solve()
@@ -273,7 +326,7 @@ class ShapeChooser:
 
     def _has_changed(self) -> bool:
         now, then = self._measured(), self._solved_for
-        return then is None or now.shape != then.shape or np.abs(now - then).max() > _TOLERANCE
+        return now.shape != then.shape or np.abs(now - then).max() > _TOLERANCE
 
     def _solve(self) -> None:
         self._solved_for = self._measured()

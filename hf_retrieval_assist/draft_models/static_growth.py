@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ..drafters.base import Foresight
@@ -82,105 +81,49 @@ class Foreseen:
         return Chosen(ids, log_probs, log_probs)
 
 
-class Schedule:
-    """The forwards that draft a tree of one shape; the first one feeds the text only.
-
-    Attributes:
-        shape: the tree's.
-        child_counts: of the root, then of every node.
-        fed_number: int32 [n], number of each node in the order of feeding; −1: a leaf, never fed.
-        visible, parent_rows: of each forward behind the first; see `Level`. They have one row.
-    """
-
-    def __init__(self, shape: TreeShape):
-        self.shape = shape
-        self.child_counts = shape.child_counts
-        inner = np.flatnonzero(self.child_counts[1:])
-        self.fed_number = np.full(len(shape), -1, np.int32)
-        self.fed_number[inner] = np.arange(len(inner))
-        depths = draft_tree.depths(shape.parents).astype(np.int64) - 1
-        above = draft_tree.ancestor_mask(shape.parents)
-        # Of the children that each forward brings: the fed node that each hangs from, its rank, and
-        # which of them are fed next.
-        self._children: list[tuple[NDArray[np.int64], ...]] = []
-        self.visible: list[Tensor] = []
-        self.parent_rows: list[Tensor] = []
-        before = np.array([-1])
-        for depth in range(shape.levels - 1):
-            children, fed = np.flatnonzero(depths == depth), inner[depths[inner] == depth]
-            hangs, ranks = np.searchsorted(before, shape.parents[children]), shape.ranks[children]
-            next_fed = fed - children[0]
-            self._children.append((hangs, ranks.astype(np.int64), next_fed))
-            self.parent_rows.append(torch.from_numpy(hangs[next_fed])[None])
-            seen = above[np.ix_(fed, inner[depths[inner] <= depth])]
-            self.visible.append(torch.from_numpy(seen)[None])
-            before = fed
-        self._sent: dict[tuple[int, torch.device], tuple[Tensor, ...]] = {}
-
-    @property
-    def forwards(self) -> int:
-        return len(self._children)
-
-    def width(self, forward: int) -> int:
-        """How many children the nodes of a forward have at most."""
-        return 1 + int(self._children[forward][1].max())
-
-    def on(self, device: torch.device, forward: int) -> tuple[Tensor, ...]:
-        """Sent to a device once: of the children that a forward brings the nodes that they hang
-        from and their ranks, and which of them are fed next."""
-        if (forward, device) not in self._sent:
-            fields = self._children[forward]
-            self._sent[forward, device] = tuple(torch.from_numpy(x).to(device) for x in fields)
-        return self._sent[forward, device]
-
-
 class StaticGrowth(Growth):
     """Trees of one shape.
 
     Args:
-        schedule: of the shape.
+        shape: the trees'.
         choose: the children of a node.
         foreseen: of each row, whether its draws are known.
     """
 
-    def __init__(
-        self, schedule: Schedule, choose: Choice = likeliest, foreseen: Sequence[bool] = ()
-    ) -> None:
+    def __init__(self, shape: TreeShape, choose: Choice, foreseen: Sequence[bool]) -> None:
         super().__init__()
-        self._schedule, self._choose, self._foreseen = schedule, choose, foreseen
+        self._shape, self._choose, self._foreseen = shape, choose, foreseen
         # Of each level [rows, nodes].
         self._tokens: list[Tensor] = []
         self._log_probs: list[Tensor] = []
 
     def add(self, logits: Tensor) -> None:
-        done = len(self._tokens)
-        parents, ranks, _ = self._schedule.on(logits.device, done)
-        chosen = self._choose(logits, self._schedule.width(done), self.levels)
-        self._tokens.append(chosen.ids[:, parents, ranks])
-        self._log_probs.append(chosen.log_probs[:, parents, ranks])
+        forward = self._shape.on(logits.device)[len(self._tokens)]
+        chosen = self._choose(logits, forward.width, self.levels)
+        self._tokens.append(chosen.ids[:, forward.hangs, forward.ranks])
+        self._log_probs.append(chosen.log_probs[:, forward.hangs, forward.ranks])
 
     def next_level(self) -> Level | None:
-        done = len(self._tokens)
-        if done == self._schedule.forwards:
+        done, above = len(self._tokens), self._tokens[-1]
+        if done == self._shape.levels - 1:
             return None
-        above, schedule = self._tokens[-1], self._schedule
-        *_, fed = schedule.on(above.device, done - 1)
-        parent_rows = schedule.parent_rows[done - 1].expand(len(above), -1)
-        visible = schedule.visible[done - 1].expand(len(above), -1, -1)
-        return Level(done, above[:, fed], parent_rows, visible)
+        forward = self._shape.on(above.device)[done - 1]
+        parent_rows = forward.parent_rows.expand(len(above), -1)
+        visible = forward.visible.expand(len(above), -1, -1)
+        return Level(done, above[:, forward.fed], parent_rows, visible)
 
     def trees(self) -> list[TokenTree]:
         # One transfer of all levels: the bits of the probabilities beside the ids.
         bits = torch.cat(self._log_probs, dim=1).float().view(torch.int32)
         drafted = torch.stack([torch.cat(self._tokens, dim=1).int(), bits]).cpu().numpy()
         ids, rates = drafted[0], np.exp(drafted[1].view(np.float32))
-        shape = self._schedule.shape
+        parents, ranks = self._shape.parents, self._shape.ranks
         return [
             TokenTree(
                 tokens,
-                shape.parents,
-                draft_tree.path_products(shape.parents, given),
-                classes_by_rank(given, shape.ranks, foreseen),
+                parents,
+                draft_tree.path_products(parents, given),
+                classes_by_rank(given, ranks, foreseen),
             )
             for tokens, given, foreseen in zip(ids, rates, self._foreseen, strict=True)
         ]

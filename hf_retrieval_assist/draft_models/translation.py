@@ -7,7 +7,6 @@ generation.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -16,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from ..drafters.base import Target
-from ..system.locks import Lock
 from ..token_tree import TokenTree
 
 _CONTEXT = 8  # tokens in front of a piece of text, so that it is cut as in the middle of a text
@@ -61,10 +58,11 @@ class Tokenizer:
                 return ids[count:]
         return self.inside(text)
 
-    def ends(self, ids: Sequence[int], context: Sequence[int] = ()) -> list[int]:
-        """Characters of the text behind `context` after each id; −1 inside of a character."""
+    def ends(self, ids: Sequence[int], context: Sequence[int] = (), first: int = 0) -> list[int]:
+        """Characters of the text behind `context` after each id from the `first` on; −1 inside of a
+        character."""
         start = len(self.decode(context))
-        texts = [self.decode([*context, *ids[: i + 1]]) for i in range(len(ids))]
+        texts = [self.decode([*context, *ids[: i + 1]]) for i in range(first, len(ids))]
         return [-1 if text.endswith(_BROKEN) else len(text) - start for text in texts]
 
 
@@ -165,16 +163,14 @@ class TranslatedText:
 
     def _settle(self, tail: list[int]) -> None:
         """Move all but the end of the tail, up to a boundary of both tokenizers."""
-        context = self._settled[-_CONTEXT:]
-        start, first = len(self._goal.decode(context)), max(0, len(tail) - 4 * _TAIL)
-        texts = [self._goal.decode([*context, *tail[:n]]) for n in range(first, len(tail))]
-        ends = [-1 if text.endswith(_BROKEN) else len(text) - start for text in texts]
+        context, first = self._settled[-_CONTEXT:], max(0, len(tail) - 4 * _TAIL)
+        start, ends = len(self._goal.decode(context)), self._goal.ends(tail, context, first)
         most, whole = len(self._tail) - _TAIL, self._text(len(self._tail))
         for count in range(most, max(0, most - 2 * _TAIL), -1):
             text = self._text(count)
             if len(text) not in ends or text.endswith(_BROKEN):
                 continue
-            kept = tail[: first + ends.index(len(text))]
+            kept = tail[: first + ends.index(len(text)) + 1]
             # Some tokenizers put a space before what they encode alone.
             rest = self._goal.inside(whole[len(text) :])
             if self._goal.decode([*context, *kept, *rest])[start:] == whole:
@@ -219,45 +215,12 @@ def _space_sign(tokenizer: Tokenizer) -> Any:
     return next(iter(spelt.values()))[0] if spelt else None
 
 
-class Tokenizers:
-    """Both models' tokenizers, and the translations made of them, one for each target.
+def found(label: str, tokenizer: PreTrainedTokenizerBase | None, model: Any) -> Tokenizer:
+    """The tokenizer that was given, or the one in the model's folder.
 
-    Args:
-        model: the draft model.
-        assistant: its tokenizer; None: the one in its folder.
-        target: the target's; None: the one in its folder.
+    Raises:
+        ValueError: there is none; `label` names it.
     """
-
-    def __init__(
-        self,
-        model: Any,
-        assistant: PreTrainedTokenizerBase | None,
-        target: PreTrainedTokenizerBase | None,
-    ) -> None:
-        self.given = assistant is not None or target is not None
-        self._model, self._assistant, self._target = model, assistant, target
-        self._translations = weakref.WeakKeyDictionary[Any, DraftTranslation]()
-        self._lock = Lock()
-
-    def translation(self, target: Target) -> DraftTranslation:
-        """From the draft model's ids to the target's.
-
-        Raises:
-            ValueError: a tokenizer that was not given is not in its model's folder.
-        """
-        key = target if target.model is None else target.model
-        with self._lock:
-            if key not in self._translations:
-                self._translations[key] = DraftTranslation(
-                    _found("assistant_tokenizer", self._assistant, self._model),
-                    _found("target_tokenizer", self._target, target.model),
-                    target.vocab_size,
-                )
-            return self._translations[key]
-
-
-def _found(label: str, tokenizer: PreTrainedTokenizerBase | None, model: Any) -> Tokenizer:
-    """The tokenizer that was given, or the one in the model's folder."""
     if tokenizer is not None:
         return Tokenizer(tokenizer)
     folder = "" if model is None else model.config.name_or_path

@@ -60,7 +60,7 @@ def test_drafts_are_the_models_best_candidates_as_the_text_goes_on(model):
     for _ in range(8):
         tree = session.propose(12)
         assert len(tree) == 12
-        assert_best_candidates(model, text, tree, session._schedule.shape.ranks)
+        assert_best_candidates(model, text, tree, session._shape.ranks)
         # Along the draft for a while, then away from it.
         node = int(rng.integers(-1, len(tree)))
         new = [*tree.token_ids[tree.path(node)].tolist(), int(rng.integers(VOCAB))]
@@ -76,7 +76,7 @@ def test_may_be_asked_twice_or_not_at_all(model):
         session.commit(new, None)
     tree = session.propose(6)
     text = [1, 2, 3, 4, 5, 6, *[7] * 20]
-    assert_best_candidates(model, text, tree, session._schedule.shape.ranks)
+    assert_best_candidates(model, text, tree, session._shape.ranks)
     session.close()
 
 

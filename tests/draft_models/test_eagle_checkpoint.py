@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_retrieval_assist.draft_models import EagleHead
+from hf_retrieval_assist import EagleHead
 from tests.support.eagle_fixtures import CASES, load_case, outputs, tiny_target, write_config
 
 Tensors = dict[str, torch.Tensor]

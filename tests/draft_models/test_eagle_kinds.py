@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from hf_retrieval_assist.draft_models import EagleHead
+from hf_retrieval_assist import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.host.feature_taps import FeatureTap

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_retrieval_assist.draft_models import EagleHead
+from hf_retrieval_assist import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.base import Feedback, Target
 from tests.support.eagle_fixtures import CASES, Case, load_case

@@ -6,9 +6,10 @@ import torch
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.modeling_layers import MtpModel
 
-from hf_retrieval_assist.draft_models import HeadConfig, default_boundaries, mtp_layers
+from hf_retrieval_assist import EagleHead
+from hf_retrieval_assist.draft_models import mtp_layers
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
-from hf_retrieval_assist.draft_models.eagle_head import build_head
+from hf_retrieval_assist.draft_models.eagle_format import HeadConfig, default_boundaries
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers
 from hf_retrieval_assist.host.borrowed import BorrowedLayers, TargetShape
@@ -41,7 +42,7 @@ def eagle_head(target, draft_ids=None, **changes):
         "norm_before_residual": True,
         "input_norm": True,
     }
-    head = build_head(HeadConfig(**(fields | changes)), BorrowedLayers(target))
+    head = EagleHead(HeadConfig(**(fields | changes)), BorrowedLayers(target))
     head.requires_grad_(False).eval()
     for layer in head.modules():
         if isinstance(layer, torch.nn.Linear):
@@ -75,8 +76,10 @@ def head_drafter(name, target):
 
 
 def layers_of(drafter, target):
-    """What drafts: the head, or the target's MTP layers."""
-    return drafter.head if isinstance(drafter, EagleDrafter) else mtp_layers.mtp_layers(target)
+    """What drafts: the target's MTP layers, the head, or the model."""
+    if isinstance(drafter, MtpDrafter):
+        return mtp_layers.mtp_layers(target)
+    return drafter.head if isinstance(drafter, EagleDrafter) else drafter.model
 
 
 def put_head(machine, target, head):
