@@ -43,20 +43,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _LARGEST = 1e12
 
-_ATTENTION = "layers.0.self_attn."
-
-# Fields of a config that say whether a tensor is there.
-_PARTS = {
-    "fc_bias": "fc.bias",
-    "qkv_bias": _ATTENTION + "q_proj.bias",
-    "output_bias": _ATTENTION + "o_proj.bias",
-    "mlp_bias": "layers.0.mlp.up_proj.bias",
-    "qk_norm": _ATTENTION + "q_norm.weight",
-    "embedding_norm": "embed_norm.weight",
-    "input_norm": "layers.0.input_layernorm.weight",
-    "own_embeddings": "embed_tokens.weight",
-    "own_lm_head": "lm_head.weight",
-}
+ATTENTION = "layers.0.self_attn."
 
 
 @dataclass(frozen=True)
@@ -72,12 +59,11 @@ class HeadConfig:
         vocab_size: ids that may be fed (V); draft_vocab_size: ids that may be drafted (Vd).
         rope_parameters: as in a transformers 5 config.
         trained_positions: how far the head was trained; longer texts work, drafts get worse.
-        feature_norm: RMS norm of the target features before `fc`: none, one over the
-            concatenation, or one for each boundary.
         norm_before_residual: EAGLE-3's first residual is the normed hidden state.
-        norm_output: the next drafting step is fed the normed output. With one `feature_norm` for
+        norm_output: the next drafting step is fed the normed output. With a norm of the features of
             each boundary, this is EAGLE-3.1 (arXiv:2605.09992).
-        embedding_norm, input_norm: EAGLE-1 variants that norm what the original leaves as it is.
+        tensors: names of the checkpoint's, which say what has a bias, what is normed, and whether
+            embeddings and output layer are the head's own.
     """
 
     generation: Literal[1, 3]
@@ -95,19 +81,9 @@ class HeadConfig:
     trained_positions: int = 2048
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
-    fc_bias: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    feature_norm: Literal["none", "joint", "each"] = "none"
     norm_before_residual: bool = False
     norm_output: bool = False
-    embedding_norm: bool = False
-    input_norm: bool = False
-    final_norm: bool = True
-    own_embeddings: bool = False
-    own_lm_head: bool = True
+    tensors: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -117,7 +93,8 @@ class HeadConfig:
             )
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act: expected one of transformers', got {self.hidden_act!r}")
-        if not self.own_embeddings and self.hidden_size != self.target_width:
+        own_embeddings = "embed_tokens.weight" in self.tensors
+        if not own_embeddings and self.hidden_size != self.target_width:
             raise ValueError(
                 f"embed_tokens.weight: expected in the checkpoint, because the head's width "
                 f"{self.hidden_size} differs from the target's {self.target_width}; not found"
@@ -202,8 +179,8 @@ def _config_of(
         raise ValueError(f"eagle_config: expected an object, got {nested!r}")
     raw = {**raw, **nested}
     _refuse_other_kinds(shapes, raw)
-    hidden = _matrix(shapes, _ATTENTION + "o_proj.weight")[0]
-    queries, fed = _matrix(shapes, _ATTENTION + "q_proj.weight")
+    hidden = _matrix(shapes, ATTENTION + "o_proj.weight")[0]
+    queries, fed = _matrix(shapes, ATTENTION + "q_proj.weight")
     heads = _count(layer, "num_attention_heads")
     if queries % (2 * heads):
         raise ValueError(
@@ -213,8 +190,7 @@ def _config_of(
     numbers = {name.split(".")[1] for name in shapes if name.startswith("layers.")}
     if numbers != set(map(str, range(len(numbers)))):
         raise ValueError(f"layers: expected them numbered from 0 on, found {sorted(numbers)}")
-    is_eagle3, has_norm = fed == 2 * hidden, "norm.weight" in shapes
-    each, joint = "fc_norm.0.weight" in shapes, "input_norm.weight" in shapes
+    is_eagle3 = fed == 2 * hidden
     activation = layer.get("hidden_act", "silu")
     return HeadConfig(
         generation=3 if is_eagle3 else 1,
@@ -230,13 +206,11 @@ def _config_of(
         intermediate_size=_matrix(shapes, "layers.0.mlp.gate_proj.weight")[0],
         num_layers=len(numbers),
         num_heads=heads,
-        num_kv_heads=max(_matrix(shapes, _ATTENTION + "k_proj.weight")[0] // head_dim, 1),
+        num_kv_heads=max(_matrix(shapes, ATTENTION + "k_proj.weight")[0] // head_dim, 1),
         head_dim=head_dim,
-        feature_norm="each" if each else "joint" if joint else "none",
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_output=bool(raw.get("norm_output", not is_eagle3 and has_norm)),
-        final_norm=is_eagle3 or has_norm,
-        **{field: name in shapes for field, name in _PARTS.items()},
+        norm_output=bool(raw.get("norm_output", not is_eagle3 and "norm.weight" in shapes)),
+        tensors=frozenset(shapes),
     )
 
 
@@ -369,9 +343,10 @@ def rotary_of(config: HeadConfig) -> LlamaRotaryEmbedding:
 
 def layer_config(config: HeadConfig) -> LlamaConfig:
     """Of a head's blocks."""
-    alike = ("hidden_size", "intermediate_size", "head_dim", "hidden_act", "mlp_bias")
+    alike = ("hidden_size", "intermediate_size", "head_dim", "hidden_act")
     return LlamaConfig(
         **{name: getattr(config, name) for name in alike},
+        mlp_bias="layers.0.mlp.up_proj.bias" in config.tensors,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,

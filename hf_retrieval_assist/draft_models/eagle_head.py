@@ -19,7 +19,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 from ..host.borrowed import BorrowedLayers, TargetShape
 from ..system.checkpoints import check_fit, local_folder
 from ..verification.tree_attention import LayerMask
-from .eagle_format import HeadConfig, check_draft_vocabulary, layer_config, read_head, rotary_of
+from .eagle_format import (
+    ATTENTION,
+    HeadConfig,
+    check_draft_vocabulary,
+    layer_config,
+    read_head,
+    rotary_of,
+)
 from .rows import DraftCache
 
 
@@ -31,12 +38,14 @@ class HeadAttention(nn.Module):
         self.layer = layer
         self.head_dim, self.kv_heads = config.head_dim, config.num_kv_heads
         q_width, kv_width = config.num_heads * config.head_dim, self.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(input_width, q_width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(input_width, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(input_width, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q_width, config.hidden_size, bias=config.output_bias)
-        self.q_norm = _norm(config.qk_norm * config.head_dim, config)
-        self.k_norm = _norm(config.qk_norm * config.head_dim, config)
+        bias = ATTENTION + "q_proj.bias" in config.tensors
+        self.q_proj = nn.Linear(input_width, q_width, bias=bias)
+        self.k_proj = nn.Linear(input_width, kv_width, bias=bias)
+        self.v_proj = nn.Linear(input_width, kv_width, bias=bias)
+        bias = ATTENTION + "o_proj.bias" in config.tensors
+        self.o_proj = nn.Linear(q_width, config.hidden_size, bias=bias)
+        normed = ATTENTION + "q_norm.weight" in config.tensors
+        self.q_norm, self.k_norm = (_norm(normed * config.head_dim, config) for _ in "qk")
 
     def forward(self, x: Tensor, rotary: Any, mask: Tensor | None, cache: Cache) -> Tensor:
         queries, keys, values = (
@@ -105,30 +114,31 @@ class EagleHead(nn.Module):
 
     def __init__(self, config: HeadConfig, borrowed: BorrowedLayers) -> None:
         super().__init__()
-        self.config = config
-        self.borrowed = borrowed
-        if config.own_embeddings:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_norm = _norm(config.embedding_norm * config.hidden_size, config)
+        self.config, self.borrowed = config, borrowed
+        width, fuses, names = config.hidden_size, config.generation == 3, config.tensors
+        own = "embed_tokens.weight" in names
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if own else None
+        self.embed_norm = _norm(("embed_norm.weight" in names) * width, config)
         with torch.device("cpu"):
             # No file holds its frequencies.
             self.rotary_emb = rotary_of(config)
-        self.norm = _norm(config.final_norm * config.hidden_size, config)
-        if config.own_lm_head:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.norm = _norm((fuses or "norm.weight" in names) * width, config)
+        own = "lm_head.weight" in names
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if own else None
         if config.draft_vocab_size < config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        width, fuses = config.hidden_size, config.generation == 3
         fed = config.feature_width if fuses else 2 * width
-        self.fc = nn.Linear(fed, width, bias=config.fc_bias)
-        normed = fuses or config.input_norm
+        self.fc = nn.Linear(fed, width, bias="fc.bias" in names)
+        # Some heads of EAGLE-1 norm what the original leaves as it is.
+        normed = fuses or "layers.0.input_layernorm.weight" in names
         blocks = [HeadLayer(config, layer, width, normed) for layer in range(config.num_layers)]
         if fuses:
-            self.input_norm = _norm((config.feature_norm == "joint") * fed, config)
-            if config.feature_norm == "each":
-                norms = (_norm(config.target_width, config) for _ in config.boundaries)
-                self.fc_norm = nn.ModuleList(norms)
+            # The features of each boundary are normed, or all together, or nothing is.
+            each, joint = ("fc_norm.0.weight" in names), ("input_norm.weight" in names)
+            norms = [_norm(config.target_width, config) for _ in config.boundaries]
+            self.fc_norm = nn.ModuleList(norms) if each else None
+            self.input_norm = _norm((joint and not each) * fed, config)
             blocks[0] = FusingLayer(config)
         self.layers = nn.ModuleList(blocks)
 
@@ -187,7 +197,7 @@ class EagleHead(nn.Module):
         """Target features [..., feature_width] to hidden inputs [..., H] of the head."""
         if self.config.generation == 1:
             return features
-        if self.config.feature_norm == "each":
+        if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             normed = [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)]
             features = torch.cat(normed, dim=-1)
@@ -216,8 +226,8 @@ class EagleHead(nn.Module):
         Returns:
             [B, n, H]: what `logits` reads, and the hidden input of the next tokens.
         """
-        own = self.config.own_embeddings
-        rows = self.embed_tokens(token_ids) if own else self.borrowed.embed(token_ids)
+        embed = self.borrowed.embed if self.embed_tokens is None else self.embed_tokens
+        rows = embed(token_ids)
         embeddings = self.embed_norm(rows.to(self.device, self.dtype))
         context = (self.rotary_emb(hidden, positions - 1), mask, cache)
         blocks = [*self.layers]
@@ -232,7 +242,7 @@ class EagleHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits [..., Vd] from outputs of `forward`."""
         x = hidden if self.config.norm_output else self.norm(hidden)
-        return self.lm_head(x) if self.config.own_lm_head else self.borrowed.logits(x)
+        return self.borrowed.logits(x) if self.lm_head is None else self.lm_head(x)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the target's vocabulary for ids of the draft vocabulary; any shape."""

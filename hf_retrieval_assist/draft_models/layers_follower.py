@@ -9,7 +9,6 @@ text, and the layers' last hidden states stay there between drafts.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -104,15 +103,11 @@ class LayersFollower(Follower):
             forest: Forest = group.in_place.draft()
             return forest
         # Texts that are too short for the further layers are drafted for without these.
-        alike: defaultdict[int, list[FeatureSession]] = defaultdict(list)
-        for row in asked:
-            alike[sum(cache.slots.lengths[row.index] > 0 for cache in group.caches)].append(row)
-        trees = [TokenTree.empty()] * len(group.rows)
-        for known, rows in alike.items():
-            found = self._grow(group, known, keep)
-            for row in rows:
-                trees[row.index] = found[row.index]
-        return trees
+        lengths = zip(*(cache.slots.lengths for cache in group.caches), strict=True)
+        known = [sum(length > 0 for length in of_layers) for of_layers in lengths]
+        found = {k: self._grow(group, k, keep) for k in {known[row.index] for row in asked}}
+        nothing = TokenTree.empty()
+        return [found[k][row] if k in found else nothing for row, k in enumerate(known)]
 
     def _grow(self, group: Group, known: int, keep: int) -> Sequence[TokenTree]:
         growth = BestFirst(self.limits, keep, self.module.to_target_ids)

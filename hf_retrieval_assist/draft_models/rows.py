@@ -213,10 +213,6 @@ class Group:
         for index, row in enumerate(rows):
             row.group, row.index = self, index
 
-    @property
-    def joins(self) -> bool:
-        return all(cache.joins for cache in self.caches)
-
     def leave(self, index: int) -> None:
         """Go on without a text."""
         self.rows[index] = None
@@ -264,7 +260,8 @@ class Group:
 
 def groups(asked: Sequence[Row]) -> Iterator[tuple[Group, Sequence[Row]]]:
     """Each group, settled, and its texts; one group, unless caches cannot be joined."""
-    joins = asked[0].group is not None and asked[0].group.joins
+    caches = cast(Group, asked[0].group).caches
+    joins = all(cache.joins for cache in caches)
     for rows in [asked] if joins else [[row] for row in asked]:
         group = Group.of(rows)
         group.settle()

@@ -134,11 +134,6 @@ def test_classes_are_within_the_priors():
     assert np.abs(priors[classes] - rates).max() < 0.09
 
 
-def test_rejects_another_vocabulary():
-    with pytest.raises(ValueError, match="assistant_tokenizer: expected a tokenizer"):
-        start(DraftModelDrafter(llama()), [1], vocab_size=50)
-
-
 @pytest.mark.parametrize(
     "options", [{"max_nodes": 0}, {"max_levels": 0}, {"width": 0}, {"temperature": 0.0}]
 )

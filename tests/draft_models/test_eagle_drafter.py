@@ -151,11 +151,6 @@ def test_sizes_out_of_range(head, sizes):
         EagleDrafter(head, **sizes)
 
 
-def test_a_head_for_more_ids_than_the_target_has(head):
-    with pytest.raises(ValueError, match="expected ids below the vocabulary size 100, got 127"):
-        EagleDrafter(head).start(np.array([1], np.int32), Target(vocab_size=100))
-
-
 def test_features_of_another_width(head, text):
     session = start(head, text[:5])
     with pytest.raises(ValueError, match=r"feedback.hidden_states: expected \[accepted, 96\]"):

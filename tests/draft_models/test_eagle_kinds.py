@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from hf_retrieval_assist import EagleHead
@@ -11,6 +10,7 @@ from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.drafters.base import Feedback, Target
 from hf_retrieval_assist.host.feature_taps import FeatureTap
 from tests.support.eagle_fixtures import tiny_target, write_config
+from tests.support.plain_layers import PlainLayers
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96
 DRAFT_IDS = torch.arange(3, 128, 2)
@@ -74,52 +74,28 @@ def save(folder, config, tensors):
     return folder
 
 
-class Plain31:
+class Plain31(PlainLayers):
     """An EAGLE-3.1 head without a cache, written out from its tensors."""
 
     def __init__(self, target):
-        self.w = {k.replace("midlayer.", ""): v for k, v in tensors_of_3_1().items()}
+        tensors = {k.replace("midlayer.", ""): v for k, v in tensors_of_3_1().items()}
+        super().__init__(tensors, EPS, THETA)
         self.embeddings = target.get_input_embeddings().weight
 
-    def norm(self, x, name):
-        return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * self.w[name + ".weight"]
-
-    def linear(self, x, name):
-        return x @ self.w[name + ".weight"].T
-
-    def rotate(self, x):
-        """x: [heads, n, head_dim]; RoPE at positions 0, 1, ..."""
-        half = HEAD_DIM // 2
-        angles = torch.arange(x.shape[1])[:, None] * THETA ** (-torch.arange(half) / half)
-        first, second = x[..., :half], x[..., half:]
-        return torch.cat(
-            [
-                first * angles.cos() - second * angles.sin(),
-                second * angles.cos() + first * angles.sin(),
-            ],
-            dim=-1,
+    def mixed(self, x):
+        queries, keys, values = (
+            self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, HEAD_DIM)) for name in "qkv"
         )
-
-    def attention(self, x):
-        split = {
-            name: self.linear(x, f"self_attn.{name}_proj").unflatten(-1, (-1, HEAD_DIM))
-            for name in "qkv"
-        }
-        queries, keys, values = (split[name].transpose(0, 1) for name in "qkv")
-        keys, values = (t.repeat_interleave(HEADS // KV_HEADS, 0) for t in (keys, values))
-        scores = self.rotate(queries) @ self.rotate(keys).mT / HEAD_DIM**0.5
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        mixed = scores.masked_fill(later, -torch.inf).softmax(-1) @ values
-        return self.linear(mixed.transpose(0, 1).flatten(1), "self_attn.o_proj")
+        mixed = self.attention(self.rotate(queries), self.rotate(keys), values)
+        return self.linear(mixed.flatten(1), "self_attn.o_proj")
 
     def outputs(self, hidden, tokens):
         """[n, WIDTH], normed; each hidden state with the token one place later."""
         embedded = self.norm(self.embeddings[tokens], "input_layernorm")
         x = torch.cat([embedded, self.norm(hidden, "hidden_norm")], dim=-1)
-        x = hidden + self.attention(x)
+        x = hidden + self.mixed(x)
         inner = self.norm(x, "post_attention_layernorm")
-        gated = F.silu(self.linear(inner, "mlp.gate_proj")) * self.linear(inner, "mlp.up_proj")
-        return self.norm(x + self.linear(gated, "mlp.down_proj"), "norm")
+        return self.norm(x + self.swiglu(inner, "mlp"), "norm")
 
     def chain(self, features, text):
         """The likeliest token behind the text, and so on, with the products of their odds."""
@@ -139,7 +115,7 @@ class Plain31:
 def test_eagle_3_1_drafts_as_written_out(target, nested, tmp_path):
     config = {**CONFIG, "eagle_config": FLAGS} if nested else {**CONFIG, **FLAGS}
     head = EagleHead.from_pretrained(save(tmp_path, config, tensors_of_3_1()), target)
-    assert head.config.feature_norm == "each"
+    assert len(head.fc_norm) == len(BOUNDARIES)
     assert head.config.norm_output
     with torch.no_grad(), FeatureTap(target, BOUNDARIES) as tap:
         target(torch.tensor([TEXT]))

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
@@ -17,17 +15,11 @@ from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.mtp_layers import mtp_layers
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.service import choose_service
-from tests.support.feature_following import (
-    TEXT,
-    assert_same,
-    chains_of,
-    features_of,
-    seen,
-    session_of,
-)
+from tests.support.feature_following import TEXT, chains_of, features_of, seen, session_of
 from tests.support.heads import give_mtp_layer
 from tests.support.lossless import PHRASE, build, knowing
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
+from tests.support.plain_layers import PlainLayers
 from tests.support.tiny_models import randomise
 
 TIERS = {
@@ -158,23 +150,6 @@ def test_every_node_of_a_tree_has_the_layers_probability(name, models):
         assert tree.probs[node] / above == pytest.approx(given, rel=2e-3)
 
 
-@settings(max_examples=15, deadline=None)
-@given(steps=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=6))
-@pytest.mark.parametrize("name", ["Glm4MoeForCausalLM", "InklingForCausalLM"])
-def test_drafts_do_not_depend_on_the_steps(name, models, steps):
-    """Steps of any length, with or without a draft in between: the text alone decides."""
-    model, known = models[name], 3
-    features, sizes = features_of(model), {"top_k": 3, "total": 20}
-    session = session_of(MtpDrafter(**sizes), model, TEXT[:2])
-    session.commit(TEXT[2:3], seen(features[:2]))
-    for length, ask in steps:
-        if ask:
-            session.propose(11)
-        first, known = known - 1, known + length
-        session.commit(TEXT[first + 1 : known], seen(features[first : known - 1]))
-    assert_same(session.propose(100), draft_at_once(model, TEXT[:known], **sizes))
-
-
 def test_one_pass_catches_up_on_what_was_missed(glm):
     session, features = session_of(MtpDrafter(depth=0), glm, TEXT[:8]), features_of(glm)
     session.commit(TEXT[8:9], seen(features[:8]))
@@ -233,65 +208,43 @@ def test_layers_are_loaded_once(glm, monkeypatch):
     assert mtp_layers(glm) is first
 
 
-class PlainQwenMtp:
+class PlainQwenMtp(PlainLayers):
     """The MTP layer of Qwen3-Next and Qwen3.5 written out, from a checkpoint's tensors.
 
     A norm each for the embedding and the hidden state, a projection of both, one block with gated
-    full attention, a norm. Norms multiply by one plus their weight.
+    full attention, a norm.
     """
 
     def __init__(self, folder, config):
         tensors = load_file(Path(folder) / "model.safetensors")
-        self.mtp = {n[4:]: t for n, t in tensors.items() if n.startswith("mtp.")}
+        own = {n[4:]: t for n, t in tensors.items() if n.startswith("mtp.")}
+        super().__init__(own, config.rms_norm_eps, config.rope_parameters["rope_theta"], unit=1)
         self.embeddings = next(t for n, t in tensors.items() if n.endswith("embed_tokens.weight"))
         self.head = tensors["lm_head.weight"]
         self.config = config
-
-    def norm(self, x, name):
-        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return scaled * (1 + self.mtp[f"{name}.weight"])
-
-    def linear(self, x, name):
-        return x @ self.mtp[f"{name}.weight"].T
 
     def logits(self, features, text):
         """[ids], of the token after the text, from the target's hidden states before its last."""
         embedded = self.norm(self.embeddings[torch.tensor(text[1:])], "pre_fc_norm_embedding")
         hidden = self.norm(features[: len(text) - 1], "pre_fc_norm_hidden")
         x = self.linear(torch.cat([embedded, hidden], dim=-1), "fc")
-        x = x + self.attention(self.norm(x, "layers.0.input_layernorm"))
+        x = x + self.mixed(self.norm(x, "layers.0.input_layernorm"))
         x = x + self.feed_forward(self.norm(x, "layers.0.post_attention_layernorm"))
         return self.norm(x, "norm")[-1] @ self.head.T
 
-    def attention(self, x):
+    def mixed(self, x):
         heads, width = self.config.num_attention_heads, self.config.head_dim
+        share = self.config.rope_parameters.get("partial_rotary_factor", 1.0)
         q, gate = self.linear(x, "layers.0.self_attn.q_proj").view(len(x), heads, -1).chunk(2, -1)
         k = self.linear(x, "layers.0.self_attn.k_proj").view(len(x), -1, width)
         v = self.linear(x, "layers.0.self_attn.v_proj").view(len(x), -1, width)
-        q = self.rotate(self.norm(q, "layers.0.self_attn.q_norm"))
-        k = self.rotate(self.norm(k, "layers.0.self_attn.k_norm"))
-        k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / width**0.5
-        future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        mixed = torch.einsum("hqk,khd->qhd", weights, v) * gate.sigmoid()
+        q = self.rotate(self.norm(q, "layers.0.self_attn.q_norm"), share)
+        k = self.rotate(self.norm(k, "layers.0.self_attn.k_norm"), share)
+        mixed = self.attention(q, k, v) * gate.sigmoid()
         return self.linear(mixed.flatten(1), "layers.0.self_attn.o_proj")
 
-    def rotate(self, x):
-        """Rotary positions in the first share of each head."""
-        rope = self.config.rope_parameters
-        width = int(x.shape[-1] * rope.get("partial_rotary_factor", 1.0))
-        rates = rope["rope_theta"] ** (-torch.arange(0, width, 2) / width)
-        angles = torch.arange(len(x))[:, None, None] * rates
-        first, second = x[..., : width // 2], x[..., width // 2 : width]
-        turned = [
-            first * angles.cos() - second * angles.sin(),
-            second * angles.cos() + first * angles.sin(),
-        ]
-        return torch.cat([*turned, x[..., width:]], dim=-1)
-
     def feed_forward(self, x):
-        if "layers.0.mlp.gate_proj.weight" in self.mtp:
+        if "layers.0.mlp.gate_proj.weight" in self.tensors:
             return self.swiglu(x, "layers.0.mlp")
         routed = self.linear(x, "layers.0.mlp.gate").softmax(-1)
         best = routed.topk(self.config.num_experts_per_tok, dim=-1)
@@ -303,13 +256,9 @@ class PlainQwenMtp:
                 total[row] += weight * self.expert(x[row], int(expert))
         return total
 
-    def swiglu(self, x, name):
-        gated = torch.nn.functional.silu(self.linear(x, f"{name}.gate_proj"))
-        return self.linear(gated * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
-
     def expert(self, x, number):
-        gate, up = (self.mtp["layers.0.mlp.experts.gate_up_proj"][number] @ x).chunk(2)
-        down = self.mtp["layers.0.mlp.experts.down_proj"][number]
+        gate, up = (self.tensors["layers.0.mlp.experts.gate_up_proj"][number] @ x).chunk(2)
+        down = self.tensors["layers.0.mlp.experts.down_proj"][number]
         return down @ (torch.nn.functional.silu(gate) * up)
 
 

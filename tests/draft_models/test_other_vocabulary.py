@@ -222,13 +222,6 @@ def test_tokenizers_are_found_in_the_folders(target, draft_model, byte_tokens, p
     assert assistant.stats.last.drafted > 0
 
 
-def test_without_tokenizers_it_is_refused(target, draft_model):
-    with pytest.raises(ValueError, match="assistant_tokenizer: expected a tokenizer"):
-        target.generate(
-            torch.tensor([[3, 4]]), max_new_tokens=4, assistant=SamAssistant(fallback=draft_model)
-        )
-
-
 def test_drawn_children_want_the_targets_vocabulary(target, draft_model):
     with pytest.raises(ValueError, match="target's vocabulary of"):
         DraftModelDrafter(draft_model, temperature=1.0).start(

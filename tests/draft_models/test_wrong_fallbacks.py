@@ -40,6 +40,14 @@ WRONG = {
         lambda: block_drafter(hidden_size=64),
         "DFlash model: expected one for the target's hidden size of 32, got one for 64",
     ),
+    "DFlash model of more ids": (
+        lambda: block_drafter(mask_token_id=VOCAB),
+        f"below the target's {VOCAB} ids, got {VOCAB}",
+    ),
+    "DFlash model of more layers": (
+        lambda: block_drafter(target_layer_ids=[0, 9]),
+        "boundaries: expected -1 or 0 to 2",
+    ),
     "draft model of another tokenizer": (
         lambda: build(transformers.LlamaForCausalLM, vocab_size=VOCAB + 1),
         "assistant_tokenizer: expected a tokenizer",

@@ -38,9 +38,8 @@ def eagle_head(target, draft_ids=None, **changes):
         "boundaries": default_boundaries(shape.num_layers),
         "vocab_size": shape.vocab_size,
         "draft_vocab_size": len(ids),
-        "feature_norm": "joint",
         "norm_before_residual": True,
-        "input_norm": True,
+        "tensors": frozenset({"input_norm.weight", "lm_head.weight"}),
     }
     head = EagleHead(HeadConfig(**(fields | changes)), BorrowedLayers(target))
     head.requires_grad_(False).eval()
