@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
+from ..drafters.base import Float64Array
 from ..planning.running_mean import toward
 from ..structures import draft_tree
 from ..system.lazy import cached_property
 from ..system.locks import Lock
 from ..token_tree import Int32Array
-
-Float64Array: TypeAlias = NDArray[np.float64]
 
 _PRIOR_HAZARDS = (0.6, 0.3, 0.2, 0.15, 0.1)  # of ranks 1, 2, …; the last one for all others
 _PRIOR_TRIALS = 4.0
@@ -86,15 +85,12 @@ class TreeShape:
         return np.where(fed, fed.cumsum() - 1, -1).astype(np.int32)
 
     def on(self, device: torch.device) -> list[Forward]:
-        """The forwards that draft the tree, their indices sent to a device once."""
+        """The forwards that draft the tree, with their indices on a device."""
         if device not in self._sent:
-            self._sent[device] = [
-                Forward(*(x.to(device) for x in forward[:3]), *forward[3:])
-                for forward in self._forwards()
-            ]
+            self._sent[device] = list(self._forwards(device))
         return self._sent[device]
 
-    def _forwards(self) -> Iterator[Forward]:
+    def _forwards(self, device: torch.device) -> Iterator[Forward]:
         depths = draft_tree.depths(self.parents) - 1
         above = draft_tree.ancestor_mask(self.parents)
         inner = np.flatnonzero(self.child_counts[1:])
@@ -102,12 +98,16 @@ class TreeShape:
         for depth in range(self.levels - 1):
             children, fed = np.flatnonzero(depths == depth), inner[depths[inner] == depth]
             hangs = np.searchsorted(before, self.parents[children])
-            ranks = self.ranks[children].astype(np.int64)
-            next_fed = fed - children[0]
+            ranks, next_fed = self.ranks[children], fed - children[0]
             seen = above[np.ix_(fed, inner[depths[inner] <= depth])]
-            indices = map(torch.from_numpy, (hangs, ranks, next_fed))
-            behind = torch.from_numpy(hangs[next_fed])[None], torch.from_numpy(seen)[None]
-            yield Forward(*indices, 1 + int(ranks.max()), *behind)
+            yield Forward(
+                hangs=torch.from_numpy(hangs).to(device),
+                ranks=torch.from_numpy(ranks.astype(np.int64)).to(device),
+                fed=torch.from_numpy(next_fed).to(device),
+                width=1 + int(ranks.max()),
+                parent_rows=torch.from_numpy(hangs[next_fed])[None],
+                visible=torch.from_numpy(seen)[None],
+            )
             before = fed
 
 

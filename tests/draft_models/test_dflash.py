@@ -8,7 +8,8 @@ from transformers.generation.candidate_generator import DFlashTokenCandidateGene
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.draft_models.dflash import DFlashDrafter, product_tree
-from tests.support.feature_following import TEXT, chains_of, features_of, seen, session_of
+from tests.support.drafted_texts import Texts
+from tests.support.feature_following import chains_of
 from tests.support.heads import BLOCK, block_drafter
 from tests.support.lossless import run
 
@@ -73,12 +74,11 @@ def test_one_forward_catches_up(llama, drafting, monkeypatch):
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(type(drafting), "forward", count)
-    features = features_of(llama, (1, 2))
-    session = session_of(DFlashDrafter(drafting), llama, TEXT[:9])
-    session.commit(TEXT[9:10], seen(features[:9]))
-    for position in range(9, 30):
-        session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
-    session.propose(4)
+    texts = Texts(DFlashDrafter(drafting), llama)
+    texts.start(1)
+    for _ in range(21):
+        texts.grow(1, 1)
+    texts.propose([1])
     assert forwards == [30]
 
 

@@ -99,17 +99,6 @@ def test_a_wrong_config_is_put_right_by_the_override(tmp_path):
     check_rounds(case, load(lying, tmp_path, rope_theta=5e5))
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 9])
-def test_the_chunks_of_the_prompt_do_not_matter(chunk, tmp_path):
-    case = load_case("eagle3_d2t")
-    session = session_of(case, load(case, tmp_path))
-    session.follower.chunk = chunk
-    session.commit(
-        [int(case.io["round0.input_ids"][0, -1])], feedback_of(case.io["round0.target_hidden"][0])
-    )
-    check_tree(case, "round0.", session.propose(case.tree["draft_nodes"]))
-
-
 @pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
 def test_a_smaller_budget_gives_the_best_of_the_full_tree(name, tmp_path):
     case = load_case(name)

@@ -16,8 +16,9 @@ from hf_retrieval_assist.draft_models.dflash import DFlashDrafter
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.mtp_layers import mtp_layers
+from tests.support.drafted_texts import Texts
 from tests.support.eagle_fixtures import CASES, load_case
-from tests.support.feature_following import TEXT, assert_same, features_of, seen, session_of
+from tests.support.feature_following import assert_same
 from tests.support.heads import block_drafter, head_drafter
 from tests.support.lossless import build, padded
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
@@ -47,7 +48,11 @@ def make(name, folder=None):
     return target, head_drafter(name, target)
 
 
-made = functools.cache(make)
+@functools.cache
+def texts_of(name):
+    target, drafter = make(name)
+    return Texts(drafter, target)
+
 
 NAMES = ["DFlash model", "EAGLE", "MTP", "MTP of Gemma 3"]
 
@@ -58,49 +63,35 @@ NAMES = ["DFlash model", "EAGLE", "MTP", "MTP of Gemma 3"]
 @given(steps=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=6))
 def test_drafts_do_not_depend_on_the_steps(name, steps):
     """Steps of any length, with or without a draft in between, and the same draft twice."""
-    target, drafter = made(name)
-    features = features_of(target, drafter.needs.hidden_layers)
-    session, known = session_of(drafter, target, TEXT[:2]), 2
-    session.commit(TEXT[2:3], seen(features[:2]))
+    texts = texts_of(name)
+    texts.start(0)
     for length, ask in steps:
         if ask:
-            session.propose(12)
-        first, known = known, known + length
-        session.commit(TEXT[first + 1 : known + 1], seen(features[first:known]))
-    whole = session_of(drafter, target, TEXT[:known])
-    whole.commit(TEXT[known : known + 1], seen(features[:known]))
-    expected = whole.propose(12)
-    for tree in (session.propose(12), session.propose(12)):
+            texts.propose([0])
+        texts.grow(0, length)
+    expected = texts.fresh(0).propose(12)
+    for tree in (*texts.propose([0]), *texts.propose([0])):
         assert_same(tree, expected)
 
 
 @pytest.mark.parametrize("name", ["DFlash model", "EAGLE"])
 def test_hidden_states_wait_in_bounded_numbers(name):
     """Who is never asked holds no more of a long text than its cache."""
-    target, drafter = made(name)
-    features = features_of(target, drafter.needs.hidden_layers)
-    session = session_of(drafter, target, TEXT[:9])
-    session.follower.chunk = 8
-    session.commit(TEXT[9:10], seen(features[:9]))
-    for position in range(9, 30):
-        session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
-        assert session.waiting < 8
-    whole = session_of(drafter, target, TEXT[:30])
-    whole.commit(TEXT[30:31], seen(features[:30]))
-    assert_same(session.propose(12), whole.propose(12))
+    texts = texts_of(name)
+    texts.start(1)
+    texts.sessions[1].follower.chunk = 8
+    for _ in range(21):
+        texts.grow(1, 1)
+        assert texts.sessions[1].waiting < 8
+    assert_same(*texts.propose([1]), texts.fresh(1).propose(12))
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "MTP"])
 def test_a_long_text_is_followed_in_parts(name):
-    target, drafter = made(name)
-    features = features_of(target, drafter.needs.hidden_layers)
-    trees = []
-    for chunk in (512, 7):
-        session = session_of(drafter, target, TEXT[:29])
-        session.follower.chunk = chunk
-        session.commit(TEXT[29:30], seen(features[:29]))
-        trees.append(session.propose(12))
-    assert_same(*trees)
+    texts = texts_of(name)
+    texts.start(5)
+    texts.sessions[5].follower.chunk = 7
+    assert_same(*texts.propose([5]), texts.fresh(5).propose(12))
 
 
 # Every kind of fallback; the last two are recorded heads, one of another width than its target's.

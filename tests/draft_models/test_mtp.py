@@ -13,14 +13,16 @@ from transformers.modeling_layers import MtpModel
 from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.mtp_layers import mtp_layers
+from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.service import choose_service
-from tests.support.feature_following import TEXT, chains_of, features_of, seen, session_of
+from tests.support.drafted_texts import Texts
+from tests.support.feature_following import TEXT, chains_of, features_of, seen
 from tests.support.heads import give_mtp_layer
 from tests.support.lossless import PHRASE, build, knowing
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
 from tests.support.plain_layers import PlainLayers
-from tests.support.tiny_models import randomise
+from tests.support.tiny_models import VOCAB, randomise
 
 TIERS = {
     "DeepseekV3ForCausalLM": "tree",
@@ -85,7 +87,7 @@ def reference_logits(layers, features, text, path):
 
 
 def draft_at_once(model, text, **sizes):
-    session = session_of(MtpDrafter(**sizes), model, text[:-1])
+    session = MtpDrafter(**sizes).start(np.array(text[:-1], np.int32), Target(VOCAB, model=model))
     session.commit(text[-1:], seen(features_of(model, text=text)[: len(text) - 1]))
     return session.propose(100)
 
@@ -151,13 +153,12 @@ def test_every_node_of_a_tree_has_the_layers_probability(name, models):
 
 
 def test_one_pass_catches_up_on_what_was_missed(glm):
-    session, features = session_of(MtpDrafter(depth=0), glm, TEXT[:8]), features_of(glm)
-    session.commit(TEXT[8:9], seen(features[:8]))
-    for position in range(8, 20):
-        session.commit(TEXT[position + 1 : position + 2], seen(features[position : position + 1]))
-    passes = []
+    texts, passes = Texts(MtpDrafter(depth=0), glm), []
+    texts.start(1)
+    for _ in range(11):
+        texts.grow(1, 1)
     hook = mtp_layers(glm).register_forward_hook(lambda _, args, __: passes.append(len(args[1][0])))
-    session.propose(5)
+    texts.propose([1])
     hook.remove()
     # Each layer starts one token later than the one before.
     assert passes == [20, 19, 18]

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from hf_retrieval_assist.draft_models import features
-from hf_retrieval_assist.drafters.base import Feedback, Target
+from hf_retrieval_assist.drafters.base import Feedback
 from hf_retrieval_assist.host.feature_taps import FeatureTap
 
 from .tiny_models import VOCAB
@@ -24,11 +24,6 @@ def seen(features):
     """What a forward over accepted tokens tells."""
     rows = np.arange(len(features), dtype=np.int32)
     return Feedback(np.zeros(len(features), np.int32), rows, hidden_states=features)
-
-
-def session_of(drafter, target, text):
-    """A session that knows a prompt and nothing of the target."""
-    return drafter.start(np.array(text, np.int32), Target(VOCAB, model=target))
 
 
 def assert_same(tree, other):
