@@ -175,13 +175,7 @@ def _weight_bytes(model: Any) -> int:
 
 
 class _Nodes:
-    """The draft model behind the texts of a group, and on the nodes of a level; a `NodeRunner`.
-
-    Args:
-        drafter: whose model it is.
-        group: of the texts.
-        graphs: whether forwards may be recorded.
-    """
+    """A draft model behind the texts of a group, and on the nodes of a level; a `NodeRunner`."""
 
     def __init__(self, drafter: DraftModelDrafter, group: Group, graphs: bool) -> None:
         self._drafter, self._model, self._group = drafter, drafter.model, group

@@ -172,8 +172,7 @@ class FeatureSession(RowSession):
         if first != self.reached:
             # What is followed is one piece of text: everything before a gap is forgotten.
             self.close()
-            for cache in Group([self], self.follower.caches()).caches:
-                cache.firsts = [first]
+            Group([self], self.follower.caches())
         self._pending.append(features)
         self._begun = True
         self.reached = first + len(features)

@@ -85,9 +85,8 @@ class LayersFollower(Follower):
             if not width:
                 return
             begins = [not length for length in cache.slots.lengths]
-            for number, fill in enumerate(fills):
-                if begins[number] and fill < width:
-                    cache.firsts[number] = int(positions[number, fill])
+            if begins[0]:
+                cache.first = int(positions[0, 0])
             hidden, cache.last = read(
                 *(self.module, k, cache, ids, hidden, positions, fills_of(fills, self.device))
             )
@@ -230,12 +229,7 @@ class _Text(Repeated):
 
 
 class _InPlace:
-    """The layers behind the texts of a group, all of which they have begun to read.
-
-    Args:
-        follower: the layers'.
-        group: of the texts.
-    """
+    """The layers behind the texts of a group, all of which they have begun to read."""
 
     def __init__(self, follower: LayersFollower, group: Group) -> None:
         self._module, self._limits = follower.module, follower.limits

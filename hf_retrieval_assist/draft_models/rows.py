@@ -72,13 +72,14 @@ class DraftCache(SlotCache):
         rows: texts.
 
     Attributes:
-        firsts: position of the first token that is cached of each text.
+        first: position of the first token that is cached, of one text.
         last: [rows, hidden_size], what the layers said of the last cached token of each text; None
             where nobody keeps it.
         held: the memory that layers of one kind stay in, and how many slots of it each text has,
             int64 [rows, 1], on the device; None: they grow.
     """
 
+    first = 0
     last: Tensor | None = None
     held: tuple[Workspace, Tensor] | None = None
 
@@ -88,7 +89,6 @@ class DraftCache(SlotCache):
         self.rules = rules
         self._made_of = config, rules, dtype
         self._attention = TreeAttention(rules, None, dtype)
-        self.firsts = [0] * rows
         self.begin(rows)
 
     @property
@@ -131,7 +131,6 @@ class DraftCache(SlotCache):
     def joined(cls, sources: Sequence[tuple[DraftCache, int]]) -> DraftCache:
         """A cache of rows of other ones, in this order; nothing may have been fed behind them."""
         cache = cls(*sources[0][0]._made_of, rows=len(sources))
-        cache.firsts = [source.firsts[row] for source, row in sources]
         cache.slots.set_lengths([source.slots.lengths[row] for source, row in sources])
         for number, layer in enumerate(cache.layers):
             parts = [(source.layers[number], row) for source, row in sources]
@@ -144,14 +143,14 @@ class DraftCache(SlotCache):
             cache.last = torch.stack([blank if state is None else state for state in last])
         return cache
 
-    # Layers that count positions themselves ask for the first one; such caches have one row.
+    # Layers that count positions themselves ask for the first one; caches of such are not joined.
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return super().get_query_offset(layer_idx) + self.firsts[0]
+        return super().get_query_offset(layer_idx) + self.first
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         length, offset = super().get_mask_sizes(query_length, layer_idx)
-        return length, offset + self.firsts[0]
+        return length, offset + self.first
 
 
 def _stacked(parts: Sequence[tuple[Any, int]], like: Any, lengths: Sequence[int]) -> DynamicLayer:

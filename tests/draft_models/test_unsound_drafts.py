@@ -8,8 +8,7 @@ from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, EarlyExit
 from hf_retrieval_assist.draft_models import dflash, draft_model, layers_follower
-from tests.draft_models.test_dflash import block_drafter
-from tests.support.heads import head_drafter
+from tests.support.heads import block_drafter, head_drafter
 from tests.support.lossless import PROMPT, build, run
 
 NODES, BLOCKS = (draft_model._Nodes, "_feed"), (dflash.BlockFollower, "_logits")
