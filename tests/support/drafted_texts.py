@@ -77,7 +77,7 @@ class Texts:
         sessions = [self.sessions[row] for row in rows]
         return self.drafter.propose_rows(sessions, [self.budget] * len(rows))
 
-    def conversation(self, rows, turns=6, after=AFTER):
+    def conversation(self, rows, turns=6):
         """What is drafted for texts that go on, some of which join late, wait, or leave."""
         drafts = []
         self.start(*rows)
@@ -92,7 +92,7 @@ class Texts:
             drafts += trees.values()
             if turn == 3 and len(self.sessions) > 2:
                 self.leave(max(self.sessions))
-        for unknown, known in after:
+        for unknown, known in AFTER:
             if unknown:
                 self.grow(rows[0], unknown, told=False)
             if known:
@@ -106,13 +106,12 @@ class Texts:
 DRAFT_MODELS = ("LlamaForCausalLM", "Gemma3ForCausalLM")
 
 
-def drafting(name, max_nodes=12, max_levels=4, width=3):
+def drafting(name):
     """Texts of a draft model whose layers see everything, or windows that trees are deeper than."""
     windows = {"sliding_window": 2} if name == "Gemma3ForCausalLM" else {}
     model = build(getattr(transformers, name), **windows)
     randomise(model, 0.3)
-    sizes = {"max_nodes": max_nodes, "max_levels": max_levels, "width": width}
-    return Texts(DraftModelDrafter(model, **sizes), budget=max_nodes)
+    return Texts(DraftModelDrafter(model, max_nodes=12, max_levels=4, width=3))
 
 
 def assert_same_drafts(drafts, expected):
