@@ -94,6 +94,12 @@ def train(traces: Sequence[Trace], rounds: int = ROUNDS) -> Mixture:
     return doubted(replace(mixture, weights=np.mean(weights[len(weights) // 2 :], axis=0)))
 
 
+def save(mixture: Mixture, path: Path) -> None:
+    """Write what `Mixture.load` reads."""
+    arrays = {name: getattr(mixture, name) for name in ("cells", "copy_cells", "weights")}
+    np.savez_compressed(path, **arrays)
+
+
 def _sources(trace: Trace) -> list[str]:
     return ["text", "memory", "corpus"] if trace.corpus else ["text", "memory"]
 
@@ -150,7 +156,7 @@ def main() -> None:
         judge(read_traces(arguments.traces), arguments.requests).save(arguments.out)
         return
     traces = [t for t in read_traces(arguments.traces) if t.name != arguments.without]
-    train(traces).save(arguments.out)
+    save(train(traces), arguments.out)
 
 
 if __name__ == "__main__":

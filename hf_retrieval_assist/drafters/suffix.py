@@ -55,7 +55,7 @@ class Mixture:
 
     @classmethod
     def load(cls, path: Path) -> Mixture:
-        """Read what `save` wrote; ValueError where the shapes are not this version's."""
+        """The arrays of an .npz file, by their names here."""
         with np.load(path, allow_pickle=False) as arrays:
             return cls(arrays["cells"], arrays["copy_cells"], arrays["weights"])
 
@@ -65,11 +65,6 @@ class Mixture:
         """Trained on recorded texts: chat, programs, mathematics, SQL, edits of files."""
         with as_file(files(__package__) / "mixture.npz") as path:
             return cls.load(path)
-
-    def save(self, path: Path) -> None:
-        np.savez_compressed(
-            path, cells=self.cells, copy_cells=self.copy_cells, weights=self.weights
-        )
 
     def mixer(self) -> Mixer:
         """A mixer that starts from here."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.mixture import doubted, untrained
+from benchmarks.mixture import doubted, save, untrained
 from hf_retrieval_assist.drafters.suffix import Mixture
 from hf_retrieval_assist.structures.suffix_tree import (
     CELL_SHAPE,
@@ -243,7 +243,7 @@ def test_a_shape_of_another_version_is_refused():
 
 def test_a_mixture_is_written_and_read(tmp_path):
     saved = Mixture(*mixture())
-    saved.save(tmp_path / "mixture.npz")
+    save(saved, tmp_path / "mixture.npz")
     loaded = Mixture.load(tmp_path / "mixture.npz")
     assert (loaded.cells == saved.cells).all()
     assert (loaded.copy_cells == saved.copy_cells).all()
