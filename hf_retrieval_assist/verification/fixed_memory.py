@@ -38,13 +38,6 @@ def can_stay(cache: SlotCache, device: torch.device) -> bool:
     )
 
 
-def reserve(model: Any, cache: SlotCache, batch: int, slots: int) -> None:
-    """Let a cache that is to be filled begin where an earlier call of the model was served."""
-    cache.reserved = found = WORKSPACES.reserve(model, batch, slots)
-    if found is not None:
-        found.arena.offer([layer for layer in cache.layers if isinstance(layer, SlotLayer)])
-
-
 class FixedMemory:
     """What the layers of some caches write to, and the forwards that are repeated there.
 

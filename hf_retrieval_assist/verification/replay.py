@@ -61,22 +61,16 @@ class Shown:
 
 
 def recorder(device: torch.device) -> Record | None:
-    """What records forwards on a device; None: nothing does."""
-    if device.type != "cuda" or (stream := _unused_stream(device)) is None:
-        return None
-    return CudaGraphs(device, stream)
-
-
-def _unused_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream on which no living recorder captures; None: all are taken.
+    """What records forwards on a device, on a stream on which no living one captures; None: nothing
+    does, or all streams are taken.
 
     Graphs go on using what cuBLAS has allocated for their stream, and the end of a graph frees it.
     Others seldom multiply matrices on streams of high priority.
     """
-    for _ in range(_STREAMS):
+    for _ in range(_STREAMS if device.type == "cuda" else 0):
         stream = torch.cuda.Stream(device, priority=-1)
         if all(stream != living.stream for living in list(_recorders)):
-            return stream
+            return CudaGraphs(device, stream)
     return None
 
 

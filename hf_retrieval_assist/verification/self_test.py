@@ -146,7 +146,15 @@ class _Probe:
 
     def narrow_error(self, expected: torch.Tensor) -> float:
         """Over three steps: a draft that is rejected in part, one that is accepted, and none."""
-        actual = [self._step(number) for number in range(3)]
+        actual = []
+        for number in range(3):
+            plans = [self._plan(row, number) for row in self.rows]
+            texts = [
+                self.texts[row.index][len(row.generated) :][: len(accepted)]
+                for row, (_, accepted) in zip(self.rows, plans, strict=True)
+            ]
+            found = zip(self._forward(plans, texts), plans, strict=True)
+            actual.append([logits[accepted] for logits, (_, accepted) in found])
         rows = [torch.cat(logits) for logits in zip(*actual, strict=True)]
         return max(_error(expected[row, : len(logits)], logits) for row, logits in enumerate(rows))
 
@@ -158,7 +166,7 @@ class _Probe:
         tree = self.service.tier is Tier.TREE
         if not tree:
             lengths = named_lengths(self.config.to_dict())
-            width = min(width, *(n - len(self.rows[0]) for n in lengths), width)
+            width = min([width, *(n - len(self.rows[0]) for n in lengths)])
         tokens = [row.last for row in self.rows]
         # Rows of a batch feed unequally much.
         counts = [max(1, width - 1 - row.index) for row in self.rows]
@@ -210,20 +218,6 @@ class _Probe:
             outputs = model(**inputs, return_dict=True)
             logits.append(outputs.logits[:, -1].float())
         return torch.stack(logits, dim=1)
-
-    def _step(self, number: int) -> list[torch.Tensor]:
-        """One step of the loop.
-
-        Returns:
-            For each row, logits [accepted tokens, vocab_size].
-        """
-        plans = [self._plan(row, number) for row in self.rows]
-        texts = [
-            self.texts[row.index][len(row.generated) :][: len(accepted)]
-            for row, (_, accepted) in zip(self.rows, plans, strict=True)
-        ]
-        logits = self._forward(plans, texts)
-        return [some[accepted] for some, (_, accepted) in zip(logits, plans, strict=True)]
 
     def _forward(
         self, plans: list[tuple[TokenTree, list[int]]], texts: list[list[int]]

@@ -16,63 +16,46 @@ _MAX_REPLAY = 16
 
 
 class States:
-    """Of a cache that has slots and nothing else, which forget by themselves.
+    """Of a cache of slots, which forget by themselves, and of convolutions, which record those of a
+    forward's tokens.
+
+    They are cropped before the next forward, since `finish` may drop more of them than `keep`.
 
     Attributes:
         full: whether a forward must be kept whole, whatever it feeds.
-    """
-
-    full = False
-
-    def __init__(self, cache: SlotCache):
-        self.cache = cache
-
-    def begin(self, undo: bool) -> None:
-        """A forward begins, not all of which may be kept where it is to be undone."""
-
-    def keep(self, tokens: int, fed: int) -> int:
-        """Keep the first `tokens` of those that a forward fed, or roll it back; returns how many
-        are kept."""
-        return tokens
-
-    def finish(self, dropped: int) -> None:
-        """Leave states as plain decoding does, without so many tokens kept last."""
-
-    def undo(self, feeding: bool) -> None:
-        """Go back to before a forward that was interrupted; `feeding`: whether it had begun."""
-
-
-class CroppedStates(States):
-    """Of convolutions, which record those of a forward's tokens.
-
-    They are cropped before the next forward, since `finish` may drop more of them than `keep`.
 
     Raises:
         ValueError: a layer's state cannot be cropped.
     """
 
+    full = False
+
     def __init__(self, cache: SlotCache):
-        super().__init__(cache)
-        self._excess = 0
+        self.cache, self._excess = cache, 0
         for layer in cache.state_layers:
             if not layer.is_croppable:
                 raise ValueError("its recurrent state cannot be cropped")
             layer.activate_past_recording()
 
     def begin(self, undo: bool) -> None:
+        """A forward begins, not all of which may be kept where it is to be undone."""
         self._crop()
 
     def keep(self, tokens: int, fed: int) -> int:
+        """Keep the first `tokens` of those that a forward fed, or roll it back; returns how many
+        are kept."""
         self._excess = fed - tokens
         return tokens
 
     def finish(self, dropped: int) -> None:
+        """Leave states as plain decoding does, without so many tokens kept last."""
         self._excess += dropped
         self._crop()
         for layer in self.cache.state_layers:
             layer.record_past = False
 
     def undo(self, feeding: bool) -> None:
+        """Go back to before a forward that was interrupted; `feeding`: whether it had begun."""
         if feeding:
             # Blocks that the forward had reached hold all that it fed.
             for layer in self.cache.state_layers:
@@ -91,8 +74,7 @@ class SavedStates(States):
     its accepted tokens, fed once more, share the next one."""
 
     def __init__(self, cache: SlotCache):
-        super().__init__(cache)
-        self._backlog = 0
+        self.cache, self._backlog = cache, 0
         self._saved: list[dict[str, Any]] | None = None
 
     @property
@@ -110,6 +92,9 @@ class SavedStates(States):
             self._restore()
         self._saved = None
         return 0 if self._backlog else tokens
+
+    def finish(self, dropped: int) -> None:
+        pass
 
     def undo(self, feeding: bool) -> None:
         if feeding and self._saved is None:

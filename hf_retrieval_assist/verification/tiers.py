@@ -11,13 +11,15 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from ..host.transformers_private import CACHE, input_device, is_callers, why_no_mask
 from ..kernels.fixed_attention import AttentionBy
-from .fixed_memory import can_stay, reserve
+from .fixed_memory import can_stay
 from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions
 from .kv_cache import SlotCache
 from .reach import UNLIMITED, Reach
-from .states import CroppedStates, SavedStates, States
+from .slot_layers import SlotLayer
+from .states import SavedStates, States
 from .tree_attention import LayerMask, Rules, TreeAttention
 from .verifiers import ChainVerifier, TreeVerifier, Verifier
+from .workspace import WORKSPACES
 
 
 class Tier(StrEnum):
@@ -71,7 +73,8 @@ class Service:
         unmasked = not stays and why_no_mask(model.config) is not None
         verifier: Verifier
         if self.tier is not Tier.TREE or unmasked:
-            verifier = ChainVerifier(*arguments, states=self._states(cache))
+            states = SavedStates if self.tier is Tier.REPLAY else States
+            verifier = ChainVerifier(*arguments, states=states(cache))
         else:
             mask: torch.Tensor | None = model_kwargs.get("attention_mask")
             if mask is not None:
@@ -114,12 +117,6 @@ class Service:
             raise ValueError(f"fixed_width: expected one of {tested}, got {fixed}")
         return fixed
 
-    def _states(self, cache: SlotCache) -> States:
-        """How its layers forget what they keep beside slots."""
-        if self.tier is Tier.REPLAY:
-            return SavedStates(cache)
-        return CroppedStates(cache) if cache.state_layers else States(cache)
-
 
 def slot_cache(
     model: Any, model_kwargs: dict[str, Any], service: Service, batch: int, capacity: int
@@ -140,7 +137,10 @@ def slot_cache(
         cache = SlotCache(config, 0 if service.in_place else capacity, forgets)
         cache.in_place = service.in_place
         if service.in_place:
-            reserve(model, cache, batch, capacity + WIDTHS[-1])
+            # It begins where an earlier call of the model was served.
+            cache.reserved = found = WORKSPACES.reserve(model, batch, capacity + WIDTHS[-1])
+            if found is not None:
+                found.arena.offer([x for x in cache.layers if isinstance(x, SlotLayer)])
         model_kwargs[name] = cache_for(model, cache)
         return cache
     cache = SlotCache.around(own, config, forgets)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_retrieval_assist.verification.states import CroppedStates, SavedStates, States
+from hf_retrieval_assist.verification.states import SavedStates, States
 
 KERNEL = 3
 
@@ -32,7 +32,7 @@ def held(layer):
 
 
 def test_slots_forget_by_themselves():
-    kept = States(SimpleNamespace(layers=[]))
+    kept = States(SimpleNamespace(layers=[], state_layers=[]))
     kept.begin(undo=True)
     assert kept.keep(2, 5) == 2
     assert not kept.full
@@ -42,7 +42,7 @@ def test_slots_forget_by_themselves():
 @pytest.mark.parametrize("dropped", [0, 1])
 def test_convolutions_are_cropped(kept, dropped):
     cache, layer = convolution()
-    cropped = CroppedStates(cache)
+    cropped = States(cache)
     cropped.begin(undo=True)
     feed(layer, 6, 10)
     assert cropped.keep(kept, 4) == kept
@@ -60,7 +60,7 @@ def test_convolutions_are_cropped(kept, dropped):
 @pytest.mark.parametrize("reached", [False, True])
 def test_an_interrupted_convolution_goes_back(reached):
     cache, layer = convolution()
-    cropped = CroppedStates(cache)
+    cropped = States(cache)
     cropped.begin(undo=True)
     if reached:
         feed(layer, 6, 9)
@@ -73,7 +73,7 @@ def test_an_interrupted_convolution_goes_back(reached):
 def test_what_cannot_be_cropped_is_refused():
     layer = SimpleNamespace(is_croppable=False)
     with pytest.raises(ValueError, match="cannot be cropped"):
-        CroppedStates(SimpleNamespace(layers=[layer], state_layers=[layer]))
+        States(SimpleNamespace(layers=[layer], state_layers=[layer]))
 
 
 class Forgetful(SimpleNamespace):
