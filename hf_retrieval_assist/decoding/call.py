@@ -183,7 +183,8 @@ class Call:
                 "ask for none, or pass one row at a time"
             )
         start, stop = self._lengths
-        if service.reach.restarts_before(stop):
+        # In the prefill where the prompt is longer.
+        if service.reach.restart is not None and service.reach.restart < stop:
             return (
                 "the model drops its cache at a length that the text may get to; ask for fewer new "
                 "tokens"

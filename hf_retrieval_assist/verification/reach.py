@@ -29,13 +29,13 @@ class Reach:
             the border is named.
         apart_from: the position from which on no two may be in one forward; None: there is none.
         end: the first position that a table does not hold; None: there is no table.
-        restarts: lengths of the text, ascending, at which the model drops its cache.
+        restart: a length of the text at which the model drops its cache; None: it never does.
     """
 
     borders: tuple[int, ...] = ()
     apart_from: int | None = None
     end: int | None = None
-    restarts: tuple[int, ...] = ()
+    restart: int | None = None
 
     def room(self, position: int) -> int | None:
         """How far behind a position a forward may reach; None without limit."""
@@ -50,11 +50,6 @@ class Reach:
         apart = self.apart_from is not None and stop > self.apart_from
         return apart or any(start < border < stop for border in self.borders)
 
-    def restarts_before(self, stop: int) -> bool:
-        """Whether the model drops its cache of a text that may get to before this length: in the
-        prefill where the prompt is longer."""
-        return any(length < stop for length in self.restarts)
-
 
 UNLIMITED = Reach()
 
@@ -63,11 +58,16 @@ def find_reach(model: Any) -> Reach:
     """The reach of a model, by its kinds of RoPE, its tables and how it prepares its inputs."""
     ropes = {rope for module in model.modules() for rope in _ropes(module)}
     end = position_limit(model)
+    # Models that prepare their inputs themselves and have an original length begin anew behind it,
+    # with other frequencies for the whole text.
+    own: Any = type(model).prepare_inputs_for_generation
+    original: Any = getattr(model.config, "original_max_position_embeddings", None)
+    restarts = original is not None and own is not GenerationMixin.prepare_inputs_for_generation
     return Reach(
         tuple(sorted(length for kind, length in ropes if kind == "longrope")),
         min((length for kind, length in ropes if "dynamic" in kind), default=None),
         None if end == sys.maxsize else end,
-        _restarts(model),
+        original + 1 if restarts else None,
     )
 
 
@@ -83,13 +83,3 @@ def _ropes(module: nn.Module) -> Iterator[tuple[str, int]]:
         if kind == "longrope":
             longest = parameters.get("original_max_position_embeddings") or longest
         yield str(kind), longest
-
-
-def _restarts(model: Any) -> tuple[int, ...]:
-    """Models that prepare their inputs themselves and have an original length begin anew behind it,
-    with other frequencies for the whole text."""
-    own: Any = type(model).prepare_inputs_for_generation
-    original = getattr(model.config, "original_max_position_embeddings", None)
-    if original is None or own is GenerationMixin.prepare_inputs_for_generation:
-        return ()
-    return (original + 1,)
