@@ -172,12 +172,13 @@ class SlotLayer(DynamicLayer):
     or crops a :class:`DynamicLayer` goes on working.
 
     Attributes:
+        homes: where its keys and values lie in blocks; None: in tensors of its own.
         dropped: slots before those that it holds.
     """
 
     def __init__(self, slots: RowSlots, window: int | None = None):
         self._own: list[Any] = [None, None]
-        self._homes: tuple[Home, Home] | None = None
+        self.homes: tuple[Home, Home] | None = None
         self._length = self._dropped = 0
         super().__init__()
         self.slots = slots
@@ -187,16 +188,11 @@ class SlotLayer(DynamicLayer):
     @property
     def is_ready(self) -> bool:
         """Whether it has been written to; an interrupt may leave it initialised without states."""
-        return self._homes is not None or (self._own[0] is not None and self._own[0].ndim == 4)
-
-    @property
-    def homes(self) -> tuple[Home, Home] | None:
-        """Where its keys and values lie in blocks; None: in tensors of its own."""
-        return self._homes
+        return self.homes is not None or (self._own[0] is not None and self._own[0].ndim == 4)
 
     @property
     def dropped(self) -> int:
-        return self._dropped if self._homes is None else self._homes[0][0].base
+        return self._dropped if self.homes is None else self.homes[0][0].base
 
     @property
     def keys(self) -> Any:
@@ -220,21 +216,21 @@ class SlotLayer(DynamicLayer):
         return self.window is not None and self.slots.forgets
 
     def _states(self, number: int) -> Any:
-        if self._homes is None:
+        if self.homes is None:
             return self._own[number]
-        block, buffer = self._homes[number]
+        block, buffer = self.homes[number]
         states = block.states[buffer, :, :, : self._length - block.base]
         # Whoever asks how much memory a layer holds is told of its own part.
         return torch.from_dlpack(states) if states.is_cpu and states.numel() else states
 
     def _leave(self, number: int, states: Any) -> None:
         """Hold other states than those in the blocks."""
-        if self._homes is not None:
-            self._own, self._dropped, self._homes = [self.keys, self.values], self.dropped, None
+        if self.homes is not None:
+            self._own, self._dropped, self.homes = [self.keys, self.values], self.dropped, None
         self._own[number] = states
 
     def get_seq_length(self) -> int:
-        if self._homes is not None:
+        if self.homes is not None:
             return self._length
         return self._dropped + self._own[0].shape[-2] if self.is_ready else 0
 
@@ -292,19 +288,19 @@ class SlotLayer(DynamicLayer):
             first = max(block.base, dropped) - block.base
             block.states[buffer, :, :, first : length - block.base] = shown[:, :, held:]
         self._own = [None, None]
-        self._homes, self._length = (homes[0], homes[1]), length
+        self.homes, self._length = (homes[0], homes[1]), length
 
     def begin_in(self, *homes: Home) -> None:
         """Write to blocks from the first token on."""
         self.lazy_initialization(homes[0][0].states, homes[1][0].states)
         self._own = [None, None]
-        self._homes, self._length, self._dropped = (homes[0], homes[1]), 0, 0
+        self.homes, self._length, self._dropped = (homes[0], homes[1]), 0, 0
 
     def is_in(self, home: Home) -> bool:
         """Whether its keys lie in this very memory."""
-        if self._homes is None:
+        if self.homes is None:
             return False
-        (block, buffer), (theirs, number) = self._homes[0], home
+        (block, buffer), (theirs, number) = self.homes[0], home
         return block.states.data_ptr() == theirs.states.data_ptr() and buffer == number
 
     def move_out(self) -> None:
@@ -316,9 +312,9 @@ class SlotLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[batch, heads, n, head_dim]` behind each row; show all slots in use."""
-        if self._homes is None:
+        if self.homes is None:
             return self._append(key_states, value_states)
-        (keys, k), (values, v) = self._homes
+        (keys, k), (values, v) = self.homes
         slots, places = self.slots, self.slots.places
         first = slots.view_from if self.window is not None else None
         if places is None and slots.uniform:
@@ -365,13 +361,13 @@ class SlotLayer(DynamicLayer):
         return whole[0], whole[1]
 
     def _write(self, rows: torch.Tensor, held: torch.Tensor, *states: torch.Tensor) -> None:
-        assert self._homes is not None
-        for (block, buffer), new in zip(self._homes, states, strict=True):
+        assert self.homes is not None
+        for (block, buffer), new in zip(self.homes, states, strict=True):
             block.states[buffer][rows, :, held] = new.transpose(1, 2)
 
     def set_length(self, length: int) -> None:
         """Hold the first `length` slots."""
-        if self._homes is not None:
+        if self.homes is not None:
             self._length = length
         elif self.get_seq_length() > length:
             self._own = [states[:, :, : length - self._dropped] for states in self._own]
@@ -405,9 +401,8 @@ class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):
     def adopt(self, layer: DynamicLayer) -> None:
         super().adopt(layer)
         self.indexer_keys = layer.indexer_keys
-        self.indexer_position_ids = getattr(
-            layer, "indexer_position_ids", None
-        )  # of later releases
+        # Of later releases.
+        self.indexer_position_ids = getattr(layer, "indexer_position_ids", None)
         self.is_indexer_initialized = layer.is_indexer_initialized
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
