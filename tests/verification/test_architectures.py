@@ -20,7 +20,7 @@ from tests.support.architectures import (
     table_row,
 )
 from tests.support.op_recorder import serve_in_place
-from tests.support.oracle_drafter import both, sequences_of
+from tests.support.oracle_drafter import agreeing
 from tests.support.tiny_models import tiny_config, tiny_model
 
 # Longer than the windows and chunks of the tiny models.
@@ -89,8 +89,7 @@ def test_class_generates_as_without_assistant(name, lines, served):
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     length = {"max_new_tokens": NEW_TOKENS}
 
-    plain, assisted, assistant = both(model, inputs, do_sample=False, **length)
-    assert torch.equal(plain, assisted)
+    *_, assistant = agreeing(model, inputs, do_sample=False, **length)
     if TABLED:
         assert assistant.stats.tier == served[name][0]
         assert table_row(name, model) == lines[name]
@@ -98,8 +97,7 @@ def test_class_generates_as_without_assistant(name, lines, served):
         assert assistant.stats.last.accepted > 0
 
     outputs = {"return_dict_in_generate": True, "output_logits": True}
-    plain, assisted, _ = both(model, inputs, seed=1, do_sample=True, **length, **outputs)
-    assert torch.equal(plain.sequences, assisted.sequences)
+    plain, assisted, _ = agreeing(model, inputs, seed=1, do_sample=True, **length, **outputs)
     if name not in LOOSE:
         for expected, actual in zip(plain.logits, assisted.logits, strict=True):
             assert relative_error(expected, actual) < 1e-3
@@ -117,8 +115,7 @@ def padded_batch():
 def test_class_generates_padded_batches_as_without_assistant(name, served):
     inputs = padded_batch()
     length = {"max_new_tokens": NEW_TOKENS}
-    plain, assisted, assistant = both(build(name), inputs, do_sample=False, **length)
-    assert torch.equal(sequences_of(plain), sequences_of(assisted))
+    *_, assistant = agreeing(build(name), inputs, do_sample=False, **length)
     if TABLED:
         assert assistant.stats.tier == served[name][1]
 
@@ -158,8 +155,7 @@ def test_class_generates_past_its_thresholds(name):
     single = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for inputs in (single, padded_batch()):
-        plain, assisted, _ = both(model, inputs, **options, max_new_tokens=24)
-        assert torch.equal(plain.sequences, assisted.sequences)
+        plain, assisted, _ = agreeing(model, inputs, **options, max_new_tokens=24)
         for expected, actual in zip(plain.logits, assisted.logits, strict=True):
             assert relative_error(expected, actual) < 1e-3
 
@@ -180,8 +176,7 @@ def test_class_is_served_from_recordings(name, served, monkeypatch):
     monkeypatch.setattr(FixedVerifier, "finish", noted)
     for _ in range(2):
         options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-        plain, assisted, assistant = both(model, padded_batch(), **options)
-        assert torch.equal(sequences_of(plain), sequences_of(assisted))
+        *_, assistant = agreeing(model, padded_batch(), **options)
     if TABLED:
         assert assistant.stats.tier == "tree"
     # Layers that keep more than keys and values stay as they are.
@@ -214,8 +209,7 @@ def test_hybrids_in_batches_take_fewer_forwards(name, pads):
     inputs = {"input_ids": prompts, "attention_mask": mask}
     model, length = build(name), {"max_new_tokens": 32, "eos_token_id": None}
     for do_sample in (False, True):
-        plain, assisted, assistant = both(model, inputs, do_sample=do_sample, **length)
-        assert torch.equal(plain, assisted)
+        *_, assistant = agreeing(model, inputs, do_sample=do_sample, **length)
         assert assistant.stats.tier == "replay"
         assert assistant.stats.last.forwards < 28
         assert assistant.stats.last.keeps_seed

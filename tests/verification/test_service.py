@@ -15,6 +15,14 @@ from hf_retrieval_assist.verification.tiers import Tier
 from tests.support.lossless import PROMPT, build, knowing, run
 
 
+@pytest.fixture
+def tests(monkeypatch):
+    """What the tests of models have found."""
+    found, examined = [], service.examined
+    monkeypatch.setattr(service, "examined", lambda *a: found.append(examined(*a)) or found[-1])
+    return found
+
+
 @pytest.mark.parametrize(("capacity", "budget", "new"), [(8, 16, 40), (64, 16, 40), (64, 128, 110)])
 def test_experts_that_drop_tokens_above_their_capacity(capacity, budget, new):
     model = build(
@@ -37,7 +45,7 @@ def test_experts_that_drop_tokens_above_their_capacity(capacity, budget, new):
         ([40, 41, *range(3, 21)], "tree", 17),
     ],
 )
-def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, monkeypatch):
+def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, tests):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(
@@ -50,8 +58,7 @@ def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, monkeyp
     base = build(LlamaForCausalLM)
     run(base, assistant=SamAssistant())
     model = peft.get_peft_model(base, config).eval()
-    asked, examined = [], service.examined
-    monkeypatch.setattr(service, "examined", lambda *a: asked.append(examined(*a)) or asked[-1])
+    tests.clear()
     ids = torch.tensor([prompt])
     options = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     options |= {"max_new_tokens": 40, "do_sample": False}
@@ -62,17 +69,16 @@ def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, monkeyp
         assert assistant.stats.tier == tier
     if width is not None:
         # Its hooks are others in every call, and say the same.
-        assert [found.width for found in asked] == [width]
+        assert [found.width for found in tests] == [width]
 
 
 def test_an_adapter_comes_and_goes():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build(LlamaForCausalLM), peft.LoraConfig(task_type="CAUSAL_LM"))
-    states = [service.model_settings(model)]
+    settings = service.model_settings(model)
     with model.disable_adapter():
-        states.append(service.model_settings(model))
-    states.append(service.model_settings(model))
-    assert states[0] == states[2] != states[1]
+        assert service.model_settings(model) != settings
+    assert service.model_settings(model) == settings
 
 
 def test_what_another_thread_taps_is_no_other_model():
@@ -82,10 +88,8 @@ def test_what_another_thread_taps_is_no_other_model():
         assert service.model_settings(model) == settings
 
 
-def test_settings_that_are_new_in_every_call_are_not_tested_in_every_call(monkeypatch):
-    model, tests = build(LlamaForCausalLM), []
-    examined = service.examined
-    monkeypatch.setattr(service, "examined", lambda *a: tests.append(1) or examined(*a))
+def test_settings_that_are_new_in_every_call_are_not_tested_in_every_call(tests):
+    model = build(LlamaForCausalLM)
     for number in range(20):
         model.setting = number
         found = choose_service(model, {})
@@ -147,7 +151,7 @@ def test_a_verdict_under_autocast_is_another_one():
             assert torch.equal(found, plain)
 
 
-def test_mixed_precision_that_a_wrapper_of_the_forward_enters(monkeypatch):
+def test_mixed_precision_that_a_wrapper_of_the_forward_enters():
     """As accelerate prepares a model: the wrapper returns logits in float32."""
     model = build(LlamaForCausalLM)
     forward = model.forward
@@ -173,12 +177,11 @@ class Counting(torch.nn.Module):
         return self.part(x)
 
 
-def test_counters_of_a_models_parts_are_no_other_model(monkeypatch):
-    model, tests = build(LlamaForCausalLM), []
+def test_counters_of_a_models_parts_are_no_other_model(tests):
+    model = build(LlamaForCausalLM)
     model.model.layers[1].mlp = counting = Counting(model.model.layers[1].mlp)
     plain = run(model)
-    examined, calls = service.examined, counting.calls
-    monkeypatch.setattr(service, "examined", lambda *a: tests.append(1) or examined(*a))
+    calls = counting.calls
     choose_service(model, {})
     assert counting.calls == calls  # the test's forwards are not counted
     for _ in range(10):

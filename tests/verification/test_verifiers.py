@@ -264,13 +264,17 @@ def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(scope, tested, monkey
     assert torch.equal(expected, run(model, ids, mask, **{CACHE: cache}, **options))
 
 
+def served(model, rows=ROWS, **inputs):
+    """How a padded batch is."""
+    mask = arguments(True)[1]["attention_mask"][ROWS - rows :]
+    return choose_service(model, {"attention_mask": mask} | inputs, rows)
+
+
 def test_what_is_packed(model):
-    _, kwargs = arguments(True)
-    kwargs = {"attention_mask": kwargs["attention_mask"]}
-    assert choose_service(model, kwargs, ROWS).packed
+    assert served(model).packed
     # One row has nothing to pack; of other inputs nobody knows what they say of which row.
-    assert not choose_service(model, {"attention_mask": kwargs["attention_mask"][1:2]}).packed
-    assert not choose_service(model, kwargs | {"row_scales": torch.ones(ROWS)}, ROWS).packed
+    assert not served(model, rows=1).packed
+    assert not served(model, row_scales=torch.ones(ROWS)).packed
 
 
 @pytest.mark.parametrize("pads", [False, True])
@@ -294,24 +298,17 @@ def test_batches_are_packed_whether_or_not_they_are_padded(model, pads, monkeypa
     assert all(width == tokens for width, tokens in widths)
 
 
-def test_compiled_models_are_padded():
+def test_models_that_are_compiled_or_compute_attention_themselves_are_padded():
     model = build(LlamaForCausalLM)
-    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     model.forward = torch.compile(model.forward, backend="eager")
-    assert not choose_service(model, {"attention_mask": mask}, ROWS).packed
+    assert not served(model).packed
     del model.forward
-    assert choose_service(model, {"attention_mask": mask}, ROWS).packed
-    model.compile(backend="eager")
-    assert not choose_service(model, {"attention_mask": mask}, ROWS).packed
-
-
-def test_models_that_compute_attention_themselves_are_padded():
-    model = build(LlamaForCausalLM)
+    assert served(model).packed
     model.set_attn_implementation("eager")
-    _, kwargs = arguments(True)
-    service = choose_service(model, {"attention_mask": kwargs["attention_mask"]}, ROWS)
-    assert service.tier is Tier.TREE
-    assert not service.packed
+    assert (served(model).tier, served(model).packed) == (Tier.TREE, False)
+    model.set_attn_implementation("sdpa")
+    model.compile(backend="eager")
+    assert not served(model).packed
 
 
 def test_neighbours_are_one_span_where_that_takes_little_filler():
