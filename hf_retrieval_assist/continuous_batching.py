@@ -35,7 +35,7 @@ from .stats import CallStats
 from .structures import draft_tree
 from .system.log import get_logger
 from .token_tree import Forest, Limits, TokenTree
-from .verification.top_logits import TopLogits
+from .verification.verified import TopLogits
 
 if TYPE_CHECKING:
     from .host.continuous_batching import DraftedRequest

@@ -235,7 +235,7 @@ class _InPlace:
         self._module, self._limits = follower.module, follower.limits
         self._caches, self._rows = group.caches, group.rows
         states: list[Any] = [cache.last for cache in group.caches]
-        rules: Any = tuple((str(k), cache.rules) for k, cache in enumerate(group.caches))
+        rules: Any = {str(k): cache.rules for k, cache in enumerate(group.caches)}
         shape = Shape(
             batch=len(group.rows),
             capacity=0,

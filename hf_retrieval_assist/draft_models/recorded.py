@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from ..host.transformers_private import is_compiled, with_cache
-from ..verification.fed_tokens import FedTokens
 from ..verification.fixed_verifier import FixedVerifier, ForwardOptions
 from ..verification.tiers import Service
-from ..verification.tree_attention import TreeAttention
+from ..verification.tree_attention import FedTokens, TreeAttention
 from .rows import DraftCache, Fed
 
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..token_tree import Float32Array, Int32Array, TokenTree
-from ..verification.top_logits import TopLogits
+from ..verification.verified import TopLogits
 
 if TYPE_CHECKING:
     # It takes transformers with it, which other engines draft without.

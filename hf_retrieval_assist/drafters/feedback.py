@@ -11,8 +11,7 @@ import torch
 from ..host.feature_taps import FeatureTaps
 from ..row_text import Path, RowText
 from ..token_tree import Int32Array, TokenTree
-from ..verification.top_logits import TopLogits
-from ..verification.verified import Verified
+from ..verification.verified import TopLogits, Verified
 from .base import Feedback, FeedbackNeeds
 
 Layers = tuple[int, ...]

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from ..kernels.fixed_attention import Seen
-from .fed_tokens import FedTokens
 from .packed_buffer import Field
-from .tree_attention import LayerMask, Rules, by_kind, every_rule, seen_slots
+from .tree_attention import FedTokens, LayerMask, Rules, by_kind, every_rule, seen_slots
 
 # The number of a slot that nobody sees, padding: behind all others.
 _NOWHERE = 1 << 40
@@ -58,14 +57,13 @@ class FixedMasks:
         self._shown = torch.zeros((), dtype=dtype, device=device)
         self._hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
         self._empty = torch.full((len(self._distinct),), torch.nan, dtype=dtype, device=device)
-        # The slot of each row's first token, on the host and on the device.
-        self._first = np.zeros(batch, np.int64)
         self.first = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.gapless = True
+        self.start(None)
 
     def start(self, prompt_mask: torch.Tensor | None) -> None:
         """Hide the padding of a call's prompt, bool [batch, length]; None: there is none."""
         columns = torch.arange(self._columns.shape[1]).repeat(self.batch, 1)
+        # The slot of each row's first token.
         self._first = np.zeros(self.batch, np.int64)
         self.gapless = True
         if prompt_mask is not None:

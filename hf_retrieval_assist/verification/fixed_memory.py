@@ -82,7 +82,7 @@ class FixedMemory:
     @property
     def records(self) -> bool:
         """Whether forwards are repeated from recordings."""
-        return self.workspace.record is not None
+        return self._state is not None and self.workspace.record is not None
 
     def lacks(self, slots: int) -> bool:
         """Whether rows of so many slots have no room."""

@@ -22,13 +22,11 @@ from ..host.transformers_private import attention_of, why_no_mask
 from ..kernels.fixed_attention import AttentionBy
 from ..row_text import RowText
 from ..token_tree import TokenTree
-from .fed_tokens import FedTokens
 from .fixed_memory import FixedMemory
 from .kv_cache import moved_from
 from .replay import Shown
-from .top_logits import TopLogits
-from .tree_attention import Int64Array, LayerMask
-from .verified import Verified
+from .tree_attention import FedTokens, Int64Array
+from .verified import TopLogits, Verified
 from .verifiers import TreeVerifier
 from .workspace import MOST_MOVED, Shape, Step
 
@@ -135,14 +133,13 @@ class FixedVerifier(TreeVerifier):
         self._tells_masks = has_callers_hooks(self.model) and why_no_mask(self.model.config) is None
         # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
         self.chains = options.fixed_width is not None
-        self._asked = False
         self._first = self.next_position.cpu().numpy()
         self._moves: tuple[Int64Array, Int64Array] | None = None
-        rules, room, layers = self.attention.rules, self.widths[-1], self.cache.slot_layers
+        room, layers = self.widths[-1], self.cache.slot_layers
         shape = Shape(
             batch=len(self.prompt_ids),
             capacity=options.capacity + room,
-            rules=rules if isinstance(rules, LayerMask) else tuple(rules.items()),
+            rules=self.attention.rules,
             dtype=self.attention.dtype,
             device=self.device,
             positions=self._first.shape[:-2],
@@ -161,19 +158,16 @@ class FixedVerifier(TreeVerifier):
             reserved=self.cache.reserved,
         )
         self.cache.reserved = None
+        # The model prepares its inputs once, to see whether it passes them on as they are.
+        masks = self.memory.workspace.masks.empty(1)
+        arguments = {"attention_mask": masks, "position_ids": self.next_position}
+        ids = self.prompt_ids[:, -1:].to(self.device)
+        self._prepared(ids, 1, self._token_types(1) | arguments)
 
     @property
     def manner(self) -> str:  # type: ignore[override]
         manner = "recorded" if self.memory.records else "in place"
         return manner if self.options.choose is None else f"{manner} choosing"
-
-    @property
-    def repeated(self) -> int:  # type: ignore[override]
-        return self.memory.repeated
-
-    @property
-    def recordings(self) -> int:  # type: ignore[override]
-        return self.memory.recordings
 
     def _feed(
         self, roots: Sequence[int], trees: Sequence[TokenTree], rows: Sequence[RowText]
@@ -183,7 +177,7 @@ class FixedVerifier(TreeVerifier):
         self._reserve(self.cache.slots.longest + width)
         step = self.memory.workspace.step(width, width)
         self._send(step, FedTokens.of(roots, trees, self.cache.slots.lengths, width=width))
-        repeats = self._repeats()
+        repeats = self._repeats
         # Where nothing repeats them, all forwards are alike.
         typical = step.used and (step.decided or not repeats)
         shown = self._run_step(step) if repeats else self._compute(step)
@@ -232,18 +226,10 @@ class FixedVerifier(TreeVerifier):
         self.taps.show(shown.features)
         return shown
 
+    @property
     def _repeats(self) -> bool:
-        """Whether forwards read nothing that belongs to this call only."""
-        if not self._asked and self._steady is None:
-            self._asked = True
-            # The model prepares its inputs once, to see whether it passes them on as they are.
-            ids, masks = self.prompt_ids[:, -1:].to(self.device), self.memory.workspace.masks
-            arguments = {
-                "attention_mask": masks.empty(1),
-                "position_ids": self.next_position,
-            }
-            self._prepared(ids, 1, self._token_types(1) | arguments)
-        if self._steady is None:
+        """Whether forwards are recorded, and read nothing that belongs to this call only."""
+        if self._steady is None or not self.memory.records:
             return False
         others = (*self._steady.values(), *self._token_types(1).values())
         return not any(isinstance(value, torch.Tensor) for value in others)
@@ -269,12 +255,6 @@ class FixedVerifier(TreeVerifier):
         if self.summarises:
             step.summarise(outputs.logits)
         return Shown(outputs.logits, self.taps.shown())
-
-    def keep(
-        self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
-    ) -> None:
-        self._keep(accepted)
-        self.feeding = False
 
     def _keep(self, accepted: Sequence[Sequence[int]]) -> None:
         lengths = self.cache.slots.lengths
@@ -304,6 +284,7 @@ class FixedVerifier(TreeVerifier):
 
     def finish(self, tokens: int) -> None:
         self._hand_over()
+        self.repeated, self.recordings = self.memory.repeated, self.memory.recordings
         super().finish(tokens)
         if self.options.keeps_cache:
             self._move_out()

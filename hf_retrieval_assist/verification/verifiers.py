@@ -26,11 +26,10 @@ from ..kernels.scopes import Attention, attending
 from ..row_text import RowText
 from ..system.lazy import cached_property
 from ..token_tree import Limits, TokenTree
-from .fed_tokens import FedTokens
 from .kv_cache import SlotCache
 from .reach import UNLIMITED
 from .states import States
-from .tree_attention import FedTrees, TreeAttention
+from .tree_attention import FedTokens, FedTrees, TreeAttention
 from .verified import Verified
 
 # Tokens per row that one forward catches up on at most, since each of them gets logits.
@@ -294,7 +293,12 @@ class TreeVerifier(Verifier):
     def _tree_arguments(self, fed: FedTrees) -> dict[str, Any]:
         """Masks, with which layers show no more slots than needed, and positions of each line."""
         masks, self.cache.slots.view_from = self.attention.masks(fed, self.cache.slots)
-        positions = self._first_positions()
+        # Of each row's root: [batch, 1], or with a leading axis where ids have one.
+        processed, positions = self.processed, self.next_position
+        if len(processed) == 1:
+            positions = positions + processed[0]
+        else:
+            positions = positions + torch.tensor(processed, device=positions.device)[:, None]
         if fed.rows is not None:
             positions = positions[..., fed.rows, :]
         return {"attention_mask": masks, "position_ids": positions + fed.depths}
@@ -350,19 +354,14 @@ class TreeVerifier(Verifier):
         self._unsound = True
         self.forget()
 
-    def _first_positions(self) -> torch.Tensor:
-        """Position of each row's root: [batch, 1], or with a leading axis where ids have one."""
-        processed = self.processed
-        if len(processed) == 1:
-            return self.next_position + processed[0]
-        progress = torch.tensor(processed, device=self.next_position.device)
-        return self.next_position + progress[:, None]
-
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
     ) -> None:
-        self.cache.keep(accepted)
+        self._keep(accepted)
         self.feeding = False
+
+    def _keep(self, accepted: Sequence[Sequence[int]]) -> None:
+        self.cache.keep(accepted)
 
     def catch_up(self, rows: Sequence[RowText], tokens: int) -> None:
         stops = [min(tokens - 1, done + self._most_lacking) for done in self.processed]

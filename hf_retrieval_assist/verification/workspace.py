@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from .arena import Arena, capacity_bucket
 from .fixed_masks import FixedMasks
 from .packed_buffer import Field, PackedBuffer, runs_behind
 from .replay import Record, Replay, Shown
-from .tree_attention import LayerMask
+from .tree_attention import Rules
 
 logger = get_logger(__name__)
 
@@ -48,7 +48,7 @@ class Shape:
     Attributes:
         batch: rows.
         capacity: slots of each row.
-        rules: the masks', per layer type as pairs, or one for all.
+        rules: the masks'.
         dtype, device: the model's.
         positions: leading axes of its position ids.
         top_k: how many of the largest logits are brought to the host.
@@ -62,7 +62,7 @@ class Shape:
 
     batch: int
     capacity: int
-    rules: tuple[tuple[str, LayerMask], ...] | LayerMask
+    rules: Rules
     dtype: torch.dtype
     device: torch.device
     positions: tuple[int, ...] = ()
@@ -193,7 +193,6 @@ class Step(Repeated):
 Kind = TypeVar("Kind", bound=Repeated)
 
 
-@dataclass(eq=False)
 class Workspace:
     """The memory of one shape, and what was recorded in it.
 
@@ -206,30 +205,24 @@ class Workspace:
         states: [layers, batch, width], see `Shape`.
     """
 
-    shape: Shape
-    record: Record | None = None
-    state: Any = None
-    faults: dict[Hashable, str] = field(default_factory=dict)
-    arena: Arena = field(init=False)
-    masks: FixedMasks = field(init=False)
-    rows: torch.Tensor = field(init=False)
-    states: torch.Tensor = field(init=False)
-    _left: torch.cuda.Event | None = None
-    _place: LogitsPlace = field(default_factory=LogitsPlace)
-    _steps: dict[Hashable, Repeated] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        shape = self.shape
-        self.arena = Arena(shape.batch, shape.capacity, shape.near)
-        rules = shape.rules if isinstance(shape.rules, LayerMask) else dict(shape.rules)
-        self.masks = FixedMasks(
-            rules, shape.batch, shape.capacity, shape.dtype, shape.device, shape.near
-        )
-        self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
+    def __init__(
+        self,
+        shape: Shape,
+        record: Record | None = None,
+        state: Any = None,
+        faults: dict[Hashable, str] | None = None,
+    ) -> None:
+        self.shape, self.record, self.state = shape, record, state
+        self.faults = {} if faults is None else faults
+        batch, like = shape.batch, (shape.dtype, shape.device)
+        self.arena = Arena(batch, shape.capacity, shape.near)
+        self.masks = FixedMasks(shape.rules, batch, shape.capacity, *like, shape.near)
+        self.rows = torch.arange(batch, device=shape.device)[:, None]
         layers, width = shape.states or (0, 0)
-        self.states = torch.zeros(
-            (layers, shape.batch, width), dtype=shape.dtype, device=shape.device
-        )
+        self.states = torch.zeros((layers, batch, width), dtype=shape.dtype, device=shape.device)
+        self._left: torch.cuda.Event | None = None
+        self._place = LogitsPlace()
+        self._steps: dict[Hashable, Repeated] = {}
 
     def step(self, width: int, columns: int) -> Step:
         """What feeds so many tokens, of up to `columns` behind the kept ones."""
@@ -320,6 +313,8 @@ class Workspaces:
             reserved: that the call has already, and takes if it fits.
         """
         if state is None:
+            if reserved is not None and reserved.shape.serves(shape):
+                return reserved
             return Workspace(shape)
         with self._lock:
             idle = self._idle.setdefault(model, [])

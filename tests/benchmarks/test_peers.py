@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import peers
 from hf_retrieval_assist.drafters.base import Feedback
-from hf_retrieval_assist.verification.top_logits import TopLogits
+from hf_retrieval_assist.verification.verified import TopLogits
 
 from ..support.benchmarks import quick, silent
 from ..support.byte_model import small_model

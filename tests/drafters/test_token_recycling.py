@@ -16,8 +16,8 @@ from hf_retrieval_assist.drafters.token_recycling import (
     template_of,
 )
 from hf_retrieval_assist.structures import draft_tree, successors
-from hf_retrieval_assist.verification import top_logits
-from hf_retrieval_assist.verification.top_logits import TopLogits
+from hf_retrieval_assist.verification import verified
+from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.threads import in_threads
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def test_of_each_text_the_first_rejected_nodes_are_learnt():
 
 
 def test_the_prompt_is_learnt_in_chunks(monkeypatch):
-    monkeypatch.setattr(top_logits, "_CHUNK_CELLS", 25)
+    monkeypatch.setattr(verified, "_CHUNK_CELLS", 25)
     drafter = TokenRecyclingDrafter(top_k=1, template=(1, 1, 1, 1, 1, 0))
     session = drafter.start(ids(0, 1, 2, 3, 4), target())
     logits = logits_preferring(10, (1,), (2,), (3,), (4,), (5,))

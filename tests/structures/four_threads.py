@@ -16,7 +16,7 @@ from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.feedback import RowFeedback
 from hf_retrieval_assist.structures import successors
-from hf_retrieval_assist.verification.top_logits import TopLogits
+from hf_retrieval_assist.verification.verified import TopLogits
 
 THREADS, VOCABULARY, STEPS = 4, 50, 12
 

@@ -29,7 +29,7 @@ from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support import dense_attention
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
 from tests.support.op_recorder import growing, hidden_states_told, idle, serve_in_place
-from tests.support.oracle_drafter import both, oracle_assistant
+from tests.support.oracle_drafter import agreeing, both, oracle_assistant
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,7 @@ def test_tokens_are_those_of_plain_decoding(model_class, inputs):
     model = build(model_class)
     for _ in range(2):
         options = {"do_sample": False, "max_new_tokens": 40}
-        plain, assisted, assistant = both(model, INPUTS[inputs], **options)
-        assert torch.equal(plain, assisted)
+        *_, assistant = agreeing(model, INPUTS[inputs], **options)
         assert assistant.stats.last.accepted > 0
         assert assistant.stats.tier == "tree"
     steps = idle(model)._steps.values()
@@ -75,8 +74,7 @@ def test_logits_of_another_dtype_than_the_model():
 def test_buffers_grow_in_mid_call(monkeypatch):
     model, capacities = build(LlamaForCausalLM), growing(monkeypatch, 8)
     for inputs in INPUTS.values():
-        plain, assisted, _ = both(model, inputs, do_sample=False, max_new_tokens=60)
-        assert torch.equal(plain, assisted)
+        agreeing(model, inputs, do_sample=False, max_new_tokens=60)
     assert len(set(capacities)) > 3
 
 
@@ -94,8 +92,7 @@ def test_windows_move_on_in_mid_call(inputs, monkeypatch):
     for _ in range(3):
         moved.clear()
         options = {"do_sample": False, "max_new_tokens": 150}
-        plain, assisted, assistant = both(model, INPUTS[inputs], **options)
-        assert torch.equal(plain, assisted)
+        plain, _, assistant = agreeing(model, INPUTS[inputs], **options)
         assert assistant.stats.tier == "tree"
     # Rows of a batch get on unequally, and keep all.
     assert bool(moved) is (len(plain) == 1)
@@ -107,8 +104,7 @@ def test_drafts_wider_than_any_bucket(monkeypatch):
     monkeypatch.setattr("hf_retrieval_assist.verification.workspace.MOST_MOVED", 1)
     model = build(LlamaForCausalLM)
     for inputs in INPUTS.values():
-        plain, assisted, assistant = both(model, inputs, do_sample=False, max_new_tokens=40)
-        assert torch.equal(plain, assisted)
+        *_, assistant = agreeing(model, inputs, do_sample=False, max_new_tokens=40)
         assert assistant.stats.last.accepted > 0
 
 
@@ -150,8 +146,7 @@ def test_forwards_that_differ_each_time_are_served_as_they_are(told):
     # Unknown to the self-test, which was before.
     model.lm_head.held.growth = 0.5
     for _ in range(2):
-        plain, assisted, _ = both(model, INPUTS["one row"], do_sample=False, max_new_tokens=30)
-        assert torch.equal(plain, assisted)
+        agreeing(model, INPUTS["one row"], do_sample=False, max_new_tokens=30)
     shown = [text for text in told.messages if "one kernel at a time" in text]
     assert len(shown) == 1
     assert "of their spread" in shown[0]
@@ -166,8 +161,7 @@ def test_what_was_recorded_lasts_while_the_model_stays_as_it_is():
     both(model, INPUTS["one row"], **options)
     assert idle(model) is first
     model.lm_head.weight.data = model.lm_head.weight.data.flip(0).clone()
-    plain, assisted, _ = both(model, INPUTS["one row"], **options)
-    assert torch.equal(plain, assisted)
+    agreeing(model, INPUTS["one row"], **options)
     assert idle(model) is not first
 
 
@@ -230,6 +224,23 @@ def test_attention_by_kernels(model_class, inputs, recorded, monkeypatch):
     assert last.repeated == (last.forwards if recorded else 0)
 
 
+def test_a_call_that_is_not_recorded_leaves_others_their_recordings(monkeypatch):
+    dense_attention.install(monkeypatch)
+    model = build(LlamaForCausalLM)
+
+    def unrecorded(plain):
+        assistant = oracle_assistant(plain)
+        assistant.graphs = False
+        return assistant
+
+    agreeing(model, INPUTS["one row"], **OPTIONS)
+    first = idle(model)
+    *_, assistant = agreeing(model, INPUTS["one row"], make=unrecorded, **OPTIONS)
+    assert assistant.stats.last.attention == "triton"
+    assert assistant.stats.last.repeated == 0
+    assert idle(model) is first
+
+
 def test_flash_attention_is_served_by_trees(monkeypatch):
     attended = dense_attention.install(monkeypatch)
     # transformers would look for kernels under any name with "flash" in it.
@@ -238,8 +249,7 @@ def test_flash_attention_is_served_by_trees(monkeypatch):
         monkeypatch.setattr(module, "why_no_mask", lambda config: "no masks")
     model = build(LlamaForCausalLM)
     model.set_attn_implementation("unmasked")
-    plain, assisted, assistant = both(model, INPUTS["one row"], **OPTIONS)
-    assert torch.equal(plain, assisted)
+    *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
     assert assistant.stats.tier == "tree"
     assert attended
 
@@ -325,8 +335,7 @@ def test_a_shortage_of_memory_is_one_of_the_call(monkeypatch, told):
     for recorder, kept in ((short, 0), (record, 1)):
         monkeypatch.setattr(replay, "recorder", lambda device, found=recorder: found)
         for _ in range(2):
-            plain, assisted, _ = both(model, INPUTS["one row"], **OPTIONS)
-            assert torch.equal(plain, assisted)
+            agreeing(model, INPUTS["one row"], **OPTIONS)
         assert len(WORKSPACES._idle[model]) == kept
     assert not any("one kernel at a time" in text for text in told.messages)
 
@@ -348,8 +357,7 @@ def test_recordings_of_mixtures_are_kept(monkeypatch):
     monkeypatch.setattr(MixtralForCausalLM, "_optimize_model_for_decode", few_tokens)
     model, made = build(MixtralForCausalLM), []
     for _ in range(3):
-        plain, assisted, assistant = both(model, INPUTS["one row"], **OPTIONS)
-        assert torch.equal(plain, assisted)
+        *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
         made.append(assistant.stats.last.recordings)
     assert made[0] > 0 == made[2]
     assert len(WORKSPACES._idle[model]) == 1
@@ -367,8 +375,7 @@ def test_mixtures_whose_experts_wait_are_recorded_where_they_do_not(monkeypatch,
     monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS, "grouped_mm", waits)
     model = build(MixtralForCausalLM)
     for _ in range(3):
-        plain, assisted, assistant = both(model, INPUTS["one row"], **OPTIONS)
-        assert torch.equal(plain, assisted)
+        *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
     steps = idle(model)._steps
     recorded = {key[0] for key, step in steps.items() if step.trusted}
     faulty = {key[0] for key, step in steps.items() if step.fault}
@@ -411,8 +418,7 @@ def test_kernels_that_fail_their_test_are_told(monkeypatch, told):
     monkeypatch.setitem(sys.modules, name, broken)
     model = build(LlamaForCausalLM)
     for _ in range(2):
-        plain, assisted, assistant = both(model, INPUTS["one row"], **OPTIONS)
-        assert torch.equal(plain, assisted)
+        *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
     assert assistant.stats.tier == "tree"
     warned = [text for text in told.messages if "kernels of triton" in text]
     assert len(warned) == 1

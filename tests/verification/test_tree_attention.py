@@ -1,13 +1,23 @@
-"""Masks of token trees against their definition, written out slot by slot."""
+"""Masks of token trees, of views and of whole buffers, against their definition slot by slot."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from hf_retrieval_assist.token_tree import TokenTree
-from hf_retrieval_assist.verification.fed_tokens import FedTokens
+from hf_retrieval_assist.verification.fixed_masks import FixedMasks
+from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
 from hf_retrieval_assist.verification.slot_layers import RowSlots
-from hf_retrieval_assist.verification.tree_attention import FedTrees, LayerMask, TreeAttention
+from hf_retrieval_assist.verification.tree_attention import (
+    FedTokens,
+    FedTrees,
+    LayerMask,
+    TreeAttention,
+)
+
+CPU = torch.device("cpu")
 
 RULES = {
     "everything": LayerMask(),
@@ -55,17 +65,19 @@ def reaches(rule, query, key, start):
     return rule.window is None or query - key < rule.window
 
 
+def masked(lengths, padding):
+    """bool [batch, prompt slots], False at padding; None without padding."""
+    if not any(padding):
+        return None
+    return torch.arange(min(lengths)) >= torch.tensor(padding)[:, None]
+
+
 def built(rule, lengths, trees, padding, per_type):
     """The mask as the package builds it, and the slots that its columns stand for."""
     slots = RowSlots(lengths)
-    prompt_mask = None
-    if any(padding):
-        prompt_mask = torch.ones((len(lengths), min(lengths)), dtype=torch.bool)
-        for row, skip in enumerate(padding):
-            prompt_mask[row, :skip] = False
     rules = {"kind": rule} if per_type else rule
-    attention = TreeAttention(rules, prompt_mask, torch.float32)
-    fed = FedTokens.of([7] * len(lengths), trees, lengths).lines(torch.device("cpu"))
+    attention = TreeAttention(rules, masked(lengths, padding), torch.float32)
+    fed = FedTokens.of([7] * len(lengths), trees, lengths).lines(CPU)
     masks, first = attention.masks(fed, slots)
     mask = masks["kind"] if per_type else masks
     first = first if rule.reach else 0
@@ -80,22 +92,58 @@ def built(rule, lengths, trees, padding, per_type):
     return (mask[:, 0] == 0).numpy(), shown
 
 
-@pytest.mark.parametrize("per_type", [False, True])
-@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
-@pytest.mark.parametrize("seed", range(12))
-def test_masks_are_their_definition(rule, per_type, seed):
+CAPACITY = 32
+
+
+def in_buffers(rules, lengths, padding, fed, columns):
+    """The masks over whole buffers of some kinds of layers, bool [batch, width, slots]."""
+    fixed = FixedMasks(rules, len(lengths), CAPACITY, torch.float32, CPU)
+    fixed.start(masked(lengths, padding))
+    buffer = PackedBuffer(fixed.fields(fed.width, columns), CPU)
+    fixed.write(buffer.host, fed)
+    buffer.send()
+    masks = fixed.build(buffer.device)
+    for mask in masks.values():
+        assert mask.shape == (len(lengths), 1, fed.width, CAPACITY)
+    return {kind: (mask[:, 0] == 0).numpy() for kind, mask in masks.items()}
+
+
+def random_rows(seed):
+    """Lengths, padding and trees of some rows."""
     rng = np.random.default_rng(seed)
     batch = int(rng.integers(1, 4))
     lengths = rng.integers(4, 14, batch).tolist() if seed % 3 else [9] * batch
     padding = rng.integers(0, 4, batch).tolist() if seed % 2 else [0] * batch
     # Deeper than every window, as long chains are; and rows at rest.
     trees = [random_tree(rng, int(rng.integers(0, 12)), int(rng.integers(0, 9))) for _ in lengths]
+    return lengths, padding, trees
+
+
+@pytest.mark.parametrize("per_type", [False, True])
+@pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
+@pytest.mark.parametrize("seed", range(12))
+def test_masks_are_their_definition(rule, per_type, seed):
+    lengths, padding, trees = random_rows(seed)
     actual, shown = built(rule, lengths, trees, padding, per_type)
     wanted = expected(rule, lengths, trees, padding, shown)
     for row, tree in enumerate(trees):
         # Rows of fill-up tokens may see what they like: nobody looks at them.
         nodes = 1 + len(tree)
         np.testing.assert_array_equal(actual[row, :nodes], wanted[row, :nodes])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_masks_over_whole_buffers_are_their_definition(seed):
+    """Of several kinds of layers at once, and of trees that are filled up."""
+    lengths, padding, trees = random_rows(seed)
+    width = 1 + max(map(len, trees)) + seed % 3
+    fed = FedTokens.of([7] * len(lengths), trees, lengths, width=width)
+    actual = in_buffers(RULES, lengths, padding, fed, width)
+    for kind, rule in RULES.items():
+        wanted = expected(rule, lengths, trees, padding, range(CAPACITY))
+        for row, tree in enumerate(trees):
+            nodes = 1 + len(tree)
+            np.testing.assert_array_equal(actual[kind][row, :nodes], wanted[row, :nodes])
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
@@ -108,7 +156,7 @@ def test_every_query_sees_something(rule):
 
 def test_layout_of_trees():
     trees = [TokenTree.build([4, 5, 6], [-1, 0, -1], [0.9, 0.8, 0.7]), TokenTree.empty()]
-    fed = FedTokens.of([1, 2], trees, [5, 9]).lines(torch.device("cpu"))
+    fed = FedTokens.of([1, 2], trees, [5, 9]).lines(CPU)
     assert fed.token_ids.tolist() == [[1, 4, 5, 6], [2, 2, 2, 2]]
     assert fed.depths.tolist() == [[0, 1, 2, 1], [0, 0, 0, 0]]
     assert fed.sees[0].tolist() == [
@@ -133,7 +181,7 @@ def test_levels_fed_one_after_the_other_see_what_one_tree_sees(rule):
         tree.probs,
     )
     whole, shown = built(rule, [10], [tree], [0], per_type=False)
-    fed = FedTokens.of([7], [tree], [10]).lines(torch.device("cpu"))
+    fed = FedTokens.of([7], [tree], [10]).lines(CPU)
     last = int(tree.depths.max())
     level = [0, *tree.depths.tolist()].index(last)
     late = FedTrees(
@@ -148,3 +196,23 @@ def test_levels_fed_one_after_the_other_see_what_one_tree_sees(rule):
     actual = (mask[:, 0] == 0).numpy()
     assert actual.shape == (1, fed.sees.shape[1] - level, len(shown))
     np.testing.assert_array_equal(actual[0], whole[0, level:])
+
+
+@pytest.mark.parametrize("before", range(1, 8))
+def test_tokens_fed_one_after_another_see_in_buffers_what_they_would_together(before):
+    trees = [random_tree(np.random.default_rng(before + row), 8, 4) for row in range(2)]
+    lengths, padding = [9, 12], [0, 0]
+    together = FedTokens.of([1, 1], trees, lengths)
+    later = replace(
+        together,
+        token_ids=together.token_ids[:, before:],
+        depths=together.depths[:, before:],
+        sees=together.sees[:, before:],
+        offsets=np.arange(before, 9)[None],
+        behind=together.depths,
+    )
+    assert np.array_equal(later.slots, together.slots[:, before:])
+    whole = in_buffers(RULES, lengths, padding, together, together.width)
+    part = in_buffers(RULES, lengths, padding, later, 9 + before % 4)
+    for kind in RULES:
+        np.testing.assert_array_equal(part[kind], whole[kind][:, before:])

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from hf_retrieval_assist.verification import top_logits
-from hf_retrieval_assist.verification.top_logits import TopLogits
-from hf_retrieval_assist.verification.verified import Verified
+from hf_retrieval_assist.verification import verified
+from hf_retrieval_assist.verification.verified import TopLogits, Verified
 
 
 def test_both_ways_leave_out_what_fills_the_vocabulary_up(monkeypatch):
-    monkeypatch.setattr(top_logits, "_CHUNK_CELLS", 20)
+    monkeypatch.setattr(verified, "_CHUNK_CELLS", 20)
     logits = torch.randn(5, 12)
     logits[:, 9:] = 100
     nodes = np.array([0, 2, 4])
