@@ -14,7 +14,7 @@ import sqlite3
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .outputs import HANDED_OVER, MOST_FORGETTINGS, Forgettings, Output, SharedOutputs
+from .outputs import HANDED_OVER, MOST_FORGETTINGS, Forgettings, Output, OutputQueue, SharedOutputs
 
 _SCHEMA = [
     "CREATE TABLE outputs (name INTEGER PRIMARY KEY, writer BLOB, place INTEGER, model TEXT,"
@@ -68,15 +68,14 @@ class OutputLog(SharedOutputs):
     """
 
     place = "on disk"
+    beginning = 0
 
     def __init__(self, path: str | os.PathLike[str], keep_bytes: int) -> None:
-        super().__init__()
+        super().__init__(keep_bytes)
         self.path = Path(path).resolve()
-        self.keep_bytes = keep_bytes
         self._database: sqlite3.Connection | None = None
         self._opened: tuple[int, ...] = ()  # process, device and inode of the open database
         self._patience = _PATIENCE
-        self._last_read = 0
 
     def read(self) -> tuple[list[str], list[Output]]:
         with self._transaction() as database:
@@ -84,20 +83,29 @@ class OutputLog(SharedOutputs):
         return self._take_forgotten(), outputs
 
     def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
+        """See `SharedOutputs`. An output that cannot be written now is written with a later one."""
         output = self._writers.own(fingerprint, token_ids)
-        while True:
-            with self._transaction() as database:
-                if fingerprint.startswith(tuple(self._forgotten)):
-                    return False
-                self._insert(database, output)
-                self._make_room(database)
-            if self._opened == self._found():  # and not deleted or replaced meanwhile
-                return True
+        try:
+            while True:
+                with self._transaction() as database:
+                    forgotten = fingerprint.startswith(tuple(self._forgotten))
+                    new = [] if forgotten else [output]
+                    for waiting in [*self._pending, *new]:
+                        self._insert(database, waiting)
+                    self._make_room(database)
+                if self._opened == self._found():  # and not deleted or replaced meanwhile
+                    break
+        except (OSError, ValueError):
+            self._pending.append(output)
+            raise
+        self._pending = OutputQueue(self.keep_bytes)
+        return not forgotten
 
     def forget(self, prefix: str) -> None:
         """See `SharedOutputs`. To forget everything the file is emptied in place, whatever it
         holds, so that other links to it do not keep the outputs."""
         self._patience = _FORGETTING
+        self._drop([prefix])
         if prefix:
             with self._transaction() as database:
                 self._forget(database, self._next_name(database), prefix)
@@ -113,7 +121,6 @@ class OutputLog(SharedOutputs):
             self._empty()
         self._database = None  # it remembers the tables
         self._known, self._heard = {name: ""}, True
-        self._drop([""])
         with self._transaction() as database:
             # Processes that have not heard of it may have been quicker with the new file.
             self._forget(database, self._next_name(database), "")
@@ -205,11 +212,6 @@ class OutputLog(SharedOutputs):
                 self._forget(database, name, prefix)
         self._heard = True
 
-    def _drop(self, prefixes: Sequence[str]) -> None:
-        if "" in prefixes:  # an old one perhaps: what has been written since is read again
-            self._last_read = 0
-            self._writers.clear()
-
     def _forget(self, database: sqlite3.Connection, name: int, prefix: str) -> None:
         """Drop the outputs with a prefix that are older than a name, and say so to others."""
         where = "name < ? AND substr(model, 1, ?) = ?" if prefix else "name < ?"
@@ -256,7 +258,7 @@ class OutputLog(SharedOutputs):
     def _news(self, database: sqlite3.Connection) -> list[Output]:
         if not _number(database, "SELECT count(*) FROM outputs WHERE name = ?", self._last_read):
             # It has made room, or the file is another one. Writers tell what was read before.
-            self._last_read = 0
+            self._last_read = self.beginning
         columns = "name, writer, place, model, ids, crc"
         rows = database.execute(
             f"SELECT {columns} FROM outputs WHERE name > ? AND name < ?"

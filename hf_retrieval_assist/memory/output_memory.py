@@ -44,8 +44,8 @@ class OutputMemory:
     (mode 0600). Prompts are not learnt, unless they are handed to `add`.
 
     Where the log cannot be read or written later on, a full disk say, or another process that holds
-    it for seconds, one warning tells so and outputs are kept in memory; those that are still there
-    follow once the log works again. Nobody who drafts waits for the log.
+    it for seconds, one warning tells so and outputs are kept in memory; the newest, up to a twelfth
+    of `max_bytes`, follow once the log works again. Nobody who drafts waits for the log.
 
     With `url`, processes on any number of machines share finished outputs through a Redis or Valkey
     server. Nothing but `sync` and `forget` waits for the network: outputs are exchanged in the
@@ -100,7 +100,6 @@ class OutputMemory:
         self._outputs: OrderedDict[RunningOutput, None] = OrderedDict()  # in trees, by age
         self._running: weakref.WeakSet[RunningOutput] = weakref.WeakSet()
         self._kept: OrderedDict[RunningOutput, None] = OrderedDict()  # running, for the log
-        self._unlogged: OrderedDict[RunningOutput, None] = OrderedDict()  # finished, in trees
         self._tree_bytes = self._kept_bytes = 0
         self._output_bytes = 0  # of outputs in the trees, besides their tokens
         self._log = _shared_outputs(path, url, self.max_bytes // _LOG_SHARE)
@@ -293,18 +292,15 @@ class OutputMemory:
             return
         for output in finished:
             if output.sequence is not None:  # it has not made room for one before it
-                token_ids, waits = unnamed.tree.tokens(output.sequence), output in self._unlogged
+                token_ids = unnamed.tree.tokens(output.sequence)
                 self._drop(output)
-                again = self._learn_finished(fingerprint, token_ids)
-                if waits and again.live_sequence is not None:
-                    self._unlogged[again] = None
+                self._learn_finished(fingerprint, token_ids)
 
-    def _learn_finished(self, fingerprint: str, token_ids: NDArray[np.int32]) -> RunningOutput:
+    def _learn_finished(self, fingerprint: str, token_ids: NDArray[np.int32]) -> None:
         output = RunningOutput(self, fingerprint, kept=False)
         output.finished = True
         self._learn(output, token_ids)
         self._fade(output)
-        return output
 
     def _fade(self, newest: RunningOutput) -> None:
         """Drop older outputs of its kind by chance, now that one more is finished."""
@@ -323,29 +319,9 @@ class OutputMemory:
         if self._log is None or not len(token_ids):
             return
         with self._log_lock, self._tolerated():
-            try:
-                self._deliver(self._log)
-                written = self._log.append(output.fingerprint, token_ids)
-            except (OSError, ValueError):
-                with self.lock:
-                    if output.live_sequence is not None:
-                        self._unlogged[output] = None
-                raise
-            if not written:
+            if not self._log.append(output.fingerprint, token_ids):
                 self._learn_news()
             self._alone = False
-
-    def _deliver(self, log: SharedOutputs) -> None:
-        """Write the outputs that could not be written before, as far as they are still whole."""
-        while True:
-            with self.lock:
-                output = next(iter(self._unlogged), None)
-                if output is None:
-                    return
-                token_ids = self._kinds[output.fingerprint].tree.tokens(output.sequence)
-            if not log.append(output.fingerprint, token_ids):
-                self._learn_news()
-            self._unlogged.pop(output, None)
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
@@ -384,7 +360,6 @@ class OutputMemory:
             token_ids = token_ids[learnt:]
             if len(token_ids) and not self._evict(output):
                 output.full = True
-                self._unlogged.pop(output, None)
                 return
 
     def _learn_together(
@@ -445,7 +420,6 @@ class OutputMemory:
         if not kind.outputs:
             del self._kinds[output.fingerprint]
             self._tree_bytes -= kind.tree.nbytes
-        self._unlogged.pop(output, None)
         self._output_bytes -= output.cost
         output.sequence, output.full = None, True
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +90,39 @@ class Writers:
         self._last.clear()
 
 
+class OutputQueue(deque[Output]):
+    """Outputs in order, of `keep_bytes` at most: the oldest make room for new ones."""
+
+    def __init__(self, keep_bytes: int) -> None:
+        super().__init__()
+        self.keep_bytes = keep_bytes
+        self.nbytes = 0
+
+    def append(self, output: Output) -> None:
+        super().append(output)
+        self.nbytes += output.nbytes
+        while self.nbytes > self.keep_bytes:
+            self.popleft()
+
+    def popleft(self) -> Output:
+        output = super().popleft()
+        self.nbytes -= output.nbytes
+        return output
+
+    def forget(self, prefixes: Sequence[str]) -> None:
+        """Remove the outputs whose fingerprints have one of these prefixes."""
+        for _ in range(len(self)):
+            output = self.popleft()
+            if not output.fingerprint.startswith(tuple(prefixes)):
+                self.append(output)
+
+    def first(self, limit: int) -> list[Output]:
+        """The oldest outputs, of about `limit` bytes; for 0 a single one."""
+        before = accumulate((output.nbytes for output in self), initial=0)
+        found = takewhile(lambda pair: pair[1] <= limit, zip(self, before, strict=False))
+        return [output for output, _ in found]
+
+
 class SharedOutputs(ABC):
     """A process's view of finished outputs that other processes read and write too.
 
@@ -95,15 +130,21 @@ class SharedOutputs(ABC):
     lower name than the forgetting is gone. Of many forgettings the oldest become one of everything
     that is older still. A view forgets anew what it knows to be forgotten where the shared outputs
     have come back from an older copy.
+
+    Outputs that cannot be written yet wait, of `keep_bytes` at most.
     """
 
     place: str  # as an `OutputMemory` shows it
+    beginning: Any  # the name that all outputs come behind
 
-    def __init__(self) -> None:
+    def __init__(self, keep_bytes: int) -> None:
+        self.keep_bytes = keep_bytes
         self._known: Forgettings = {}
         self._heard = False  # whether what is stored has been looked at
         self._forgotten: list[str] = []  # by others since the last `read`
         self._writers = Writers()
+        self._pending = OutputQueue(keep_bytes)
+        self._last_read = self.beginning
 
     @abstractmethod
     def read(self) -> tuple[list[str], list[Output]]:
@@ -115,8 +156,8 @@ class SharedOutputs(ABC):
 
     @abstractmethod
     def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
-        """Write an output. False, and nothing is written, if another process has forgotten its
-        prefix since the last `read`."""
+        """Write an output, or a later time where it cannot be written now. False, and it is not
+        written, if another process has forgotten its prefix since the last `read`."""
 
     @abstractmethod
     def forget(self, prefix: str) -> None:
@@ -135,9 +176,12 @@ class SharedOutputs(ABC):
             Whether that was so within `timeout` seconds.
         """
 
-    @abstractmethod
     def _drop(self, prefixes: Sequence[str]) -> None:
-        """Drop what was read or waits to be written with one of these prefixes."""
+        """Drop what waits with one of these prefixes."""
+        self._pending.forget(prefixes)
+        if "" in prefixes:  # an old one perhaps: what has been written since is read again
+            self._last_read = self.beginning
+            self._writers.clear()
 
     def _hear(self, stored: Forgettings, began: float) -> Forgettings:
         """Hear of the forgettings that are stored now and were not known: the first time of those

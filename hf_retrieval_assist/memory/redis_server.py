@@ -217,12 +217,9 @@ def _checked_place(url: str) -> str:
     if parts.scheme == "unix":
         return unquote(parts.path)
     host = unquote(parts.hostname or "localhost")
-    if not (_is_local(host) or parts.password or any(options.get("password", ()))):
+    local = host == "localhost"
+    with suppress(ValueError):
+        local |= ipaddress.ip_address(host).is_loopback
+    if not (local or parts.password or any(options.get("password", ()))):
         raise ValueError(f"url: expected a password for a host other than this one, got {host}")
     return host if parts.port is None else f"{host}:{parts.port}"
-
-
-def _is_local(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

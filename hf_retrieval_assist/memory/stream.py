@@ -8,15 +8,13 @@ import random
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..system.locks import Lock
-from .outputs import HANDED_OVER, Output, SharedOutputs
+from .outputs import HANDED_OVER, Output, OutputQueue, SharedOutputs
 from .redis_server import Answer, RedisServer
 
 logger = logging.getLogger(__name__)
@@ -30,39 +28,6 @@ _BYTES_SENT = 1 << 20  # in one exchange, about
 _MOST_EPOCHS = 4  # that others may begin during one exchange
 
 
-class _Queue(deque[Output]):
-    """Outputs in order, of `keep_bytes` at most: the oldest make room for new ones."""
-
-    def __init__(self, keep_bytes: int) -> None:
-        super().__init__()
-        self.keep_bytes = keep_bytes
-        self.nbytes = 0
-
-    def append(self, output: Output) -> None:
-        super().append(output)
-        self.nbytes += output.nbytes
-        while self.nbytes > self.keep_bytes:
-            self.popleft()
-
-    def popleft(self) -> Output:
-        output = super().popleft()
-        self.nbytes -= output.nbytes
-        return output
-
-    def forget(self, prefixes: Sequence[str]) -> None:
-        """Remove the outputs whose fingerprints have one of these prefixes."""
-        for _ in range(len(self)):
-            output = self.popleft()
-            if not output.fingerprint.startswith(tuple(prefixes)):
-                self.append(output)
-
-    def first(self, limit: int) -> list[Output]:
-        """The oldest outputs, of about `limit` bytes; for 0 a single one."""
-        before = accumulate((output.nbytes for output in self), initial=0)
-        found = takewhile(lambda pair: pair[1] <= limit, zip(self, before, strict=False))
-        return [output for output, _ in found]
-
-
 class OutputStream(SharedOutputs):
     """Outputs that are exchanged with a server in the background.
 
@@ -73,16 +38,15 @@ class OutputStream(SharedOutputs):
     """
 
     place = "shared"
+    beginning = b"0"
 
     def __init__(self, server: RedisServer, keep_bytes: int) -> None:
-        super().__init__()
+        super().__init__(keep_bytes)
         self.server = server
-        self.keep_bytes = keep_bytes
         self._changed = threading.Condition(Lock())
         self._began = time.monotonic()
         self._epoch: int | None = None  # none was heard
-        self._last_entry = b"0"
-        self._pending, self._arrived = _Queue(keep_bytes), _Queue(keep_bytes)
+        self._arrived = OutputQueue(keep_bytes)
         self._complete = 0  # exchanges after which there was nothing left to write or to read
         self._wanted = 0  # such exchanges that `sync` waits for
         self._failures = 0  # tries in a row
@@ -178,7 +142,7 @@ class OutputStream(SharedOutputs):
             with self._changed:
                 epoch = self._epoch
                 sent = self._pending.first(0 if self._failures else _BYTES_SENT)
-            answer = self.server.exchange(epoch, self._last_entry, _ENTRIES, self.keep_bytes, sent)
+            answer = self.server.exchange(epoch, self._last_read, _ENTRIES, self.keep_bytes, sent)
             if answer.epoch == epoch:
                 return self._take(answer, sent)
             self._hear_from(answer)
@@ -206,17 +170,14 @@ class OutputStream(SharedOutputs):
                 if self._pending and self._pending[0] is output:  # it has not made room meanwhile
                     self._pending.popleft()
             for name, entry in answer.entries:
-                self._last_entry = name
+                self._last_read = name
                 if entry is not None and self._writers.is_new(entry):
                     self._arrived.append(entry)
             return bool(self._pending) or len(answer.entries) == _ENTRIES
 
     def _drop(self, prefixes: Sequence[str]) -> None:
-        self._pending.forget(prefixes)
+        super()._drop(prefixes)
         self._arrived.forget(prefixes)
-        if "" in prefixes:  # an old one perhaps: what the server has since then is read again
-            self._last_entry = b"0"
-            self._writers.clear()
 
 
 def _exchange_on(reference: weakref.ref[OutputStream], wake: threading.Event) -> None:

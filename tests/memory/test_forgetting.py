@@ -192,4 +192,4 @@ def test_tenants_that_come_once_leave_nothing(half_life):
         memory.namespace(f"tenant {number}").add([1, 2, 3, number], "m")
     check_memory(memory)
     assert len(memory._kinds) == len(memory) < 200
-    assert not any((memory._running, memory._kept, memory._unlogged))
+    assert not any((memory._running, memory._kept))

@@ -17,7 +17,7 @@ import pytest
 from hf_retrieval_assist.memory import log
 from hf_retrieval_assist.memory.log import OutputLog
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from tests.support.memories import check_memory, count, logged, random_output
+from tests.support.memories import check_memory, count, logged, output, random_output
 
 needs_posix = pytest.mark.skipif(os.name == "nt", reason="links, modes and limits are POSIX's")
 SECRET = [777777] * 8
@@ -52,7 +52,9 @@ def test_outputs_survive_a_restart(tmp_path, path):
 
 
 def test_only_the_newest_outputs_are_kept(path):
+    """What made room leaves no byte."""
     reader, writer = OutputLog(path, 20_000), OutputLog(path, 20_000)
+    writer.append("m", np.array(SECRET, np.int32))
     seen = []
     for i in range(1_000):
         assert writer.append("m", np.full(100, i, np.int32))
@@ -60,7 +62,8 @@ def test_only_the_newest_outputs_are_kept(path):
         if i % 7 == 0:
             seen += [int(output.token_ids[0]) for output in reader.read()[1]]
     seen += [int(output.token_ids[0]) for output in reader.read()[1]]
-    assert seen == list(range(1_000))
+    assert seen == [SECRET[0], *range(1_000)]
+    assert not on_disk(path)
     kept = [tokens[0] for tokens in logged(path)]
     assert kept == list(range(1_000 - len(kept), 1_000))
     assert 30 <= len(kept) <= 100
@@ -97,14 +100,6 @@ def test_forgetting_empties_other_links_too_and_leaves_no_byte(tmp_path, path):
     os.link(path, tmp_path / "other")
     assert on_disk(path)
     memory.forget()
-    assert not on_disk(path)
-
-
-def test_what_makes_room_leaves_no_byte(path):
-    small = OutputLog(path, 10_000)
-    small.append("m", np.array(SECRET, np.int32))
-    for i in range(300):
-        small.append("m", np.full(50, i, np.int32))
     assert not on_disk(path)
 
 
@@ -203,8 +198,8 @@ def test_a_log_is_written_on_once_its_header_is_whole_again(path):
     with pytest.raises(ValueError, match="attempt to write a readonly database"):
         view.append("m", np.array([3, 4], np.int32))
     path.write_bytes(good)
-    assert view.append("m", np.array([3, 4], np.int32))
-    assert logged(path) == [[1, 2], [3, 4]]
+    assert view.append("m", np.array([5, 6], np.int32))
+    assert logged(path) == [[1, 2], [3, 4], [5, 6]]
 
 
 def test_a_log_that_is_deleted_under_running_processes_is_made_anew(tmp_path, path):
@@ -346,6 +341,23 @@ memory.add([6, 6], "m")
 def test_a_disk_that_is_full_for_a_while_costs_no_output_and_one_warning(path):
     subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], check=True)
     assert logged(path) == [[7, 7], *([i] * 2_000 for i in range(1, 5)), [6, 6]]
+
+
+def test_what_waits_for_the_log_is_bounded_and_the_oldest_goes_first(path, monkeypatch):
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    view = OutputLog(path, 3_000)
+    with monkeypatch.context() as broken:
+        broken.setattr(OutputLog, "_insert", full)
+        for i in range(50):
+            with pytest.raises(OSError, match="disk is full"):
+                view.append("m", output(i))
+            assert view._pending.nbytes <= 3_000
+    view.append("m", output(50))
+    numbers = [tokens[0] // 1_000 for tokens in logged(path)]
+    assert numbers == [*range(51 - len(numbers), 51)]
+    assert 5 < len(numbers) < 20
 
 
 def test_a_message_that_quotes_damage_names_the_file(path):

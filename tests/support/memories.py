@@ -40,7 +40,6 @@ def check_memory(memory):
         assert memory._output_bytes == sum(output.cost for output in memory._outputs)
         assert memory._kept_bytes == sum(4 * len(output.kept) for output in memory._kept)
         assert set(memory._outputs) == {o for kind in kinds.values() for o in kind.outputs}
-        assert set(memory._unlogged) <= set(memory._outputs)
         for name, kind in kinds.items():
             assert kind.outputs
             assert all(output.fingerprint == name for output in kind.outputs)
