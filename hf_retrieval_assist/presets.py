@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from . import give_generate_its_keyword
 from .assistants import Assistant
 from .corpus.datastore import Datastore
-from .corpus.texts import Corpus, tokenised
+from .corpus.readers import Corpus, tokenised
 from .draft_models.draft_model import DraftModelDrafter
 from .draft_models.fallbacks import Fallback, fallback_drafters
 from .drafters.rest import RestDrafter

@@ -1,17 +1,25 @@
-"""Text files and data sets as streams of texts, and their token ids."""
+"""Corpora in the forms that users have them in, as streams of texts and of token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..system.arguments import encodable
 from ..system.files import BlankLineError, read_json_lines
+from ..token_tree import Ids, checked_ids
+from .build import require_documents
+from .datastore import Datastore
+from .format import MANIFEST
 
-DATASET_PREFIX = "datasets:"
+Document: TypeAlias = "str | Mapping[str, Any] | Ids"
+Corpus: TypeAlias = "Iterable[Document] | Datastore | str | os.PathLike[str]"
+_DATASET = "datasets:"
+_SHOWN = 80  # characters of what is no path, or of a row without a text
 _PIECE = 1 << 20  # characters of text that are held, and tokenised, at a time
 
 Text = str | ValueError  # a text, or why a row or file has none
@@ -77,8 +85,8 @@ def read_texts(
 
 
 def _read_source(source: str, field: str, split: str) -> Iterator[Text]:
-    if source.startswith(DATASET_PREFIX):
-        yield from _read_dataset(source.removeprefix(DATASET_PREFIX), field, split)
+    if source.startswith(_DATASET):
+        yield from _read_dataset(source.removeprefix(_DATASET), field, split)
         return
     for path in _files(Path(source)):
         yield from _READERS[path.suffix](path, field)
@@ -141,7 +149,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[Text]:
 
 def _read_dataset(name: str, field: str, split: str) -> Iterator[Text]:
     if not name:
-        raise ValueError(f"{DATASET_PREFIX}: expected a Hub id or a folder behind it, got nothing")
+        raise ValueError(f"{_DATASET}: expected a Hub id or a folder behind it, got nothing")
     datasets = _import("datasets", "data sets")
     if (Path(name) / "dataset_info.json").is_file():
         rows = datasets.load_from_disk(name)
@@ -154,9 +162,11 @@ def _read_dataset(name: str, field: str, split: str) -> Iterator[Text]:
 
 
 def _text_of(row: Any, field: str, place: str) -> Text:
-    text = row.get(field) if isinstance(row, dict) else None
+    text = row.get(field) if isinstance(row, Mapping) else None
     if not isinstance(text, str):
-        return ValueError(f"{place}: expected text in field {field!r}, got {type(text).__name__}")
+        kind = f"a row of {[*row]!r:.{_SHOWN}}" if isinstance(row, Mapping) else type(row).__name__
+        found = f"{type(text).__name__} in {kind}"
+        return ValueError(f"{place}: expected text in field {field!r}, got {found}")
     try:
         return encodable(f"{place}: field {field!r}", text)
     except ValueError as error:
@@ -255,3 +265,54 @@ def _model_vocab_size(source: str) -> int | None:
     except OSError:
         return None
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+
+
+def tokenised(corpus: Corpus, tokenizer: Any = None) -> Iterable[Ids] | Datastore:
+    """Documents as token ids, or the datastore that a corpus is.
+
+    Args:
+        corpus: documents, each a text, a row with a "text", or token ids; the path of a file or
+            folder that `read_texts` reads, or "datasets:NAME"; a datastore, or its path.
+        tokenizer: for texts; of a datastore's path, the one it has to be of.
+
+    Raises:
+        TypeError: none of these; ids that are no integers.
+        FileNotFoundError: there is nothing at the path.
+        ValueError: a text that is no path; a text without a tokenizer, or one that cannot be
+            encoded; a row without text; a document that is none; a file that cannot be read.
+    """
+    if isinstance(corpus, (str, os.PathLike)):
+        place = os.fspath(corpus)
+        if not place.startswith(_DATASET) and (_existing(place) / MANIFEST).is_file():
+            return Datastore.open(corpus, tokenizer)
+        corpus = read_texts([place])
+    if isinstance(corpus, Datastore):
+        return corpus
+    require_documents("corpus", corpus)
+    return _ids(corpus, tokenizer)
+
+
+def _existing(place: str) -> Path:
+    path, shown = Path(place), f"got {place[:_SHOWN]!r}; a single text stands in a list"
+    try:
+        path.stat()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"corpus: expected a path, {shown}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"corpus: expected a path ({error.args[-1]:.80}), {shown}") from None
+    return path
+
+
+def _ids(documents: Iterable[Document], tokenizer: Any) -> Iterator[Ids]:
+    for number, document in enumerate(documents):
+        name = f"corpus: document {number}"
+        text: Any = document
+        if isinstance(document, Mapping):
+            text = _text_of(document, "text", name)
+            if isinstance(text, ValueError):
+                raise text
+        if isinstance(text, str):
+            if tokenizer is None:
+                raise ValueError("tokenizer: expected one, since the corpus is text, got None")
+            text = tokenizer(encodable(name, text), add_special_tokens=False).input_ids
+        yield checked_ids(name, text)
