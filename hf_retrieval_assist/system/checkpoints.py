@@ -74,22 +74,12 @@ def _read_shards(index: Path) -> Tensors:
 
 
 def _read_file(path: Path) -> Tensors:
-    tensors = _unpack(path)
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES or not tensor.dim():
-            found = f"{tensor.dtype} of {tensor.dim()} dimensions"
-            raise ValueError(
-                f"{path}: {name}: expected float64, float32, float16, bfloat16, int64, int32 or "
-                f"bool of at least 1 dimension, found {found}"
-            )
-    return tensors
-
-
-def _unpack(path: Path) -> Tensors:
+    tensors: Any
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+            tensors = load_file(path)
+        else:
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
     # A damaged pickle ends the unpickler's machine wherever it happens to be.
     except Exception as error:
         raise ValueError(f"{path}: expected a file of tensors ({error})") from error
@@ -97,6 +87,13 @@ def _unpack(path: Path) -> Tensors:
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
     ):
         raise ValueError(f"{path}: expected a dictionary of tensors")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES or not tensor.dim():
+            found = f"{tensor.dtype} of {tensor.dim()} dimensions"
+            raise ValueError(
+                f"{path}: {name}: expected float64, float32, float16, bfloat16, int64, int32 or "
+                f"bool of at least 1 dimension, found {found}"
+            )
     return tensors
 
 
