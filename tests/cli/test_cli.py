@@ -1,39 +1,30 @@
 """The command line: what it prints, what it leaves behind, and its exit codes."""
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 import typer
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 import hf_retrieval_assist
 from hf_retrieval_assist import cli, suggestion
 from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.system.arguments import byte_count
+from tests.support.byte_model import byte_tokenizer, small_model
 from tests.support.lossless import build
-from tests.test_examples import small_model
 
 COMMANDS = typer.main.get_command(cli.app).commands
 
 
-def tokenizer_of_letters():
-    letters = {chr(code): code for code in range(128)}
-    inner = Tokenizer(models.WordLevel(letters, unk_token="\0"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="\0")
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A folder with a transformers tokenizer of single characters."""
+    """A folder with a transformers tokenizer of single bytes."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer_of_letters().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
@@ -63,14 +54,12 @@ def test_append_verify_compact_info(store, corpus, tokenizer, capsys):
     assert "shards      1" in capsys.readouterr().out
     assert main(["info", str(store)]) == 0
     assert "documents   4" in capsys.readouterr().out
-    assert Datastore.open(store).count([ord(c) for c in "import th"]) == 4
+    assert Datastore.open(store).count(byte_tokenizer()("import th").input_ids) == 4
 
 
-def test_another_tokenizer_cannot_append(store, corpus, tokenizer, tmp_path, capsys):
+def test_another_tokenizer_cannot_append(store, corpus, tmp_path, capsys):
     other = tmp_path / "other"
-    shutil.copytree(tokenizer, other)
-    file = other / "tokenizer.json"
-    file.write_text(file.read_text().replace('"a": 97', '"å": 97'))
+    byte_tokenizer(["<pad>"]).save_pretrained(other)
     arguments = ["build", str(store), corpus, "--append", "--tokenizer", str(other), "--quiet"]
     assert main(arguments) == 1
     assert "another tokenizer" in capsys.readouterr().err
@@ -78,11 +67,11 @@ def test_another_tokenizer_cannot_append(store, corpus, tokenizer, tmp_path, cap
 
 def test_summary_of_a_build(tmp_path, corpus, tokenizer, capsys):
     path = tmp_path / "store"
-    arguments = ["build", str(path), corpus, "--tokenizer", tokenizer, "--vocab-size", "200"]
+    arguments = ["build", str(path), corpus, "--tokenizer", tokenizer, "--vocab-size", "300"]
     assert main(arguments) == 0
     printed = capsys.readouterr()
     assert "23 tokens read, tokenised and indexed" in printed.out
-    assert "vocabulary  200" in printed.out
+    assert "vocabulary  300" in printed.out
     assert "indexing" in printed.err
 
 
@@ -162,7 +151,7 @@ def test_a_truncated_model_is_one_line(tmp_path, capsys):
     model.save_pretrained(tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
-    tokenizer_of_letters().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("some text")
     command = ["suggest", str(tmp_path / "model"), str(tmp_path / "prompts.txt")]
     assert main(command) == 1

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hf_retrieval_assist.cli import main
 from hf_retrieval_assist.corpus.build import _index
 from hf_retrieval_assist.corpus.cluster import RayExecutor
 from hf_retrieval_assist.corpus.datastore import Datastore
+from tests.support.byte_model import byte_tokenizer
 
 try:
     from ray.cluster_utils import Cluster
@@ -93,10 +95,11 @@ def test_a_disturbed_cluster_builds_what_one_machine_builds(cluster, tmp_path, t
 @needs_ray
 def test_texts_are_tokenised_by_the_cluster(cluster, tmp_path):
     words = ["the", "cat", "sat", "on", "a", "mat", "dog"]
-    tokenizer = word_tokenizer(tmp_path / "tokenizer", words)
+    tokenizer = tmp_path / "tokenizer"
+    byte_tokenizer().save_pretrained(tokenizer)
     rng = np.random.default_rng(2)
     for name in "abc":
-        lines = [" ".join(rng.choice(words, 40)) for _ in range(9_000)]
+        lines = [" ".join(rng.choice(words, 10)) for _ in range(9_000)]
         (tmp_path / f"{name}.txt").write_text("\n".join(lines))
     sources = [str(tmp_path / f"{name}.txt") for name in "abc"]
     common = [*sources, "--tokenizer", str(tokenizer), "--memory", "8M", "--quiet"]
@@ -119,19 +122,7 @@ def test_what_a_task_raises_is_what_the_build_raises(cluster, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-def word_tokenizer(folder, words):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, words[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
-
-
 def test_the_extra_is_asked_for(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install .ray\[data\]"):
         RayExecutor("auto")

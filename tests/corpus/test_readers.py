@@ -8,6 +8,7 @@ import pytest
 
 from hf_retrieval_assist.corpus import readers
 from hf_retrieval_assist.corpus.readers import Skipped, load_encoder, read_texts
+from tests.support.byte_model import byte_tokenizer
 
 
 def texts(*sources, **options):
@@ -140,41 +141,32 @@ def test_a_missing_extra_says_what_to_install(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def word_tokenizer(tmp_path_factory):
-    """A folder with a transformers tokenizer of five words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<unk>": 0, "the": 1, "cat": 2, "sat": 3, "<s>": 4}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+def tokenizer(tmp_path_factory):
+    """A folder with a transformers tokenizer of single bytes."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>"
-    )
-    wrapped.save_pretrained(folder)
+    byte_tokenizer(special=["<s>"], bos_token="<s>").save_pretrained(folder)
     return folder
 
 
-def test_transformers_tokenizers(word_tokenizer):
-    encoder = load_encoder(str(word_tokenizer))
-    assert list(encoder.encode_stream(["the cat", "cat sat dog"])) == [[1, 2], [2, 3, 0]]
-    assert encoder.vocab_size == 5
+def test_transformers_tokenizers(tokenizer):
+    encoder, texts = load_encoder(str(tokenizer)), ["the cat", "cat sat dog"]
+    assert list(encoder.encode_stream(texts)) == [byte_tokenizer()(t).input_ids for t in texts]
+    assert encoder.vocab_size == 257
 
 
 @pytest.mark.parametrize("config", [{"vocab_size": 64}, {"text_config": {"vocab_size": 64}}])
-def test_vocabulary_comes_from_the_model_where_it_is_described(word_tokenizer, config):
-    path = word_tokenizer / "config.json"
+def test_vocabulary_comes_from_the_model_where_it_is_described(tokenizer, config):
+    path = tokenizer / "config.json"
     path.write_text(json.dumps(config))
     try:
-        assert load_encoder(str(word_tokenizer)).vocab_size == 64
+        assert load_encoder(str(tokenizer)).vocab_size == 64
     finally:
         path.unlink()
 
 
-def test_texts_are_tokenised_in_bounded_batches(word_tokenizer, monkeypatch):
+def test_texts_are_tokenised_in_bounded_batches(tokenizer, monkeypatch):
     monkeypatch.setattr(readers, "_PIECE", 10)
-    encoder = load_encoder(str(word_tokenizer))
+    encoder = load_encoder(str(tokenizer))
     sizes = []
 
     def encode(batch):
@@ -182,7 +174,7 @@ def test_texts_are_tokenised_in_bounded_batches(word_tokenizer, monkeypatch):
         return encoder.encode(batch)
 
     counting = readers.TextEncoder(encoder.tokenizer, 5, encode)
-    assert list(counting.encode_stream(["the cat"] * 5)) == [[1, 2]] * 5
+    assert list(counting.encode_stream(["the cat"] * 5)) == encoder.encode(["the cat"] * 5)
     assert sizes == [2, 2, 1]
 
 
