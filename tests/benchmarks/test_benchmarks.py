@@ -55,7 +55,7 @@ def test_structures(tmp_path):
     assert [row["tokens"] for row in passed] == list(range(100, 1001, 100))
     assert all(0 < row["largest"] <= 0.25 and row["speed"] > 0 for row in passed)
     content = json.loads(report.save(tmp_path).read_text())
-    assert content["environment"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(content["environment"]["versions"]["torch"])
     assert content["settings"]["seed"] == 0
     assert len(content["tables"][0]["rows"]) == len(found)
 
