@@ -123,6 +123,7 @@ PYTORCH |= {"_unique2", "_local_scalar_dense", "_to_copy", "_index_put_impl_"}
 PYTORCH |= {"_cuda_endAllocateToPool"}
 OTHERS = {
     "_handle",  # where xgrammar keeps the vocabulary that it would otherwise list anew
+    "_replace",  # of Python's named tuples
     "_at_fork_reinit",  # by which Python's own modules make locks anew in a forked child
 }
 
