@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from hf_retrieval_assist import CostModels
 from hf_retrieval_assist.demo.comparison import TASKS, WARM_UP, Run, Task, compare, verdict
 from hf_retrieval_assist.demo_model import load_demo_model
-from hf_retrieval_assist.planning.cost_store import CostModels
 from hf_retrieval_assist.record.palette import colours
 from hf_retrieval_assist.record.pieces import readable
 

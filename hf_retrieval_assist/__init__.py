@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from .draft_models.eagle_head import EagleHead
     from .draft_models.early_exit import EarlyExit
     from .draft_models.quantized_self import QuantizedSelf
+    from .drafters.base import Drafter, DraftSession
     from .hook import install, uninstall
     from .kernels.reroute import reroute
     from .memory.output_memory import OutputMemory
+    from .planning.cost_store import CostModels
     from .presets import (
         RestAssistant,
         RolloutAssistant,
@@ -42,7 +44,10 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Assistant",
+    "CostModels",
     "Datastore",
+    "DraftSession",
+    "Drafter",
     "EagleHead",
     "EarlyExit",
     "OutputMemory",
@@ -67,7 +72,10 @@ __all__ = [
 
 _MODULES = {
     "Assistant": "assistants",
+    "CostModels": "planning.cost_store",
     "Datastore": "corpus.datastore",
+    "DraftSession": "drafters.base",
+    "Drafter": "drafters.base",
     "EagleHead": "draft_models.eagle_head",
     "EarlyExit": "draft_models.early_exit",
     "OutputMemory": "memory.output_memory",
