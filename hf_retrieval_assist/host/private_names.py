@@ -83,11 +83,11 @@ def _codes(code: CodeType | None) -> Iterator[CodeType]:
                 yield from _codes(constant)
 
 
-def _listed(*owners: tuple[str, dict[str, str]]) -> tuple[PrivateName, ...]:
+def _listed(owners: dict[str, dict[str, str]]) -> tuple[PrivateName, ...]:
     """The names of several owners; those with one use stand in one string."""
     return tuple(
         PrivateName(owner, text, use)
-        for owner, names in owners
+        for owner, names in owners.items()
         for texts, use in names.items()
         for text in texts.split("; ")
     )
@@ -95,9 +95,8 @@ def _listed(*owners: tuple[str, dict[str, str]]) -> tuple[PrivateName, ...]:
 
 # Without these nothing is assisted.
 GENERATE = _listed(
-    (
-        "transformers:GenerationMixin",
-        {
+    {
+        "transformers:GenerationMixin": {
             "generate(custom_generate)": "the loop in transformers' place",
             "_prefill(input_ids, generation_config, model_kwargs)": "the prompt's forward",
             "_sample(input_ids, logits_processor, stopping_criteria, generation_config, "
@@ -111,60 +110,46 @@ GENERATE = _listed(
             "_optimize_model_for_decode()": "the experts of mixtures",
             "_pad_token_tensor": "rows that have ended",
         },
-    ),
-    (
-        "transformers:PreTrainedModel",
-        {
+        "transformers:PreTrainedModel": {
             "_is_stateful": "states that cannot be cropped",
         },
-    ),
-    ("transformers:PreTrainedConfig", {"_attn_implementation": "the attention that runs"}),
+        "transformers:PreTrainedConfig": {"_attn_implementation": "the attention that runs"},
+    }
 )
 
 # What only some models and set-ups have.
 SOME_MODELS = _listed(
-    (
-        "transformers:PreTrainedModel",
-        {
+    {
+        "transformers:PreTrainedModel": {
             "enable_input_require_grads()": "hooks of trainers that change nothing",
             "_device_mesh": "tensor and pipeline parallelism",
             "_keys_to_ignore_on_load_unexpected": "MTP layers in a checkpoint",
         },
-    ),
-    ("transformers.modeling_layers:MtpModel", {"_project_to_logits()": "MTP layers"}),
+        "transformers.modeling_layers:MtpModel": {"_project_to_logits()": "MTP layers"},
+    }
 )
 
 # Without these managers of continuous batching run without drafts.
 _BATCHING = "transformers.generation.continuous_batching"
 CONTINUOUS_BATCHING = _listed(
-    (
-        f"{_BATCHING}.continuous_api:ContinuousBatchingManager",
-        {
+    {
+        f"{_BATCHING}.continuous_api:ContinuousBatchingManager": {
             "add_request(input_ids, request_id)": "an assistant of one request",
             "_create_batch_processor(); batch_processor": "the place of the parts that draft",
             "input_queue": "requests that know their assistant",
         },
-    ),
-    (
-        f"{_BATCHING}.continuous_api:ContinuousBatchProcessor",
-        {
+        f"{_BATCHING}.continuous_api:ContinuousBatchProcessor": {
             "prepare_next_batch(); _generation_step(model); update_batch()": "a step's course",
             "fail_all_requests(error); reset(); _handle_request_error(error, "
             "state)": "requests that were dropped",
             "scheduler; model_runner; inputs_and_outputs; cache; logit_processor; model_device; "
             "use_async_batching; distributed_helper; output_router; return_logprobs": "its parts",
         },
-    ),
-    (
-        f"{_BATCHING}.model_runner:ModelRunner",
-        {
+        f"{_BATCHING}.model_runner:ModelRunner": {
             "_sample(scores, output_ids)": "a step's logits",
             "compute_batch(model, batch_data); pad_inputs": "a step's forward",
         },
-    ),
-    (
-        f"{_BATCHING}.scheduler:Scheduler",
-        {
+        f"{_BATCHING}.scheduler:Scheduler": {
             "schedule_batch(token_budget, cache_budget); active_requests; waiting_requests; "
             "waiting_requests_order; cache; block_new_requests; max_requests_per_batch": "room",
             "add_waiting_request(state); finish_request(request_id)": "requests that cannot be "
@@ -173,87 +158,66 @@ CONTINUOUS_BATCHING = _listed(
             "_schedule_request(state, request_tokens, token_budget, "
             "request_ids_to_remove_from_waiting)": "a request's draft",
         },
-    ),
-    (
-        f"{_BATCHING}.cache:PagedAttentionCache",
-        {
+        f"{_BATCHING}.cache:PagedAttentionCache": {
             "can_store_request_tokens(state, request_len, dry_run); cache_allocators; "
             "read_cache_limit; max_tokens_read": "room",
             "count_new_complete_blocks(state, request_len)": "blocks behind a rejected draft",
         },
-    ),
-    (f"{_BATCHING}.cache_allocators", {"SLIDING_ATTENTION": "layers with a window"}),
-    (
-        f"{_BATCHING}.cache_allocators:SlidingAttentionCacheAllocator",
-        {
+        f"{_BATCHING}.cache_allocators": {"SLIDING_ATTENTION": "layers with a window"},
+        f"{_BATCHING}.cache_allocators:SlidingAttentionCacheAllocator": {
             "get_write_indices(); _kv_token_views; sliding_window; layer_type; "
             "tokens_per_page": "what a draft overwrites of a window"
         },
-    ),
-    (
-        f"{_BATCHING}.input_outputs:ContinuousBatchingIOs",
-        {
+        f"{_BATCHING}.input_outputs:ContinuousBatchingIOs": {
             "get_model_kwargs(use_padding); requests_in_batch": "a step's inputs",
             "prepare_batch_tensors(requests_in_batch, logits_processors, use_decode_fast_path, "
             "num_q_tokens, max_kv_read, use_padding)": "a step that is computed again",
             "retrieve_device_outputs(); output_ids": "a step's tokens",
         },
-    ),
-    (
-        f"{_BATCHING}.requests:RequestState",
-        {
+        f"{_BATCHING}.requests:RequestState": {
             "update_and_check_completion(token_id, logprob); to_generation_output(); request_id; "
             "status; generated_len(); initial_tokens; generated_tokens; position_offset; "
             "tokens_to_process; remaining_prefill_tokens; eos_token_id; max_new_tokens; "
             "streaming; create_equivalent_initial_request()": "a request's text"
         },
-    ),
-    (
-        f"{_BATCHING}.requests:FutureRequestState",
-        {"state; query_length; has_new_token; complete_blocks": "a request in a step"},
-    ),
+        f"{_BATCHING}.requests:FutureRequestState": {
+            "state; query_length; has_new_token; complete_blocks": "a request in a step"
+        },
+    }
 )
 
 # Without these `hf-retrieval-assist serve` does not start, or answers no request.
 _SERVING = "transformers.cli.serving"
 SERVER = _listed(
-    (
-        f"{_SERVING}.utils:GenerationState",
-        {"get_manager(model_id, use_cb); is_cb_alive(); shutdown()": "the kinds of managers"},
-    ),
-    (
-        f"{_SERVING}.utils:BaseGenerateManager",
-        {
+    {
+        f"{_SERVING}.utils:GenerationState": {
+            "get_manager(model_id, use_cb); is_cb_alive(); shutdown()": "the kinds of managers"
+        },
+        f"{_SERVING}.utils:BaseGenerateManager": {
             "generate_streaming(model, processor, inputs, gen_config, request_id, "
             "response_parser); generate_non_streaming(model, processor, inputs, gen_config, "
             "request_id)": "a request's prediction and length"
         },
-    ),
-    (
-        f"{_SERVING}.utils:CBGenerateManager",
-        {"init_cb(model, gen_config); _cb": "the longest request of continuous batching"},
-    ),
-    (f"{_SERVING}.utils", {"_StreamError(msg)": "answers"}),
-    (
-        f"{_SERVING}.utils:BaseHandler",
-        {"_build_generation_config(body, model_generation_config, use_cb)": "fields of requests"},
-    ),
-    (
-        f"{_SERVING}.chat_completion:ChatCompletionHandler",
-        {"_build_completion(usage); _build_chunk_sse(usage)": "tokens of predictions"},
-    ),
-    (
-        f"{_SERVING}.transcription:TranscriptionHandler",
-        {"_prepare_audio_inputs()": "files without sound"},
-    ),
-    (
-        f"{_SERVING}.model_manager:ModelManager",
-        {"load_model_and_processor(); load_model_streaming()": "the model with its assistant"},
-    ),
-    (
-        f"{_SERVING}.server",
-        {"build_server(model_manager, generation_state, enable_cors)": "the routes"},
-    ),
+        f"{_SERVING}.utils:CBGenerateManager": {
+            "init_cb(model, gen_config); _cb": "the longest request of continuous batching"
+        },
+        f"{_SERVING}.utils": {"_StreamError(msg)": "answers"},
+        f"{_SERVING}.utils:BaseHandler": {
+            "_build_generation_config(body, model_generation_config, use_cb)": "fields of requests"
+        },
+        f"{_SERVING}.chat_completion:ChatCompletionHandler": {
+            "_build_completion(usage); _build_chunk_sse(usage)": "tokens of predictions"
+        },
+        f"{_SERVING}.transcription:TranscriptionHandler": {
+            "_prepare_audio_inputs()": "files without sound"
+        },
+        f"{_SERVING}.model_manager:ModelManager": {
+            "load_model_and_processor(); load_model_streaming()": "the model with its assistant"
+        },
+        f"{_SERVING}.server": {
+            "build_server(model_manager, generation_state, enable_cors)": "the routes"
+        },
+    }
 )
 
 GROUPS = {
