@@ -316,7 +316,7 @@ class _InPlace:
         for k, cache in enumerate(self._caches):
             hidden, state = read(self._module, k, cache, inputs["token_ids"], hidden, *given)
             said.append(state)
-        return Shown(hidden, [], torch.stack(said))
+        return Shown(hidden, {}, torch.stack(said))
 
     def draft(self) -> Forest:
         """A tree below each text, as large as the limits allow."""
@@ -333,7 +333,7 @@ class _InPlace:
         known = len(self._caches)
         growth.grow(LayerNodes(self._module, self._caches, known, inputs["reached"]))
         # A recording may order near ties otherwise, which hardly changes the likeliest paths.
-        return Shown(growth.best, [], growth.grown())
+        return Shown(growth.best, {}, growth.grown())
 
     def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
         """Nodes are never kept: texts are read with the target's hidden states."""

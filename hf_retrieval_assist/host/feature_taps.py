@@ -15,26 +15,29 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
-class FeatureTap:
-    """Captures boundaries of the residual stream during the forwards inside `with tap:`.
+class FeatureTaps:
+    """Captures boundaries of the residual stream during the forwards inside `with taps:`.
 
     Only forwards of the thread that entered are captured, so that several threads may tap one
-    model. One tap is used by one thread at a time, and may be entered again and again; outside,
+    model. Taps are used by one thread at a time, and may be entered again and again; outside,
     nothing is left on the model.
 
     Args:
         model: a decoder-only transformers model, or a wrapper around one.
-        boundaries: k in [0, blocks): the input of block k, which transformers calls
-            `hidden_states[k]`; −1: what the decoder returns, after its final norm.
+        layers: sets of boundaries k in [0, blocks): the input of block k, which transformers calls
+            `hidden_states[k]`; −1: what the decoder returns, after its final norm. Without any
+            set, entering does nothing.
 
     Raises:
         ValueError: a boundary does not exist, or the blocks cannot be found.
     """
 
-    def __init__(self, model: Any, boundaries: Sequence[int]) -> None:
-        self._decoder, self._blocks = find_blocks(model)
-        self.boundaries = tuple(boundaries)
-        for boundary in self.boundaries:
+    def __init__(self, model: Any, layers: Sequence[tuple[int, ...]]) -> None:
+        self.layers = tuple(layers)
+        self._boundaries = {boundary for boundaries in layers for boundary in boundaries}
+        if layers:
+            self._decoder, self._blocks = find_blocks(model)
+        for boundary in self._boundaries:
             if not -1 <= boundary < len(self._blocks):
                 raise ValueError(
                     f"boundaries: expected -1 or 0 to {len(self._blocks) - 1} for a model of "
@@ -45,31 +48,54 @@ class FeatureTap:
         self._thread = 0
 
     @property
-    def features(self) -> Tensor:
-        """[batch, n, widths of all boundaries] of the last forward, on one device.
+    def features(self) -> dict[tuple[int, ...], Tensor]:
+        """For each set of layers, [batch, n, widths of its boundaries] of the last forward, on one
+        device.
 
         Raises:
             RuntimeError: no forward has passed through the hooks.
         """
-        missing = [k for k in self.boundaries if k not in self._captured]
+        missing = sorted(self._boundaries - self._captured.keys())
         if missing:
             raise RuntimeError(
                 f"no hidden states at boundaries {missing}: either no forward has run inside the "
                 "tap, or it bypassed the hooks of the model's blocks (as a model does that was "
                 "compiled before the tap was entered: run it uncompiled, or compile it later)"
             )
-        parts = [self._captured[k] for k in self.boundaries]
-        device = parts[-1].device
-        return torch.cat([part.to(device) for part in parts], dim=-1)
+        found = {}
+        for boundaries in self.layers:
+            parts = [self._captured[k] for k in boundaries]
+            device = parts[-1].device
+            found[boundaries] = torch.cat([part.to(device) for part in parts], dim=-1)
+        return found
 
-    def __enter__(self) -> FeatureTap:
+    def of_rows(self, places: Sequence[Sequence[int]]) -> list[dict[tuple[int, ...], Tensor]]:
+        """The same of some rows' tokens, [tokens, width] each, one gather for all rows.
+
+        Args:
+            places: of each row's tokens among all tokens of the last forward.
+        """
+        counts, of_all = [len(row) for row in places], [place for row in places for place in row]
+        found = {
+            boundaries: features.flatten(0, 1)[of_all].split(counts)
+            for boundaries, features in self.features.items()
+        }
+        return [{name: rows[i] for name, rows in found.items()} for i in range(len(places))]
+
+    def shown(self) -> dict[int, Tensor]:
+        """What the last forward showed, by boundary."""
+        return dict(self._captured)
+
+    def show(self, shown: dict[int, Tensor]) -> None:
+        """Stand in for the hooks of a forward that ran without the model's modules."""
+        self._captured = dict(shown)
+
+    def __enter__(self) -> FeatureTaps:
         self._captured.clear()
         self._thread = threading.get_ident()
-        self._handles = [
-            self._decoder.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
-        ]
-        for boundary in set(self.boundaries):
-            self._handles.append(self._hook(boundary))
+        if self._boundaries:
+            begin = self._decoder.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
+            self._handles = [begin, *map(self._hook, self._boundaries)]
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -140,54 +166,3 @@ def _lists_of(root: nn.Module, count: int | None) -> list[tuple[nn.Module, nn.Mo
         for child in parent.children()
         if isinstance(child, nn.ModuleList) and len(child) == count
     ]
-
-
-class FeatureTaps:
-    """A tap for every set of layers that drafters ask for; entered round each forward.
-
-    Args:
-        model: as for :class:`FeatureTap`.
-        layers: the sets of boundaries; none, and entering does nothing.
-    """
-
-    def __init__(self, model: Any, layers: Sequence[tuple[int, ...]]) -> None:
-        self._taps = {boundaries: FeatureTap(model, boundaries) for boundaries in layers}
-
-    @property
-    def features(self) -> dict[tuple[int, ...], Tensor]:
-        """For each set of layers, [batch, n, width] of the last forward."""
-        return {boundaries: tap.features for boundaries, tap in self._taps.items()}
-
-    def of_rows(self, places: Sequence[Sequence[int]]) -> list[dict[tuple[int, ...], Tensor]]:
-        """The same of some rows' tokens, [tokens, width] each, one gather for all rows.
-
-        Args:
-            places: of each row's tokens among all tokens of the last forward.
-        """
-        counts, of_all = [len(row) for row in places], [place for row in places for place in row]
-        found = {
-            boundaries: features.flatten(0, 1)[of_all].split(counts)
-            for boundaries, features in self.features.items()
-        }
-        return [{name: rows[i] for name, rows in found.items()} for i in range(len(places))]
-
-    @property
-    def boundaries(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(self._taps)
-
-    def shown(self) -> list[dict[int, Tensor]]:
-        """What the last forward showed each tap."""
-        return [dict(tap._captured) for tap in self._taps.values()]
-
-    def show(self, shown: Sequence[dict[int, Tensor]]) -> None:
-        """Stand in for the hooks of a forward that ran without the model's modules."""
-        for tap, captured in zip(self._taps.values(), shown, strict=True):
-            tap._captured = dict(captured)
-
-    def __enter__(self) -> None:
-        for tap in self._taps.values():
-            tap.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for tap in self._taps.values():
-            tap.__exit__(*error)

@@ -144,7 +144,7 @@ class FixedVerifier(TreeVerifier):
             device=self.device,
             positions=self._first.shape[:-2],
             top_k=options.top_k,
-            taps=self.taps.boundaries,
+            taps=self.taps.layers,
             vocab_size=self.model.config.get_text_config(decoder=True).vocab_size,
             attention_by=by,
             exact=options.fixed_width is not None,

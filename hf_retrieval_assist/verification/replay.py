@@ -51,12 +51,12 @@ class Shown:
 
     Attributes:
         logits: [batch, width, vocab_size], by which a recording is compared.
-        features: hidden states by boundary, of each tap.
+        features: hidden states by boundary.
         outputs: what else is wanted of it.
     """
 
     logits: torch.Tensor
-    features: list[dict[int, torch.Tensor]]
+    features: dict[int, torch.Tensor]
     outputs: Any = None
 
 

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from hf_retrieval_assist.draft_models.eagle_format import default_boundaries
-from hf_retrieval_assist.host.feature_taps import FeatureTap, FeatureTaps, find_blocks
+from hf_retrieval_assist.host.feature_taps import FeatureTaps, find_blocks
 from tests.support.eagle_fixtures import tiny_target
 from tests.support.lossless import build
 from tests.support.threads import in_threads
@@ -27,11 +27,11 @@ def reported(model, token_ids, boundaries):
 
 def assert_captured(model, token_ids, boundaries, original=None):
     """One forward of a model, which may be compiled, shows a tap what the original reports."""
-    with FeatureTap(model, boundaries) as tap:
+    with FeatureTaps(model, [boundaries]) as taps:
         model(token_ids)
     expected = reported(model if original is None else original, token_ids, boundaries)
-    torch.testing.assert_close(tap.features, expected)
-    return tap.features
+    torch.testing.assert_close(taps.features[boundaries], expected)
+    return taps.features[boundaries]
 
 
 def hooks_of(model):
@@ -42,11 +42,11 @@ def hooks_of(model):
 @torch.no_grad()
 def test_boundaries_are_those_of_output_hidden_states(name, token_ids):
     model = build(getattr(transformers, name))
-    expected = reported(model, token_ids, [0, 1, 2, -1])
-    tap = FeatureTap(model, (0, 1, 2, -1))
-    with tap:
+    boundaries = (0, 1, 2, -1)
+    expected = reported(model, token_ids, boundaries)
+    with FeatureTaps(model, [boundaries]) as taps:
         model(token_ids, logits_to_keep=1)
-    torch.testing.assert_close(tap.features, expected)
+    torch.testing.assert_close(taps.features[boundaries], expected)
 
 
 @torch.no_grad()
@@ -71,17 +71,17 @@ def test_boundaries_of_small_targets(num_layers, boundaries):
 def test_the_last_forward_counts_and_nothing_stays(token_ids):
     model = tiny_target(num_layers=3)
     before = hooks_of(model)
-    tap = FeatureTap(model, (1,))
+    taps = FeatureTaps(model, [(1,)])
     for part in (token_ids, token_ids[:, :3]):
-        with tap:
+        with taps:
             model(token_ids)
             model(part)
-        assert tap.features.shape == (2, part.shape[1], 64)
+        assert taps.features[1,].shape == (2, part.shape[1], 64)
         assert hooks_of(model) == before
-    with tap:
+    with taps:
         pass
     with pytest.raises(RuntimeError, match="no hidden states at boundaries"):
-        tap.features  # noqa: B018
+        taps.features  # noqa: B018
 
 
 def test_rows_get_the_hidden_states_of_their_own_tokens():
@@ -99,7 +99,7 @@ def test_rows_get_the_hidden_states_of_their_own_tokens():
 def test_hooks_are_removed_when_the_forward_fails(token_ids):
     model = tiny_target(num_layers=3)
     before = hooks_of(model)
-    with pytest.raises(IndexError), FeatureTap(model, (1, -1)):
+    with pytest.raises(IndexError), FeatureTaps(model, [(1, -1)]):
         model(token_ids + 1000)
     assert hooks_of(model) == before
 
@@ -107,16 +107,16 @@ def test_hooks_are_removed_when_the_forward_fails(token_ids):
 @pytest.mark.parametrize("boundary", [-2, 3, 4])
 def test_a_boundary_that_does_not_exist(boundary):
     with pytest.raises(ValueError, match="boundaries: expected"):
-        FeatureTap(tiny_target(num_layers=3), (boundary,))
+        FeatureTaps(tiny_target(num_layers=3), [(boundary,)])
 
 
 def test_a_module_that_is_no_decoder():
     with pytest.raises(ValueError, match="expected a transformers model, got Linear"):
-        FeatureTap(nn.Linear(2, 2), (0,))
+        FeatureTaps(nn.Linear(2, 2), [(0,)])
     model = tiny_target(num_layers=3)
     model.config.num_hidden_layers = 17
     with pytest.raises(ValueError, match=r"num_hidden_layers = 17 blocks in LlamaForCausalLM"):
-        FeatureTap(model, (0,))
+        FeatureTaps(model, [(0,)])
 
 
 def test_the_blocks_are_told_from_smaller_lists_of_the_same_length():
@@ -129,10 +129,10 @@ def test_the_blocks_are_told_from_smaller_lists_of_the_same_length():
 def test_another_threads_forward_is_not_captured(token_ids):
     model = tiny_target(num_layers=3)
     expected = reported(model, token_ids, [1])
-    with FeatureTap(model, (1,)) as tap:
+    with FeatureTaps(model, [(1,)]) as taps:
         model(token_ids)
         in_threads(model, [token_ids[:1]])
-    torch.testing.assert_close(tap.features, expected)
+    torch.testing.assert_close(taps.features[1,], expected)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient")
@@ -158,7 +158,7 @@ def test_a_model_compiled_too_early_says_so(token_ids):
     model = tiny_target(num_layers=3)
     model.forward = torch.compile(model.forward, backend="eager")
     model(token_ids)
-    with FeatureTap(model, (1,)) as tap:
+    with FeatureTaps(model, [(1,)]) as taps:
         model(token_ids)
     with pytest.raises(RuntimeError, match="compiled before the tap was entered"):
-        tap.features  # noqa: B018
+        taps.features  # noqa: B018

@@ -5,7 +5,7 @@ import torch
 
 from hf_retrieval_assist.draft_models import features
 from hf_retrieval_assist.drafters.base import Feedback
-from hf_retrieval_assist.host.feature_taps import FeatureTap
+from hf_retrieval_assist.host.feature_taps import FeatureTaps
 
 from .tiny_models import VOCAB
 
@@ -15,9 +15,9 @@ TEXT = torch.randint(1, VOCAB, (40,), generator=torch.Generator().manual_seed(1)
 
 def features_of(model, layers=(-1,), text=TEXT):
     """[text, widths of the layers], the model's hidden states."""
-    with torch.no_grad(), FeatureTap(model, layers) as tap:
+    with torch.no_grad(), FeatureTaps(model, [layers]) as taps:
         model(torch.tensor([list(text)]), logits_to_keep=1)
-    return tap.features[0]
+    return taps.features[layers][0]
 
 
 def seen(features):

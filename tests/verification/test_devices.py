@@ -36,7 +36,7 @@ def cuda(monkeypatch):
 
 
 def shown(value=1.0):
-    return Shown(torch.tensor([[[0.0, value]]]), [])
+    return Shown(torch.tensor([[[0.0, value]]]), {})
 
 
 def test_an_event_follows_the_copies_of_its_own_device(cuda):

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM, SwitchTransformersForConditionalGeneration
 
 from hf_retrieval_assist import SamAssistant
-from hf_retrieval_assist.host.feature_taps import FeatureTap
+from hf_retrieval_assist.host.feature_taps import FeatureTaps
 from hf_retrieval_assist.verification import service, tiers
 from hf_retrieval_assist.verification.recorded_state import recorded_state
 from hf_retrieval_assist.verification.service import Demand, choose_service
@@ -84,7 +84,7 @@ def test_an_adapter_comes_and_goes():
 def test_what_another_thread_taps_is_no_other_model():
     model = build(LlamaForCausalLM)
     settings = service.model_settings(model)
-    with FeatureTap(model, (0, 1)):
+    with FeatureTaps(model, [(0, 1)]):
         assert service.model_settings(model) == settings
 
 
