@@ -15,7 +15,6 @@ from ..host.transformers_private import compilations
 from ..kernels.reroute import all_scopes_left
 from ..planning.account import Account
 from ..stats import PHASES, CallStats
-from ..system.log import get_logger
 from ..token_tree import Int32Array
 from ..verification.tiers import Service, Tier
 from .call import Call, refused_mode
@@ -25,14 +24,6 @@ from .plainly import decode_at_rest, decode_plainly
 
 if TYPE_CHECKING:
     from ..record import CallRecord
-
-logger = get_logger(__name__)
-
-_MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
-
-
-def _unobserved(prompts: Sequence[Int32Array], counts: CallStats) -> None:
-    """Nobody records the call."""
 
 
 @all_scopes_left()
@@ -45,7 +36,8 @@ def decode(
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: Any = None,
-    observe: Callable[[Sequence[Int32Array], CallStats], CallRecord | None] = _unobserved,
+    *,
+    observe: Callable[[Sequence[Int32Array], CallStats], CallRecord | None],
     **model_kwargs: Any,
 ) -> Any:
     """Generate as transformers' sampling loop does, in fewer forwards.
@@ -85,7 +77,7 @@ def decode(
     else:
         account = None if record is not None else _account(call, assistant)
         if account is not None and account.rests():
-            result = _decode_at_rest(call, assistant, counts, account)
+            result = decode_at_rest(call, assistant, counts, account)
         else:
             try:
                 result = _decode_with_drafts(call, assistant, service, counts, record, account)
@@ -109,25 +101,6 @@ def _account(call: Call, assistant: DraftingPolicy) -> Account | None:
     return assistant.account(call.kind) if assistant.may_rest() else None
 
 
-def _decode_at_rest(
-    call: Call, assistant: DraftingPolicy, counts: CallStats, account: Account
-) -> Any:
-    """Plainly while drafts make calls slower; timed from the first token on."""
-    counts.tier, counts.rests = "at rest", 1
-    rerouted, before = _reroutes(call, assistant, account), compilations()
-    result = decode_at_rest(call, assistant, counts, rerouted)
-    if compilations() == before:
-        account.count_plain(counts.seconds["forward"], counts.forwards, rerouted)
-    total = assistant.stats.total
-    if total.rests >= _MANY_RESTS and 2 * total.rests > total.calls:
-        logger.warning_once(
-            f"{type(call.model).__name__}: drafts made calls like this one slower, so most calls "
-            "are decoded plainly and drafts are tried now and then; `suggest` measures other "
-            "assistants, and budget= a number drafts always"
-        )
-    return result
-
-
 def _decode_with_drafts(
     call: Call,
     assistant: DraftingPolicy,
@@ -149,14 +122,3 @@ def _decode_with_drafts(
     if account is not None and compilations() == before:
         account.count_drafted(seconds, plain_steps, plain_step)
     return result
-
-
-def _reroutes(call: Call, assistant: DraftingPolicy, account: Account) -> bool:
-    """Whether the kernels for few rows serve a call at rest.
-
-    In half precision they do whatever that takes: the text depends on how it is rounded, and must
-    not depend on whether the call rests. Code that was compiled runs as its caller compiled it.
-    """
-    if not assistant.reroute or call.compiles_plainly or call.input_ids.device.type != "cpu":
-        return False
-    return call.model.dtype.itemsize < 4 or account.reroutes()

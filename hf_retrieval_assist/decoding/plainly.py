@@ -12,12 +12,18 @@ from transformers import DynamicCache, StoppingCriteriaList
 from ..drafting.policy import DraftingPolicy
 from ..host import transformers_private
 from ..kernels.reroute import reroute
+from ..planning.account import Account
 from ..stats import CallStats
+from ..system.log import get_logger
 from ..verification.kv_cache import go_back, has_slots
 from .call import Call
 
 if TYPE_CHECKING:
     from ..record import CallRecord
+
+logger = get_logger(__name__)
+
+_MANY_RESTS = 16  # calls decoded plainly, after which the log says so where most calls are
 
 
 def decode_plainly(call: Call, counts: CallStats, record: CallRecord | None) -> Any:
@@ -28,17 +34,39 @@ def decode_plainly(call: Call, counts: CallStats, record: CallRecord | None) -> 
     return result
 
 
-def decode_at_rest(call: Call, assistant: DraftingPolicy, counts: CallStats, rerouted: bool) -> Any:
-    """The same where drafting has not paid lately; drafters learn the texts afterwards.
-
-    `rerouted`: by the kernels that serve drafted calls, by which batches gain too.
-    """
+def decode_at_rest(
+    call: Call, assistant: DraftingPolicy, counts: CallStats, account: Account
+) -> Any:
+    """The same while drafts make calls slower, timed from the first token on; drafters learn the
+    texts afterwards."""
+    counts.tier, counts.rests = "at rest", 1
+    rerouted, before = _reroutes(call, assistant, account), transformers_private.compilations()
     with reroute(rerouted):
         result, texts = _sampled(call, counts)
     for prompt_ids, token_ids in zip(call.prompts, texts, strict=True):
         with closing(assistant.start(prompt_ids, call.target)) as session:
             session.learn_plain(token_ids)
+    if transformers_private.compilations() == before:
+        account.count_plain(counts.seconds["forward"], counts.forwards, rerouted)
+    total = assistant.stats.total
+    if total.rests >= _MANY_RESTS and 2 * total.rests > total.calls:
+        logger.warning_once(
+            f"{type(call.model).__name__}: drafts made calls like this one slower, so most calls "
+            "are decoded plainly and drafts are tried now and then; `suggest` measures other "
+            "assistants, and budget= a number drafts always"
+        )
     return result
+
+
+def _reroutes(call: Call, assistant: DraftingPolicy, account: Account) -> bool:
+    """Whether the kernels for few rows serve a call at rest; batches gain by them too.
+
+    In half precision they do whatever that takes: the text depends on how it is rounded, and must
+    not depend on whether the call rests. Code that was compiled runs as its caller compiled it.
+    """
+    if not assistant.reroute or call.compiles_plainly or call.input_ids.device.type != "cpu":
+        return False
+    return call.model.dtype.itemsize < 4 or account.reroutes()
 
 
 def _sampled(call: Call, counts: CallStats) -> tuple[Any, list[list[int]]]:
