@@ -9,8 +9,6 @@ was shown. Hooks of libraries (sharding, offloading, adapters) always count as t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -139,13 +137,6 @@ class HookWatch:
             del _changes[next(iter(_changes))]
         self.unsure = False
         return not self.changing
-
-
-@contextmanager
-def muted(model: nn.Module) -> Iterator[None]:
-    """Scope in which hooks that only look do not see this thread's forwards."""
-    with HookWatch(model, muted=True):
-        yield
 
 
 def _marks(values: Any) -> list[tuple[Any, Any]]:

@@ -195,12 +195,6 @@ class OptimisedForDecode:
         self.inside = ExitStack()
         self.wanted = False
 
-    def __enter__(self) -> OptimisedForDecode:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.want(False)
-
     def want(self, wanted: bool) -> None:
         """Be inside of it from now on, or outside."""
         if wanted and not self.wanted:

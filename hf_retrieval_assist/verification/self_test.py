@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..host.callers_hooks import muted
+from ..host.callers_hooks import HookWatch
 from ..host.model_state import Place, autocast_dtypes, restored
 from ..host.positions import named_lengths
 from ..host.transformers_private import forward_parameters, input_device, kwargs_after
@@ -68,7 +68,7 @@ def examined(
         MemoryError, torch.OutOfMemoryError: there is no memory for the test.
     """
     try:
-        with _evaluating(model), muted(model), torch.no_grad():
+        with _evaluating(model), HookWatch(model, muted=True), torch.no_grad():
             with restored(model, moving), _noting_dtypes(model) as dtypes:
                 for seed in range(_TEXTS):
                     probe = _Probe(model, service, model_kwargs, rows, seed)
