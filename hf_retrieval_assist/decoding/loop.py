@@ -58,7 +58,7 @@ class Generation:
         self.call, self.assistant, self.counts, self.record = call, assistant, counts, record
         self.ranks = Ranks.of(call.model)
         self.rows = call.texts()
-        self.walk = Walk.of(call, self.rows, call.rows_in_step(service), assistant.residual)
+        self.walk = Walk(call, self.rows, call.rows_in_step(service), assistant.residual)
         if self.walk.residual and self.ranks.several:
             # The other ranks would not know what the first one has drawn from.
             raise ValueError("residual: expected False with a tensor-parallel model, got True")

@@ -32,31 +32,34 @@ class OutputRecorder:
     def __init__(self, config: GenerationConfig, batch_size: int):
         wanted = bool(config.return_dict_in_generate)
         self.return_dict = wanted
-        self.wants_scores = wanted and bool(config.output_scores)
-        self.wants_logits = wanted and bool(config.output_logits)
         self.wants_states = wanted and bool(config.output_hidden_states or config.output_attentions)
-        self._scores: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
-        self._logits: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
         self._states: dict[str, list[Any]] = {}
+        asked = {"scores": config.output_scores, "logits": config.output_logits}
+        # By name, what each row's tokens were chosen from.
+        self._tokens: dict[str, list[list[torch.Tensor]]] = {
+            name: [[] for _ in range(batch_size)] for name, one in asked.items() if wanted and one
+        }
+        self._shown: list[torch.Tensor] = []
 
     @property
     def wants_tokens(self) -> bool:
         """Whether something is recorded of every token."""
-        return self.wants_scores or self.wants_logits
+        return bool(self._tokens)
 
-    def scores(self, row: RowText) -> tuple[torch.Tensor, ...] | None:
-        """The scores so far, as stopping criteria are shown them."""
-        return tuple(self._scores[row.index]) if self.wants_scores else None
+    @property
+    def shown(self) -> tuple[torch.Tensor, ...] | None:
+        """The scores so far, as stopping criteria that look at them are shown them: only one row
+        or all rows in step have any. None: they are not recorded."""
+        return tuple(self._shown) if "scores" in self._tokens else None
 
     def tokens(self, rows: Sequence[RowText], scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Record the processed scores and the logits, [rows, vocab_size], of tokens to come."""
-        for wanted, kept, found in (
-            (self.wants_scores, self._scores, scores),
-            (self.wants_logits, self._logits, logits),
-        ):
-            if wanted:
-                for row, entry in zip(rows, found.split(1), strict=True):
-                    kept[row.index].append(entry)
+        for name, kept in self._tokens.items():
+            found = scores if name == "scores" else logits
+            for row, entry in zip(rows, found.split(1), strict=True):
+                kept[row.index].append(entry)
+        if "scores" in self._tokens:
+            self._shown.append(scores)
 
     def prefill(self, outputs: Any, cache: SlotCache) -> None:
         """Record the states of the prompt, which belong to the first token.
@@ -112,9 +115,8 @@ class OutputRecorder:
             return sequences
         common = {
             "sequences": sequences,
-            "scores": _by_step(self._scores, tokens) if self.wants_scores else None,
-            "logits": _by_step(self._logits, tokens) if self.wants_logits else None,
             CACHE: cache,
+            **{name: _by_step(kept, tokens) for name, kept in self._tokens.items()},
             **{name: tuple(entries[:tokens]) for name, entries in self._states.items()},
         }
         if encoder_outputs is None:

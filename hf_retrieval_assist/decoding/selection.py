@@ -33,39 +33,11 @@ _BLIND = (
     logits_process.TypicalLogitsWarper,
 )
 
-# Processors of transformers that look at the text besides, and keep nothing of what they are shown.
-_TEXTUAL = (
-    logits_process.MinLengthLogitsProcessor,
-    logits_process.MinNewTokensLengthLogitsProcessor,
-    logits_process.NoBadWordsLogitsProcessor,
-    logits_process.NoRepeatNGramLogitsProcessor,
-    logits_process.RepetitionPenaltyLogitsProcessor,
-    logits_process.SequenceBiasLogitsProcessor,
-)
-
 # Processors of transformers that look up their own state by the row's number in the batch.
 _ROW_BOUND = (
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
     logits_process.EncoderRepetitionPenaltyLogitsProcessor,
     logits_process.RepetitionPenaltyLogitsProcessor,
-)
-
-# Further ones, and criteria, that say of a row what its own text and scores say. All others keep
-# something of the batch, look at one row for all, or call what a caller gave them.
-_ROWWISE = (
-    *_BLIND,
-    *_TEXTUAL,
-    *_ROW_BOUND,
-    logits_process.BarkEosPrioritizerLogitsProcessor,
-    stopping_criteria.EosTokenCriteria,
-    logits_process.ExponentialDecayLengthPenalty,
-    logits_process.ForcedBOSTokenLogitsProcessor,
-    logits_process.ForcedEOSTokenLogitsProcessor,
-    stopping_criteria.MaxLengthCriteria,
-    stopping_criteria.MaxTimeCriteria,
-    stopping_criteria.StopStringCriteria,
-    logits_process.SuppressTokensAtBeginLogitsProcessor,
-    logits_process.WatermarkLogitsProcessor,
 )
 
 
@@ -85,7 +57,8 @@ def _last_of_sequences(processor: Any, row: RowText) -> torch.Tensor:
     )
 
 
-# Processors of transformers that change the logits of known tokens only, whatever others are.
+# Processors of transformers that change the logits of known tokens only, whatever others are, and
+# keep nothing of what they are shown.
 _TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
     logits_process.MinLengthLogitsProcessor: _listed("eos_token_id"),
     logits_process.MinNewTokensLengthLogitsProcessor: _listed("eos_token_id"),
@@ -97,6 +70,22 @@ _TOUCHING: dict[type, Callable[[Any, RowText], torch.Tensor]] = {
     logits_process.SuppressTokensLogitsProcessor: _listed("suppress_tokens"),
 }
 
+# Further ones, and criteria, that say of a row what its own text and scores say. All others keep
+# something of the batch, look at one row for all, or call what a caller gave them.
+_ROWWISE = (
+    *_BLIND,
+    *_TOUCHING,
+    *_ROW_BOUND,
+    logits_process.BarkEosPrioritizerLogitsProcessor,
+    stopping_criteria.EosTokenCriteria,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+    logits_process.WatermarkLogitsProcessor,
+)
 
 # Processors by which tokens are drawn, in transformers' order, and the names of their parameters.
 _SAMPLING = {
@@ -200,7 +189,7 @@ class TokenSelector:
         """
         scores = logits.to(copy=True, dtype=torch.float32, device=row.device)
         known = LogitsProcessorList(
-            one for one in self.processors if type(one) in (*_BLIND, *_TEXTUAL)
+            one for one in self.processors if type(one) in (*_BLIND, *_TOUCHING)
         )
         if all(type(processor) in _BLIND for processor in known):
             return process_blindly(known, scores)

@@ -14,7 +14,7 @@ from ..row_text import RowText
 
 
 class Stopping:
-    """Decides for one row at a time whether it is finished.
+    """Decides which rows are finished.
 
     The criteria of every call (length, end-of-sequence ids) are answered from the host; all others
     are asked after every token, as plain decoding asks them.
@@ -24,7 +24,6 @@ class Stopping:
         self.max_length: int | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.criteria = criteria
         self.others = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is MaxLengthCriteria:
@@ -38,54 +37,52 @@ class Stopping:
             else:
                 self.others.append(criterion)
 
-    def is_met(self, row: RowText, scores: Any) -> bool:
-        """Whether a criterion is met by the row as it stands.
+    def finish(
+        self,
+        walking: Sequence[RowText],
+        rows: Sequence[RowText],
+        scores: Any,
+        in_step: bool = False,
+    ) -> None:
+        """Find out after a token of each walking row which rows are finished.
+
+        In step, and without an end-of-sequence criterion, by which plain decoding pads nothing,
+        rows go on until the last one has met its criteria.
 
         Args:
-            row: with its newest token.
+            walking: each with its newest token.
+            rows: of the call.
             scores: the call's scores so far, as criteria are shown them; None unless recorded.
+            in_step: whether criteria see all rows at once, which then are those that walk.
         """
-        done = row.generated[-1] in self.eos_ids or (
-            self.max_length is not None and len(row) >= self.max_length
-        )
+        asked = [walking] if in_step else [[row] for row in walking if row.met is None]
+        for together in asked:
+            for row, met in zip(together, self._met(together, scores), strict=True):
+                if row.met is None and met:
+                    row.met = len(row.generated)
+        if self.has_eos and not in_step:
+            for row in walking:
+                row.finished = row.met is not None
+        elif any(row.met is None for row in rows):
+            for row in walking:
+                row.finished = row.met is not None and self.remaining(row) == 0
+        else:
+            end = self.end(rows)
+            for row in rows:
+                row.finished = len(row.generated) >= end
+
+    def _met(self, rows: Sequence[RowText], scores: Any) -> list[bool]:
+        """Whether a criterion is met by each of the rows, which are equally long."""
+        met = [
+            row.generated[-1] in self.eos_ids
+            or (self.max_length is not None and len(row) >= self.max_length)
+            for row in rows
+        ]
         if len(self.others):
-            done = bool(self.others(row.ids, scores).all()) or done
-        return done
-
-    def finish(self, row: RowText, rows: Sequence[RowText], scores: Any) -> None:
-        """Find out after a token of a row which rows are finished.
-
-        Without an end-of-sequence criterion plain decoding pads nothing: rows go on until the last
-        one has met its criteria.
-        """
-        if row.met is None:
-            if not self.is_met(row, scores):
-                return
-            row.met = len(row.generated)
-        if self.has_eos:
-            row.finished = True
-            return
-        if any(other.met is None for other in rows):
-            row.finished = self.remaining(row) == 0
-            return
-        end = self.end(rows)
-        for other in rows:
-            other.finished = len(other.generated) >= end
-
-    def finish_all(self, rows: Sequence[RowText], ids: torch.Tensor, scores: Any) -> None:
-        """Find out after a token of every row which of them have ended; all go on until all have.
-
-        Args:
-            rows: of the call, in step.
-            ids: int64 [batch, length], their texts.
-            scores: the call's so far, [batch, vocab_size] each, as criteria are shown them.
-        """
-        for row, met in zip(rows, self.criteria(ids, scores).tolist(), strict=True):
-            if row.met is None and met:
-                row.met = len(row.generated)
-        done = all(row.met is not None for row in rows)
-        for row in rows:
-            row.finished = done
+            ids = rows[0].ids if len(rows) == 1 else torch.cat([row.ids for row in rows])
+            also = self.others(ids, scores).reshape(len(rows), -1).all(dim=-1).tolist()
+            met = [one or other for one, other in zip(met, also, strict=True)]
+        return met
 
     @staticmethod
     def end(rows: Sequence[RowText]) -> int:
@@ -94,8 +91,9 @@ class Stopping:
 
     def deepest(self, row: RowText) -> int | None:
         """How deep a draft of the row may be of use; None without a limit."""
+        left = self.remaining(row)
         # The last token that may be generated needs no node: the walk chooses it at its parent.
-        return None if self.max_length is None else max(0, self.max_length - len(row) - 1)
+        return None if left is None else max(0, left - 1)
 
     def remaining(self, row: RowText) -> int | None:
         """Tokens the row may still grow by; None without a limit."""

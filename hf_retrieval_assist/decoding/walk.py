@@ -13,8 +13,6 @@ draw sees the batch that plain decoding shows it, whatever it keeps from one cal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -28,50 +26,38 @@ from .dice import Dice, quotient_token
 from .node_choices import NodeChoices
 from .recorder import OutputRecorder
 from .selection import TokenSelector
-from .stopping import Stopping
 
 Drawn = Callable[[Sequence[int]], ChildDraw | None]
 """What was drawn below the node that a path of tokens from the root leads to, if anything was."""
 
 
-@dataclass(eq=False)
 class Walk:
     """Generates tokens of rows along verified trees until there are no logits for the next ones.
 
     All rows that still walk choose their next tokens together, which costs about what one of them
     costs. A streamer receives one token after the other, or in step one of every row at once.
 
-    Attributes:
+    Args:
+        call: whose tokens.
         rows: of the call.
+        in_step: whether all rows choose in one step.
+        residual: whether drafts that were drawn may be verified by residual sampling.
+
+    Attributes:
         select: chooses the tokens.
         stopping: says after each token which rows are finished.
         recorder: is told of each token's scores and logits where the call wants them.
         dice: the call's random draws.
-        streamer: receives the new tokens; None: nobody does.
-        in_step: whether all rows choose in one step.
-        residual: whether drafts that were drawn may be verified by residual sampling.
     """
 
-    rows: Sequence[RowText]
-    select: TokenSelector
-    stopping: Stopping
-    recorder: OutputRecorder
-    dice: Dice
-    streamer: Any = None
-    in_step: bool = False
-    residual: bool = False
-    _scores: list[torch.Tensor] = field(default_factory=list, init=False)
-
-    @classmethod
-    def of(cls, call: Call, rows: Sequence[RowText], in_step: bool, residual: bool) -> Walk:
-        """That of a call; arguments as for the class."""
-        select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
-        recorder = OutputRecorder(call.config, call.batch_size)
-        return cls(
-            *(rows, select, call.stopping, recorder, Dice(rows), call.streamer),
-            in_step=in_step,
-            residual=residual and select.do_sample,
-        )
+    def __init__(self, call: Call, rows: Sequence[RowText], in_step: bool, residual: bool):
+        self.rows, self.in_step = rows, in_step
+        self.select = TokenSelector(call.processors, call.config.do_sample, call.batch_size)
+        self.stopping = call.stopping
+        self.recorder = OutputRecorder(call.config, call.batch_size)
+        self.dice = Dice(rows)
+        self.residual = residual and self.select.do_sample
+        self._streamer = call.streamer
 
     @property
     def _needs_logits(self) -> bool:
@@ -99,8 +85,8 @@ class Walk:
         """End the streamer's text and leave the generator as plain decoding does after so many
         tokens of every row. Returns whether all were drawn as plain decoding draws them."""
         self.dice.end(tokens)
-        if self.streamer is not None:
-            self.streamer.end()
+        if self._streamer is not None:
+            self._streamer.end()
         return self.dice.plain and not self.residual
 
     def __call__(
@@ -120,56 +106,40 @@ class Walk:
             One path per row of the batch.
         """
         paths = [Path(len(row.generated)) for row in self.rows]
-        walking = self.rows if self.in_step else [row for row in self.rows if not row.finished]
+        walking = [row for row in self.rows if not row.finished]
         for row in walking:
             paths[row.index].accepted.append(0)
         while walking:
-            padding = [row.padding if self.in_step else None for row in walking]
             chosen = self._choose(walking, paths, verified, drawn)
-            tokens = [
-                token if pad is None else pad for token, pad in zip(chosen, padding, strict=True)
-            ]
-            for row, token, pad in zip(walking, tokens, padding, strict=True):
-                row.generated.append(token)
-                if pad is None:
+            for row, token in zip(walking, chosen, strict=True):
+                padding = row.padding if self.in_step else None
+                row.generated.append(token if padding is None else padding)
+                if padding is None:
                     paths[row.index].tokens.append(token)
-                if not self.in_step:
-                    scores = self.recorder.scores(row) if self.recorder.wants_scores else None
-                    self.stopping.finish(row, self.rows, scores)
-                    if self.streamer is not None:
-                        self._stream([token])
-            if self.in_step:
-                shown = tuple(self._scores) if self.recorder.wants_scores else None
-                self.stopping.finish_all(self.rows, self._ids(), shown)
-                if self.streamer is not None:
-                    self._stream(tokens)
-            walking = self._following(walking, tokens, trees, paths)
+            self.stopping.finish(walking, self.rows, self.recorder.shown, self.in_step)
+            if self._streamer is not None:  # one row, or rows in step
+                self._streamer.put(torch.tensor([row.last for row in walking], device="cpu"))
+            walking = self._following(walking, trees, paths)
         return paths
 
-    def _stream(self, tokens: list[int]) -> None:
-        self.streamer.put(torch.tensor(tokens, device="cpu"))
-
     def _following(
-        self,
-        walking: Sequence[RowText],
-        tokens: Sequence[int],
-        trees: Sequence[TokenTree],
-        paths: Sequence[Path],
-    ) -> Sequence[RowText]:
+        self, walking: Sequence[RowText], trees: Sequence[TokenTree], paths: Sequence[Path]
+    ) -> list[RowText]:
         """The rows whose trees have the chosen token below the path's end, and so logits for the
         next one; in step all or none."""
         children = [
             -1
             if row.finished or not len(trees[row.index])
-            else trees[row.index].child(paths[row.index].accepted[-1] - 1, token)
-            for row, token in zip(walking, tokens, strict=True)
+            else trees[row.index].child(paths[row.index].accepted[-1] - 1, row.generated[-1])
+            for row in walking
         ]
         if self.in_step and min(children) < 0:
             return []
-        going_on = [row for row, child in zip(walking, children, strict=True) if child >= 0]
+        going_on = []
         for row, child in zip(walking, children, strict=True):
             if child >= 0:
                 paths[row.index].accepted.append(child + 1)
+                going_on.append(row)
         return going_on
 
     def _choose(
@@ -180,29 +150,24 @@ class Walk:
         drawn: Sequence[Drawn] | None,
     ) -> list[int]:
         """The next tokens of rows that have come to the ends of their paths."""
-        places = [row.index for row in walking]
-        nodes = [paths[i].accepted[-1] for i in places]
-        if not self.in_step:
-            if self.select.greedy and not self.recorder.wants_tokens:
-                return verified.best(places, nodes)
-            ahead = verified.chosen(places, nodes)
-            sampled = self.select.do_sample
-            if ahead is not None and (not sampled or self.dice.follow(walking, ahead)):
-                return ahead
+        rows = [row.index for row in walking]
+        nodes = [paths[i].accepted[-1] for i in rows]
+        if self.select.greedy and not self.recorder.wants_tokens:
+            return verified.best(rows, nodes)
+        ahead = verified.chosen(rows, nodes)
+        if ahead is not None and (not self.select.do_sample or self.dice.follow(walking, ahead)):
+            return ahead
         if verified.screened is None:
             # A copy in float32 on the prompt's device, as plain decoding makes one.
             device = walking[0].device
-            raw = verified.logits(places, nodes).to(copy=True, dtype=torch.float32, device=device)
+            raw = verified.logits(rows, nodes).to(copy=True, dtype=torch.float32, device=device)
         else:
-            found = self._drawn_from(verified.screened, walking, verified.places(places, nodes))
+            places = verified.places(rows, nodes)
+            found = self._drawn_from(verified.screened, walking, places)
             if found is not None:
                 return found
-            raw = self._decisive(verified.screened, walking, verified.places(places, nodes))
-        if self.in_step:
-            scores = self.select.processors(self._ids(), raw)
-            self._scores += [scores] if self.recorder.wants_scores else []
-        else:
-            scores = self.select.process(walking, raw)
+            raw = self._decisive(verified.screened, walking, places)
+        scores = self.select.process(walking, raw)
         self.recorder.tokens(walking, scores, raw)
         if drawn is None:
             return self.select.choose(scores, lambda probs: self.dice.draw(probs, walking))
@@ -213,10 +178,6 @@ class Walk:
             else self.select.verify(one[0], found)
             for one, found in zip(scores.split(1), proposals, strict=True)
         ]
-
-    def _ids(self) -> torch.Tensor:
-        """int64 [batch, length] of rows in step."""
-        return torch.cat([row.ids for row in self.rows])
 
     def _drawn_from(
         self, screened: Screened, walking: Sequence[RowText], places: Sequence[int]

@@ -25,8 +25,7 @@ def rows_of(*texts, pad_id=0):
 
 
 def finished(stop, rows):
-    for row in rows:
-        stop.finish(row, rows, None)
+    stop.finish(rows, rows, None)
     return [row.finished for row in rows]
 
 
@@ -65,7 +64,7 @@ def test_other_criteria_see_the_text_and_the_scores():
     criterion = EndsWith(6)
     stop = stopping(criterion, EosTokenCriteria(4))
     row = rows_of([2, 6])[0]
-    stop.finish(row, [row], ("scores",))
+    stop.finish([row], [row], ("scores",))
     assert row.finished
     assert criterion.shown == [([[9, 9, 9, 2, 6]], ("scores",))]
 
