@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 
-from ..host.positions import position_limit
+from ..host.positions import named_lengths, position_limit
+from ..host.transformers_private import input_device
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,15 @@ class Reach:
 UNLIMITED = Reach()
 
 
-def find_reach(model: Any) -> Reach:
+def find_reach(model: Any, cache_name: str) -> Reach:
     """The reach of a model, by its kinds of RoPE, its tables and how it prepares its inputs."""
     ropes = {rope for module in model.modules() for rope in _ropes(module)}
     end = position_limit(model)
-    # Models that prepare their inputs themselves and have an original length begin anew behind it,
-    # with other frequencies for the whole text.
-    own: Any = type(model).prepare_inputs_for_generation
-    original: Any = getattr(model.config, "original_max_position_embeddings", None)
-    restarts = original is not None and own is not GenerationMixin.prepare_inputs_for_generation
     return Reach(
         tuple(sorted(length for kind, length in ropes if kind == "longrope")),
         min((length for kind, length in ropes if "dynamic" in kind), default=None),
         None if end == sys.maxsize else end,
-        original + 1 if restarts else None,
+        _restart(model, cache_name),
     )
 
 
@@ -83,3 +80,37 @@ def _ropes(module: nn.Module) -> Iterator[tuple[str, int]]:
         if kind == "longrope":
             longest = parameters.get("original_max_position_embeddings") or longest
         yield str(kind), longest
+
+
+class _Filled(DynamicCache):
+    """A cache that says it holds so many tokens."""
+
+    def __init__(self, config: Any, length: int):
+        super().__init__(config=config)
+        self._length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length
+
+
+def _restart(model: Any, cache_name: str) -> int | None:
+    """The first length, of those that the configuration names, at which a model drops its cache
+    while it prepares its inputs."""
+    own: Any = type(model).prepare_inputs_for_generation
+    if own is GenerationMixin.prepare_inputs_for_generation or model.config.is_encoder_decoder:
+        return None
+    if _starts_anew(model, 3, cache_name):
+        return None  # It makes something else of its inputs, whatever the length.
+    named = named_lengths(model.config.get_text_config(decoder=True).to_dict())
+    near = sorted({length + offset for length in named for offset in range(3)})
+    return next((length for length in near if _starts_anew(model, length, cache_name)), None)
+
+
+def _starts_anew(model: Any, length: int, cache_name: str) -> bool:
+    """Whether a text of this length, of which the cache holds all but the last token, is fed from
+    its start."""
+    ids = torch.ones((1, length), dtype=torch.long, device=input_device(model))
+    cache = _Filled(model.config.get_text_config(decoder=True), length - 1)
+    given = {cache_name: cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
+    inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **given)
+    return inputs.get(cache_name) is not cache

@@ -83,7 +83,7 @@ def examined(
                 while width > _NARROW and not probe.wide_error(width) <= limit:
                     width //= 2
                     probe = _Probe(model, service, model_kwargs, rows, seed)
-            reach = find_reach(model)
+            reach = find_reach(model, service.cache_name)
     except SHORTAGES:
         raise
     except Exception as exception:  # whatever an unsuitable model raises, the next tier serves it

@@ -6,8 +6,10 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import SamAssistant
+from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.reach import Reach
 from hf_retrieval_assist.verification.service import choose_service
 from tests.support.lossless import build
@@ -65,8 +67,35 @@ def test_borders_are_found_by_the_kind_of_rope(kind, reach):
     assert choose_service(rope_model(kind), {}).reach == reach
 
 
-def test_lengths_at_which_the_cache_is_dropped_are_found():
-    assert choose_service(phi3(), {}).reach.restart == ORIGINAL + 1
+def prepares(model, longest):
+    """A model that prepares its inputs itself, and drops its cache behind a length, if any."""
+
+    class Prepares(type(model)):
+        def prepare_inputs_for_generation(self, ids, **options):
+            if longest is not None and ids.shape[1] > longest:
+                options |= {CACHE: None}
+            return super().prepare_inputs_for_generation(ids, **options)
+
+    model.__class__ = Prepares
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "restart"),
+    [
+        (phi3, ORIGINAL + 1),
+        (lambda: prepares(build(LlamaForCausalLM, max_context_length=40), 40), 41),
+        # An original length says nothing by itself.
+        (
+            lambda: prepares(
+                build(LlamaForCausalLM, original_max_position_embeddings=ORIGINAL), None
+            ),
+            None,
+        ),
+    ],
+)
+def test_lengths_at_which_the_cache_is_dropped_are_found(make, restart):
+    assert choose_service(make(), {}).reach.restart == restart
 
 
 def test_room_ends_at_borders():
