@@ -25,7 +25,14 @@ import torch
 from torch import nn
 
 from .library_weights import library_linear
-from .skinny import MAX_ROWS, kernel_linear, routed_linear, set_chooser, skinny_linear
+from .skinny import (
+    MAX_ROWS,
+    in_route,
+    kernel_linear,
+    routed_linear,
+    set_chooser,
+    skinny_linear,
+)
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
 __all__ = ["MAX_ROWS", "METHODS", "LinearTuning", "is_kernel", "linear", "plain_linear"]
@@ -138,7 +145,7 @@ def linear(
     if torch.compiler.is_compiling():
         return plain_linear(input, weight, bias)
     stand_in = _thread.stand_ins.get(id(weight))
-    if stand_in is not None:
+    if stand_in is not None and in_route():
         return stand_in(input, bias)
     if type(weight) in _DENSE:
         return routed_linear(input, weight, bias)

@@ -23,7 +23,6 @@ from types import TracebackType
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from . import norms, skinny
 from .linear import StandIn, linear, plain_linear, set_stand_ins, stand_ins
@@ -71,14 +70,10 @@ def all_scopes_left() -> Iterator[None]:
         _go_to_depth(depth)
 
 
-def is_observed() -> bool:
-    """Whether something records or replaces the operators that run, and must see the linears."""
-    return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or _get_current_dispatch_mode() is not None
-        or torch._C._len_torch_function_stack() > 0
-    )
+def _is_traced() -> bool:
+    """Whether operators are being written down, for which scopes do nothing. Modes that watch or
+    replace operators are looked for at each of them, as they begin and end within scopes."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 class reroute:  # noqa: N801, a context manager reads as a verb
@@ -106,7 +101,7 @@ class reroute:  # noqa: N801, a context manager reads as a verb
         self._outer: list[int | None] = []  # depths; None: nothing was done
 
     def __enter__(self) -> reroute:
-        active = self.enabled and not is_observed()
+        active = self.enabled and not _is_traced()
         self._outer.append(route_depth() if active else None)
         if active:
             _go_to_depth(route_depth() + 1)
@@ -133,7 +128,7 @@ def standing_in(others: Mapping[int, StandIn]) -> Iterator[None]:
     outer = stand_ins()
     with reroute():
         try:
-            if not is_observed():
+            if not _is_traced():
                 set_stand_ins(others)
             yield
         finally:
