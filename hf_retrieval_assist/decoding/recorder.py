@@ -155,9 +155,5 @@ def _window(cache: SlotCache, index: int) -> int | None:
 
 
 def _by_step(rows: list[list[torch.Tensor]], tokens: int) -> tuple[torch.Tensor, ...]:
-    """One [batch, vocab_size] tensor per step; a row that had finished has zeros there."""
-    nothing = torch.zeros_like(rows[0][0])
-    return tuple(
-        torch.cat([row[step] if step < len(row) else nothing for row in rows])
-        for step in range(tokens)
-    )
+    """One [batch, vocab_size] tensor per step. Where any are recorded, rows end together."""
+    return tuple(torch.cat([row[step] for row in rows]) for step in range(tokens))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..host.transformers_private import is_compiled, with_cache
+from ..host.transformers_private import with_cache
 from ..verification.fixed_verifier import FixedVerifier, ForwardOptions
 from ..verification.tiers import Service
 from ..verification.tree_attention import FedTokens, TreeAttention
@@ -42,7 +42,7 @@ class RecordedDrafts(FixedVerifier):
         super().__init__(
             *(model, cache, kwargs, before_first),
             attention=TreeAttention(service.rules, None, model.dtype),
-            options=ForwardOptions(recorded=recorded and not is_compiled(model)),
+            options=ForwardOptions(recorded=recorded),
             by=service.attention_by,
         )
         self.most, self.begun = most, 0

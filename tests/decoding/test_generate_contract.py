@@ -16,7 +16,6 @@ from hf_retrieval_assist import Assistant, SamAssistant
 from hf_retrieval_assist.decoding.recorder import OutputRecorder
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.row_text import RowText
 from hf_retrieval_assist.verification.service import Tier, choose_service
 from hf_retrieval_assist.verification.verified import Verified
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
@@ -86,16 +85,6 @@ def test_outputs_of_other_shapes(model_class, name, dims):
     plain, assisted, _ = equal(model, **wanted)
     assert plain[name][0][0].dim() == dims
     assert_same_states(plain[name], assisted[name])
-
-
-def test_scores_behind_the_end_of_a_row_are_zeros():
-    config = transformers.GenerationConfig(return_dict_in_generate=True, output_scores=True)
-    outputs, rows = OutputRecorder(config, 2), [RowText(i, PROMPT[0], 4) for i in range(2)]
-    for values in ([1.0, 4.0], [2.0]):
-        scores = torch.tensor(values)[:, None].expand(-1, 3)
-        outputs.tokens(rows[: len(values)], scores, scores)
-    result = outputs.result(torch.zeros(2, 3), None, None, 2)
-    assert [entry[:, 0].tolist() for entry in result.scores] == [[1.0, 4.0], [2.0, 0.0]]
 
 
 def test_states_behind_the_end_of_a_text_are_left_out():
