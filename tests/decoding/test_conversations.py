@@ -66,7 +66,7 @@ def adapted_model():
 
 
 def model_with_poison():
-    """One that a draft of token 66, which it never writes, fills with NaN."""
+    """One that a draft of token 66, which it never writes greedily, fills with NaN."""
     model = build(transformers.LlamaForCausalLM)
     model.get_output_embeddings().weight.data[66] = 0.0
     model.get_input_embeddings().weight.data[66] = float("nan")
@@ -296,6 +296,8 @@ class Conversation(RuleBasedStateMachine):
     def sampled_turn(self, new, seed, kind):
         self.extend(self.new_tokens(self.rows, 1))
         options = {"max_new_tokens": new, "do_sample": True, "temperature": 0.7}
+        if self.name == "not finite":
+            options["suppress_tokens"] = [66]
         torch.manual_seed(seed)
         plain = self.generate("plain", **options)
         left = torch.get_rng_state()

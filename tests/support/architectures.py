@@ -55,8 +55,9 @@ def build(name):
     return tiny_model(model_class, tiny_config(model_class.config_class))
 
 
-def table_row(name, model):
-    """The table's line on a class: how a tiny model of it is served, alone and in batches."""
+def row_of(model):
+    """How a tiny model is served: tier of one row, of a batch, and why not higher."""
+    name = type(model).__name__
     single, batch = (
         choose_service(model, {"attention_mask": torch.ones(rows, 8, dtype=torch.long)}, rows)
         for rows in (1, 2)
@@ -64,29 +65,44 @@ def table_row(name, model):
     why = BELOW_KNOWN.get(name, "" if single.tier is Tier.TREE else single.reason)
     if batch.tier is not single.tier:
         why = f"{why}; in batches {batch.reason}".lstrip("; ")
-    return f"| {name} | {single.tier.value} | {batch.tier.value} | {why} |"
+    return single.tier.value, batch.tier.value, why.strip()
 
 
 def table():
+    served = {}
+    for name in architectures():
+        served.setdefault(row_of(build(name)), []).append(name)
     lines = [
         "# How each architecture is served",
         "",
-        "This page lists the model classes and the tier that the self-test chose for each. It is "
-        "for those who ask whether their model is assisted. "
-        "`python -m tests.support.architectures` writes "
-        f"it, with tiny float32 models of transformers {transformers.__version__}.",
+        "The tier that the self-test chose for each model class, for one row and for a padded batch. "
+        "`python -m tests.support.architectures` writes this page, with tiny float32 models of "
+        f"transformers {transformers.__version__}.",
         "",
-        "Batches are padded ones. On the replay tier their rows stay in step: a recurrent state "
-        "can be kept after a whole forward or restored to what it was before, for all rows at the "
-        "same token, so every row accepts as many tokens as the one that accepts fewest.",
+        "On the replay tier the rows of a batch stay in step: a recurrent state can only be kept or "
+        "restored as a whole, so every row accepts as many tokens as the one that accepts fewest.",
         "",
-        "| class | one row | batch | why not higher |",
+        "| one row | batch | why not higher | classes |",
         "|---|---|---|---|",
     ]
-    lines += [table_row(name, build(name)) for name in architectures()]
+    order = [tier.value for tier in Tier]
+    for row in sorted(served, key=lambda row: (order.index(row[0]), order.index(row[1]), row[2])):
+        lines.append(f"| {' | '.join(row)} | {', '.join(served[row])} |")
     lines += ["", "Not served, and not tested:", ""]
     lines += [f"* {name}: {why}" for name, why in SKIPPED.items()]
     return "\n".join(lines) + "\n"
+
+
+def tabled():
+    """What the page says of each class: a row as `row_of` gives it."""
+    rows = [
+        line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if " | " in line
+    ]
+    return {
+        name: tuple(cell.strip() for cell in row)
+        for *row, names in rows[1:]
+        for name in names.split(", ")
+    }
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from tests.support.architectures import (
     architectures,
     build,
     known_tiers,
-    table_row,
+    row_of,
+    tabled,
 )
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import agreeing
@@ -48,17 +49,9 @@ UNRECORDED = {
 
 
 @pytest.fixture(scope="module")
-def lines():
-    """The table's line on each class."""
-    rows = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")]
-    return {line.split("|")[1].strip(): line for line in rows[1:]}
-
-
-@pytest.fixture(scope="module")
-def served(lines):
-    """Tier of one row and of a batch per class, as the table shows them."""
-    cells = {name: line.split("|") for name, line in lines.items()}
-    return {name: (cell[2].strip(), cell[3].strip()) for name, cell in cells.items()}
+def served():
+    """Tier of one row, tier of a batch, and why not higher: by class, as the table shows them."""
+    return tabled()
 
 
 def relative_error(expected, actual):
@@ -84,7 +77,7 @@ def quick(names, chosen):
 
 
 @pytest.mark.parametrize("name", quick(architectures(), QUICK))
-def test_class_generates_as_without_assistant(name, lines, served):
+def test_class_generates_as_without_assistant(name, served):
     model = build(name)
     inputs = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
     length = {"max_new_tokens": NEW_TOKENS}
@@ -92,7 +85,7 @@ def test_class_generates_as_without_assistant(name, lines, served):
     *_, assistant = agreeing(model, inputs, do_sample=False, **length)
     if TABLED:
         assert assistant.stats.tier == served[name][0]
-        assert table_row(name, model) == lines[name]
+        assert row_of(model) == served[name]
     if assistant.stats.tier != "plain":
         assert assistant.stats.last.accepted > 0
 
@@ -227,7 +220,7 @@ def test_no_class_is_served_below_its_known_tier_without_a_reason(served):
     known = known_tiers()
     lower = {
         name
-        for name, (tier, _) in served.items()
+        for name, (tier, *_) in served.items()
         if TIERS.index(tier) > TIERS.index(known.get(name, "plain"))
     }
     assert lower == set(BELOW_KNOWN)
