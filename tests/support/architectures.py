@@ -75,19 +75,19 @@ def table():
     lines = [
         "# How each architecture is served",
         "",
-        "The tier that the self-test chose for each model class, for one row and for a padded batch. "
-        "`python -m tests.support.architectures` writes this page, with tiny float32 models of "
+        "The tier that the self-test chose for each model class, for one row and for a padded "
+        "batch. `python -m tests.support.architectures` writes this page, with tiny float32 models of "
         f"transformers {transformers.__version__}.",
         "",
-        "On the replay tier the rows of a batch stay in step: a recurrent state can only be kept or "
-        "restored as a whole, so every row accepts as many tokens as the one that accepts fewest.",
+        "On the replay tier the rows of a batch stay in step: a recurrent state can only be kept "
+        "or restored as a whole, so every row accepts as many tokens as the one that accepts fewest.",
         "",
         "| one row | batch | why not higher | classes |",
         "|---|---|---|---|",
     ]
     order = [tier.value for tier in Tier]
-    for row in sorted(served, key=lambda row: (order.index(row[0]), order.index(row[1]), row[2])):
-        lines.append(f"| {' | '.join(row)} | {', '.join(served[row])} |")
+    rows = sorted(served, key=lambda row: (order.index(row[0]), order.index(row[1]), row[2]))
+    lines += [f"| {' | '.join(row)} | {', '.join(served[row])} |" for row in rows]
     lines += ["", "Not served, and not tested:", ""]
     lines += [f"* {name}: {why}" for name, why in SKIPPED.items()]
     return "\n".join(lines) + "\n"
