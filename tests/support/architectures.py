@@ -76,11 +76,12 @@ def table():
         "# How each architecture is served",
         "",
         "The tier that the self-test chose for each model class, for one row and for a padded "
-        "batch. `python -m tests.support.architectures` writes this page, with tiny float32 models of "
-        f"transformers {transformers.__version__}.",
+        "batch. `python -m tests.support.architectures` writes this page, with tiny float32 "
+        f"models of transformers {transformers.__version__}.",
         "",
         "On the replay tier the rows of a batch stay in step: a recurrent state can only be kept "
-        "or restored as a whole, so every row accepts as many tokens as the one that accepts fewest.",
+        "or restored as a whole, so every row accepts as many tokens as the one that accepts "
+        "fewest.",
         "",
         "| one row | batch | why not higher | classes |",
         "|---|---|---|---|",
