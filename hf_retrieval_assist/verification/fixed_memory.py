@@ -107,6 +107,9 @@ class FixedMemory:
         self.workspace = WORKSPACES.lend(self._model, shape, self._state, reserved)
         self.workspace.masks.start(self._prompt_mask)
         self.workspace.arena.hold(self._layers)
+        if reserved is not None and reserved is not self.workspace:
+            # Nothing lies there any more. What was recorded there may serve the next call.
+            WORKSPACES.give_back(self._model, reserved, spared=0)
 
     def _slot_bytes(self) -> int:
         """What one slot of all rows and layers takes."""

@@ -318,10 +318,10 @@ class Workspaces:
             return Workspace(shape)
         with self._lock:
             idle = self._idle.setdefault(model, [])
-            idle += [] if reserved is None else [reserved]
             # What was recorded of a model that was changed will not be used again.
             _leave(idle, [kept for kept in idle if kept.state == state])
-            fitting = [kept for kept in idle if kept.shape.serves(shape)]
+            known = idle if reserved is None or reserved.state != state else [*idle, reserved]
+            fitting = [kept for kept in known if kept.shape.serves(shape)]
             if fitting:
                 found = min(fitting, key=lambda kept: (kept is not reserved, kept.shape.capacity))
                 idle[:] = [kept for kept in idle if kept is not found]
@@ -333,8 +333,9 @@ class Workspaces:
         record = replay.recorder(shape.device)
         return Workspace(shape, record, state, faults)
 
-    def give_back(self, model: Any, workspace: Workspace) -> None:
-        """Keep a workspace for the model's next calls, where something was recorded in it."""
+    def give_back(self, model: Any, workspace: Workspace, spared: int = 1) -> None:
+        """Keep a workspace for the model's next calls, where something was recorded in it; if it
+        is large and not spared, its memory goes."""
         if workspace.record is None or not workspace.made:
             return
         workspace.leave()
@@ -342,7 +343,7 @@ class Workspaces:
             self._repeating.add(model)
             idle = self._idle.setdefault(model, [])
             idle.append(workspace)
-            _leave_few(idle, _MOST_IDLE)
+            _leave_few(idle, _MOST_IDLE, spared)
 
     def refuse(self, model: Any, key: Hashable, fault: str) -> None:
         """Record no computation of a model with this key from now on."""
@@ -365,10 +366,10 @@ class Workspaces:
 WORKSPACES = Workspaces()
 
 
-def _leave_few(idle: list[Workspace], most: int) -> None:
-    """Forget the oldest; all but the last one, where they take much memory."""
+def _leave_few(idle: list[Workspace], most: int, spared: int = 1) -> None:
+    """Forget the oldest; all but the last ones that are spared, where they take much memory."""
     kept = idle[-most:]
-    while sum(one.arena.nbytes for one in kept[:-1]) > _MOST_IDLE_BYTES:
+    while sum(one.arena.nbytes for one in kept[: len(kept) - spared]) > _MOST_IDLE_BYTES:
         del kept[0]
     _leave(idle, kept)
 

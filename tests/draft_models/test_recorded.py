@@ -10,6 +10,7 @@ from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.draft_models import growth
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.early_exit import EarlyExit
+from hf_retrieval_assist.draft_models.layers_follower import LayersFollower
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.recorded import RecordedDrafts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
@@ -18,9 +19,9 @@ from hf_retrieval_assist.verification import fixed_memory, fixed_verifier, repla
 from hf_retrieval_assist.verification.fixed_masks import FixedMasks
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support import dense_attention
-from tests.support.accelerator import Accelerator
+from tests.support.accelerator import DEVICE, Accelerator
 from tests.support.drafted_texts import DRAFT_MODELS, Texts, assert_same_drafts, drafting
-from tests.support.heads import head_drafter, layers_of
+from tests.support.heads import as_launches, head_drafter, layers_of, put_head
 from tests.support.lossless import build, run
 from tests.support.mtp_models import FAMILIES, saved_with_mtp
 from tests.support.op_recorder import serve_in_place
@@ -221,3 +222,42 @@ def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(rows, monkeypatch):
         for before, after in pairwise(forwards):
             assert after["loop", "to host"] == 0
             assert (after - before)["loop", "kernel"] <= LAUNCHES + BUILT
+
+
+# What is new in the texts gathered (two), and the layers' last states kept for the next draft.
+OF_A_HEAD = 3
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
+def test_a_draft_is_two_copies_there_and_one_back(kind, rows, monkeypatch, tmp_path):
+    """Of texts of which one joins late and one leaves."""
+    case = case_of(kind, tmp_path)
+    expected = case.conversation(range(rows))
+    machine, drafts = Accelerator(), []
+    head = layers_of(case.drafter, case.target)
+    put_head(machine, case.target, head)
+    with machine:
+        case.features = [found.to(DEVICE) for found in case.features]
+    as_launches(machine, head, monkeypatch)
+    draft = LayersFollower.draft
+
+    def drafted(follower, group, *asked):
+        settled = group.in_place is not None
+        machine.reset()
+        trees = draft(follower, group, *asked)
+        # The first forward of a width allocates.
+        if settled and ("loop", "kernel", "aten.zeros.default") not in machine.calls:
+            drafts.append(machine.counts.copy())
+        return trees
+
+    monkeypatch.setattr(LayersFollower, "draft", drafted)
+    with machine:
+        assert_same_drafts(case.conversation(range(rows)), expected)
+    usual = [counts for counts in drafts if counts["loop", "recorded"] == 2]
+    assert len(usual) > 3
+    for counts in usual:
+        assert counts["loop", "kernel"] <= OF_A_HEAD
+        assert counts["loop", "to device"] == 2
+        assert counts["loop", "to host"] == 1
+        assert counts["loop", "wait"] == 0

@@ -26,6 +26,7 @@ class Texts:
     Attributes:
         tokens: of each text so far.
         sessions: of those that have begun and have not ended.
+        features: the hidden states of each text, where the drafter follows them.
     """
 
     def __init__(self, drafter, target=None, budget=12):
@@ -33,11 +34,11 @@ class Texts:
         generators = [torch.Generator().manual_seed(row) for row in ROWS]
         self._words = [torch.randint(1, VOCAB, (300,), generator=g).tolist() for g in generators]
         layers = drafter.needs.hidden_layers
-        self._features = [features_of(target, layers, w) if layers else None for w in self._words]
+        self.features = [features_of(target, layers, w) if layers else None for w in self._words]
         self.tokens, self.sessions = {}, {}
 
     def _seen(self, row, first, last):
-        features = self._features[row]
+        features = self.features[row]
         return None if features is None else seen(features[first:last])
 
     def fresh(self, row):
@@ -85,7 +86,7 @@ class Texts:
             asked = [row for row in self.sessions if turn > 1 or row not in rows[1:2]]
             trees = dict(zip(asked, self.propose(asked), strict=True))
             for row in self.sessions:
-                if row in trees and self._features[row] is None:
+                if row in trees and self.features[row] is None:
                     self.accept(row, trees[row], (row + turn) % 4)
                 else:
                     self.grow(row, 1 + (row + turn) % 3)

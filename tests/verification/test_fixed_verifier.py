@@ -22,6 +22,7 @@ from transformers.integrations import moe
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers, workspace
+from hf_retrieval_assist.verification.arena import Arena
 from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
@@ -224,21 +225,33 @@ def test_attention_by_kernels(model_class, inputs, recorded, monkeypatch):
     assert last.repeated == (last.forwards if recorded else 0)
 
 
-def test_a_call_that_is_not_recorded_leaves_others_their_recordings(monkeypatch):
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("make", [oracle_assistant, knowing])
+def test_a_call_of_another_kind_leaves_others_their_recordings(make, recorded, monkeypatch):
+    """One that is not recorded, or wants of forwards what nobody did. It begins in their memory,
+    which nobody is lent before it has left."""
     dense_attention.install(monkeypatch)
-    model = build(LlamaForCausalLM)
+    model, hold = build(LlamaForCausalLM, max_position_embeddings=1024), Arena.hold
+    inputs, lent = {"input_ids": PROMPT.repeat(1, 20)}, []
 
-    def unrecorded(plain):
-        assistant = oracle_assistant(plain)
-        assistant.graphs = False
+    def other(plain):
+        assistant = make(plain)
+        assistant.graphs = recorded
         return assistant
 
-    agreeing(model, INPUTS["one row"], **OPTIONS)
+    def held(arena, layers):
+        if layers[0].slots.longest == inputs["input_ids"].shape[1]:
+            lent.append(first not in WORKSPACES._idle[model])
+        hold(arena, layers)
+
+    agreeing(model, inputs, **OPTIONS)
     first = idle(model)
-    *_, assistant = agreeing(model, INPUTS["one row"], make=unrecorded, **OPTIONS)
+    monkeypatch.setattr(Arena, "hold", held)
+    *_, assistant = agreeing(model, inputs, make=other, **OPTIONS)
     assert assistant.stats.last.attention == "triton"
-    assert assistant.stats.last.repeated == 0
-    assert idle(model) is first
+    assert (assistant.stats.last.repeated > 0) is recorded
+    assert lent == [True]
+    assert first in WORKSPACES._idle[model]
 
 
 def test_flash_attention_is_served_by_trees(monkeypatch):
