@@ -195,7 +195,10 @@ class Accelerator(TorchDispatchMode):
             inner["device"] = torch.device("cpu")
         if func.overloadpacket is aten.copy_:
             return self._copy(func, args, inner)
-        out = func(*tree_map(_held, args), **inner)
+        given = tree_map(_held, args)
+        if func.overloadpacket is aten.histc:  # of integers, which CPUs do not count
+            given = [given[0].float(), *given[1:]]
+        out = func(*given, **inner)
         if func.overloadpacket is aten._to_copy and here != placed:
             self.count("to device" if placed else "to host", func)
             # A host tensor of the same dtype would be handed through.

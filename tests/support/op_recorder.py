@@ -1,5 +1,6 @@
 """A CPU stand-in for CUDA graphs: a computation's operators, recorded and executed again."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -61,6 +62,18 @@ def serve_in_place(monkeypatch):
     monkeypatch.setattr(fixed_memory, "_STAYING", ("cpu",))
     monkeypatch.setattr(service, "has_triton", lambda device: False)
     monkeypatch.setattr(replay, "recorder", lambda device: record)
+
+
+@contextmanager
+def few_tokens(model):
+    """transformers' scope of decoding steps, as on an accelerator."""
+    before = model.get_experts_implementation()
+    copying = {k: "batched_mm" if v == "grouped_mm" else v for k, v in before.items()}
+    model.set_experts_implementation(copying)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
 
 
 def idle(model):

@@ -3,7 +3,6 @@
 import gc
 import sys
 import weakref
-from contextlib import contextmanager
 from functools import wraps
 from types import SimpleNamespace
 
@@ -29,7 +28,7 @@ from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support import dense_attention
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
-from tests.support.op_recorder import growing, hidden_states_told, idle, serve_in_place
+from tests.support.op_recorder import few_tokens, growing, hidden_states_told, idle, serve_in_place
 from tests.support.oracle_drafter import agreeing, both, oracle_assistant
 
 
@@ -351,18 +350,6 @@ def test_a_shortage_of_memory_is_one_of_the_call(monkeypatch, told):
             agreeing(model, INPUTS["one row"], **OPTIONS)
         assert len(WORKSPACES._idle[model]) == kept
     assert not any("one kernel at a time" in text for text in told.messages)
-
-
-@contextmanager
-def few_tokens(model):
-    """transformers' scope of decoding steps, as on an accelerator."""
-    before = model.get_experts_implementation()
-    copying = {k: "batched_mm" if v == "grouped_mm" else v for k, v in before.items()}
-    model.set_experts_implementation(copying)
-    try:
-        yield
-    finally:
-        model.set_experts_implementation(before)
 
 
 def test_recordings_of_mixtures_are_kept(monkeypatch):

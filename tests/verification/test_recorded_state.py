@@ -17,7 +17,7 @@ from transformers.utils.import_utils import enable_tf32
 from hf_retrieval_assist.host.feature_taps import FeatureTaps
 from hf_retrieval_assist.verification.recorded_state import recorded_state, why_unrecorded
 from hf_retrieval_assist.verification.workspace import WORKSPACES
-from tests.support.lossless import PROMPT, build, run
+from tests.support.lossless import build, run
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant
 
@@ -259,16 +259,3 @@ def test_how_a_checkpoint_was_read_is_no_change(kind, tmp_path):
     state = recorded_state(model, {}, CPU)
     assert state is not None
     assert recorded_state(model, {}, CPU) == state
-
-
-def test_chats_of_growing_length_share_what_was_recorded(monkeypatch):
-    serve_in_place(monkeypatch)
-    model = build(LlamaForCausalLM, max_position_embeddings=4096)
-    text, made = PROMPT, []
-    for _ in range(6):
-        plain = run(model, text, max_new_tokens=40)
-        run(model, text, max_new_tokens=40, assistant=oracle_assistant(plain, depth=2))
-        made.append(sum(workspace.made for workspace in WORKSPACES._idle[model]))
-        text = torch.cat([plain, plain[:, -60:].flip(1)], dim=1)
-    assert len(WORKSPACES._idle[model]) == 1
-    assert made[-1] == made[2]
