@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator
 from importlib import import_module
 from types import CodeType
@@ -265,11 +266,13 @@ def why_plain() -> str | None:
 
 
 def table() -> str:
-    """The list in Markdown."""
-    lines = ["| name | used for |", "|---|---|"]
+    """The list in Markdown, a row for each use of an owner's names, without their parameters."""
+    lines = ["| names | used for |", "|---|---|"]
     for title, names in GROUPS.items():
         lines.append(f"| **{title}** | |")
-        lines += [f"| `{name}` | {name.use} |" for name in names]
+        for (owner, use), same in itertools.groupby(names, lambda name: (name.owner, name.use)):
+            texts = ", ".join(f"`{name.text.partition('(')[0]}`" for name in same)
+            lines.append(f"| `{owner.rpartition(':')[2]}`: {texts} | {use} |")
     return "\n".join(lines)
 
 
