@@ -156,7 +156,7 @@ def _load(model: Any) -> nn.Module:
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError as error:
-        raise ValueError("fallback 'mtp': expected transformers 5.23 or later") from error
+        raise ValueError("fallback 'mtp': expected transformers 5.20 or later") from error
     try:
         device = next(owner.get_decoder().layers[-1].parameters()).device
         module = MtpModel.from_pretrained(owner, device_map={"": device})

@@ -266,13 +266,15 @@ def why_plain() -> str | None:
 
 
 def table() -> str:
-    """The list in Markdown, a row for each use of an owner's names, without their parameters."""
+    """The list in Markdown, a row for each owner, without parameters."""
     lines = ["| names | used for |", "|---|---|"]
     for title, names in GROUPS.items():
         lines.append(f"| **{title}** | |")
-        for (owner, use), same in itertools.groupby(names, lambda name: (name.owner, name.use)):
-            texts = ", ".join(f"`{name.text.partition('(')[0]}`" for name in same)
-            lines.append(f"| `{owner.rpartition(':')[2]}`: {texts} | {use} |")
+        for owner, same in itertools.groupby(names, lambda name: name.owner):
+            own = [*same]
+            texts = ", ".join(f"`{name.text.partition('(')[0]}`" for name in own)
+            uses = "; ".join(dict.fromkeys(name.use for name in own))
+            lines.append(f"| `{owner.rpartition(':')[2]}`: {texts} | {uses} |")
     return "\n".join(lines)
 
 
