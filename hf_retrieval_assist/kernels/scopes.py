@@ -59,9 +59,14 @@ class attending:  # noqa: N801, a context manager reads as a verb
         name: of the attention implementation that the model was loaded with.
         modules: the model's.
         attend: called with the function that would compute, and its arguments.
+
+    Raises:
+        ValueError: models do not look this implementation up.
     """
 
     def __init__(self, name: str, modules: Container[nn.Module], attend: Attention):
+        if not is_exchangeable(name):
+            raise ValueError(f"another attn_implementation than {name} may have them")
         self.name = name
         self.modules = modules
         self.compute = attend

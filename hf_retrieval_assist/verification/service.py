@@ -76,6 +76,13 @@ class Demand:
     stays: bool = False
 
 
+# What the first call does besides, on a CPU and where memory stays in place.
+_FIRST = (
+    "measures forwards and chooses kernels",
+    "compiles attention (about 7 s, kept where TRITON_CACHE_DIR or ~/.triton is) and records a "
+    "graph of each width (up to 0.5 s for a model of 8B)",
+)
+
 _OTHER_RANK = "another process that computes this model cannot verify drafts as this one can"
 
 
@@ -161,7 +168,7 @@ def choose_service(
             return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
         logger.warning_once(
             f"{type(model).__name__}: the first call with an assistant tests how drafts are "
-            "verified, measures forwards and chooses kernels; later ones start at once"
+            f"verified, {_FIRST[stays_in_place(input_device(model))]}; later ones start at once"
         )
         learn_norms(model)
         shortage = None
@@ -260,7 +267,7 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     if rules := layer_masks(config):
         trees.insert(0, replace(trees[0], reason="a mask per layer type", rules=rules))
     by_triton = []
-    if in_place and is_exchangeable(attention_of(model.config)) and has_triton(device):
+    if in_place and has_triton(device):
         by_triton = [replace(tree, in_place=True, attention_by="triton") for tree in trees]
     if (why := why_no_mask(model.config)) is not None:
         return [*by_triton, replace(chain, reason=why)]

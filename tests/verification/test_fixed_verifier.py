@@ -411,15 +411,21 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
     assert {type(verifier) for verifier in verifiers} == {TreeVerifier}
 
 
-def test_kernels_that_fail_their_test_are_told(monkeypatch, told):
+@pytest.mark.parametrize(
+    ("attention", "why"), [("sdpa", "ZeroDivisionError"), ("eager", "another attn_implementation")]
+)
+def test_kernels_that_fail_their_test_are_told(attention, why, monkeypatch, told):
     monkeypatch.setattr(service, "has_triton", lambda device: True)
-    broken = SimpleNamespace(TritonAttention=lambda *_: 1 / 0)
+    broken = SimpleNamespace(TritonAttention=lambda *_: None if attention == "eager" else 1 / 0)
     name = "hf_retrieval_assist.kernels.triton_attention"
     monkeypatch.setitem(sys.modules, name, broken)
     model = build(LlamaForCausalLM)
+    model.set_attn_implementation(attention)
     for _ in range(2):
         *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
     assert assistant.stats.tier == "tree"
-    warned = [text for text in told.messages if "kernels of triton" in text]
+    first, *warned = [text for text in told.messages if "Triton" in text or "triton" in text]
+    assert "about 7 s, kept where TRITON_CACHE_DIR or ~/.triton is" in first
+    assert "a graph of each width" in first
     assert len(warned) == 1
-    assert "ZeroDivisionError" in warned[0]
+    assert why in warned[0]
