@@ -412,6 +412,6 @@ def test_memory_goes_with_the_model(llama):
 
 
 def test_graphs_can_be_left_out(llama):
-    WORKSPACES.release(llama)
+    WORKSPACES._idle.pop(llama, None)
     same(llama, assistant=SamAssistant(budget=4, graphs=False))
     assert llama not in WORKSPACES._idle

@@ -25,7 +25,7 @@ from ..token_tree import TokenTree
 from .fixed_memory import FixedMemory
 from .kv_cache import moved_from
 from .replay import Shown
-from .tree_attention import FedTokens, Int64Array
+from .tree_attention import FedTokens
 from .verified import TopLogits, Verified
 from .verifiers import TreeVerifier
 from .workspace import MOST_MOVED, Shape, Step
@@ -134,7 +134,8 @@ class FixedVerifier(TreeVerifier):
         # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
         self.chains = options.fixed_width is not None
         self._first = self.next_position.cpu().numpy()
-        self._moves: tuple[Int64Array, Int64Array] | None = None
+        # Of accepted paths, from where and to where: int64 [2, batch, moved].
+        self._moves = self._still = np.empty((2, len(self.prompt_ids), 0), np.int64)
         room, layers = self.widths[-1], self.cache.slot_layers
         shape = Shape(
             batch=len(self.prompt_ids),
@@ -210,15 +211,10 @@ class FixedVerifier(TreeVerifier):
         host["positions"].numpy()[:] = self._first + progress + fed.depths
         workspace = self.memory.workspace
         workspace.masks.write(host, fed, workspace.arena.first)
-        moved = 0
-        if self._moves is not None:
-            moved = self._moves[0].shape[1]
-            host["moves"].numpy()[:, :, :moved] = self._moves
+        moved = self._moves.shape[2]
+        host["moves"].numpy()[:, :, :moved] = self._moves
         step.inputs.send()
-        if moved:
-            source, destination = step.inputs.device["moves"][:, :, :moved]
-            workspace.arena.move(workspace.rows, source, destination)
-            self._moves = None
+        self._move(step.inputs.device["moves"][:, :, :moved])
 
     def _run_step(self, step: Step) -> Shown:
         shown = self.memory.run(step, lambda: self._compute(step))
@@ -261,19 +257,19 @@ class FixedVerifier(TreeVerifier):
         if sources := moved_from(accepted):
             self._move()
             base = np.asarray(lengths, np.int64)[:, None]
-            self._moves = base + np.asarray(sources), base + np.arange(len(sources[0]))
+            self._moves = np.stack([base + np.asarray(sources), base + np.arange(len(sources[0]))])
             if len(sources[0]) > MOST_MOVED:
                 self._move()
         self.cache.slots.set_lengths(
             [length + len(path) for length, path in zip(lengths, accepted, strict=True)]
         )
 
-    def _move(self) -> None:
-        """Move accepted paths now instead of with the next step."""
-        if self._moves is not None:
-            source, destination = torch.from_numpy(np.stack(self._moves)).to(self.device)
-            self.memory.workspace.arena.move(self.memory.workspace.rows, source, destination)
-            self._moves = None
+    def _move(self, told: torch.Tensor | None = None) -> None:
+        """Move accepted paths, now instead of with the next step unless that has told of them."""
+        if self._moves.shape[2]:
+            moves = torch.from_numpy(self._moves).to(self.device) if told is None else told
+            self.memory.workspace.arena.move(self.memory.workspace.rows, *moves)
+            self._moves = self._still
 
     def _hand_over(self) -> None:
         """Make the layers show what is kept, as other caches do."""

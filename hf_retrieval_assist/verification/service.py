@@ -76,13 +76,6 @@ class Demand:
     stays: bool = False
 
 
-# What the first call does besides, on a CPU and where memory stays in place.
-_FIRST = (
-    "measures forwards and chooses kernels",
-    "compiles attention (about 7 s, kept where TRITON_CACHE_DIR or ~/.triton is) and records a "
-    "graph of each width (up to 0.5 s for a model of 8B)",
-)
-
 _OTHER_RANK = "another process that computes this model cannot verify drafts as this one can"
 
 
@@ -166,9 +159,14 @@ def choose_service(
             return known
         if not (ranks.several or verdicts.is_worth_a_test(key())):
             return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
+        does = "measures forwards and chooses kernels"
+        if stays_in_place(input_device(model)):
+            does = (
+                "may compile attention (7 s, kept in ~/.triton) and record graphs (0.5 s a width)"
+            )
         logger.warning_once(
             f"{type(model).__name__}: the first call with an assistant tests how drafts are "
-            f"verified, {_FIRST[stays_in_place(input_device(model))]}; later ones start at once"
+            f"verified, {does}; later ones start at once"
         )
         learn_norms(model)
         shortage = None
@@ -266,9 +264,8 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     trees = [Service(Tier.TREE, "one mask", single_mask(config), cache_name=name, in_place=stays)]
     if rules := layer_masks(config):
         trees.insert(0, replace(trees[0], reason="a mask per layer type", rules=rules))
-    by_triton = []
-    if in_place and has_triton(device):
-        by_triton = [replace(tree, in_place=True, attention_by="triton") for tree in trees]
+    kernels = in_place and has_triton(device)
+    by_triton = [replace(x, in_place=True, attention_by="triton") for x in trees if kernels]
     if (why := why_no_mask(model.config)) is not None:
         return [*by_triton, replace(chain, reason=why)]
     if packs and not stays:

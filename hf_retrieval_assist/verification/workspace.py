@@ -357,11 +357,6 @@ class Workspaces:
                 *(type(model).__name__, fault),
             )
 
-    def release(self, model: Any) -> None:
-        """Give the memory that is kept for a model's next call back."""
-        with self._lock:
-            _leave(self._idle.pop(model, []), [])
-
 
 WORKSPACES = Workspaces()
 

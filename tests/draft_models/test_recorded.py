@@ -188,30 +188,38 @@ LAUNCHES = 2 + 6 + 1 + 2
 BUILT = 4
 
 
+def counted_drafts(machine, owner, name, monkeypatch, fed):
+    """What settled drafts of a group take, beside what `fed` has then."""
+    drafts, draft = [], getattr(owner, name)
+
+    def counted(drafting, group, *arguments):
+        settled = group.in_place is not None
+        fed.clear()
+        machine.reset()
+        trees = draft(drafting, group, *arguments)
+        # The first forward of a width allocates.
+        if settled and ("loop", "kernel", "aten.zeros.default") not in machine.calls:
+            drafts.append((machine.counts.copy(), list(fed)))
+        return trees
+
+    monkeypatch.setattr(owner, name, counted)
+    return drafts
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_level_is_one_copy_there_and_a_draft_one_copy_back(rows, monkeypatch):
     case = drafting("LlamaForCausalLM")
     model = case.drafter.model
     expected = case.conversation(range(rows))
-    machine, drafts, fed = Accelerator(), [], []
+    machine, fed, feed = Accelerator(), [], RecordedDrafts.feed
     machine.put(model)
-    draft, feed = DraftModelDrafter._draft, RecordedDrafts.feed
-
-    def drafted(drafter, group, *arguments):
-        settled = group.in_place is not None
-        fed.clear()
-        machine.reset()
-        draft(drafter, group, *arguments)
-        # The first forward of a width allocates.
-        if settled and ("loop", "kernel", "aten.zeros.default") not in machine.calls:
-            drafts.append((machine.counts.copy(), list(fed)))
 
     def counted(recorded, *arguments):
         fed.append(machine.counts.copy())
         return feed(recorded, *arguments)
 
-    monkeypatch.setattr(DraftModelDrafter, "_draft", drafted)
     monkeypatch.setattr(RecordedDrafts, "feed", counted)
+    drafts = counted_drafts(machine, DraftModelDrafter, "_draft", monkeypatch, fed)
     with machine, machine.watch(model):
         assert_same_drafts(case.conversation(range(rows)), expected)
     assert len(drafts) > 1
@@ -234,30 +242,16 @@ def test_a_draft_is_two_copies_there_and_one_back(kind, rows, monkeypatch, tmp_p
     """Of texts of which one joins late and one leaves."""
     case = case_of(kind, tmp_path)
     expected = case.conversation(range(rows))
-    machine, drafts = Accelerator(), []
-    head = layers_of(case.drafter, case.target)
+    machine, head = Accelerator(), layers_of(case.drafter, case.target)
     put_head(machine, case.target, head)
     with machine:
         case.features = [found.to(DEVICE) for found in case.features]
     as_launches(machine, head, monkeypatch)
-    draft = LayersFollower.draft
-
-    def drafted(follower, group, *asked):
-        settled = group.in_place is not None
-        machine.reset()
-        trees = draft(follower, group, *asked)
-        # The first forward of a width allocates.
-        if settled and ("loop", "kernel", "aten.zeros.default") not in machine.calls:
-            drafts.append(machine.counts.copy())
-        return trees
-
-    monkeypatch.setattr(LayersFollower, "draft", drafted)
+    drafts = counted_drafts(machine, LayersFollower, "draft", monkeypatch, [])
     with machine:
         assert_same_drafts(case.conversation(range(rows)), expected)
-    usual = [counts for counts in drafts if counts["loop", "recorded"] == 2]
+    usual = [counts for counts, _ in drafts if counts["loop", "recorded"] == 2]
     assert len(usual) > 3
     for counts in usual:
         assert counts["loop", "kernel"] <= OF_A_HEAD
-        assert counts["loop", "to device"] == 2
-        assert counts["loop", "to host"] == 1
-        assert counts["loop", "wait"] == 0
+        assert [counts["loop", kind] for kind in ("to device", "to host", "wait")] == [2, 1, 0]

@@ -1,7 +1,6 @@
 """What many calls record, launch, copy and hold, where a recorder stands for CUDA graphs."""
 
 import gc
-from collections import Counter
 
 import pytest
 import torch
@@ -11,70 +10,50 @@ from hf_retrieval_assist import SuffixAssistant
 from hf_retrieval_assist.decoding.loop import Generation
 from hf_retrieval_assist.host import transformers_private as private
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification import arena, replay, workspace
 from hf_retrieval_assist.verification.arena import Arena, capacity_bucket
 from hf_retrieval_assist.verification.fixed_verifier import WIDTHS
 from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
 from hf_retrieval_assist.verification.slot_layers import Block, SlotLayer
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.lossless import build, run
-from tests.support.op_recorder import few_tokens, idle, record, serve_in_place
+from tests.support.op_recorder import few_tokens, idle, serve_in_place
 from tests.support.tiny_models import VOCAB
-
-BUDGET = 15
+from tests.support.watching import calls_of
 
 
 @pytest.fixture
-def counts(monkeypatch):
-    """Of copies each way, of recordings and of their launches, from now on."""
-    counts = Counter()
-
-    def counted(name, function):
-        return lambda *given: (counts.update([name]), function(*given))[1]
-
-    def recorder(device):
-        def recorded(compute):
-            counts["recordings"] += 1
-            repeat, shown = record(compute)
-            return counted("launches", repeat), shown
-
-        return recorded
-
+def assistant(monkeypatch):
     serve_in_place(monkeypatch)
-    monkeypatch.setattr(replay, "recorder", recorder)
-    for name in ("send", "fetch"):
-        monkeypatch.setattr(PackedBuffer, name, counted(name, getattr(PackedBuffer, name)))
-    return counts
+    return SuffixAssistant(budget=15, reroute=False)
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, MixtralForCausalLM])
-def test_chats_record_each_width_once_and_then_launch_once_a_step(model_class, counts, monkeypatch):
-    """200 calls, of 14 turns a chat, whose texts grow."""
+def test_chats_record_each_width_once_and_launch_once_a_step(model_class, assistant, monkeypatch):
+    """200 calls, of 14 turns a chat, whose texts grow; a step is one copy each way."""
     monkeypatch.setattr(MixtralForCausalLM, "_optimize_model_for_decode", few_tokens)
-    model, steps, step = build(model_class, max_position_embeddings=1024), [], Generation.step
+    copies = [calls_of(monkeypatch, PackedBuffer, name) for name in ("send", "fetch")]
+    model, calls, taken = build(model_class, max_position_embeddings=1024), [], set()
+    step, words, text = Generation.step, torch.Generator().manual_seed(0), None
 
     def watched(generation):
-        before = counts.copy()
+        before = [*map(len, copies)]
         step(generation)
-        steps.append(counts - before)
+        taken.add(tuple(len(made) - count for made, count in zip(copies, before, strict=True)))
 
     monkeypatch.setattr(Generation, "step", watched)
-    words, assistant = torch.Generator().manual_seed(0), SuffixAssistant(budget=BUDGET)
-    assistant.reroute, text = False, torch.empty((1, 0), dtype=torch.int64)
-    for call in range(200):
+    for turn in range(200):
         said = torch.randint(2, VOCAB, (1, 12), generator=words)
-        text = said if call % 14 == 0 else torch.cat([text, said], 1)
+        text = torch.cat([text, said], 1) if turn % 14 else said
         text = run(model, text, max_new_tokens=12, assistant=assistant)
-    widths = [width for width in WIDTHS if width <= 1 + BUDGET]
+        calls.append(assistant.stats.last)
+    assert taken == {(1, 1)}
     assert len(WORKSPACES._idle[model]) == 1
-    assert 2 <= idle(model).made == counts["recordings"] <= len(widths)
     assert not WORKSPACES._faults.get(model)
-    assert {(one["send"], one["fetch"]) for one in steps} == {(1, 1)}
+    made = idle(model).made
+    assert 2 <= made == sum(call.recordings for call in calls) <= 5
     # A width is computed when it is recorded, and again when it is compared.
-    computed = [one for one in steps if one["recordings"] or not one["launches"]]
-    assert len(computed) == counts["recordings"]
-    assert all(one["launches"] == 1 for one in steps if one not in computed)
-    assert len(steps) > 1000
+    assert sum(call.forwards - call.repeated for call in calls) <= 2 * made
+    assert sum(call.repeated for call in calls) > 1000
 
 
 def alive():
@@ -88,13 +67,12 @@ def alive():
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Gemma3ForCausalLM])
-@pytest.mark.usefixtures("counts")
-def test_calls_of_growing_length_hold_what_one_of_them_needs(model_class, monkeypatch):
+def test_calls_of_growing_length_hold_what_one_of_them_needs(model_class, assistant, monkeypatch):
     """While they run and after: plain decoding's slots, 256 more and an eighth, and 512 behind a
     window."""
     # As with long texts and large models.
-    for owner, name in ((arena, "_MOST_ROOMY"), (workspace, "_MOST_IDLE_BYTES")):
-        monkeypatch.setattr(owner, name, 0)
+    for name in ("arena._MOST_ROOMY", "workspace._MOST_IDLE_BYTES"):
+        monkeypatch.setattr(f"hf_retrieval_assist.verification.{name}", 0)
     gc.collect()
     model, others, seen = build(model_class, max_position_embeddings=8192), alive(), []
 
@@ -108,8 +86,6 @@ def test_calls_of_growing_length_hold_what_one_of_them_needs(model_class, monkey
 
     monkeypatch.setattr(private, "prefill", watched(private.prefill))
     monkeypatch.setattr(Generation, "step", watched(Generation.step))
-    assistant = SuffixAssistant(budget=BUDGET)
-    assistant.reroute = False
     for length in range(1000, 2000, 100):
         text, options = torch.randint(2, VOCAB, (1, length)), {"max_new_tokens": 4}
         layers = run(model, text, return_dict_in_generate=True, **options)[CACHE].layers
