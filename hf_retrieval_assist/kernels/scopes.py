@@ -56,8 +56,7 @@ class attending:  # noqa: N801, a context manager reads as a verb
     """Scope in which this thread's attention of one model is computed by `attend`.
 
     Args:
-        name: of the attention implementation that the model was loaded with; a `ValueError` says
-            that models do not look it up.
+        name: of the attention implementation that the model was loaded with, and looks up.
         modules: the model's.
         attend: called with the function that would compute, and its arguments.
     """

@@ -334,8 +334,7 @@ class Workspaces:
         return Workspace(shape, record, state, faults)
 
     def give_back(self, model: Any, workspace: Workspace, spared: int = 1) -> None:
-        """Keep a workspace for the model's next calls, where something was recorded in it; if it
-        is large and not spared, its memory goes."""
+        """Keep what was recorded for the model's next calls; a large one only if it is spared."""
         if workspace.record is None or not workspace.made:
             return
         workspace.leave()
