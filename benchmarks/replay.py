@@ -25,7 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from hf_retrieval_assist import SamAssistant, SequoiaAssistant, SuffixAssistant
+from hf_retrieval_assist import SamAssistant, SequoiaAssistant, SuffixAssistant, reroute
 from hf_retrieval_assist.planning.cost_store import CostModels
 
 from .forced import forcing
@@ -262,6 +262,7 @@ def _methods(draft: Any) -> list[Method]:
     return [
         *baselines(),
         draft_model(draft),
+        Method("kernels", dict, scope=reroute),
         assisted("SamAssistant", partial(SamAssistant, costs=costs)),
         assisted("SuffixAssistant", partial(SuffixAssistant, costs=costs)),
         assisted("SequoiaAssistant", partial(SequoiaAssistant, draft, costs=costs)),
