@@ -63,7 +63,7 @@ class attending:  # noqa: N801, a context manager reads as a verb
 
     def __init__(self, name: str, modules: Container[nn.Module], attend: Attention):
         if not is_exchangeable(name):
-            raise ValueError(f"another attn_implementation than {name} may have them")
+            raise ValueError(f"attn_implementation: expected one that models look up, got {name!r}")
         self.name = name
         self.modules = modules
         self.compute = attend

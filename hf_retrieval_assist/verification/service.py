@@ -161,9 +161,7 @@ def choose_service(
             return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
         does = "measures forwards and chooses kernels"
         if stays_in_place(input_device(model)):
-            does = (
-                "may compile attention (7 s, kept in ~/.triton) and record graphs (0.5 s a width)"
-            )
+            does = "may compile attention (7 s, kept by Triton) and record graphs (0.5 s a width)"
         logger.warning_once(
             f"{type(model).__name__}: the first call with an assistant tests how drafts are "
             f"verified, {does}; later ones start at once"
