@@ -29,6 +29,7 @@ from transformers import CompileConfig
 from hf_retrieval_assist import Assistant, SuffixAssistant, TokenTree
 from hf_retrieval_assist.drafters.base import Drafter, DraftSession, Feedback, Target
 from hf_retrieval_assist.planning.cost_store import CostModels
+from hf_retrieval_assist.token_tree import Forest
 
 from .baselines import LOOKUP_TOKENS
 from .forced import forcing
@@ -75,7 +76,7 @@ class Chained(SuffixAssistant):
     """The same drafts, of which only the best path is verified."""
 
     def choose(self, sessions: Sequence[DraftSession], drafts: Sequence[TokenTree]) -> TokenTree:
-        return super().choose(sessions, drafts).best_chain()
+        return Forest.of([super().choose(sessions, drafts)]).best_paths()[0]
 
 
 class Filler(Drafter):

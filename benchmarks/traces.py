@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_retrieval_assist.system.files import BlankLineError, read_json_lines
+from hf_retrieval_assist.system.files import read_json_lines
 
 Ids = NDArray[np.int32]
 SHIPPED = Path(__file__).parent / "traces"
@@ -106,8 +106,6 @@ def _read_jsonl(path: Path, tokenizer: Any) -> Trace:
 
     trace = Trace(path.stem, [])
     for place, record in read_json_lines(path):
-        if isinstance(record, BlankLineError):
-            continue
         if isinstance(record, ValueError):
             raise record
         if record.keys() >= {"prompt", "output"}:

@@ -14,61 +14,35 @@ from typing import TYPE_CHECKING, Any
 from .system.versions import require_compiled, require_supported_versions
 
 if TYPE_CHECKING:
-    from .assistants import Assistant
-    from .attachment import attach, detach
-    from .candidate_generator import RetrievalCandidateGenerator
-    from .corpus.datastore import Datastore
-    from .draft_models.eagle_head import EagleHead
-    from .draft_models.early_exit import EarlyExit
-    from .draft_models.quantized_self import QuantizedSelf
-    from .drafters.base import Drafter, DraftSession
-    from .hook import install, uninstall
-    from .kernels.reroute import reroute
-    from .memory.output_memory import OutputMemory
-    from .planning.cost_store import CostModels
-    from .presets import (
-        RestAssistant,
-        RolloutAssistant,
-        SamAssistant,
-        SequoiaAssistant,
-        SuffixAssistant,
-    )
-    from .record.record import Record
-    from .simulation import SimulationReport, simulate
-    from .suggestion import suggest
-    from .token_tree import TokenTree
+    from .assistants import Assistant as Assistant
+    from .attachment import attach as attach
+    from .attachment import detach as detach
+    from .candidate_generator import RetrievalCandidateGenerator as RetrievalCandidateGenerator
+    from .corpus.datastore import Datastore as Datastore
+    from .draft_models.eagle_head import EagleHead as EagleHead
+    from .draft_models.early_exit import EarlyExit as EarlyExit
+    from .draft_models.quantized_self import QuantizedSelf as QuantizedSelf
+    from .drafters.base import Drafter as Drafter
+    from .drafters.base import DraftSession as DraftSession
+    from .hook import install as install
+    from .hook import uninstall as uninstall
+    from .kernels.reroute import reroute as reroute
+    from .memory.output_memory import OutputMemory as OutputMemory
+    from .planning.cost_store import CostModels as CostModels
+    from .presets import RestAssistant as RestAssistant
+    from .presets import RolloutAssistant as RolloutAssistant
+    from .presets import SamAssistant as SamAssistant
+    from .presets import SequoiaAssistant as SequoiaAssistant
+    from .presets import SuffixAssistant as SuffixAssistant
+    from .record.record import Record as Record
+    from .simulation import SimulationReport as SimulationReport
+    from .simulation import simulate as simulate
+    from .suggestion import suggest as suggest
+    from .token_tree import TokenTree as TokenTree
 
 require_compiled()
 
 __version__ = "0.2.0"
-
-__all__ = [
-    "Assistant",
-    "CostModels",
-    "Datastore",
-    "DraftSession",
-    "Drafter",
-    "EagleHead",
-    "EarlyExit",
-    "OutputMemory",
-    "QuantizedSelf",
-    "Record",
-    "RestAssistant",
-    "RetrievalCandidateGenerator",
-    "RolloutAssistant",
-    "SamAssistant",
-    "SequoiaAssistant",
-    "SimulationReport",
-    "SuffixAssistant",
-    "TokenTree",
-    "attach",
-    "detach",
-    "install",
-    "reroute",
-    "simulate",
-    "suggest",
-    "uninstall",
-]
 
 _MODULES = {
     "Assistant": "assistants",
@@ -97,6 +71,8 @@ _MODULES = {
     "suggest": "suggestion",
     "uninstall": "hook",
 }
+
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -140,11 +140,6 @@ class TokenTree(_Nodes):
         """bool [n, n], True where the column is the row's node or one of its ancestors."""
         return draft_tree.ancestor_mask(self.parents)
 
-    @cached_property
-    def is_chain(self) -> bool:
-        """Whether every node is the only child of the node before it."""
-        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
-
     def child(self, parent: int, token: int) -> int:
         """Index of the child of `parent` (−1: the root) that carries `token`, or −1."""
         found = np.flatnonzero((self.parents == parent) & (self.token_ids == token))
@@ -207,10 +202,6 @@ class TokenTree(_Nodes):
         keep = self.depths <= max_depth
         return self if keep.all() else self.select(np.flatnonzero(keep).astype(np.int32))
 
-    def best_chain(self) -> TokenTree:
-        """The path with the largest sum of probabilities."""
-        return Forest.of([self]).best_paths()[0]
-
     def merge(self, other: TokenTree) -> TokenTree:
         """The union of both trees; a node in both keeps the higher probability and its class."""
         return Forest.of([self]).merge(Forest.of([other]))[0]
@@ -227,19 +218,6 @@ class TokenTree(_Nodes):
             n_classes: evidence classes that `classes` may name.
         """
         return draft_tree.fault(*self._arrays, None, vocab_size, n_classes)
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError where the arrays break the contract above."""
-        n = len(self)
-        assert self.parents.shape == self.probs.shape == self.classes.shape == (n,), "lengths"
-        assert self.token_ids.dtype == self.parents.dtype == np.int32, "dtypes"
-        assert (self.parents >= -1).all(), "a parent below -1"
-        assert (self.parents < np.arange(n)).all(), "a child before its parent"
-        assert len({*zip(self.parents.tolist(), self.token_ids.tolist(), strict=True)}) == n, (
-            "equal siblings"
-        )
-        above = np.where(self.parents < 0, np.float32(1), self.probs[self.parents])
-        assert (self.probs <= above + 1e-6).all(), "a node more probable than its parent"
 
 
 _EMPTY = TokenTree.build([], [], [])

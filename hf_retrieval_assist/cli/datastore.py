@@ -75,8 +75,6 @@ def build(
     seconds = time.perf_counter() - began
     added = store.token_count - (0 if before is None else before.token_count)
     print(f"{added:,} tokens read, tokenised and indexed in {seconds:.1f} s")
-    if skipped.blank:
-        print(f"{skipped.blank:,} blank lines skipped")
     if skipped.bad:
         print(f"{skipped.bad:,} bad rows or files skipped, such as {skipped.example}")
     _print_summary(store)

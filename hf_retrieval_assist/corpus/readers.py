@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..system.arguments import encodable
-from ..system.files import BlankLineError, read_json_lines
+from ..system.files import read_json_lines
 from ..token_tree import Ids, checked_ids
 from .build import require_documents
 from .datastore import Datastore
@@ -30,21 +30,12 @@ class Skipped:
     """What brought no text.
 
     Attributes:
-        blank: lines of white space in JSON-lines files.
         bad: rows and files without a text that can be read.
         example: what was wrong with the first of these.
     """
 
-    blank: int = 0
     bad: int = 0
     example: str = ""
-
-    def count(self, error: ValueError) -> None:
-        if isinstance(error, BlankLineError):
-            self.blank += 1
-            return
-        self.bad += 1
-        self.example = self.example or str(error)
 
 
 def read_texts(
@@ -78,10 +69,11 @@ def read_texts(
         for text in _read_source(source, field, split):
             if isinstance(text, str):
                 yield text
-            elif skip_bad or isinstance(text, BlankLineError):
-                skipped.count(text)
-            else:
+            elif not skip_bad:
                 raise text
+            else:
+                skipped.bad += 1
+                skipped.example = skipped.example or str(text)
 
 
 def _read_source(source: str, field: str, split: str) -> Iterator[Text]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import platform
 import time
@@ -10,11 +9,12 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .. import __version__
-from ..system.files import replacing, user_cache_directory
+from ..system.files import read_kept, user_cache_directory, write_kept
 from ..system.locks import Lock
 from . import skinny
 
@@ -100,8 +100,8 @@ class Tuning:
 
     The file holds one environment (CPU, instruction sets, compiled kernels, torch and package
     version); another one's choices are replaced. A file that cannot be read, or is not what this
-    class writes, counts as empty and is reported by one RuntimeWarning; so is a directory that
-    cannot be written to.
+    class writes, counts as empty and is reported by one warning; so is a directory that cannot be
+    written to.
 
     Args:
         methods: the names there are, "kernel" among them.
@@ -113,7 +113,7 @@ class Tuning:
         self.path = path
         self._lock = Lock()
         self._choices: dict[str, str] | None = None
-        self._warned = False
+        self._writable = True
 
     def name(self, key: str, measure: Callable[[], str | None]) -> str:
         """The name chosen for a key; `measure` is asked where none is remembered. The kernel,
@@ -121,7 +121,7 @@ class Tuning:
         """
         with self._lock:
             if self._choices is None:
-                self._choices = self._load()
+                self._choices = read_kept(self.path, "what was fastest", self._parsed) or {}
             if key not in self._choices:
                 measured = measure()
                 if measured is None:
@@ -130,35 +130,22 @@ class Tuning:
                 self._save(self._choices)
             return self._choices[key]
 
-    def _load(self) -> dict[str, str]:
-        try:
-            stored = json.loads(self.path.read_text(encoding="utf-8"))
-            if stored["environment"] != _environment():
-                return {}
-            choices = {str(key): str(name) for key, name in stored["choices"].items()}
-            unknown = set(choices.values()) - self.methods
-            if unknown:
-                raise ValueError(f"unknown methods {sorted(unknown)}")
-        except FileNotFoundError:
+    def _parsed(self, stored: Any) -> dict[str, str]:
+        if stored["environment"] != _environment():
             return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            self._warn(f"ignoring {self.path}: {error!r}")
-            return {}
+        choices = {str(key): str(name) for key, name in stored["choices"].items()}
+        if unknown := set(choices.values()) - self.methods:
+            raise ValueError(f"unknown methods {sorted(unknown)}")
         return choices
 
     def _save(self, choices: dict[str, str]) -> None:
-        text = json.dumps({"environment": _environment(), "choices": choices}, indent=1)
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(self.path) as file:
-                file.write_text(text, encoding="utf-8")
+            write_kept(self.path, {"environment": _environment(), "choices": choices})
         except OSError as error:
-            self._warn(f"cannot remember what is fastest in {self.path}: {error!r}")
-
-    def _warn(self, message: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            if self._writable:
+                text = f"cannot remember what is fastest in {self.path}: {error!r}"
+                warnings.warn(text, stacklevel=3)
+            self._writable = False
 
 
 def tuning_file(kind: str) -> Path:

@@ -9,15 +9,15 @@ import time
 import warnings
 import weakref
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..system.files import replacing, user_cache_directory
+from ..system.files import read_kept, user_cache_directory, write_kept
 from ..system.locks import Lock
 from .cost_model import CostModel
 
 _FORMAT = 3
-_MAX_FILE_BYTES = 1 << 22
 _SAVE_INTERVAL = 60.0  # seconds
 
 
@@ -101,7 +101,7 @@ class CostModels:
         with self._lock:
             if key.fingerprint not in self._loaded:
                 self._loaded.add(key.fingerprint)
-                self._load(key)
+                self._load(key.fingerprint)
             if key not in self._models:
                 self._models[key] = CostModel(_device_type(key))
             model = self._models[key]
@@ -126,9 +126,7 @@ class CostModels:
             models = {k.name(): m for k, m in self._models.items() if k.fingerprint == fingerprint}
         states = {name: model.state() for name, model in models.items() if model.timed}
         content = {"format": _FORMAT, "fingerprint": fingerprint, "models": states}
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with replacing(self._path(fingerprint)) as file:
-            file.write_text(json.dumps(content))
+        write_kept(self.directory / _file_name(fingerprint), content)
 
     def save_at_times(self, fingerprint: str) -> None:
         """`save`, at most once a minute and when the process ends; for the end of every call.
@@ -161,50 +159,33 @@ class CostModels:
             warnings.warn(f"timings are not kept in {self.directory}: {error}", stacklevel=3)
             self._writable = False
 
-    def _path(self, fingerprint: str) -> Path:
-        assert self.directory is not None
-        return self.directory / (hashlib.sha256(fingerprint.encode()).hexdigest()[:32] + ".json")
+    def _load(self, fingerprint: str) -> None:
+        """Read a fingerprint's file; a damaged one is reported and ignored."""
+        if self.directory is not None:
+            path, read = self.directory / _file_name(fingerprint), partial(_models_of, fingerprint)
+            self._models.update(read_kept(path, "the saved timings", read) or {})
 
-    def _load(self, key: CostKey) -> None:
-        """Read the file of the key's fingerprint; a damaged one is reported and ignored."""
-        if self.directory is None:
-            return
-        path = self._path(key.fingerprint)
-        try:
-            self._models.update(_read_models(path, key.fingerprint))
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, RecursionError) as error:
-            warnings.warn(f"ignoring the saved timings in {path}: {error}", stacklevel=3)
+
+def _file_name(fingerprint: str) -> str:
+    return hashlib.sha256(fingerprint.encode()).hexdigest()[:32] + ".json"
 
 
 def _device_type(key: CostKey) -> str:
     return key.device.partition(":")[0]
 
 
-def _read_models(path: Path, fingerprint: str) -> dict[CostKey, CostModel]:
-    """The file's models; ValueError where it is not one that `CostModels.save` wrote."""
-    with path.open("rb") as file:
-        text = file.read(_MAX_FILE_BYTES + 1)
-    if len(text) > _MAX_FILE_BYTES:
-        raise ValueError(f"expected at most {_MAX_FILE_BYTES} bytes")
-    content = json.loads(text)
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"expected a file of format {_FORMAT}")
-    if content.get("fingerprint") != fingerprint or not isinstance(content.get("models"), dict):
-        raise ValueError(f"expected the models of {fingerprint!r}")
-    return dict(_read_model(fingerprint, *item) for item in content["models"].items())
+def _models_of(fingerprint: str, content: Any) -> dict[CostKey, CostModel]:
+    """A file's models; an error of some kind where it is not one that `CostModels.save` wrote."""
+    if (content["format"], content["fingerprint"]) != (_FORMAT, fingerprint):
+        raise ValueError(f"expected format {_FORMAT} and the models of {fingerprint!r}")
+    models = {}
+    for name, state in content["models"].items():
+        key = CostKey(fingerprint, **json.loads(name))
+        if any(type(value) is not type(getattr(_ANY, field)) for field, value in vars(key).items()):
+            raise ValueError(f"expected a key with values as in {_ANY.name()}, got {name!r}")
+        models[key] = CostModel(_device_type(key))
+        models[key].restore(state)
+    return models
 
 
-def _read_model(fingerprint: str, name: str, state: Any) -> tuple[CostKey, CostModel]:
-    fields, expected = json.loads(name), json.loads(CostKey("", "", "", "").name())
-    if not isinstance(fields, dict) or {k: type(v) for k, v in fields.items()} != {
-        k: type(v) for k, v in expected.items()
-    }:
-        raise ValueError(f"expected a key with {sorted(expected)}, got {name!r}")
-    if not isinstance(state, dict):
-        raise ValueError(f"expected a model's state to be an object, got {state!r}")
-    key = CostKey(fingerprint, **fields)
-    model = CostModel(_device_type(key))
-    model.restore(state)
-    return key, model
+_ANY = CostKey("", "", "", "")

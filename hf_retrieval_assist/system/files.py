@@ -6,14 +6,18 @@ import glob
 import json
 import os
 import secrets
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import platformdirs
 
 _CACHE = "hf_retrieval_assist"
+_MOST_KEPT = 1 << 22  # bytes of a file that is kept to save time
+
+T = TypeVar("T")
 
 
 def user_cache_directory() -> Path:
@@ -46,22 +50,37 @@ def replacing(path: Path, alone: bool = False) -> Iterator[Path]:
         fresh.unlink(missing_ok=True)
 
 
-class BlankLineError(ValueError):
-    """A line of white space alone."""
+def read_kept(path: Path, what: str, parse: Callable[[Any], T]) -> T | None:
+    """What `parse` makes of a JSON file that only saves time. None where there is no such file;
+    and, with a warning, where it cannot be read or is none that `parse` knows how to take."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_KEPT + 1)
+        if len(text) > _MOST_KEPT:
+            raise ValueError(f"expected at most {_MOST_KEPT} bytes")
+        return parse(json.loads(text))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        warnings.warn(f"ignoring {what} in {path}: {error!r}", stacklevel=3)
+        return None
+
+
+def write_kept(path: Path, content: Any) -> None:
+    """Replace a JSON file, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each line's place, for messages, and its value; or the ValueError that says it has none."""
+    """The place, for messages, and value of each line that is not blank; or the ValueError that
+    says it has none."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             place = f"{path}:{number}"
-            yield place, _parsed(line, place)
-
-
-def _parsed(line: bytes, place: str) -> Any:
-    if not line.strip():
-        return BlankLineError(f"{place}: expected JSON, got a blank line")
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return ValueError(f"{place}: expected JSON, got {error}")
+            try:
+                if line.strip():
+                    yield place, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield place, ValueError(f"{place}: expected JSON, got {error}")

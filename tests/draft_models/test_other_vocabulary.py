@@ -143,7 +143,7 @@ def test_a_draft_has_the_same_text(byte_tokens, pieces, cut, swap):
     draft = TokenTree.chain(more, probs, np.arange(len(more)))
     translation = DraftTranslation(Tokenizer(source), Tokenizer(goal), len(goal))
     tree = translation.tree(draft, ids, context)
-    tree.check_invariants()
+    assert tree.fault(1 << 30, 1 << 30) is None
     found = Tokenizer(goal).decode([*context, *tree.token_ids.tolist()])
     assert TEXT.startswith(found)
     assert len(found) >= cut + len(source.decode(more)) - 3

@@ -161,7 +161,7 @@ def test_saved_models_start_warm(tmp_path):
 
 def damaged_files():
     state = CostModel().state()
-    good = {"format": 1, "fingerprint": "model", "models": {KEY.name(): state}}
+    good = {"format": cost_store._FORMAT, "fingerprint": "model", "models": {KEY.name(): state}}
 
     def with_state(**changes):
         return json.dumps(good | {"models": {KEY.name(): state | changes}})

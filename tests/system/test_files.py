@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 from hf_retrieval_assist.system import files
-from hf_retrieval_assist.system.files import BlankLineError, read_json_lines, replacing
+from hf_retrieval_assist.system.files import read_json_lines, replacing
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
@@ -47,8 +47,7 @@ def test_json_lines_have_their_places_and_their_errors(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n\n  \n[1\n\xff\n"last"')
     lines = dict(read_json_lines(path))
-    assert [place.rpartition(":")[2] for place in lines] == ["1", "2", "3", "4", "5", "6"]
-    assert all(isinstance(lines[f"{path}:{number}"], BlankLineError) for number in (2, 3))
+    assert [place.rpartition(":")[2] for place in lines] == ["1", "4", "5", "6"]
     assert (lines[f"{path}:1"], lines[f"{path}:6"]) == ({"a": 1}, "last")
     for number in (4, 5):
         assert str(lines[f"{path}:{number}"]).startswith(f"{path}:{number}: expected JSON, got")
