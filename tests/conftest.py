@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from hf_retrieval_assist.verification import repeated_forward
 from tests.support.lossless import build
 
 transformers.logging.set_verbosity_error()
@@ -15,6 +16,8 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_propagation()
 # The models are tiny; threads would only wait for each other.
 torch.set_num_threads(1)
+# Forwards are recorded at once, so that whatever is tested meets those that are repeated.
+repeated_forward.PATIENCE = 1
 # Nothing depends on how busy the machine is.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")

@@ -17,7 +17,9 @@ cdef object _describe(object tensor, int64_t *strides, const char **data):
     return tensor
 
 
-def kernel_attention(query, key, value, mask=None, scale=None, *, path=None, threads=None):
+def kernel_attention(
+    query, key, value, mask=None, scale=None, *, path=None, threads=None, out=None
+):
     """`softmax(query @ key.T * scale + mask) @ value`, made for a few queries and heads that share
     keys and values.
 
@@ -37,6 +39,7 @@ def kernel_attention(query, key, value, mask=None, scale=None, *, path=None, thr
         scale: of the scores; None: depth ** -0.5.
         path: one of `PATHS`, the instruction sets this CPU has; None: the last of them.
         threads: at most so many; None: `torch.get_num_threads()`.
+        out: what is to be written to, of the result's shape and dtype, contiguous; None: a new one.
 
     Returns:
         [batch, queries, heads, width], contiguous.
@@ -50,7 +53,8 @@ def kernel_attention(query, key, value, mask=None, scale=None, *, path=None, thr
     cdef int64_t all_heads
     p.batch, all_heads, p.queries, p.depth = query.shape
     _, p.groups, p.slots, p.width = value.shape
-    out = _empty((p.batch, p.queries, all_heads, p.width), dtype=query.dtype, device=_cpu)
+    if out is None:
+        out = _empty((p.batch, p.queries, all_heads, p.width), dtype=query.dtype, device=_cpu)
     if out.numel() == 0 or p.slots == 0:
         return out.zero_()
     p.heads = all_heads // p.groups

@@ -42,6 +42,16 @@ cdef object _solve(linear_problem *problem, object x, object bias, int path, int
     out = _empty(shape[: len(shape) - 1] + (problem.outputs,), dtype=x.dtype, device=_cpu)
     if problem.depth == 0:
         return out.zero_() if bias is None else out.copy_(bias)
+    kept = _describe_rows(problem, x, bias, out)
+    with nogil:
+        failed = _paths[path].linear(problem, threads)
+    if failed:
+        raise MemoryError(f"no memory to pack {problem.rows} rows of {problem.depth}")
+    return out
+
+
+cdef object _describe_rows(linear_problem *problem, object x, object bias, object out):
+    """Note where x, bias and the result lie; returns what has to be kept while they are read."""
     problem.x_stride = problem.depth
     if not x.is_contiguous():
         x = x.reshape(-1, problem.depth)
@@ -56,22 +66,52 @@ cdef object _solve(linear_problem *problem, object x, object bias, int path, int
     problem.dtype = _dtypes[out.dtype]
     problem.y = <char *><uintptr_t>out.data_ptr()
     problem.y_stride = problem.outputs
-    with nogil:
-        failed = _paths[path].linear(problem, threads)
-    if failed:
-        raise MemoryError(f"no memory to pack {problem.rows} rows of {problem.depth}")
-    return out
+    return x, bias
 
 
-cdef object _multiply(object x, object weight, object bias, int path, int threads):
-    """`skinny_linear` on arguments known to be valid."""
-    cdef linear_problem problem
+cdef int _describe_weight(linear_problem *problem, object weight) except -1:
     problem.outputs, problem.depth = weight.shape
     problem.weight = <char *><uintptr_t>weight.data_ptr()
     problem.weight_stride = weight.stride()[0]
     problem.weight_dtype = _dtypes[weight.dtype]
     problem.factors, problem.scales, problem.scale_dtype = NULL, NULL, SKINNY_FLOAT32
+    return 0
+
+
+cdef object _multiply(object x, object weight, object bias, int path, int threads):
+    """`skinny_linear` on arguments known to be valid."""
+    cdef linear_problem problem
+    _describe_weight(&problem, weight)
     return _solve(&problem, x, bias, path, threads)
+
+
+cdef class RepeatedLinear:
+    """:func:`kernel_linear` of tensors that stay where they are, computed anew by every call.
+
+    Args:
+        x, weight, bias: as for :func:`kernel_linear`.
+        out: [..., out_features], contiguous, which every call writes to.
+
+    Raises:
+        ValueError: rows of x do not lie at equal distances.
+    """
+
+    cdef linear_problem _problem
+    cdef object _kept
+
+    def __init__(self, x, weight, bias, out):
+        _describe_weight(&self._problem, weight)
+        self._kept = x, weight, bias, out, _describe_rows(&self._problem, x, bias, out)
+        if self._problem.x != <char *><uintptr_t>x.data_ptr():
+            raise ValueError(f"x: expected rows at equal distances, got strides {x.stride()}")
+
+    def __call__(self):
+        cdef int threads = _get_num_threads(), failed
+        cdef int path = <int>len(PATHS) - 1
+        with nogil:
+            failed = _paths[path].linear(&self._problem, threads)
+        if failed:
+            raise MemoryError(f"no memory to pack {self._problem.rows} rows of {self._problem.depth}")
 
 
 def skinny_linear(x, weight, bias=None, *, path=None, threads=None):
@@ -250,10 +290,8 @@ cdef bint _are_few_rows(object x, object weight, object bias, object dtype):
     return not (_is_recorded(x, weight, bias) or _is_transformed())
 
 
-def routed_linear(input, weight, bias=None):
-    """`torch.nn.functional.linear`; inside a scope of this thread, by the method chosen for the
-    weight, where the arguments allow it.
-    """
+def chosen_method(input, weight, bias=None):
+    """The function (x, weight, bias) that `routed_linear` computes by; None: PyTorch's."""
     dtype = getattr(weight, "dtype", None)
     if (
         not in_route()
@@ -264,12 +302,20 @@ def routed_linear(input, weight, bias=None):
         or not weight.is_contiguous()
         or not _are_few_rows(input, weight, bias, dtype)
     ):
-        return _plain_linear(input, weight, bias)
+        return None
     key = (weight.shape, dtype, _get_num_threads())
     method = _methods.get(key)
     if method is None:
         method = _methods[key] = _choose(weight)
-    return method(input, weight, bias)
+    return method
+
+
+def routed_linear(input, weight, bias=None):
+    """`torch.nn.functional.linear`; inside a scope of this thread, by the method chosen for the
+    weight, where the arguments allow it.
+    """
+    method = chosen_method(input, weight, bias)
+    return (_plain_linear if method is None else method)(input, weight, bias)
 
 
 def set_chooser(choose):

@@ -39,8 +39,6 @@ def fused_norm(x, weight, float epsilon, bint shifted, bint rounded, int lanes):
         ValueError: `lanes` is none of them.
         MemoryError: there is none for a row.
     """
-    cdef norm_problem problem
-    cdef int failed
     if lanes not in NORM_LANES:
         raise ValueError(f"lanes: expected one of {NORM_LANES}, got {lanes}")
     if not _can_norm(x, weight):
@@ -50,16 +48,35 @@ def fused_norm(x, weight, float epsilon, bint shifted, bint rounded, int lanes):
     if not x.is_contiguous() and y.stride() != x.stride():
         x = x.contiguous()
         y = _empty_like(x)
-    problem.x = <char *><uintptr_t>x.data_ptr()
-    problem.weight = <char *><uintptr_t>weight.data_ptr()
-    problem.y = <char *><uintptr_t>y.data_ptr()
-    problem.depth = weight.numel()
-    problem.rows = <int64_t>x.numel() // problem.depth
-    problem.dtype = _dtypes[x.dtype]
-    problem.epsilon, problem.lanes = epsilon, lanes
-    problem.shifted, problem.rounded = shifted, rounded
-    with nogil:
-        failed = rms_norm(&problem)
-    if failed:
-        raise MemoryError(f"no memory for a row of {problem.depth}")
+    RepeatedNorm(x, weight, epsilon, shifted, rounded, lanes, y)()
     return y
+
+
+cdef class RepeatedNorm:
+    """:func:`fused_norm` of tensors that stay where they are, computed anew by every call.
+
+    Args:
+        x, weight, epsilon, shifted, rounded, lanes: as for :func:`fused_norm`.
+        y: of x's strides, which every call writes to.
+    """
+
+    cdef norm_problem _problem
+    cdef object _kept
+
+    def __init__(self, x, weight, float epsilon, bint shifted, bint rounded, int lanes, y):
+        self._kept = x, weight, y
+        self._problem.x = <char *><uintptr_t>x.data_ptr()
+        self._problem.weight = <char *><uintptr_t>weight.data_ptr()
+        self._problem.y = <char *><uintptr_t>y.data_ptr()
+        self._problem.depth = weight.numel()
+        self._problem.rows = <int64_t>x.numel() // self._problem.depth
+        self._problem.dtype = _dtypes[x.dtype]
+        self._problem.epsilon, self._problem.lanes = epsilon, lanes
+        self._problem.shifted, self._problem.rounded = shifted, rounded
+
+    def __call__(self):
+        cdef int failed
+        with nogil:
+            failed = rms_norm(&self._problem)
+        if failed:
+            raise MemoryError(f"no memory for a row of {self._problem.depth}")

@@ -127,8 +127,8 @@ class Call:
         return [RowText(i, ids, self.room, pad_id) for i, ids in enumerate(self.input_ids)]
 
     def may_record(self, graphs: bool) -> bool:
-        """Whether forwards on an accelerator may be repeated from recordings, as far as `graphs`,
-        the assistant's option, allows it."""
+        """Whether forwards may be repeated from recordings, as far as `graphs`, the assistant's
+        option, allows it."""
         return graphs and not self.synced_gpus and not Ranks.of(self.model).several
 
     def service(self, planner: Planner, fixed_width: int | None, graphs: bool) -> Service:
@@ -143,7 +143,7 @@ class Call:
         stays = stays_in_place(device)
         width = fixed_width or 1 + planner.most_nodes(not stays)
         records = self.may_record(graphs) and stays and WORKSPACES.records(self.model, device)
-        demand = Demand(width, self._returns_states, records or fixed_width is not None)
+        demand = Demand(width, self.returns_states, records or fixed_width is not None)
         service = choose_service(self.model, self.model_kwargs, self.batch_size, demand)
         why = service.reason if service.tier is Tier.PLAIN else self._why_plain(service)
         if why is None:
@@ -176,7 +176,7 @@ class Call:
                 "a logits processor, stopping criterion or streamer of the caller's may read what "
                 "hooks of the caller's have noted of a forward; leave out either"
             )
-        states = self._returns_states
+        states = self.returns_states
         if self.batch_size > 1 and states:
             return (
                 "attentions and hidden states of rows with unequal progress do not fit together; "
@@ -217,7 +217,8 @@ class Call:
         return any(map(follows_rows, (*self.processors, *self.criteria)))
 
     @property
-    def _returns_states(self) -> bool:
+    def returns_states(self) -> bool:
+        """Whether the call returns what forwards compute besides logits."""
         return bool(self.config.output_attentions or self.config.output_hidden_states)
 
     @property

@@ -185,7 +185,7 @@ class Copies:
     def _name_manner(self, verifier: Verifier) -> None:
         """Say what is read in forwards to come, which then have a time of their own."""
         names = zip(("screened", "compact"), self._parts, strict=True)
-        verifier.manner = " ".join(name for name, part in names if part.serves)
+        verifier.reads = " ".join(name for name, part in names if part.serves)
 
     def _logits(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Stands for the output layer."""

@@ -132,13 +132,16 @@ class Forwards:
         call, assistant = self._call, self._assistant
         # With more tokens, kernels would not round half precision as plain decoding does.
         rounds = self._reroute.enabled and call.model.dtype.itemsize < 4
+        recorded = call.may_record(assistant.graphs)
+        states = call.returns_states or assistant.hidden_layers
         return ForwardOptions(
             taps=self.taps,
             top_k=assistant.top_k,
             capacity=call.prompt_length + call.room,
             keeps_cache=call.keeps_cache(self._service),
             most_tokens=MAX_ROWS if rounds and call.batch_size <= MAX_ROWS else None,
-            recorded=call.may_record(assistant.graphs),
+            recorded=recorded,
+            repeats=recorded and self._reroute.enabled and not states,
             choose=self._walk.node_choices(assistant.fixed_width),
             fixed_width=assistant.fixed_width,
         )

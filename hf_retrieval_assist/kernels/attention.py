@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from .recording import UnrecordableError, recorder
 from .skinny import can_attend, in_route, kernel_attention
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
@@ -118,6 +119,30 @@ def _can_route(
     return mask is not None or query.shape[2] == 1 or not causal
 
 
+def _takes_kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, options: Any) -> bool:
+    return (
+        in_route()
+        and _can_route(module, query, key, value, mask, options)
+        and TUNING.takes_kernel(query, key, value)
+    )
+
+
+def _attend(
+    module: Any,
+    options: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """:func:`attention`, into `out` if there is one, as it is computed anew."""
+    if _takes_kernel(module, query, key, value, mask, options):
+        return kernel_attention(query, key, value, mask, options.get("scaling"), out=out)
+    found, _ = plain_attention(module, query, key, value, mask, **options)
+    return found if out is None else out.copy_(found)
+
+
 def attention(
     module: Any,
     query: torch.Tensor,
@@ -129,10 +154,11 @@ def attention(
     """What is computed in the place of transformers' `sdpa` function (see :mod:`.scopes`), with its
     arguments and result: [batch, queries, heads, width].
     """
-    if (
-        not in_route()
-        or not _can_route(module, query, key, value, attention_mask, options)
-        or not TUNING.takes_kernel(query, key, value)
-    ):
+    if (recording := recorder()) is not None:
+        if asks_for_more(options):
+            raise UnrecordableError("attention is asked for more than its output")
+        attend = partial(_attend, module, options)
+        return recording.attend(attend, query, key, value, attention_mask, options), None
+    if not _takes_kernel(module, query, key, value, attention_mask, options):
         return plain_attention(module, query, key, value, attention_mask, **options)
     return kernel_attention(query, key, value, attention_mask, options.get("scaling")), None

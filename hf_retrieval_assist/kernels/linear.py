@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -25,8 +26,11 @@ import torch
 from torch import nn
 
 from .library_weights import library_linear
+from .recording import recorder
 from .skinny import (
     MAX_ROWS,
+    RepeatedLinear,
+    chosen_method,
     in_route,
     kernel_linear,
     routed_linear,
@@ -144,12 +148,35 @@ def linear(
     """
     if torch.compiler.is_compiling():
         return plain_linear(input, weight, bias)
+    recording = recorder()
+    if recording is not None:
+        return recording.linear(linear, partial(_again, input, weight, bias), input, weight, bias)
     stand_in = _thread.stand_ins.get(id(weight))
     if stand_in is not None and in_route():
         return stand_in(input, bias)
     if type(weight) in _DENSE:
         return routed_linear(input, weight, bias)
     return library_linear(input, weight, bias)
+
+
+def _again(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> Callable[[], object]:
+    """What computes a linear layer anew where its result lies."""
+    kernel: Callable[[], object] | None = None
+    with suppress(ValueError):
+        if chosen_method(x, weight, bias) is kernel_linear:
+            # Parameters may be given other memory; what is read here stays.
+            kernel = RepeatedLinear(x, weight.detach(), bias, out)
+    identity = id(weight)
+
+    def again() -> None:
+        if kernel is not None and identity not in _thread.stand_ins:
+            kernel()
+        else:
+            out.copy_(linear(x, weight, bias))
+
+    return again
 
 
 StandIn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,8 @@ import torch
 from torch import nn
 
 from ..system.locks import Lock
-from .skinny import NORM_LANES, fused_norm, in_route
+from .recording import recorder
+from .skinny import NORM_LANES, RepeatedNorm, fused_norm, in_route
 
 __all__ = ["learn_norms", "put", "take_back"]
 
@@ -50,6 +52,13 @@ class _Form:
             return None
         epsilon = getattr(module, self.epsilon)
         return fused_norm(inputs[0], weight, epsilon, self.shifted, self.rounded, _lanes())
+
+    def again(self, module: nn.Module, x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
+        """What computes a norm anew where its result lies."""
+        # Parameters may be given other memory; what is read here stays.
+        own: Any = module._parameters["weight"]
+        weight, epsilon = own.detach(), getattr(module, self.epsilon)
+        return RepeatedNorm(x, weight, epsilon, self.shifted, self.rounded, _lanes(), out)
 
 
 _lock = Lock()
@@ -91,10 +100,18 @@ def _fused_forward(kind: type[nn.Module]) -> Callable[..., Any]:
 
     def forward(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         # A subclass whose method calls this one does something else with the result.
-        if torch.compiler.is_compiling() or not in_route() or type(self) is not kind:
+        if torch.compiler.is_compiling() or type(self) is not kind:
             return plain(self, *inputs, **options)
-        form = _forms.get(self)
-        result = None if form is None else form(self, *inputs, **options)
+        form, recording = _forms.get(self), recorder()
+        if form is None:
+            return plain(self, *inputs, **options)
+        with nullcontext() if recording is None else recording.aside():
+            result = form(self, *inputs, **options) if in_route() else None
+            if recording is not None and result is not None:
+                if inputs[0].stride() == result.stride():
+                    recording.norm(self, inputs[0], result, form.again(self, inputs[0], result))
+                else:
+                    result = None
         return plain(self, *inputs, **options) if result is None else result
 
     return forward

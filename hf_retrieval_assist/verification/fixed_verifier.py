@@ -49,7 +49,8 @@ class ForwardOptions:
         capacity: slots that the call will need, as far as that is known.
         keeps_cache: whether the cache outlives the call.
         most_tokens: see :class:`~.verifiers.Verifier`.
-        recorded: whether forwards may be repeated from a recording.
+        recorded: whether forwards in memory that stays in place may be repeated from a recording.
+        repeats: whether others may be, those of our kernels on a CPU.
         choose: finds what is chosen behind every node; None: the walk does. What it runs is queued
             behind the forward and no part of a recording, which so serves calls of all settings.
         fixed_width: tokens per row that every forward feeds, of chains; None: as many as there are,
@@ -62,6 +63,7 @@ class ForwardOptions:
     keeps_cache: bool = True
     most_tokens: int | None = None
     recorded: bool = False
+    repeats: bool = False
     choose: Choose | None = None
     fixed_width: int | None = None
 
@@ -166,7 +168,7 @@ class FixedVerifier(TreeVerifier):
         self._prepared(ids, 1, self._token_types(1) | arguments)
 
     @property
-    def manner(self) -> str:  # type: ignore[override]
+    def manner(self) -> str:
         manner = "recorded" if self.memory.records else "in place"
         return manner if self.options.choose is None else f"{manner} choosing"
 

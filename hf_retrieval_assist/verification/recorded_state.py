@@ -64,7 +64,7 @@ def why_unrecorded(model: nn.Module, device: torch.device) -> str | None:
     hooks = [hook for module in modules_of(model) for _, hook in numbered_hooks(module)]
     strange = [hook for hook in (*global_hooks(), *hooks) if is_callers(hook)]
     forwards = [vars(module).get("forward") for module in modules_of(model)]
-    strange += [own for own in forwards if own is not None and _root(own) not in LIBRARIES]
+    strange += [own for own in forwards if own is not None and written_in(own) not in LIBRARIES]
     return f"nobody knows what {strange[0]!r} will do" if strange else None
 
 
@@ -98,7 +98,7 @@ def _setting(name: str) -> Any:
         return type(error)
 
 
-def _root(function: Any) -> str:
+def written_in(function: Any) -> str:
     """The package that a function was written in, whatever name what wraps it has taken over."""
     while isinstance(function, partial):
         function = function.func
@@ -179,7 +179,7 @@ class _Reader:
 
     def _object(self, thing: Any, depth: int) -> None:
         """Which one it is, and its attributes where they may be changed from outside."""
-        held, library = getattr(thing, "__dict__", None), _root(thing) in LIBRARIES
+        held, library = getattr(thing, "__dict__", None), written_in(thing) in LIBRARIES
         self.values.append(id(thing))
         try:
             self.objects.append(weakref.ref(thing))
@@ -197,7 +197,7 @@ class _Reader:
                 self.values.append(name)
                 self.read(tensor)
         # The package's own look at a thread's forwards and change nothing.
-        self.read([hook for hook in hooks_of(module) if _root(hook[0]) != PACKAGE])
+        self.read([hook for hook in hooks_of(module) if written_in(hook[0]) != PACKAGE])
         for name in sorted(own.keys() - INTERNAL):
             self.values.append(name)
             self.read(own[name])

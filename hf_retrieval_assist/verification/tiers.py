@@ -85,7 +85,9 @@ class Service:
                     *arguments, attention=attention, options=options, by=self.attention_by
                 )
             else:
-                verifier = TreeVerifier(*arguments, attention=attention, packed=self.packed)
+                verifier = TreeVerifier(
+                    *arguments, attention=attention, packed=self.packed, repeats=options.repeats
+                )
         verifier.most_tokens = options.most_tokens
         verifier.most_fed = self._most_fed(verifier, options.fixed_width)
         verifier.reach = self.reach

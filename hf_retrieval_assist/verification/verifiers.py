@@ -28,6 +28,7 @@ from ..system.lazy import cached_property
 from ..token_tree import Limits, TokenTree
 from .kv_cache import SlotCache
 from .reach import UNLIMITED
+from .repeated_forward import RepeatedForward, can_repeat
 from .states import States
 from .tree_attention import FedTokens, FedTrees, TreeAttention
 from .verified import Verified
@@ -57,14 +58,14 @@ class Verifier:
         most_fed: tokens per row that a forward may feed.
         chains: whether drafts have to be single paths.
         reach: how far it may reach.
-        manner: how forwards run, where it is not kernel by kernel; the cost of a width is its own.
+        reads: which copies forwards read in the place of weights.
         attention_by: what computes attention.
         repeated, recordings: forwards that were repeated from a recording, and recordings that were
             made.
     """
 
     packed = False
-    manner = ""
+    reads = ""
     most_tokens: int | None = None
     most_fed = 1 << 30
     chains = False
@@ -97,6 +98,12 @@ class Verifier:
         self._steady: dict[str, Any] | None = None
         self.begun = cache.slots.longest
         self.feeding = False
+
+    @property
+    def manner(self) -> str:
+        """How forwards run; the cost of a width is its own."""
+        repeats = isinstance(self.call, RepeatedForward) and self.call.repeats
+        return " ".join(filter(None, (self.reads, "repeated" if repeats else "")))
 
     @property
     def processed(self) -> list[int]:
@@ -252,12 +259,21 @@ class TreeVerifier(Verifier):
     Args:
         attention: builds the masks.
         packed: whether rows that would need filler are packed.
+        repeats: whether forwards may be repeated from what was recorded of earlier ones.
     """
 
-    def __init__(self, *args: Any, attention: TreeAttention, packed: bool = False):
+    def __init__(
+        self,
+        *args: Any,
+        attention: TreeAttention,
+        packed: bool = False,
+        repeats: bool = False,
+    ):
         super().__init__(*args)
         self.attention = attention
         self.packed = packed
+        if repeats and can_repeat(self.model, self.cache):
+            self.call = RepeatedForward(self.model, self.cache, self.kwargs)
         self._unsound = False  # whether drafts since the last `forget` had NaN for logits
 
     @cached_property
@@ -287,8 +303,12 @@ class TreeVerifier(Verifier):
         lines = fed.lines(self.device)
         outputs = self._run(lines.token_ids, fed.width, self._tree_arguments(lines))
         if self.packed:
-            return Verified(outputs.logits.flatten(0, 1)[None], fed.begins.tolist(), outputs)
-        return Verified(outputs.logits, [0] * len(trees), outputs)
+            verified = Verified(outputs.logits.flatten(0, 1)[None], fed.begins.tolist(), outputs)
+        else:
+            verified = Verified(outputs.logits, [0] * len(trees), outputs)
+        if isinstance(self.call, RepeatedForward):
+            verified.typical = self.call.typical
+        return verified
 
     def _tree_arguments(self, fed: FedTrees) -> dict[str, Any]:
         """Masks, with which layers show no more slots than needed, and positions of each line."""
@@ -325,6 +345,12 @@ class TreeVerifier(Verifier):
 
     def _on_device(self, indices: Any) -> torch.Tensor:
         return torch.from_numpy(indices[None]).to(self.device)
+
+    def finish(self, tokens: int) -> None:
+        if isinstance(self.call, RepeatedForward):
+            self.repeated, self.recordings = self.call.repeated, self.call.recordings
+            self.call.give_back()
+        super().finish(tokens)
 
     def draft(self, fed: FedTrees) -> torch.Tensor:
         """Logits [batch, width, vocab_size] of nodes fed behind those since the last `forget`.

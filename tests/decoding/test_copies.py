@@ -116,7 +116,7 @@ def test_memory_is_the_users_to_give(limit, read):
 def verifier(kind):
     made = kind.__new__(kind)
     if kind is not FixedVerifier:  # which names its own
-        made.manner = ""
+        made.reads = ""
     return made
 
 
@@ -143,7 +143,7 @@ def test_what_verifies_decides_what_is_read(kind, screened, compacted, products)
     assert bool(watch.screened) == screened
     assert len(products) == (0 if not compacted else 1 if screened else 2)
     if kind is not FixedVerifier:
-        assert made.manner == ("screened compact" if screened else "compact")
+        assert made.reads == ("screened compact" if screened else "compact")
 
 
 @pytest.mark.parametrize("draws", [False, True])

@@ -1,0 +1,374 @@
+"""A forward of a few rows on a CPU as the list of what it computed, to be computed again.
+
+Half of the time that a small model's forward takes is Python's: modules that call modules, and new
+tensors and views for every operator. A :class:`Program` is what remains when they are left out. It
+holds the operators of one forward in their order, each with the very tensors that it read and wrote
+then, so that views and shapes need no second look. What changes from forward to forward is given
+anew: token ids, positions, masks, and the cache, whose layers are written to and read by their own
+methods.
+
+A program computes what Python decided while it was recorded. So nothing is recorded that decides by
+numbers in tensors, draws random numbers, or reads a tensor that is neither the model's own nor
+given; and who repeats a program compares it first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+aten = torch.ops.aten
+
+Operator = Callable[[], Any]
+Attend = Callable[..., torch.Tensor]
+"""(query, key, value, mask, out) -> out, or a new tensor where that is None."""
+
+# What shows an operator's results to Python, or a shape that depends on them, or chance.
+_TAGS = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
+_READING = {
+    *(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__),
+}
+_COPYING = {aten.clone, aten._to_copy, aten.contiguous}
+_EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+_INDEXING = {aten.index, aten.index_put, aten.index_put_}
+
+
+class UnrecordableError(Exception):
+    """Why a forward cannot be computed again from what was recorded of it."""
+
+
+class CacheLayer(Protocol):
+    """What a program asks of a layer of the cache."""
+
+    def update(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values; all that attention reads."""
+
+
+class Given:
+    """What the next forward is given.
+
+    Attributes:
+        layers: of the cache.
+        masks: of attention, in the order in which they were given when it was recorded.
+        shown: what each layer has shown in this forward.
+    """
+
+    layers: Sequence[CacheLayer]
+    masks: Sequence[torch.Tensor]
+
+    def __init__(self) -> None:
+        self.shown: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(self, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.shown[i] = self.layers[i].update(key, value)
+
+    def attend(
+        self, attend: Attend, i: int, mask: int | None, query: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        attend(query, *self.shown[i], None if mask is None else self.masks[mask], out)
+
+
+class Program:
+    """A forward that was recorded.
+
+    Args:
+        inputs: tensors that it reads, by name.
+        given: what else it is given.
+        operators: in their order.
+        last: computes its logits behind them.
+        bytes: that its tensors take.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        given: Given,
+        operators: Sequence[Operator],
+        last: Callable[[], torch.Tensor],
+        nbytes: int,
+    ) -> None:
+        self._inputs, self._given, self._operators, self._last = inputs, given, operators, last
+        self.nbytes = nbytes
+
+    def __call__(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        layers: Sequence[CacheLayer],
+        masks: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """The logits of a forward that is given these."""
+        for name, tensor in inputs.items():
+            self._inputs[name].copy_(tensor)
+        self._given.layers, self._given.masks = layers, masks
+        try:
+            for operator in self._operators:
+                operator()
+            return self._last()
+        finally:
+            self._given.layers = self._given.masks = ()
+            self._given.shown.clear()
+
+
+class _Thread(threading.local):
+    recorder: Recorder | None = None
+
+
+_thread = _Thread()
+
+
+def recorder() -> Recorder | None:
+    """What records the running thread's forward; None: nothing does, or it looks away."""
+    return _thread.recorder
+
+
+class _Watch(TorchFunctionMode):
+    """Sees what operators do not show: numbers that Python takes from tensors."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in _READING:
+            raise UnrecordableError(f"{function.__name__} takes numbers from a tensor")
+        return function(*args, **(kwargs or {}))
+
+
+class Recorder(TorchDispatchMode):
+    """Scope of a forward that is recorded.
+
+    Args:
+        model: whose parameters and buffers it may read.
+        inputs: what it is given that is copied, by name.
+        layers: of the cache.
+        masks: that it may hand to attention.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inputs: Mapping[str, torch.Tensor],
+        layers: Sequence[Any],
+        masks: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self.inputs = {name: tensor.clone() for name, tensor in inputs.items()}
+        self._given = Given()
+        self._layers, self._masks = {id(layer): i for i, layer in enumerate(layers)}, masks
+        self._operators: list[Operator] = []
+        own = [*model.parameters(), *model.buffers(), *self.inputs.values()]
+        self._known = {_memory(tensor) for tensor in own}
+        # What operators have made: others may write to it. All is kept, so that no other tensor
+        # gets its memory.
+        self._made: dict[int, torch.Tensor] = {}
+        self._shown: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        # Of the last linear layer: what it gave, what gives it again, and its place.
+        self._linear: tuple[torch.Tensor, Callable[[], torch.Tensor], int] | None = None
+        self._watch = _Watch()
+
+    def __enter__(self) -> Recorder:
+        super().__enter__()
+        self._watch.__enter__()
+        _thread.recorder = self
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.recorder = None
+        self._watch.__exit__(*error)
+        super().__exit__(*error)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Scope in which nothing is recorded."""
+        _thread.recorder = None
+        try:
+            with _pop_mode_temporarily(), _disable_current_modes():
+                yield
+        finally:
+            _thread.recorder = self
+
+    def program(self, logits: torch.Tensor) -> Program:
+        """What was recorded, of a forward with these logits.
+
+        Raises:
+            UnrecordableError: they are none of its results.
+        """
+        nbytes = sum(tensor.nbytes for tensor in self._made.values())
+        if self._linear is not None and logits is self._linear[0]:
+            last, place = self._linear[1:]
+            operators = [*self._operators[:place], *self._operators[place + 1 :]]
+        else:
+            self._require_known(logits)
+            last, operators = logits.clone, self._operators
+        return Program(self.inputs, self._given, operators, last, nbytes)
+
+    def linear(
+        self,
+        compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+        again: Callable[[torch.Tensor], Operator],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Note a linear layer that is computed by `compute`, and later by `again(result)`."""
+        for tensor in (x, weight, *(() if bias is None else (bias,))):
+            self._require_known(tensor)
+        with self.aside():
+            out = compute(x, weight, bias)
+            self._note(again(out), out)
+        self._linear = out, partial(compute, x, weight, bias), len(self._operators) - 1
+        return out
+
+    def norm(
+        self, module: torch.nn.Module, x: torch.Tensor, out: torch.Tensor, again: Operator
+    ) -> None:
+        """Note a norm that has given `out`, and what computes it anew."""
+        self._require_known(x)
+        for weight in module.parameters():
+            self._require_known(weight)
+        self._note(again, out)
+
+    def update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note what a layer of the cache is given, and give it."""
+        i = self._layers.get(id(layer))
+        if i is None:
+            raise UnrecordableError("a layer of another cache")
+        self._require_known(key)
+        self._require_known(value)
+        with self.aside():
+            shown = layer.update(key, value)
+        self._shown.append((i, *shown))
+        self._operators.append(partial(self._given.update, i, key, value))
+        return shown
+
+    def attend(
+        self,
+        attend: Attend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Note attention over what a layer of the cache has shown, with tensors in its options."""
+        for tensor in tree_iter((query, dict(options))):
+            if isinstance(tensor, torch.Tensor):
+                self._require_known(tensor)
+        found = [i for i, k, v in self._shown if k is key and v is value]
+        if not found:
+            raise UnrecordableError("attention reads what no layer of the cache has shown")
+        place = None
+        if mask is not None:
+            place = next((i for i, one in enumerate(self._masks) if _is_same(one, mask)), None)
+            if place is None:
+                raise UnrecordableError("attention gets a mask that the model has made")
+        with self.aside():
+            out = attend(query, key, value, mask, None)
+        self._note(partial(self._given.attend, attend, found[-1], place, query, out), out)
+        return out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        told = bool(_TAGS.intersection(func.tags)) and not _takes_places(packet, args)
+        if told or func.namespace != "aten":
+            raise UnrecordableError(f"{func} depends on more than its inputs' shapes")
+        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if packet is not aten.lift_fresh:
+            for tensor in given:
+                self._require_known(tensor)
+        if func._schema.is_mutable:
+            return self._write(func, args, kwargs)
+        out = func(*args, **kwargs)
+        results = [x for x in tree_iter(out) if isinstance(x, torch.Tensor)]
+        if packet is aten.lift_fresh:  # a constant, which was made of Python's numbers
+            self._known.add(_memory(results[0]))
+            self._operators.append(results[0].size)  # keeps it
+        elif packet in _EMPTY:
+            self._keep(results)
+        elif not {_memory(x) for x in results} <= {_memory(x) for x in given}:  # no view
+            if len(results) == 1:
+                self._note(_into(func, packet, args, kwargs, results[0]), results[0])
+            else:
+                self._note(partial(_compute_into, func, args, kwargs, results), *results)
+        return out
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that writes to a tensor which this forward has made."""
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = kwargs.get(argument.name, args[i] if i < len(args) else None)
+                if _memory(written) not in self._made:
+                    raise UnrecordableError(f"{func} writes to what the forward did not make")
+        self._operators.append(partial(func, *args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _note(self, operator: Operator, *results: torch.Tensor) -> None:
+        self._operators.append(operator)
+        self._keep(results)
+
+    def _keep(self, results: Sequence[torch.Tensor]) -> None:
+        for tensor in results:
+            self._made[_memory(tensor)] = tensor
+            self._known.add(_memory(tensor))
+
+    def _require_known(self, tensor: torch.Tensor) -> None:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cpu:
+            raise UnrecordableError(f"{type(tensor).__name__} is no dense tensor of the host")
+        if tensor.numel() and _memory(tensor) not in self._known:
+            raise UnrecordableError("an operator reads a tensor that is not the model's")
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.data_ptr() == other.data_ptr() and one.shape == other.shape
+    return same and one.stride() == other.stride()
+
+
+def _takes_places(packet: Any, args: Any) -> bool:
+    """Whether an operator looks up places, as many as it is given."""
+    if packet not in _INDEXING:
+        return False
+    places = [x for x in args[1] if x is not None]
+    return all(x.dtype not in (torch.bool, torch.uint8) for x in places)
+
+
+def _compute_into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> None:
+    again = [x for x in tree_iter(func(*args, **kwargs)) if isinstance(x, torch.Tensor)]
+    for result, new in zip(results, again, strict=True):
+        result.copy_(new)
+
+
+def _into(func: Any, packet: Any, args: Any, kwargs: Any, result: torch.Tensor) -> Operator:
+    """What computes an operator's result anew where it lies."""
+    if packet in _COPYING:
+        return partial(result.copy_, args[0])
+    name = packet.__name__
+    function = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
+    place = result.data_ptr()
+    if function is not None:
+        expected, into = result.clone(), partial(function, *args, **kwargs, out=result)
+        try:
+            result.zero_()
+            into()
+            if result.data_ptr() == place and torch.equal(result, expected):
+                return into
+        except (TypeError, RuntimeError):  # it takes no place for its result
+            pass
+        result.copy_(expected)
+    return partial(_compute_into, func, args, kwargs, [result])

@@ -1,0 +1,236 @@
+"""Forwards of a few tokens on a CPU, repeated from programs that are kept from call to call.
+
+See :mod:`~..kernels.recording`. A kind of forward is recorded once it has been computed so often
+that recording would have paid, and compared, to the bit, before it is repeated: when it is recorded
+and whenever the cache's length passes a power of two, at which what a model decides by it may
+change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..host.callers_hooks import LIBRARIES
+from ..host.transformers_private import CACHE, attention_of
+from ..kernels.linear import MAX_ROWS
+from ..kernels.recording import Program, Recorder, UnrecordableError
+from ..planning.cost_store import size_bucket
+from ..system.locks import Lock
+from ..system.log import get_logger
+from ..system.modules import modules_of
+from .kv_cache import SlotCache
+from .recorded_state import recorded_state, written_in
+from .slot_layers import SlotLayer
+
+logger = get_logger(__name__)
+
+# Recording a forward and comparing it take as long as repeating saves in so many.
+PATIENCE = 8
+
+# Of one model, all programs together.
+MOST_BYTES = 256 << 20
+
+# Programs of a model that wait for calls: of so many calls at a time.
+_MOST_IDLE = 2
+
+_INPUTS = ("input_ids", "position_ids")
+
+
+@dataclass
+class _Kind:
+    """Forwards of one shape.
+
+    Attributes:
+        uses: how many were computed.
+        program: what repeats them.
+        output: the class of their outputs.
+        lengths: of the cache, as buckets, at which the program has given what the model gave.
+        fault: why they are not repeated.
+    """
+
+    uses: int = 0
+    program: Program | None = None
+    output: Any = None
+    lengths: set[int] = field(default_factory=set)
+    fault: str | None = None
+
+
+class _Programs:
+    """Those of a model in one state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.kinds: dict[Hashable, _Kind] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kind.program.nbytes for kind in self.kinds.values() if kind.program)
+
+
+_lock = Lock()
+_idle: weakref.WeakKeyDictionary[Any, list[_Programs]] = weakref.WeakKeyDictionary()
+
+
+def can_repeat(model: Any, cache: Any) -> bool:
+    """Whether forwards over a cache may be repeated, as far as can be seen: attention is what the
+    kernels compute, the cache is one of plain keys and values on the CPU, and the modules are those
+    of libraries, which nobody expects to be called."""
+    layers = cache.layers if type(cache) is SlotCache else []
+    kinds: set[Any] = set(map(type, modules_of(model)))
+    return (
+        bool(layers)
+        and attention_of(model.config) == "sdpa"
+        and all(type(layer) is SlotLayer and layer.homes is not None for layer in layers)
+        and layers[0].keys.is_cpu
+        and all(written_in(kind.forward) in LIBRARIES for kind in kinds)
+    )
+
+
+class RepeatedForward:
+    """Stands for a model in the forwards of one call, and repeats those that it can.
+
+    Args:
+        model: that is called otherwise.
+        cache: the call's.
+        arguments: of the call.
+
+    Attributes:
+        typical: whether the last forward took the time that others like it will take.
+        repeated, recordings: forwards that were repeated, and programs that were made.
+    """
+
+    def __init__(self, model: Any, cache: SlotCache, arguments: Mapping[str, Any]) -> None:
+        self._model, self._cache, self._arguments = model, cache, arguments
+        self._handles = RemovableHandle.next_id
+        self.typical = True
+        self.repeated = self.recordings = 0
+        state = recorded_state(model, arguments, torch.device("cpu"))
+        self._programs: _Programs | None = None
+        if state is not None:
+            with _lock:
+                idle = _idle.setdefault(model, [])
+                idle[:] = [programs for programs in idle if programs.state == state]
+                self._programs = idle.pop() if idle else _Programs(state)
+
+    @property
+    def repeats(self) -> bool:
+        return self._programs is not None
+
+    def __call__(self, **given: Any) -> Any:
+        """A forward, as the model's own."""
+        self.typical = True
+        if RemovableHandle.next_id != self._handles:  # somebody has registered a hook
+            self._check()
+        if self._programs is None:
+            return self._model(**given)
+        inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
+        mask = given.get("attention_mask")
+        masks = list(mask.values()) if isinstance(mask, dict) else [mask]
+        others = given.keys() - inputs.keys() - {"attention_mask"}
+        if (
+            any(isinstance(given[name], torch.Tensor) for name in others)
+            or getattr(given.get(CACHE), "layers", None) is not self._cache.layers
+            or inputs["input_ids"].numel() > MAX_ROWS
+            or self._cache.slots.places is not None
+        ):
+            return self._model(**given)
+        key = (
+            tuple([(name, tensor.shape) for name, tensor in inputs.items()]),
+            tuple([one is None for one in masks]),
+            torch.get_num_threads(),
+        )
+        kind = self._programs.kinds.setdefault(key, _Kind())
+        return self._run(kind, given, inputs, [one for one in masks if one is not None])
+
+    def _run(
+        self,
+        kind: _Kind,
+        given: dict[str, Any],
+        inputs: Mapping[str, torch.Tensor],
+        masks: list[torch.Tensor],
+    ) -> Any:
+        if kind.fault is not None:
+            return self._model(**given)
+        layers, length = self._cache.layers, size_bucket(self._cache.slots.longest)
+        if kind.program is not None and length in kind.lengths:
+            self.repeated += 1
+            return kind.output(logits=kind.program(inputs, layers, masks))
+        kind.uses += 1
+        self.typical = False
+        if kind.program is None and kind.uses <= PATIENCE:
+            return self._model(**given)
+        lengths = [layer.get_seq_length() for layer in layers]
+        try:
+            if kind.program is None:
+                return self._record(kind, given, inputs, masks)
+            again = kind.program(inputs, layers, masks)
+        except Exception as error:  # whatever a forward does that cannot be recorded
+            self._refuse(kind, str(error))
+            again = None
+        for layer, before in zip(layers, lengths, strict=True):
+            layer.set_length(before)
+        outputs = self._model(**given)
+        if again is not None:
+            if _are_equal(again, outputs.logits):
+                kind.lengths.add(length)
+            else:
+                self._refuse(kind, "repeated logits are not the model's")
+        return outputs
+
+    def _record(
+        self,
+        kind: _Kind,
+        given: dict[str, Any],
+        inputs: Mapping[str, torch.Tensor],
+        masks: list[torch.Tensor],
+    ) -> Any:
+        assert self._programs is not None
+        recorder = Recorder(self._model, inputs, self._cache.layers, masks)
+        with recorder:
+            outputs = self._model(**given | recorder.inputs)
+        if strange := {name for name, x in outputs.items() if x is not None} - {"logits", CACHE}:
+            raise UnrecordableError(f"a forward that returns {sorted(strange)}")
+        program = recorder.program(outputs.logits)
+        if program.nbytes + self._programs.nbytes > MOST_BYTES:
+            raise UnrecordableError("its programs take too much memory")
+        kind.program, kind.output = program, type(outputs)
+        self.recordings += 1
+        return outputs
+
+    def _refuse(self, kind: _Kind, fault: str) -> None:
+        kind.fault, kind.program = fault, None
+        self.typical = False
+        logger.info("%s: its forwards are not repeated (%s)", type(self._model).__name__, fault)
+
+    def _check(self) -> None:
+        """Repeat nothing more where the model is no longer as it was."""
+        self._handles = RemovableHandle.next_id
+        if self._programs is not None:
+            state = recorded_state(self._model, self._arguments, torch.device("cpu"))
+            if state != self._programs.state:
+                self._programs = None
+
+    def give_back(self) -> None:
+        """Leave what was recorded to the model's next calls, if the model is as it was."""
+        if self.recordings:
+            self._check()
+        programs, self._programs = self._programs, None
+        if programs is not None:
+            with _lock:
+                idle = _idle.setdefault(self._model, [])
+                idle.append(programs)
+                del idle[:-_MOST_IDLE]
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits, NaN among them."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    first, second = (x.contiguous().view(torch.uint8) for x in (one, other))
+    return torch.equal(first, second)
