@@ -17,9 +17,7 @@ cdef object _describe(object tensor, int64_t *strides, const char **data):
     return tensor
 
 
-def kernel_attention(
-    query, key, value, mask=None, scale=None, *, path=None, threads=None, out=None
-):
+def kernel_attention(query, key, value, mask=None, scale=None, *, path=None, threads=None):
     """`softmax(query @ key.T * scale + mask) @ value`, made for a few queries and heads that share
     keys and values.
 
@@ -39,7 +37,6 @@ def kernel_attention(
         scale: of the scores; None: depth ** -0.5.
         path: one of `PATHS`, the instruction sets this CPU has; None: the last of them.
         threads: at most so many; None: `torch.get_num_threads()`.
-        out: what is to be written to, of the result's shape and dtype, contiguous; None: a new one.
 
     Returns:
         [batch, queries, heads, width], contiguous.
@@ -48,33 +45,62 @@ def kernel_attention(
         ValueError: no such path, or `threads` is not positive.
     """
     cdef int chosen = _path_index(path), most = _thread_count(threads)
-    cdef attention_problem p
-    cdef int failed
-    cdef int64_t all_heads
-    p.batch, all_heads, p.queries, p.depth = query.shape
-    _, p.groups, p.slots, p.width = value.shape
-    if out is None:
-        out = _empty((p.batch, p.queries, all_heads, p.width), dtype=query.dtype, device=_cpu)
-    if out.numel() == 0 or p.slots == 0:
-        return out.zero_()
-    p.heads = all_heads // p.groups
-    p.scale = 1 / sqrt(p.depth) if scale is None else scale
-    p.dtype = _dtypes[query.dtype]
-    query = _describe(query, p.query_strides, &p.query)
-    key = _describe(key, p.key_strides, &p.key)
-    value = _describe(value, p.value_strides, &p.value)
-    p.mask, p.mask_strides, p.mask_kind = NULL, [0, 0, 0], MASK_NONE
-    if mask is not None:
-        if mask.shape != (p.batch, all_heads, p.queries, p.slots):
-            mask = mask.expand(p.batch, all_heads, p.queries, p.slots)
-        mask = _describe(mask, p.mask_strides, &p.mask)
-        p.mask_kind = MASK_BOOL if mask.dtype is _bool else MASK_ADDED
-    p.out = <char *><uintptr_t>out.data_ptr()
-    with nogil:
-        failed = _paths[chosen].attention(&p, most)
-    if failed:
-        raise MemoryError(f"no memory for {p.heads * p.queries} rows of {p.slots} scores")
+    batch, heads, queries, _ = query.shape
+    out = _empty((batch, queries, heads, value.size(3)), dtype=query.dtype, device=_cpu)
+    _Attention(query, scale, out).attend(key, value, mask, chosen, most)
     return out
+
+
+cdef class _Attention:
+    """Attention of queries to whatever keys and values, into memory that is given."""
+
+    cdef attention_problem _problem
+    cdef int64_t _heads
+    cdef object _query
+    cdef object _out
+
+    def __init__(self, query, scale, out):
+        self._problem.batch, self._heads, self._problem.queries, self._problem.depth = query.shape
+        self._problem.scale = 1 / sqrt(self._problem.depth) if scale is None else scale
+        self._problem.dtype = _dtypes[query.dtype]
+        self._problem.out = <char *><uintptr_t>out.data_ptr()
+        self._query, self._out = query, out
+
+    cdef int attend(self, object key, object value, object mask, int path, int threads) except -1:
+        cdef attention_problem *p = &self._problem
+        cdef int failed
+        _, p.groups, p.slots, p.width = value.shape
+        if self._out.numel() == 0 or p.slots == 0:
+            self._out.zero_()
+            return 0
+        p.heads = self._heads // p.groups
+        query = _describe(self._query, p.query_strides, &p.query)
+        key = _describe(key, p.key_strides, &p.key)
+        value = _describe(value, p.value_strides, &p.value)
+        p.mask, p.mask_strides, p.mask_kind = NULL, [0, 0, 0], MASK_NONE
+        if mask is not None:
+            full = p.batch, self._heads, p.queries, p.slots
+            if mask.shape != full:
+                mask = mask.expand(full)
+            mask = _describe(mask, p.mask_strides, &p.mask)
+            p.mask_kind = MASK_BOOL if mask.dtype is _bool else MASK_ADDED
+        with nogil:
+            failed = _paths[path].attention(p, threads)
+        if failed:
+            raise MemoryError(f"no memory for {p.heads * p.queries} rows of {p.slots} scores")
+        return 0
+
+
+cdef class RepeatedAttention(_Attention):
+    """:func:`kernel_attention` of queries that stay where they are, into memory that does.
+
+    Args:
+        query, scale: as for :func:`kernel_attention`.
+        out: [batch, queries, heads, width], contiguous, which every call writes to.
+    """
+
+    def __call__(self, key, value, mask):
+        self.attend(key, value, mask, <int>len(PATHS) - 1, _get_num_threads())
 
 
 cdef bint _fits(object query, object key, object value):

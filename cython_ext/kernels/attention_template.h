@@ -21,10 +21,12 @@ static void score_block(const attention_pass *pass, int64_t unit, int64_t first)
     const int64_t bytes = skinny_item_bytes(p->dtype), end = skinny_min(first + BLOCK_KEYS, p->slots);
     const char *keys = p->key + attention_head(p, p->key_strides, pass->first + unit) * bytes;
     skinny_tile tile = {.depth = p->depth, .sums_stride = pass->padded, .sums_step = 1};
+    tile.ahead = BLOCK_KEYS * p->key_strides[2] * bytes;
     for (int64_t i = 0; i < pass->panel_count; i++) {
         const int64_t start = attention_panel_start(pass, i);
         const int64_t row = unit * pass->rows + start, rows = attention_panel_start(pass, i + 1) - start;
         tile.panel = pass->panels + row * pass->packed_bytes;
+        tile.fetch_end = i ? 0 : TILE_ROWS;
         for (int64_t slot = first; slot < end; slot += TILE_ROWS) {
             for (int o = 0; o < TILE_ROWS; o++)
                 tile.weight[o] = keys + skinny_min(slot + o, p->slots - 1) * p->key_strides[2] * bytes;

@@ -13,15 +13,15 @@
 #include "templates.h"
 
 /* What the extension does not know goes the common way. */
-static int linear_by_dtype(const linear_problem *p, int threads) {
+static int linear_by_dtype(const linear_problem *p, int count, int threads) {
     const int own = p->weight_dtype == SKINNY_BFLOAT16 && p->dtype == SKINNY_BFLOAT16;
-    return own ? linear(p, threads) : avx512_path.linear(p, threads);
+    return own ? linear(p, count, threads) : avx512_path.linear(p, count, threads);
 }
 
 static int attention_by_dtype(const attention_problem *p, int threads) {
     return p->dtype == SKINNY_BFLOAT16 ? attention(p, threads) : avx512_path.attention(p, threads);
 }
 
-const kernel_path avx512bf16_path = {"avx512bf16", linear_by_dtype, attention_by_dtype, pack_int8};
+const kernel_path avx512bf16_path = {"avx512bf16", linear_by_dtype, attention_by_dtype, pack_int8, norm};
 TARGET_END
 #endif

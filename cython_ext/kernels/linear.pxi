@@ -44,7 +44,7 @@ cdef object _solve(linear_problem *problem, object x, object bias, int path, int
         return out.zero_() if bias is None else out.copy_(bias)
     kept = _describe_rows(problem, x, bias, out)
     with nogil:
-        failed = _paths[path].linear(problem, threads)
+        failed = _paths[path].linear(problem, 1, threads)
     if failed:
         raise MemoryError(f"no memory to pack {problem.rows} rows of {problem.depth}")
     return out
@@ -85,33 +85,55 @@ cdef object _multiply(object x, object weight, object bias, int path, int thread
     return _solve(&problem, x, bias, path, threads)
 
 
-cdef class RepeatedLinear:
-    """:func:`kernel_linear` of tensors that stay where they are, computed anew by every call.
+cdef class RepeatedLinears:
+    """:func:`kernel_linear` of tensors that stay where they are, computed anew by every call."""
 
-    Args:
-        x, weight, bias: as for :func:`kernel_linear`.
-        out: [..., out_features], contiguous, which every call writes to.
-
-    Raises:
-        ValueError: rows of x do not lie at equal distances.
-    """
-
-    cdef linear_problem _problem
-    cdef object _kept
+    cdef linear_problem _problems[MAX_TOGETHER]
+    cdef int _count
+    cdef list _kept
 
     def __init__(self, x, weight, bias, out):
-        _describe_weight(&self._problem, weight)
-        self._kept = x, weight, bias, out, _describe_rows(&self._problem, x, bias, out)
-        if self._problem.x != <char *><uintptr_t>x.data_ptr():
+        """
+        Args:
+            x, weight, bias: as for :func:`kernel_linear`.
+            out: [..., out_features], contiguous, which every call writes to.
+
+        Raises:
+            ValueError: rows of x do not lie at equal distances.
+        """
+        self._count, self._kept = 0, []
+        self._add(x, weight, bias, out)
+
+    def add(self, x, weight, bias, out):
+        """Compute another layer of the same x together with these, if that can be; whether it can."""
+        cdef linear_problem *first = self._problems
+        if self._count == MAX_TOGETHER or weight.dtype is not self._kept[0][1].dtype:
+            return False
+        self._add(x, weight, bias, out)
+        cdef linear_problem *last = self._problems + self._count - 1
+        if last.x == first.x and last.x_stride == first.x_stride and last.rows == first.rows:
+            return True
+        self._count -= 1
+        self._kept.pop()
+        return False
+
+    cdef int _add(self, object x, object weight, object bias, object out) except -1:
+        cdef linear_problem *problem = self._problems + self._count
+        _describe_weight(problem, weight)
+        described = _describe_rows(problem, x, bias, out)
+        if problem.x != <char *><uintptr_t>x.data_ptr():
             raise ValueError(f"x: expected rows at equal distances, got strides {x.stride()}")
+        self._kept.append((x, weight, out, described))
+        self._count += 1
+        return 0
 
     def __call__(self):
         cdef int threads = _get_num_threads(), failed
         cdef int path = <int>len(PATHS) - 1
         with nogil:
-            failed = _paths[path].linear(&self._problem, threads)
+            failed = _paths[path].linear(self._problems, self._count, threads)
         if failed:
-            raise MemoryError(f"no memory to pack {self._problem.rows} rows of {self._problem.depth}")
+            raise MemoryError("no memory to pack the rows of a linear layer")
 
 
 def skinny_linear(x, weight, bias=None, *, path=None, threads=None):

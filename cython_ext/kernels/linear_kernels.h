@@ -10,9 +10,12 @@
 
 #include "simd.h"
 
-/* Weight rows of one unit of work, and input rows of one pass. */
+/* Most weight rows of one unit of work, and what their number is a multiple of; input rows of one pass;
+ * layers that may share one. */
 #define CHUNK_ROWS 64
+#define CHUNK_MULTIPLE 16
 #define PASS_ROWS 64
+#define MAX_TOGETHER 4
 
 /* Rows of a forward over a root and 64 draft tokens, the most that a scope computes here. */
 #define ROUTED_ROWS 65
@@ -53,9 +56,11 @@ typedef struct {
     int64_t next_chunk; /* taken atomically */
 } int8_packing;
 
-/* One pass over the weights of a problem, shared by its threads. */
+/* One pass over the weights of problems that share x, shared by its threads. */
 typedef struct {
-    const linear_problem *problem;
+    const linear_problem *problem; /* the first, or the one that a thread works at */
+    int count;
+    int64_t chunk_rows[MAX_TOGETHER];
     char *panels;         /* the rows of x, packed */
     int64_t packed_bytes; /* of one packed row */
     int64_t panel_count;
@@ -64,6 +69,16 @@ typedef struct {
     int64_t next_chunk;   /* taken atomically, like the next */
     int64_t next_thread;
 } linear_pass;
+
+/* Weight rows of a problem's units of work, so that the last threads to end wait least for each other. */
+static inline int64_t linear_chunk_rows(int64_t outputs, int threads) {
+    int64_t best = CHUNK_ROWS, least = INT64_MAX;
+    for (int64_t rows = CHUNK_ROWS; rows >= CHUNK_ROWS / 2; rows -= CHUNK_MULTIPLE) {
+        const int64_t longest = skinny_parts(skinny_parts(outputs, rows), threads) * rows;
+        if (longest < least) best = rows, least = longest;
+    }
+    return best;
+}
 
 /* Panels of equal height, give or take one row: panel i holds the rows from here to i + 1's start. */
 static inline int64_t linear_panel_start(const linear_pass *pass, int64_t i) {

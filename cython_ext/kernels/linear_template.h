@@ -78,29 +78,38 @@ static void write_outputs(const linear_pass *pass, int64_t o, int64_t count, con
     }
 }
 
+/* A chunk of the problem of a pass, the first rows from `first`. */
+static void work_at(const linear_pass *pass, int64_t first, int64_t rows, float *sums) {
+    const int64_t count = skinny_min(rows, pass->problem->outputs - first);
+    chunk(pass, first, count, sums);
+    for (int64_t o = 0; o < count; o += LANES)
+        write_outputs(pass, first + o, skinny_min(LANES, count - o), sums + o);
+}
+
 /* What one thread does: chunks of outputs until none is left. */
 static void work(void *shared) {
-    linear_pass *pass = shared;
-    const linear_problem *p = pass->problem;
-    float *sums = pass->sums + FETCH_ADD(&pass->next_thread) * p->rows * CHUNK_ROWS;
-    int64_t first;
-    while ((first = FETCH_ADD(&pass->next_chunk) * CHUNK_ROWS) < p->outputs) {
-        const int64_t count = skinny_min(CHUNK_ROWS, p->outputs - first);
-        chunk(pass, first, count, sums);
-        for (int64_t o = 0; o < count; o += LANES)
-            write_outputs(pass, first + o, skinny_min(LANES, count - o), sums + o);
+    linear_pass *all = shared, pass = *all;
+    float *sums = pass.sums + FETCH_ADD(&all->next_thread) * pass.problem->rows * CHUNK_ROWS;
+    int64_t before = 0; /* chunks of the problems that are done */
+    int64_t next = FETCH_ADD(&all->next_chunk);
+    for (int i = 0; i < pass.count; i++, pass.problem++) {
+        const int64_t rows = pass.chunk_rows[i], chunks = skinny_parts(pass.problem->outputs, rows);
+        for (; next < before + chunks; next = FETCH_ADD(&all->next_chunk))
+            work_at(&pass, (next - before) * rows, rows, sums);
+        before += chunks;
     }
 }
 
 /* At most PASS_ROWS rows. Returns 0, or -1 when memory ran out. */
-static int run_pass(const linear_problem *p, int threads) {
+static int run_pass(const linear_problem *p, int count, int threads) {
     float x_scales[PASS_ROWS];
-    linear_pass pass = {.problem = p, .x_scales = x_scales};
+    linear_pass pass = {.problem = p, .count = count, .x_scales = x_scales};
     if (p->weight_dtype == SKINNY_GROUPED)
         pass.packed_bytes = skinny_parts(p->depth, GROUP) * GROUP * 2;
     else
         pass.packed_bytes = skinny_parts(p->depth, STEP) * STEP_BYTES;
     pass.panel_count = skinny_parts(p->rows, PANEL_ROWS);
+    for (int i = 0; i < count; i++) pass.chunk_rows[i] = linear_chunk_rows(p[i].outputs, threads);
     const int64_t panel_bytes = p->rows * pass.packed_bytes;
     const int64_t sums_bytes = threads * p->rows * CHUNK_ROWS * 4;
     char *memory = malloc(sums_bytes + panel_bytes + CACHE_LINE);
@@ -115,18 +124,26 @@ static int run_pass(const linear_problem *p, int threads) {
     return 0;
 }
 
-static int linear(const linear_problem *problem, int threads) {
-    linear_problem part = *problem;
-    const int64_t bytes = skinny_item_bytes(part.dtype);
-    const int64_t weight_bytes = part.outputs * part.depth * skinny_item_bytes(part.weight_dtype);
-    const int64_t chunks = skinny_parts(part.outputs, CHUNK_ROWS);
-    const int64_t useful = skinny_min(chunks, weight_bytes / THREAD_BYTES + 1);
+/* `count` problems, at most MAX_TOGETHER, that differ in weights, biases and outputs alone. */
+static int linear(const linear_problem *problems, int count, int threads) {
+    linear_problem parts[MAX_TOGETHER];
+    const int64_t rows = problems->rows, bytes = skinny_item_bytes(problems->dtype);
+    int64_t weight_bytes = 0, chunks = 0;
     int failed = 0;
-    for (int64_t row = 0; row < problem->rows && !failed; row += PASS_ROWS) {
-        part.x = problem->x + row * part.x_stride * bytes;
-        part.y = problem->y + row * part.y_stride * bytes;
-        part.rows = skinny_min(PASS_ROWS, problem->rows - row);
-        failed = run_pass(&part, (int)skinny_min(threads, useful));
+    for (int i = 0; i < count; i++) {
+        const linear_problem *p = problems + i;
+        weight_bytes += p->outputs * p->depth * skinny_item_bytes(p->weight_dtype);
+        chunks += skinny_parts(p->outputs, CHUNK_MULTIPLE);
+    }
+    const int useful = (int)skinny_min(threads, skinny_min(chunks, weight_bytes / THREAD_BYTES + 1));
+    for (int64_t row = 0; row < rows && !failed; row += PASS_ROWS) {
+        for (int i = 0; i < count; i++) {
+            parts[i] = problems[i];
+            parts[i].x += row * parts[i].x_stride * bytes;
+            parts[i].y += row * parts[i].y_stride * bytes;
+            parts[i].rows = skinny_min(PASS_ROWS, rows - row);
+        }
+        failed = run_pass(parts, count, useful);
     }
     return failed;
 }

@@ -71,5 +71,5 @@ static ALWAYS_INLINE void sum_lanes(float32x4_t a, float32x4_t b, float32x4_t c,
 
 #include "templates.h"
 
-const kernel_path neon_path = {"neon", linear, attention, pack_int8};
+const kernel_path neon_path = {"neon", linear, attention, pack_int8, norm};
 #endif

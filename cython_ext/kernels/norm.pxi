@@ -6,6 +6,11 @@ NORM_LANES = (4, 8, 16)
 cdef int64_t _most_normed = 1 << 18
 
 
+# Of the fastest instruction set.
+cdef int (*_norm)(const norm_problem *) noexcept nogil
+_norm = _paths[_path_count - 1].norm if _path_count else plain_norm
+
+
 cdef bint _can_norm(object x, object weight):
     dtype = getattr(weight, "dtype", None)
     if dtype not in _dtypes or not _is_plain(weight, dtype) or not _is_plain(x, dtype):
@@ -77,6 +82,6 @@ cdef class RepeatedNorm:
     def __call__(self):
         cdef int failed
         with nogil:
-            failed = rms_norm(&self._problem)
+            failed = _norm(&self._problem)
         if failed:
             raise MemoryError(f"no memory for a row of {self._problem.depth}")

@@ -5,12 +5,14 @@
 
 #include "attention_kernels.h"
 #include "linear_kernels.h"
+#include "norm_kernel.h"
 
 typedef struct {
     const char *name;
-    int (*linear)(const linear_problem *, int threads); /* 0, or -1 when memory ran out; as the next */
+    int (*linear)(const linear_problem *, int count, int threads); /* 0, or -1 when memory ran out */
     int (*attention)(const attention_problem *, int threads);
     void (*pack_int8)(int8_packing *, int threads);
+    int (*norm)(const norm_problem *);
 } kernel_path;
 
 #define MAX_PATHS 3

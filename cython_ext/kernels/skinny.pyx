@@ -38,6 +38,7 @@ cdef extern from "paths.h" nogil:
         WIDTH_MULTIPLE
         ROUTED_ROWS
         MAX_PATHS
+        MAX_TOGETHER
 
     ctypedef struct linear_problem:
         char *x
@@ -78,16 +79,6 @@ cdef extern from "paths.h" nogil:
         int dtype
         int mask_kind
 
-    ctypedef struct kernel_path:
-        const char *name
-        int (*linear)(const linear_problem *, int) noexcept nogil
-        int (*attention)(const attention_problem *, int) noexcept nogil
-        void (*pack_int8)(int8_packing *, int) noexcept nogil
-
-    int kernel_paths(kernel_path *paths)
-
-
-cdef extern from "norm_kernel.h" nogil:
     ctypedef struct norm_problem:
         const char *x
         const char *weight
@@ -99,7 +90,15 @@ cdef extern from "norm_kernel.h" nogil:
         int shifted
         int rounded
 
-    int rms_norm(const norm_problem *)
+    ctypedef struct kernel_path:
+        const char *name
+        int (*linear)(const linear_problem *, int, int) noexcept nogil
+        int (*attention)(const attention_problem *, int) noexcept nogil
+        void (*pack_int8)(int8_packing *, int) noexcept nogil
+        int (*norm)(const norm_problem *) noexcept nogil
+
+    int kernel_paths(kernel_path *paths)
+    int plain_norm(const norm_problem *)
 
 
 cdef kernel_path _paths[MAX_PATHS]

@@ -3,3 +3,4 @@
 #include "int8_template.h"
 #include "linear_template.h"
 #include "attention_template.h"
+#include "norm_template.h"

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .recording import UnrecordableError, recorder
-from .skinny import can_attend, in_route, kernel_attention
+from .recording import Attend, UnrecordableError, recorder
+from .skinny import RepeatedAttention, can_attend, in_route, kernel_attention
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
 __all__ = ["AttentionTuning", "attention", "plain_attention"]
@@ -127,20 +127,23 @@ def _takes_kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, opti
     )
 
 
-def _attend(
+def _again(
     module: Any,
     options: dict[str, Any],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """:func:`attention`, into `out` if there is one, as it is computed anew."""
+) -> tuple[torch.Tensor, Attend]:
+    """What attention gives, and what computes it anew in the same place."""
+    out, _ = attention(module, query, key, value, mask, **options)
     if _takes_kernel(module, query, key, value, mask, options):
-        return kernel_attention(query, key, value, mask, options.get("scaling"), out=out)
-    found, _ = plain_attention(module, query, key, value, mask, **options)
-    return found if out is None else out.copy_(found)
+        return out, RepeatedAttention(query, options.get("scaling"), out)
+
+    def again(key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> None:
+        out.copy_(plain_attention(module, query, key, value, mask, **options)[0])
+
+    return out, again
 
 
 def attention(
@@ -157,8 +160,8 @@ def attention(
     if (recording := recorder()) is not None:
         if asks_for_more(options):
             raise UnrecordableError("attention is asked for more than its output")
-        attend = partial(_attend, module, options)
-        return recording.attend(attend, query, key, value, attention_mask, options), None
+        compute = partial(_again, module, options)
+        return recording.attend(compute, query, key, value, attention_mask, options), None
     if not _takes_kernel(module, query, key, value, attention_mask, options):
         return plain_attention(module, query, key, value, attention_mask, **options)
     return kernel_attention(query, key, value, attention_mask, options.get("scaling")), None

@@ -21,6 +21,7 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from .library_weights import library_linear
 from .recording import recorder
 from .skinny import (
     MAX_ROWS,
-    RepeatedLinear,
+    RepeatedLinears,
     chosen_method,
     in_route,
     kernel_linear,
@@ -150,7 +151,7 @@ def linear(
         return plain_linear(input, weight, bias)
     recording = recorder()
     if recording is not None:
-        return recording.linear(linear, partial(_again, input, weight, bias), input, weight, bias)
+        return recording.linear(linear, RepeatedLayers, input, weight, bias)
     stand_in = _thread.stand_ins.get(id(weight))
     if stand_in is not None and in_route():
         return stand_in(input, bias)
@@ -159,24 +160,36 @@ def linear(
     return library_linear(input, weight, bias)
 
 
-def _again(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> Callable[[], object]:
-    """What computes a linear layer anew where its result lies."""
-    kernel: Callable[[], object] | None = None
-    with suppress(ValueError):
-        if chosen_method(x, weight, bias) is kernel_linear:
-            # Parameters may be given other memory; what is read here stays.
-            kernel = RepeatedLinear(x, weight.detach(), bias, out)
-    identity = id(weight)
+class RepeatedLayers:
+    """Linear layers of the same x, computed anew by every call where their results lie."""
 
-    def again() -> None:
-        if kernel is not None and identity not in _thread.stand_ins:
-            kernel()
-        else:
+    def __init__(self) -> None:
+        self._layers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]] = []
+        self._kernels: RepeatedLinears | None = None
+        self._weights: set[int] = set()
+
+    def add(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> bool:
+        """Compute one more; False: it is none of those that can be computed together."""
+        # Parameters may be given other memory; what is read here stays.
+        layer = x, weight.detach() if type(weight) in _DENSE else weight, bias, out
+        kernel = chosen_method(x, weight, bias) is kernel_linear
+        if not self._layers:
+            with suppress(ValueError):
+                self._kernels = RepeatedLinears(*layer) if kernel else None
+        elif not (kernel and self._kernels is not None and self._kernels.add(*layer)):
+            return False
+        self._layers.append((x, weight, bias, out))
+        self._weights.add(id(weight))
+        return True
+
+    def __call__(self) -> None:
+        if self._kernels is not None and self._weights.isdisjoint(_thread.stand_ins):
+            self._kernels()
+            return
+        for x, weight, bias, out in self._layers:
             out.copy_(linear(x, weight, bias))
-
-    return again
 
 
 StandIn = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_iter
 aten = torch.ops.aten
 
 Operator = Callable[[], Any]
-Attend = Callable[..., torch.Tensor]
-"""(query, key, value, mask, out) -> out, or a new tensor where that is None."""
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], object]
+"""Computes attention anew from keys, values and a mask, where its result lies."""
 
 # What shows an operator's results to Python, or a shape that depends on them, or chance.
 _TAGS = {
@@ -74,10 +74,8 @@ class Given:
     def update(self, i: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.shown[i] = self.layers[i].update(key, value)
 
-    def attend(
-        self, attend: Attend, i: int, mask: int | None, query: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        attend(query, *self.shown[i], None if mask is None else self.masks[mask], out)
+    def attend(self, attend: Attend, i: int, mask: int | None) -> None:
+        attend(*self.shown[i], None if mask is None else self.masks[mask])
 
 
 class Program:
@@ -174,6 +172,8 @@ class Recorder(TorchDispatchMode):
         self._shown: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         # Of the last linear layer: what it gave, what gives it again, and its place.
         self._linear: tuple[torch.Tensor, Callable[[], torch.Tensor], int] | None = None
+        # Linear layers by what they read, as long as nobody writes to what was made.
+        self._together: dict[Any, Any] = {}
         self._watch = _Watch()
 
     def __enter__(self) -> Recorder:
@@ -215,18 +215,26 @@ class Recorder(TorchDispatchMode):
     def linear(
         self,
         compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
-        again: Callable[[torch.Tensor], Operator],
+        layers: Callable[[], Any],
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Note a linear layer that is computed by `compute`, and later by `again(result)`."""
+        """Note a linear layer that is computed by `compute`, and later by `layers()`, together with
+        others of the same x."""
         for tensor in (x, weight, *(() if bias is None else (bias,))):
             self._require_known(tensor)
         with self.aside():
             out = compute(x, weight, bias)
-            self._note(again(out), out)
-        self._linear = out, partial(compute, x, weight, bias), len(self._operators) - 1
+            found = self._together.get(read := (x.data_ptr(), x.shape, x.stride()))
+            if found is not None and found.add(x, weight, bias, out):
+                self._keep([out])
+                self._linear = None
+            else:
+                self._together[read] = again = layers()
+                again.add(x, weight, bias, out)
+                self._linear = out, partial(compute, x, weight, bias), len(self._operators)
+                self._note(again, out)
         return out
 
     def norm(
@@ -255,14 +263,15 @@ class Recorder(TorchDispatchMode):
 
     def attend(
         self,
-        attend: Attend,
+        compute: Callable[..., tuple[torch.Tensor, Attend]],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
         options: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Note attention over what a layer of the cache has shown, with tensors in its options."""
+        """Note attention over what a layer of the cache has shown; `compute` returns what it gives,
+        and what computes it anew."""
         for tensor in tree_iter((query, dict(options))):
             if isinstance(tensor, torch.Tensor):
                 self._require_known(tensor)
@@ -275,8 +284,8 @@ class Recorder(TorchDispatchMode):
             if place is None:
                 raise UnrecordableError("attention gets a mask that the model has made")
         with self.aside():
-            out = attend(query, key, value, mask, None)
-        self._note(partial(self._given.attend, attend, found[-1], place, query, out), out)
+            out, again = compute(query, key, value, mask)
+        self._note(partial(self._given.attend, again, found[-1], place), out)
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -312,6 +321,7 @@ class Recorder(TorchDispatchMode):
                 written = kwargs.get(argument.name, args[i] if i < len(args) else None)
                 if _memory(written) not in self._made:
                     raise UnrecordableError(f"{func} writes to what the forward did not make")
+        self._together.clear()
         self._operators.append(partial(func, *args, **kwargs))
         return func(*args, **kwargs)
 

@@ -17,7 +17,7 @@ static void check(kernel_path path, int dtype) {
     y += GUARD;
     linear_problem problem = {x, w, bias, y, rows, depth, outputs, depth, depth, outputs, dtype, dtype,
                               NULL, NULL, 0};
-    path.linear(&problem, 1);
+    path.linear(&problem, 1, 1);
     for (int64_t i = 1; i <= GUARD; i++)
         if (y[-i] != 7 || y[rows * outputs * skinny_item_bytes(dtype) + i - 1] != 7)
             failures++, printf("%s: wrote beside the output\n", path.name);
@@ -44,7 +44,7 @@ static void check_int8(kernel_path path, int dtype) {
     for (int64_t i = 0; i < outputs * depth; i++) values[i] = (int8_t)between(-128, 127);
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, depth, outputs,
                               dtype, SKINNY_INT8, NULL, scales, dtype};
-    path.linear(&problem, 1);
+    path.linear(&problem, 1, 1);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
             double sum = 0, size = 0;
@@ -74,7 +74,7 @@ static void check_grouped(kernel_path path, int dtype) {
     linear_problem problem = {x, (char *)values, NULL, y, rows, depth, outputs, depth, groups * GROUP,
                               outputs, dtype, SKINNY_GROUPED, (char *)factors, (char *)scales,
                               SKINNY_FLOAT32};
-    path.linear(&problem, 1);
+    path.linear(&problem, 1, 1);
     for (int64_t o = 0; o < outputs; o++) {
         double left_out = 0;
         for (int64_t k = 0; k < depth; k++) {
