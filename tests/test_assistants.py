@@ -172,7 +172,7 @@ def test_a_step_in_the_cost_bounds_the_drafts(model, plain):
 
 
 def test_real_costs_are_learnt(model):
-    assistant = SamAssistant(budget=4)
+    assistant = SamAssistant(budget=4, graphs=False)
     run(model, assistant=assistant)
     # A longer cache starts from what a shorter one taught.
     found = [cost.observations for cost in assistant.costs._models.values()]

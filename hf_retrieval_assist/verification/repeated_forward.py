@@ -67,6 +67,7 @@ class _Programs:
     def __init__(self, state: Any) -> None:
         self.state = state
         self.kinds: dict[Hashable, _Kind] = {}
+        self.trusted = False  # any of them
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +121,8 @@ class RepeatedForward:
 
     @property
     def repeats(self) -> bool:
-        return self._programs is not None
+        """Whether some forwards are repeated, so that others are not as they will be."""
+        return self._programs is not None and self._programs.trusted
 
     def __call__(self, **given: Any) -> Any:
         """A forward, as the model's own."""
@@ -155,6 +157,7 @@ class RepeatedForward:
         inputs: Mapping[str, torch.Tensor],
         masks: list[torch.Tensor],
     ) -> Any:
+        assert self._programs is not None
         if kind.fault is not None:
             return self._model(**given)
         layers, length = self._cache.layers, size_bucket(self._cache.slots.longest)
@@ -162,9 +165,10 @@ class RepeatedForward:
             self.repeated += 1
             return kind.output(logits=kind.program(inputs, layers, masks))
         kind.uses += 1
-        self.typical = False
         if kind.program is None and kind.uses <= PATIENCE:
+            self.typical = not self._programs.trusted
             return self._model(**given)
+        self.typical = False
         lengths = [layer.get_seq_length() for layer in layers]
         try:
             if kind.program is None:
@@ -179,6 +183,7 @@ class RepeatedForward:
         if again is not None:
             if _are_equal(again, outputs.logits):
                 kind.lengths.add(length)
+                self._programs.trusted = True
             else:
                 self._refuse(kind, "repeated logits are not the model's")
         return outputs

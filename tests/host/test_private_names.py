@@ -118,7 +118,8 @@ HOST = Path(transformers_private.__file__)
 # The same for what runs requests side by side, whose classes it extends.
 HOSTS = (HOST, HOST.with_name("continuous_batching.py"))
 # PyTorch's; those of its operators that wait for a device, and the end of a broken capture, last.
-PYTORCH = {"_C", "_nn", "_len_torch_function_stack", "_parameters", "_version", "_TensorMeta"}
+PYTORCH = {"_C", "_nn", "_len_torch_function_stack", "_parameters", "_schema", "_version"}
+PYTORCH |= {"_TensorMeta"}
 PYTORCH |= {"_unique2", "_local_scalar_dense", "_to_copy", "_index_put_impl_"}
 PYTORCH |= {"_cuda_endAllocateToPool"}
 OTHERS = {

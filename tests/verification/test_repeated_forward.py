@@ -1,0 +1,302 @@
+"""Forwards on a CPU that are recorded once and then repeated: what is, what is not, and what is
+noticed of a model that changes."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    DynamicCache,
+    FalconForCausalLM,
+    Gemma3ForCausalLM,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MistralForCausalLM,
+    Phi3ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.kernels.recording import Program, Recorder, UnrecordableError, recorder
+from hf_retrieval_assist.verification import repeated_forward
+from tests.support.lossless import INPUTS, PROMPT, build, knowing, run, same
+
+CLASSES = [
+    *(LlamaForCausalLM, MistralForCausalLM, Gemma3ForCausalLM, GPT2LMHeadModel, Qwen3ForCausalLM),
+    Phi3ForCausalLM,
+]
+
+
+def repeating(model, assistant=None, **options):
+    """An assistant all of whose forwards of this call were recorded by earlier ones."""
+    assistant = assistant or knowing(run(model, **options), budget=3)
+    for _ in range(8):
+        same(model, assistant=assistant, **options)
+    return assistant
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("model_class", CLASSES)
+def test_forwards_are_repeated(model_class, sampled):
+    options = {"do_sample": sampled, "seed": 3}
+    last = repeating(build(model_class), **options).stats.last
+    assert last.repeated == last.forwards
+    assert last.recordings == 0
+    assert last.accepted > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_padded_rows_too(dtype):
+    model = build(LlamaForCausalLM).to(dtype)
+    for seed in range(4):
+        options = INPUTS["padded"] | {"max_new_tokens": 20, "do_sample": True}
+        torch.manual_seed(seed)
+        plain = model.generate(**options, assistant=Assistant([], budget=0, graphs=False))
+        torch.manual_seed(seed)
+        assistant = SamAssistant(plain.tolist(), budget=4)
+        assert torch.equal(model.generate(**options, assistant=assistant), plain)
+    assert assistant.stats.last.repeated > 0
+
+
+def test_a_next_turn_goes_on_in_the_callers_cache():
+    model = build(LlamaForCausalLM)
+    texts = []
+    for assistant in (None, repeating(model)):
+        cache, text = DynamicCache(config=model.config), PROMPT
+        for _ in range(3):
+            options = {} if assistant is None else {"assistant": assistant}
+            text = run(model, text, past_key_values=cache, **options)
+            text = torch.cat([text, PROMPT[:, :3]], dim=1)
+        texts.append(text)
+    assert torch.equal(*texts)
+    assert assistant.stats.last.repeated > 0
+
+
+class Counting(nn.Module):
+    """A module of the user's, which somebody expects to be called."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.calls = mlp, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.mlp(x)
+
+
+def counting(model):
+    model.model.layers[0].mlp = Counting(model.model.layers[0].mlp)
+
+
+def forward_of_its_own(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x)
+
+
+def hooked(model):
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+UNREPEATED = {
+    "a user's module": (counting, {}),
+    "a user's forward": (forward_of_its_own, {}),
+    "a hook": (hooked, {}),
+    "dynamic RoPE": (
+        None,
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "settings"), UNREPEATED.values(), ids=UNREPEATED)
+def test_what_python_may_decide_is_not_repeated(change, settings):
+    model = build(LlamaForCausalLM, **settings)
+    if change is not None:
+        change(model)
+    last = repeating(model).stats.last
+    assert last.repeated == last.recordings == 0
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, FalconForCausalLM])
+def test_attention_that_is_not_looked_up_is_not_repeated(model_class):
+    model = build(model_class)
+    if model_class is LlamaForCausalLM:
+        model.set_attn_implementation("eager")
+    assert repeating(model).stats.last.repeated == 0
+
+
+def test_a_hook_that_comes_within_a_call_sees_what_follows():
+    model = build(LlamaForCausalLM)
+    assistant, seen = repeating(model), []
+
+    def register(ids, scores):
+        if ids.shape[1] == PROMPT.shape[1] + 4:
+            layer = model.model.layers[0]
+            handles.append(layer.register_forward_hook(lambda *_: seen.append(1)))
+        return scores
+
+    handles = []
+    run(model, assistant=assistant, logits_processor=LogitsProcessorList([register]))
+    last = assistant.stats.last
+    assert len(handles) == 1
+    assert 0 < last.repeated < last.forwards
+    assert len(seen) == last.forwards - last.repeated
+    handles[0].remove()
+    assert repeating(model, assistant).stats.last.repeated > 0
+
+
+def halve(weight):
+    weight.mul_(0.5)
+
+
+def replace_memory(weight):
+    weight.data = weight.data * 0.5
+
+
+CHANGES = {
+    "weights in place": lambda model: halve(model.model.layers[1].mlp.up_proj.weight),
+    "weights' memory": lambda model: replace_memory(model.model.layers[1].mlp.up_proj.weight),
+    "a norm's memory": lambda model: replace_memory(model.model.layers[1].input_layernorm.weight),
+    "a setting": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.01),
+    "an activation": lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.Tanh()),
+    "a buffer": lambda model: halve(model.model.rotary_emb.inv_freq),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_of_the_model_is_followed(change):
+    model = build(LlamaForCausalLM)
+    assistant, before = repeating(model), run(model)
+    change(model)
+    plain, *_ = same(model, assistant=assistant)
+    assert not torch.equal(plain, before)
+    assert repeating(model, assistant).stats.last.repeated > 0
+
+
+def test_a_program_that_gives_something_else_is_not_used(monkeypatch):
+    model, call = build(LlamaForCausalLM), Program.__call__
+    monkeypatch.setattr(Program, "__call__", lambda *arguments: call(*arguments) * (1 + 1e-6))
+    last = repeating(model).stats.last
+    assert last.repeated == last.recordings == 0
+
+
+def test_programs_are_compared_anew_where_the_text_has_doubled(monkeypatch):
+    model = build(LlamaForCausalLM, max_position_embeddings=512)
+    assistant = repeating(model)
+    monkeypatch.setattr(Program, "__call__", lambda *_: pytest.fail("was not compared"))
+    monkeypatch.setattr(repeated_forward, "_are_equal", lambda *_: pytest.fail("was compared"))
+    with pytest.raises(pytest.fail.Exception, match="was not compared"):
+        run(model, assistant=assistant)
+    monkeypatch.undo()
+    compared, are_equal = [], repeated_forward._are_equal
+
+    def noted(one, other):
+        compared.append(1)
+        return are_equal(one, other)
+
+    monkeypatch.setattr(repeated_forward, "_are_equal", noted)
+    run(model, PROMPT.repeat(1, 8), assistant=assistant)
+    assert compared
+
+
+def test_programs_take_no_more_memory_than_they_may(monkeypatch):
+    monkeypatch.setattr(repeated_forward, "MOST_BYTES", 100)
+    last = repeating(build(LlamaForCausalLM)).stats.last
+    assert last.repeated == last.recordings == 0
+
+
+def test_an_option_turns_it_off():
+    model = build(LlamaForCausalLM)
+    assert repeating(model, SamAssistant(budget=4, graphs=False)).stats.last.repeated == 0
+
+
+def test_threads_do_not_share_programs():
+    model = build(LlamaForCausalLM)
+    prompts = [PROMPT, PROMPT.flip(1), PROMPT.roll(3)]
+    plain, found = [run(model, prompt) for prompt in prompts], []
+
+    def converse(i):
+        assistant = SamAssistant(budget=4)
+        calls = (run(model, prompts[i], assistant=assistant) for _ in range(12))
+        found.extend((i, text) for text in calls)
+
+    threads = [threading.Thread(target=converse, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 36
+    assert all(torch.equal(text, plain[i]) for i, text in found)
+
+
+def test_an_interrupted_recording_leaves_nothing(monkeypatch):
+    model = build(LlamaForCausalLM)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "update", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, assistant=SamAssistant(budget=4))
+    assert recorder() is None
+    assert repeating(model).stats.last.repeated > 0
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+
+ELSEWHERE = torch.ones(8)
+UNRECORDABLE = {
+    "a number": lambda model, x: x * x.sum().item(),
+    "a list": lambda model, x: x * x.sum(-1).tolist()[0],
+    "an array": lambda model, x: x * torch.from_numpy(x.numpy()),
+    "a decision": lambda model, x: x if x.sum() > 0 else -x,
+    "a shape": lambda model, x: x[x > 0].sum() + x,
+    "chance": lambda model, x: x + torch.rand(8),
+    "dropout": lambda model, x: nn.functional.dropout(x, 0.5, training=True),
+    "a tensor of somebody": lambda model, x: x + ELSEWHERE,
+    "a write to a buffer": lambda model, x: x + model.seen.add_(1),
+    "a write to an input": lambda model, x: x.add_(1),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compute", UNRECORDABLE.values(), ids=UNRECORDABLE)
+def test_what_depends_on_more_than_shapes_is_not_recorded(compute):
+    model, x = Small(), torch.randn(1, 8)
+    recording = Recorder(model, {"x": x}, [], [])
+    with pytest.raises(UnrecordableError), recording:
+        compute(model, recording.inputs["x"])
+    assert recorder() is None
+
+
+RECORDABLE = {
+    "operators": lambda model, x: torch.cat([-x[:, 4:], x[:, :4]], -1) * x.mean() + 1,
+    "a layer": lambda model, x: nn.functional.silu(model.linear(x)),
+    "writes to its own": lambda model, x: (x + 1).mul_(x).index_add_(0, torch.tensor([0]), x),
+    "several results": lambda model, x: torch.cat([x.topk(4)[0], x.sort()[0][:, 4:]], -1),
+    "places": lambda model, x: x[:, torch.arange(8).flip(0)] + torch.zeros(8).fill_(2.0),
+    "other dtypes": lambda model, x: (x.bfloat16() * 3).float() + x.double().float(),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compute", RECORDABLE.values(), ids=RECORDABLE)
+def test_a_program_computes_from_what_it_is_given(compute):
+    model, x = Small(), torch.randn(1, 8)
+    recording = Recorder(model, {"x": x}, [], [])
+    with recording:
+        first = compute(model, recording.inputs["x"])
+    program = recording.program(first)
+    assert torch.equal(first, compute(model, x))
+    for _ in range(3):
+        x = torch.randn(1, 8)
+        assert torch.equal(program({"x": x}, [], []), compute(model, x))
