@@ -44,33 +44,26 @@ require_compiled()
 
 __version__ = "0.2.0"
 
-_MODULES = {
-    "Assistant": "assistants",
-    "CostModels": "planning.cost_store",
-    "Datastore": "corpus.datastore",
-    "DraftSession": "drafters.base",
-    "Drafter": "drafters.base",
-    "EagleHead": "draft_models.eagle_head",
-    "EarlyExit": "draft_models.early_exit",
-    "OutputMemory": "memory.output_memory",
-    "QuantizedSelf": "draft_models.quantized_self",
-    "Record": "record.record",
-    "RestAssistant": "presets",
-    "RetrievalCandidateGenerator": "candidate_generator",
-    "RolloutAssistant": "presets",
-    "SamAssistant": "presets",
-    "SequoiaAssistant": "presets",
-    "SimulationReport": "simulation",
-    "SuffixAssistant": "presets",
-    "TokenTree": "token_tree",
-    "attach": "attachment",
-    "detach": "attachment",
-    "install": "hook",
-    "reroute": "kernels.reroute",
-    "simulate": "simulation",
-    "suggest": "suggestion",
-    "uninstall": "hook",
+_NAMES = {
+    "assistants": "Assistant",
+    "attachment": "attach detach",
+    "candidate_generator": "RetrievalCandidateGenerator",
+    "corpus.datastore": "Datastore",
+    "draft_models.eagle_head": "EagleHead",
+    "draft_models.early_exit": "EarlyExit",
+    "draft_models.quantized_self": "QuantizedSelf",
+    "drafters.base": "DraftSession Drafter",
+    "hook": "install uninstall",
+    "kernels.reroute": "reroute",
+    "memory.output_memory": "OutputMemory",
+    "planning.cost_store": "CostModels",
+    "presets": "RestAssistant RolloutAssistant SamAssistant SequoiaAssistant SuffixAssistant",
+    "record.record": "Record",
+    "simulation": "SimulationReport simulate",
+    "suggestion": "suggest",
+    "token_tree": "TokenTree",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*_MODULES]
 

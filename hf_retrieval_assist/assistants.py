@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from .attachment import attached
@@ -143,26 +142,9 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
             "processes are to share what they learn"
         )
 
-    def __call__(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **model_kwargs: Any,
-    ) -> Any:
+    def __call__(self, model: Any, *inputs: Any, **settings: Any) -> Any:
         """Decode; what `generate(custom_generate=assistant)` calls."""
-        return decode(
-            model,
-            self,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            observe=self._observe,
-            **model_kwargs,
-        )
+        return decode(model, self, *inputs, observe=self._observe, **settings)
 
     @contextmanager
     def record(

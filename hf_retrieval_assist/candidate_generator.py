@@ -70,7 +70,11 @@ class RetrievalCandidateGenerator(CandidateGenerator):
             raise ValueError(f"input_ids: expected one row, got {len(input_ids)}")
         text = self.target.known(input_ids[0].cpu()).tolist()
         if self._session is None:
-            self._start(text)
+            # The last token of the prompt is the first that a session takes as generated.
+            self._session = self.assistant.start(np.array(text[:-1], np.int32), self.target)
+            self._finish = weakref.finalize(self, self._session.close)
+            self._session.begin(text[-1:])
+            self._committed = len(text)
         self._commit(text)
         room = None if self.max_length is None else max(0, self.max_length - len(text) - 1)
         drafting = self.assistant.begin()
@@ -90,13 +94,6 @@ class RetrievalCandidateGenerator(CandidateGenerator):
         if self._session is not None:
             self._session = None
             self._finish()
-
-    def _start(self, text: list[int]) -> None:
-        # The last token of the prompt is the first that a session takes as generated.
-        self._session = self.assistant.start(np.array(text[:-1], np.int32), self.target)
-        self._finish = weakref.finalize(self, self._session.close)
-        self._session.begin(text[-1:])
-        self._committed = len(text)
 
     def _commit(self, text: list[int]) -> None:
         if len(text) > self._committed:

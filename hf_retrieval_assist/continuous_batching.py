@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -257,6 +258,7 @@ class RequestDrafts:
         return state.text
 
 
+@dataclass(eq=False)
 class _Text:
     """A request's text.
 
@@ -267,11 +269,10 @@ class _Text:
         counts: of its steps.
     """
 
-    def __init__(self, known: int):
-        self.known = known
-        self.session: AssistantSession | None = None
-        self.chain: TokenTree | None = None
-        self.counts = CallStats(tier="continuous batching", calls=1)
+    known: int
+    session: AssistantSession | None = None
+    chain: TokenTree | None = None
+    counts: CallStats = field(default_factory=partial(CallStats, "continuous batching", calls=1))
 
     def new(self, state: DraftedRequest) -> list[int]:
         """The tokens that it has got since it was last looked at."""

@@ -224,10 +224,6 @@ class Stats:
             for number, name in enumerate(self._names)
         }
 
-    @property
-    def tier(self) -> str:
-        return self.last.tier
-
     def count_sources(self, drafts: Sequence[TokenTree], accepted: Sequence[int]) -> None:
         """Count tokens that were accepted of drafts, one of each drafter."""
         if not accepted:

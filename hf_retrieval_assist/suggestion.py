@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,11 +220,14 @@ def suggest(
             )
     options = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
     plain = Trial(PLAIN, None, Record(tokenizer))
-    makes = {KERNELS: None, COPIES: lambda: Assistant([], budget=0), LOOKUP: None}
+    others: dict[str, Any] = {}
+    if model.device.type == "cpu":
+        others = {KERNELS: None, COPIES: lambda: Assistant([], budget=0)}
+    with suppress(ValueError):  # how transformers refuses
+        _call(model, inputs[0], LOOKUP, None, {**options, "max_new_tokens": 2})
+        others[LOOKUP] = None
     baselines = [plain]
-    for name, made in makes.items():
-        if _serves(model, name, inputs[0], options):
-            baselines.append(Trial(name, made, Record(tokenizer), plain))
+    baselines += [Trial(name, make, Record(tokenizer), plain) for name, make in others.items()]
     trials = [Trial(name, make, Record(tokenizer), plain) for name, make in makers.items()]
     every = [*baselines, *trials]
     for turn in range(-1, repeats):  # the first one is not timed
@@ -260,17 +263,6 @@ def _turn(
                 trial.rounds[-1].append(seconds)
             if not torch.equal(ids, calls[PLAIN][1]):
                 trial.different.add(number)
-
-
-def _serves(model: Any, name: str, prompt: dict[str, torch.Tensor], options: Any) -> bool:
-    """Whether a way of decoding without an assistant is one on this model."""
-    if name in (KERNELS, COPIES):
-        return bool(model.device.type == "cpu")
-    try:
-        _call(model, prompt, name, None, {**options, "max_new_tokens": 2})
-    except ValueError:  # how transformers refuses
-        return False
-    return True
 
 
 def _inputs(model: Any, prompt: str | torch.Tensor, tokenizer: Any) -> dict[str, torch.Tensor]:

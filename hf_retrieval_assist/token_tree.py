@@ -244,13 +244,10 @@ class Forest(_Nodes, Sequence[TokenTree]):
             return cls(*trees[0]._arrays, np.array([0, len(trees[0])]))
         if not any(map(len, trees)):
             return cls.empty(len(trees))
-        return cls(
-            np.concatenate([tree.token_ids for tree in trees]),
-            np.concatenate([tree.parents for tree in trees]),
-            np.concatenate([tree.probs for tree in trees]),
-            np.concatenate([tree.classes for tree in trees]),
-            np.fromiter(accumulate(map(len, trees), initial=0), np.int64, len(trees) + 1),
-        )
+        arrays = zip(*(tree._arrays for tree in trees), strict=True)
+        tokens, parents, probs, classes = map(np.concatenate, arrays)
+        offsets = np.fromiter(accumulate(map(len, trees), initial=0), np.int64, len(trees) + 1)
+        return cls(tokens, parents, probs, classes, offsets)
 
     @classmethod
     @lru_cache(maxsize=64)

@@ -88,7 +88,7 @@ ASSISTANTS = {
 )
 def test_a_step_is_one_copy_each_way_and_a_few_kernels(rows, name, model_class, monkeypatch):
     assistant, of_model, steps = counted_steps(ASSISTANTS[name], rows, monkeypatch, model_class)
-    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.tier == "tree"
     if name != "suffix":
         assert assistant.stats.last.accepted > 0
     for step, _ in steps:

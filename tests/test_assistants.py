@@ -285,7 +285,7 @@ def test_statistics_of_calls(model, plain):
     assert last.nodes_per_step == pytest.approx(15 / 4)
     assert (total.calls, total.steps, total.tokens) == (2, 8, 2 * NEW_TOKENS)
     assert total.mean_accepted_tokens == pytest.approx(19 / 4)
-    assert assistant.stats.tier == last.tier == "tree"
+    assert assistant.stats.last.tier == last.tier == "tree"
     assert all(seconds > 0 for phase, seconds in last.seconds.items() if phase != "pack")
     assert sum(last.seconds.values()) - last.seconds["total"] <= last.seconds["total"]
 

@@ -109,7 +109,7 @@ def test_tokens_of_all_nodes_are_plain_decodings(llama, name, rows, monkeypatch)
 
 def test_the_defaults(any_model):
     _, _, assistant = same(any_model, assistant=SamAssistant())
-    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.tier == "tree"
 
 
 def test_scores_and_logits(llama):

@@ -263,7 +263,7 @@ def test_requests_that_say_nothing_unusual_are_served(served, theirs):
 
 def test_settings_that_all_share_are_no_clients(served, theirs):
     """Of requests side by side none may bring settings, and the first one leaves none behind."""
-    side_by_side = served.assistant.stats.tier == "continuous batching"
+    side_by_side = served.assistant.stats.last.tier == "continuous batching"
     settings = {"logit_bias": {"40": 100}, "stop": "1. item", "frequency_penalty": 1}
     for name, value in settings.items():
         status, text = hello(served, **of_user("list"), **{name: value})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -108,13 +109,9 @@ def _files(source: Path) -> list[Path]:
 def _read_lines(path: Path, field: str) -> Iterator[Text]:
     with path.open(encoding="utf-8") as file:
         try:
-            begun = ""  # the line that the last piece broke off in
-            while piece := file.read(_PIECE):
-                lines, end, rest = piece.rpartition("\n")
-                yield begun + (lines + end or rest)
-                begun = rest if end else ""
-            if begun:
-                yield begun
+            # Whole lines; of one that is longer than a piece, its parts.
+            for lines in text_batches(iter(partial(file.readline, _PIECE), "")):
+                yield "".join(lines)
         except UnicodeDecodeError as error:
             yield ValueError(f"{path}: expected UTF-8, got {error}")
 

@@ -53,49 +53,43 @@ def _replay(console: Console, task: Task, runs: tuple[Run, Run]) -> None:
         while (now := time.perf_counter() - started) < end:
             live.update(_frame(console, task, [run.until(now) for run in runs]), refresh=True)
             time.sleep(1 / _FRAMES)
-    console.print(_frame(console, task, runs, done=True))
+    console.print(_frame(console, task, runs))
     said = verdict(*runs)
     console.print(f"  {said}", style="bold red" if "ANOTHER" in said else "bold green", end="")
     console.print(f"   ({tally(runs[1])})\n", markup=False)
 
 
-def _frame(console: Console, task: Task, runs: Sequence[Run], done: bool = False) -> Group:
-    """Two panels; while their texts grow they keep their size."""
+def _frame(console: Console, task: Task, runs: Sequence[Run]) -> Group:
+    """Two panels, which keep their size while their texts grow."""
     room = max(4, min(_LINES, console.height - 8))
-    texts = [_last_lines(console, run, room) for run in runs]
-    height = max(map(len, texts)) if done else room
     panels = [
         Panel(
-            Text("\n").join(lines),
+            _last_lines(console, run, room),
             title=f"[bold]{name}[/]  {run.rate:5.1f} tokens/s",
             title_align="left",
-            height=height + 2,
+            height=room + 2,
             border_style=border,
         )
-        for name, run, lines, border in zip(RUNS, runs, texts, ("dim", "green"), strict=True)
+        for name, run, border in zip(RUNS, runs, ("dim", "green"), strict=True)
     ]
     title = Text(f"{task.title}, {task.new_tokens} tokens", style="bold")
     return Group(title, Columns(panels, equal=True, expand=True, padding=0), _legend(runs[1]))
 
 
-def _last_lines(console: Console, run: Run, room: int) -> Any:
-    palette = _palette(run)
-    text = Text()
+def _last_lines(console: Console, run: Run, room: int) -> Text:
+    text, styles = Text(), _styles(run)
     for token in run.tokens:
-        text.append(readable(token.text), style=_style(palette.get(token.origin)))
-    return text.wrap(console, console.width // 2 - 4)[-room:]
+        text.append(readable(token.text), style=styles.get(token.origin, ""))
+    return Text("\n").join(text.wrap(console, console.width // 2 - 4)[-room:])
 
 
 def _legend(run: Run) -> Text:
     legend = Text("drafted from: ", style="dim")
-    for origin, colour in _palette(run).items():
-        legend.append(f" {origin} ", style=f"not dim {_style(colour)}").append(" ")
+    for origin, style in _styles(run).items():
+        legend.append(f" {origin} ", style=f"not dim {style}").append(" ")
     return legend.append(f" unmarked: {MODEL}", style="dim")
 
 
-def _palette(run: Run) -> dict[str, str]:
-    return colours(dict.fromkeys(token.origin for token in run.tokens))
-
-
-def _style(colour: str | None) -> str:
-    return f"{text_on(colour)} on {colour}" if colour else ""
+def _styles(run: Run) -> dict[str, str]:
+    found = colours(dict.fromkeys(token.origin for token in run.tokens))
+    return {origin: f"{text_on(colour)} on {colour}" for origin, colour in found.items()}

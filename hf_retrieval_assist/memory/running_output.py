@@ -7,7 +7,6 @@ import math
 import sys
 from array import array
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -45,11 +44,12 @@ class RunningOutput:
         finished: whether it grows no more.
         forgotten: whether it was forgotten, so that nothing of it is learnt or logged any more.
         full: whether the memory takes in no more of it.
+        lasts: the number of the later output of its kind that it does not outlive.
     """
 
     __slots__ = (
         *("__weakref__", "_memory", "cost", "fingerprint", "finished", "forgotten", "full"),
-        *("kept", "sequence"),
+        *("kept", "lasts", "sequence"),
     )
 
     def __init__(self, memory: Any, fingerprint: str, kept: bool) -> None:
@@ -58,6 +58,7 @@ class RunningOutput:
         self.sequence: int | None = None
         self.kept: array[int] | None = array("i") if kept else None
         self.finished = self.forgotten = self.full = False
+        self.lasts = math.inf
         self._memory = memory
 
     @property
@@ -91,8 +92,6 @@ class Kind:
         self.tree = SuffixTree(max_depth)
         self.outputs: dict[RunningOutput, None] = {}
         self._finished = 0  # so many have come
-        # Of each output the number of the later one that it does not outlive, and its own: a heap.
-        self._fading: list[tuple[float, int, RunningOutput]] = []
 
     def fade(self, newest: RunningOutput, half_life: float) -> list[RunningOutput]:
         """The older outputs to be dropped by chance, now that one more is finished.
@@ -101,15 +100,8 @@ class Kind:
         tell from its own outputs that others have finished some.
         """
         self._finished += 1
-        faded = []
-        while self._fading and self._fading[0][0] <= self._finished:
-            faded.append(heappop(self._fading)[2])
-        faded = [output for output in faded if output.sequence is not None]
-        if len(self._fading) > 2 * (len(self.outputs) - len(faded)):
-            self._fading = [entry for entry in self._fading if entry[2].sequence is not None]
-            heapify(self._fading)
+        faded = [output for output in self.outputs if output.lasts <= self._finished]
         drawn = f"{newest.fingerprint} {self._finished}".encode(errors="surrogatepass")
         number = int.from_bytes(hashlib.blake2b(drawn, digest_size=8).digest()) + 1
-        lasts = half_life * (64 - math.log2(number))
-        heappush(self._fading, (self._finished + lasts, self._finished, newest))
+        newest.lasts = self._finished + half_life * (64 - math.log2(number))
         return faded

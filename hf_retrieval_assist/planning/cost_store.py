@@ -83,10 +83,10 @@ class CostModels:
 
     def __init__(self, directory: Path | None = None):
         self.directory = directory
-        self._writable = directory is not None
+        self._writable = True
         self._models: dict[CostKey, CostModel] = {}
         self._loaded: set[str] = set()
-        self._next_save: dict[str, float] = {}  # by fingerprint, as time.monotonic() counts
+        self._next_save = 0.0  # as time.monotonic() counts
         self._unsaved: set[str] = set()  # fingerprints that `save_at_times` left for later
         self._lock = Lock()
         _ALIVE.add(self)
@@ -135,26 +135,20 @@ class CostModels:
         """
         now = time.monotonic()
         with self._lock:
-            known = self._writable and fingerprint in self._loaded
-            if not known:
-                return
-            if now < self._next_save.get(fingerprint, now):
+            if fingerprint in self._loaded:
                 self._unsaved.add(fingerprint)
+            if not self._unsaved or now < self._next_save:
                 return
-            self._next_save[fingerprint] = now + _SAVE_INTERVAL
-            self._unsaved.discard(fingerprint)
-        self._try_to_save(fingerprint)
+            self._next_save = now + _SAVE_INTERVAL
+        self.save_rest()
 
     def save_rest(self) -> None:
         """Save what `save_at_times` left for later."""
         with self._lock:
             fingerprints, self._unsaved = self._unsaved, set()
-        for fingerprint in fingerprints:
-            self._try_to_save(fingerprint)
-
-    def _try_to_save(self, fingerprint: str) -> None:
         try:
-            self.save(fingerprint)
+            for fingerprint in fingerprints if self._writable else ():
+                self.save(fingerprint)
         except OSError as error:
             warnings.warn(f"timings are not kept in {self.directory}: {error}", stacklevel=3)
             self._writable = False

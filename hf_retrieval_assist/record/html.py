@@ -7,6 +7,7 @@ they show HTML. All text of models and of drafters' names is escaped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..drafting.policy import DraftingPolicy
 from ..stats import html_table
 from .palette import colours
 from .pieces import readable, text_pieces
-from .steps import MODEL, CallRecord, Step
+from .steps import CallRecord, Step
 
 _MOST_NODES = 48  # of a tree that are shown, besides the accepted ones
 _MOST_TREES = 300  # of a row
@@ -119,26 +120,23 @@ def _tint(colour: str | None) -> str:
     return f' style="background:{colour}55"' if colour else ""
 
 
-def _table_of_origins(
-    counts: Mapping[str, tuple[int, int, int]], palette: Mapping[str, str]
-) -> str:
+def _table_of_origins(origins: Sequence[Sequence[str]], palette: Mapping[str, str]) -> str:
     titles = ("source", "nodes proposed", "verified", "tokens")
     rows = ["".join(f"<th>{title}</th>" for title in titles)]
-    for name, (proposed, verified, tokens) in counts.items():
-        nodes = ("", "") if name == MODEL else (f"{proposed:,}", f"{verified:,}")
+    for name, *figures in origins:
         key = f'<span class="key"{_tint(palette.get(name))}>{escape(name)}</span>'
-        cells = "".join(f'<td class="num">{cell}</td>' for cell in (*nodes, f"{tokens:,}"))
+        cells = "".join(f'<td class="num">{figure}</td>' for figure in figures)
         rows.append(f"<td>{key}</td>{cells}")
     return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
 
+@dataclass
 class _Texts:
     """The texts of a call's rows, with the tree of each step."""
 
-    def __init__(self, call: CallRecord, palette: Mapping[str, str], tokenizer: Any):
-        self._call = call
-        self._palette = palette
-        self._tokenizer = tokenizer
+    _call: CallRecord
+    _palette: Mapping[str, str]
+    _tokenizer: Any
 
     def row(self, row: int) -> str:
         """A row's text with the tree of each step, which shows in the panel below."""
@@ -189,17 +187,12 @@ class _Texts:
         children: dict[int, list[int]] = {}
         for node in sorted(shown):
             children.setdefault(int(tree.parents[node]), []).append(node)
-        root = self._token_before(step)
+        before = self._call.generated(step.row)[: step.position]
+        root = int((before if step.position else self._call.prompts[step.row])[-1])
         boxes = "".join(self._subtree(step, node, root, children) for node in children.get(-1, []))
         hidden = len(tree) - len(shown)
         more = f"<span>and {hidden} less probable nodes</span>" if hidden else ""
         return f'<span class="kids">{boxes}{more}</span>'
-
-    def _token_before(self, step: Step) -> int:
-        """The tree's root, the last token before the step."""
-        if step.position:
-            return int(self._call.generated(step.row)[step.position - 1])
-        return int(self._call.prompts[step.row][-1])
 
     def _subtree(self, step: Step, node: int, before: int, children: dict[int, list[int]]) -> str:
         accepted = set(step.accepted.tolist())

@@ -74,21 +74,19 @@ class Record:
             tokens += call.tokens_by_origin()
         return {name: (proposed[name], verified[name], tokens[name]) for name in self.origins}
 
-    def shown_origins(self) -> dict[str, tuple[int, int, int]]:
-        """The entries of `by_origin` for sources that brought a token, and for the model."""
-        found = self.by_origin().items()
-        return {name: counts for name, counts in found if counts[2] or name == MODEL}
+    def shown_origins(self) -> list[tuple[str, ...]]:
+        """Names and figures of the sources that brought a token, and of the model."""
+        *found, (_, (_, _, chosen)) = self.by_origin().items()
+        drafted = [(name, *map("{:,}".format, counts)) for name, counts in found if counts[2]]
+        return [*drafted, (MODEL, "", "", f"{chosen:,}")]
 
     def pieces(self, token_ids: Sequence[int] | Int32Array, context: Int32Array) -> list[str]:
         """The text that each token adds behind a context, ids where there is no tokenizer."""
         return text_pieces(self.tokenizer, token_ids, context)
 
     def __str__(self) -> str:
-        lines = [str(self.stats), f"{'source':<18}{'proposed':>10}{'verified':>10}{'tokens':>10}"]
-        for name, (proposed, verified, tokens) in self.shown_origins().items():
-            shown = ("", "") if name == MODEL else (proposed, verified)
-            lines.append(f"{name:<18}{shown[0]:>10}{shown[1]:>10}{tokens:>10}")
-        return "\n".join(lines)
+        rows = [("source", "proposed", "verified", "tokens"), *self.shown_origins()]
+        return "\n".join([str(self.stats), *("{:<18}{:>10}{:>10}{:>10}".format(*r) for r in rows)])
 
     def to_json(self) -> str:
         """Everything, as a JSON object; texts are added where there is a tokenizer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -85,10 +85,8 @@ class Step:
     @property
     def proposed(self) -> Counter[str]:
         """Proposed nodes by source; one that several name counts for each."""
-        counts: Counter[str] = Counter()
-        for drafter, draft in zip(self.drafters, self.drafts, strict=True):
-            counts.update(drafter.origins[i] for i in drafter.origins_of(draft.classes))
-        return counts
+        pairs = zip(self.drafters, self.drafts, strict=True)
+        return Counter(d.origins[i] for d, draft in pairs for i in d.origins_of(draft.classes))
 
     def to_dict(self) -> dict[str, Any]:
         """The step in JSON's types; parents of −1 are the last token before the step."""
@@ -121,41 +119,32 @@ class Step:
 
 def same_paths(tree: TokenTree, draft: TokenTree) -> list[int]:
     """For each node of `tree` the node of `draft` at the end of the same path, or −1."""
-    edges = zip(draft.parents.tolist(), draft.token_ids.tolist(), strict=True)
-    children = {edge: node for node, edge in enumerate(edges)}
-    found: list[int] = []
-    for parent, token in zip(tree.parents.tolist(), tree.token_ids.tolist(), strict=True):
-        lost = parent >= 0 and found[parent] < 0
-        above = found[parent] if parent >= 0 else -1
-        found.append(-1 if lost else children.get((above, token), -1))
-    return found
+    # Numbers in the place of probabilities, exact below 2 ** 24.
+    numbered = replace(draft, probs=np.arange(len(draft), dtype=np.float32))
+    return [int(node) for node in numbered.known_probs(tree)]
 
 
+@dataclass(eq=False)
 class CallRecord:
     """One call to `generate`.
 
     Attributes:
         prompts: int32 [length] for each row, without padding.
-        steps: in the order of their forwards, those of a batch's rows one after the other.
         stats: the call's figures.
+        steps: in the order of their forwards, those of a batch's rows one after the other.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Int32Array],
-        stats: CallStats,
-        drafters: tuple[Drafter, ...],
-        listeners: Sequence[Callable[[Step], None]],
-    ):
-        self.prompts = list(prompts)
-        self.steps: list[Step] = []
-        self.stats = stats
-        self._drafters = drafters
-        self._listeners = listeners
+    prompts: Sequence[Int32Array]
+    stats: CallStats
+    _drafters: tuple[Drafter, ...]
+    _listeners: Sequence[Callable[[Step], None]]
+    steps: list[Step] = field(default_factory=list)
+    _end: int | None = None
+    _forward: int = 0
+
+    def __post_init__(self) -> None:
         self._lengths = [0] * len(self.prompts)
-        self._end: int | None = None
-        self._forward = 0
-        self._seen: dict[str, float] = dict.fromkeys(stats.seconds, 0.0)
+        self._seen = dict.fromkeys(self.stats.seconds, 0.0)
 
     def begin(self, paths: Sequence[Path]) -> None:
         """The prefill brought the first tokens of each row."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -236,11 +237,8 @@ class _Texts(BaseHandler):
     def _build_generation_config(
         self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False
     ) -> Any:
-        def build(body: dict[str, Any]) -> Any:
-            return super(_Texts, self)._build_generation_config(
-                body, model_generation_config, use_cb=use_cb
-            )
-
+        theirs = super()._build_generation_config
+        build = partial(theirs, model_generation_config=model_generation_config, use_cb=use_cb)
         try:
             config = build(body)
         except _BY_A_REQUEST as error:

@@ -48,27 +48,17 @@ class _Manager:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
 
-    def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: Any,
-        request_id: str,
-        response_parser: Any = None,
-    ) -> Any:
+    def generate_streaming(self, *asked: Any, response_parser: Any = None, **named: Any) -> Any:
         request = self._request
         if response_parser is not None:
             request.parser = response_parser = Parser(response_parser)
-        with self._begun(model, processor, inputs, gen_config, request_id) as begun:
+        with self._begun(*asked, **named) as begun:
             queue, streamer = self._manager.generate_streaming(*begun, response_parser)
         request.items = Items(queue)
         return request.items, streamer
 
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> Any:
-        with self._begun(model, processor, inputs, gen_config, request_id) as begun:
+    async def generate_non_streaming(self, *asked: Any, **named: Any) -> Any:
+        with self._begun(*asked, **named) as begun:
             answer = await self._manager.generate_non_streaming(*begun)
         self._request.end(answer[2])
         return answer

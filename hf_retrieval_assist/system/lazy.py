@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -23,15 +23,9 @@ class cached_property(Generic[T]):  # noqa: N801
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> cached_property[T]: ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> T: ...
-
-    def __get__(self, instance: object | None, owner: type) -> cached_property[T] | T:
+    def __get__(self, instance: object | None, owner: type) -> T:
         if instance is None:
-            return self
+            return self  # type: ignore[return-value]  # of the class, which only tools ask for
         value = self._compute(instance)
         # Found before this descriptor from now on; a frozen dataclass forbids setattr.
         instance.__dict__[self._name] = value

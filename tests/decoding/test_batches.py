@@ -182,7 +182,7 @@ def test_what_follows_all_rows_couples_them(model, rows, kind, sample):
         return {"logits_processor": [Witness()]}
 
     _, _, assistant = compare(model, padded(rows), make, **options)
-    assert assistant.stats.tier == tier_of(model)
+    assert assistant.stats.last.tier == tier_of(model)
     assert assistant.stats.last.accepted > 0
     assert assistant.stats.last.keeps_seed
 

@@ -80,7 +80,7 @@ def test_settings_of_the_model_ask_for_it_too():
 def test_every_way_to_ask_for_it_or_not(options):
     model = build(LlamaForCausalLM)
     _, _, assistant = same(model, **options)
-    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.tier == "tree"
 
 
 def test_inference_mode_in_one_call_and_not_in_the_next():
@@ -109,14 +109,14 @@ def test_models_that_their_callers_compiled_in_place_are_decoded_plainly(part, t
     before = compilations()
     _, _, assistant = same(model)
     assert compilations() == before
-    assert assistant.stats.tier == "plain"
+    assert assistant.stats.last.tier == "plain"
     assert any("has compiled it in place" in text for text in told.messages)
 
 
 def test_a_compiled_wrapper_generates_as_its_model():
     model = torch.compile(build(LlamaForCausalLM), backend="eager")
     _, _, assistant = equal(model)
-    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.tier == "tree"
 
 
 def test_static_caches_hold_what_plain_decoding_leaves():
@@ -191,7 +191,7 @@ def test_windows_shorter_than_the_models_are_decoded_plainly():
         plain = run(model, **{CACHE: first})
         assistant = knowing(plain)
         assert torch.equal(plain, run(model, **{CACHE: second}, assistant=assistant))
-        assert assistant.stats.tier == tier
+        assert assistant.stats.last.tier == tier
 
 
 def test_interrupted_calls_leave_a_static_cache_to_go_on_from():

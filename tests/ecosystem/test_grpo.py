@@ -94,5 +94,5 @@ def test_rollouts_and_what_they_teach_are_plain(tmp_path, kind):
     assert completions[0] == completions[1]
     assert len(completions[0]) == 3 * 8
     assert all(map(torch.equal, *weights))
-    assert assistant.stats.tier == ("continuous batching" if kind == "batching" else "tree")
+    assert assistant.stats.last.tier == ("continuous batching" if kind == "batching" else "tree")
     assert assistant.stats.total.accepted > 0

@@ -31,5 +31,5 @@ def test_generation_is_plain_generation(batch_size, until):
     with SamAssistant(memory=OutputMemory(), budget=8).attached(model) as assistant:
         for _ in range(2):
             assert harness.generate_until(requests(until), disable_tqdm=True) == plain
-    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.tier == "tree"
     assert assistant.stats.total.accepted > 0

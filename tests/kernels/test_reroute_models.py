@@ -86,6 +86,6 @@ def test_bfloat16_logits_of_a_call_at_rest_are_those_of_drafted_ones(monkeypatch
     monkeypatch.setattr(Account, "reroutes", lambda self: False)
     assistant = SamAssistant()
     rested = run(model, **options, assistant=assistant)
-    assert assistant.stats.tier == "at rest"
+    assert assistant.stats.last.tier == "at rest"
     assert torch.equal(drafted.sequences, rested.sequences)
     assert torch.equal(torch.stack(drafted.logits), torch.stack(rested.logits))

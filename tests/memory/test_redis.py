@@ -16,6 +16,9 @@ from hf_retrieval_assist.memory.outputs import Output
 from hf_retrieval_assist.memory.redis_server import RedisServer
 from tests.support.memories import WAIT, known, output, wait_until
 from tests.support.redis_process import PASSWORD, RedisProcess, needs_redis
+from tests.support.stores import sync
+
+pytestmark = needs_redis
 
 
 @pytest.fixture
@@ -25,7 +28,6 @@ def server(tmp_path):
     process.close()
 
 
-@needs_redis
 def test_a_server_that_dies_loses_nothing_and_outputs_are_delivered_later(server, caplog):
     writer, reader = OutputMemory(url=server.url), OutputMemory(url=server.url)
     for round_ in range(3):
@@ -37,15 +39,13 @@ def test_a_server_that_dies_loses_nothing_and_outputs_are_delivered_later(server
             writer.add(output(20 * round_ + i), "m")
         assert not writer.sync(0.1)
         server.start()
-    assert writer.sync(WAIT)
-    assert reader.sync(WAIT)
+    sync(writer, reader)
     assert known(writer) == known(reader) == Counter(range(60))
     away = [r.message for r in caplog.records if "outputs are not shared while" in r.message]
     assert away
     assert f"127.0.0.1:{server.port}" in away[0]
 
 
-@needs_redis
 def test_a_server_that_hangs_is_waited_for_by_nobody(server):
     writer, reader = OutputMemory(url=server.url), OutputMemory(url=server.url)
     assert writer.sync(WAIT)
@@ -56,14 +56,12 @@ def test_a_server_that_hangs_is_waited_for_by_nobody(server):
     with pytest.raises(OSError, match="forgotten here, but the server at 127"):
         reader.forget()
     server.go_on()
-    assert writer.sync(WAIT)
-    assert reader.sync(WAIT)
+    sync(writer, reader)
     # The order to forget was in the hung server's mail: whether it or the outputs came first is
     # its affair, but both sides agree.
     assert known(reader) == known(writer)
 
 
-@needs_redis
 def test_an_exchange_that_fails_leaves_a_forgetting_on_its_way_alone(server, monkeypatch):
     memory = OutputMemory(url=server.url)
     assert memory.sync(WAIT)
@@ -78,7 +76,6 @@ def test_an_exchange_that_fails_leaves_a_forgetting_on_its_way_alone(server, mon
         forgetting.result()
 
 
-@needs_redis
 def test_forgetting_outlives_a_server_that_lost_everything(server):
     memory = OutputMemory(url=server.url)
     memory.add(output(0), "m")
@@ -93,7 +90,6 @@ def test_forgetting_outlives_a_server_that_lost_everything(server):
     assert known(other) == known(memory) == Counter([1])
 
 
-@needs_redis
 @pytest.mark.parametrize("away", [True, False])
 def test_what_is_finished_before_the_first_exchange_is_delivered(server, away):
     OutputMemory(url=server.url).forget()  # once, long ago
@@ -111,7 +107,6 @@ def test_what_is_finished_before_the_first_exchange_is_delivered(server, away):
     assert known(memory) == Counter(range(10))
 
 
-@needs_redis
 def test_what_was_forgotten_before_the_first_exchange_is_not_delivered(server):
     writer = OutputMemory(url=server.url)
     assert writer.sync(WAIT)
@@ -127,7 +122,6 @@ def test_what_was_forgotten_before_the_first_exchange_is_not_delivered(server):
     assert server.client.xlen("{hf-retrieval-assist}:2:outputs") == 0
 
 
-@needs_redis
 def test_who_was_on_its_way_while_all_was_forgotten_is_told(server):
     late, other = RedisServer(server.url), RedisServer(server.url)
     known, send = late.exchange(None, b"0", 1, 1 << 20, []).epoch, late._exchange
@@ -143,7 +137,6 @@ def test_who_was_on_its_way_while_all_was_forgotten_is_told(server):
     assert late.exchange(found.epoch, b"0", 1, 1 << 20, []).entries == []
 
 
-@needs_redis
 def test_new_outputs_show_though_the_servers_clock_was_set_back(server):
     writer, reader = OutputMemory(url=server.url), OutputMemory(url=server.url)
     name = "{hf-retrieval-assist}:2:outputs"
@@ -153,12 +146,10 @@ def test_new_outputs_show_though_the_servers_clock_was_set_back(server):
     assert known(reader) == Counter([0])
     server.client.flushall()
     writer.add(output(1), "m")  # named by a time that is earlier by far
-    assert writer.sync(WAIT)
-    assert reader.sync(WAIT)
+    sync(writer, reader)
     assert known(reader) == Counter([0, 1])
 
 
-@needs_redis
 def test_a_node_of_a_cluster(tmp_path):
     server = RedisProcess(tmp_path, cluster=True)
     try:
@@ -167,8 +158,7 @@ def test_a_node_of_a_cluster(tmp_path):
         memories = [OutputMemory(url=server.url) for _ in range(2)]
         for i, memory in enumerate(memories):
             memory.add(output(i), "m")
-        for memory in memories * 2:
-            assert memory.sync(WAIT)
+        sync(*memories)
         assert [known(memory) for memory in memories] == [Counter([0, 1])] * 2
         memories[0].forget()
         assert memories[1].sync(WAIT)
@@ -177,7 +167,6 @@ def test_a_node_of_a_cluster(tmp_path):
         server.close()
 
 
-@needs_redis
 def test_the_documented_permissions_suffice(server):
     page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
     (rule,) = re.findall(r"ACL SETUSER replica (.*)", page)
@@ -191,7 +180,6 @@ def test_the_documented_permissions_suffice(server):
     assert memory.sync(WAIT)
 
 
-@needs_redis
 def test_the_servers_stream_is_bounded_in_bytes(server):
     memory = OutputMemory(max_bytes=240_000, url=server.url)
     for i in range(100):
@@ -202,7 +190,6 @@ def test_the_servers_stream_is_bounded_in_bytes(server):
     assert np.frombuffer(kept[-1][b"ids"], "<u4").tolist() == output(99, 100).tolist()
 
 
-@needs_redis
 def test_what_others_put_into_the_stream_is_skipped(server):
     memory = OutputMemory(url=server.url)
     name, good = "{hf-retrieval-assist}:2:outputs", output(1).tobytes()
@@ -222,7 +209,6 @@ def test_what_others_put_into_the_stream_is_skipped(server):
     assert memory.tree("m\ufffd").token_count == 2
 
 
-@needs_redis
 @pytest.mark.parametrize("key", ["outputs", "state", "forgotten"])
 def test_a_key_of_another_kind_stops_sharing_and_nothing_else(server, key):
     memory = OutputMemory(url=server.url)
@@ -244,7 +230,6 @@ def test_a_key_of_another_kind_stops_sharing_and_nothing_else(server, key):
     assert len(other.namespace("a")) <= (key == "forgotten")
 
 
-@needs_redis
 def test_passwords(tmp_path):
     server = RedisProcess(tmp_path, PASSWORD)
     try:
@@ -256,7 +241,6 @@ def test_passwords(tmp_path):
         server.close()
 
 
-@needs_redis
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -276,7 +260,6 @@ def test_urls_that_are_refused(url, message):
         OutputMemory(url=url)
 
 
-@needs_redis
 def test_urls_that_are_taken():
     places = {
         "redis://:secret@example.org:1/2": "example.org:1",
@@ -299,7 +282,6 @@ def test_the_client_library_is_asked_for(monkeypatch):
         redis_server.RedisServer("redis://localhost")
 
 
-@needs_redis
 @pytest.mark.parametrize("kills", [3, pytest.param(120, marks=pytest.mark.slow)])
 def test_snapshots_kills_and_forgetting(tmp_path, kills):
     """Nothing that was forgotten comes back; what the server still had when it died stays."""

@@ -14,6 +14,7 @@ from hf_retrieval_assist.memory.redis_server import Answer, RedisServer
 from hf_retrieval_assist.memory.stream import OutputStream
 from tests.support.memories import WAIT, output, wait_until
 from tests.support.redis_process import OddServer, needs_redis
+from tests.support.stores import sync
 
 
 class Keeper:
@@ -68,8 +69,7 @@ def test_nothing_waits_for_a_server_that_does_not_answer():
         assert view.read() == ([], [])
     assert not view.sync(0.01)
     keeper.answers.set()
-    assert view.sync(WAIT)
-    assert other.sync(WAIT)
+    sync(view, other)
     assert numbers(other) == [*range(100)]
     assert numbers(view) == []
 
@@ -80,8 +80,7 @@ def test_an_output_that_is_delivered_twice_is_read_once():
     view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
     for i in range(5):
         view.append("m", output(i))
-    assert view.sync(WAIT)
-    assert other.sync(WAIT)
+    sync(view, other)
     assert numbers(other) == [*range(5)]
     assert numbers(view) == []
 
@@ -95,13 +94,11 @@ def test_what_waits_is_bounded_and_the_oldest_goes_first():
         assert view._pending.nbytes <= 2_000
     view.append("m", output(50, 1_000))
     keeper.answers.set()
-    assert view.sync(WAIT)
-    assert other.sync(WAIT)
+    sync(view, other)
     assert numbers(other) == []
     for i in range(50):
         other.append("m", output(i))
-    assert other.sync(WAIT)
-    assert view.sync(WAIT)
+    sync(other, view)
     assert view._arrived.nbytes <= 2_000
     arrived = numbers(view)
     assert arrived == [*range(50 - len(arrived), 50)]
@@ -112,22 +109,19 @@ def test_forgetting_reaches_what_others_had_finished_but_not_delivered():
     keeper = Keeper()
     view, other = OutputStream(keeper, 1 << 20), OutputStream(keeper, 1 << 20)
     view.append("m", output(0))
-    assert view.sync(WAIT)
-    assert other.sync(WAIT)
+    sync(view, other)
     keeper.answers.clear()
     other.append("m", output(1))
     with pytest.raises(OSError, match="forgotten here, but the server at nowhere could not"):
         view.forget("")
     keeper.answers.set()
     keeper.forget(0, [(None, "")])  # a third process is heard
-    assert other.sync(WAIT)
-    assert view.sync(WAIT)
+    sync(other, view)
     assert not other.append("m", output(3))
     assert other.read() == ([""], [])
     assert keeper.entries == [None]
     assert other.append("m", output(2))
-    assert other.sync(WAIT)
-    assert view.sync(WAIT)
+    sync(other, view)
     assert numbers(view) == [2]
 
 

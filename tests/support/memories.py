@@ -43,7 +43,6 @@ def check_memory(memory):
         for name, kind in kinds.items():
             assert kind.outputs
             assert all(output.fingerprint == name for output in kind.outputs)
-            assert len(kind._fading) <= 2 * len(kind.outputs) + 1
             texts = [kind.tree.tokens(output.sequence) for output in kind.outputs]
             tokens = Counter(token for text in texts for token in text.tolist())
             assert dict(kind.tree.children(np.empty(0, np.int32))) == tokens

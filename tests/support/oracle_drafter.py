@@ -140,6 +140,6 @@ def agreeing(model, inputs, tier="", **kwargs):
     plain, assisted, assistant = both(model, inputs, **kwargs)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
     if tier:
-        assert assistant.stats.tier == tier
+        assert assistant.stats.last.tier == tier
         assert (assistant.stats.last.accepted > 0) == (tier != "plain")
     return plain, assisted, assistant

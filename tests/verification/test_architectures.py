@@ -84,9 +84,9 @@ def test_class_generates_as_without_assistant(name, served):
 
     *_, assistant = agreeing(model, inputs, do_sample=False, **length)
     if TABLED:
-        assert assistant.stats.tier == served[name][0]
+        assert assistant.stats.last.tier == served[name][0]
         assert row_of(model) == served[name]
-    if assistant.stats.tier != "plain":
+    if assistant.stats.last.tier != "plain":
         assert assistant.stats.last.accepted > 0
 
     outputs = {"return_dict_in_generate": True, "output_logits": True}
@@ -110,7 +110,7 @@ def test_class_generates_padded_batches_as_without_assistant(name, served):
     length = {"max_new_tokens": NEW_TOKENS}
     *_, assistant = agreeing(build(name), inputs, do_sample=False, **length)
     if TABLED:
-        assert assistant.stats.tier == served[name][1]
+        assert assistant.stats.last.tier == served[name][1]
 
 
 # Classes of which transformers makes no dynamic frequencies, or none of so few dimensions.
@@ -171,7 +171,7 @@ def test_class_is_served_from_recordings(name, served, monkeypatch):
         options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
         *_, assistant = agreeing(model, padded_batch(), **options)
     if TABLED:
-        assert assistant.stats.tier == "tree"
+        assert assistant.stats.last.tier == "tree"
     # Layers that keep more than keys and values stay as they are.
     more = IndexedSlotLayer, HybridSlotLayer
     simple = not any(isinstance(layer, more) for layer in SlotCache(model.config).layers)
@@ -203,7 +203,7 @@ def test_hybrids_in_batches_take_fewer_forwards(name, pads):
     model, length = build(name), {"max_new_tokens": 32, "eos_token_id": None}
     for do_sample in (False, True):
         *_, assistant = agreeing(model, inputs, do_sample=do_sample, **length)
-        assert assistant.stats.tier == "replay"
+        assert assistant.stats.last.tier == "replay"
         assert assistant.stats.last.forwards < 28
         assert assistant.stats.last.keeps_seed
 

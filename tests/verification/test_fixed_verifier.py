@@ -45,7 +45,7 @@ def test_tokens_are_those_of_plain_decoding(model_class, inputs):
         options = {"do_sample": False, "max_new_tokens": 40}
         *_, assistant = agreeing(model, INPUTS[inputs], **options)
         assert assistant.stats.last.accepted > 0
-        assert assistant.stats.tier == "tree"
+        assert assistant.stats.last.tier == "tree"
     steps = idle(model)._steps.values()
     assert any(step.trusted for step in steps)
     assert all(step.fault is None for step in steps)
@@ -67,7 +67,7 @@ def test_logits_of_another_dtype_than_the_model():
     model.lm_head = InFloat32(model.lm_head)
     assistant = SamAssistant(budget=16)
     run(model, assistant=assistant)
-    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.tier == "tree"
     assert assistant.top_k > 0
 
 
@@ -93,7 +93,7 @@ def test_windows_move_on_in_mid_call(inputs, monkeypatch):
         moved.clear()
         options = {"do_sample": False, "max_new_tokens": 150}
         plain, _, assistant = agreeing(model, INPUTS[inputs], **options)
-        assert assistant.stats.tier == "tree"
+        assert assistant.stats.last.tier == "tree"
     # Rows of a batch get on unequally, and keep all.
     assert bool(moved) is (len(plain) == 1)
 
@@ -259,7 +259,7 @@ def test_flash_attention_is_served_by_trees(monkeypatch):
     model = build(LlamaForCausalLM)
     model.set_attn_implementation("unmasked")
     *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
-    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.tier == "tree"
     assert attended
 
 
@@ -391,7 +391,7 @@ def test_where_nothing_is_recorded_views_are_read(refused, monkeypatch):
     assistant = oracle_assistant(plain, INPUTS["padded"]["attention_mask"])
     assistant.graphs = refused != "no recordings"
     assert torch.equal(plain, model.generate(**INPUTS["padded"], **OPTIONS, assistant=assistant))
-    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.tier == "tree"
     assert assistant.stats.last.accepted > 0
     # The test's too: what is tested is what serves.
     assert {type(verifier) for verifier in verifiers} == {TreeVerifier}
@@ -410,7 +410,7 @@ def test_kernels_that_fail_their_test_are_told(attention, why, monkeypatch, told
     model.set_attn_implementation(attention)
     for _ in range(2):
         *_, assistant = agreeing(model, INPUTS["one row"], **OPTIONS)
-    assert assistant.stats.tier == "tree"
+    assert assistant.stats.last.tier == "tree"
     first, warned = [text for text in told.messages if "Triton" in text or "triton" in text]
     assert "may compile attention (7 s, kept by Triton) and record graphs" in first
     assert why in warned

@@ -33,7 +33,7 @@ def test_experts_that_drop_tokens_above_their_capacity(capacity, budget, new):
         plain = run(model, ids, max_new_tokens=new)
         assistant = SamAssistant(plain.tolist(), budget=budget)
         assert torch.equal(plain, run(model, ids, max_new_tokens=new, assistant=assistant))
-        assert assistant.stats.tier == "chain"
+        assert assistant.stats.last.tier == "chain"
         assert assistant.stats.last.accepted > 0
 
 
@@ -66,7 +66,7 @@ def test_an_adapter_that_counts_tokens_from_the_end(prompt, tier, width, tests):
     assistant = SamAssistant(plain.tolist(), budget=16)
     for _ in range(2):
         assert torch.equal(plain, model.generate(**options, assistant=assistant))
-        assert assistant.stats.tier == tier
+        assert assistant.stats.last.tier == tier
     if width is not None:
         # Its hooks are others in every call, and say the same.
         assert [found.width for found in tests] == [width]
@@ -109,7 +109,7 @@ def test_hooks_that_trainers_leave_behind_mean_nothing():
         model.enable_input_require_grads()
         assistant = knowing(plain)
         assert torch.equal(plain, run(model, assistant=assistant))
-        assert assistant.stats.tier == "tree"
+        assert assistant.stats.last.tier == "tree"
     assert len(model.model.embed_tokens._forward_hooks) == 12
     assert service.model_settings(model) == settings
     assert recorded_state(model, {}, torch.device("cpu")) == state
@@ -146,7 +146,7 @@ def test_a_verdict_under_autocast_is_another_one():
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):
             assistant = knowing(plain)
             found = run(model, assistant=assistant)
-        assert assistant.stats.tier == "tree"
+        assert assistant.stats.last.tier == "tree"
         if not inside:
             assert torch.equal(found, plain)
 
@@ -187,7 +187,7 @@ def test_counters_of_a_models_parts_are_no_other_model(tests):
     for _ in range(10):
         assistant = knowing(plain)
         assert torch.equal(plain, run(model, assistant=assistant))
-        assert assistant.stats.tier == "tree"
+        assert assistant.stats.last.tier == "tree"
     assert len(tests) <= 2
 
 
