@@ -19,6 +19,6 @@ static int attention_by_dtype(const attention_problem *p, int threads) {
     return p->dtype == SKINNY_BFLOAT16 ? avx2_pairs_path.attention(p, threads) : attention(p, threads);
 }
 
-const kernel_path avx2_path = {"avx2", linear_by_dtype, attention_by_dtype, pack_int8, norm};
+const kernel_path avx2_path = {"avx2", linear_by_dtype, attention_by_dtype, pack_int8, norm, elements};
 TARGET_END
 #endif

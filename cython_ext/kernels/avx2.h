@@ -7,6 +7,7 @@
 #define STORE(p, v) _mm256_storeu_ps((p), (v))
 #define SET1(x) _mm256_set1_ps(x)
 #define ADD(a, b) _mm256_add_ps((a), (b))
+#define MUL(a, b) _mm256_mul_ps((a), (b))
 #define MAX(a, b) _mm256_max_ps((a), (b))
 #define FMA(a, b, c) _mm256_fmadd_ps((a), (b), (c))
 #define LOAD_F16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))

@@ -10,6 +10,6 @@
 #define MULTIPLY_ADD(w, x, sum) FMA((w), (x), (sum))
 #include "templates.h"
 
-const kernel_path avx512_path = {"avx512", linear, attention, pack_int8, norm};
+const kernel_path avx512_path = {"avx512", linear, attention, pack_int8, norm, elements};
 TARGET_END
 #endif

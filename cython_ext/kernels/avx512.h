@@ -7,6 +7,7 @@
 #define STORE(p, v) _mm512_storeu_ps((p), (v))
 #define SET1(x) _mm512_set1_ps(x)
 #define ADD(a, b) _mm512_add_ps((a), (b))
+#define MUL(a, b) _mm512_mul_ps((a), (b))
 #define MAX(a, b) _mm512_max_ps((a), (b))
 #define FMA(a, b, c) _mm512_fmadd_ps((a), (b), (c))
 #define LOAD_F16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))

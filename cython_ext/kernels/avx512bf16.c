@@ -22,6 +22,6 @@ static int attention_by_dtype(const attention_problem *p, int threads) {
     return p->dtype == SKINNY_BFLOAT16 ? attention(p, threads) : avx512_path.attention(p, threads);
 }
 
-const kernel_path avx512bf16_path = {"avx512bf16", linear_by_dtype, attention_by_dtype, pack_int8, norm};
+const kernel_path avx512bf16_path = {"avx512bf16", linear_by_dtype, attention_by_dtype, pack_int8, norm, elements};
 TARGET_END
 #endif

@@ -12,6 +12,7 @@
 #define STORE(p, v) vst1q_f32((p), (v))
 #define SET1(x) vdupq_n_f32(x)
 #define ADD(a, b) vaddq_f32((a), (b))
+#define MUL(a, b) vmulq_f32((a), (b))
 #define MAX(a, b) vmaxq_f32((a), (b))
 #define FMA(a, b, c) vfmaq_f32((c), (a), (b))
 #define LOAD_F16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p))))
@@ -71,5 +72,5 @@ static ALWAYS_INLINE void sum_lanes(float32x4_t a, float32x4_t b, float32x4_t c,
 
 #include "templates.h"
 
-const kernel_path neon_path = {"neon", linear, attention, pack_int8, norm};
+const kernel_path neon_path = {"neon", linear, attention, pack_int8, norm, elements};
 #endif

@@ -4,6 +4,7 @@
 #define PATHS_H
 
 #include "attention_kernels.h"
+#include "element_kernels.h"
 #include "linear_kernels.h"
 #include "norm_kernel.h"
 
@@ -13,6 +14,7 @@ typedef struct {
     int (*attention)(const attention_problem *, int threads);
     void (*pack_int8)(int8_packing *, int threads);
     int (*norm)(const norm_problem *);
+    void (*elements)(const element_problem *);
 } kernel_path;
 
 #define MAX_PATHS 3

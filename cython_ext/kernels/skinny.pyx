@@ -39,6 +39,10 @@ cdef extern from "paths.h" nogil:
         ROUTED_ROWS
         MAX_PATHS
         MAX_TOGETHER
+        ELEMENT_COPY
+        ELEMENT_NEG
+        ELEMENT_MUL
+        ELEMENT_ADD
 
     ctypedef struct linear_problem:
         char *x
@@ -90,12 +94,22 @@ cdef extern from "paths.h" nogil:
         int shifted
         int rounded
 
+    ctypedef struct element_problem:
+        const char *a
+        const char *b
+        char *out
+        int64_t shape[4]
+        int64_t strides[3][4]
+        int dtype
+        int kind
+
     ctypedef struct kernel_path:
         const char *name
         int (*linear)(const linear_problem *, int, int) noexcept nogil
         int (*attention)(const attention_problem *, int) noexcept nogil
         void (*pack_int8)(int8_packing *, int) noexcept nogil
         int (*norm)(const norm_problem *) noexcept nogil
+        void (*elements)(const element_problem *) noexcept nogil
 
     int kernel_paths(kernel_path *paths)
     int plain_norm(const norm_problem *)
@@ -214,3 +228,4 @@ _share_openmp()
 include "linear.pxi"
 include "attention.pxi"
 include "norm.pxi"
+include "elements.pxi"

@@ -4,3 +4,4 @@
 #include "linear_template.h"
 #include "attention_template.h"
 #include "norm_template.h"
+#include "element_template.h"

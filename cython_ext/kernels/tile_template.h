@@ -3,7 +3,7 @@
  *
  *   VEC, LANES, PANEL_ROWS       a vector of LANES floats; input rows of one register tile
  *   ZERO(), SET1(x), LOAD(p), STORE(p, v)        float32, any alignment
- *   ADD(a, b), MAX(a, b), FMA(a, b, c)           of a NaN and b, MAX is b or NaN; of a and NaN, NaN
+ *   ADD(a, b), MUL(a, b), MAX(a, b), FMA(a, b, c)           of a NaN and b, MAX is b or NaN; of a and NaN, NaN
  *   load_bf16(p), store_bf16(p, v), LOAD_F16(p), STORE_F16(p, v)  from and to other dtypes
  *   load_int8(p)                 to float32
  *   power2(t)                    2^n from t = 1.5 * 2^23 + n, n from -127 (giving 0) to 0

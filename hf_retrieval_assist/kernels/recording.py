@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
+
+from .skinny import RepeatedElements
 
 aten = torch.ops.aten
 
@@ -365,20 +367,44 @@ def _compute_into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Ten
 
 
 def _into(func: Any, packet: Any, args: Any, kwargs: Any, result: torch.Tensor) -> Operator:
-    """What computes an operator's result anew where it lies."""
-    if packet in _COPYING:
-        return partial(result.copy_, args[0])
-    name = packet.__name__
-    function = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
-    place = result.data_ptr()
-    if function is not None:
-        expected, into = result.clone(), partial(function, *args, **kwargs, out=result)
-        try:
-            result.zero_()
-            into()
-            if result.data_ptr() == place and torch.equal(result, expected):
-                return into
-        except (TypeError, RuntimeError):  # it takes no place for its result
-            pass
-        result.copy_(expected)
+    """What computes an operator's result anew where it lies: the first way that gives its bits."""
+    expected = result.clone()
+    for way in _ways(packet, args, kwargs, result):
+        result.zero_()
+        with suppress(ValueError, TypeError, RuntimeError):  # it is none of its kind
+            again = way()
+            again()
+            if torch.equal(result, expected):
+                return again
+    result.copy_(expected)
     return partial(_compute_into, func, args, kwargs, [result])
+
+
+def _ways(
+    packet: Any, args: Any, kwargs: Any, result: torch.Tensor
+) -> Iterator[Callable[[], Operator]]:
+    """Makers of what may compute an operator's result anew."""
+    name = packet.__name__
+    if packet in _COPYING:
+        yield partial(RepeatedElements, "copy", args[:1], result)
+        yield lambda: partial(result.copy_, args[0])
+    elif packet in (aten.mul, aten.add, aten.neg) and not kwargs:
+        yield partial(RepeatedElements, name, args, result)
+    elif packet is aten.cat:
+        yield partial(_Joined, result, *args)
+    function = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
+    if function is not None:
+        yield lambda: partial(function, *args, **kwargs, out=result)
+
+
+class _Joined:
+    """Tensors behind one another along an axis."""
+
+    def __init__(self, result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> None:
+        parts = result.split([tensor.shape[dim] for tensor in tensors], dim)
+        pairs = zip(tensors, parts, strict=True)
+        self._copies = [RepeatedElements("copy", (tensor,), part) for tensor, part in pairs]
+
+    def __call__(self) -> None:
+        for copy in self._copies:
+            copy()

@@ -1,0 +1,20 @@
+/* What an operator makes of every element of one or two small tensors, computed in float32 and rounded once:
+ * PyTorch takes longer to find out what it is to do. The algorithm stands in element_template.h.
+ */
+#ifndef ELEMENT_KERNELS_H
+#define ELEMENT_KERNELS_H
+
+#include "simd.h"
+
+enum { ELEMENT_COPY, ELEMENT_NEG, ELEMENT_MUL, ELEMENT_ADD };
+
+/* Tensors of one shape, whose last axis is adjacent; strides count elements. */
+typedef struct {
+    const char *a, *b; /* operators of one tensor have it for both */
+    char *out;
+    int64_t shape[4], strides[3][4]; /* of a, b and out */
+    int dtype;
+    int kind;
+} element_problem;
+
+#endif
