@@ -17,4 +17,8 @@ typedef struct {
     int kind;
 } element_problem;
 
+static inline int64_t element_place(const int64_t strides[4], int64_t i, int64_t j, int64_t k) {
+    return i * strides[0] + j * strides[1] + k * strides[2];
+}
+
 #endif

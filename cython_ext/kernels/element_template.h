@@ -20,17 +20,18 @@ static ALWAYS_INLINE void element_row(const int kind, const int dtype, int64_t c
 }
 
 static ALWAYS_INLINE void element_rows(const element_problem *p, const int kind, const int dtype) {
-    const int64_t *shape = p->shape, bytes = skinny_item_bytes(dtype);
-    for (int64_t i = 0; i < shape[0] * shape[1] * shape[2]; i++) {
-        const int64_t at[3] = {i / shape[2] / shape[1], i / shape[2] % shape[1], i % shape[2]};
-        int64_t place[3] = {0};
-        for (int tensor = 0; tensor < 3; tensor++)
-            for (int axis = 0; axis < 3; axis++) place[tensor] += at[axis] * p->strides[tensor][axis] * bytes;
-        if (kind == ELEMENT_COPY)
-            memcpy(p->out + place[2], p->a + place[0], shape[3] * bytes);
-        else
-            element_row(kind, dtype, shape[3], p->a + place[0], p->b + place[1], p->out + place[2]);
-    }
+    const int64_t bytes = skinny_item_bytes(dtype);
+    for (int64_t i = 0; i < p->shape[0]; i++)
+        for (int64_t j = 0; j < p->shape[1]; j++)
+            for (int64_t k = 0; k < p->shape[2]; k++) {
+                const char *a = p->a + element_place(p->strides[0], i, j, k) * bytes;
+                const char *b = p->b + element_place(p->strides[1], i, j, k) * bytes;
+                char *out = p->out + element_place(p->strides[2], i, j, k) * bytes;
+                if (kind == ELEMENT_COPY)
+                    memcpy(out, a, p->shape[3] * bytes);
+                else
+                    element_row(kind, dtype, p->shape[3], a, b, out);
+            }
 }
 
 #define ELEMENT_CASE(kind)                                    \
