@@ -230,8 +230,10 @@ def suggest(
     baselines += [Trial(name, make, Record(tokenizer), plain) for name, make in others.items()]
     trials = [Trial(name, make, Record(tokenizer), plain) for name, make in makers.items()]
     every = [*baselines, *trials]
-    for turn in range(-1, repeats):  # the first one is not timed
+    for turn in range(1 + repeats):
         _turn(model, inputs, every, turn, options)
+    for trial in every:
+        del trial.rounds[0]  # it warmed up
     return Suggestion(baselines, trials)
 
 
@@ -242,26 +244,21 @@ def _turn(
     turn: int,
     options: dict[str, Any],
 ) -> None:
-    """One repeat, from assistants that have learnt nothing; the one before the first is recorded
-    and not timed."""
+    """One repeat, from assistants that have learnt nothing; the first one is recorded."""
     assistants = {trial.name: trial.make() for trial in every if trial.make is not None}
-    for trial in every if turn >= 0 else ():
+    for trial in every:
         trial.rounds.append([])
     for number, prompt in enumerate(inputs):
-        first, calls = (turn + 1 + number) % len(every), {}
+        first, texts = (turn + number) % len(every), {}
         for trial in [*every[first:], *every[:first]]:
             assistant = assistants.get(trial.name)
-            scope: Any = nullcontext(Record())
-            if assistant is not None and turn < 0:
-                scope = assistant.record()
+            scope: Any = nullcontext(Record()) if turn or assistant is None else assistant.record()
             with scope as record:
-                calls[trial.name] = _call(model, prompt, trial.name, assistant, options)
+                seconds, texts[trial.name] = _call(model, prompt, trial.name, assistant, options)
+            trial.rounds[-1].append(seconds)
             trial.record.calls += record.calls
         for trial in every:
-            seconds, ids = calls[trial.name]
-            if turn >= 0:
-                trial.rounds[-1].append(seconds)
-            if not torch.equal(ids, calls[PLAIN][1]):
+            if not torch.equal(texts[trial.name], texts[PLAIN]):
                 trial.different.add(number)
 
 

@@ -227,10 +227,7 @@ def verify_files(path: Path, manifest: Manifest) -> None:
     for shard in manifest.shards:
         sizes = shard.sizes(manifest.vocab_size)
         for name, size, expected in zip(shard.files(), sizes, shard.checksums, strict=True):
-            _map_file(path / name, size)
-            with (path / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != expected:
+            if hashlib.sha256(_map_file(path / name, size)).hexdigest() != expected:
                 raise ValueError(f"{path / name} is altered: its SHA-256 is not the manifest's")
 
 

@@ -84,7 +84,7 @@ class OutputLog(SharedOutputs):
 
     def append(self, fingerprint: str, token_ids: NDArray[np.int32]) -> bool:
         """See `SharedOutputs`. An output that cannot be written now is written with a later one."""
-        output = self._writers.own(fingerprint, token_ids)
+        output = self._own(fingerprint, token_ids)
         try:
             while True:
                 with self._transaction() as database:
@@ -273,7 +273,7 @@ class OutputLog(SharedOutputs):
             self._last_read = name
             output = _output(fields, checksum)
             damaged += output is None
-            if output is not None and self._writers.is_new(output):
+            if output is not None and self._is_new(output):
                 outputs.append(output)
                 size += output.nbytes
             if size > HANDED_OVER:

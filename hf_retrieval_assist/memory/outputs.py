@@ -56,40 +56,6 @@ class Output:
         return cls(by, sequence, fingerprint, token_ids[token_ids < 2**31].astype(np.int32))
 
 
-class Writers:
-    """Which outputs have been seen: those of one writer are read in order.
-
-    Outputs of this process and of each fork of it have a writer of their own.
-    """
-
-    def __init__(self) -> None:
-        self._last: OrderedDict[bytes, int] = OrderedDict()
-        self._process = 0
-
-    def own(self, fingerprint: str, token_ids: NDArray[np.int32]) -> Output:
-        """A new output of this process, which counts as seen."""
-        if self._process != os.getpid():
-            self._process, self._me, self._written = os.getpid(), os.urandom(16), 0
-        self._written += 1
-        output = Output(self._me, self._written, fingerprint, token_ids)
-        self.is_new(output)
-        return output
-
-    def is_new(self, output: Output) -> bool:
-        """Whether an output was not seen before; it counts as seen from now on."""
-        if output.sequence <= self._last.get(output.by, -1):
-            return False
-        self._last[output.by] = output.sequence
-        self._last.move_to_end(output.by)
-        if len(self._last) > _WRITERS:
-            self._last.popitem(last=False)
-        return True
-
-    def clear(self) -> None:
-        """Count nothing as seen."""
-        self._last.clear()
-
-
 class OutputQueue(deque[Output]):
     """Outputs in order, of `keep_bytes` at most: the oldest make room for new ones."""
 
@@ -142,7 +108,8 @@ class SharedOutputs(ABC):
         self._known: Forgettings = {}
         self._heard = False  # whether what is stored has been looked at
         self._forgotten: list[str] = []  # by others since the last `read`
-        self._writers = Writers()
+        self._seen: OrderedDict[bytes, int] = OrderedDict()  # by writer its last output that was
+        self._process = 0
         self._pending = OutputQueue(keep_bytes)
         self._last_read = self.beginning
 
@@ -176,12 +143,32 @@ class SharedOutputs(ABC):
             Whether that was so within `timeout` seconds.
         """
 
+    def _own(self, fingerprint: str, token_ids: NDArray[np.int32]) -> Output:
+        """A new output of this process or fork, each of which is a writer; it counts as seen."""
+        if self._process != os.getpid():
+            self._process, self._me, self._written = os.getpid(), os.urandom(16), 0
+        self._written += 1
+        output = Output(self._me, self._written, fingerprint, token_ids)
+        self._is_new(output)
+        return output
+
+    def _is_new(self, output: Output) -> bool:
+        """Whether an output was not seen before, those of one writer being read in order; it counts
+        as seen from now on."""
+        if output.sequence <= self._seen.get(output.by, -1):
+            return False
+        self._seen[output.by] = output.sequence
+        self._seen.move_to_end(output.by)
+        if len(self._seen) > _WRITERS:
+            self._seen.popitem(last=False)
+        return True
+
     def _drop(self, prefixes: Sequence[str]) -> None:
         """Drop what waits with one of these prefixes."""
         self._pending.forget(prefixes)
         if "" in prefixes:  # an old one perhaps: what has been written since is read again
             self._last_read = self.beginning
-            self._writers.clear()
+            self._seen.clear()
 
     def _hear(self, stored: Forgettings, began: float) -> Forgettings:
         """Hear of the forgettings that are stored now and were not known: the first time of those

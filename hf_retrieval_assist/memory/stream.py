@@ -68,7 +68,7 @@ class OutputStream(SharedOutputs):
         with self._changed:
             if fingerprint.startswith(tuple(self._forgotten)):
                 return False
-            self._pending.append(self._writers.own(fingerprint, token_ids))
+            self._pending.append(self._own(fingerprint, token_ids))
         if not self._failures:
             self._wake.set()
         return True
@@ -171,7 +171,7 @@ class OutputStream(SharedOutputs):
                     self._pending.popleft()
             for name, entry in answer.entries:
                 self._last_read = name
-                if entry is not None and self._writers.is_new(entry):
+                if entry is not None and self._is_new(entry):
                     self._arrived.append(entry)
             return bool(self._pending) or len(answer.entries) == _ENTRIES
 
