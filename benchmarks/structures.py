@@ -82,7 +82,7 @@ class AutomatonIndex(Index):
         return self._automaton.nbytes
 
     def append(self, token: int) -> None:
-        self._automaton.extend([token], self._cursor)
+        self._automaton.extend(np.array([token], np.int32), self._cursor)
 
     def draft(self) -> None:
         self._cursor.draft(DRAFT)

@@ -55,6 +55,15 @@ def checked_documents(corpus: Iterable[Any]) -> Iterator[Int32Array]:
         raise ValueError("corpus: expected at least one token, got none")
 
 
+def ancestor_mask(parents: Int32Array) -> NDArray[np.bool_]:
+    """See `TokenTree.ancestor_mask`."""
+    mask = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents.tolist()):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
 @dataclass(frozen=True, eq=False)
 class _Nodes:
     """Arrays of nodes, of one tree or of several."""
@@ -138,7 +147,7 @@ class TokenTree(_Nodes):
     @cached_property
     def ancestor_mask(self) -> NDArray[np.bool_]:
         """bool [n, n], True where the column is the row's node or one of its ancestors."""
-        return draft_tree.ancestor_mask(self.parents)
+        return ancestor_mask(self.parents)
 
     def child(self, parent: int, token: int) -> int:
         """Index of the child of `parent` (−1: the root) that carries `token`, or −1."""
@@ -323,18 +332,7 @@ class Forest(_Nodes, Sequence[TokenTree]):
 
     def best_paths(self) -> Forest:
         """Of each tree the path with the largest sum of probabilities."""
-        nodes, offsets = draft_tree.best_paths(self.parents, self.probs, self.offsets)
-        if len(nodes) == self.nodes:
-            return self
-        sizes = np.diff(offsets)
-        parents = np.arange(len(nodes)) - np.repeat(offsets[:-1], sizes) - 1
-        return Forest(
-            self.token_ids[nodes],
-            parents.astype(np.int32),
-            self.probs[nodes],
-            self.classes[nodes],
-            offsets,
-        )
+        return Forest(*draft_tree.best_paths(*self._arrays, self.offsets))
 
     def fault(self, vocab_size: int, n_classes: int) -> str | None:
         """What breaks a tree's contract, in words; see `TokenTree.fault`."""

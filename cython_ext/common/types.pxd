@@ -3,4 +3,3 @@ from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, 
 
 ctypedef int32_t token_t  # a token id, 0 .. 2^31 - 1
 ctypedef int32_t state_t  # an index into a structure's node or state arrays
-ctypedef int64_t pos_t    # a position in a text

@@ -6,7 +6,7 @@ from libc.stdlib cimport free
 from libc.string cimport memcpy
 
 from common.blocks cimport resized
-from common.offsets cimport check_offsets
+from common.checks cimport check_offsets
 from common.types cimport int32_t, int64_t, token_t
 
 
@@ -85,13 +85,8 @@ cdef void calibrate(
 
 
 def calibrated(
-    list texts,
-    const token_t[::1] token_ids,
-    const int32_t[::1] parents,
-    const float[::1] probs,
-    const int32_t[::1] classes,
-    const int64_t[::1] offsets,
-    const float[::1] known,
+    list texts, const token_t[::1] token_ids, const int32_t[::1] parents, const float[::1] probs,
+    const int32_t[::1] classes, const int64_t[::1] offsets, const float[::1] known,
     const double[:, ::1] counts,
 ):
     """Probabilities of the nodes of one tree for each text, which is open from now on.
@@ -187,13 +182,8 @@ cdef bint judge_draft(
 
 
 def judge(
-    list texts,
-    const token_t[::1] tokens,
-    const int64_t[::1] offsets,
-    double[:, ::1] bins,
-    double[:, ::1] counts,
-    const double[:, ::1] priors,
-    double memory,
+    list texts, const token_t[::1] tokens, const int64_t[::1] offsets, double[:, ::1] bins,
+    double[:, ::1] counts, const double[:, ::1] priors, double memory,
 ):
     """Count what texts say of the nodes that they put to the test: those of open proposals whose parent
     lies on the text's path, which are hit where they are on the path as well.
@@ -229,9 +219,7 @@ def judge(
                 if draft.size > room:
                     after = <int32_t*>resized(after, draft.size * sizeof(int32_t))
                     room = draft.size
-                if judge_draft(
-                    draft, first + offsets[row], m, after, bins, counts, priors, memory
-                ):
+                if judge_draft(draft, first + offsets[row], m, after, bins, counts, priors, memory):
                     i += 1
                 else:
                     text.close(i)

@@ -5,10 +5,11 @@ import numpy as np
 
 from libc.math cimport expf
 from libc.stdint cimport int64_t
-from libc.stdlib cimport free, qsort
-from libc.string cimport memcpy
+from libc.stdlib cimport free
+from libc.string cimport memcpy, memset
 
 from common.blocks cimport resized
+from common.sort cimport sort
 from common.types cimport int32_t, token_t, uint8_t
 
 cdef enum:
@@ -180,12 +181,8 @@ cdef Py_ssize_t keep_best(Py_ssize_t known, Py_ssize_t budget, Nodes out) noexce
 
 
 def draft(
-    const token_t[:, ::1] successors,
-    const uint8_t[:, ::1] kinds,
-    const token_t[::1] roots,
-    const token_t[::1] befores,
-    const int64_t[::1] budgets,
-    Template template not None,
+    const token_t[:, ::1] successors, const uint8_t[:, ::1] kinds, const token_t[::1] roots,
+    const token_t[::1] befores, const int64_t[::1] budgets, Template template not None,
 ):
     """A template laid over the table below the last token of each of several texts, without what is unknown.
 
@@ -271,28 +268,8 @@ cdef int check_rows(
     return 0
 
 
-cdef struct Fed:
-    token_t token
-    int32_t accepted
-    int64_t node
-
-
-cdef int by_token(const void* one, const void* other) noexcept nogil:
-    """Of one token the last accepted node comes last; if there is none, the last rejected one."""
-    cdef const Fed* a = <const Fed*>one
-    cdef const Fed* b = <const Fed*>other
-    if a.token != b.token:
-        return -1 if a.token < b.token else 1
-    if a.accepted != b.accepted:
-        return a.accepted - b.accepted
-    return -1 if a.node < b.node else 1
-
-
 def rows_to_learn(
-    const token_t[::1] tokens,
-    const int64_t[::1] accepted,
-    int64_t vocab_size,
-    int64_t max_rejected,
+    const token_t[::1] tokens, const int64_t[::1] accepted, int64_t vocab_size, int64_t max_rejected,
     const int64_t[::1] starts,
 ):
     """Which fed nodes to learn from, ascending: one per distinct token.
@@ -308,24 +285,26 @@ def rows_to_learn(
     Returns int64 [nodes]. O(n log n).
     """
     cdef Py_ssize_t n = tokens.shape[0], i, text = 0, count = 0
-    cdef int64_t rejected = 0
+    cdef int64_t rejected = 0, node
     found = np.empty(n, np.int64)
     cdef int64_t[::1] nodes = found
     for i in range(accepted.shape[0]):
         if not 0 <= accepted[i] < n:
             raise ValueError(f"accepted: expected 0 to {n - 1}, got {accepted[i]}")
-    cdef Fed* fed = <Fed*>resized(NULL, n * (sizeof(Fed) + sizeof(uint8_t)))
+    # By token; of one token the last accepted node comes last, or the last rejected one.
+    cdef int64_t* fed = <int64_t*>resized(NULL, n * (sizeof(int64_t) + sizeof(uint8_t)))
     cdef uint8_t* learnt = <uint8_t*>(fed + n)
     with nogil:
-        for i in range(n):
-            fed[i].token, fed[i].accepted, fed[i].node = tokens[i], 0, i
-            learnt[i] = 0
+        memset(learnt, 1, n)
         for i in range(accepted.shape[0]):
-            fed[accepted[i]].accepted = 1
-        qsort(fed, n, sizeof(Fed), by_token)
+            learnt[accepted[i]] = 2
         for i in range(n):
-            if fed[i].token < vocab_size and (i + 1 == n or fed[i + 1].token != fed[i].token):
-                learnt[fed[i].node] = 1 + fed[i].accepted
+            fed[i] = (2 * <int64_t>tokens[i] + learnt[i] - 1) * (<int64_t>1 << 31) + i
+        sort(fed, n)
+        for i in range(n):
+            node = fed[i] & 0x7FFFFFFF
+            if tokens[node] >= vocab_size or (i + 1 < n and fed[i + 1] >> 32 == fed[i] >> 32):
+                learnt[node] = 0
         for i in range(n):
             while text + 1 < starts.shape[0] and starts[text + 1] <= i:
                 text, rejected = text + 1, 0
@@ -339,13 +318,8 @@ def rows_to_learn(
 
 
 def write(
-    token_t[:, ::1] successors,
-    uint8_t[:, ::1] classes,
-    const token_t[::1] tokens,
-    const token_t[:, :] new,
-    const float[:, :] logits,
-    const float[::1] edges,
-    int32_t kind_count,
+    token_t[:, ::1] successors, uint8_t[:, ::1] classes, const token_t[::1] tokens,
+    const token_t[:, :] new, const float[:, :] logits, const float[::1] edges, int32_t kind_count,
 ):
     """Replace the rows of distinct tokens [n] by successors [n, k] with these logits, largest first.
 
@@ -383,13 +357,8 @@ def write(
 
 
 def learn_text(
-    token_t[:, ::1] successors,
-    uint8_t[:, ::1] classes,
-    const token_t[::1] tokens,
-    const int32_t[::1] rows,
-    const int64_t[::1] order,
-    const uint8_t[::1] kinds,
-    int32_t kind_count,
+    token_t[:, ::1] successors, uint8_t[:, ::1] classes, const token_t[::1] tokens,
+    const int32_t[::1] rows, const int64_t[::1] order, const uint8_t[::1] kinds, int32_t kind_count,
 ):
     """Move what followed each token in a text to the front of its row, the latest first.
 

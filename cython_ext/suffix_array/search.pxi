@@ -32,10 +32,18 @@ cdef struct Probe:            # a search for a rank in [low, high]; done when th
     int32_t offset            # ... so many places into the suffix is at least `code`
 
 cdef struct Sample:           # the code of one suffix
+    const Shard* shard
     int64_t rank
-    const Text* text
     int64_t place
+    int32_t offset            # into the suffix
     uint32_t code
+
+cdef inline int64_t suffixes_in(const Interval* intervals, int32_t shards) noexcept nogil:
+    cdef int64_t count = 0
+    cdef int32_t s
+    for s in range(shards):
+        count += intervals[s].high - intervals[s].low
+    return count
 
 cdef inline uint32_t code_at(const Text* text, int64_t position) noexcept nogil:
     """The code at a position; 0, the end of a document, outside the text."""
@@ -72,13 +80,6 @@ cdef inline int64_t rank_of(const Probe* probe, int32_t point, int32_t points) n
     """The rank of one of `points` comparisons that cut a probe's interval evenly."""
     return probe.low + (probe.high - probe.low) * (point + 1) // (points + 1)
 
-cdef inline void place_samples(Interval within, Sample* samples, int32_t count) noexcept nogil:
-    """Spread samples evenly over an interval: all its ranks if they are as many."""
-    cdef int64_t size = within.high - within.low
-    cdef int32_t i
-    for i in range(count):
-        samples[i].rank = within.low + (2 * i + 1) * size // (2 * count)
-
 cdef inline Interval bucket_of(const Shard* shard, uint32_t code) noexcept nogil:
     """The suffixes whose first code shares an entry of the bucket table with `code`."""
     cdef int64_t bucket = code >> shard.bucket_shift
@@ -90,9 +91,7 @@ cdef inline Interval bucket_of(const Shard* shard, uint32_t code) noexcept nogil
     out.high = max(out.low, min(<int64_t>shard.starts[bucket + 1], shard.suffix_count))
     return out
 
-cdef void compare(
-    const Shard* shard, Probe* probe, const int64_t* places, int32_t points
-) noexcept nogil:
+cdef void compare(const Shard* shard, Probe* probe, const int64_t* places, int32_t points) noexcept nogil:
     """Narrow a probe to what lies between two neighbouring points."""
     cdef Probe before = probe[0]
     cdef int32_t j
@@ -123,9 +122,7 @@ cdef void search_together(const Shard* shard, Probe* probes, int32_t count) noex
         for i in range(count):
             probe = &probes[unfinished[i]]
             for j in range(points):
-                places[i * points + j] = ask_place(
-                    shard, rank_of(probe, j, points), probe.offset
-                )
+                places[i * points + j] = ask_place(shard, rank_of(probe, j, points), probe.offset)
         left = 0
         for i in range(count):
             probe = &probes[unfinished[i]]

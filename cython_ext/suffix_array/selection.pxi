@@ -41,6 +41,7 @@ cdef struct Split:            # a range in the batch
     int64_t spacing           # suffixes of a shard per sample
     bint complete             # no code of use is missing from those below
     int32_t samples           # first of its samples; those of each shard follow each other
+    int32_t samples_end
     int32_t first_code
     int32_t codes
 
@@ -139,14 +140,8 @@ cdef void take_best(Selection* work, Tree* tree) noexcept nogil:
 
 # ---------------------------------------------------------------------------------- candidates
 
-cdef int64_t total(const Selection* work, int32_t row) noexcept nogil:
-    """Suffixes in a row of intervals."""
-    cdef const Interval* intervals = work.rows + row * work.shard_count
-    cdef int64_t count = 0
-    cdef int32_t s
-    for s in range(work.shard_count):
-        count += intervals[s].high - intervals[s].low
-    return count
+cdef inline int64_t total(const Selection* work, int32_t row) noexcept nogil:
+    return suffixes_in(work.rows + row * work.shard_count, work.shard_count)
 
 cdef void add_range(Selection* work, int32_t parent, int32_t row) noexcept nogil:
     cdef int64_t count = total(work, row)
@@ -168,9 +163,7 @@ cdef void add_candidate(
     cdef int32_t node = find_node(tree, above.node, code)
     if count == 0 or key < least_key(work):
         return
-    work.candidates[index] = Candidate(
-        count, code, parent, above.depth + 1, row, 0, above.child, node
-    )
+    work.candidates[index] = Candidate(count, code, parent, above.depth + 1, row, 0, above.child, node)
     work.candidate_count = index + 1
     above.child = index
     if node == ABSENT:
@@ -189,6 +182,7 @@ cdef void plan_split(Selection* work, int32_t index) noexcept nogil:
     cdef Split* split = &work.splits[work.split_count]
     cdef Range part = work.ranges[index]
     cdef int64_t least = least_count(work)
+    cdef int64_t size
     cdef int32_t s, i, seen
     split.range = index
     split.row = work.rows + part.row * work.shard_count
@@ -200,11 +194,14 @@ cdef void plan_split(Selection* work, int32_t index) noexcept nogil:
     # What lies between two neighbouring samples of every shard is rarer than this.
     split.complete = split.spacing == 1 or split.spacing * work.shard_count <= least
     for s in range(work.shard_count):
-        seen = samples_of(split.row[s], split.spacing)
-        place_samples(split.row[s], work.samples + work.sample_count, seen)
-        for i in range(work.sample_count, work.sample_count + seen):
-            ask_rank(&work.shards[s], work.samples[i].rank)
-        work.sample_count += seen
+        size, seen = split.row[s].high - split.row[s].low, samples_of(split.row[s], split.spacing)
+        for i in range(seen):  # spread evenly: all ranks if they are as many
+            work.samples[work.sample_count] = Sample(
+                &work.shards[s], split.row[s].low + (2 * i + 1) * size // (2 * seen), 0, split.offset, 0
+            )
+            ask_rank(&work.shards[s], work.samples[work.sample_count].rank)
+            work.sample_count += 1
+    split.samples_end = work.sample_count
     work.split_count += 1
 
 cdef void plan_batch(Selection* work) noexcept nogil:
@@ -212,11 +209,7 @@ cdef void plan_batch(Selection* work) noexcept nogil:
     cdef int32_t index
     cdef int64_t count
     work.split_count = work.sample_count = work.code_count = 0
-    while (
-        work.frontier_size > 0
-        and work.frontier[0].key >= least_key(work)
-        and work.split_count < BATCH
-    ):
+    while work.frontier_size > 0 and work.frontier[0].key >= least_key(work) and work.split_count < BATCH:
         index = work.frontier[0].index
         count = total(work, work.ranges[index].row)
         if work.split_count and work.sample_count + min(count, <int64_t>LANES) > LANES:
@@ -226,21 +219,13 @@ cdef void plan_batch(Selection* work) noexcept nogil:
             plan_split(work, index)
 
 cdef void read_samples(Selection* work) noexcept nogil:
-    cdef int32_t e, s, i, stop
-    cdef const Split* split
-    for e in range(work.split_count):
-        split = &work.splits[e]
-        i = split.samples
-        for s in range(work.shard_count):
-            stop = i + samples_of(split.row[s], split.spacing)
-            while i < stop:
-                work.samples[i].text = &work.shards[s].text
-                work.samples[i].place = ask_place(
-                    &work.shards[s], work.samples[i].rank, split.offset
-                )
-                i += 1
+    cdef int32_t i
+    cdef Sample* sample
     for i in range(work.sample_count):
-        work.samples[i].code = code_at(work.samples[i].text, work.samples[i].place)
+        sample = &work.samples[i]
+        sample.place = ask_place(sample.shard, sample.rank, sample.offset)
+    for i in range(work.sample_count):
+        work.samples[i].code = code_at(&work.samples[i].shard.text, work.samples[i].place)
 
 cdef int32_t insert(uint32_t* codes, int32_t count, uint32_t code) noexcept nogil:
     """Put a code into an ascending list unless it is there; returns how many there are."""
@@ -285,9 +270,7 @@ cdef void bound_codes(Selection* work, const Split* split, int32_t found) noexce
             work.most[i] += ends[1].high - ends[0].low
         samples += seen
 
-cdef int32_t keep_codes(
-    Selection* work, int32_t found, int64_t least, int32_t room
-) noexcept nogil:
+cdef int32_t keep_codes(Selection* work, int32_t found, int64_t least, int32_t room) noexcept nogil:
     """Keep the codes that may occur `least` times, of those the `room` most frequent; how many."""
     cdef int32_t i, j, ahead, kept = 0
     for i in range(found):
@@ -302,10 +285,8 @@ cdef int32_t keep_codes(
 
 cdef int32_t sampled_codes(Selection* work, const Split* split) noexcept nogil:
     """Fill `found` with the codes of a split's samples; returns how many."""
-    cdef int32_t found = 0, seen = 0, s, i
-    for s in range(work.shard_count):
-        seen += samples_of(split.row[s], split.spacing)
-    for i in range(split.samples, split.samples + seen):
+    cdef int32_t found = 0, i
+    for i in range(split.samples, split.samples_end):
         if work.samples[i].code <= work.vocab_size:  # but in an altered file
             found = insert(work.found, found, work.samples[i].code)
     return found

@@ -93,12 +93,8 @@ cdef inline int32_t bucket(double value, const double[::1] edges) noexcept nogil
 
 
 def classes_by_count(
-    const int64_t[::1] counts,
-    const int64_t[::1] parent_counts,
-    const int32_t[::1] contexts,
-    const double[::1] context_edges,
-    const double[::1] share_edges,
-    const double[::1] count_edges,
+    const int64_t[::1] counts, const int64_t[::1] parent_counts, const int32_t[::1] contexts,
+    const double[::1] context_edges, const double[::1] share_edges, const double[::1] count_edges,
 ):
     """The class of evidence behind each node of a selection.
 
@@ -153,21 +149,17 @@ cdef class SuffixMatcher:
         self.match_length = 0
         self.max_codes = 4 * max_nodes + LANES
         self.blocks = []
-        self.matches = <Interval*>kept(self.blocks, max_match * index.shard_count * sizeof(Interval))
-        self.allocate()
-
-    cdef allocate(self):
-        cdef Selection* work = &self.selection
         cdef list blocks = self.blocks
-        cdef size_t shards = self.index.shard_count, codes = self.max_codes
-        work.shards, work.shard_count = self.index.shards, self.index.shard_count
-        work.vocab_size = self.index.vocab_size
+        cdef Selection* work = &self.selection
+        cdef size_t shards = index.shard_count, codes = self.max_codes
+        self.matches = <Interval*>kept(blocks, max_match * shards * sizeof(Interval))
+        work.shards, work.shard_count, work.vocab_size = index.shards, index.shard_count, index.vocab_size
         work.range_limit = 4 * self.max_codes + 2 * LANES
         work.candidates = <Candidate*>kept(blocks, (codes + 1) * sizeof(Candidate))
         work.ranges = <Range*>kept(blocks, work.range_limit * sizeof(Range))
         work.frontier = <Entry*>kept(blocks, work.range_limit * sizeof(Entry))
         work.rows = <Interval*>kept(blocks, (3 * codes + 1) * shards * sizeof(Interval))
-        work.best = <Entry*>kept(blocks, (self.max_nodes + 1) * sizeof(Entry))
+        work.best = <Entry*>kept(blocks, (max_nodes + 1) * sizeof(Entry))
         work.samples = <Sample*>kept(blocks, 2 * (LANES + shards) * sizeof(Sample))
         work.found = <uint32_t*>kept(blocks, (LANES + shards) * sizeof(uint32_t))
         work.most = <int64_t*>kept(blocks, (LANES + shards) * sizeof(int64_t))
@@ -209,9 +201,7 @@ cdef class SuffixMatcher:
         cdef int32_t capacity = max(budget, 0), length = self.match_length
         cdef int32_t[:, ::1] ids = np.empty((3, capacity + 1), np.int32)
         cdef int64_t[:, ::1] counts = np.empty((2, capacity + 1), np.int64)
-        cdef Tree tree = Tree(
-            0, capacity, &ids[0, 0], &ids[1, 0], &ids[2, 0], &counts[0, 0], &counts[1, 0]
-        )
+        cdef Tree tree = Tree(0, capacity, &ids[0, 0], &ids[1, 0], &ids[2, 0], &counts[0, 0], &counts[1, 0])
         cdef int64_t count = 0
         self.selection.codes_left = self.max_codes
         # Work on flat distributions, whose many rare codes no draft needs, is bounded.
@@ -230,12 +220,7 @@ cdef class SuffixMatcher:
         return self.matches + (length - 1) * self.index.shard_count
 
     cdef int64_t occurrences(self, int32_t length) noexcept nogil:
-        cdef const Interval* row = self.row(length)
-        cdef int64_t count = 0
-        cdef int32_t s
-        for s in range(self.index.shard_count):
-            count += row[s].high - row[s].low
-        return count
+        return suffixes_in(self.row(length), self.index.shard_count)
 
     cdef void advance(self, int64_t token) noexcept nogil:
         cdef int32_t length = min(self.match_length + 1, self.max_match)

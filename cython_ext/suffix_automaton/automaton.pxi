@@ -36,31 +36,30 @@ cdef inline int64_t home(const Table* t, state_t state, token_t token) noexcept 
 cdef inline Slot* find(const Table* t, state_t state, token_t token) noexcept nogil:
     """The slot of (state, token), or the free slot where it belongs."""
     cdef int64_t i = home(t, state, token)
-    while t.slots[i].token != NO_TOKEN and (
-        t.slots[i].token != token or t.slots[i].state != state
-    ):
+    while t.slots[i].token != NO_TOKEN and (t.slots[i].token != token or t.slots[i].state != state):
         i = (i + 1) & (t.capacity - 1)
     return &t.slots[i]
 
+cdef struct State:
+    state_t link       # suffix link
+    token_t branch     # newest token of its further transitions, NO_TOKEN without any
+    int32_t latest     # a late end position of its strings, see `Cursor.latest`
+
 cdef struct Position:
     token_t token      # the token at this position, SEPARATOR after a document
-    state_t link       # suffix link of the prefix that ends here
-    token_t branch     # newest token of its further transitions, NO_TOKEN without any
-    int32_t latest     # a late end position of the prefix, see `latest_end`
+    State state        # of the prefix that ends here
 
 cdef struct Clone:
     int32_t length     # of the longest string of the state
-    state_t link
     int32_t earliest   # end of the first occurrence
     state_t target     # where the token after the first occurrence leads
-    token_t branch
-    int32_t latest
+    State state
 
 cdef struct Automaton:
     Position* positions
     Clone* clones
     int64_t n                   # tokens and separators
-    int64_t position_capacity   # positions 0 .. n + 1 are in use, the last as a sentinel
+    int64_t capacity            # of tokens; positions 0 .. n + 1 are in use, the last as a sentinel
     int64_t clone_count
     int64_t clone_capacity
     Table root                  # transitions of the root
@@ -68,26 +67,17 @@ cdef struct Automaton:
     int32_t refresh
     int32_t* counts             # [-clone_count .. n], occurrences of states, once frozen
 
+cdef inline State* state_at(const Automaton* a, state_t s) noexcept nogil:
+    return &a.positions[s].state if s >= 0 else &a.clones[~s].state
+
+cdef inline state_t link_of(const Automaton* a, state_t s) noexcept nogil:
+    return state_at(a, s).link
+
 cdef inline int32_t length_of(const Automaton* a, state_t s) noexcept nogil:
     return s if s >= 0 else a.clones[~s].length
 
-cdef inline state_t link_of(const Automaton* a, state_t s) noexcept nogil:
-    return a.positions[s].link if s >= 0 else a.clones[~s].link
-
 cdef inline int32_t earliest_end(const Automaton* a, state_t s) noexcept nogil:
     return s if s >= 0 else a.clones[~s].earliest
-
-cdef inline int32_t latest_end(const Automaton* a, state_t s) noexcept nogil:
-    return a.positions[s].latest if s >= 0 else a.clones[~s].latest
-
-cdef inline int32_t* latest_cell(Automaton* a, state_t s) noexcept nogil:
-    return &a.positions[s].latest if s >= 0 else &a.clones[~s].latest
-
-cdef inline token_t* branch_cell(const Automaton* a, state_t s) noexcept nogil:
-    return &a.positions[s].branch if s >= 0 else &a.clones[~s].branch
-
-cdef inline state_t* link_cell(Automaton* a, state_t s) noexcept nogil:
-    return &a.positions[s].link if s >= 0 else &a.clones[~s].link
 
 cdef inline token_t first_token(const Automaton* a, state_t s) noexcept nogil:
     """The token after the earliest occurrence; SEPARATOR where the text or a document ends."""
@@ -95,9 +85,6 @@ cdef inline token_t first_token(const Automaton* a, state_t s) noexcept nogil:
 
 cdef inline state_t first_target(const Automaton* a, state_t s) noexcept nogil:
     return s + 1 if s >= 0 else a.clones[~s].target
-
-cdef inline int32_t count_of(const Automaton* a, state_t s) noexcept nogil:
-    return a.counts[s]
 
 cdef inline state_t step(const Automaton* a, state_t s, token_t token) noexcept nogil:
     """Where `token` leads from `s`, or MISSING."""
@@ -107,7 +94,7 @@ cdef inline state_t step(const Automaton* a, state_t s, token_t token) noexcept 
         table = &a.root
     elif first_token(a, s) == token:
         return first_target(a, s)
-    elif branch_cell(a, s)[0] == NO_TOKEN:
+    elif state_at(a, s).branch == NO_TOKEN:
         return MISSING
     slot = find(table, s, token)
     return MISSING if slot.token == NO_TOKEN else slot.target
@@ -132,9 +119,7 @@ cdef int grow_table(Table* t) except -1 nogil:
     free(old)
     return 0
 
-cdef int insert(
-    Table* t, state_t state, token_t token, state_t target, token_t next_branch
-) except -1 nogil:
+cdef int insert(Table* t, state_t state, token_t token, state_t target, token_t next_branch) except -1 nogil:
     if 4 * (t.used + 1) > 3 * t.capacity:
         grow_table(t)
     cdef Slot* slot = find(t, state, token)
@@ -143,51 +128,40 @@ cdef int insert(
     t.used += 1
     return 0
 
-cdef int reserve_positions(Automaton* a, int64_t tokens) except -1 nogil:
-    """Room for the root, `tokens` positions and the sentinel."""
+cdef int set_capacity(Automaton* a, int64_t tokens, int64_t clones) except -1 nogil:
+    """Room for the root, `tokens` positions and the sentinel, and for clones."""
     if tokens > MAX_POSITIONS:
         with gil:
             raise OverflowError(f"a text is limited to {MAX_POSITIONS} tokens, not {tokens}")
-    if tokens + 2 <= a.position_capacity:
-        return 0
     a.positions = <Position*>resized(a.positions, (tokens + 2) * sizeof(Position))
-    a.position_capacity = tokens + 2
-    return 0
-
-cdef int reserve_clones(Automaton* a, int64_t clones) except -1 nogil:
-    if clones <= a.clone_capacity:
-        return 0
     a.clones = <Clone*>resized(a.clones, clones * sizeof(Clone))
-    a.clone_capacity = clones
+    a.capacity, a.clone_capacity = tokens, clones
     return 0
 
-cdef int64_t grown_capacity(int64_t needed) noexcept nogil:
+cdef int64_t grown(int64_t capacity, int64_t used) noexcept nogil:
     """A quarter of slack: appending stays linear, and memory within 1.25 of what is needed."""
-    return needed + needed // 4 + FIRST_CAPACITY
+    return capacity if used < capacity else used + used // 4 + FIRST_CAPACITY
 
 cdef int make_room(Automaton* a) except -1 nogil:
     """One append needs at most one position and one clone."""
-    if a.n + 3 > a.position_capacity:
-        if a.n >= MAX_POSITIONS:
-            with gil:
-                raise OverflowError(f"a text is limited to {MAX_POSITIONS} tokens")
-        reserve_positions(a, min(grown_capacity(a.n + 1), MAX_POSITIONS))
-    if a.clone_count >= a.clone_capacity:
-        reserve_clones(a, grown_capacity(a.clone_count))
+    if a.n >= a.capacity or a.clone_count >= a.clone_capacity:
+        set_capacity(
+            a,
+            max(a.n + 1, min(grown(a.capacity, a.n), <int64_t>MAX_POSITIONS)),
+            grown(a.clone_capacity, a.clone_count),
+        )
     return 0
 
-cdef int add_transition(
-    Automaton* a, state_t s, token_t token, state_t target
-) except -1 nogil:
+cdef int add_transition(Automaton* a, state_t s, token_t token, state_t target) except -1 nogil:
     """A transition beyond the first; the root's all count as such."""
     cdef Table* table = &a.root if s == ROOT else &a.branches
-    cdef token_t* branch = branch_cell(a, s)
-    insert(table, s, token, target, branch[0])
-    branch[0] = token
+    cdef State* state = state_at(a, s)
+    insert(table, s, token, target, state.branch)
+    state.branch = token
     return 0
 
 cdef int copy_branches(Automaton* a, state_t source, state_t target) except -1 nogil:
-    cdef token_t token = branch_cell(a, source)[0]
+    cdef token_t token = state_at(a, source).branch
     cdef Slot slot
     while token != NO_TOKEN:
         slot = find(&a.branches, source, token)[0]
@@ -212,12 +186,12 @@ cdef int split(Automaton* a, state_t p, token_t token, state_t q, state_t* made)
     cdef state_t clone = ~<state_t>a.clone_count
     cdef state_t* cell
     cdef Clone* c = &a.clones[a.clone_count]
-    c.length, c.link = length_of(a, p) + 1, link_of(a, q)
-    c.earliest, c.target = earliest_end(a, q), first_target(a, q)
-    c.branch, c.latest = NO_TOKEN, latest_end(a, q)
+    c.length, c.earliest, c.target = length_of(a, p) + 1, earliest_end(a, q), first_target(a, q)
+    c.state = state_at(a, q)[0]
+    c.state.branch = NO_TOKEN
     a.clone_count += 1
     copy_branches(a, q, clone)
-    link_cell(a, q)[0] = clone
+    state_at(a, q).link = clone
     while True:
         cell = redirectable(a, p, token)
         if cell == NULL or cell[0] != q:
@@ -231,27 +205,24 @@ cdef int split(Automaton* a, state_t p, token_t token, state_t q, state_t* made)
 
 cdef void refresh_latest(Automaton* a) noexcept nogil:
     """Tell the nearest suffixes of the text that they occurred at its end."""
-    cdef state_t s = a.positions[a.n].link
+    cdef state_t s = a.positions[a.n].state.link
     cdef int32_t left = a.refresh
     while s != ROOT and left > 0:
-        latest_cell(a, s)[0] = <int32_t>a.n
+        state_at(a, s).latest = <int32_t>a.n
         s = link_of(a, s)
         left -= 1
 
 cdef void push_position(Automaton* a, token_t token) noexcept nogil:
     """The new prefix, which is its predecessor's first target by merely standing after it."""
-    cdef Position* here
     a.n += 1
-    here = &a.positions[a.n]
-    here.token, here.link = token, ROOT
-    here.branch, here.latest = NO_TOKEN, <int32_t>a.n
+    a.positions[a.n] = Position(token, State(ROOT, NO_TOKEN, <int32_t>a.n))
     a.positions[a.n + 1].token = SEPARATOR
 
 cdef int append(Automaton* a, token_t token) except -1 nogil:
     cdef state_t p, q
     make_room(a)
     refresh_latest(a)
-    p = a.positions[a.n].link
+    p = a.positions[a.n].state.link
     push_position(a, token)
     q = step(a, p, token)
     while q == MISSING:
@@ -262,5 +233,5 @@ cdef int append(Automaton* a, token_t token) except -1 nogil:
         q = step(a, p, token)
     if length_of(a, q) != length_of(a, p) + 1:
         split(a, p, token, q, &q)
-    a.positions[a.n].link = q
+    a.positions[a.n].state.link = q
     return 0

@@ -9,11 +9,13 @@ There are fewer of the latter than tokens.
 import numpy as np
 
 cimport cython
-from libc.stdlib cimport free, qsort
+from libc.stdlib cimport free
 from libc.string cimport memset
 
 from common.blocks cimport resized
+from common.checks cimport check_ids
 from common.heap cimport Entry, pop, push
+from common.sort cimport key_value, sort, sort_key
 from common.types cimport int32_t, int64_t, state_t, token_t, uint32_t, uint64_t
 
 include "suffix_automaton/automaton.pxi"
@@ -21,30 +23,6 @@ include "suffix_automaton/drafting.pxi"
 
 cdef enum:
     GIL_FREE = 1024  # tokens from which giving up the GIL is worth a possible wait to get it back
-
-
-def _as_tokens(tokens):
-    """int32 [n], whatever sequence or array of integers came."""
-    if type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1:
-        return np.ascontiguousarray(tokens)
-    array = np.asarray(tokens)
-    if array.ndim != 1:
-        raise ValueError(f"tokens: expected one dimension, got {array.ndim}")
-    if array.size == 0:
-        return np.empty(0, np.int32)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"tokens: expected integers, got {array.dtype}")
-    if array.min() < 0 or array.max() > 2147483647:
-        raise ValueError(f"tokens: expected ids of 0 to 2**31 - 1, got {array.min()} to {array.max()}")
-    return np.ascontiguousarray(array, dtype=np.int32)
-
-
-cdef int _refuse_negative(const token_t[::1] tokens) except -1:
-    cdef Py_ssize_t i
-    for i in range(tokens.shape[0]):
-        if tokens[i] < 0:
-            raise ValueError(f"tokens: expected ids of 0 to 2**31 - 1, got {tokens[i]}")
-    return 0
 
 
 cdef class SuffixAutomaton:
@@ -79,7 +57,7 @@ cdef class SuffixAutomaton:
             raise ValueError(f"refresh: expected at least 0, got {refresh}")
         allocate_slots(&self.a.root, 4)
         allocate_slots(&self.a.branches, 4)
-        reserve_positions(&self.a, max(capacity, <int64_t>FIRST_CAPACITY))
+        set_capacity(&self.a, max(capacity, <int64_t>FIRST_CAPACITY), 0)
         self.a.refresh = refresh
         self.a.n = -1
         push_position(&self.a, SEPARATOR)
@@ -97,19 +75,18 @@ cdef class SuffixAutomaton:
         """Tokens and separators."""
         return self.a.n
 
-    cdef int _append_all(self, const token_t[::1] tokens, Match* match) except -1 nogil:
+    cdef int _append_all(self, const token_t[::1] token_ids, Match* match) except -1 nogil:
         cdef Py_ssize_t i
-        for i in range(tokens.shape[0]):
+        for i in range(token_ids.shape[0]):
             if match != NULL:
-                advance(&self.a, match, tokens[i])
-            append(&self.a, tokens[i])
+                advance(&self.a, match, token_ids[i])
+            append(&self.a, token_ids[i])
         return 0
 
-    def extend(self, tokens, Cursor cursor=None):
-        """Append tokens to the text.
+    def extend(self, const token_t[::1] token_ids, Cursor cursor=None):
+        """Append tokens (int32 [n], not negative) to the text.
 
         Args:
-            tokens: int [n], ids of 0 to 2³¹ − 1; an int32 array is not copied.
             cursor: advanced over each token just before that is appended, so that it ends at the
                 longest suffix of the text that occurred earlier. The other order would match the
                 text with itself.
@@ -118,19 +95,18 @@ cdef class SuffixAutomaton:
             TypeError, ValueError: tokens that are not such ids; a cursor of another automaton; the
                 automaton is frozen. Nothing is appended then.
         """
-        cdef const token_t[::1] ids = _as_tokens(tokens)
         cdef Match* match = NULL
         self._require_growing()
-        _refuse_negative(ids)
+        check_ids(token_ids)
         if cursor is not None:
             if cursor.automaton is not self:
                 raise ValueError("cursor: expected one over this automaton, got one over another")
             match = &cursor.match
-        if ids.shape[0] < GIL_FREE:
-            self._append_all(ids, match)
+        if token_ids.shape[0] < GIL_FREE:
+            self._append_all(token_ids, match)
         else:
             with nogil:
-                self._append_all(ids, match)
+                self._append_all(token_ids, match)
 
     def end_document(self):
         """Append a separator, which matches nothing: no match or draft crosses it. O(1).
@@ -156,12 +132,9 @@ cdef class SuffixAutomaton:
             return
         with nogil:
             count_occurrences(&self.a)
-        self._frozen = True
-        with nogil:
+            self._frozen = True
             sort_all_branches(&self.a)
-            self.a.position_capacity = self.a.clone_capacity = -1
-            reserve_positions(&self.a, self.a.n)
-            reserve_clones(&self.a, self.a.clone_count)
+            set_capacity(&self.a, self.a.n, self.a.clone_count)
 
     @property
     def nbytes(self):
@@ -169,7 +142,7 @@ cdef class SuffixAutomaton:
         cdef Automaton* a = &self.a
         cdef int64_t counted = 0 if a.counts == NULL else a.n + 1 + a.clone_count
         return (
-            a.position_capacity * sizeof(Position)
+            (a.capacity + 2) * sizeof(Position)
             + a.clone_capacity * sizeof(Clone)
             + (a.root.capacity + a.branches.capacity) * sizeof(Slot)
             + counted * sizeof(int32_t)
@@ -217,13 +190,12 @@ cdef class Cursor:
         advance(&self.automaton.a, &self.match, token)
         return self.match.length
 
-    def advance_all(self, tokens):
-        """Match tokens (int [n]) one after the other. Returns the new length."""
-        cdef const token_t[::1] ids = _as_tokens(tokens)
+    def advance_all(self, const token_t[::1] token_ids):
+        """Match tokens (int32 [n], not negative) one after the other. Returns the new length."""
         cdef Py_ssize_t i
-        _refuse_negative(ids)
-        for i in range(ids.shape[0]):
-            advance(&self.automaton.a, &self.match, ids[i])
+        check_ids(token_ids)
+        for i in range(token_ids.shape[0]):
+            advance(&self.automaton.a, &self.match, token_ids[i])
         return self.match.length
 
     @property
@@ -246,7 +218,7 @@ cdef class Cursor:
         other occurrences; else it may be an earlier one.
         """
         normalise(&self.automaton.a, &self.match)
-        return latest_end(&self.automaton.a, self.match.state)
+        return state_at(&self.automaton.a, self.match.state).latest
 
     def draft(self, int64_t limit, bint latest=False):
         """The tokens after an occurrence of the match, or of a shorter suffix of it.

@@ -27,10 +27,6 @@ cdef struct Copy:  # where a text copies from
     int32_t breaks    # lately
     token_t last[3]   # of the text, the last one first; −1: there are fewer
 
-cdef struct CopyNames:  # how it may go on
-    token_t tokens[COPIES]  # −1: none
-    int32_t kinds[COPIES]
-
 cdef struct Names:  # how one context goes on
     token_t tokens[NAMES]
     uint8_t offsets[NAMES]  # of the cells that speak for each: 2 * bucket of its share + whether it came last
@@ -43,10 +39,10 @@ cdef struct KnownNames:  # of a node of the tree with this serial, while its sta
     uint32_t stamp
     Names names
 
-cdef struct Reading:  # of one context
+cdef struct Reading:
+    Context context
     Store* store
-    Place place
-    int32_t source, shortest, longest
+    int32_t source
     int32_t item              # the next continuation
     int32_t read              # continuations so far,
     int32_t positions[NAMES]  # of their tokens
@@ -108,13 +104,6 @@ cdef inline bint needed(const Context* context) noexcept nogil:
     """Whether some order is as long."""
     return LENGTHS[ORDER_OF[context.longest] - 1] >= context.shortest
 
-cdef inline void fetch_item(Store* s, int32_t item) noexcept nogil:
-    if item >= 0:
-        prefetch(node_at(s, item))
-    elif item != NO_ITEM:
-        prefetch(link_at(s, ~item))
-        prefetch(page_of(s, ~item))
-
 cdef void fetch_steps(Store* s, const Contexts* above, token_t token) noexcept nogil:
     """Ask for what `step_contexts` will read, which lies all over memory, all of it at once."""
     cdef int64_t homes[ORDERS]
@@ -175,7 +164,6 @@ cdef int32_t list_contexts(Sources* sources, const Contexts* contexts, Reading* 
     """The contexts of all sources, the longest first; returns their number."""
     cdef int32_t next[SOURCES]
     cdef int32_t source, best, count = 0
-    cdef const Context* context
     for source in range(SOURCES):
         next[source] = 0
     while True:
@@ -188,11 +176,9 @@ cdef int32_t list_contexts(Sources* sources, const Contexts* contexts, Reading* 
                 best = source
         if best < 0:
             return count
-        context = &contexts[best].at[next[best]]
-        next[best] += 1
+        out[count].context = contexts[best].at[next[best]]
         out[count].store, out[count].source = sources.stores[best], best
-        out[count].place = context.place
-        out[count].shortest, out[count].longest = context.shortest, context.longest
+        next[best] += 1
         count += 1
 
 
@@ -228,21 +214,21 @@ cdef inline void keep_names(KnownNames* known, Store* s, int32_t node, const Nam
 cdef inline void read_edge(Reading* r) noexcept nogil:
     """Inside an edge there is but one continuation."""
     r.names.size, r.names.more = 0, False
-    r.names.support = item_count(r.store, r.place.item)
-    add_name(&r.names, token_at(r.store, label_end(r.store, r.place.item, r.place.depth + 1)),
+    r.names.support = item_count(r.store, r.context.place.item)
+    add_name(&r.names, token_at(r.store, label_end(r.store, r.context.place.item, r.context.place.depth + 1)),
              r.names.support, True)
 
 cdef inline void note_name(Reading* r, int32_t item) noexcept nogil:
     """Note where a continuation's token stands, which is read later."""
-    cdef int32_t position = label_end(r.store, item, r.place.depth + 1)
+    cdef int32_t position = label_end(r.store, item, r.context.place.depth + 1)
     r.positions[r.read] = position
     r.counts[r.read] = item_count(r.store, item)
     r.read += 1
     prefetch(&page_of(r.store, position).tokens[position & (PAGE_TOKENS - 1)])
 
 cdef inline void begin_reading(Reading* r) noexcept nogil:
-    cdef Node* v = node_at(r.store, r.place.item)
-    r.read, r.item = 0, first_item(r.store, r.place.item)
+    cdef Node* v = node_at(r.store, r.context.place.item)
+    r.read, r.item = 0, first_item(r.store, r.context.place.item)
     fetch_item(r.store, r.item)
     prefetch(page_of(r.store, v.end))
 
@@ -261,7 +247,7 @@ cdef inline token_t token_after(Store* s, int32_t position) noexcept nogil:
 cdef void end_reading(Reading* r) noexcept nogil:
     """Read the tokens, and add the latest one if it is not among the most frequent."""
     cdef Names* names = &r.names
-    cdef Node* v = node_at(r.store, r.place.item)
+    cdef Node* v = node_at(r.store, r.context.place.item)
     cdef token_t latest = token_after(r.store, v.end), token
     cdef bint named = latest < 0
     cdef int32_t i, item
@@ -271,7 +257,7 @@ cdef void end_reading(Reading* r) noexcept nogil:
         named |= token == latest
         add_name(names, token, r.counts[i], token == latest)
     if names.more and not named:
-        item = child_of(r.store, r.place.item, latest)
+        item = child_of(r.store, r.context.place.item, latest)
         if item != NO_ITEM:
             add_name(names, latest, item_count(r.store, item), True)
 
@@ -283,11 +269,11 @@ cdef void read_names(KnownNames* known, Reading* readings, int32_t count) noexce
     cdef int32_t i, step, unknowns = 0
     for i in range(count):
         r = &readings[i]
-        if r.place.depth < item_depth(r.store, r.place.item):
+        if r.context.place.depth < item_depth(r.store, r.context.place.item):
             read_edge(r)
             continue
-        home = home_of_names(known, r.store, r.place.item)
-        if is_known(home, r.store, r.place.item):
+        home = home_of_names(known, r.store, r.context.place.item)
+        if is_known(home, r.store, r.context.place.item):
             r.names = home.names
             continue
         begin_reading(r)
@@ -299,7 +285,7 @@ cdef void read_names(KnownNames* known, Reading* readings, int32_t count) noexce
     for i in range(unknowns):
         r = unknown[i]
         end_reading(r)
-        keep_names(home_of_names(known, r.store, r.place.item), r.store, r.place.item, &r.names)
+        keep_names(home_of_names(known, r.store, r.context.place.item), r.store, r.context.place.item, &r.names)
 
 cdef inline void fetch_names(KnownNames* known, Store* s, const Contexts* contexts) noexcept nogil:
     """Ask for what is known of the contexts that are read next."""
@@ -391,13 +377,3 @@ cdef inline int32_t length_bucket(int32_t length) noexcept nogil:
 cdef inline int32_t copy_state(const Copy* c) noexcept nogil:
     """0: there is none, 1: the text has left it, 2: it goes on."""
     return 2 if c.next != NIL else c.left != NIL
-
-cdef void name_copies(Store* s, const Copy* c, CopyNames* out) noexcept nogil:
-    """What follows if the copy goes on, or if it goes on now where the text has left it."""
-    out.tokens[0] = out.tokens[1] = -1
-    if c.next != NIL:
-        out.tokens[0] = token_at(s, c.next)
-        out.kinds[0] = length_bucket(c.length) * 4 + c.breaks
-    elif c.left != NIL:
-        out.tokens[1] = token_at(s, c.left)
-        out.kinds[1] = min(c.since, 8) * 2 + (c.breaks > 1)

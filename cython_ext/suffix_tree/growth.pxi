@@ -34,26 +34,24 @@ cdef inline Gap* weaker_home(Store* s, uint32_t tag) noexcept nogil:
     cdef Gap* other = gap_home(s, tag, 1)
     return other if other.total < first.total else first
 
-# 1: done or not to be done, -1: no memory. Where a larger table does not fit under the byte limit,
-# the old one stays.
-cdef int gaps_reserve(Store* s) noexcept nogil:
+cdef int gaps_reserve(Store* s) except -1 nogil:
+    """Grow the table where it is half full, unless a larger one does not fit under the byte limit."""
     cdef int32_t old_count = s.gap_count, i
     cdef int32_t count = max(2 * old_count, <int32_t>GAPS_AT_FIRST)
     cdef Gap* old = s.gaps
     cdef Gap* gap
     if 2 * s.gaps_used < old_count or count > GAPS_LIMIT or not fits(s, count * <int64_t>sizeof(Gap)):
-        return 1
-    gap = <Gap*>calloc(count, sizeof(Gap))
-    if gap == NULL:
-        return -1
-    s.gaps, s.gap_count, s.gaps_used = gap, count, 0
+        return 0
+    s.gaps = <Gap*>resized(NULL, count * sizeof(Gap))
+    s.gap_count, s.gaps_used = count, 0
+    memset(s.gaps, 0, count * sizeof(Gap))
     for i in range(old_count):
         gap = weaker_home(s, old[i].tag)
         if gap.total < old[i].total:
             s.gaps_used += gap.tag == 0
             gap[0] = old[i]
     free(old)
-    return 1
+    return 0
 
 cdef inline int32_t names_of(const Gap* gap) noexcept nogil:
     cdef int32_t k = 0
@@ -160,20 +158,17 @@ cdef inline void fetch_gap(Store* s, token_t second, token_t third) noexcept nog
 
 # Growing
 
-cdef inline int reserve_for_token(Store* s) noexcept nogil:
-    """1: room for one more token at worst, 0: the byte limit is in the way, -1: no memory."""
+cdef inline bint reserve_for_token(Store* s) except -1 nogil:
+    """Make room for one more token at worst; False: the byte limit is in the way."""
     cdef int32_t moves = s.max_depth + 1
     cdef int32_t groups = pool_size(&s.nodes) // 2 + moves  # two nodes at least in each, whatever is removed
-    cdef int room = pool_reserve(s, &s.nodes, moves, 2147483647)
-    if room > 0:
-        room = pool_reserve(s, &s.groups, groups - pool_size(&s.groups), 2147483647)
-    if room > 0:
-        room = pool_reserve(s, &s.pages, 1, 2147483647 >> PAGE_BITS)
-    if room > 0:
-        room = table_reserve(s, 2 * moves)
-    if room > 0:
-        room = gaps_reserve(s)
-    return room
+    if (pool_reserve(s, &s.nodes, moves, 2147483647)
+            and pool_reserve(s, &s.groups, groups - pool_size(&s.groups), 2147483647)
+            and pool_reserve(s, &s.pages, 1, 2147483647 >> PAGE_BITS)
+            and table_reserve(s, 2 * moves)):
+        gaps_reserve(s)
+        return True
+    return False
 
 cdef int32_t add_position(Store* s, int32_t sequence, token_t token) noexcept nogil:
     cdef Sequence* q = sequence_at(s, sequence)
@@ -206,22 +201,15 @@ cdef void take_place(Store* s, int32_t child, int32_t by) noexcept nogil:
     """Put `by`, of equal count, among the siblings where `child` is."""
     cdef Node* c = node_at(s, child)
     cdef Node* b = node_at(s, by)
-    cdef Node* parent = node_at(s, c.parent)
-    b.parent, b.next, b.prev, b.group = c.parent, c.next, c.prev, c.group
-    if parent.first_child == child:
-        parent.first_child = by
-    else:
-        node_at(s, c.prev).next = by
-    if c.next != NIL:
-        node_at(s, c.next).prev = by
-    else:
-        node_at(s, parent.first_child).prev = by
+    b.parent, b.group = c.parent, c.group
+    insert_before(s, by, child)
+    unlink(s, child)
     if c.group != NIL and group_at(s, c.group).first == child:
         group_at(s, c.group).first = by
     elif c.group != NIL and group_at(s, c.group).last == child:
         group_at(s, c.group).last = by
 
-cdef int32_t split(Store* s, int32_t node, token_t token, int32_t item) noexcept nogil:
+cdef int32_t split(Store* s, int32_t node, int32_t item) noexcept nogil:
     """A new node one token below `node`, on the way to its child `item`, for one more suffix."""
     cdef int32_t middle = pool_take(&s.nodes), depth = node_at(s, node).depth + 1
     cdef Node* m = node_at(s, middle)
@@ -232,8 +220,7 @@ cdef int32_t split(Store* s, int32_t node, token_t token, int32_t item) noexcept
     m.children = 1
     touch(s, middle)
     m.first_child = m.first_leaf = m.first_end = m.stale = NIL
-    if branches(s, node):
-        table_replace(s, node, token, item, middle)
+    table_replace(s, node, item, middle)
     if item >= 0:
         take_place(s, item, middle)
         append_child(s, middle, item)
@@ -249,11 +236,7 @@ cdef int32_t split(Store* s, int32_t node, token_t token, int32_t item) noexcept
 
 cdef inline void fuse(Store* s, int32_t node, int32_t child) noexcept nogil:
     """Put the only item of `node`, an inner child of equal count, in its place."""
-    cdef int32_t parent = node_at(s, node).parent
-    if branches(s, parent):
-        table_replace(
-            s, parent, label_token(s, node, node_at(s, parent).depth + 1), node, child
-        )
+    table_replace(s, node_at(s, node).parent, node, child)
     take_place(s, node, child)
     node_at(s, node).count = 0
     pool_release(&s.nodes, node)
@@ -266,9 +249,7 @@ cdef inline void stop_leaf(Store* s, int32_t node, int32_t leaf) noexcept nogil:
     if node_at(s, node).depth < s.max_depth and start_of(s, leaf) < owner.pending:
         owner.pending = start_of(s, leaf)
 
-cdef int32_t descend(
-    Store* s, int32_t node, int32_t suffix, token_t token, int32_t item
-) noexcept nogil:
+cdef int32_t descend(Store* s, int32_t node, int32_t suffix, int32_t item) noexcept nogil:
     """Move `suffix`, which stops at `node`, by one token towards the child `item`."""
     cdef Node* v = node_at(s, node)
     cdef int32_t depth = v.depth + 1
@@ -289,11 +270,18 @@ cdef int32_t descend(
     else:
         if node != ROOT:
             remove_end(s, node, suffix)
-        node = split(s, node, token, item)
+        node = split(s, node, item)
         add_end(s, node, suffix)
     if item_depth(s, item) == depth:
         stop_leaf(s, node, ~item)
     return node
+
+cdef inline void fetch_item(Store* s, int32_t item) noexcept nogil:
+    if item >= 0:
+        prefetch(node_at(s, item))
+    elif item != NO_ITEM:
+        prefetch(link_at(s, ~item))
+        prefetch(page_of(s, ~item))
 
 cdef inline void fetch_slot(Store* s, int32_t node, token_t token) noexcept nogil:
     prefetch(&s.slots[home_of(s, tag_of(node, token))])
@@ -304,17 +292,11 @@ cdef inline void fetch_children(Store* s, int32_t suffix, int32_t count, token_t
     for i in range(count):
         node = ~link_at(s, suffix).node
         item = s.slots[home_of(s, tag_of(node, token))].item if branches(s, node) else first_item(s, node)
-        if item >= 0:
-            prefetch(node_at(s, item))
-        elif item != NO_ITEM:
-            prefetch(page_of(s, ~item))
-            prefetch(link_at(s, ~item))
+        fetch_item(s, item)
         if i + 1 < count:
             suffix = forward(s, suffix, 1)
 
-cdef void append_token(
-    Store* s, int32_t sequence, token_t token, token_t following
-) noexcept nogil:
+cdef void append_token(Store* s, int32_t sequence, token_t token, token_t following) noexcept nogil:
     """Move every pending suffix, the longest first: it becomes a leaf where it parts from all others.
 
     `following` is the token that is likely to be appended next; its lookups are prepared.
@@ -340,7 +322,7 @@ cdef void append_token(
                 remove_end(s, node, suffix)
             add_leaf(s, node, token, suffix)
         else:
-            node = descend(s, node, suffix, token, item)
+            node = descend(s, node, suffix, item)
             fetch_slot(s, node, following)
         start += 1
         if item == NO_ITEM or node_at(s, node).depth == s.max_depth:
@@ -363,11 +345,9 @@ cdef void contract(Store* s, int32_t node) noexcept nogil:
     owner = sequence_at(s, page_of(s, suffix).owner)
     if v.first_leaf == NIL and start_of(s, suffix) >= owner.pending:
         owner.pending = start_of(s, suffix) + 1
-    if branches(s, parent):
-        table_replace(
-            s, parent, label_token(s, node, node_at(s, parent).depth + 1), node, ~suffix
-        )
-    remove_child(s, node)
+    table_replace(s, parent, node, ~suffix)
+    leave_group(s, node)
+    unlink(s, node)
     link_at(s, suffix).node = parent
     push(s, &node_at(s, parent).first_leaf, suffix)
     v.count = 0

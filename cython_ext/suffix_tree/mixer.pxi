@@ -89,6 +89,7 @@ cdef class Mixer:
     cdef list blocks
     cdef Mixture mixture
     cdef MixedDraft room
+    cdef MixedText** texts
     cdef int32_t capacity
 
     def __cinit__(self, cells, copy_cells, weights, float rate=0.002):
@@ -117,6 +118,7 @@ cdef class Mixer:
         free(self.room.contexts)
         free(self.room.copies)
         free(self.room.guesses)
+        free(self.texts)
 
     cdef int _reserve(self, int32_t nodes) except -1:
         """Room for drafts of so many nodes."""
@@ -129,8 +131,8 @@ cdef class Mixer:
             self.capacity = nodes + 1
         return 0
 
-    cdef MixedText** _gather(self, list texts, list memories, list running, SuffixTree corpus) except NULL:
-        """The texts with what each is drafted from, for the caller to free; see `draft`."""
+    cdef int _gather(self, list texts, list memories, list running, SuffixTree corpus) except -1:
+        """Fill `texts` with what each is drafted from; see `draft`."""
         cdef Py_ssize_t count = len(texts), row
         cdef Text text
         if not len(memories) == len(running) == count:
@@ -138,15 +140,11 @@ cdef class Mixer:
                 f"memories and running: expected {count} of each, got {len(memories)} and "
                 f"{len(running)}"
             )
-        cdef MixedText** found = <MixedText**>resized(NULL, count * sizeof(MixedText*))
-        try:
-            for row in range(count):
-                text = texts[row]
-                found[row] = text.beside(memories[row], running[row], corpus)
-        except BaseException:
-            free(found)
-            raise
-        return found
+        self.texts = <MixedText**>resized(self.texts, count * sizeof(MixedText*))
+        for row in range(count):
+            text = texts[row]
+            self.texts[row] = text.beside(memories[row], running[row], corpus)
+        return 0
 
     def draft(
         self, list texts, list memories, list running, SuffixTree corpus, list budgets, *,
@@ -172,7 +170,6 @@ cdef class Mixer:
         """
         cdef Py_ssize_t count = len(texts), row, end = 0
         cdef MixedDraft* d = &self.room
-        cdef MixedText** gathered
         cdef int32_t i
         if len(budgets) != count:
             raise ValueError(f"budgets: expected {count} of them, got {len(budgets)}")
@@ -187,18 +184,17 @@ cdef class Mixer:
         cdef float[::1] prob_view = probs
         cdef int64_t[::1] offset_view = offsets
         d.min_prob, d.path = min_prob, path
-        gathered = self._gather(texts, memories, running, corpus)
+        self._gather(texts, memories, running, corpus)
         for row in range(count):
-            gathered[row].nodes = budgets[row]
+            self.texts[row].nodes = budgets[row]
         with nogil:
             for row in range(count):
-                draft_text(gathered[row], alpha, d, &self.mixture)
+                draft_text(self.texts[row], alpha, d, &self.mixture)
                 for i in range(d.size):
                     token_view[end], parent_view[end] = d.guesses[i].token, d.guesses[i].parent
                     prob_view[end], class_view[end] = d.guesses[i].prob, -1 - d.guesses[i].source
                     end += 1
                 offset_view[row + 1] = end
-        free(gathered)
         return tokens[:end], parents[:end], probs[:end], classes[:end], offsets
 
     def learn(
@@ -212,8 +208,7 @@ cdef class Mixer:
         """
         cdef Py_ssize_t row
         check_offsets(offsets, len(texts), token_ids.shape[0])
-        cdef MixedText** gathered = self._gather(texts, memories, running, corpus)
+        self._gather(texts, memories, running, corpus)
         with nogil:
             for row in range(offsets.shape[0] - 1):
-                learn_tokens(&self.mixture, gathered[row], token_ids[offsets[row]:offsets[row + 1]])
-        free(gathered)
+                learn_tokens(&self.mixture, self.texts[row], token_ids[offsets[row]:offsets[row + 1]])

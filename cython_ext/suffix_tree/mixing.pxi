@@ -137,9 +137,9 @@ cdef void take_context(Expansion* e, const Reading* r, token_t vocab_size) noexc
 
     In the text itself for the longest one alone: where a text copies, all lengths say the same.
     """
-    cdef int32_t last = ORDER_OF[r.longest], order
+    cdef int32_t last = ORDER_OF[r.context.longest], order
     take_names(e, &r.names, r.source, vocab_size)
-    for order in range(ORDER_OF[r.shortest - 1] if r.source else last - 1, last):
+    for order in range(ORDER_OF[r.context.shortest - 1] if r.source else last - 1, last):
         add_context_witness(e, r.source, order, r.names.support)
 
 cdef void take_gap(
@@ -158,19 +158,17 @@ cdef void take_gap(
     add_context_witness(e, source, ORDERS, names.support)
 
 cdef void take_copy(Expansion* e, Store* text, const Copy* copy, token_t vocab_size) noexcept nogil:
-    """Add how a copy may go on."""
-    cdef CopyNames names
+    """Add what follows if the copy goes on, or if it goes on now where the text has left it."""
+    cdef int32_t way = copy.next == NIL, kind = length_bucket(copy.length) * 4 + copy.breaks, k
     cdef Evidence* said
-    cdef int32_t i, k
-    name_copies(text, copy, &names)
-    for i in range(COPIES):
-        if names.tokens[i] < 0:
-            continue
+    if way:
+        kind = min(copy.since, 8) * 2 + (copy.breaks > 1)
+    if copy_state(copy):
         said = new_evidence(e, 0, 0)
-        k = candidate(e, names.tokens[i], vocab_size, 0)
+        k = candidate(e, token_at(text, copy.left if way else copy.next), vocab_size, 0)
         if k >= 0:
             name(e, said, k, 1)
-        add_witness(e, CONTEXTS + i, COPY_CELL + (i * COPY_KINDS + names.kinds[i]) * 2)
+        add_witness(e, CONTEXTS + way, COPY_CELL + (way * COPY_KINDS + kind) * 2)
 
 cdef inline int32_t find_tag(Store* s, int64_t slot, uint32_t tag) noexcept nogil:
     """The first item of a tag from a slot on, whose parent is most likely the one meant."""
@@ -190,7 +188,7 @@ cdef void look_up(Expansion* e, const Reading* r, Evidence* said) noexcept nogil
         named |= <uint32_t>1 << said.names[i].candidate
     for k in range(e.size):
         if not named >> k & 1:
-            missing[count], tags[count] = k, tag_of(r.place.item, e.tokens[k])
+            missing[count], tags[count] = k, tag_of(r.context.place.item, e.tokens[k])
             prefetch(&s.slots[home_of(s, tags[count])])
             count += 1
     for i in range(count):
@@ -201,18 +199,16 @@ cdef void look_up(Expansion* e, const Reading* r, Evidence* said) noexcept nogil
             found += 1
     for i in range(found):
         k = missing[i]
-        if item_parent(s, items[i]) != r.place.item:
-            items[i] = table_find(s, r.place.item, e.tokens[k])
+        if item_parent(s, items[i]) != r.context.place.item:
+            items[i] = table_find(s, r.context.place.item, e.tokens[k])
         if items[i] != NO_ITEM:
             name(e, said, k, 2 * share_bucket(<float>item_count(s, items[i]) / r.names.support))
 
 cdef inline int32_t longest_order(const Contexts* contexts) noexcept nogil:
     return ORDER_OF[contexts.at[0].longest] if contexts.count else 0
 
-cdef void gather(
-    Mixture* m, Sources* sources, const Contexts* contexts, const Copy* copy
-) noexcept nogil:
-    """The candidates, those of the longest contexts first, and their evidence."""
+cdef void expand(Mixture* m, Sources* sources, const Contexts* contexts, const Copy* copy) noexcept nogil:
+    """The candidates, those of the longest contexts first, their evidence and probabilities."""
     cdef Expansion* e = &m.now
     cdef Reading readings[CONTEXTS]
     cdef int32_t i, source, first, count = list_contexts(sources, contexts, readings)
@@ -234,6 +230,7 @@ cdef void gather(
     for source in range(1, SOURCES):
         e.memory_group = max(e.memory_group, 1 + longest_order(&contexts[source]))
     e.text_group = 2 + ORDERS + COPY_STATES * longest_order(&contexts[0]) + copy_state(copy)
+    score(m)
 
 
 # Scores
@@ -281,10 +278,6 @@ cdef void score(Mixture* m) noexcept nogil:
         total += e.probs[k]
     for k in range(e.size):
         e.probs[k] /= total
-
-cdef void expand(Mixture* m, Sources* sources, const Contexts* contexts, const Copy* copy) noexcept nogil:
-    gather(m, sources, contexts, copy)
-    score(m)
 
 
 # Trend: whether a text is more predictable than others, or less

@@ -112,30 +112,22 @@ cdef inline void touch(Store* s, int32_t node) noexcept nogil:
     node_at(s, node).stamp = s.clock
     s.clock += 1
 
-cdef inline void pool_init(Pool* pool, size_t item_bytes) noexcept nogil:
-    pool.data = NULL
-    pool.item_bytes = item_bytes
-    pool.capacity = pool.used = pool.free_count = 0
-    pool.first_free = NIL
+cdef inline Pool empty_pool(size_t item_bytes) noexcept nogil:
+    return Pool(NULL, item_bytes, 0, 0, NIL, 0)
 
-# 1: room for `need` more items, 0: the byte limit is in the way, -1: no memory.
-cdef int pool_reserve(Store* s, Pool* pool, int32_t need, int64_t limit) noexcept nogil:
-    cdef int64_t capacity, more
-    cdef char* data
+cdef bint pool_reserve(Store* s, Pool* pool, int32_t need, int64_t limit) except -1 nogil:
+    """Make room for `need` more items; False: the byte limit is in the way."""
+    cdef int64_t more = max(<int64_t>pool.capacity // 4, <int64_t>need)
     if pool.capacity - pool_size(pool) >= need:
-        return 1
-    more = max(<int64_t>pool.capacity // 4, <int64_t>need)
-    capacity = pool.capacity + more
-    if capacity > limit:
-        return -1
+        return True
     if not fits(s, more * <int64_t>pool.item_bytes):
-        return 0
-    data = <char*>realloc(pool.data, <size_t>capacity * pool.item_bytes)
-    if data == NULL:
-        return -1
-    pool.data = data
-    pool.capacity = <int32_t>capacity
-    return 1
+        return False
+    if pool.capacity + more > limit:
+        with gil:
+            raise MemoryError(f"a suffix tree is limited to {limit} items of a kind")
+    pool.data = <char*>resized(pool.data, (pool.capacity + more) * pool.item_bytes)
+    pool.capacity += <int32_t>more
+    return True
 
 cdef inline int32_t pool_take(Pool* pool) noexcept nogil:
     cdef int32_t index = pool.first_free
@@ -237,31 +229,27 @@ cdef inline void slot_fill(Store* s, uint32_t tag, int32_t item) noexcept nogil:
     s.slots[i].tag = tag
     s.slots[i].item = item
 
-# 1: room for `need` more entries below three quarters full, 0: the byte limit, -1: no memory.
-cdef int table_reserve(Store* s, int64_t need) noexcept nogil:
+cdef bint table_reserve(Store* s, int64_t need) except -1 nogil:
+    """Make room for `need` more entries below three quarters full; False: the byte limit is in the way."""
     cdef int64_t old_count = s.slot_count, new_count, i
     cdef Slot* old = s.slots
-    cdef Slot* slots
     if (s.slots_used + need) * 4 <= old_count * 3:
-        return 1
+        return True
     new_count = old_count + old_count // 4
     if (s.slots_used + need) * 4 > new_count * 3:
         new_count = (s.slots_used + need) * 4 // 3 + 1
     # The old and the new table stand side by side while entries move.
     if not fits(s, new_count * <int64_t>sizeof(Slot)):
-        return 0
-    slots = <Slot*>realloc(NULL, <size_t>new_count * sizeof(Slot))
-    if slots == NULL:
-        return -1
-    for i in range(new_count):
-        slots[i].item = NO_ITEM
-    s.slots = slots
+        return False
+    s.slots = <Slot*>resized(NULL, new_count * sizeof(Slot))
     s.slot_count = new_count
+    for i in range(new_count):
+        s.slots[i].item = NO_ITEM
     for i in range(old_count):
         if old[i].item != NO_ITEM:
             slot_fill(s, old[i].tag, old[i].item)
     free(old)
-    return 1
+    return True
 
 cdef inline void table_add(Store* s, int32_t parent, token_t token, int32_t item) noexcept nogil:
     slot_fill(s, tag_of(parent, token), item)
@@ -285,10 +273,12 @@ cdef inline int64_t slot_of(Store* s, uint32_t tag, int32_t item) noexcept nogil
         i = after(s, i)
     return i
 
-cdef inline void table_replace(
-    Store* s, int32_t parent, token_t token, int32_t item, int32_t by
-) noexcept nogil:
-    s.slots[slot_of(s, tag_of(parent, token), item)].item = by
+cdef inline void table_replace(Store* s, int32_t parent, int32_t item, int32_t by) noexcept nogil:
+    """Give the entry of an item, if it has one, to another that begins with the same token."""
+    cdef token_t token
+    if branches(s, parent):
+        token = label_token(s, item, node_at(s, parent).depth + 1)
+        s.slots[slot_of(s, tag_of(parent, token), item)].item = by
 
 # Entries behind the gap move up where their probe would meet it, so that no gravestones are needed.
 cdef inline void table_remove(Store* s, int32_t parent, token_t token, int32_t item) noexcept nogil:
@@ -432,10 +422,6 @@ cdef inline void append_child(Store* s, int32_t parent, int32_t child) noexcept 
     else:
         insert_after(s, child, node_at(s, node_at(s, parent).first_child).prev)
     join_elder(s, child)
-
-cdef inline void remove_child(Store* s, int32_t child) noexcept nogil:
-    leave_group(s, child)
-    unlink(s, child)
 
 
 # Children

@@ -13,12 +13,12 @@ import numpy as np
 
 cimport cython
 from libc.math cimport INFINITY, expf, logf
-from libc.stdlib cimport calloc, free, realloc
+from libc.stdlib cimport free
 from libc.string cimport memcpy, memmove, memset
 
 from common.blocks cimport kept, resized
 from common.heap cimport Entry, pop as heap_pop, push as heap_push
-from common.offsets cimport check_offsets
+from common.checks cimport check_ids, check_offsets
 from common.prefetch cimport prefetch
 from common.types cimport int8_t, int32_t, int64_t, token_t, uint8_t, uint16_t, uint32_t, uint64_t
 
@@ -43,14 +43,6 @@ WEIGHT_SHAPE = (GROUPS, INPUTS)
 cdef int32_t stores = 0  # that there have been
 
 
-cdef int check_ids(const token_t[::1] token_ids) except -1:
-    cdef Py_ssize_t i
-    for i in range(token_ids.shape[0]):
-        if token_ids[i] < 0:
-            raise ValueError(f"token_ids: expected 0 or more, got {token_ids[i]}")
-    return 0
-
-
 class Speculation(NamedTuple):
     """A draft: int32 `token_ids` [n], int32 `parents` [n] (−1: root), float32 `probs` [n]; the
     length of the match it continues (0: none) and its score, the sum of `probs`."""
@@ -70,21 +62,17 @@ cdef class SuffixTree:
     """
 
     cdef Store store
-    cdef int32_t live
 
     def __cinit__(self, int max_depth=64, *, max_bytes=None):
         global stores
         if not 1 <= max_depth <= MAX_DEPTH:
             raise ValueError(f"max_depth: expected 1 to {MAX_DEPTH}, got {max_depth}")
         cdef Store* s = &self.store
-        pool_init(&s.nodes, sizeof(Node))
-        pool_init(&s.groups, sizeof(Group))
-        pool_init(&s.pages, sizeof(Page))
-        pool_init(&s.sequences, sizeof(Sequence))
+        s.nodes, s.groups = empty_pool(sizeof(Node)), empty_pool(sizeof(Group))
+        s.pages, s.sequences = empty_pool(sizeof(Page)), empty_pool(sizeof(Sequence))
         stores += 1
         s.max_depth, s.serial = max_depth, stores
-        if reserve_for_token(s) < 1:
-            raise MemoryError
+        reserve_for_token(s)
         cdef Node* root = node_at(s, pool_take(&s.nodes))
         memset(root, NIL, sizeof(Node))
         root.count = root.depth = root.ends = root.children = 0
@@ -127,7 +115,7 @@ cdef class SuffixTree:
 
     def __len__(self):
         """Number of sequences."""
-        return self.live
+        return pool_size(&self.store.sequences)
 
     def add_sequence(self):
         """Start an empty sequence and return its id, which may be a removed one's.
@@ -135,14 +123,10 @@ cdef class SuffixTree:
         Returns None where it does not fit under `max_bytes`.
         """
         cdef Store* s = &self.store
-        cdef int room = pool_reserve(s, &s.sequences, 1, 2147483647)
-        if room < 0:
-            raise MemoryError
-        if room == 0:
+        if not pool_reserve(s, &s.sequences, 1, 2147483647):
             return None
         cdef int32_t sequence = pool_take(&s.sequences)
         sequence_at(s, sequence)[0] = Sequence(length=0, first_page=NIL, last_page=NIL, pending=0)
-        self.live += 1
         return sequence
 
     cdef int32_t _checked(self, int64_t sequence) except -1:
@@ -180,16 +164,10 @@ cdef class SuffixTree:
     ) except -1:
         """Append the tokens from `first` to `end`; returns how many fitted."""
         cdef Py_ssize_t i = first
-        cdef int room = 1
         with nogil:
-            while i < end:
-                room = reserve_for_token(&self.store)
-                if room < 1:
-                    break
+            while i < end and reserve_for_token(&self.store):
                 append_token(&self.store, sequence, token_ids[i], token_ids[min(i + 1, end - 1)])
                 i += 1
-        if room < 0:
-            raise MemoryError
         return i - first
 
     def remove(self, sequence):
@@ -197,7 +175,6 @@ cdef class SuffixTree:
         cdef int32_t index = self._checked(sequence)
         with nogil:
             remove_sequence(&self.store, index)
-        self.live -= 1
 
     def tokens(self, sequence):
         """The tokens of a sequence, int32 [n]."""

@@ -22,7 +22,7 @@ from ..planning.running_mean import toward
 from ..structures import draft_tree
 from ..system.lazy import cached_property
 from ..system.locks import Lock
-from ..token_tree import Int32Array
+from ..token_tree import Int32Array, ancestor_mask
 
 _PRIOR_HAZARDS = (0.6, 0.3, 0.2, 0.15, 0.1)  # of ranks 1, 2, …; the last one for all others
 _PRIOR_TRIALS = 4.0
@@ -92,7 +92,7 @@ class TreeShape:
 
     def _forwards(self, device: torch.device) -> Iterator[Forward]:
         depths = draft_tree.depths(self.parents) - 1
-        above = draft_tree.ancestor_mask(self.parents)
+        above = ancestor_mask(self.parents)
         inner = np.flatnonzero(self.child_counts[1:])
         before = np.array([-1])
         for depth in range(self.levels - 1):

@@ -146,7 +146,7 @@ class AutomatonSession(_Matching):
         for expected in target.expected:
             self._automaton.extend(expected)
             self._automaton.end_document()
-        self._automaton.extend(prompt_ids, self._cursor)
+        self._automaton.extend(np.ascontiguousarray(prompt_ids, np.int32), self._cursor)
         self._vocab_size = target.vocab_size
 
     def _continued(self, size: int) -> TokenTree:
@@ -164,7 +164,7 @@ class AutomatonSession(_Matching):
         return TokenTree.chain(tokens, probs, classes)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self._automaton.extend(token_ids, self._cursor)
+        self._automaton.extend(np.array(token_ids, np.int32), self._cursor)
 
 
 class StaticAutomatonDrafter(Drafter):
@@ -221,7 +221,7 @@ class StaticAutomatonSession(_Matching):
     def __init__(self, drafter: StaticAutomatonDrafter, prompt_ids: Int32Array) -> None:
         self._drafter = drafter
         self._cursor = drafter.automaton.cursor()
-        self._cursor.advance_all(prompt_ids)
+        self._cursor.advance_all(np.ascontiguousarray(prompt_ids, np.int32))
 
     def _continued(self, size: int) -> TokenTree:
         """The most frequent continuations, best first."""
@@ -230,4 +230,4 @@ class StaticAutomatonSession(_Matching):
         return counted_tree(found, _TREE_EDGES, _TREE_PRIORS)
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self._cursor.advance_all(token_ids)
+        self._cursor.advance_all(np.array(token_ids, np.int32))

@@ -48,9 +48,13 @@ def longest_earlier_suffix(text):
     return next((suffix for suffix in suffixes if len(ends_of(suffix, text)) > 1), [])
 
 
+def array(tokens):
+    return np.array(tokens, np.int32)
+
+
 def build(text, **options):
     automaton = SuffixAutomaton(**options)
-    automaton.extend(text)
+    automaton.extend(array(text))
     return automaton
 
 
@@ -58,7 +62,7 @@ def build_documents(docs):
     """A frozen automaton over the documents, and its text with separators."""
     automaton, text = SuffixAutomaton(refresh=0), []
     for doc in docs:
-        automaton.extend(doc)
+        automaton.extend(array(doc))
         automaton.end_document()
         text += [*doc, SEPARATOR]
     automaton.freeze()
@@ -79,7 +83,7 @@ def test_every_substring_is_found_where_it_occurs(text):
     for start in range(len(text)):
         for end in range(start + 1, len(text) + 1):
             cursor = automaton.cursor()
-            assert cursor.advance_all(text[start:end]) == end - start
+            assert cursor.advance_all(array(text[start:end])) == end - start
             ends = ends_of(text[start:end], text)
             assert (cursor.earliest, cursor.latest) == (ends[0], ends[-1])
 
@@ -104,7 +108,7 @@ def test_a_cursor_stays_exact_while_the_text_grows(text, query):
         matched = query[i - cursor.length : i]
         cursor.advance(token)
         assert cursor.length == len(longest_suffix([*matched, token], grown))
-        automaton.extend(piece)
+        automaton.extend(array(piece))
         grown += piece
         if cursor.length:
             found = query[i + 1 - cursor.length : i + 1]
@@ -116,7 +120,7 @@ def test_growing_text_matches_its_longest_earlier_suffix(text):
     automaton = SuffixAutomaton(refresh=len(text))
     cursor = automaton.cursor()
     for n in range(1, len(text) + 1):
-        automaton.extend(text[n - 1 : n], cursor)
+        automaton.extend(array(text[n - 1 : n]), cursor)
         length, ends = earlier_ends(text[:n])
         assert cursor.length == length
         if length:
@@ -132,7 +136,7 @@ def test_latest_is_exact_with_enough_refreshing_and_else_true_but_older(text, re
         found = []
         for automaton in (exact, lazy):
             cursor = automaton.cursor()
-            cursor.advance_all(match[start:])
+            cursor.advance_all(array(match[start:]))
             assert cursor.earliest == first
             found.append(cursor.latest)
         assert found[0] == [first, *others][-1]
@@ -144,7 +148,7 @@ def test_a_late_end_is_found_within_the_refreshed_suffixes_only():
     late, never = SuffixAutomaton(refresh=8), SuffixAutomaton(refresh=0)
     for automaton, expected in ((late, 9), (never, 2)):
         cursor = automaton.cursor()
-        automaton.extend(text, cursor)
+        automaton.extend(array(text), cursor)
         assert (cursor.length, cursor.earliest, cursor.latest) == (1, 2, expected)
 
 
@@ -154,7 +158,7 @@ def test_the_cursor_must_move_before_the_text_grows(text):
     automaton = SuffixAutomaton()
     cursor = automaton.cursor()
     for token in text:
-        automaton.extend([token])
+        automaton.extend(array([token]))
         cursor.advance(token)
     assert cursor.length == len(text)
 
@@ -163,7 +167,7 @@ def test_the_cursor_must_move_before_the_text_grows(text):
 def test_a_draft_continues_the_longest_suffix_with_enough_followers(text, limit, latest):
     automaton = SuffixAutomaton(refresh=len(text))
     cursor = automaton.cursor()
-    automaton.extend(text, cursor)
+    automaton.extend(array(text), cursor)
     best = []
     for start in range(len(text) - len(longest_earlier_suffix(text)), len(text)):
         ends = ends_of(text[start:], text)[:-1]
@@ -213,7 +217,7 @@ def counted_tree(text, match, limit, min_prob):
 def test_draft_tree_grows_by_counts(docs, query, limit, min_prob):
     automaton, text = build_documents(docs)
     cursor = automaton.cursor()
-    cursor.advance_all(query)
+    cursor.advance_all(array(query))
     tokens, parents, counts, totals, contexts = cursor.draft_tree(
         limit, max_children=100, min_prob=min_prob
     )
@@ -278,7 +282,7 @@ def test_linear_time_and_memory_on_hard_texts(text):
 
     def seconds(length):
         automaton, started = SuffixAutomaton(), time.process_time()
-        automaton.extend(text[:length], automaton.cursor())
+        automaton.extend(array(text[:length]), automaton.cursor())
         taken = time.process_time() - started
         for _ in range(2):
             assert automaton.nbytes <= 100 * max(length, 1_000)
@@ -293,7 +297,7 @@ def test_linear_time_and_memory_on_hard_texts(text):
 def test_capacity_and_pieces_make_no_difference(text, capacity):
     whole, pieces = build(text), SuffixAutomaton(capacity=capacity)
     for token in text:
-        pieces.extend(np.array([token]))
+        pieces.extend(array([token]))
     pieces.freeze()
     whole.freeze()
     assert pieces.nbytes == whole.nbytes
@@ -313,24 +317,17 @@ def test_an_empty_automaton_matches_and_drafts_nothing():
 @pytest.mark.parametrize(
     ("tokens", "error"),
     [
-        ([1, -1], ValueError),
-        (np.array([1, -1], dtype=np.int32), ValueError),
-        ([2**31], ValueError),
-        (np.array([2**63], dtype=np.uint64), ValueError),
-        ([2**70], TypeError),
-        ([0.5], TypeError),
-        (["a"], TypeError),
-        ([[1, 2]], ValueError),
+        (array([1, -1]), ValueError),
+        (np.zeros(2, np.int64), ValueError),
         (np.zeros((2, 2), np.int32), ValueError),
+        ([1, 2], TypeError),
     ],
 )
 def test_bad_tokens_are_refused_and_nothing_is_appended(tokens, error):
     automaton = SuffixAutomaton()
-    cursor = automaton.cursor()
-    with pytest.raises(error, match="tokens: expected"):
-        automaton.extend(tokens)
-    with pytest.raises(error, match="tokens: expected"):
-        cursor.advance_all(tokens)
+    for taker in (automaton.extend, automaton.cursor().advance_all):
+        with pytest.raises(error, match=r"token_ids: expected|[Bb]uffer|bytes-like"):
+            taker(tokens)
     assert len(automaton) == 0
 
 
@@ -338,7 +335,7 @@ def test_misuse_is_refused():
     automaton, other = build([1, 2]), build([1])
     cursor = automaton.cursor()
     with pytest.raises(ValueError, match="over another"):
-        automaton.extend([3], other.cursor())
+        automaton.extend(array([3]), other.cursor())
     with pytest.raises(ValueError, match="expected a frozen automaton"):
         cursor.draft_tree(4)
     with pytest.raises(ValueError, match="token: expected"):
@@ -349,7 +346,7 @@ def test_misuse_is_refused():
         SuffixAutomaton(refresh=-1)
     automaton.freeze()
     automaton.freeze()
-    for misuse in (lambda: automaton.extend([3]), automaton.end_document):
+    for misuse in (lambda: automaton.extend(array([3])), automaton.end_document):
         with pytest.raises(ValueError, match="expected a growing automaton"):
             misuse()
     with pytest.raises(ValueError, match="limit"):
