@@ -128,7 +128,7 @@ static int run_pass(const linear_problem *p, int count, int threads) {
 static int linear(const linear_problem *problems, int count, int threads) {
     linear_problem parts[MAX_TOGETHER];
     const int64_t rows = problems->rows, bytes = skinny_item_bytes(problems->dtype);
-    int64_t weight_bytes = 0, chunks = 0;
+    int64_t weight_bytes = 0, chunks = 1;
     int failed = 0;
     for (int i = 0; i < count; i++) {
         const linear_problem *p = problems + i;

@@ -89,7 +89,7 @@ ROUND_PRODUCTS static ALWAYS_INLINE void norm_rows(const norm_problem *p, float 
 }
 
 /* Returns 0, or -1 when memory ran out. */
-static int norm(const norm_problem *p) {
+ROUND_PRODUCTS static int norm(const norm_problem *p) {
     float *v = malloc(p->depth * sizeof(float));
     if (!v) return -1;
     if (p->dtype == SKINNY_FLOAT32)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .recording import Attend, UnrecordableError, recorder
+from .recording import Attend, UnrecordableError, thread
 from .skinny import RepeatedAttention, can_attend, in_route, kernel_attention
 from .tuning import Candidates, Tuning, fastest, tuning_file
 
@@ -157,7 +157,7 @@ def attention(
     """What is computed in the place of transformers' `sdpa` function (see :mod:`.scopes`), with its
     arguments and result: [batch, queries, heads, width].
     """
-    if (recording := recorder()) is not None:
+    if (recording := thread.recorder) is not None:
         if asks_for_more(options):
             raise UnrecordableError("attention is asked for more than its output")
         compute = partial(_again, module, options)

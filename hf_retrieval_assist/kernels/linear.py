@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from .library_weights import library_linear
-from .recording import recorder
+from .recording import thread
 from .skinny import (
     MAX_ROWS,
     RepeatedLinears,
@@ -149,8 +149,7 @@ def linear(
     """
     if torch.compiler.is_compiling():
         return plain_linear(input, weight, bias)
-    recording = recorder()
-    if recording is not None:
+    if (recording := thread.recorder) is not None:
         return recording.linear(linear, RepeatedLayers, input, weight, bias)
     stand_in = _thread.stand_ins.get(id(weight))
     if stand_in is not None and in_route():

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ..system.locks import Lock
-from .recording import recorder
+from .recording import thread
 from .skinny import NORM_LANES, RepeatedNorm, fused_norm, in_route
 
 __all__ = ["learn_norms", "put", "take_back"]
@@ -102,7 +102,7 @@ def _fused_forward(kind: type[nn.Module]) -> Callable[..., Any]:
         # A subclass whose method calls this one does something else with the result.
         if torch.compiler.is_compiling() or type(self) is not kind:
             return plain(self, *inputs, **options)
-        form, recording = _forms.get(self), recorder()
+        form, recording = _forms.get(self), thread.recorder
         if form is None:
             return plain(self, *inputs, **options)
         with nullcontext() if recording is None else recording.aside():

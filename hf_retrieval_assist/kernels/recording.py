@@ -122,15 +122,12 @@ class Program:
 
 
 class _Thread(threading.local):
+    """What records the running thread's forward; None: nothing does, or it looks away."""
+
     recorder: Recorder | None = None
 
 
-_thread = _Thread()
-
-
-def recorder() -> Recorder | None:
-    """What records the running thread's forward; None: nothing does, or it looks away."""
-    return _thread.recorder
+thread = _Thread()
 
 
 class _Watch(TorchFunctionMode):
@@ -181,23 +178,23 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Recorder:
         super().__enter__()
         self._watch.__enter__()
-        _thread.recorder = self
+        thread.recorder = self
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _thread.recorder = None
+        thread.recorder = None
         self._watch.__exit__(*error)
         super().__exit__(*error)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Scope in which nothing is recorded."""
-        _thread.recorder = None
+        thread.recorder = None
         try:
             with _pop_mode_temporarily(), _disable_current_modes():
                 yield
         finally:
-            _thread.recorder = self
+            thread.recorder = self
 
     def program(self, logits: torch.Tensor) -> Program:
         """What was recorded, of a forward with these logits.
@@ -291,7 +288,11 @@ class Recorder(TorchDispatchMode):
         return out
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            return self._compute(func, args, kwargs or {})
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator, noted with what computes it anew."""
         packet = func.overloadpacket
         told = bool(_TAGS.intersection(func.tags)) and not _takes_places(packet, args)
         if told or func.namespace != "aten":

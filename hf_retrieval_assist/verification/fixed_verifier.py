@@ -191,9 +191,6 @@ class FixedVerifier(TreeVerifier):
         step.used = True
         return FixedVerified(shown, step, typical, chosen)
 
-    def _bucket(self, width: int) -> int:
-        return next((bucket for bucket in self.widths if bucket >= width), width)
-
     def _reserve(self, slots: int) -> None:
         if self.memory.lacks(slots):
             self._hand_over()

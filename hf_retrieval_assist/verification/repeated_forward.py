@@ -17,7 +17,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..host.callers_hooks import LIBRARIES
-from ..host.transformers_private import CACHE, attention_of
+from ..host.transformers_private import CACHE, attention_of, numbered_hooks
 from ..kernels.linear import MAX_ROWS
 from ..kernels.recording import Program, Recorder, UnrecordableError
 from ..planning.cost_store import size_bucket
@@ -30,8 +30,12 @@ from .slot_layers import SlotLayer
 
 logger = get_logger(__name__)
 
-# Recording a forward and comparing it take as long as repeating saves in so many.
-PATIENCE = 8
+# Computed forwards of a kind before one is recorded. Recording a small model's takes as long as
+# repeating it saves in eight; programs outlive calls.
+PATIENCE = 4
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Tokens that forwards of one row are filled up to, so that there are few kinds of them."""
 
 # Of one model, all programs together.
 MOST_BYTES = 256 << 20
@@ -51,23 +55,27 @@ class _Kind:
         program: what repeats them.
         output: the class of their outputs.
         lengths: of the cache, as buckets, at which the program has given what the model gave.
-        fault: why they are not repeated.
     """
 
     uses: int = 0
     program: Program | None = None
     output: Any = None
     lengths: set[int] = field(default_factory=set)
-    fault: str | None = None
 
 
 class _Programs:
-    """Those of a model in one state."""
+    """Those of a model in one state.
+
+    Attributes:
+        trusted: whether some give what the model gives.
+        fault: why no more are recorded.
+    """
 
     def __init__(self, state: Any) -> None:
         self.state = state
         self.kinds: dict[Hashable, _Kind] = {}
-        self.trusted = False  # any of them
+        self.trusted = False
+        self.fault: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -80,16 +88,17 @@ _idle: weakref.WeakKeyDictionary[Any, list[_Programs]] = weakref.WeakKeyDictiona
 
 def can_repeat(model: Any, cache: Any) -> bool:
     """Whether forwards over a cache may be repeated, as far as can be seen: attention is what the
-    kernels compute, the cache is one of plain keys and values on the CPU, and the modules are those
-    of libraries, which nobody expects to be called."""
+    kernels compute, the cache is one of plain keys and values on the CPU, and nothing of the model
+    is called but modules of libraries, without hooks."""
     layers = cache.layers if type(cache) is SlotCache else []
-    kinds: set[Any] = set(map(type, modules_of(model)))
+    if not layers or attention_of(model.config) != "sdpa" or not layers[0].keys.is_cpu:
+        return False
+    modules = modules_of(model)
+    kinds: set[Any] = set(map(type, modules))
     return (
-        bool(layers)
-        and attention_of(model.config) == "sdpa"
-        and all(type(layer) is SlotLayer and layer.homes is not None for layer in layers)
-        and layers[0].keys.is_cpu
+        all(type(layer) is SlotLayer and layer.homes is not None for layer in layers)
         and all(written_in(kind.forward) in LIBRARIES for kind in kinds)
+        and not any(numbered_hooks(module) for module in modules)
     )
 
 
@@ -120,6 +129,13 @@ class RepeatedForward:
                 self._programs = idle.pop() if idle else _Programs(state)
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """What forwards of one row are filled up to."""
+        programs = self._programs
+        hopes = programs is not None and (programs.trusted or programs.fault is None)
+        return WIDTHS if hopes else ()
+
+    @property
     def repeats(self) -> bool:
         """Whether some forwards are repeated, so that others are not as they will be."""
         return self._programs is not None and self._programs.trusted
@@ -129,19 +145,20 @@ class RepeatedForward:
         self.typical = True
         if RemovableHandle.next_id != self._handles:  # somebody has registered a hook
             self._check()
-        if self._programs is None:
+        # Packed rows are told apart by what attention is given besides masks.
+        if self._programs is None or self._cache.slots.places is not None:
             return self._model(**given)
         inputs = {name: given[name] for name in _INPUTS if given.get(name) is not None}
-        mask = given.get("attention_mask")
-        masks = list(mask.values()) if isinstance(mask, dict) else [mask]
-        others = given.keys() - inputs.keys() - {"attention_mask"}
+        tensors = [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+        cache = getattr(given.get(CACHE), "layers", None)
         if (
-            any(isinstance(given[name], torch.Tensor) for name in others)
-            or getattr(given.get(CACHE), "layers", None) is not self._cache.layers
+            not {*tensors} <= {*inputs, "attention_mask"}
+            or cache is not self._cache.layers
             or inputs["input_ids"].numel() > MAX_ROWS
-            or self._cache.slots.places is not None
         ):
             return self._model(**given)
+        mask = given.get("attention_mask")
+        masks = list(mask.values()) if isinstance(mask, dict) else [mask]
         key = (
             tuple([(name, tensor.shape) for name, tensor in inputs.items()]),
             tuple([one is None for one in masks]),
@@ -157,16 +174,15 @@ class RepeatedForward:
         inputs: Mapping[str, torch.Tensor],
         masks: list[torch.Tensor],
     ) -> Any:
-        assert self._programs is not None
-        if kind.fault is not None:
-            return self._model(**given)
+        programs = self._programs
+        assert programs is not None
         layers, length = self._cache.layers, size_bucket(self._cache.slots.longest)
         if kind.program is not None and length in kind.lengths:
             self.repeated += 1
             return kind.output(logits=kind.program(inputs, layers, masks))
         kind.uses += 1
-        if kind.program is None and kind.uses <= PATIENCE:
-            self.typical = not self._programs.trusted
+        if kind.program is None and (kind.uses <= PATIENCE or programs.fault is not None):
+            self.typical = not programs.trusted
             return self._model(**given)
         self.typical = False
         lengths = [layer.get_seq_length() for layer in layers]
@@ -183,7 +199,7 @@ class RepeatedForward:
         if again is not None:
             if _are_equal(again, outputs.logits):
                 kind.lengths.add(length)
-                self._programs.trusted = True
+                programs.trusted = True
             else:
                 self._refuse(kind, "repeated logits are not the model's")
         return outputs
@@ -209,9 +225,9 @@ class RepeatedForward:
         return outputs
 
     def _refuse(self, kind: _Kind, fault: str) -> None:
-        kind.fault, kind.program = fault, None
-        self.typical = False
-        logger.info("%s: its forwards are not repeated (%s)", type(self._model).__name__, fault)
+        assert self._programs is not None
+        kind.program, self._programs.fault = None, fault
+        logger.info("%s: its forwards are not recorded (%s)", type(self._model).__name__, fault)
 
     def _check(self) -> None:
         """Repeat nothing more where the model is no longer as it was."""

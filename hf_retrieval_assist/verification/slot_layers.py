@@ -25,7 +25,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from ..kernels.recording import recorder
+from ..kernels.recording import thread
 
 # A block grows by half its size, so that copying it costs O(1) per token, never in small steps.
 MIN_GROWTH = 256
@@ -314,7 +314,7 @@ class SlotLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the states `[batch, heads, n, head_dim]` behind each row; show all slots in use."""
-        if (recording := recorder()) is not None:
+        if (recording := thread.recorder) is not None:
             return recording.update(self, key_states, value_states)
         if self.homes is None:
             return self._append(key_states, value_states)

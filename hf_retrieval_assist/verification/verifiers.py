@@ -274,7 +274,13 @@ class TreeVerifier(Verifier):
         self.packed = packed
         if repeats and can_repeat(self.model, self.cache):
             self.call = RepeatedForward(self.model, self.cache, self.kwargs)
+            if len(self.prompt_ids) == 1 and not packed:
+                self.widths = self.call.widths
         self._unsound = False  # whether drafts since the last `forget` had NaN for logits
+
+    def _bucket(self, width: int) -> int:
+        fitting = (bucket for bucket in self.widths if width <= bucket <= self.most_fed)
+        return next(fitting, width)
 
     @cached_property
     def _modules(self) -> frozenset[nn.Module]:
@@ -296,7 +302,8 @@ class TreeVerifier(Verifier):
         """Feed roots and trees, one of each per row of the batch, for the sake of some rows."""
         # Other processes may wait for a forward in which no row has anything to feed.
         members = [row.index for row in rows] or [0] if self.packed else None
-        fed = FedTokens.of(roots, trees, self.cache.slots.lengths, members)
+        width = self._bucket(1 + max(map(len, trees)))
+        fed = FedTokens.of(roots, trees, self.cache.slots.lengths, members, width)
         # Rows that need no filler cost less side by side.
         if self.packed and (len(fed.rows) < len(trees) or not fed.real.all()):
             return self._feed_packed(fed, len(trees))

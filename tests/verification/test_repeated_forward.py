@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.kernels.recording import Program, Recorder, UnrecordableError, recorder
+from hf_retrieval_assist.kernels.recording import Program, Recorder, UnrecordableError, thread
 from hf_retrieval_assist.verification import repeated_forward
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, run, same
 
@@ -224,10 +224,10 @@ def test_threads_do_not_share_programs():
         found.extend((i, text) for text in calls)
 
     threads = [threading.Thread(target=converse, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
     assert len(found) == 36
     assert all(torch.equal(text, plain[i]) for i, text in found)
 
@@ -242,7 +242,7 @@ def test_an_interrupted_recording_leaves_nothing(monkeypatch):
         patch.setattr(Recorder, "update", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(model, assistant=SamAssistant(budget=4))
-    assert recorder() is None
+    assert thread.recorder is None
     assert repeating(model).stats.last.repeated > 0
 
 
@@ -275,7 +275,7 @@ def test_what_depends_on_more_than_shapes_is_not_recorded(compute):
     recording = Recorder(model, {"x": x}, [], [])
     with pytest.raises(UnrecordableError), recording:
         compute(model, recording.inputs["x"])
-    assert recorder() is None
+    assert thread.recorder is None
 
 
 RECORDABLE = {
