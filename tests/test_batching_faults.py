@@ -13,7 +13,7 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, OutputMemory, SamAssistant
 from hf_retrieval_assist import continuous_batching as batching
-from hf_retrieval_assist.drafters.base import FeedbackNeeds
+from hf_retrieval_assist.drafters.base import Drafter, FeedbackNeeds
 
 from .support.lossless import build
 from .support.memories import wait_until
@@ -27,9 +27,8 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from hf_retrieval_assist.host.continuous_batching import DraftedRequest
 
 from .support.batching import (
-    Guess,
-    GuessSession,
     greedy,
+    guess,
     half_knowing,
     manager_of,
     outputs,
@@ -198,47 +197,26 @@ def test_assistants_of_requests_that_never_began_are_let_go(llama, monkeypatch):
 PLACES = ("start", "propose", "commit", "close", "restrict", "see_cost")
 
 
-class Faulty(Guess):
+class Faulty(Drafter):
     """Fails at one place: in texts whose prompt has a token; None: in all."""
 
-    costly = True
+    name, costly = "faulty", True
 
     def __init__(self, place, prompt_token=None):
-        super().__init__(4)
         self.place, self.prompt_token, self.faults = place, prompt_token, 0
 
     def start(self, prompt_ids, target):
-        session = FaultySession(self, self.prompt_token in (None, *prompt_ids.tolist()))
-        session.fail_at("start")
+        session = guess(4).start(prompt_ids, target)
+        if self.prompt_token in (None, *prompt_ids.tolist()):
+            if self.place == "start":
+                self.fail()
+            # Whether a session restricts is told by its class.
+            session.__class__ = type("Faulty", (type(session),), {self.place: self.fail})
         return session
 
-
-class FaultySession(GuessSession):
-    def __init__(self, drafter, fails):
-        super().__init__(drafter.token)
-        self.drafter, self.fails = drafter, fails
-
-    def fail_at(self, place):
-        if self.fails and place == self.drafter.place:
-            self.drafter.faults += 1
-            raise RuntimeError(f"a fault in {place}")
-
-    def propose(self, budget):
-        self.fail_at("propose")
-        return super().propose(budget)
-
-    def commit(self, token_ids, feedback):
-        self.fail_at("commit")
-
-    def close(self):
-        self.fail_at("close")
-
-    def restrict(self, tree):
-        self.fail_at("restrict")
-        return tree
-
-    def see_cost(self, curve):
-        self.fail_at("see_cost")
+    def fail(self, *_):
+        self.faults += 1
+        raise RuntimeError(f"a fault in {self.place}")
 
 
 @pytest.mark.parametrize("place", [*PLACES, "a draft that breaks the contract"])
@@ -246,7 +224,7 @@ def test_a_fault_in_drafting_costs_no_answer(llama, place, told):
     inputs = prompts(6)
     plain = run(llama, inputs)
     knowing = half_knowing(inputs, plain)
-    faulty = Faulty(place) if place in PLACES else Guess(99_999)
+    faulty = Faulty(place) if place in PLACES else guess(99_999)
     assistant = Assistant([*knowing.drafters, faulty], budget="auto", max_nodes=8)
     assert run(llama, inputs, assistant=assistant, max_requests_per_batch=3) == plain
     assert not isinstance(faulty, Faulty) or faulty.faults
@@ -283,7 +261,7 @@ def test_drafts_whose_states_are_no_numbers_change_nothing(name, told):
         if model.config.tie_word_embeddings:
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.nan_to_num(-9.0))
     assert run(model, inputs, greedy(max_new_tokens=24), **options) == plain
-    assistant = Assistant([Guess(spoiling)], budget=2)
+    assistant = Assistant([guess(spoiling)], budget=2)
     assert run(model, inputs, greedy(max_new_tokens=24), assistant, **options) == plain
     assert told.text.count("FloatingPointError: logits that are no numbers") == 1
     # A request fails with its first draft, and has none from then on.
@@ -310,7 +288,7 @@ def test_kernels_that_fail_cost_no_answer(llama, drafted, monkeypatch):
             return False
 
     monkeypatch.setattr(batching, "reroute", Failing)
-    assistant = half_knowing(inputs, plain) if drafted else Assistant([Guess(4)], budget=1)
+    assistant = half_knowing(inputs, plain) if drafted else Assistant([guess(4)], budget=1)
     assert run(llama, inputs, assistant=assistant) == plain
     assert scopes.count(True) == 1
 
@@ -384,7 +362,7 @@ def test_attached_assistants_that_cannot_draft_here_leave_plain_batches(kind, to
     model.set_attn_implementation("eager")
     inputs = prompts(2)
     plain = run(model, inputs)
-    drafter = Guess(4)
+    drafter = guess(4)
     UNSUPPORTED[kind](drafter)
     assistant = Assistant([drafter], residual=kind == "residual")
     with assistant.attached(model):

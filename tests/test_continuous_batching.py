@@ -17,7 +17,7 @@ from hf_retrieval_assist import (
     continuous_batching,
 )
 from hf_retrieval_assist.drafters.base import FeedbackNeeds
-from hf_retrieval_assist.host import private_names
+from hf_retrieval_assist.host.private_names import PrivateName
 from hf_retrieval_assist.kernels import norms
 from hf_retrieval_assist.kernels.skinny import fused_norm
 from hf_retrieval_assist.token_tree import TokenTree
@@ -29,12 +29,12 @@ from .support.lossless import build
 if Version(transformers.__version__) < Version("5.20"):
     pytest.skip("drafts from transformers 5.20 on", allow_module_level=True)
 
-from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+from hf_retrieval_assist.host import continuous_batching as hosted
 
 from .support.batching import (
     LENGTH,
-    Guess,
     greedy,
+    guess,
     half_knowing,
     manager_of,
     outputs,
@@ -83,22 +83,19 @@ def test_requests_are_drafted_while_others_wait_behind_them(llama):
     assert total.forwards < (total.tokens - total.calls) / 2  # two at a time would take this many
 
 
-@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "MistralForCausalLM"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_windows_that_go_round(name, attention):
-    model = build(getattr(transformers, name))
+@pytest.mark.parametrize(
+    ("name", "attention", "budget", "changes"),
+    [
+        ("Gemma3ForCausalLM", "sdpa", 5, {}),
+        ("Gemma3ForCausalLM", "eager", 5, {}),
+        ("MistralForCausalLM", "eager", 5, {}),
+        # A window keeps no more of what is fed at once than its size.
+        ("MistralForCausalLM", "sdpa", 24, {"sliding_window": 6}),
+    ],
+)
+def test_windows_that_go_round(name, attention, budget, changes):
+    model = build(getattr(transformers, name), **changes)
     model.set_attn_implementation(attention)
-    inputs = prompts(seed=1)
-    plain = run(model, inputs, greedy(max_new_tokens=40))
-    assistant = half_knowing(inputs, plain)
-    assert run(model, inputs, greedy(max_new_tokens=40), assistant) == plain
-    assert 0 < assistant.stats.total.accepted < assistant.stats.total.drafted
-
-
-@pytest.mark.parametrize("budget", [5, 24])
-def test_drafts_are_no_longer_than_the_windows(budget):
-    """A window keeps no more of what is fed at once than its size."""
-    model = build(transformers.MistralForCausalLM, sliding_window=6)
     inputs = prompts(seed=1)
     plain = run(model, inputs, greedy(max_new_tokens=40))
     assistant = half_knowing(inputs, plain, budget=budget)
@@ -192,7 +189,7 @@ def test_drawn_tokens_have_plain_decodings_distribution():
     model = build(LlamaForCausalLM, vocab_size=6, num_hidden_layers=1)
     prompt = [1, 2, 3]
     config = greedy(do_sample=True, max_new_tokens=3, top_k=None)
-    assistant = Assistant([Guess(4)], budget=2)
+    assistant = Assistant([guess(4)], budget=2)
     drawn = run(model, [prompt] * 3000, config, assistant, seed=3, num_blocks=512)
     assert_follows(drawn, exact_law(model, prompt))
 
@@ -224,15 +221,27 @@ def test_log_probabilities_are_those_of_each_token(llama):
     assert assistant.stats.total.accepted > 0
 
 
-def test_a_release_that_lacks_something_decodes_plainly_and_names_it(llama, monkeypatch, told):
-    lacking = private_names.PrivateName("transformers:GenerationMixin", "gone(now)", "a test")
-    monkeypatch.setattr(continuous_batching, "CONTINUOUS_BATCHING", (lacking,))
+LACKING = PrivateName("transformers:GenerationMixin", "gone(now)", "a test")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "shown"),
+    [
+        (continuous_batching, "CONTINUOUS_BATCHING", (LACKING,), "gone(now) is gone"),
+        (hosted, "_why_not", lambda processor: "no room", "without the assistant (no room)"),
+    ],
+)
+def test_where_nothing_can_be_drafted_requests_are_decoded_plainly(
+    llama, module, name, value, shown, monkeypatch, told
+):
+    """Where a release of transformers lacks something, or a configuration leaves no room."""
+    monkeypatch.setattr(module, name, value)
     inputs = prompts(2)
     plain = run(llama, inputs)
     assistant = half_knowing(inputs, plain)
     assert run(llama, inputs, assistant=assistant) == plain
     assert "continuous batching without the assistant" in told.text
-    assert "GenerationMixin.gone(now) is gone" in told.text
+    assert shown in told.text
     assert assistant.stats.total.steps == 0
 
 
@@ -248,8 +257,7 @@ def processor(**changes):
 
 
 def test_why_a_configuration_leaves_no_room_for_drafts():
-    from hf_retrieval_assist.host.continuous_batching import _why_not
-
+    _why_not = hosted._why_not
     counting = SimpleNamespace(logits_processor=[transformers.LogitsProcessor()])
     assert _why_not(processor()) is None
     assert "use_async_batching=False" in _why_not(processor(use_async_batching=True))
@@ -259,31 +267,9 @@ def test_why_a_configuration_leaves_no_room_for_drafts():
     assert "LogitsProcessor" in _why_not(processor(logit_processor=counting))
 
 
-def test_configurations_without_room_decode_plainly_and_say_so(llama, monkeypatch, told):
-    from hf_retrieval_assist.host import continuous_batching
-
-    monkeypatch.setattr(continuous_batching, "_why_not", lambda processor: "for this test")
-    inputs = prompts(2)
-    plain = run(llama, inputs)
-    assistant = half_knowing(inputs, plain)
-    assert run(llama, inputs, assistant=assistant) == plain
-    assert "continuous batching without the assistant (for this test)" in told.text
-    assert assistant.stats.total.steps == 0
-
-
 def test_refuses_what_is_no_assistant(llama):
     with pytest.raises(TypeError, match=r"^assistant: expected an Assistant, got str"):
         run(llama, prompts(1), assistant="sam")
-
-
-def test_windows_are_tested(llama):
-    """The models of this module have what their tests are about."""
-    model = build(transformers.Gemma3ForCausalLM)
-    with manager_of(model, SamAssistant()) as manager:
-        manager.add_request([1, 2, 3], max_new_tokens=2)
-        assert len([*outputs(manager, 1)]) == 1
-        assert SLIDING_ATTENTION in manager.batch_processor.cache.cache_allocators
-    assert model.config.get_text_config().sliding_window < 40
 
 
 def test_a_request_may_have_a_twin_of_the_assistant(llama):
@@ -291,10 +277,7 @@ def test_a_request_may_have_a_twin_of_the_assistant(llama):
     plain = run(llama, inputs)
     memory = OutputMemory()
     assistant = SamAssistant(memory=memory, budget=8, fallback=None)
-    outputs = {}
-    with llama.continuous_batching_context_manager(
-        generation_config=greedy(), continuous_batching_config=small(), assistant=assistant
-    ) as manager:
+    with manager_of(llama, assistant) as manager:
         twins = {
             "usual": None,
             "private": assistant.private(),
@@ -303,13 +286,11 @@ def test_a_request_may_have_a_twin_of_the_assistant(llama):
         for (name, twin), prompt in zip(twins.items(), inputs, strict=True):
             assert manager.add_request(prompt, request_id=name, assistant=twin) == name
         assert manager.add_request(inputs[1], assistant=assistant.private()) not in twins
-        while len(outputs) < 4:
-            output = manager.get_result(timeout=60)
-            outputs[output.request_id] = output.generated_tokens
+        found = {output.request_id: output.generated_tokens for output in outputs(manager, 4)}
         with pytest.raises(ValueError, match="a twin of the manager's own"):
             manager.add_request(inputs[0], assistant=SamAssistant())
-    assert [outputs[name] for name in twins] == plain
-    assert {*map(tuple, outputs.values())} == {*map(tuple, plain)}
+    assert [found[name] for name in twins] == plain
+    assert {*map(tuple, found.values())} == {*map(tuple, plain)}
     # The private ones were never known.
     assert len(memory) == 2
     total = assistant.stats.total
@@ -321,14 +302,10 @@ def test_a_request_may_have_a_twin_of_the_assistant(llama):
 def test_twins_serve_every_sequence_of_a_request(llama):
     memory = OutputMemory()
     assistant = SamAssistant(memory=memory, budget=8)
-    with llama.continuous_batching_context_manager(
-        generation_config=greedy(num_return_sequences=3, do_sample=True),
-        continuous_batching_config=small(),
-        assistant=assistant,
-    ) as manager:
+    config = greedy(num_return_sequences=3, do_sample=True)
+    with manager_of(llama, assistant, config) as manager:
         manager.add_request(prompts(1)[0], assistant=assistant.private())
-        for _ in range(3):
-            assert manager.get_result(timeout=60).error is None
+        assert len([*outputs(manager, 3)]) == 3
     assert len(memory) == 0
 
 

@@ -19,7 +19,6 @@ from benchmarks import (
     forwards,
     inputs,
     propose,
-    record,
     replay,
     requests,
     spec_bench,
@@ -108,17 +107,6 @@ def test_perturbed_text_is_real_at_first_and_as_long_as_asked():
     kept, asked = datastore.hold_out(documents, seed=0)
     assert len(kept) == 1
     assert not np.isin(asked, kept[0]).any()
-
-
-def test_streams_are_what_they_are_called():
-    assert len(set(texts.repeated(50).tolist())) == 1
-    assert texts.fibonacci(8).tolist() == [0, 1, 0, 0, 1, 0, 1, 0]
-    bits = texts.de_bruijn(2**6, order=6)
-    around = np.concatenate([bits, bits[:5]])
-    assert len({tuple(around[i : i + 6].tolist()) for i in range(2**6)}) == 2**6
-    text = texts.natural(5000, 1000, seed=1)
-    assert np.array_equal(text, texts.natural(5000, 1000, seed=1))
-    assert 0 <= text.min() < text.max() < 1000
 
 
 def test_acceptance(trace_folder):
@@ -281,16 +269,6 @@ def test_cost_of_forwards(llama, context):
     cache = forwards.filled_cache(llama, context)
     forwards.forward_seconds(llama, cache, True, [1, 2])
     assert cache.get_seq_length() == context
-
-
-def test_samples_of_a_prompt_are_independent_and_end(llama):
-    prompt = torch.tensor([[2, 3, 4, 5]])
-    samples = list(record.sample(llama, prompt, samples=3, new_tokens=12, seed=0))
-    assert len(samples) == 3
-    assert len({tuple(ids.tolist()) for ids in samples}) == 3
-    assert all(ids.dtype == np.int32 and 1 <= len(ids) <= 12 for ids in samples)
-    again = record.sample(llama, prompt, samples=3, new_tokens=12, seed=0)
-    assert all(np.array_equal(a, b) for a, b in zip(samples, again, strict=True))
 
 
 @pytest.mark.parametrize(("folder", "kinds"), [(inputs.PROMPTS, 7), (inputs.UNTUNED, 13)])

@@ -1,7 +1,6 @@
 """Files written anew with a change in them."""
 
 import ast
-import random
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,18 +57,6 @@ def test_a_change_is_small_and_leaves_a_program(kind, files):
         ast.parse(edit.after)
         kept = set(FILE.splitlines()) & set(edit.after.splitlines())
         assert len(kept) > 0.6 * len(set(FILE.splitlines()))
-
-
-def test_what_a_file_does_not_allow_is_left_out(tmp_path):
-    path = tmp_path / "constant.py"
-    path.write_text("A = 3\n", encoding="utf-8")
-    assert not list(edits.edits("a function moved", [path], 1, 0))
-
-
-def test_a_moved_function_is_whole():
-    lines = FILE.splitlines(keepends=True)
-    _, moved = edits.move(lines, random.Random(1))
-    assert sorted(moved) == sorted([*lines, "\n", "\n"])
 
 
 def test_files_are_of_a_size_that_a_model_writes():

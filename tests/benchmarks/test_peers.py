@@ -10,6 +10,7 @@ from hf_retrieval_assist.verification.verified import TopLogits
 
 from ..support.benchmarks import quick, silent
 from ..support.byte_model import small_model
+from ..support.trees import paths
 
 B = peers.BREADTH
 
@@ -20,10 +21,6 @@ def showing(tokens, likeliest):
     fed = np.array(tokens, np.int32)
     top = TopLogits(np.zeros(ids.shape, np.float32), ids=ids)
     return Feedback(fed, np.arange(len(fed), dtype=np.int32), top=top)
-
-
-def paths(tree):
-    return [tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))]
 
 
 def racer(prompt, last, tokens=(), likeliest=()):

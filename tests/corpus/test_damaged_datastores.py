@@ -195,9 +195,20 @@ def mutated_store(original, path, rng):
         datastore_format.write_manifest(path, replace(manifest, shards=shards))
 
 
-def check_mutations(store, path, cases, seed):
+def search_everywhere(datastore):
+    matcher = SuffixMatcher(datastore.index, 8, 16)
+    for token in make_documents(seed=5, documents=1)[0].tolist():
+        matcher.extend([token])
+        tokens, parents, counts, _, _ = matcher.select(16, 4, 3)
+        assert ((tokens >= 0) & (tokens < VOCAB)).all()
+        assert (parents < np.arange(len(parents))).all()
+        assert (counts > 0).all()
+
+
+@pytest.mark.parametrize("cases", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutated_files_open_or_raise_one_error(store, tmp_path, cases):
     """Contents are not read on opening, so whatever opens must also be safe to search."""
-    rng = np.random.default_rng(seed)
+    path, rng = tmp_path / "mutated", np.random.default_rng(cases)
     original = {file.name: file.read_bytes() for file in store.path.iterdir()}
     path.mkdir()
     opened = verified = 0
@@ -215,22 +226,3 @@ def check_mutations(store, path, cases, seed):
         for file in path.iterdir():
             file.unlink()
     assert cases > opened > verified > cases // 20
-
-
-def search_everywhere(datastore):
-    matcher = SuffixMatcher(datastore.index, 8, 16)
-    for token in make_documents(seed=5, documents=1)[0].tolist():
-        matcher.extend([token])
-        tokens, parents, counts, _, _ = matcher.select(16, 4, 3)
-        assert ((tokens >= 0) & (tokens < VOCAB)).all()
-        assert (parents < np.arange(len(parents))).all()
-        assert (counts > 0).all()
-
-
-def test_mutated_files_open_or_raise_one_error(store, tmp_path):
-    check_mutations(store, tmp_path / "mutated", 200, seed=0)
-
-
-@pytest.mark.slow
-def test_ten_thousand_mutated_stores(store, tmp_path):
-    check_mutations(store, tmp_path / "mutated", 10_000, seed=1)

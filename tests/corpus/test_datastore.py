@@ -235,14 +235,6 @@ def test_another_tokenizer_is_refused(tmp_path):
     build([[1, 2]], tmp_path / "unknown", vocab_size=3).check_tokenizer(Tokenizer("abd"))
 
 
-def test_another_vocabulary_is_refused(store):
-    store.check_vocabulary(VOCAB)
-    store.check_vocabulary(VOCAB + 64)
-    for vocab_size in (VOCAB - 1, 2 * VOCAB):
-        with pytest.raises(ValueError, match=f"got {vocab_size}"):
-            store.check_vocabulary(vocab_size)
-
-
 class Hub:
     """Stands in for the Hub: a folder per repository."""
 

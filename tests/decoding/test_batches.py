@@ -5,10 +5,9 @@ import torch
 import transformers
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.decoding import selection
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification.kv_cache import SlotCache
 from tests.support.lossless import build, late_token, padded
 from tests.support.oracle_drafter import OracleDrafter, agreeing, oracle_assistant, sequences_of
 from tests.support.watching import Spectator
@@ -61,23 +60,6 @@ def test_several_sequences_per_prompt(model):
     assert assistant.stats.last.keeps_seed
 
 
-def test_slots_in_use_are_bounded_by_the_tokens_kept(model, monkeypatch):
-    slots = []
-    keep = SlotCache.keep
-
-    def recording(cache, paths):
-        keep(cache, paths)
-        shown = {layer.get_seq_length() for layer in cache.slot_layers}
-        slots.append((shown, cache.slots.lengths))
-
-    monkeypatch.setattr(SlotCache, "keep", recording)
-    equal(model, padded(5), do_sample=False, max_new_tokens=24)
-    assert slots
-    for shown, lengths in slots:
-        assert shown == {max(lengths)}
-        assert max(lengths) <= 18 + 24
-
-
 class StopsRowWise(transformers.StoppingCriteria):
     """Meets a row once a token of a residue class has come; knows of no end-of-sequence id."""
 
@@ -105,23 +87,6 @@ def test_rows_go_on_where_no_end_of_sequence_token_pads_them(model, monkeypatch)
     for expected, actual in states:
         assert not actual.record_past
         torch.testing.assert_close(actual.conv_states, expected.conv_states)
-
-
-def test_prompts_of_one_token(model):
-    ids = torch.tensor([[5], [9], [33]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    equal(model, inputs, do_sample=False, max_new_tokens=16)
-
-
-def test_eight_copying_rows_need_fewer_forwards_than_plain_decoding(model):
-    _, _, assistant = equal(
-        model,
-        padded(8),
-        make=lambda plain: SamAssistant(plain.tolist(), fallback=None, budget=64, reroute=False),
-        do_sample=False,
-        max_new_tokens=32,
-    )
-    assert assistant.stats.last.forwards <= 16
 
 
 # What follows the rows from step to step is shown the batches of plain decoding.

@@ -15,7 +15,16 @@ from transformers import (
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE, compilations
-from tests.support.lossless import INPUTS, PROMPT, build, equal, knowing, run, same
+from tests.support.lossless import (
+    INPUTS,
+    PROMPT,
+    build,
+    equal,
+    goes_on_after_an_interrupt,
+    knowing,
+    run,
+    same,
+)
 from tests.support.oracle_drafter import agreeing
 
 ROOM = 96
@@ -119,26 +128,6 @@ def test_a_compiled_wrapper_generates_as_its_model():
     assert assistant.stats.last.tier == "tree"
 
 
-def test_static_caches_hold_what_plain_decoding_leaves():
-    model = build(Gemma3ForCausalLM)
-    caches = [StaticCache(config=model.config, max_cache_len=ROOM) for _ in range(2)]
-    plain = run(model, **{CACHE: caches[0]}, return_dict_in_generate=True)
-    addresses = None
-    assistant = knowing(plain)
-    for _ in range(2):
-        found = run(model, **{CACHE: caches[1]}, assistant=assistant, return_dict_in_generate=True)
-        assert torch.equal(found.sequences, plain.sequences)
-        assert found[CACHE] is caches[1]
-        assert assistant.stats.last.accepted > 0
-        for left, right in zip(caches[0].layers, caches[1].layers, strict=True):
-            torch.testing.assert_close(left.keys, right.keys)
-            torch.testing.assert_close(left.values, right.values)
-        found = [layer.keys.data_ptr() for layer in caches[1].layers]
-        assert addresses in (None, found)
-        addresses = found
-        caches[1].reset()
-
-
 @pytest.mark.parametrize("compiles", [False, True])
 def test_conversations_on_a_callers_static_cache(compiles):
     model = build(LlamaForCausalLM if compiles else Gemma3ForCausalLM)
@@ -196,19 +185,7 @@ def test_windows_shorter_than_the_models_are_decoded_plainly():
 
 def test_interrupted_calls_leave_a_static_cache_to_go_on_from():
     model = build(LlamaForCausalLM)
-    cache = StaticCache(config=model.config, max_cache_len=ROOM)
-
-    def stop(ids, scores):
-        if ids.shape[1] > PROMPT.shape[1] + 9:
-            raise KeyboardInterrupt
-        return scores
-
-    whole = run(model)
-    with pytest.raises(KeyboardInterrupt):
-        run(model, **{CACHE: cache}, logits_processor=[stop], assistant=knowing(whole))
-    assert PROMPT.shape[1] <= int(cache.get_seq_length()) < whole.shape[1]
-    prefix = whole[:, : PROMPT.shape[1] + 11]
-    assert torch.equal(run(model, prefix), run(model, prefix, **{CACHE: cache}))
+    goes_on_after_an_interrupt(model, StaticCache(config=model.config, max_cache_len=ROOM))
 
 
 def test_experts_are_computed_as_plain_decoding_does_where_few_tokens_are_fed(monkeypatch):

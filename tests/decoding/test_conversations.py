@@ -35,22 +35,11 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import weight_copies
 from hf_retrieval_assist.planning.account import Account
 from hf_retrieval_assist.verification.kv_cache import SlotCache
-from tests.support.lossless import build, run
+from tests.support.lossless import build, rope_model, run
 from tests.support.oracle_drafter import oracle_assistant
 from tests.support.watching import Interrupt, InterruptedForward
 
 LONGEST = 70  # tokens, from which on no turn begins
-
-
-def rope_model(model_class, kind, **rope):
-    """One whose frequencies change in the middle of a conversation."""
-    rope |= {"rope_type": kind, "rope_theta": 1e4}
-    overrides = {} if kind == "dynamic" else {"original_max_position_embeddings": 24}
-    rope |= overrides
-    return build(model_class, max_position_embeddings=24, rope_parameters=rope, **overrides)
-
-
-LONG = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
 
 
 def adapted_model():
@@ -99,9 +88,9 @@ MODELS = {
     "adapters": adapted_model,
     # With few heads many scores are exactly 0, and which of equal ones are kept is nobody's choice.
     "few keys": lambda: build(transformers.GlmMoeDsaForCausalLM, index_topk=24, index_n_heads=16),
-    "dynamic rope": lambda: rope_model(transformers.LlamaForCausalLM, "dynamic", factor=2.0),
-    "longrope": lambda: rope_model(transformers.LlamaForCausalLM, "longrope", **LONG),
-    "cache dropped": lambda: rope_model(transformers.Phi3ForCausalLM, "longrope", **LONG),
+    "dynamic rope": lambda: rope_model("dynamic", 24),
+    "longrope": lambda: rope_model("longrope", 24),
+    "cache dropped": lambda: rope_model("longrope", 24, transformers.Phi3ForCausalLM),
 }
 # What they compute of a text depends on the pieces that it was fed in.
 BY_PIECES = ("dynamic rope", "longrope", "cache dropped")

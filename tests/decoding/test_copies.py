@@ -196,50 +196,14 @@ def test_values_that_are_no_longer_bfloat16s(products):
     assert COMPACT.nbytes() == 0
 
 
-def favour(model, write):
-    """Write to the output layer's weights, so that another token follows on the prompt."""
-    with torch.no_grad():
-        state = model.model(PROMPT).last_hidden_state[0, -1]
-        write(model.lm_head.weight, (9 * state).bfloat16().float())
-
-
-def swapped(weight, row):
-    weight.data = weight.data.clone()
-    weight.data[77] = row
-
-
 WRITES = {
     "counted": lambda weight, row: weight[77].copy_(row),
-    "added": lambda weight, row: weight[:99].add_(row),
-    "a row through data": lambda weight, row: weight.data[77].copy_(row),
-    "all of it through data": lambda weight, row: weight.data.neg_(),
-    "a column through data": lambda weight, row: weight.data[:, 5].mul_(-8),
     "numpy": lambda weight, row: weight.detach().numpy().__setitem__(77, row.numpy()),
-    "swapped data": swapped,
 }
 
 
 @pytest.mark.parametrize("options", [{}, LOGITS], ids=["screened", "compact"])
 @pytest.mark.parametrize("name", WRITES)
-def test_weights_that_change_between_calls(name, options):
-    model = rounded()
-    before = run(model, assistant=SamAssistant(), **options)
-    with Watch() as watch, compact_products() as products:
-        run(model, assistant=SamAssistant(), **options)
-    assert watch.screened or products
-    favour(model, WRITES[name])
-    plain = run(model, **options)
-    for _ in range(2):
-        ours = run(model, assistant=SamAssistant(), **options)
-        for one, other, different in zip(
-            *(found.sequences if options else found for found in (ours, plain, before)), strict=True
-        ):
-            assert torch.equal(one, other)
-            assert not torch.equal(one, different)
-
-
-@pytest.mark.parametrize("options", [{}, LOGITS], ids=["screened", "compact"])
-@pytest.mark.parametrize("name", ["counted", "numpy"])
 def test_weights_that_a_hook_changes_within_a_call(name, options):
     """Between two layers of one forward, by position, so that plain decoding is changed alike."""
     model = rounded()

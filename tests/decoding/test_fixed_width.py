@@ -97,17 +97,6 @@ def test_logits_do_not_depend_on_drafts(rows, model_class, dtype):
         torch.testing.assert_close(actual.logits, expected.logits, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"typical_p": 0.8, "top_k": 0}])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.usefixtures("in_place")
-def test_sampled_texts_do_not_depend_on_drafts(rows, options):
-    model = build(LlamaForCausalLM).to(torch.bfloat16)
-    expected = generate(model, rows, undrafted(), do_sample=True, **options)
-    assistant = drafting(expected, padded(rows))
-    assert torch.equal(generate(model, rows, assistant, do_sample=True, **options), expected)
-    assert assistant.stats.last.accepted > 0
-
-
 def test_where_no_memory_stays_in_place_it_is_refused():
     with pytest.raises(ValueError, match="fixed_width: expected None where no memory stays"):
         run(build(LlamaForCausalLM), assistant=SamAssistant(fixed_width=16))

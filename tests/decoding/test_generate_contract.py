@@ -270,16 +270,6 @@ def test_ids_of_another_dtype_give_the_dtype_of_plain_decoding(llama):
     assert found.dtype == plain.dtype
 
 
-@pytest.mark.parametrize("wanted", ["scores", "logits"])
-def test_scores_of_rows_that_have_ended_are_the_models(llama, wanted):
-    ids = torch.cat([PROMPT, PROMPT.flip(1)])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    free = llama.generate(**inputs, max_new_tokens=16, do_sample=False)
-    options = {"eos_token_id": int(free[0, -5]), f"output_{wanted}": True}
-    plain, found, _ = equal(llama, inputs, **options, return_dict_in_generate=True)
-    assert_same_states([plain[wanted]], [found[wanted]])
-
-
 def test_weights_on_disk(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     places = {"offload_dir": str(tmp_path), "execution_device": torch.device("cpu")}

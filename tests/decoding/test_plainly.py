@@ -189,22 +189,6 @@ def test_compiled_calls_are_measured_against_compiled_plain_ones(monkeypatch):
     assert not eager._calls
 
 
-@pytest.mark.parametrize("with_ids", [False, True])
-@pytest.mark.parametrize("tier", ["at rest", "plain"])
-def test_embeddings_in_place_of_ids(model, resting, tier, with_ids):
-    embeds = model.get_input_embeddings()(PROMPTS).detach()
-    ids = {"input_ids": PROMPTS} if with_ids else {}
-    inputs = ids | {"inputs_embeds": embeds, "attention_mask": MASK}
-    options = {"max_new_tokens": 12, "do_sample": False}
-    # What rows of unequal progress are not asked for.
-    states = {"return_dict_in_generate": True, "output_hidden_states": tier == "plain"}
-    plain = model.generate(**inputs, **options)
-    assistant = SamAssistant()
-    ours = model.generate(**inputs, **options, **states, assistant=assistant)
-    assert torch.equal(plain, ours.sequences)
-    assert (assistant.stats.last.tier, assistant.stats.last.tokens) == (tier, 24)
-
-
 class Cut(transformers.StoppingCriteria):
     """Raises at its second token: between two forwards."""
 

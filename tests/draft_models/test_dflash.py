@@ -12,6 +12,7 @@ from tests.support.drafted_texts import Texts
 from tests.support.feature_following import chains_of
 from tests.support.heads import BLOCK, block_drafter
 from tests.support.lossless import run
+from tests.support.trees import paths
 
 NEW = 16
 
@@ -53,9 +54,8 @@ def test_product_trees_hold_the_likeliest_paths():
             for ranks in itertools.product(range(3), repeat=length)
         }
         best = sorted(everything, key=everything.__getitem__, reverse=True)[:10]
-        paths = [tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))]
-        assert set(paths) == set(best)
-        for path, prob in zip(paths, tree.probs, strict=True):
+        assert set(paths(tree)) == set(best)
+        for path, prob in zip(paths(tree), tree.probs, strict=True):
             assert prob == pytest.approx(everything[path], rel=1e-4)
 
 

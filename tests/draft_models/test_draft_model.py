@@ -68,18 +68,6 @@ def test_drafts_are_the_models_best_candidates_as_the_text_goes_on(model):
         text += new
 
 
-def test_may_be_asked_twice_or_not_at_all(model):
-    session = start(DraftModelDrafter(model, max_nodes=6), [1, 2, 3])
-    once, again = session.propose(6), session.propose(6)
-    assert np.array_equal(once.token_ids, again.token_ids)
-    for new in ([4], [5, 6], [7] * 20):
-        session.commit(new, None)
-    tree = session.propose(6)
-    text = [1, 2, 3, 4, 5, 6, *[7] * 20]
-    assert_best_candidates(model, text, tree, session._shape.ranks)
-    session.close()
-
-
 def test_measures_which_ranks_are_accepted():
     model = llama()
     drafter = DraftModelDrafter(model, max_nodes=8, max_levels=2, width=4)
@@ -178,16 +166,6 @@ def test_without_a_temperature_nothing_is_drawn():
     session = start(DraftModelDrafter(llama(), max_nodes=4), [3, 1, 4])
     session.propose(4)
     assert session.draw_at([]) is None
-
-
-def test_an_empty_tree_is_no_draft():
-    session = start(DraftModelDrafter(llama()), [1, 2])
-    session.chooser.set_seconds(np.full(64, 1e-9))
-    for _ in range(64):
-        session.commit([1], None)
-        tree = session.propose(8)
-    assert not len(tree)
-    session.commit([4], None)
 
 
 def perturbed(model):

@@ -13,8 +13,6 @@ from safetensors.torch import save_file
 from hf_retrieval_assist import EagleHead
 from tests.support.eagle_fixtures import CASES, load_case, outputs, tiny_target, write_config
 
-Tensors = dict[str, torch.Tensor]
-
 
 def save_bin(tensors, folder):
     torch.save(tensors, folder / "pytorch_model.bin")

@@ -1,7 +1,5 @@
 """Sessions of an EAGLE head: what they draft must depend on the text alone, not on how it came."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from hf_retrieval_assist.drafters.base import Feedback, FeedbackNeeds, Target
 from tests.support.eagle_fixtures import tiny_target
 from tests.support.feature_following import assert_same, features_of, seen
 from tests.support.heads import eagle_head
+from tests.support.threads import in_threads
 
 VOCAB = 128
 DRAFT_IDS = torch.arange(1, VOCAB, 2)
@@ -117,28 +116,19 @@ def test_min_prob_leaves_unlikely_nodes_unexpanded(head, text, features):
     assert len(tree) < len(draft_at_once(head, text, features)) + 60
 
 
-def test_equal_probabilities_keep_the_tree_closed(target, text, features):
-    """All-equal logits: cumulative probabilities tie at every level."""
-    flat = eagle_head(target)
-    flat.lm_head.weight.zero_()
-    tree = draft_at_once(flat, text, features, min_prob=0.0)
+@pytest.mark.parametrize("scale", [0, 1e6])
+def test_equal_scores_keep_the_tree_closed(target, text, features, scale):
+    """Of all tokens of a level, or of a child and its parent where probabilities round to 1."""
+    head = eagle_head(target)
+    head.lm_head.weight.mul_(scale)
+    tree = draft_at_once(head, text, features, min_prob=0.0)
     assert tree.fault(1 << 30, 1 << 30) is None
-    assert len(tree) == 11
-
-
-def test_certain_tokens_keep_the_tree_closed(target, text, features):
-    """Probabilities that round to 1: a child's score equals its parent's."""
-    sure = eagle_head(target)
-    sure.lm_head.weight.mul_(1e6)
-    tree = draft_at_once(sure, text, features)
-    assert tree.fault(1 << 30, 1 << 30) is None
-    assert tree.depths.max() == 4
+    assert len(tree) == 11 if scale == 0 else tree.depths.max() == 4
 
 
 def test_sessions_of_several_threads_share_a_head(head, text, features):
     expected = [draft_at_once(head, text[:n], features) for n in range(10, 40)]
-    with ThreadPoolExecutor(4) as pool:
-        drafts = list(pool.map(lambda n: draft_at_once(head, text[:n], features), range(10, 40)))
+    drafts = in_threads(lambda n: draft_at_once(head, text[:n], features), range(10, 40))
     for tree, other in zip(drafts, expected, strict=True):
         assert_same(tree, other)
 

@@ -7,9 +7,9 @@ from safetensors.torch import save_file
 
 from hf_retrieval_assist import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
-from hf_retrieval_assist.drafters.base import Feedback, Target
-from hf_retrieval_assist.host.feature_taps import FeatureTaps
+from hf_retrieval_assist.drafters.base import Target
 from tests.support.eagle_fixtures import tiny_target, write_config
+from tests.support.feature_following import features_of, seen
 from tests.support.plain_layers import PlainLayers
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 4, 2, 16, 96
@@ -117,13 +117,10 @@ def test_eagle_3_1_drafts_as_written_out(target, nested, tmp_path):
     head = EagleHead.from_pretrained(save(tmp_path, config, tensors_of_3_1()), target)
     assert len(head.fc_norm) == len(BOUNDARIES)
     assert head.config.norm_output
-    with torch.no_grad(), FeatureTaps(target, [BOUNDARIES]) as taps:
-        target(torch.tensor([TEXT]))
-    features = taps.features[BOUNDARIES][0, : len(TEXT) - 1]
+    features = features_of(target, BOUNDARIES, TEXT)[:-1]
     drafter = EagleDrafter(head, top_k=1, depth=STEPS - 1, min_prob=0.0)
     session = drafter.start(np.array(TEXT[:-1], np.int32), Target(128, model=target))
-    rows = np.arange(len(features), dtype=np.int32)
-    session.commit(TEXT[-1:], Feedback(rows, rows, hidden_states=features))
+    session.commit(TEXT[-1:], seen(features))
     tree = session.propose(STEPS)
     tokens, odds = Plain31(target).chain(features, TEXT)
     assert tree.token_ids.tolist() == tokens

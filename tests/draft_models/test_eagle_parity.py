@@ -6,8 +6,9 @@ import torch
 
 from hf_retrieval_assist import EagleHead
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
-from hf_retrieval_assist.drafters.base import Feedback, Target
+from hf_retrieval_assist.drafters.base import Target
 from tests.support.eagle_fixtures import CASES, Case, load_case
+from tests.support.feature_following import seen
 
 
 def load(case, folder, **overrides):
@@ -34,15 +35,10 @@ def check_rounds(case, head):
         prefix = f"round{number}."
         tokens = case.io[prefix + "input_ids"][0, committed:].tolist()
         committed += len(tokens)
-        session.commit(tokens, feedback_of(case.io[prefix + "target_hidden"][0]))
+        session.commit(tokens, seen(case.io[prefix + "target_hidden"][0]))
         tree = session.propose(1000).prune(case.tree["draft_nodes"])
         check_calls(case, head, prefix, calls)
         check_tree(case, prefix, tree)
-
-
-def feedback_of(features):
-    fed = np.zeros(len(features), np.int32)
-    return Feedback(fed, np.arange(len(features), dtype=np.int32), hidden_states=features)
 
 
 def check_calls(case, head, prefix, calls):
@@ -78,21 +74,6 @@ def test_both_rounds_agree(name, tmp_path):
     check_rounds(case, load(case, tmp_path))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_recorded_path_was_drafted(name, tmp_path):
-    """The fixtures' second round accepts nodes of our own first tree."""
-    case = load_case(name)
-    session = session_of(case, load(case, tmp_path))
-    session.commit(
-        [int(case.io["round0.input_ids"][0, -1])], feedback_of(case.io["round0.target_hidden"][0])
-    )
-    tree = session.propose(case.tree["draft_nodes"])
-    path = case.io["accept.path_in_round0_tree"].numpy()[1:] - 1
-    accepted = tree.token_ids[path]
-    assert tree.follow(accepted).tolist() == path.tolist()
-    assert accepted.tolist() == case.io["round1.input_ids"][0, 10:-1].tolist()
-
-
 def test_a_wrong_config_is_put_right_by_the_override(tmp_path):
     case = load_case("eagle3_target_hidden48_theta5e5")
     lying = Case(case.name, {**case.config, "rope_theta": 1e4}, case.tree, case.weights, case.io)
@@ -104,7 +85,7 @@ def test_a_smaller_budget_gives_the_best_of_the_full_tree(name, tmp_path):
     case = load_case(name)
     session = session_of(case, load(case, tmp_path))
     session.commit(
-        [int(case.io["round0.input_ids"][0, -1])], feedback_of(case.io["round0.target_hidden"][0])
+        [int(case.io["round0.input_ids"][0, -1])], seen(case.io["round0.target_hidden"][0])
     )
     for budget in range(1, 12):
         full, small = session.propose(1000).prune(budget), session.propose(budget)

@@ -115,13 +115,6 @@ def test_sessions_share_a_corpus_but_not_their_place():
     assert second.propose(4).token_ids.tolist() == [6]
 
 
-def test_priors_are_probabilities_of_every_class():
-    for drafter in (AutomatonDrafter(), StaticAutomatonDrafter([[1]])):
-        priors = drafter.priors()
-        assert priors.dtype == np.float32
-        assert ((priors > 0) & (priors < 1)).all()
-
-
 def test_bad_corpora_are_refused():
     for corpus in ([], [[]], [[], []]):
         with pytest.raises(ValueError, match="corpus: expected at least one token"):

@@ -1,5 +1,6 @@
 """JSON of an expected schema, and expected tool calls: what they print is drafted, not forced."""
 
+import functools
 import json
 
 import numpy as np
@@ -205,40 +206,30 @@ def test_outputs_are_plains(tokenizer, options, rows):
     assert torch.equal(*outputs)
 
 
-def hostile(kind):
-    recursive = {"properties": {"name": {"type": "string"}, "child": {"$ref": "#"}}}
-    doubling = {
-        f"d{n}": {"properties": {key: {"$ref": f"#/$defs/d{n + 1}"} for key in "ab"}}
-        for n in range(40)
-    }
-    deep = {"type": "integer"}
-    for _ in range(5000):
-        deep = {"properties": {"a": deep}}
-    return {
-        "empty": {},
-        "recursive": recursive,
-        "circular": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
-        "doubling": {"$ref": "#/$defs/d0", "$defs": doubling},
-        "deep": deep,
-        "enormous": {"properties": {f"key_{n}": {"type": "string"} for n in range(100_000)}},
-        "many choices": {"properties": {"a": {"enum": list(map(str, range(100_000)))}}},
-        "contradictory": {"type": "object", "allOf": [{"type": "string"}, {"type": "integer"}]},
-        "nonsense": {"properties": ["a"], "enum": 3, "anyOf": {}, "$ref": ["#"], "type": {}},
-        "no such reference": {"properties": {"a": {"$ref": "#/$defs/none"}}},
-        "marks": {"properties": {"\ue123": {"const": 7_000_000_012_345}, "b": {"const": "\uf000"}}},
-    }[kind]  # fmt: skip
+DOUBLING = {
+    f"d{n}": {"properties": {key: {"$ref": f"#/$defs/d{n + 1}"} for key in "ab"}} for n in range(40)
+}
+DEEP = functools.reduce(lambda inner, _: {"properties": {"a": inner}}, range(5000), {})
+HOSTILE = {
+    "empty": {},
+    "recursive": {"properties": {"name": {"type": "string"}, "child": {"$ref": "#"}}},
+    "circular": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    "doubling": {"$ref": "#/$defs/d0", "$defs": DOUBLING},
+    "deep": DEEP,
+    "enormous": {"properties": {f"key_{n}": {"type": "string"} for n in range(100_000)}},
+    "many choices": {"properties": {"a": {"enum": list(map(str, range(100_000)))}}},
+    "contradictory": {"type": "object", "allOf": [{"type": "string"}, {"type": "integer"}]},
+    "nonsense": {"properties": ["a"], "enum": 3, "anyOf": {}, "$ref": ["#"], "type": {}},
+    "no such reference": {"properties": {"a": {"$ref": "#/$defs/none"}}},
+    "marks": {"properties": {"\ue123": {"const": 7_000_000_012_345}, "b": {"const": "\uf000"}}},
+}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["empty", "recursive", "circular", "doubling", "deep", "enormous", "many choices",
-     "contradictory", "nonsense", "no such reference", "marks"],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_schemas(tokenizer, kind):
     output = '{"name": "a", "child": {"name": "b"}} {"a": 3, "b": {"a": 4}} {"key_0": "x"}'
     request = [encoded(tokenizer, text) for text in ("Go on. ", output)]
-    schema = hostile(kind)
-    assistant = SamAssistant(budget=16).expecting(schema=schema, tokenizer=tokenizer)
+    assistant = SamAssistant(budget=16).expecting(schema=HOSTILE[kind], tokenizer=tokenizer)
     assert sum(len(form.parts) for form in assistant.expected.forms.forms) < 10_000
     found = simulate(assistant, [request])
     assert found.tokens == len(output) - 1

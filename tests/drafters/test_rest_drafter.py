@@ -9,6 +9,7 @@ from hf_retrieval_assist.corpus.datastore import Datastore
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.drafters.rest import RestDrafter
 from tests.support.threads import in_threads
+from tests.support.trees import paths
 
 VOCAB = 50
 TARGET = Target(VOCAB)
@@ -38,29 +39,15 @@ def tiny(tmp_path):
     return Datastore.build(documents, tmp_path / "tiny", vocab_size=VOCAB, progress=False)
 
 
-def draft_paths(tree):
-    return [tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))]
-
-
 def test_continuations_of_the_longest_match_then_of_shorter_ones(tiny):
     session = RestDrafter(tiny).start(prompt(8, 1), TARGET)
     session.commit([2], None)
     assert session.match_length == 2
     tree = session.propose(64)
-    assert draft_paths(tree) == [(3,), (3, 4), (3, 5), (3, 4, 6), (7,)]
-    assert draft_paths(session.propose(3)) == [(3,), (3, 4), (3, 5)]
+    assert paths(tree) == [(3,), (3, 4), (3, 5), (3, 4, 6), (7,)]
+    assert paths(session.propose(3)) == [(3,), (3, 4), (3, 5)]
     published = RestDrafter(tiny, sources=1, continuation=2).start(prompt(1, 2), TARGET)
-    assert draft_paths(published.propose(64)) == [(3,), (3, 4), (3, 5)]
-
-
-def test_nothing_is_proposed_without_a_match(tiny):
-    session = RestDrafter(tiny).start(prompt(1, 2), TARGET)
-    session.commit([20], None)
-    assert session.match_length == 0
-    assert len(session.propose(64)) == 0
-    session.commit([1], None)
-    assert session.match_length == 1
-    assert len(session.propose(0)) == 0
+    assert paths(published.propose(64)) == [(3,), (3, 4), (3, 5)]
 
 
 def test_matches_are_capped(tiny):
@@ -84,17 +71,6 @@ def test_drafts_keep_the_contract(datastore, seed, budget, sources):
         rates = drafter.priors()[tree.classes]
         parents = np.where(tree.parents < 0, np.float32(1), tree.probs[tree.parents])
         np.testing.assert_allclose(tree.probs, parents * rates, rtol=1e-6)
-
-
-def test_drafts_do_not_depend_on_how_the_text_arrived(datastore):
-    text = sample_text(np.random.default_rng(7), 40).astype(np.int32)
-    drafter = RestDrafter(datastore)
-    at_once = drafter.start(text, TARGET)
-    piecewise = drafter.start(text[:3], TARGET)
-    for start in range(3, 40, 5):
-        piecewise.commit(text[start : start + 5].tolist(), None)
-    assert at_once.match_length == piecewise.match_length
-    assert draft_paths(at_once.propose(64)) == draft_paths(piecewise.propose(64))
 
 
 def test_priors_rise_with_the_evidence(datastore):
@@ -125,7 +101,7 @@ def test_sessions_of_one_drafter_run_in_several_threads(datastore):
         found = []
         for token in text[5:].tolist():
             session.commit([token], None)
-            found.append(draft_paths(session.propose(16)))
+            found.append(paths(session.propose(16)))
         return found
 
     assert in_threads(drafts, texts) == [drafts(text) for text in texts]

@@ -13,6 +13,7 @@ from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from hf_retrieval_assist.token_tree import TokenTree
 from tests.support.memories import check_memory
 from tests.support.scripted import Scripted
+from tests.support.trees import paths
 
 TARGET = Target(vocab_size=1000, fingerprint="m")
 
@@ -22,10 +23,6 @@ def session(drafter, prompt, output=(), target=TARGET):
     for token in output:
         started.commit([token], None)
     return started
-
-
-def paths(tree):
-    return {tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))}
 
 
 texts = st.lists(st.integers(0, 5), min_size=1, max_size=40)
@@ -82,20 +79,11 @@ def test_outputs_teach_each_other_while_they_run_and_prompts_do_not():
     assert (3, 4) in paths(session(drafter, [9], [1, 2]).propose(8))
 
 
-def test_both_trees_contribute_to_one_draft():
-    drafter = SuffixDrafter()
-    session(drafter, [9], [1, 2, 30]).close()
-    tree = session(drafter, [1, 2, 40, 7], [1, 2]).propose(8)
-    assert {(30,), (40,)} <= paths(tree)
-    assert {*tree.classes[tree.parents < 0].tolist()} == {-1, -2}
-    assert drafter.origins_of(np.array([-1, -2, -3], np.int32)).tolist() == [0, 1, 2]
-
-
 def test_a_corpus_contributes_and_is_only_read():
     corpus = [[1, 2, 30, 31], [1, 2, 30], []]
     drafter = SuffixDrafter(corpus=corpus, min_prob=0.0001)
     tree = session(drafter, [1, 2, 40, 7], [1, 2]).propose(8)
-    assert {(30,), (40,), (30, 31)} <= paths(tree)
+    assert {(30,), (40,), (30, 31)} <= {*paths(tree)}
     assert drafter.corpus.tree.token_count == 7
 
 
@@ -171,14 +159,6 @@ def test_scored_drafts_are_the_best_of_both_structures(earlier, prompt, output, 
         )
         scores.append(found.score)
     assert whole.expected_tokens == pytest.approx(max(scores), abs=1e-5)
-
-
-def test_opting_out_leaves_no_trace(tmp_path):
-    memory = OutputMemory(path=tmp_path / "log")
-    private = session(SuffixDrafter(memory, learn=False), [1], [2, 3, 4])
-    private.close()
-    assert len(memory) == memory.token_count == 0
-    assert len(OutputMemory(path=tmp_path / "log")) == 0
 
 
 def test_prompts_are_learnt_when_asked_for():

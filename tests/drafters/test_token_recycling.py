@@ -16,9 +16,9 @@ from hf_retrieval_assist.drafters.token_recycling import (
     template_of,
 )
 from hf_retrieval_assist.structures import draft_tree, successors
-from hf_retrieval_assist.verification import verified
 from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.threads import in_threads
+from tests.support.trees import paths
 
 CPU = torch.device("cpu")
 
@@ -46,8 +46,7 @@ def feed(session, tokens, accepted, logits, committed):
 
 
 def drafted_paths(tree):
-    assert tree.fault(1 << 30, 1 << 30) is None
-    return {tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))}
+    return {*paths(tree)}
 
 
 @pytest.mark.parametrize(
@@ -84,14 +83,6 @@ def test_bad_arguments_are_named():
         TokenRecyclingDrafter(template="3.3.3")
 
 
-def test_a_small_vocabulary_is_kept_whole():
-    session = TokenRecyclingDrafter(top_k=8).start(ids(1, 2, 1), target(vocab_size=3))
-    session.commit([2], None)
-    tree = session.propose(80)
-    assert tree.token_ids.tolist()[:1] == [1]
-    assert (tree.token_ids < 3).all()
-
-
 def test_the_template_is_laid_over_the_table():
     """Paths [0], [1], [0,0], [0,1], [1,0] over rows 0 -> 1 2, 1 -> 3 4, 2 -> 5 6."""
     drafter = TokenRecyclingDrafter(top_k=2, template=(2, 2, 1, 0, 0, 0))
@@ -123,13 +114,6 @@ def test_budget_keeps_the_most_probable_nodes():
             np.testing.assert_array_equal(getattr(tree, name), getattr(pruned, name))
 
 
-def test_nothing_known_drafts_nothing():
-    session = TokenRecyclingDrafter().start(ids(), target())
-    assert len(session.propose(64)) == 0
-    session.commit([3], None)
-    assert len(session.propose(64)) == 0
-
-
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=20), st.data(), st.integers(0, 20))
 def test_rows_to_learn_follow_the_rule(tokens, data, max_rejected):
     accepted = sorted(data.draw(st.sets(st.integers(0, len(tokens) - 1))))
@@ -151,15 +135,6 @@ def test_of_each_text_the_first_rejected_nodes_are_learnt():
     assert nodes.tolist() == [1, 4, 5, 6]
     with pytest.raises(ValueError, match="accepted: expected 0 to 7, got 8"):
         successors.rows_to_learn(tokens, np.array([8]), 9, 1, starts)
-
-
-def test_the_prompt_is_learnt_in_chunks(monkeypatch):
-    monkeypatch.setattr(verified, "_CHUNK_CELLS", 25)
-    drafter = TokenRecyclingDrafter(top_k=1, template=(1, 1, 1, 1, 1, 0))
-    session = drafter.start(ids(0, 1, 2, 3, 4), target())
-    logits = logits_preferring(10, (1,), (2,), (3,), (4,), (5,))
-    feed(session, (0, 1, 2, 3, 4), range(5), logits, [0])
-    assert session.propose(8).token_ids.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_the_table_stays_warm_until_it_is_reset():
@@ -315,26 +290,6 @@ def test_threads_share_one_table():
     in_threads(work, range(4))
 
 
-def test_what_a_device_found_teaches_what_is_found_when_asked_for():
-    rng = np.random.default_rng(0)
-    sessions = [TokenRecyclingDrafter().start(ids(0, 3, 0), target(5000)) for _ in range(2)]
-    drafted = 0
-    for step in range(30):
-        fed = rng.integers(0, 60, 16).astype(np.int32)
-        logits = torch.from_numpy(rng.standard_normal((16, 5000), dtype=np.float32))
-        logits[:, 60:] -= 9
-        best = logits.topk(8)
-        found = TopLogits(best.values.numpy(), ids=best.indices.numpy())
-        for session, top in zip(sessions, (TopLogits(logits), found), strict=True):
-            feedback = Feedback(fed, ids(0, 3, 7), top=top) if step % 3 else None
-            session.commit([int(fed[0]), int(fed[1])], feedback)
-        first, second = (session.propose(64) for session in sessions)
-        drafted += len(first)
-        for name in ("token_ids", "parents", "classes", "probs"):
-            assert np.array_equal(getattr(first, name), getattr(second, name))
-    assert drafted > 500
-
-
 def last_logits_session(top_k=8):
     """The text 4 9, whose logits behind 4 ranked 9 3 1 2; known are the rows 3 -> 5 6, 5 -> 7."""
     drafter = TokenRecyclingDrafter(top_k, (1, 0), last_logits=True)
@@ -376,14 +331,6 @@ def test_the_last_logits_move_along_with_the_text():
     feed(session, (9, 3), (0, 1), logits_preferring(10, (3, 6), (2, 8)), [3, 2])
     assert (8,) in drafted_paths(session.propose(64))
     assert (6,) not in drafted_paths(session.propose(64))
-
-
-def test_what_text_alone_has_taught_is_not_taken_for_logits():
-    drafter = TokenRecyclingDrafter(4, (1, 0), last_logits=True)
-    session = drafter.start(ids(1, 2, 1, 3), target())
-    assert len(session.propose(64)) == 0
-    session.commit([1, 9], None)
-    assert len(session.propose(64)) == 0
 
 
 @pytest.mark.parametrize("learn", [True, False])

@@ -1,6 +1,5 @@
 """The exchange of transformers' `sdpa` attention function: what it serves, leaves and remembers."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from hf_retrieval_assist.kernels.reroute import reroute
 from hf_retrieval_assist.kernels.scopes import attending
 from hf_retrieval_assist.kernels.skinny import MAX_QUERIES, kernel_attention
 from tests.support.lossless import build
+from tests.support.threads import elsewhere
 
 SHARED = SimpleNamespace(num_key_value_groups=2, is_causal=True)
 Q, K, V = (torch.randn(1, heads, 5, 16) for heads in (4, 2, 2))
@@ -103,21 +103,10 @@ def test_autograd_and_dropout_are_left_to_transformers(served):
 
 
 def test_kernels_serve_whatever_scope_another_thread_is_in(served):
-    entered, done = threading.Event(), threading.Event()
-
-    def packed_rows():
-        with attending("sdpa", set(), None):
-            entered.set()
-            done.wait(60)
-
-    thread = threading.Thread(target=packed_rows)
-    thread.start()
-    assert entered.wait(60)
-    with torch.no_grad(), reroute():
+    with elsewhere(attending("sdpa", set(), None)):
+        with torch.no_grad(), reroute():
+            attend(Q, K, V, MASK)
         attend(Q, K, V, MASK)
-    attend(Q, K, V, MASK)
-    done.set()
-    thread.join()
     assert served == [5]
 
 

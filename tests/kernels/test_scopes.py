@@ -2,8 +2,7 @@
 
 import linecache
 import sys
-import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from hf_retrieval_assist import kernels, reroute
 from hf_retrieval_assist.kernels.reroute import all_scopes_left
 from hf_retrieval_assist.kernels.scopes import attending, innermost
 from hf_retrieval_assist.kernels.skinny import in_route, route_depth
+from tests.support.threads import elsewhere
 
 FOLDER = str(Path(kernels.__file__).parent)
 
@@ -93,28 +93,6 @@ def test_what_was_entered_before_stays():
         assert state() == before
         assert innermost() is outer
         assert ALL_ATTENTION_FUNCTIONS["sdpa"](module) is module
-
-
-@contextmanager
-def elsewhere(*scopes):
-    """Another thread is in these scopes meanwhile."""
-    entered, done = threading.Event(), threading.Event()
-
-    def other():
-        with ExitStack() as stack:
-            for scope in scopes:
-                stack.enter_context(scope)
-            entered.set()
-            done.wait()
-
-    thread = threading.Thread(target=other, daemon=True)
-    thread.start()
-    assert entered.wait(60)
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join(60)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flex_attention"])

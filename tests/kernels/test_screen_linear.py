@@ -165,26 +165,6 @@ def test_few_of_many_tokens_are_computed(dtype):
     assert torch.equal(argmax(screen, x), skinny_linear(x, weight).argmax(-1))
 
 
-def test_the_first_of_equals_wins():
-    weight = torch.randn(5000, 64, generator=generator(0)).to(torch.bfloat16)
-    x = weight[4321][None] * 3
-    weight[[77, 1234]] = weight[4321].clone()
-    assert argmax(screen_of(weight), x).tolist() == [77]
-
-
-def test_logits_that_rounding_makes_equal_are_all_found():
-    """In bfloat16 two different sums become one logit, of which the first token wins."""
-    weight = torch.zeros(3000, 64, dtype=torch.bfloat16)
-    weight[:, :2] = 0.0625
-    weight[100, :2] = torch.tensor([256.0, 0.25])
-    weight[200, :2] = torch.tensor([256.0, 0.5])
-    x = torch.zeros(1, 64, dtype=torch.bfloat16)
-    x[0, :2] = 1
-    screen = screen_of(weight)
-    assert argmax(screen, x).tolist() == [100]
-    assert logits(screen, x)[0][0].tolist() == [100, 200]
-
-
 def test_no_rows():
     weight = torch.randn(10, 8)
     assert argmax(screen_of(weight), torch.empty(0, 8)).shape == (0,)

@@ -2,29 +2,15 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hf_retrieval_assist.memory.output_memory import OutputMemory
-from hf_retrieval_assist.memory.running_output import prompt_group
 from hf_retrieval_assist.structures.suffix_tree import SuffixTree
 from tests.support.memories import check_memory, count, logged, random_output
 from tests.support.threads import in_threads
-
-
-def test_running_outputs_are_seen_before_they_finish():
-    memory = OutputMemory()
-    output = memory.start()
-    output.extend([1, 2, 3])
-    assert count(memory, [2, 3]) == 1
-    output.extend([2, 3])
-    assert count(memory, [2, 3]) == 2
-    output.close()
-    assert len(memory) == 1
-    check_memory(memory)
 
 
 def test_the_oldest_outputs_make_room_and_the_bound_holds():
@@ -80,21 +66,6 @@ def test_an_output_that_is_not_learnt_is_no_hindrance_to_others():
     check_memory(memory)
 
 
-@pytest.mark.slow
-def test_a_million_tokens_pass_through_32_mb_at_one_speed():
-    rng = np.random.default_rng(9)
-    memory, seconds = OutputMemory(max_bytes=32 << 20), []
-    for _ in range(10):
-        started = time.process_time()
-        for _ in range(200):
-            memory.add((500 ** rng.random(500) * 60).astype(np.int32))
-            assert memory.nbytes <= 32 << 20
-        seconds.append(time.process_time() - started)
-    assert len(memory) < 2000, "nothing had to go"
-    assert seconds[-1] < 3 * min(seconds[7:])
-    check_memory(memory)
-
-
 @pytest.mark.parametrize("length", [4_000, 24_000, 26_000])
 def test_an_output_larger_than_the_memory_is_logged_while_its_ids_fit(tmp_path, length):
     rng = np.random.default_rng(1)
@@ -128,19 +99,6 @@ def test_running_outputs_and_fingerprints_are_within_the_bound(tmp_path, shared)
     check_memory(memory)
     if shared:
         assert len(logged(tmp_path / "log")) > 0
-
-
-def test_an_evicted_running_output_is_learnt_no_further():
-    rng = np.random.default_rng(2)
-    memory = OutputMemory(max_bytes=100_000)
-    output = memory.start()
-    output.extend([1, 2, 3])
-    for _ in range(20):
-        memory.add(random_output(rng))
-    output.extend([4, 5])
-    output.close()
-    assert count(memory, [4, 5]) == 0
-    check_memory(memory)
 
 
 def test_threads_share_a_memory(tmp_path):
@@ -214,20 +172,6 @@ def test_the_bound_holds_near_the_smallest_memory():
             name = ("", "", "a", "b")[rng.integers(4)]
             memory.add(random_output(rng, int(rng.integers(1, 400)), 67), name)
             check_memory(memory)
-
-
-def test_outputs_of_a_prompt_are_kept_apart():
-    prompts = [np.array(ids, np.int32) for ids in ([1, 2], [1, 2, 3])]
-    names = [prompt_group("model", ids) for ids in prompts]
-    assert len({*names, prompt_group("other", prompts[0])}) == 3
-    memory = OutputMemory()
-    memory.add([7, 8], names[0])
-    memory.add([7, 9], names[1])
-    memory.add([7, 5])
-    assert [count(memory, [7, 8], name) for name in names] == [1, 0]
-    # What belongs to nobody yet is the whole model's, not a prompt's.
-    assert [count(memory, [7, 5], name) for name in (*names, "model")] == [0, 0, 1]
-    check_memory(memory)
 
 
 @pytest.mark.parametrize("half_life", [2.0, 10.0])

@@ -280,31 +280,3 @@ def test_the_client_library_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ImportError, match="pip install redis"):
         redis_server.RedisServer("redis://localhost")
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(120, marks=pytest.mark.slow)])
-def test_snapshots_kills_and_forgetting(tmp_path, kills):
-    """Nothing that was forgotten comes back; what the server still had when it died stays."""
-    rng = np.random.default_rng(11)
-    server = RedisProcess(tmp_path, appendonly="no")
-    try:
-        keeper, forgotten = OutputMemory(url=server.url), set()
-        assert keeper.sync(WAIT)
-        for kill in range(kills):
-            for i in range(5 * kill, 5 * kill + 5):
-                keeper.add(output(i), "m")
-            assert keeper.sync(WAIT)
-            saved = known(keeper)
-            server.client.save()
-            if rng.random() < 0.5:
-                keeper.forget()
-                forgotten |= set(saved)
-            server.kill()
-            server.start()
-            assert keeper.sync(WAIT)
-            late = OutputMemory(url=server.url)
-            assert late.sync(WAIT)
-            assert not known(late).keys() & forgotten
-            assert known(late) == Counter({i: 1 for i in saved if i not in forgotten})
-    finally:
-        server.close()

@@ -19,25 +19,6 @@ TEXT = RANDOM.integers(1, 60, 60).tolist()
 OTHER = [*TEXT[:30], *range(60, 70), *TEXT[40:]]
 
 
-def test_outputs_of_tenants_are_kept_apart():
-    memory = OutputMemory()
-    a, b = memory.namespace("a"), memory.namespace("b")
-    a.add(TEXT, "model")
-    assert b.tree("model") is None
-    assert memory.tree("model") is None
-    assert memory.namespace("a").tree("model").token_count == len(TEXT)
-    assert (len(a), len(b), len(memory)) == (1, 0, 1)
-    assert (a.token_count, b.token_count, memory.token_count) == (len(TEXT), 0, len(TEXT))
-    assert "1 outputs of 60 tokens" in repr(a)
-    nested = a.namespace("b")
-    nested.add(TEXT, "model")
-    assert b.tree("model") is None
-    assert len(a) == 1
-    check_memory(memory)
-    memory.forget()
-    assert len(a) == len(memory) == 0
-
-
 def test_outputs_of_no_named_model_are_adopted_within_a_tenant():
     memory = OutputMemory()
     a, b = memory.namespace("a"), memory.namespace("b")

@@ -7,6 +7,7 @@ from hf_retrieval_assist.planning.acceptance import Calibrator
 from hf_retrieval_assist.structures import draft_tree, evidence
 from hf_retrieval_assist.token_tree import Forest, TokenTree
 from tests.support.threads import in_threads
+from tests.support.trees import paths, trees
 
 
 class Session:
@@ -30,26 +31,9 @@ def observe(calibrator, evidence_class, hit):
     session.commit([1 if hit else 2])
 
 
-@st.composite
-def trees(draw):
-    """Trees over a few tokens, so that texts follow them often."""
-    tokens, parents = [], []
-    for node in range(draw(st.integers(0, 12))):
-        parent = draw(st.integers(-1, node - 1))
-        token = draw(st.integers(0, 3))
-        if (parent, token) not in zip(parents, tokens, strict=True):
-            tokens.append(token)
-            parents.append(parent if parent < len(parents) else -1)
-    pairs = list(zip(parents, tokens, strict=True))
-    keep = [pairs.index(pair) == i for i, pair in enumerate(pairs)]
-    if not all(keep):
-        return TokenTree.empty()
-    return TokenTree.build(tokens, parents, np.ones(len(tokens)), np.arange(len(tokens)))
-
-
 def tried_by_definition(tree, tokens, known):
     """Node by node: the path above it is the text's, and the text has a token to judge it by."""
-    spelt = [tuple(tree.token_ids[tree.path(node)].tolist()) for node in range(len(tree))]
+    spelt = paths(tree)
     nodes = [
         node
         for node, path in enumerate(spelt)
@@ -73,7 +57,7 @@ def arrays_of(tree):
     return tree.token_ids, tree.parents, tree.probs, tree.classes, offsets
 
 
-@given(trees(), st.lists(st.integers(0, 3), max_size=8), st.integers(0, 8))
+@given(trees(12), st.lists(st.integers(0, 3), max_size=8), st.integers(0, 8))
 def test_tried_nodes_are_those_below_the_texts_path(tree, tokens, known):
     assert tree.fault(1 << 30, 1 << 30) is None
     known = min(known, len(tokens))
@@ -137,7 +121,7 @@ def test_the_oldest_of_many_open_proposals_gives_way():
     assert len(text) == 4
 
 
-@given(trees(), st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())
+@given(trees(12), st.lists(st.integers(0, 3), min_size=1, max_size=8), st.data())
 def test_judging_in_pieces_is_judging_at_once(tree, tokens, data):
     at_once, in_pieces = Calibrator(np.full(12, 0.5)), Calibrator(np.full(12, 0.5))
     session = Session(at_once)

@@ -60,12 +60,6 @@ def test_pauses_grow_with_what_asking_takes():
     assert 5 * dear < cheap < 400
 
 
-def test_drafting_that_pays_is_always_asked():
-    asked, lost = ask(make(), 500, 0.4, lambda step: 0.5)
-    assert all(asked)
-    assert lost < 0
-
-
 def test_a_draft_dearer_than_the_credit_goes_on_while_it_pays():
     assert all(ask(make(True), 100, 6.3, lambda step: 7.0)[0])
     # One in ten brings a little less than it takes.

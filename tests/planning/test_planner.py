@@ -11,29 +11,13 @@ from hf_retrieval_assist.planning.cost_model import CostModel
 from hf_retrieval_assist.planning.cost_views import PackedCost
 from hf_retrieval_assist.planning.planner import Planner
 from hf_retrieval_assist.token_tree import Limits, TokenTree
+from tests.support.fixed_costs import CURVES
 from tests.support.threads import in_threads
-
-CURVES = {
-    "flat": lambda n: 0.02,
-    "gpu": lambda n: 0.02 * (1 + 0.003 * (n - 1)),
-    "linear": lambda n: 0.02 * (1 + 0.3 * (n - 1)),
-    "step": lambda n: 0.02 if n <= 64 else 0.04,
-    "cpu": lambda n: 0.02 * np.interp(n, [1, 2, 4, 16, 32, 64], [1, 1.9, 2.3, 2.6, 3.3, 5]),
-}
+from tests.support.trees import trees
 
 
 def chain(rate, length):
     return TokenTree.chain(np.arange(length), rate ** np.arange(1, length + 1))
-
-
-@st.composite
-def trees(draw, max_size=8):
-    parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, max_size)))]
-    probs = []
-    for parent in parents:
-        rate = draw(st.floats(0.05, 1))
-        probs.append(rate * (probs[parent] if parent >= 0 else 1))
-    return TokenTree.build(range(len(parents)), parents, probs)
 
 
 def subtrees(tree):
@@ -45,7 +29,7 @@ def subtrees(tree):
     return sets
 
 
-@given(trees(), st.sampled_from(sorted(CURVES)), st.integers(0, 3))
+@given(trees(8), st.sampled_from(sorted(CURVES)), st.integers(0, 3))
 def test_no_subtree_brings_more_tokens_per_second(tree, name, extra):
     curve = CURVES[name]
 
@@ -61,7 +45,7 @@ def test_no_subtree_brings_more_tokens_per_second(tree, name, extra):
     assert gain / curve(1 + extra + len(kept)) == pytest.approx(best, rel=1e-5)
 
 
-@given(st.lists(trees(), min_size=1, max_size=3), st.sampled_from(sorted(CURVES)))
+@given(st.lists(trees(8), min_size=1, max_size=3), st.sampled_from(sorted(CURVES)))
 def test_a_batch_shares_the_width_that_is_best_for_all(rows, name):
     curve = CURVES[name]
     kept = Planner().plan(rows, CostModel.fixed(curve))
@@ -263,7 +247,7 @@ def test_drafts_again_when_the_text_turns_predictable():
     assert min(sizes) > 8
 
 
-@given(st.lists(trees(max_size=4), min_size=2, max_size=3), st.sampled_from(sorted(CURVES)))
+@given(st.lists(trees(4), min_size=2, max_size=3), st.sampled_from(sorted(CURVES)))
 def test_no_other_share_of_packed_rows_brings_more_tokens_per_second(rows, name):
     curve = CURVES[name]
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, OpenAIGPTLMHeadModel
 
 from hf_retrieval_assist import Assistant, SamAssistant, SuffixAssistant, TokenTree
@@ -20,6 +19,7 @@ from hf_retrieval_assist.record.steps import MODEL, same_paths
 from ..support.lossless import NEW_TOKENS, PHRASE, PROMPT, build, knowing, run
 from ..support.oracle_drafter import OracleDrafter
 from ..support.threads import in_threads
+from ..support.trees import paths, trees
 from ..test_examples import small_model
 
 
@@ -235,25 +235,10 @@ def test_print_shows_sources(recorded):
     assert lines[-1].split() == [*MODEL.split(), str(recorded[1].by_origin()[MODEL][2])]
 
 
-edges = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 3)), max_size=12)
-
-
-def tree_of(pairs):
-    """A tree that adds a child with a token to one of the nodes so far, where it is new."""
-    tokens, parents = [], []
-    for place, token in pairs:
-        parent = place % (len(tokens) + 1) - 1
-        if (parent, token) not in zip(parents, tokens, strict=True):
-            tokens.append(token)
-            parents.append(parent)
-    return TokenTree.build(tokens, parents, [1.0] * len(tokens))
-
-
-@given(edges, edges)
-def test_same_paths_are_those_that_spell_the_same(first, second):
-    tree, draft = tree_of(first), tree_of(second)
-    spelt = {tuple(draft.token_ids[draft.path(node)]): node for node in range(len(draft))}
-    expected = [spelt.get(tuple(tree.token_ids[tree.path(node)]), -1) for node in range(len(tree))]
+@given(trees(12), trees(12))
+def test_same_paths_are_those_that_spell_the_same(tree, draft):
+    spelt = {path: node for node, path in enumerate(paths(draft))}
+    expected = [spelt.get(path, -1) for path in paths(tree)]
     assert same_paths(tree, draft) == expected
 
 

@@ -228,13 +228,6 @@ def test_the_latest_continuation_survives_a_removal():
     assert set(draft[0].tolist()) == {2, 3}
 
 
-def test_ids_outside_the_vocabulary_are_no_candidates():
-    evidence, _ = started([], [1, 7, 1, 2, 1], [], vocab_size=7)
-    draft = drafted(untrained().mixer(), evidence, 8)
-    assert 7 not in draft[0]
-    assert 2 in draft[0]
-
-
 def test_a_shape_of_another_version_is_refused():
     cells, *rest = mixture()
     with pytest.raises(ValueError, match="cells, copy_cells and weights: expected shapes"):

@@ -128,16 +128,6 @@ def test_count_equals_a_search_of_every_position(documents, query):
     assert make_index(documents).count(query) == len(occurrences(documents, query))
 
 
-def test_nothing_crosses_the_end_of_a_document():
-    index = make_index([[0, 1, 2], [3, 0, 1]])
-    assert index.count([2, 3]) == 0
-    matcher = SuffixMatcher(index, 4, 8)
-    matcher.extend([0, 1])
-    assert selected(matcher, 8, 4, 1) == [(2, -1, 1, 2)]
-    matcher.extend([2])
-    assert selected(matcher, 8, 4, 3) == []
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "width"), [(255, 1), (256, 2), (65535, 2), (65536, 3), (262144, 3), (1 << 25, 4)]
 )

@@ -143,15 +143,6 @@ def test_latest_is_exact_with_enough_refreshing_and_else_true_but_older(text, re
         assert found[1] in [first, *others]
 
 
-def test_a_late_end_is_found_within_the_refreshed_suffixes_only():
-    text = [1, 2, 9, 1, 2, 8, 3, 1, 2, 9, 7, 2]
-    late, never = SuffixAutomaton(refresh=8), SuffixAutomaton(refresh=0)
-    for automaton, expected in ((late, 9), (never, 2)):
-        cursor = automaton.cursor()
-        automaton.extend(array(text), cursor)
-        assert (cursor.length, cursor.earliest, cursor.latest) == (1, 2, expected)
-
-
 @given(texts(max_size=32))
 def test_the_cursor_must_move_before_the_text_grows(text):
     """The other order matches the text with itself."""

@@ -240,20 +240,6 @@ def test_memory_is_reused_and_never_above_the_limit():
     assert tree.token_count > 400
 
 
-def test_the_room_of_what_is_removed_is_used_again():
-    rng = np.random.default_rng(1)
-    texts = [rng.integers(0, 4, 300).astype(np.int32) for _ in range(4)]
-    tree, sizes = SuffixTree(16), []
-    sequences = [tree.add_sequence() for _ in texts]
-    for _ in range(30):
-        for number, text in enumerate(texts):
-            tree.remove(sequences[number])
-            sequences[number] = tree.add_sequence()
-            tree.extend(sequences[number], text)
-        sizes.append(tree.nbytes)
-    assert sizes[1:] == [sizes[1]] * 29
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=5),

@@ -1,9 +1,11 @@
 """Calls to `generate` whose results are compared with and without an assistant."""
 
+import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.host.transformers_private import input_device
+from hf_retrieval_assist.host.transformers_private import CACHE, input_device
 
 from .oracle_drafter import sequences_of
 from .tiny_models import tiny_config, tiny_model
@@ -44,6 +46,21 @@ def build(model_class, **overrides):
     return tiny_model(model_class, tiny_config(model_class.config_class, **overrides))
 
 
+ROPES = {
+    "default": {},
+    "yarn": {"factor": 4.0},
+    "dynamic": {"factor": 2.0},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4},
+}
+
+
+def rope_model(kind, original, model_class=LlamaForCausalLM):
+    """One whose positions go on beyond a length, at which some kinds' frequencies change."""
+    own = {"original_max_position_embeddings": original} if kind in ("yarn", "longrope") else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, **ROPES[kind], **own}
+    return build(model_class, max_position_embeddings=original, rope_parameters=rope, **own)
+
+
 def run(model, ids=PROMPT, seed=0, **options):
     """One call under a seed; greedy unless `options` say otherwise."""
     ids = ids.to(input_device(model))
@@ -69,6 +86,22 @@ def same(model, ids=PROMPT, assistant=knowing, **options):
     assisted = run(model, ids, **options, assistant=assistant)
     assert torch.equal(sequences_of(plain), sequences_of(assisted))
     return plain, assisted, assistant
+
+
+def goes_on_after_an_interrupt(model, cache):
+    """A call that is interrupted leaves its caller's cache for another one to go on from."""
+    whole, stop = run(model), PROMPT.shape[1] + 10
+
+    def interrupt(ids, scores):
+        if ids.shape[1] >= stop:
+            raise KeyboardInterrupt
+        return scores
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, **{CACHE: cache}, logits_processor=[interrupt], assistant=knowing(whole))
+    assert PROMPT.shape[1] <= int(cache.get_seq_length()) < whole.shape[1]
+    prefix = whole[:, : stop + 1]
+    assert torch.equal(run(model, prefix), run(model, prefix, **{CACHE: cache}))
 
 
 def equal(model, **options):

@@ -1,6 +1,8 @@
 """Work that other threads do."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 
 def in_threads(work, arguments):
@@ -8,3 +10,25 @@ def in_threads(work, arguments):
     arguments = list(arguments)
     with ThreadPoolExecutor(len(arguments)) as pool:
         return list(pool.map(work, arguments))
+
+
+@contextmanager
+def elsewhere(*scopes):
+    """Another thread is in these scopes meanwhile."""
+    entered, done = threading.Event(), threading.Event()
+
+    def other():
+        with ExitStack() as stack:
+            for scope in scopes:
+                stack.enter_context(scope)
+            entered.set()
+            done.wait()
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    assert entered.wait(60)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(60)

@@ -1,7 +1,6 @@
 """Keys and values in memory that stays where it is."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,40 +17,6 @@ def test_capacities_are_few_and_close(slots):
     assert slots <= capacity < slots + max(256, slots / 4)
     assert capacity % 64 == 0
     assert capacity_bucket(capacity) == capacity
-
-
-def filled_cache(lengths, heads=2, depth=4):
-    config = tiny_config(LlamaConfig)
-    cache = SlotCache(config)
-    for i in range(config.num_hidden_layers):
-        keys = torch.randn(len(lengths), heads, max(lengths), depth)
-        cache.update(keys, -keys, i)
-    cache.begin(len(lengths))
-    cache.slots.set_lengths(lengths)
-    return cache
-
-
-@pytest.mark.parametrize("length", [3, 16, 40])
-def test_a_prompt_that_begins_in_an_arena_may_outgrow_it(length):
-    arena = Arena(2, 32)
-    arena.hold(filled_cache([9, 9]).slot_layers)
-    cache = SlotCache(tiny_config(LlamaConfig))
-    cache.in_place = True
-    arena.offer(cache.layers)
-    states = [torch.randn(2, 2, length, 4) for _ in cache.layers]
-    for i, keys in enumerate(states):
-        seen, _ = cache.update(keys, -keys, i)
-        assert torch.equal(seen, keys)
-    cache.begin(2)
-    if length > 32:  # as memory for more tokens would
-        arena = Arena(2, 64)
-    arena.hold(cache.slot_layers)
-    for layer, keys in zip(cache.slot_layers, states, strict=True):
-        assert torch.equal(layer.keys, keys)
-        assert torch.equal(layer.values, -keys)
-        (block, buffer), _ = layer.homes
-        assert block.states.shape[3] == arena.capacity
-        assert not block.states[buffer, :, :, length:].any()
 
 
 def highest(work):

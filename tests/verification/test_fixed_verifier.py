@@ -27,7 +27,7 @@ from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support import dense_attention
-from tests.support.lossless import INPUTS, PROMPT, build, knowing, run
+from tests.support.lossless import INPUTS, PROMPT, build, goes_on_after_an_interrupt, knowing, run
 from tests.support.op_recorder import few_tokens, growing, hidden_states_told, idle, serve_in_place
 from tests.support.oracle_drafter import agreeing, both, oracle_assistant
 
@@ -177,21 +177,7 @@ def test_its_memory_goes_with_the_model():
 
 def test_an_interrupted_call_leaves_a_cache_to_go_on_from():
     model = build(LlamaForCausalLM)
-    cache = DynamicCache(config=model.config)
-
-    def stop(ids, scores):
-        if ids.shape[1] > PROMPT.shape[1] + 9:
-            raise KeyboardInterrupt
-        return scores
-
-    options = {CACHE: cache, "logits_processor": [stop]}
-    assistant = knowing(run(model))
-    with pytest.raises(KeyboardInterrupt):
-        run(model, assistant=assistant, **options)
-    assert cache.get_seq_length() >= PROMPT.shape[1]
-    whole = run(model)
-    prefix = whole[:, : PROMPT.shape[1] + 11]
-    assert torch.equal(run(model, prefix), run(model, prefix, **{CACHE: cache}))
+    goes_on_after_an_interrupt(model, DynamicCache(config=model.config))
 
 
 def test_hidden_states_come_from_what_was_recorded():

@@ -12,36 +12,14 @@ from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.reach import Reach
 from hf_retrieval_assist.verification.service import choose_service
-from tests.support.lossless import build
+from tests.support.lossless import ROPES, build, rope_model
 from tests.support.oracle_drafter import oracle_assistant
-from tests.support.watching import Fed
 
 ORIGINAL = 32
-LONG = {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
-ROPES = {
-    "default": {"rope_type": "default"},
-    "yarn": {"rope_type": "yarn", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "longrope": {"rope_type": "longrope", **LONG},
-}
-
-
-def rope_model(kind, model_class=transformers.LlamaForCausalLM, **overrides):
-    rope = ROPES[kind] | {"rope_theta": 1e4}
-    if kind in ("yarn", "longrope"):
-        rope["original_max_position_embeddings"] = ORIGINAL
-    model = build(model_class, max_position_embeddings=ORIGINAL, rope_parameters=rope, **overrides)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.3, generator=generator)
-    model.generation_config.eos_token_id = None
-    return model
 
 
 def phi3():
-    config = {"original_max_position_embeddings": ORIGINAL}
-    model = rope_model("longrope", transformers.Phi3ForCausalLM, **config)
+    model = rope_model("longrope", ORIGINAL, transformers.Phi3ForCausalLM)
     assert model.config.original_max_position_embeddings == ORIGINAL
     return model
 
@@ -64,7 +42,7 @@ def inputs(lengths, seed):
     ],
 )
 def test_borders_are_found_by_the_kind_of_rope(kind, reach):
-    assert choose_service(rope_model(kind), {}).reach == reach
+    assert choose_service(rope_model(kind, ORIGINAL), {}).reach == reach
 
 
 def prepares(model, longest):
@@ -115,7 +93,7 @@ def test_room_ends_at_borders():
 def test_texts_across_the_original_length(kind, lengths, do_sample):
     accepted = 0
     for seed in range(2):
-        model = rope_model(kind)
+        model = rope_model(kind, ORIGINAL)
         options = inputs(lengths, seed) | {"max_new_tokens": 30, "do_sample": do_sample}
         torch.manual_seed(seed)
         # Frequencies that have grown stay grown for the next text.
@@ -150,7 +128,7 @@ def test_a_cache_that_the_model_drops(lengths, new, tier):
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_the_test_leaves_the_model_as_it_was(kind):
-    model = rope_model(kind)
+    model = rope_model(kind, ORIGINAL)
     model.generate(**inputs([20], 0), max_new_tokens=30, do_sample=False)
     rotary = model.model.rotary_emb
     before = copy.deepcopy({n: v for n, v in vars(rotary).items() if not n.startswith("_")})
@@ -162,22 +140,11 @@ def test_the_test_leaves_the_model_as_it_was(kind):
         assert torch.equal(value, buffers[name][1])
 
 
-def test_models_without_borders_are_drafted_for_across_their_lengths():
-    model = rope_model("yarn")
-    options = inputs([20], 0) | {"max_new_tokens": 30, "do_sample": False}
-    plain = model.generate(**options)
-    assistant = oracle_assistant(plain, miss=0.0)
-    model.generate(**options, assistant=assistant)
-    with Fed(model) as shapes:
-        model.generate(**options, assistant=assistant)
-    assert len(shapes) < 20
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "phi3"])
 def test_embeddings_in_place_of_ids_count(kind):
     """Where no ids tell how long the prompts are."""
     for seed in range(2):
-        model = phi3() if kind == "phi3" else rope_model(kind)
+        model = phi3() if kind == "phi3" else rope_model(kind, ORIGINAL)
         options = inputs([20, 9, 14], seed)
         told = torch.cat([options["input_ids"], options["input_ids"]], dim=1)
         options["inputs_embeds"] = model.get_input_embeddings()(options.pop("input_ids")).detach()

@@ -204,34 +204,6 @@ def test_a_cache_goes_on_from_a_forward_that_could_not_begin(model, monkeypatch)
     assert torch.equal(expected, run(model, ids, mask, **{CACHE: cache}, **options))
 
 
-@pytest.mark.parametrize("other_class", [LlamaForCausalLM, Gemma3ForCausalLM])
-def test_a_hook_may_call_another_model(model, other_class):
-    """A probe or a reward model, with attention that is looked up under the same name."""
-    other = build(other_class, hidden_size=48)
-    probe, expected = torch.tensor([[7, 5, 9], [3, 4, 8]]), []
-    with torch.no_grad():
-        logits = other(probe).logits
-    block = model.get_decoder().layers[0]
-    ids, mask, options = ending(model)
-    plain = run(model, ids, mask, **options)
-    run(model, ids, mask, oracle_assistant(plain, mask), **options)  # passes the model's test
-
-    def call_other(*arguments):
-        expected.append(other(probe).logits)
-
-    handle = block.register_forward_hook(call_other)
-    try:
-        with Fed(model) as shapes:
-            assisted = run(model, ids, mask, oracle_assistant(plain, mask), **options)
-    finally:
-        handle.remove()
-    assert torch.equal(plain, assisted)
-    assert any(rows == 1 for rows, _ in shapes)
-    assert len(expected) == len(shapes)
-    for found in expected:
-        torch.testing.assert_close(found, logits)
-
-
 @pytest.mark.parametrize("tested", [False, True])
 @pytest.mark.parametrize("scope", [attending, reroute])
 def test_an_interrupt_at_the_end_of_a_scope_leaves_nothing(scope, tested, monkeypatch):
