@@ -39,8 +39,9 @@ class Assistant(DraftingPolicy, metaclass=_OfUsers):
         max_nodes: the most nodes that a drafter may propose under "auto".
         reroute: on a CPU, compute linear layers and attention of verification forwards by the
             fastest method for few rows; see :class:`~hf_retrieval_assist.kernels.reroute.reroute`.
-        graphs: on a CUDA device, launch a verification forward at once, as a graph; see
-            :mod:`~hf_retrieval_assist.verification.fixed_verifier`.
+        graphs: repeat verification forwards from recordings: on a CUDA device as a graph, see
+            :mod:`~hf_retrieval_assist.verification.fixed_verifier`; on a CPU without the model's
+            Python, see :mod:`~hf_retrieval_assist.verification.repeated_forward`.
         fixed_width: on an accelerator, tokens per row that every forward behind the prompt's feeds:
             1, 2, 4, 8, 16, 32, 64, 96, 128, 192 or 256. Drafts are chains of fewer. No kernel sees
             by its shape how much was drafted, so texts in half precision do not depend on it. For

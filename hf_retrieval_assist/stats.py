@@ -47,7 +47,7 @@ class CallStats:
         calls: calls summed up here.
         steps: forwards after the prefill, per row that was running.
         forwards: the same, rows of one forward counted once.
-        repeated: of these, launched at once from a recording, on CUDA devices.
+        repeated: of these, repeated from a recording.
         recordings: that were made; what earlier calls have made is used again.
         saved_forwards: that plain decoding would have needed besides.
         tokens: generated tokens, all rows together.

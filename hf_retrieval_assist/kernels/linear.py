@@ -171,15 +171,14 @@ class RepeatedLayers:
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> bool:
         """Compute one more; False: it is none of those that can be computed together."""
-        # Parameters may be given other memory; what is read here stays.
-        layer = x, weight.detach() if type(weight) in _DENSE else weight, bias, out
+        layer = x, weight, bias, out
         kernel = chosen_method(x, weight, bias) is kernel_linear
         if not self._layers:
             with suppress(ValueError):
                 self._kernels = RepeatedLinears(*layer) if kernel else None
         elif not (kernel and self._kernels is not None and self._kernels.add(*layer)):
             return False
-        self._layers.append((x, weight, bias, out))
+        self._layers.append(layer)
         self._weights.add(id(weight))
         return True
 

@@ -55,9 +55,7 @@ class _Form:
 
     def again(self, module: nn.Module, x: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
         """What computes a norm anew where its result lies."""
-        # Parameters may be given other memory; what is read here stays.
-        own: Any = module._parameters["weight"]
-        weight, epsilon = own.detach(), getattr(module, self.epsilon)
+        weight, epsilon = module._parameters["weight"], getattr(module, self.epsilon)
         return RepeatedNorm(x, weight, epsilon, self.shifted, self.rounded, _lanes(), out)
 
 

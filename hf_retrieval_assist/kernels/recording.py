@@ -88,7 +88,7 @@ class Program:
         given: what else it is given.
         operators: in their order.
         last: computes its logits behind them.
-        bytes: that its tensors take.
+        nbytes: that its tensors take.
     """
 
     def __init__(
@@ -168,6 +168,7 @@ class Recorder(TorchDispatchMode):
         # What operators have made: others may write to it. All is kept, so that no other tensor
         # gets its memory.
         self._made: dict[int, torch.Tensor] = {}
+        self._constants: list[torch.Tensor] = []
         self._shown: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         # Of the last linear layer: what it gave, what gives it again, and its place.
         self._linear: tuple[torch.Tensor, Callable[[], torch.Tensor], int] | None = None
@@ -307,7 +308,7 @@ class Recorder(TorchDispatchMode):
         results = [x for x in tree_iter(out) if isinstance(x, torch.Tensor)]
         if packet is aten.lift_fresh:  # a constant, which was made of Python's numbers
             self._known.add(_memory(results[0]))
-            self._operators.append(results[0].size)  # keeps it
+            self._constants.append(results[0])
         elif packet in _EMPTY:
             self._keep(results)
         elif not {_memory(x) for x in results} <= {_memory(x) for x in given}:  # no view

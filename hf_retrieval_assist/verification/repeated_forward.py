@@ -43,7 +43,7 @@ MOST_BYTES = 256 << 20
 # Programs of a model that wait for calls: of so many calls at a time.
 _MOST_IDLE = 2
 
-_INPUTS = ("input_ids", "position_ids")
+_INPUTS = ("input_ids", "position_ids", "cache_position")
 
 
 @dataclass
@@ -53,12 +53,14 @@ class _Kind:
     Attributes:
         uses: how many were computed.
         program: what repeats them.
+        recorded_at: the cache's length when it was recorded, of which it may have made a constant.
         output: the class of their outputs.
         lengths: of the cache, as buckets, at which the program has given what the model gave.
     """
 
     uses: int = 0
     program: Program | None = None
+    recorded_at: int = 0
     output: Any = None
     lengths: set[int] = field(default_factory=set)
 
@@ -120,6 +122,15 @@ class RepeatedForward:
         self._handles = RemovableHandle.next_id
         self.typical = True
         self.repeated = self.recordings = 0
+        # Programs know where weights lie: they stay there until the end of the call, whoever gives
+        # the model others meanwhile.
+        self._weights = [
+            tensor.detach()
+            for module in modules_of(model)
+            for tensors in (module._parameters, module._buffers)
+            for tensor in tensors.values()
+            if tensor is not None
+        ]
         state = recorded_state(model, arguments, torch.device("cpu"))
         self._programs: _Programs | None = None
         if state is not None:
@@ -176,7 +187,8 @@ class RepeatedForward:
     ) -> Any:
         programs = self._programs
         assert programs is not None
-        layers, length = self._cache.layers, size_bucket(self._cache.slots.longest)
+        layers, longest = self._cache.layers, self._cache.slots.longest
+        length = size_bucket(longest)
         if kind.program is not None and length in kind.lengths:
             self.repeated += 1
             return kind.output(logits=kind.program(inputs, layers, masks))
@@ -185,6 +197,8 @@ class RepeatedForward:
             self.typical = not programs.trusted
             return self._model(**given)
         self.typical = False
+        if kind.program is not None and longest == kind.recorded_at:
+            return self._model(**given)
         lengths = [layer.get_seq_length() for layer in layers]
         try:
             if kind.program is None:
@@ -221,6 +235,7 @@ class RepeatedForward:
         if program.nbytes + self._programs.nbytes > MOST_BYTES:
             raise UnrecordableError("its programs take too much memory")
         kind.program, kind.output = program, type(outputs)
+        kind.recorded_at = self._cache.slots.longest
         self.recordings += 1
         return outputs
 
@@ -242,6 +257,7 @@ class RepeatedForward:
         if self.recordings:
             self._check()
         programs, self._programs = self._programs, None
+        self._weights.clear()
         if programs is not None:
             with _lock:
                 idle = _idle.setdefault(self._model, [])

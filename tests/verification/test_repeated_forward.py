@@ -1,7 +1,9 @@
 """Forwards on a CPU that are recorded once and then repeated: what is, what is not, and what is
 noticed of a model that changes."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -200,6 +202,36 @@ def test_programs_are_compared_anew_where_the_text_has_doubled(monkeypatch):
     monkeypatch.setattr(repeated_forward, "_are_equal", noted)
     run(model, PROMPT.repeat(1, 8), assistant=assistant)
     assert compared
+
+
+def test_a_length_that_was_made_a_constant_would_be_noticed(monkeypatch):
+    """No program is first tried at the length of the cache at which it was recorded."""
+    model, call, first = build(LlamaForCausalLM), Program.__call__, {}
+
+    def noted(program, inputs, layers, masks):
+        first.setdefault(id(program), layers[0].get_seq_length())
+        return call(program, inputs, layers, masks)
+
+    monkeypatch.setattr(Program, "__call__", noted)
+    for _ in range(6):
+        same(model, assistant=Assistant([], budget=0), max_new_tokens=4)
+    kinds = repeated_forward._idle[model][0].kinds.values()
+    assert first
+    assert all(first[id(kind.program)] != kind.recorded_at for kind in kinds)
+
+
+def test_programs_go_with_the_model_and_hold_no_weights_back():
+    model = build(LlamaForCausalLM)
+    assistant = repeating(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    before = weakref.ref(weight.data.untyped_storage())
+    del weight
+    model.to(torch.bfloat16)
+    known = weakref.ref(model)
+    del model, assistant
+    gc.collect()
+    assert known() is None
+    assert before() is None
 
 
 def test_programs_take_no_more_memory_than_they_may(monkeypatch):
