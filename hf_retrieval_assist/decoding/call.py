@@ -28,21 +28,13 @@ from ..system.log import get_logger
 from ..token_tree import Int32Array
 from ..verification.fixed_memory import stays_in_place
 from ..verification.kv_cache import SlotCache, has_slots, has_static_slots
-from ..verification.service import Demand, choose_service
+from ..verification.service import PER_TOKEN, Demand, choose_service
 from ..verification.tiers import Service, Tier
 from ..verification.workspace import WORKSPACES
 from .selection import follows_rows
 from .stopping import Stopping
 
 logger = get_logger(__name__)
-
-# Inputs with one entry per token, of which the loop knows those of tokens to come.
-PER_TOKEN = frozenset(
-    (
-        *("attention_mask", "decoder_attention_mask", "position_ids", "decoder_position_ids"),
-        *("token_type_ids", "mm_token_type_ids"),
-    )
-)
 
 # What asks for other ways of decoding.
 _MODE_ARGUMENTS = {

@@ -16,10 +16,11 @@ from ..stats import CallStats, Stopwatch
 from ..system.log import get_logger
 from ..token_tree import TokenTree
 from ..verification.fixed_verifier import ForwardOptions
+from ..verification.service import PER_TOKEN
 from ..verification.tiers import Service, slot_cache
 from ..verification.verified import Verified
 from ..verification.verifiers import Verifier
-from .call import PER_TOKEN, Call
+from .call import Call
 from .copies import Copies
 from .walk import Walk
 

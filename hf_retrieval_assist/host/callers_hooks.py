@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..system.locks import Lock
 from ..system.modules import modules_of
-from .transformers_private import global_hooks, hook_tables, numbered_hooks
+from .transformers_private import Hook, global_hooks, hooks_of
 
 PACKAGE = __name__.partition(".")[0]
 LIBRARIES = frozenset(
@@ -31,23 +31,29 @@ _MOST_KNOWN = 1 << 14
 _lock = Lock()
 
 
+def written_in(function: Any) -> str:
+    """The package that a function was written in, whatever name what wraps it has taken over."""
+    while isinstance(function, partial):
+        function = function.func
+    written = getattr(getattr(function, "__func__", function), "__globals__", {})
+    name: str = written.get("__name__", type(function).__module__)
+    return name.partition(".")[0]
+
+
 def is_callers(hook: Any) -> bool:
     """Whether neither a library nor this package has made a hook."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return isinstance(hook, _Watched) or module.partition(".")[0] not in LIBRARIES
+    return isinstance(hook, _Watched) or written_in(hook) not in LIBRARIES
 
 
-def only_looks(number: int, hook: Any) -> bool:
+def only_looks(hook: Hook) -> bool:
     """Whether a hook is the caller's and none that is known to change something."""
-    return is_callers(hook) and not _changes.get(number, False)
+    return is_callers(hook.called) and not _changes.get(hook.number, False)
 
 
 def has_callers_hooks(model: nn.Module) -> bool:
     """Whether a hook of the caller sees this thread's forwards of a model, that of all modules
     included."""
-    hooks = [hook for module in modules_of(model) for _, hook in numbered_hooks(module)]
+    hooks = [hook.called for hook in hooks_of(*modules_of(model))]
     return any(is_callers(hook) and not _is_muted(hook) for hook in (*global_hooks(), *hooks))
 
 
@@ -96,18 +102,12 @@ class HookWatch:
     def __init__(self, model: nn.Module, muted: bool = False):
         self.muted = muted
         self.changing: set[_Watched] = set()
-        self._found = [
-            (hooks, number)
-            for module in modules_of(model)
-            for hooks in hook_tables(module)
-            for number, hook in hooks.items()
-            if only_looks(number, hook)
-        ]
-        self.unsure = any(number not in _changes for _, number in self._found)
+        self._found = [hook for hook in hooks_of(*modules_of(model)) if only_looks(hook)]
+        self.unsure = any(hook.number not in _changes for hook in self._found)
 
     def __enter__(self) -> HookWatch:
         with _lock:
-            for hooks, number in self._found:
+            for hooks, number, _ in self._found:
                 hook = hooks.get(number)
                 if hook is not None:
                     watched = hook if isinstance(hook, _Watched) else _Watched(hook)
@@ -117,7 +117,7 @@ class HookWatch:
 
     def __exit__(self, *error: Any) -> None:
         with _lock:
-            for hooks, number in self._found:
+            for hooks, number, _ in self._found:
                 watched = hooks.get(number)
                 if not isinstance(watched, _Watched):
                     continue  # the caller has removed it
@@ -131,7 +131,7 @@ class HookWatch:
         They have to be a forward over several tokens and one over a single token: hooks that steer
         often look at how many there are.
         """
-        for hooks, number in self._found:
+        for hooks, number, _ in self._found:
             _changes[number] = _changes.get(number, False) or hooks.get(number) in self.changing
         while len(_changes) > _MOST_KNOWN:
             del _changes[next(iter(_changes))]

@@ -10,6 +10,7 @@ that fails with drafts is computed again without them.
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from bisect import bisect_left
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import numpy as np
@@ -262,15 +263,13 @@ class _DraftingScheduler(Scheduler):
 
     def _infer_request_tokens(self, state: DraftedRequest, removed: set[str]) -> list[int]:
         tokens: list[int] = super()._infer_request_tokens(state, removed)
-        if not state.draft:
-            return tokens
-        # A draft is worth no other request's blocks: each may need one more.
-        page = max(found.tokens_per_page for found in self.cache.cache_allocators.values())
-        length = page * len(self.active_requests) + 1 + len(state.draft)
-        fits = self.cache.can_store_request_tokens(state, length, dry_run=True)
-        if state.status != RequestStatus.DECODING or not fits:
-            state.draft = ()
-            return tokens
+        if state.draft:
+            # A draft is worth no other request's blocks: each may need one more.
+            page = max(found.tokens_per_page for found in self.cache.cache_allocators.values())
+            length = page * len(self.active_requests) + 1 + len(state.draft)
+            fits = self.cache.can_store_request_tokens(state, length, dry_run=True)
+            if state.status != RequestStatus.DECODING or not fits:
+                state.draft = ()
         return [*tokens, *state.draft]
 
     def _schedule_request(
@@ -342,11 +341,9 @@ class DraftingProcessor(ContinuousBatchProcessor):
         self._remember()
         self.model_runner.checked = bool(drafted)
         try:
+            step = self._drafted_step if drafted else super()._generation_step
             with self.drafts.scope():
-                if drafted:
-                    self._drafted_step(model)
-                else:
-                    super()._generation_step(model)
+                step(model)
         except Exception as error:
             self.model_runner.checked = False
             self.drafts.blame(drafted, error)
@@ -360,16 +357,14 @@ class DraftingProcessor(ContinuousBatchProcessor):
         io = self.inputs_and_outputs
         # int64 [places]: the fed tokens whose logits are read, and whose request each one is of,
         # counted among the requests that generate.
-        places: list[int] = []
-        owners: list[int] = []
-        end = generating = 0
-        for future in io.requests_in_batch:
-            end += future.query_length
-            if future.has_new_token:
-                fed = 1 + len(future.state.draft)
-                places += range(end - fed, end)
-                owners += [generating] * fed
-                generating += 1
+        ends = accumulate(future.query_length for future in io.requests_in_batch)
+        spans = [
+            range(end - 1 - len(future.state.draft), end)
+            for future, end in zip(io.requests_in_batch, ends, strict=True)
+            if future.has_new_token
+        ]
+        places = [place for span in spans for place in span]
+        owners = [owner for owner, span in enumerate(spans) for _ in span]
         batch = io.get_model_kwargs(use_padding=False)
         kind, device = batch["logits_indices"].dtype, self.model_device
         batch["logits_indices"] = torch.tensor(places, dtype=kind, device=device)
@@ -398,7 +393,7 @@ class DraftingProcessor(ContinuousBatchProcessor):
     def _drop(self) -> None:
         """Prepare a step again without its drafts."""
         io = self.inputs_and_outputs
-        dropped = 0
+        dropped = sum(len(future.state.draft) for future in io.requests_in_batch)
         for future in io.requests_in_batch:
             state, count = future.state, len(future.state.draft)
             state.position_offset -= future.query_length
@@ -409,7 +404,6 @@ class DraftingProcessor(ContinuousBatchProcessor):
             if count:
                 future.complete_blocks = self.cache.count_new_complete_blocks(state, 1)
                 self._clear(state, count)
-            dropped += count
         io.prepare_batch_tensors(
             requests_in_batch=io.requests_in_batch,
             logits_processors=self.logit_processor,
@@ -498,10 +492,9 @@ def _kept(state: DraftedRequest, chosen: Sequence[int]) -> list[int]:
     """What plain decoding would have generated, given the token chosen behind each fed one."""
     ends = state.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
-    limit = None if state.max_new_tokens is None else state.max_new_tokens - state.generated_len()
-    count = 1
-    for drafted, token in zip(state.draft, chosen, strict=False):
-        if token in ends or (limit is not None and count >= limit) or token != drafted:
-            break
-        count += 1
-    return [*chosen[:count]]
+    most = math.inf if state.max_new_tokens is None else state.max_new_tokens
+    left = most - state.generated_len()
+    for count, (drafted, token) in enumerate(zip(state.draft, chosen, strict=False), 1):
+        if token in ends or count >= left or token != drafted:
+            return [*chosen[:count]]
+    return [*chosen]

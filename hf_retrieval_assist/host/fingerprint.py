@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..system.modules import modules_of
+
 # Settings of a run, what saving a model adds, and where its files lie: the model is the same.
 _PASSING = (
     *("architectures", "dtype", "name_or_path", "return_dict", "transformers_version"),
@@ -61,16 +63,9 @@ def _adapters(model: nn.Module) -> list[str]:
     return sorted({name for layer in _adapted_layers(model) for name in _in_use(layer)})
 
 
-def _adapted_layers(model: nn.Module) -> Iterator[Any]:
+def _adapted_layers(model: nn.Module) -> list[Any]:
     """Modules with adapters, which PEFT puts in the places of the model's own."""
-    # Every call of `generate` looks here, so it is done without nn.Module's own slower ways.
-    waiting: list[nn.Module | None] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None:
-            if hasattr(type(module), "adapter_layer_names"):
-                yield module
-            waiting.extend(module._modules.values())
+    return [layer for layer in modules_of(model) if hasattr(type(layer), "adapter_layer_names")]
 
 
 def _in_use(layer: Any) -> list[str]:

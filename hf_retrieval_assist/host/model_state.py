@@ -7,38 +7,50 @@ found by :func:`restored` and left out of it.
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Hashable, Iterator, Set
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..system.modules import modules_of
-from .callers_hooks import PACKAGE, only_looks
-from .transformers_private import GRADIENT_HOOKS, attention_of, numbered_hooks
+from .callers_hooks import PACKAGE, only_looks, written_in
+from .transformers_private import GRADIENT_HOOKS, Hook, attention_of, hooks_of, own_calls
 
 # What every module keeps of itself.
-INTERNAL = frozenset(vars(nn.Module())) - {"training"} | GRADIENT_HOOKS
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | GRADIENT_HOOKS
 
-_SCALARS = (bool, int, float, str, type(None))
-_PLAIN = (*_SCALARS, tuple, list, dict)
+_PLAIN = (bool, int, float, str, type(None), tuple, list, dict)
 
 Place = tuple[int, str]
 """The identity of a module, and the name of an attribute."""
 
 
 def model_settings(model: nn.Module, moving: Set[Place] = frozenset()) -> Hashable:
-    """Every plain attribute of its modules but `moving` ones, their hooks but those that only look,
-    how attention is computed, and the modes of PyTorch that change operators."""
-    config = getattr(model, "config", None)
+    """What stands for its modules' forwards, their plain attributes but `moving` ones, their hooks
+    but those that only look, how attention is computed, and modes that change operators."""
+    config, modules = getattr(model, "config", None), modules_of(model)
+    told = [
+        (id(type(module)), *map(id, own_calls(module)), _plain(module, moving))
+        for module in modules
+    ]
     return (
-        hash(tuple([_settings(module, moving) for module in modules_of(model)])),
+        _hash_of(told),
+        tuple([_told(hook) for hook in hooks_of(*modules) if _may_change(hook)]),
         None if config is None else attention_of(config),
         autocast_dtypes(),
         torch.get_default_device(),
     )
+
+
+def _hash_of(told: Any) -> int:
+    try:
+        return hash(marshal.dumps(told, 2))  # which tells no identities, as later versions do
+    except ValueError:  # other objects are in containers
+        return hash(repr(told))
 
 
 def autocast_dtypes() -> tuple[torch.dtype, ...]:
@@ -47,96 +59,85 @@ def autocast_dtypes() -> tuple[torch.dtype, ...]:
     return tuple(map(torch.get_autocast_dtype, enabled))
 
 
-def _settings(module: nn.Module, moving: Set[Place]) -> Hashable:
-    """A module's plain attributes, its hooks and what stands for its forward."""
-    plain = [
-        (name, _told(value))
-        for name, value in _attributes(module)
-        if not (moving and (id(module), name) in moving)
-    ]
-    hooks = tuple([_hook(number, hook) for number, hook in _changing_hooks(module)])
-    return type(module), id(vars(module).get("forward")), hooks, tuple(plain)
-
-
-def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """The plain ones, by name."""
+def _plain(module: nn.Module, moving: Set[Place] = frozenset()) -> list[tuple[str, Any]]:
+    """The plain attributes of a module, by name."""
+    own = vars(module)
     return [
         (name, value)
-        for name, value in vars(module).items()
-        if name not in INTERNAL and isinstance(value, _PLAIN)
+        for name in own_names(tuple(own))
+        # Of a configuration `isinstance` would ask, which takes longer than all the rest.
+        if issubclass(type(value := own[name]), _PLAIN)
+        if not (moving and (id(module), name) in moving)
     ]
 
 
-def _changing_hooks(module: nn.Module) -> list[tuple[int, Any]]:
-    """The hooks that may change a forward; the package's own look at that of some thread."""
-    return [
-        (number, hook)
-        for number, hook in numbered_hooks(module)
-        if not only_looks(number, hook)
-        and getattr(hook, "__module__", "").partition(".")[0] != PACKAGE
-    ]
+@lru_cache(1 << 12)
+def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Of a module's attributes those that not every module has; modules of a kind have the same."""
+    return tuple([name for name in names if name not in _INTERNAL])
+
+
+def _may_change(hook: Hook) -> bool:
+    """Whether it may change a forward; the package's own look at that of some thread."""
+    return written_in(hook.called) != PACKAGE and not only_looks(hook)
 
 
 def has_changing_hooks(model: nn.Module) -> bool:
     """Whether hooks may change what the model's forwards compute."""
-    return any(map(_changing_hooks, modules_of(model)))
+    return any(map(_may_change, hooks_of(*modules_of(model))))
 
 
-def _told(value: Any) -> Hashable:
-    """A plain value; −1 and −2 have the same hash."""
-    told: Hashable = value if type(value) in _SCALARS and value != -2 else repr(value)
-    return told
-
-
-def _hook(number: int, hook: Any) -> Hashable:
-    """A hook's number, which no other one ever has; hooks that are registered anew for every call
-    are told by what they call and with what, where that is plain."""
-    if isinstance(hook, partial):
-        values = (*hook.args, *hook.keywords.values())
+def _told(hook: Hook) -> Hashable:
+    """A hook's number; hooks that are registered anew for every call are told by what they call and
+    with what, where that is plain."""
+    called = hook.called
+    if isinstance(called, partial):
+        values = (*called.args, *called.keywords.values())
         if all(isinstance(value, _PLAIN) for value in values):
-            return id(hook.func), repr(hook.args), repr(hook.keywords)
-    return number
+            return id(hook.table), id(called.func), repr(called.args), repr(called.keywords)
+    return hook.number
 
 
 @contextmanager
 def restored(model: nn.Module, moving: set[Place]) -> Iterator[None]:
     """Scope of forwards that plain decoding would not run: what they change in modules is put back,
-    and the places of plain attributes among it are added to `moving`."""
-    kept = [_Kept(module) for module in modules_of(model)]
+    and the places of plain attributes among it are added to `moving`.
+
+    What is put back are plain attributes, and the tensors of modules that compute without
+    parameters or parts, as positions are computed.
+    """
+    modules = modules_of(model)
+    plain = {
+        (id(module), name): (repr(value), _copied(value))
+        for module in modules
+        for name, value in _plain(module)
+    }
+    tensors = [
+        (own, {name: value for name, value in own.items() if isinstance(value, torch.Tensor)})
+        for own in (vars(module) for module in modules)
+        if not (own["_modules"] or own["_parameters"])
+    ]
+    buffers = [
+        (held, name, buffer, buffer.clone())
+        for own, _ in tensors
+        for held in [own["_buffers"]]
+        for name, buffer in held.items()
+        if buffer is not None
+    ]
     try:
         yield
     finally:
-        for one in kept:
-            moving |= {(id(one.module), name) for name in one.put_back()}
-
-
-class _Kept:
-    """The plain attributes of a module; and where it computes without parameters or parts, as
-    positions are computed, its tensors too."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module
-        self._plain = {name: (_told(value), _copied(value)) for name, value in _attributes(module)}
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._buffers: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        own = vars(module)
-        if not (own["_modules"] or own["_parameters"]):
-            self._tensors = {n: v for n, v in own.items() if isinstance(v, torch.Tensor)}
-            held = {name: b for name, b in own["_buffers"].items() if b is not None}
-            self._buffers = {name: (buffer, buffer.clone()) for name, buffer in held.items()}
-
-    def put_back(self) -> list[str]:
-        """Returns the names of the plain attributes that had changed."""
-        own = vars(self.module)
-        changed = [
-            name
-            for name, value in _attributes(self.module)
-            if name not in self._plain or _told(value) != self._plain[name][0]
-        ]
-        own.update({n: self._plain[n][1] for n in changed if n in self._plain} | self._tensors)
-        for name, (buffer, value) in self._buffers.items():
-            own["_buffers"][name] = buffer.copy_(value)
-        return changed
+        for module in modules:
+            for name, value in _plain(module):
+                told, before = plain.get((id(module), name), (None, None))
+                if repr(value) != told:
+                    moving.add((id(module), name))
+                    if told is not None:
+                        vars(module)[name] = before
+        for own, kept in tensors:
+            own.update(kept)
+        for held, name, buffer, value in buffers:
+            held[name] = buffer.copy_(value)
 
 
 def _copied(value: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..token_tree import TokenTree
+from ..token_tree import Forest, TokenTree
 from . import transformers_private
 
 # What ranks say when they meet; the sum tells whether all said the same.
@@ -79,7 +79,7 @@ class Ranks:
         leads = self.leads
         nodes = self._meet(_GOES_ON, sum(map(len, trees)) if leads else 0)
         if not nodes:
-            return [TokenTree.empty()] * rows
+            return Forest.empty(rows)
         packed = _pack(trees) if leads else np.empty(rows + 4 * nodes, np.int32)
         message = torch.from_numpy(packed).to(self._device)
         torch.distributed.broadcast(message, group=self._group, group_src=0)
@@ -151,21 +151,12 @@ def require_whole(model: Any, name: str) -> None:
 
 
 def _pack(trees: Sequence[TokenTree]) -> NDArray[np.int32]:
-    """int32 [rows + 4 x nodes]: the trees' sizes, then all arrays of each."""
-    sizes = np.array([len(tree) for tree in trees], np.int32)
-    arrays = [
-        part
-        for tree in trees
-        for part in (tree.token_ids, tree.parents, tree.probs.view(np.int32), tree.classes)
-    ]
-    return np.concatenate([sizes, *arrays])
+    """int32 [rows + 4 x nodes]: where trees end, then their arrays."""
+    forest = Forest.of(trees)
+    arrays = forest.token_ids, forest.parents, forest.probs.view(np.int32), forest.classes
+    return np.concatenate([forest.offsets[1:].astype(np.int32), *arrays])
 
 
-def _unpack(packed: NDArray[np.int32], rows: int) -> list[TokenTree]:
-    trees = []
-    start = rows
-    for size in packed[:rows].tolist():
-        ids, parents, probs, classes = packed[start : start + 4 * size].reshape(4, size)
-        trees.append(TokenTree(ids, parents, probs.view(np.float32), classes))
-        start += 4 * size
-    return trees
+def _unpack(packed: NDArray[np.int32], rows: int) -> Forest:
+    ids, parents, probs, classes = packed[rows:].reshape(4, -1)
+    return Forest(ids, parents, probs.view(np.float32), classes, np.append(0, packed[:rows]))

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
@@ -31,20 +31,19 @@ CACHE_NAMES = (CACHE, "cache_params")
 _GIVEN_NAMES = (CACHE, "cache", "past_key_values", "cache_params")
 
 
+@cache
+def _parameters_of(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(forward).parameters
+
+
 def forward_parameters(module: Any) -> Mapping[str, inspect.Parameter]:
     """Of the class's forward: an instance's may be wrapped by hooks that take anything."""
-    return inspect.signature(type(module).forward).parameters
-
-
-@cache
-def _cache_name_of(forward: Callable[..., Any]) -> str | None:
-    parameters = inspect.signature(forward).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)
+    return _parameters_of(type(module).forward)
 
 
 def cache_name(module: Any) -> str | None:
     """The keyword for the cache in a module's forward; None: it takes none."""
-    return _cache_name_of(type(module).forward)
+    return next((name for name in CACHE_NAMES if name in forward_parameters(module)), None)
 
 
 def with_cache(module: Any, held: Any) -> dict[str, Any]:
@@ -118,41 +117,29 @@ def _marks_gradients(hook: Any) -> bool:
     return of_library and name.startswith(f"{made_in.__qualname__}.")
 
 
-def hooks_of(module: nn.Module) -> list[Any]:
-    """A module's hooks round its forward, each with the ways in which it is called."""
-    if not (module._forward_pre_hooks or module._forward_hooks):
-        return []
-    before: tuple[Any, Any, Any] = (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        {},
-    )
-    after = (
-        module._forward_hooks,
-        module._forward_hooks_with_kwargs,
-        module._forward_hooks_always_called,
-    )
+class Hook(NamedTuple):
+    """A hook round a module's forward.
+
+    Attributes:
+        table: its module's, in which it has its number; PyTorch gives none twice.
+        called: what is called.
+    """
+
+    table: dict[int, Any]
+    number: int
+    called: Any
+
+
+def hooks_of(*modules: nn.Module) -> list[Hook]:
+    """The hooks of modules without those that change nothing of a forward."""
     return [
-        (hook, number in keywords, number in always)
-        for hooks, keywords, always in (before, after)
-        for number, hook in hooks.items()
+        Hook(table, number, hook)
+        for module in modules
+        if module._forward_hooks or module._forward_pre_hooks
+        for table in (module._forward_hooks, module._forward_pre_hooks)
+        for number, hook in table.items()
         if not _marks_gradients(hook)
     ]
-
-
-def hook_tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks that run after a module's forward, and those that run before it, by their numbers,
-    of which PyTorch gives none twice."""
-    return module._forward_hooks, module._forward_pre_hooks
-
-
-def numbered_hooks(module: nn.Module) -> list[tuple[int, Any]]:
-    """The same as a list, without hooks that change nothing of a forward."""
-    after, before = hook_tables(module)
-    if not (after or before):
-        return []
-    found = [*after.items(), *before.items()]
-    return [(number, hook) for number, hook in found if not _marks_gradients(hook)]
 
 
 def global_hooks() -> list[Any]:
@@ -170,13 +157,20 @@ def compiles(model: Any, config: GenerationConfig, model_kwargs: dict[str, Any])
     return bool(model._valid_auto_compile_criteria(model_kwargs, config))
 
 
+def own_calls(module: nn.Module) -> tuple[Any, Any]:
+    """What stands on a module for its class's forward, and for all of its call; None: nothing."""
+    own = vars(module)
+    return own.get("forward"), own.get("_compiled_call_impl")
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether a caller has compiled the model or a part of it in place."""
     return any(
-        getattr(module, "_compiled_call_impl", None) is not None
+        call is not None
         or isinstance(module, torch._dynamo.OptimizedModule)
-        or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        or hasattr(forward, "_torchdynamo_orig_callable")
         for module in modules_of(model)
+        for forward, call in [own_calls(module)]
     )
 
 
@@ -222,10 +216,8 @@ def takes_dynamic_cache(model: Any) -> bool:
 def keeps_no_activations(model: Any) -> bool:
     """Whether the model computes activations anew in the backward pass, for which it gives up its
     cache in train mode."""
-    # The name changed in 5.23.
-    if hasattr(model, "is_activation_checkpointing"):
-        return model.is_activation_checkpointing
-    return model.is_gradient_checkpointing
+    newest = "is_activation_checkpointing"  # since 5.23
+    return getattr(model, newest if hasattr(model, newest) else "is_gradient_checkpointing")
 
 
 def is_stateful(model: Any) -> bool:

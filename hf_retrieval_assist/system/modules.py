@@ -7,10 +7,11 @@ from torch import nn
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """A model and its parts, each once, in a tenth of the time of `model.modules()`."""
-    found, waiting = {id(model): model}, [model]
-    while waiting:
-        for part in waiting.pop()._modules.values():
-            if part is not None and id(part) not in found:
-                found[id(part)] = part
+    found = {model: None}
+    waiting = [model]
+    for module in waiting:
+        for part in module._modules.values():
+            if part is not None and part not in found:
+                found[part] = None
                 waiting.append(part)
-    return list(found.values())
+    return waiting

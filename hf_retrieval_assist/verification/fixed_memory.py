@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from ..system.log import get_logger
 from .arena import capacity_bucket, with_room
 from .kv_cache import SlotCache
 from .recorded_state import recorded_state
 from .replay import Shown
 from .slot_layers import SlotLayer
 from .workspace import WORKSPACES, Repeated, Shape, Workspace
+
+logger = get_logger(__name__)
 
 # Where forwards are recorded, or attention reads nothing but the slots in use.
 _STAYING = ("cuda",)
@@ -125,7 +128,13 @@ class FixedMemory:
         shown = step(compute)
         self.recordings += was_new and not step.new
         if step.fault is not None and not computed:
-            WORKSPACES.refuse(self._model, step.key, step.fault)
+            faults = self.workspace.faults
+            if not faults:
+                logger.warning(
+                    "%s: some of its forwards, if not all, run one kernel at a time (%s)",
+                    *(type(self._model).__name__, step.fault),
+                )
+            faults[step.key] = step.fault
         if step.short:
             # For this call; the next one may find enough.
             self.workspace.record = None

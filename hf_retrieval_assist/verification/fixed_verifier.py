@@ -10,6 +10,7 @@ recording serves every step of a width; see :mod:`.replay`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +133,8 @@ class FixedVerifier(TreeVerifier):
         if self._by_kernels:
             self.attention_by = by
         # The model's own test shows whether it reads its masks; what hooks read no test shows.
-        self._tells_masks = has_callers_hooks(self.model) and why_no_mask(self.model.config) is None
+        looks = has_callers_hooks(self.model) and why_no_mask(self.model.config) is None
+        self._tells_masks = looks or not self._by_kernels
         # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
         self.chains = options.fixed_width is not None
         self._first = self.next_position.cpu().numpy()
@@ -235,17 +237,15 @@ class FixedVerifier(TreeVerifier):
         slots.places = self.memory.workspace.rows, inputs["slots"]
         slots.near = inputs["slots"] - inputs["begin"] if "begin" in inputs else None
         width = inputs["token_ids"].shape[1]
-        arguments: dict[str, Any] = {"position_ids": inputs["positions"]}
+        told = masks.build(inputs) if self._tells_masks else masks.empty(width)
+        scope: Any = nullcontext()
         if self._by_kernels:
             from ..kernels.triton_attention import TritonAttention  # needs Triton
 
-            told = masks.build(inputs) if self._tells_masks else masks.empty(width)
-            arguments["attention_mask"] = told
             name = attention_of(self.model.config)
-            with self._attending(TritonAttention(masks.seen(inputs, told), name)):
-                outputs = self._run(inputs["token_ids"], width, arguments)
-        else:
-            arguments["attention_mask"] = masks.build(inputs)
+            scope = self._attending(TritonAttention(masks.seen(inputs, told), name))
+        arguments = {"position_ids": inputs["positions"], "attention_mask": told}
+        with scope:
             outputs = self._run(inputs["token_ids"], width, arguments)
         if self.summarises:
             step.summarise(outputs.logits)

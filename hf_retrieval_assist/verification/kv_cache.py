@@ -59,6 +59,7 @@ class SlotCache(DynamicCache):
         config: the model's configuration; decides the kind of each layer.
         capacity: slots to reserve.
         forgets: whether layers with a window drop what it has passed.
+        layers: empty ones, made as the configuration says; none: they are made now.
 
     Attributes:
         slots: the rows' lengths, shared by the layers.
@@ -73,11 +74,15 @@ class SlotCache(DynamicCache):
     reserved: Any = None
     in_place = False
 
-    def __init__(self, config: PreTrainedConfig, capacity: int = 0, forgets: bool = True):
-        super().__init__(config=config.get_text_config(decoder=True))
+    def __init__(
+        self, config: PreTrainedConfig, capacity: int = 0, forgets: bool = True, layers: Any = ()
+    ):
+        super().__init__(config=None if layers else config.get_text_config(decoder=True))
+        self.layer_class_to_replicate = None
         self.slots = RowSlots([], forgets)
         self.capacity = capacity
-        self.layers: list[Any] = [_slot_layer(layer, self.slots) for layer in self.layers]
+        made = layers or self.layers
+        self.layers: list[Any] = [_slot_layer(layer, self.slots) for layer in made]
         windows = [layer.window for layer in self.layers if getattr(layer, "window", None)]
         self.slots.window = max(windows, default=None)
 

@@ -34,21 +34,18 @@ class PackedBuffer:
 
     def __init__(self, fields: Mapping[str, Field], device: torch.device):
         sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in fields.values()]
-        places, end = [], 0
-        for size in sizes:
-            places.append(slice(end, end + size))
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        rooms = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         self._place = device
         behind = runs_behind(device)
-        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=behind)
-        self._device = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._host = torch.zeros(sum(rooms), dtype=torch.uint8, pin_memory=behind)
+        self._device = torch.zeros(sum(rooms), dtype=torch.uint8, device=device)
         self._crossed = torch.cuda.Event() if behind else None
         self.host, self.device = (
             {
-                name: whole[place].view(dtype).view(tuple(shape))
-                for (name, (dtype, shape)), place in zip(fields.items(), places, strict=True)
+                name: part.view(dtype)[: math.prod(shape)].view(tuple(shape))
+                for part, (name, (dtype, shape)) in zip(parts, fields.items(), strict=True)
             }
-            for whole in (self._host, self._device)
+            for parts in (self._host.split(rooms), self._device.split(rooms))
         )
 
     def send(self) -> None:

@@ -82,17 +82,6 @@ def _ropes(module: nn.Module) -> Iterator[tuple[str, int]]:
         yield str(kind), longest
 
 
-class _Filled(DynamicCache):
-    """A cache that says it holds so many tokens."""
-
-    def __init__(self, config: Any, length: int):
-        super().__init__(config=config)
-        self._length = length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._length
-
-
 def _restart(model: Any, cache_name: str) -> int | None:
     """The first length, of those that the configuration names, at which a model drops its cache
     while it prepares its inputs."""
@@ -110,7 +99,8 @@ def _starts_anew(model: Any, length: int, cache_name: str) -> bool:
     """Whether a text of this length, of which the cache holds all but the last token, is fed from
     its start."""
     ids = torch.ones((1, length), dtype=torch.long, device=input_device(model))
-    cache = _Filled(model.config.get_text_config(decoder=True), length - 1)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    cache.get_seq_length = lambda *_: length - 1
     given = {cache_name: cache, "attention_mask": torch.ones_like(ids), "use_cache": True}
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **given)
     return inputs.get(cache_name) is not cache

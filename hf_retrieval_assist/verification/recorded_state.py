@@ -7,8 +7,10 @@ is not recorded. Nothing is kept alive.
 
 from __future__ import annotations
 
+import io
+import pickle
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from functools import partial
 from operator import attrgetter
@@ -21,20 +23,25 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..host.callers_hooks import LIBRARIES, PACKAGE, is_callers
-from ..host.model_state import INTERNAL
-from ..host.transformers_private import global_hooks, hooks_of, numbered_hooks
+from ..host.callers_hooks import LIBRARIES, PACKAGE, is_callers, written_in
+from ..host.model_state import own_names
+from ..host.transformers_private import global_hooks, hooks_of, own_calls
 from ..system.modules import modules_of
 
-_ATOMS = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), Enum, type),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic),
+# What pickle writes down by itself, and what is told by its name.
+_WRITTEN = frozenset((type(None), bool, int, float, str, bytes, list, tuple, dict, set, frozenset))
+_NAMED = (
+    *(complex, range, slice, type(...), Enum, type, np.generic),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_COLLECTIONS = (list, tuple, set, frozenset)
 
-# Of what is held by what is held; and of the largest collection. What is deeper or larger is too
-# much to look into before every call.
-_DEEPEST, _MOST = 8, 4096
+# Objects that are read of a module, or of what a call was given; more are too many to look into
+# before every call.
+_MOST = 1 << 15
+
+# Where modules keep the numbers of hooks that are called with keywords, or after failures too.
+_WAYS = [f"_forward_{which}" for which in ("hooks_with_kwargs", "pre_hooks_with_kwargs")]
+_WAYS += ["_forward_hooks_always_called"]
 
 _SETTINGS = (
     *("is_inference_mode_enabled", "is_grad_enabled", "get_default_dtype"),
@@ -52,18 +59,15 @@ _SETTINGS = (
 )
 
 
-class _UnreadableError(Exception):
-    """Nobody can tell whether something stays as it is."""
-
-
 def why_unrecorded(model: nn.Module, device: torch.device) -> str | None:
     """Why forwards of a model are not recorded as it is now; None: they may be."""
     # Copies of weights that operators keep for the scope's time would be gone later.
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return "autocast is on"
-    hooks = [hook for module in modules_of(model) for _, hook in numbered_hooks(module)]
-    strange = [hook for hook in (*global_hooks(), *hooks) if is_callers(hook)]
-    forwards = [vars(module).get("forward") for module in modules_of(model)]
+    modules = modules_of(model)
+    hooks = [*global_hooks(), *(hook.called for hook in hooks_of(*modules))]
+    strange = [hook for hook in hooks if is_callers(hook)]
+    forwards = [own_calls(module)[0] for module in modules]
     strange += [own for own in forwards if own is not None and written_in(own) not in LIBRARIES]
     return f"nobody knows what {strange[0]!r} will do" if strange else None
 
@@ -82,11 +86,13 @@ def recorded_state(model: nn.Module, arguments: Mapping[str, Any], device: torch
     passed = {n: v for n, v in arguments.items() if not isinstance(v, (torch.Tensor, Cache))}
     reader = _Reader()
     try:
-        for part in (*modules_of(model), passed, *map(_setting, _SETTINGS)):
+        for part in (*modules_of(model), passed, [*map(_setting, _SETTINGS)]):
             reader.read(part)
-    except _UnreadableError:
+    except (pickle.PicklingError, RecursionError):  # nobody can tell whether it stays as it is
         return None
-    return _State(reader.values, reader.objects)
+    # A number, since many objects that are kept would make Python look for garbage among all; and
+    # the references, of which an object has one while it lives, and an ended one equals no other.
+    return hash(reader.written.getvalue()), *reader.objects
 
 
 def _setting(name: str) -> Any:
@@ -98,114 +104,83 @@ def _setting(name: str) -> Any:
         return type(error)
 
 
-def written_in(function: Any) -> str:
-    """The package that a function was written in, whatever name what wraps it has taken over."""
-    while isinstance(function, partial):
-        function = function.func
-    written = getattr(getattr(function, "__func__", function), "__globals__", None)
-    name: str = written["__name__"] if written else type(function).__module__
-    return name.partition(".")[0]
-
-
-class _State:
-    """What was read, equal to what is read later while it is the same and of the same objects.
-
-    Args:
-        values: all that is plain, and the addresses of what is not.
-        objects: at these addresses.
-    """
-
-    def __init__(self, values: list[Any], objects: list[weakref.ref[Any]]) -> None:
-        # One number: many objects that are kept would make Python look for garbage among all.
-        self._values = hash(tuple(values))
-        self._objects = objects
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _State) and self._values == other._values
-        return same and all(thing() is not None for thing in self._objects)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _Reader:
-    """Reads objects, each once.
+class _Reader(pickle.Pickler):
+    """Writes objects down, each once: pickle goes through collections, and asks for all others.
 
     Attributes:
-        values, objects: see :class:`_State`.
+        written: so far.
+        objects: whose identities were written down.
     """
 
     def __init__(self) -> None:
-        self.values: list[Any] = []
+        self.written = io.BytesIO()
+        super().__init__(self.written)
         self.objects: list[weakref.ref[Any]] = []
         self._seen: dict[int, int] = {}
         # Until all is read, so that no other object gets the address of one.
         self._kept: list[Any] = []
 
-    def read(self, value: Any, depth: int = 0) -> None:
-        """Note its value, or which object it is."""
-        if isinstance(value, _ATOMS):
-            self.values.append(repr(value))
-        elif id(value) in self._seen:
-            self.values.append(self._seen[id(value)])
-        else:
-            self._seen[id(value)] = len(self._kept)
-            self._kept.append(value)
-            self._look_into(value, depth)
+    def read(self, value: Any) -> None:
+        self._left = _MOST
+        self.dump(value)
 
-    def _look_into(self, value: Any, depth: int) -> None:
+    def persistent_id(self, value: Any) -> Any:
+        """What is written in a value's place; None: itself."""
+        self._left -= 1
+        if not self._left:
+            raise pickle.PicklingError
+        if type(value) in _WRITTEN:
+            return None
+        if isinstance(value, _NAMED):
+            return repr(value)
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        self._seen[id(value)] = len(self._kept)
+        self._kept.append(value)
         if isinstance(value, torch.Tensor):
-            self._tensor(value)
-        elif isinstance(value, nn.Module):
-            self._module(value)
-        elif isinstance(value, weakref.ref):
-            self.read(value(), depth)
-        elif isinstance(value, partial):
-            self._collection((value.func, value.args, value.keywords), depth)
-        elif isinstance(value, MethodType):
-            self._collection((value.__func__, value.__self__), depth)
-        elif isinstance(value, Mapping):
-            self._collection([part for item in value.items() for part in item], depth)
-        elif isinstance(value, _COLLECTIONS):
-            self._collection(value, depth)
-        else:
-            self._object(value, depth)
+            return _tensor(value)
+        if isinstance(value, nn.Module):
+            return _module(value)
+        if isinstance(value, weakref.ref):
+            return [value()]
+        if isinstance(value, partial):
+            return value.func, value.args, value.keywords
+        if isinstance(value, MethodType):
+            return value.__func__, value.__self__
+        if isinstance(value, Mapping):
+            return [*value.items()]
+        if isinstance(value, list | tuple | set | frozenset):
+            return [*value]
+        return self._object(value)
 
-    def _collection(self, values: Collection[Any], depth: int) -> None:
-        if len(values) > _MOST or depth == _DEEPEST:
-            raise _UnreadableError
-        self.values.append(len(values))
-        for value in values:
-            self.read(value, depth + 1)
-
-    def _object(self, thing: Any, depth: int) -> None:
+    def _object(self, thing: Any) -> Any:
         """Which one it is, and its attributes where they may be changed from outside."""
         held, library = getattr(thing, "__dict__", None), written_in(thing) in LIBRARIES
-        self.values.append(id(thing))
         try:
             self.objects.append(weakref.ref(thing))
         except TypeError:
             if held is None and not library:
-                raise _UnreadableError from None
-        if held and depth < _DEEPEST and (not library or isinstance(thing, PreTrainedConfig)):
-            self.read(held, depth + 1)
+                raise pickle.PicklingError from None
+        looked_into = not library or isinstance(thing, PreTrainedConfig)
+        return id(thing), held if looked_into else None
 
-    def _module(self, module: nn.Module) -> None:
-        own = vars(module)
-        self.values += [type(module), *own["_modules"]]
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in own[kind].items():
-                self.values.append(name)
-                self.read(tensor)
-        # The package's own look at a thread's forwards and change nothing.
-        self.read([hook for hook in hooks_of(module) if written_in(hook[0]) != PACKAGE])
-        for name in sorted(own.keys() - INTERNAL):
-            self.values.append(name)
-            self.read(own[name])
 
-    def _tensor(self, tensor: torch.Tensor) -> None:
-        self.values += [tensor.data_ptr(), tensor.shape, tensor.stride()]
-        self.values += [tensor.dtype, tensor.device]
-        if not tensor.shape and tensor.is_cpu:  # its value went with the launch
-            self.values.append(repr(tensor.item()))
-        # Quantised tensors have others inside.
-        self.read(vars(tensor))
+def _module(module: nn.Module) -> Any:
+    own = vars(module)
+    names = own_names(tuple(own))
+    # The package's own look at a thread's forwards and change nothing.
+    hooks = [
+        (called, [number in own[way] for way in _WAYS])
+        for _, number, called in hooks_of(module)
+        if written_in(called) != PACKAGE
+    ]
+    # Numbers for what has no parts: each object takes as long as ten of them.
+    told = hash((type(module), names, *own["_modules"]))
+    return told, own["_parameters"], own["_buffers"], hooks, [own[name] for name in names]
+
+
+def _tensor(tensor: torch.Tensor) -> Any:
+    # The value of one without dimensions went with the launch; quantised ones have others inside.
+    value = repr(tensor.item()) if not tensor.shape and tensor.is_cpu else None
+    place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return hash((value, *place)), vars(tensor) or None

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..host.callers_hooks import LIBRARIES
-from ..host.transformers_private import CACHE, attention_of, numbered_hooks
+from ..host.callers_hooks import LIBRARIES, written_in
+from ..host.transformers_private import CACHE, attention_of, hooks_of
 from ..kernels.linear import MAX_ROWS
 from ..kernels.recording import Program, Recorder, UnrecordableError
 from ..planning.cost_store import size_bucket
@@ -25,7 +25,7 @@ from ..system.locks import Lock
 from ..system.log import get_logger
 from ..system.modules import modules_of
 from .kv_cache import SlotCache
-from .recorded_state import recorded_state, written_in
+from .recorded_state import recorded_state
 from .slot_layers import SlotLayer
 
 logger = get_logger(__name__)
@@ -100,7 +100,7 @@ def can_repeat(model: Any, cache: Any) -> bool:
     return (
         all(type(layer) is SlotLayer and layer.homes is not None for layer in layers)
         and all(written_in(kind.forward) in LIBRARIES for kind in kinds)
-        and not any(numbered_hooks(module) for module in modules)
+        and not hooks_of(*modules)
     )
 
 

@@ -97,11 +97,8 @@ def _noting_dtypes(model: Any) -> Iterator[set[torch.dtype]]:
     wrapper of its forward may enter."""
     noted = {model.dtype}
     part = next((m for m in model.modules() if isinstance(m, nn.Linear)), model)
-    handle = part.register_forward_pre_hook(lambda *_: noted.update(autocast_dtypes()))
-    try:
+    with part.register_forward_pre_hook(lambda *_: noted.update(autocast_dtypes())):
         yield noted
-    finally:
-        handle.remove()
 
 
 def _error(expected: torch.Tensor, actual: torch.Tensor) -> float:
@@ -139,7 +136,7 @@ class _Probe:
         self.rows = [RowText(i, self.prompt[i], 16) for i in range(rows)]
         for row, text in zip(self.rows, self.texts, strict=True):
             row.generated.append(text[0])
-        cache = SlotCache(self.config, forgets=service.forgets(self.config, rows))
+        cache = SlotCache(self.config, forgets=service.forgets(rows))
         kwargs, _ = self._feed_prompt(cache)
         cache.begin(rows)
         self.verifier = service.verifier(model, cache, kwargs, self.prompt, ForwardOptions())
@@ -178,11 +175,9 @@ class _Probe:
         nothing: list[list[int]] = [[]] * len(tokens)
         pairs = self._forward([(TokenTree.chain([t], [1.0]), []) for t in tokens], nothing)
         wide = self._forward(plans, [[token] for token in tokens])
-        errors = [_error(pair[:1], logits[:1]) for pair, logits in zip(pairs, wide, strict=True)]
-        if tree:
-            both = zip(pairs, wide, strict=True)
-            return max(*errors, *(_error(pair[1:], logits[1:]) for pair, logits in both))
-        for done in range(1, width, _NARROW):
+        both, parts = zip(pairs, wide, strict=True), (slice(1), slice(1, None))[: 1 + tree]
+        errors = [_error(few[part], many[part]) for few, many in both for part in parts]
+        for done in range(1, 1 if tree else width, _NARROW):
             chains = [TokenTree.chain([t] * (_NARROW - 1), [1.0] * (_NARROW - 1)) for t in tokens]
             plans = [(chain, [*range(_NARROW)]) for chain in chains]
             narrow = self._forward(plans, [[token] * _NARROW for token in tokens])

@@ -39,18 +39,20 @@ from .fixed_memory import stays_in_place
 from .kv_cache import SLOT_LAYERS
 from .replay import SHORTAGES
 from .self_test import examined
-from .tiers import Service, Tier
+from .tiers import Service, Tier, has_padding
 from .tree_attention import layer_masks, single_mask
 
 logger = get_logger(__name__)
 
-# Inputs that a prompt's tokens bring, of which steps know what becomes of them.
-_OF_TOKENS = frozenset(
+# Inputs with one entry per token, of which steps know those of tokens to come; and others that a
+# prompt brings, of which they know what becomes of them.
+PER_TOKEN = frozenset(
     (
-        *("attention_mask", "position_ids", "cache_position", "inputs_embeds", "logits_to_keep"),
+        *("attention_mask", "decoder_attention_mask", "position_ids", "decoder_position_ids"),
         *("token_type_ids", "mm_token_type_ids"),
     )
 )
+_OF_PROMPTS = frozenset(("cache_position", "inputs_embeds", "logits_to_keep"))
 
 # Verdicts that are kept of one model; hooks and settings that come and go have each their own.
 _MOST_KEPT = 16
@@ -157,6 +159,9 @@ def choose_service(
         known = verdicts.get(key(), demand.width)
         if ranks.lowest(known is not None) and known is not None:
             return known
+        if not ranks.lowest(not is_compiled(model)):
+            why = "its caller has compiled it in place; leave that to `generate` (compile_config)"
+            return Service(Tier.PLAIN, why)
         if not (ranks.several or verdicts.is_worth_a_test(key())):
             return Service(Tier.PLAIN, "its hooks or settings are others in every call; keep them")
         does = "measures forwards and chooses kernels"
@@ -192,8 +197,6 @@ def _why_plain(model: Any, model_kwargs: dict[str, Any], several_ranks: bool) ->
         return why
     if has_own_loop(model):
         return "it decodes by a loop of its own"
-    if is_compiled(model):
-        return "its caller has compiled it in place; leave that to `generate` (compile_config)"
     if is_pipeline(model) and has_padding(model_kwargs):
         return "later stages of a pipeline see no padding; pass one row"
     if (why := why_plain_in_pipeline(model)) is not None:
@@ -248,8 +251,8 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     config, device = model.config.get_text_config(decoder=True), input_device(model)
     name = cache_name(model) or CACHE
     chain = Service(Tier.CHAIN, "", cache_name=name)
-    stateful = is_stateful(model)
-    if stateful or any(type(x) not in SLOT_LAYERS for x in DynamicCache(config=config).layers):
+    stateful, layers = is_stateful(model), DynamicCache(config=config).layers
+    if stateful or any(type(layer) not in SLOT_LAYERS for layer in layers):
         replay = Service(Tier.REPLAY, "it has a recurrent state", cache_name=name)
         if stateful:
             return [replay]
@@ -259,7 +262,9 @@ def _candidates(model: Any, packs: bool, demand: Demand) -> list[Service]:
     # Attentions that a call returns have as many columns as slots are in use.
     in_place = stays_in_place(device) and not demand.states
     stays = in_place and demand.stays
-    trees = [Service(Tier.TREE, "one mask", single_mask(config), cache_name=name, in_place=stays)]
+    slides = all(getattr(layer, "sliding_window", None) for layer in layers)
+    tree = Service(Tier.TREE, "one mask", single_mask(config), cache_name=name, slides=slides)
+    trees = [replace(tree, in_place=stays)]
     if rules := layer_masks(config):
         trees.insert(0, replace(trees[0], reason="a mask per layer type", rules=rules))
     kernels = in_place and has_triton(device)
@@ -277,7 +282,7 @@ def _packs(model: Any, model_kwargs: dict[str, Any]) -> bool:
     foreign = any(
         isinstance(value, torch.Tensor)
         for name, value in model_kwargs.items()
-        if name not in _OF_TOKENS
+        if name not in PER_TOKEN | _OF_PROMPTS
     )
     known = is_exchangeable(attention_of(model.config))
     device = input_device(model)
@@ -293,9 +298,3 @@ def _why_no_tree(model: Any, config: Any) -> str | None:
     if getattr(config, "alibi", False):
         return "alibi counts distances in cache slots"
     return None
-
-
-def has_padding(model_kwargs: dict[str, Any]) -> bool:
-    """Whether a mask hides something."""
-    mask = model_kwargs.get("attention_mask")
-    return mask is not None and not bool(mask.all())

@@ -39,6 +39,7 @@ class Service:
         tier: see :class:`Tier`.
         reason: in words, for the log.
         rules: mask rules of the tree tier, per layer type or one for all.
+        slides: whether all layers have a window.
         cache_name: the forward's keyword for the cache.
         attention_by: what computes attention where the tree tier verifies in place.
         packed: whether it feeds the rows of a batch behind one another, without padding.
@@ -50,6 +51,7 @@ class Service:
     tier: Tier
     reason: str
     rules: Rules = field(default_factory=LayerMask)
+    slides: bool = False
     cache_name: str = CACHE
     attention_by: AttentionBy = "mask"
     packed: bool = False
@@ -76,9 +78,9 @@ class Service:
             states = SavedStates if self.tier is Tier.REPLAY else States
             verifier = ChainVerifier(*arguments, states=states(cache))
         else:
-            mask: torch.Tensor | None = model_kwargs.get("attention_mask")
-            if mask is not None:
-                mask = None if bool(mask.all()) else mask.bool().to(input_device(model))
+            mask = None
+            if has_padding(model_kwargs):
+                mask = model_kwargs["attention_mask"].bool().to(input_device(model))
             attention = TreeAttention(self.rules, mask, model.dtype)
             if stays:
                 verifier = FixedVerifier(
@@ -93,7 +95,7 @@ class Service:
         verifier.reach = self.reach
         return verifier
 
-    def forgets(self, config: Any, batch: int) -> bool:
+    def forgets(self, batch: int) -> bool:
         """Whether layers with a window may forget what lies beyond it.
 
         Where layers of all kinds get one mask, they show equally many slots. Rows of a batch get on
@@ -101,10 +103,7 @@ class Service:
         """
         if self.in_place and batch > 1:
             return False
-        if self.tier is not Tier.TREE or not isinstance(self.rules, LayerMask):
-            return True
-        layers = DynamicCache(config=config).layers
-        return all(getattr(layer, "sliding_window", None) for layer in layers)
+        return self.slides or self.tier is not Tier.TREE or not isinstance(self.rules, LayerMask)
 
     def _most_fed(self, verifier: Verifier, fixed: int | None) -> int:
         """Tokens per row that a forward may feed, at any or at a fixed width."""
@@ -132,11 +131,12 @@ def slot_cache(
         capacity: slots that each row will need, as far as that is known.
     """
     config = model.config.get_text_config(decoder=True)
-    name, forgets = service.cache_name, service.forgets(config, batch)
+    name, forgets = service.cache_name, service.forgets(batch)
     given: Any = model_kwargs.get(name)
     own = getattr(given, "self_attention_cache", given)
     if not is_callers(given):
-        cache = SlotCache(config, 0 if service.in_place else capacity, forgets)
+        made = own.layers if type(own) is DynamicCache else ()
+        cache = SlotCache(config, 0 if service.in_place else capacity, forgets, made)
         cache.in_place = service.in_place
         if service.in_place:
             # It begins where an earlier call of the model was served.
@@ -158,3 +158,9 @@ def cache_for(model: Any, cache: SlotCache) -> Any:
     if model.config.is_encoder_decoder:
         return EncoderDecoderCache(cache, DynamicCache())
     return cache
+
+
+def has_padding(model_kwargs: dict[str, Any]) -> bool:
+    """Whether a mask hides something."""
+    mask = model_kwargs.get("attention_mask")
+    return mask is not None and not bool(mask.all())

@@ -11,15 +11,12 @@ import torch
 
 from ..kernels.fixed_attention import AttentionBy
 from ..system.locks import Lock
-from ..system.log import get_logger
 from . import recorded_state, replay
 from .arena import Arena, capacity_bucket
 from .fixed_masks import FixedMasks
 from .packed_buffer import Field, PackedBuffer, runs_behind
 from .replay import Record, Replay, Shown
 from .tree_attention import Rules
-
-logger = get_logger(__name__)
 
 # Slots by which one step moves an accepted path in the copy that all of its inputs share.
 MOST_MOVED = 64
@@ -294,14 +291,11 @@ class Workspaces:
         with self._lock:
             idle = self._idle.get(model, [])
             fitting = [kept for kept in idle if kept.shape.has_room(batch, slots)]
-            if not fitting:
-                few = (1 << 62, _MOST_IDLE_BYTES)
-                _leave(idle, [k for k in idle if k.arena.nbytes <= few[k.shape.capacity < slots]])
-                return None
-            found = min(fitting, key=lambda kept: kept.shape.capacity)
-            idle[:] = [kept for kept in idle if kept is not found]
-        found.enter()
-        return found
+            if fitting:
+                return _taken(idle, fitting)
+            few = (1 << 62, _MOST_IDLE_BYTES)
+            _leave(idle, [k for k in idle if k.arena.nbytes <= few[k.shape.capacity < slots]])
+        return None
 
     def lend(
         self, model: Any, shape: Shape, state: Any, reserved: Workspace | None = None
@@ -312,26 +306,24 @@ class Workspaces:
             state: that recordings take for granted; None: nothing is recorded.
             reserved: that the call has already, and takes if it fits.
         """
+        if reserved is not None and not (
+            reserved.shape.serves(shape) and state in (None, reserved.state)
+        ):
+            reserved = None
         if state is None:
-            if reserved is not None and reserved.shape.serves(shape):
-                return reserved
-            return Workspace(shape)
+            return reserved or Workspace(shape)
         with self._lock:
             idle = self._idle.setdefault(model, [])
             # What was recorded of a model that was changed will not be used again.
             _leave(idle, [kept for kept in idle if kept.state == state])
-            known = idle if reserved is None or reserved.state != state else [*idle, reserved]
-            fitting = [kept for kept in known if kept.shape.serves(shape)]
-            if fitting:
-                found = min(fitting, key=lambda kept: (kept is not reserved, kept.shape.capacity))
-                idle[:] = [kept for kept in idle if kept is not found]
-                found.enter()
-                return found
+            if reserved is not None:
+                return reserved
+            if fitting := [kept for kept in idle if kept.shape.serves(shape)]:
+                return _taken(idle, fitting)
             # Before the new one takes its memory.
             _leave_few(idle, _MOST_IDLE - 1)
             faults = self._faults.setdefault(model, {})
-        record = replay.recorder(shape.device)
-        return Workspace(shape, record, state, faults)
+        return Workspace(shape, replay.recorder(shape.device), state, faults)
 
     def give_back(self, model: Any, workspace: Workspace, spared: int = 1) -> None:
         """Keep what was recorded for the model's next calls; a large one only if it is spared."""
@@ -344,20 +336,16 @@ class Workspaces:
             idle.append(workspace)
             _leave_few(idle, _MOST_IDLE, spared)
 
-    def refuse(self, model: Any, key: Hashable, fault: str) -> None:
-        """Record no computation of a model with this key from now on."""
-        with self._lock:
-            faults = self._faults.setdefault(model, {})
-            told = bool(faults)
-            faults[key] = fault
-        if not told:
-            logger.warning(
-                "%s: some of its forwards, if not all, run one kernel at a time (%s)",
-                *(type(model).__name__, fault),
-            )
-
 
 WORKSPACES = Workspaces()
+
+
+def _taken(idle: list[Workspace], fitting: list[Workspace]) -> Workspace:
+    """The smallest one that fits, for a call."""
+    found = min(fitting, key=lambda kept: kept.shape.capacity)
+    idle.remove(found)
+    found.enter()
+    return found
 
 
 def _leave_few(idle: list[Workspace], most: int, spared: int = 1) -> None:

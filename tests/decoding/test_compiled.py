@@ -113,6 +113,7 @@ COMPILED = {
 @pytest.mark.parametrize("part", COMPILED)
 def test_models_that_their_callers_compiled_in_place_are_decoded_plainly(part, told):
     model = build(LlamaForCausalLM, num_hidden_layers=1)
+    assert same(model)[2].stats.last.tier == "tree"
     COMPILED[part](model)
     run(model)
     before = compilations()

@@ -1,6 +1,7 @@
 """What was recorded in one call is repeated in another only where that one computes the same."""
 
 import gc
+import weakref
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from types import SimpleNamespace
@@ -180,6 +181,21 @@ def test_objects_are_themselves_while_they_live():
     model.held = np.zeros(3)
     gc.collect()
     assert recorded_state(model, {}, CPU) != before
+
+
+def test_nothing_is_kept_alive():
+    model = build(LlamaForCausalLM)
+    model.held = held = np.zeros(3)
+    ends = [weakref.ref(held), weakref.ref(model.lm_head.weight)]
+    gc.disable()
+    try:
+        state = recorded_state(model, {}, CPU)
+        model.lm_head.weight = nn.Parameter(torch.ones(1))
+        del model.held, held
+        assert state is not None
+        assert [end() for end in ends] == [None, None]
+    finally:
+        gc.enable()
 
 
 class Quantised(torch.Tensor):
