@@ -20,7 +20,6 @@ from ..host.callers_hooks import LIBRARIES, written_in
 from ..host.transformers_private import CACHE, attention_of, hooks_of
 from ..kernels.linear import MAX_ROWS
 from ..kernels.recording import Program, Recorder, UnrecordableError
-from ..planning.cost_store import size_bucket
 from ..system.locks import Lock
 from ..system.log import get_logger
 from ..system.modules import modules_of
@@ -55,7 +54,7 @@ class _Kind:
         program: what repeats them.
         recorded_at: the cache's length when it was recorded, of which it may have made a constant.
         output: the class of their outputs.
-        lengths: of the cache, as buckets, at which the program has given what the model gave.
+        lengths: of the cache, in bits, at which the program has given what the model gave.
     """
 
     uses: int = 0
@@ -188,7 +187,7 @@ class RepeatedForward:
         programs = self._programs
         assert programs is not None
         layers, longest = self._cache.layers, self._cache.slots.longest
-        length = size_bucket(longest)
+        length = longest.bit_length()
         if kind.program is not None and length in kind.lengths:
             self.repeated += 1
             return kind.output(logits=kind.program(inputs, layers, masks))
