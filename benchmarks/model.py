@@ -3,8 +3,9 @@
     python -m benchmarks model --model smollm2 --dtype bfloat16 --output benchmarks/results
 
 Lines: plain `generate`; prompt lookup; both by the kernels (inside `reroute()`); the kernels with
-copies of weights, which assisted calls have, and no drafts; the same with drafts, of an assistant
-that is new in every call, and of one that has answered a dozen prompts. All take turns over each
+copies of weights, which assisted calls have; with forwards that are repeated from recordings, too;
+and with drafts, of an assistant that is new in every call, and of one that has answered a dozen
+prompts. All take turns over each
 prompt, with the same random numbers. Kernels are chosen anew, so that none was chosen while the
 machine was busy, and a busy machine is refused. Writes `model-NAME-DTYPE.json` after each way of
 decoding.
@@ -142,12 +143,14 @@ class Compared:
         self._costs = CostModels()
         self._known = SamAssistant(costs=self._costs)
         lookup = prompt_lookup()
+        without = partial(Assistant, [], budget=0, costs=self._costs)
         methods = [
             Method(PLAIN, dict),
             lookup,
             Method("prompt lookup in reroute", lookup.options, 1, reroute),
             Method(KERNELS, dict, scope=reroute),
-            assisted("+ copies", lambda: Assistant([], budget=0, costs=self._costs)),
+            assisted("+ copies", partial(without, graphs=False)),
+            assisted("+ recordings", without),
             assisted("+ drafts", partial(SamAssistant, costs=self._costs)),
             assisted("+ drafts, a dozen before", lambda: self._known),
         ]

@@ -24,7 +24,7 @@ _APART = 1.1  # times as fast as another one: less is noise wherever anything el
 _LOOKUP_TOKENS = 10  # of prompt lookup's drafts, as in transformers' examples
 _SEED = 0
 PLAIN, KERNELS, LOOKUP = "plain generate", "plain in reroute()", "prompt lookup"
-COPIES = "without drafts"  # by kernels and the copies of weights that assisted calls have
+COPIES = "without drafts"  # by kernels, and what assisted calls have besides
 
 
 @dataclass
@@ -145,7 +145,8 @@ class Suggestion:
             said += (
                 f", {known[KERNELS]:.2f} of it by kernels, {known[COPIES] / known[KERNELS]:.2f} "
             )
-            said += f"by copies of weights and {best.ratio / known[COPIES]:.2f} by drafts"
+            said += "by copies of weights and repeated forwards and "
+            said += f"{best.ratio / known[COPIES]:.2f} by drafts"
         said += f"; at worst {best.worst_ratio:.2f}."
         if min(best.ratios) < 1:
             said += (

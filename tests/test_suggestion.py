@@ -105,7 +105,8 @@ def test_advice_follows_the_figures():
     assert good.best.ratio == pytest.approx(2.4)
     assert good.advice == (
         "Use good<b>: 2.40 (2.00 to 2.40) times as fast as plain generate on these prompts, 1.10 "
-        "of it by kernels, 1.20 by copies of weights and 1.82 by drafts; at worst 2.40."
+        "of it by kernels, 1.20 by copies of weights and repeated forwards and 1.82 by drafts; at "
+        "worst 2.40."
     )
     assert "good&lt;b&gt;" in good._repr_html_()
     assert good.baselines[0].ratio == 1

@@ -21,6 +21,7 @@ NAMES = [
     "prompt lookup in reroute",
     "kernels",
     "+ copies",
+    "+ recordings",
     "+ drafts",
     "+ drafts, a dozen before",
 ]
@@ -54,9 +55,9 @@ def test_a_file_for_a_model_and_a_dtype_after_each_way_of_decoding(small, tmp_pa
     greedy = {row["method"]: row for row in whole.rows[: len(NAMES)]}
     assert greedy["plain"]["plain"] == greedy["plain"]["worst"] == 1
     assert greedy["kernels"]["kernels"] == greedy["kernels"]["worst_kind"] == 1
-    for name in ("plain", "kernels", "+ copies"):
+    for name in ("plain", "kernels", "+ copies", "+ recordings"):
         assert greedy[name]["per_forward"] == 1
-    assert [greedy[name]["nodes"] for name in NAMES[:5]] == [None] * 4 + [0]
+    assert [greedy[name]["nodes"] for name in NAMES[:6]] == [None] * 4 + [0, 0]
     assert len(kinds.rows) == 3 * len(NAMES) * len({row["kind"] for row in kinds.rows})
     page = (tables.RESULTS.parent / "README.md").read_text(encoding="utf-8")
     (markers,) = re.findall(r"```markdown\n(.*?)```", page, re.DOTALL)
