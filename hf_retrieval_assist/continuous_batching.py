@@ -210,7 +210,6 @@ class RequestDrafts:
             token_ids=np.array([before, *state.draft], np.int32),
             accepted=np.arange(len(new), dtype=np.int32),
             logits=logits[places] if self.assistant.needs_all_logits else None,
-            hidden_states={},
             top=TopLogits(logits, places),
         )
 

@@ -197,7 +197,10 @@ class TokenTree(_Nodes):
         alike = len(arrays) == 4 and len({field.shape for field in arrays}) == 1
         if not alike or self.probs.dtype != np.float32:
             return self
-        lost = np.isnan(self.probs)
+        return self.without(np.isnan(self.probs))
+
+    def without(self, lost: NDArray[np.bool_]) -> TokenTree:
+        """Without these nodes, bool [n], and what is below them."""
         if not lost.any():
             return self
         for node, parent in enumerate(self.parents.tolist()):

@@ -63,17 +63,14 @@ class DFlashDrafter(FeatureDrafter):
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> FeatureSession:
         model = target.require_model("DFlashDrafter")
         target.require_width("DFlash model", self.model.config.hidden_size)
-        self._check_mask_token(model)
-        follower = BlockFollower(self.model, target, self.top_k)
-        return FeatureSession(follower, prompt_ids, self.total - 1)
-
-    def _check_mask_token(self, target: Any) -> None:
-        rows = target.get_input_embeddings().weight.shape[0]
+        rows = model.get_input_embeddings().weight.shape[0]
         if not 0 <= self.model.config.mask_token_id < rows:
             raise ValueError(
                 f"DFlash model: expected a mask_token_id below the target's {rows} ids, got "
                 f"{self.model.config.mask_token_id}"
             )
+        follower = BlockFollower(self.model, target, self.top_k)
+        return FeatureSession(self, follower, prompt_ids, self.total - 1)
 
 
 class BlockFollower(Follower):

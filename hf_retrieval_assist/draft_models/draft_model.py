@@ -27,8 +27,7 @@ from ..verification.tiers import Service, Tier
 from .growth import Level
 from .recorded import RecordedDrafts
 from .rows import DraftCache, Fed, Group, RowSession, fills_of, groups, parts, proposed
-from .sequoia import ShapeChooser, TreeShape
-from .static_growth import PRIORS, Drawn, Foreseen, StaticGrowth
+from .sequoia import PRIORS, Drawn, Foreseen, ShapeChooser, StaticGrowth, TreeShape
 from .translation import DraftTranslation, TranslatedText, found
 
 # A pass over more new text than this says little of what a level costs.
@@ -129,7 +128,7 @@ class DraftModelDrafter(Drafter):
             for row, budget in zip(sessions, budgets, strict=True)
             if row.has_room(shape.levels) and budget > 0
         ]
-        if len(shape) and asked:
+        if len(shape):
             for group, rows in groups(asked):
                 self._draft(group, rows, shape)
         return proposed([row.proposal() for row in sessions], budgets)
@@ -141,8 +140,7 @@ class DraftModelDrafter(Drafter):
         # The draws of texts that have ended may no longer be known.
         foresights = [row.foresight if row in asked else None for row in group.rows]
         drawn = None if self.temperature is None else Drawn(self.temperature)
-        foreseen = [foresight is not None for foresight in foresights]
-        growth = StaticGrowth(shape, drawn or Foreseen(foresights), foreseen)
+        growth = StaticGrowth(shape, drawn or Foreseen(foresights), foresights)
         growth.grow(_Nodes(self, group, asked[0].graphs))
         trees = growth.trees()
         if new <= _LEVEL_LIKE:
@@ -266,9 +264,6 @@ class DraftModelSession(RowSession):
         self._valid = _ALL
         self._shape = self.chooser.shape()
         self.forget_draft()
-
-    def propose(self, budget: int) -> TokenTree:
-        return self.drafter.propose_rows([self], [budget])[0]
 
     def has_room(self, levels: int) -> bool:
         """Whether the draft model has positions for a tree of so many levels; a text that gets

@@ -15,7 +15,7 @@ from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Forest
 from .draft_model import DraftModelDrafter, DraftModelSession
-from .static_growth import PRIORS
+from .sequoia import PRIORS
 
 
 class EarlyExit(Drafter):

@@ -16,7 +16,7 @@ from .features import is_dflash
 from .quantized_self import QuantizedSelf
 
 if TYPE_CHECKING:
-    from .eagle_head import EagleHead
+    from .eagle import EagleHead
 
 Source: TypeAlias = Union[
     Literal["token_recycling", "mtp", "quantized_self"], Drafter, "EagleHead", PreTrainedModel
@@ -60,8 +60,7 @@ def _fallback_drafter(fallback: Any, paper: bool) -> Drafter:
 
         return DFlashDrafter(fallback)
     if isinstance(fallback, nn.Module):
-        from .eagle import EagleDrafter
-        from .eagle_head import EagleHead
+        from .eagle import EagleDrafter, EagleHead
 
         if isinstance(fallback, EagleHead):
             return EagleDrafter(fallback)

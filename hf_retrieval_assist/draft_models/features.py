@@ -130,7 +130,8 @@ class FeatureSession(RowSession):
     and then catches up in one forward.
 
     Args:
-        follower: shared with other sessions.
+        drafter: of the text.
+        follower: shared with the other texts of a batch.
         prompt_ids: int32 [length], without padding.
         max_nodes: of a draft.
 
@@ -141,18 +142,21 @@ class FeatureSession(RowSession):
 
     group: Group
 
-    def __init__(self, follower: Follower, prompt_ids: NDArray[np.int32], max_nodes: int) -> None:
+    def __init__(
+        self,
+        drafter: FeatureDrafter,
+        follower: Follower,
+        prompt_ids: NDArray[np.int32],
+        max_nodes: int,
+    ) -> None:
         super().__init__(follower.caches())
-        self.follower = follower
+        self.drafter, self.follower = drafter, follower
         self.tokens: list[int] = prompt_ids.tolist()
         self.reached = 0
         self._max_nodes = max_nodes
         self._pending: list[Tensor] = []
         self._after_prefill = True
         self._begun = False
-
-    def propose(self, budget: int) -> TokenTree:
-        return draft_rows([self], [budget])[0]
 
     def wanted(self, budget: int) -> int:
         """Nodes to draft; none without the hidden states before the newest token."""
@@ -204,27 +208,21 @@ class FeatureSession(RowSession):
         return features
 
 
-@torch.no_grad()
-def draft_rows(sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Forest:
-    """One draft for each text, those of a batch together."""
-    keeps = [session.wanted(budget) for session, budget in zip(sessions, budgets, strict=True)]
-    asked = [session for session, keep in zip(sessions, keeps, strict=True) if keep > 0]
-    drafts: dict[FeatureSession, TokenTree] = {}
-    if asked:
-        follower = asked[0].follower
-        for group, rows in groups(asked):
-            trees = follower.draft(group, rows, max(keeps))
-            drafts |= {row: trees[row.index] for row in rows}
-    return proposed([drafts.get(session, TokenTree.empty()) for session in sessions], keeps)
-
-
 class FeatureDrafter(Drafter):
     """A drafter whose sessions are `FeatureSession`s."""
 
     costly = True
 
+    @torch.no_grad()
     def propose_rows(self, sessions: Sequence[FeatureSession], budgets: Sequence[int]) -> Forest:
-        return draft_rows(sessions, budgets)
+        """One draft for each text, those of a batch together."""
+        keeps = [session.wanted(budget) for session, budget in zip(sessions, budgets, strict=True)]
+        asked = [session for session, keep in zip(sessions, keeps, strict=True) if keep > 0]
+        drafts: dict[FeatureSession, TokenTree] = {}
+        for group, rows in groups(asked):
+            trees = asked[0].follower.draft(group, rows, max(keeps))
+            drafts |= {row: trees[row.index] for row in rows}
+        return proposed([drafts.get(session, TokenTree.empty()) for session in sessions], keeps)
 
     def priors(self) -> Float32Array:
         """The model's own probabilities, as if it were right about them at any rank and depth."""

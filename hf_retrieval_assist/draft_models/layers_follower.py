@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..token_tree import Forest, TokenTree
 from ..verification.fixed_memory import FixedMemory, can_stay, stays_in_place
@@ -27,13 +27,54 @@ from .features import FeatureSession, Follower, NewText
 from .growth import BestFirst, Grown, GrowthLimits, Level, by_probability
 from .rows import DraftCache, Fed, Group, fills_of
 
-Layers = Any
-"""`MtpLayers`, or an `EagleHead`, which counts as one layer."""
-
 Step = TypeVar("Step", bound=Repeated)
 
 # Tokens of each text that one forward reads in memory that stays in place; more are read in parts.
 _WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Layers(nn.Module):
+    """Layers that draft, each with a cache and an output of its own; the blocks of an EAGLE head
+    count as one. Drafting only reads them, so any number of threads may use them.
+
+    A layer, counted from 0, is run over n tokens of each of B texts by `forward(layer, token_ids,
+    hidden, positions, mask, cache)`: int64 [B, n], of the target's vocabulary; [B, n, hidden_size]
+    at the token before each, of `fuse` or of the layer before, or, below the levels that have one,
+    of the layer itself; int64 [B, n], of the tokens; additive, None where nothing is masked; and
+    what receives the new entries. It returns [B, n, hidden_size], for `logits` or the next layer.
+
+    Attributes:
+        takes_trees: whether every layer keeps one entry per token and nothing else.
+    """
+
+    takes_trees = True
+
+    def __len__(self) -> int:
+        return 1
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def cache(self, layer: int) -> DraftCache:
+        """An empty cache of a layer over one text."""
+        raise NotImplementedError
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [..., feature_width] to hidden inputs [..., hidden_size] of layer 0."""
+        return features
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., ids], from outputs [..., hidden_size] of any layer."""
+        raise NotImplementedError
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the target's vocabulary for columns of the logits; any shape."""
+        return draft_ids
 
 
 class LayersFollower(Follower):
@@ -108,7 +149,7 @@ class LayersFollower(Follower):
         nothing = TokenTree.empty()
         return [found[k][row] if k in found else nothing for row, k in enumerate(known)]
 
-    def _grow(self, group: Group, known: int, keep: int) -> Sequence[TokenTree]:
+    def _grow(self, group: Group, known: int, keep: int) -> Forest:
         growth = BestFirst(self.limits, keep, self.module.to_target_ids)
         reached = [0 if row is None else row.reached for row in group.rows]
         places = torch.tensor(reached, device=self.device)[:, None]
@@ -179,14 +220,14 @@ class LayerNodes:
         self, module: Layers, caches: Sequence[DraftCache], known: int, reached: Tensor
     ) -> None:
         self._module, self._caches, self._reached = module, caches, reached
-        # Of each layer [rows, f, hidden_size] at the nodes of the level above; None: unread.
+        # By layer [rows, f, hidden_size] at the nodes of the level above, where it has read them.
         said: list[Any] = [cache.last for cache in caches[:known]]
-        self._above = [*(state[:, None] for state in said), *[None] * (len(caches) - known)]
+        self._above = {k: state[:, None] for k, state in enumerate(said)}
         # Of each layer the depths of the nodes that it has read.
         self._depths = [torch.empty(0, dtype=torch.int64, device=reached.device)] * len(module)
 
     def root_logits(self) -> Tensor:
-        return self._logits(self._above[0])
+        return self._logits(0)
 
     def run(self, level: Level) -> Tensor:
         """See `NodeRunner`.
@@ -195,11 +236,11 @@ class LayerNodes:
         nodes attend to them there.
         """
         last = len(self._module) - 1
-        below: list[Tensor | None] = [None] * len(self._module)
+        first, below = min(level.depth, last), {}
         positions = (self._reached + level.depth).expand_as(level.token_ids)
-        for k in range(min(level.depth, last), last + 1):
+        for k in range(first, last + 1):
             # Past its own level the last layer goes on with its own output.
-            hidden = self._above[k - 1 if level.depth <= last else k]
+            hidden = self._above.get(k - 1 if level.depth <= last else k)
             if hidden is None:
                 # The texts are so short that the layer cannot read these nodes yet.
                 break
@@ -210,12 +251,11 @@ class LayerNodes:
             mask, hidden = self._caches[k].feed(fed), hidden.gather(1, parents)
             below[k] = self._module(k, level.token_ids, hidden, positions, mask, self._caches[k])
         self._above = below
-        return self._logits(below[min(level.depth, last)])
+        return self._logits(first)
 
-    def _logits(self, hidden: Tensor | None) -> Tensor:
-        assert hidden is not None
-        logits: Tensor = self._module.logits(hidden.flatten(0, 1))
-        return logits.unflatten(0, hidden.shape[:2])
+    def _logits(self, layer: int) -> Tensor:
+        hidden = self._above[layer]
+        return self._module.logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
 
 
 class _Text(Repeated):

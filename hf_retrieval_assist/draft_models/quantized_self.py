@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from ..drafters.base import Drafter, DraftSession, Feedback, Float64Array, Target
+from ..drafters.base import BatchSession, Drafter, Feedback, Float64Array, Target
 from ..host.ranks import require_whole
 from ..host.transformers_private import input_device
 from ..kernels.quantized import QuantizedWeight, quantized_model
@@ -103,7 +103,7 @@ class QuantizedSelf(Drafter):
         self._weights: weakref.WeakKeyDictionary[OwnForwards, Weights] = weakref.WeakKeyDictionary()
         self._lock = Lock()
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> QuantizedSession:
         model = target.require_model("QuantizedSelf")
         require_whole(model, "QuantizedSelf")
         device = input_device(model)
@@ -138,13 +138,8 @@ class QuantizedSelf(Drafter):
         calibrated = self.calibrator.calibrate(texts, proposed(drafts, budgets))
         return replace(calibrated, classes=np.full(calibrated.nodes, -1, np.int32))
 
-    def price(self, fingerprint: str) -> CostModel:
-        """What a level takes, by the nodes that it feeds."""
-        with self._lock:
-            return _prices.setdefault(fingerprint, CostModel())
 
-
-class QuantizedSession(DraftSession):
+class QuantizedSession(BatchSession):
     """One text of a call.
 
     Attributes:
@@ -171,9 +166,6 @@ class QuantizedSession(DraftSession):
     @property
     def ready(self) -> bool:  # type: ignore[override]
         return self.target.own is None or self.target.own.ready
-
-    def propose(self, budget: int) -> TokenTree:
-        return self.drafter.propose_rows([self], [budget])[0]
 
     def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
         self.drafter.calibrator.judge([self.calibration], *flattened([token_ids]))
@@ -202,7 +194,7 @@ class _Growth(BestFirst):
         self._budgets = torch.tensor(budgets)
         self._scores = torch.zeros((len(sessions), 1))
         self.certainties: list[float] = []
-        self._price = drafter.price(sessions[0].target.fingerprint)
+        self._price = _prices.setdefault(sessions[0].target.fingerprint, CostModel())
         self._spent = self._started = 0.0
 
     @property
@@ -277,20 +269,21 @@ class _Growth(BestFirst):
             return True
         scores = [level.scores.ravel() for level in self._candidates]
         drafted = torch.cat([torch.empty(0), *scores]).double().exp().numpy()
-        drafted = np.sort(drafted[drafted > 0])[::-1]
+        drafted = drafted[drafted > 0]
         best = self._scores.amax(1).double().exp().numpy()
         further = int((self._rooms[self._waiting.any(1)] - len(self._candidates)).max())
         seconds = curve(1 + len(drafted) + rows * further) + self._spent
         level = self._price.seconds(int(self._waiting.sum()))
-        tokens = np.concatenate([[rows], drafted]).cumsum()
-        now = float((tokens / seconds[: len(tokens)]).max())
-        for more in range(1, further + 1):
-            steps = np.outer(self._drafter.certainty ** np.arange(1, more + 1), best).ravel()
+
+        def rate(levels: int) -> float:
+            """The most tokens per second that so many further levels may bring."""
+            steps = np.outer(self._drafter.certainty ** np.arange(1, levels + 1), best).ravel()
             probs = np.sort(np.concatenate([drafted, steps]))[::-1]
             tokens = np.concatenate([[rows], probs]).cumsum()
-            if float((tokens / (seconds[: len(tokens)] + more * level)).max()) > _MARGIN * now:
-                return True
-        return False
+            return float((tokens / (seconds[: len(tokens)] + levels * level)).max())
+
+        now = rate(0)
+        return any(rate(levels) > _MARGIN * now for levels in range(1, further + 1))
 
     def trees(self) -> Forest:
         return self.grown().trees(lambda classes, ranks, depths: classes.astype(np.int32))

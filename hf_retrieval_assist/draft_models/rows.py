@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from ..drafters.base import DraftSession
+from ..drafters.base import BatchSession
 from ..token_tree import Forest, TokenTree
 from ..verification.kv_cache import SLOT_LAYERS, SlotCache
 from ..verification.slot_layers import SlotLayer
@@ -168,7 +168,7 @@ def _stacked(parts: Sequence[tuple[Any, int]], like: Any, lengths: Sequence[int]
     return stacked
 
 
-class RowSession(DraftSession):
+class RowSession(BatchSession):
     """A text that is a row of a group's caches.
 
     Attributes:
@@ -259,6 +259,8 @@ class Group:
 
 def groups(asked: Sequence[Row]) -> Iterator[tuple[Group, Sequence[Row]]]:
     """Each group, settled, and its texts; one group, unless caches cannot be joined."""
+    if not asked:
+        return
     caches = cast(Group, asked[0].group).caches
     joins = all(cache.joins for cache in caches)
     for rows in [asked] if joins else [[row] for row in asked]:

@@ -7,9 +7,9 @@ after it.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,25 +86,33 @@ def counted_tree(
     return TokenTree(token_ids, parents, path_products(parents, priors[classes]), classes)
 
 
-class _Matching(DraftSession):
-    """A text, and where an automaton holds the longest of its ends."""
+class MatchSession(DraftSession):
+    """A text, and where a structure holds the longest of its ends.
 
-    _drafter: Any
-    _cursor: Cursor
+    Args:
+        length: tokens of that end.
+        extend: goes on with tokens of the text.
+        draft: at most so many nodes behind the match.
+    """
+
+    def __init__(
+        self,
+        length: Callable[[], int],
+        extend: Callable[[Int32Array], object],
+        draft: Callable[[int], TokenTree],
+    ) -> None:
+        self._length, self._extend, self._draft = length, extend, draft
 
     @property
     def match_length(self) -> int:
-        """Tokens at the end of the text that the automaton holds elsewhere."""
-        return self._cursor.length
+        """Tokens at the end of the text that the structure holds elsewhere."""
+        return self._length()
 
     def propose(self, budget: int) -> TokenTree:
-        if self._cursor.length < self._drafter.min_match or budget <= 0:
-            return TokenTree.empty()
-        return self._continued(min(budget, self._drafter.max_draft))
+        return self._draft(budget)
 
-    @abstractmethod
-    def _continued(self, size: int) -> TokenTree:
-        """At most `size` nodes behind the match."""
+    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        self._extend(np.array(token_ids, np.int32))
 
 
 class AutomatonDrafter(Drafter):
@@ -129,42 +137,36 @@ class AutomatonDrafter(Drafter):
         self.latest = latest
         self.depths = np.searchsorted(_CHAIN_DEPTHS, np.arange(1, max_draft + 1)).astype(np.int32)
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> AutomatonSession:
-        return AutomatonSession(self, prompt_ids, target)
-
-    def priors(self) -> Float32Array:
-        return _CHAIN_PRIORS.ravel()
-
-
-class AutomatonSession(_Matching):
-    """Drafts from the text's own past, and from what it is expected to resemble."""
-
-    def __init__(self, drafter: AutomatonDrafter, prompt_ids: Int32Array, target: Target) -> None:
-        self._drafter = drafter
-        self._automaton = SuffixAutomaton(capacity=len(prompt_ids))
-        self._cursor = self._automaton.cursor()
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> MatchSession:
+        automaton = SuffixAutomaton(capacity=len(prompt_ids))
+        cursor = automaton.cursor()
         for expected in target.expected:
-            self._automaton.extend(expected)
-            self._automaton.end_document()
-        self._automaton.extend(np.ascontiguousarray(prompt_ids, np.int32), self._cursor)
-        self._vocab_size = target.vocab_size
+            automaton.extend(expected)
+            automaton.end_document()
+        automaton.extend(np.ascontiguousarray(prompt_ids, np.int32), cursor)
+        return MatchSession(
+            lambda: cursor.length,
+            partial(automaton.extend, cursor=cursor),
+            partial(self._chain, cursor, target.vocab_size),
+        )
 
-    def _continued(self, size: int) -> TokenTree:
-        """A chain after the latest (or earliest) occurrence."""
-        drafter, cursor = self._drafter, self._cursor
-        tokens = cursor.draft(size, latest=drafter.latest)
+    def _chain(self, cursor: Cursor, vocab_size: int, budget: int) -> TokenTree:
+        """What followed the latest (or earliest) occurrence."""
+        if cursor.length < self.min_match or budget <= 0:
+            return TokenTree.empty()
+        tokens = cursor.draft(min(budget, self.max_draft), latest=self.latest)
         # Only a prompt, or an expected text, holds ids that the output layer has no row for.
-        foreign = np.flatnonzero(tokens >= self._vocab_size)
+        foreign = np.flatnonzero(tokens >= vocab_size)
         tokens = tokens[: foreign[0]] if len(foreign) else tokens
         _, occurrences, depths = _CHAIN_PRIORS.shape
         unique = cursor.earliest == cursor.latest
         row = occurrences * bisect_left(_CHAIN_MATCHES, cursor.length) + unique
-        classes = row * depths + drafter.depths[: len(tokens)]
-        probs = np.cumprod(drafter.priors()[classes], dtype=np.float32)
+        classes = row * depths + self.depths[: len(tokens)]
+        probs = np.cumprod(self.priors()[classes], dtype=np.float32)
         return TokenTree.chain(tokens, probs, classes)
 
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self._automaton.extend(np.array(token_ids, np.int32), self._cursor)
+    def priors(self) -> Float32Array:
+        return _CHAIN_PRIORS.ravel()
 
 
 class StaticAutomatonDrafter(Drafter):
@@ -207,27 +209,19 @@ class StaticAutomatonDrafter(Drafter):
         self.automaton.freeze()
         self._largest_id = int(self.automaton.tokens().max())
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> StaticAutomatonSession:
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> MatchSession:
         target.require_ids("corpus", self._largest_id)
-        return StaticAutomatonSession(self, prompt_ids)
+        cursor = self.automaton.cursor()
+        cursor.advance_all(np.ascontiguousarray(prompt_ids, np.int32))
+        draft = partial(self._tree, cursor)
+        return MatchSession(lambda: cursor.length, cursor.advance_all, draft)
+
+    def _tree(self, cursor: Cursor, budget: int) -> TokenTree:
+        """The most frequent continuations, best first."""
+        if cursor.length < self.min_match or budget <= 0:
+            return TokenTree.empty()
+        found = cursor.draft_tree(min(budget, self.max_draft), self.max_children, self.min_prob)
+        return counted_tree(found, _TREE_EDGES, _TREE_PRIORS)
 
     def priors(self) -> Float32Array:
         return _TREE_PRIORS
-
-
-class StaticAutomatonSession(_Matching):
-    """Drafts from a corpus; only the cursor belongs to the session."""
-
-    def __init__(self, drafter: StaticAutomatonDrafter, prompt_ids: Int32Array) -> None:
-        self._drafter = drafter
-        self._cursor = drafter.automaton.cursor()
-        self._cursor.advance_all(np.ascontiguousarray(prompt_ids, np.int32))
-
-    def _continued(self, size: int) -> TokenTree:
-        """The most frequent continuations, best first."""
-        drafter = self._drafter
-        found = self._cursor.draft_tree(size, drafter.max_children, drafter.min_prob)
-        return counted_tree(found, _TREE_EDGES, _TREE_PRIORS)
-
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self._cursor.advance_all(np.array(token_ids, np.int32))

@@ -223,6 +223,20 @@ class DraftSession(ABC):
         """The text is finished; release what the session holds. Called once."""
 
 
+class BatchSession(DraftSession):
+    """A text whose drafter drafts for all rows of a batch at once, and learns from them so, unless
+    the session overrides `commit`."""
+
+    drafter: Any
+
+    def propose(self, budget: int) -> TokenTree:
+        tree: TokenTree = self.drafter.propose_rows([self], [budget])[0]
+        return tree
+
+    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
+        self.drafter.commit_rows([self], [token_ids], [feedback])
+
+
 def close_all(sessions: Sequence[Any]) -> None:
     """Close each session in turn, the others too where one raises."""
     with ExitStack() as stack:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from ..structures.suffix_automaton import SuffixAutomaton
 from ..system.arguments import encodable
 from ..token_tree import Int32Array, checked_ids
-from .forms import Forms
-from .rendered_forms import schema_forms, tool_forms
+from .forms import Forms, schema_forms, tool_forms
 
 Text: TypeAlias = "str | Sequence[int] | NDArray[np.integer]"
 

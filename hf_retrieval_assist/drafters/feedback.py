@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,22 +18,14 @@ Layers = tuple[int, ...]
 
 
 @dataclass
-class RowFeedback:
-    """One row of one verification forward.
+class RowFeedback(Feedback):
+    """What one forward showed about one row, as far as any drafter asked.
 
     Attributes:
-        token_ids: int32 [m], the root and the verified nodes.
-        accepted: int32 [a], indices into `token_ids`, the root's 0 first.
-        logits: [m, vocab_size]; None where no drafter needs all of them.
-        hidden_states: for each set of layers that a drafter asked for, [a, width].
-        top: the largest logits of the same m tokens.
+        states: for each set of layers that a drafter asked for, its `hidden_states`.
     """
 
-    token_ids: Int32Array
-    accepted: Int32Array
-    logits: torch.Tensor | None
-    hidden_states: dict[Layers, torch.Tensor]
-    top: TopLogits
+    states: dict[Layers, torch.Tensor] = field(default_factory=dict)
 
     def share(self, needs: FeedbackNeeds) -> Feedback:
         """What a drafter with these needs is told."""
@@ -41,7 +33,7 @@ class RowFeedback:
             self.token_ids,
             self.accepted,
             self.logits if needs.logits else None,
-            self.hidden_states.get(needs.hidden_layers),
+            self.states.get(needs.hidden_layers),
             self.top if needs.top_k else None,
         )
 
@@ -76,8 +68,8 @@ def row_feedbacks(
             token_ids=np.concatenate([root, tree.token_ids]),
             accepted=np.array(nodes, np.int32),
             logits=verified.of_row(number, len(tree)) if needs_all_logits else None,
-            hidden_states=seen,
             top=verified.top(number, len(tree)),
+            states=seen,
         )
         feedbacks.append(feedback)
     return feedbacks

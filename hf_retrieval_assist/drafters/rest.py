@@ -5,8 +5,8 @@ He, Zhong, Cai, Lee, He: "REST: Retrieval-Based Speculative Decoding", 2023, sec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,8 @@ from ..corpus.datastore import Datastore
 from ..structures.suffix_array import SuffixMatcher
 from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, TokenTree
-from .automaton import counted_tree
-from .base import Drafter, DraftSession, Feedback, Target
+from .automaton import MatchSession, counted_tree
+from .base import Drafter, Target
 
 # Buckets of the evidence for a node: tokens of context before it, its share of the occurrences of
 # that context, and how many those are. Their typical values stand for them in the priors.
@@ -78,38 +78,24 @@ class RestDrafter(Drafter):
         require_at_least(1, max_match=self.max_match, max_nodes=self.max_nodes)
         require_at_least(1, continuation=self.continuation, sources=self.sources)
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> RestSession:
-        """A session for a prompt; ValueError when the datastore has another vocabulary."""
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> MatchSession:
+        """A session for a prompt; ValueError when the datastore has another vocabulary.
+
+        A token of the text takes O(max_match log(tokens)).
+        """
         self.datastore.check_vocabulary(target.vocab_size)
-        return RestSession(self, prompt_ids)
+        matcher = SuffixMatcher(self.datastore.index, self.max_match, self.max_nodes)
+        # No token before these can be part of a match.
+        matcher.extend(prompt_ids[-self.max_match :].tolist())
+        draft = partial(self._tree, matcher)
+        return MatchSession(lambda: matcher.match_length, matcher.extend, draft)
+
+    def _tree(self, matcher: SuffixMatcher, budget: int) -> TokenTree:
+        """The most frequent continuations."""
+        most = min(budget, self.max_nodes)
+        found = matcher.select(most, self.continuation, self.sources)
+        return counted_tree(found, _EDGES, _PRIORS)
 
     def priors(self) -> Float32Array:
         """See :meth:`Drafter.priors`; classes are those of :func:`classes_by_count`."""
         return _PRIORS.copy()
-
-
-class RestSession(DraftSession):
-    """One text's matches in the datastore. O(max_match log(tokens)) per token of the text."""
-
-    def __init__(self, drafter: RestDrafter, prompt_ids: NDArray[np.int32]) -> None:
-        self._drafter = drafter
-        self._matcher = SuffixMatcher(drafter.datastore.index, drafter.max_match, drafter.max_nodes)
-        # No token before these can be part of a match.
-        self._matcher.extend(prompt_ids[-drafter.max_match :].tolist())
-
-    @property
-    def match_length(self) -> int:
-        """Tokens of the longest suffix of the text that the datastore holds, at most max_match."""
-        return self._matcher.match_length
-
-    def propose(self, budget: int) -> TokenTree:
-        """The most frequent continuations, at most `budget` and `max_nodes` nodes."""
-        drafter = self._drafter
-        found = self._matcher.select(
-            min(budget, drafter.max_nodes), drafter.continuation, drafter.sources
-        )
-        return counted_tree(found, _EDGES, _PRIORS)
-
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        """Append tokens and narrow the matches."""
-        self._matcher.extend(token_ids)

@@ -22,17 +22,10 @@ from numpy.typing import NDArray
 from ..memory.output_memory import OutputMemory
 from ..memory.running_output import RunningOutput, prompt_group
 from ..structures import draft_tree
-from ..structures.suffix_tree import (
-    MAX_DEPTH,
-    Mixer,
-    Speculation,
-    SuffixTree,
-    Text,
-    extend_texts,
-)
+from ..structures.suffix_tree import MAX_DEPTH, Mixer, Speculation, SuffixTree, Text, extend_texts
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Forest, Ids, Int32Array, TokenTree, checked_documents
-from .base import Drafter, DraftSession, Feedback, Target
+from .base import BatchSession, Drafter, Feedback, Target
 
 _FREQUENCIES = 10  # classes of scored drafts
 
@@ -69,22 +62,6 @@ class Mixture:
     def mixer(self) -> Mixer:
         """A mixer that starts from here."""
         return Mixer(self.cells, self.copy_cells, self.weights, self.rate)
-
-
-class CorpusTree:
-    """A suffix tree of documents, built once.
-
-    Raises:
-        ValueError: no token in any document, or a bad id.
-        TypeError: ids that are no integers.
-    """
-
-    def __init__(self, corpus: Iterable[Ids], max_depth: int) -> None:
-        self.tree = SuffixTree(max_depth)
-        self.largest_id = -1
-        for ids in checked_documents(corpus):
-            self.tree.extend(self.tree.add_sequence(), ids)
-            self.largest_id = max(self.largest_id, int(ids.max()))
 
 
 class SuffixDrafter(Drafter):
@@ -138,13 +115,18 @@ class SuffixDrafter(Drafter):
         self.learn = learn
         self.learn_prompts = learn_prompts
         self.by_prompt = by_prompt
-        self.corpus = None if corpus is None else CorpusTree(corpus, max_depth)
+        self.corpus: SuffixTree | None = None
+        self._largest_id = -1  # in the corpus
+        if corpus is not None:
+            self.corpus = indexed = SuffixTree(max_depth)
+            for ids in checked_documents(corpus):
+                indexed.extend(indexed.add_sequence(), ids)
+                self._largest_id = max(self._largest_id, int(ids.max()))
         self.mixer = (mixture or Mixture.trained()).mixer()
         self._mixing = Lock()  # taken after the memory's
 
     def start(self, prompt_ids: NDArray[np.int32], target: Target) -> SuffixSession:
-        if self.corpus is not None:
-            target.require_ids("corpus", self.corpus.largest_id)
+        target.require_ids("corpus", self._largest_id)
         return SuffixSession(self, prompt_ids, target)
 
     def priors(self) -> Float32Array:
@@ -194,7 +176,7 @@ class SuffixDrafter(Drafter):
             [session.text for session in sessions],
             [trees[session.kind] for session in sessions],
             [session.running for session in sessions],
-            None if self.corpus is None else self.corpus.tree,
+            self.corpus,
         )
 
     @property
@@ -213,15 +195,10 @@ def _frequency_tree(draft: Speculation, vocab_size: int) -> TokenTree:
     above = np.append(draft.probs, np.float32(1))[draft.parents]
     classes = np.minimum(draft.probs / above * _FREQUENCIES, _FREQUENCIES - 1).astype(np.int32)
     tree = TokenTree(draft.token_ids, draft.parents, draft.probs, classes)
-    kept = draft.token_ids < vocab_size
-    if kept.all():
-        return tree
-    for node, parent in enumerate(draft.parents.tolist()):
-        kept[node] &= parent < 0 or kept[parent]
-    return tree.select(np.flatnonzero(kept).astype(np.int32))
+    return tree.without(draft.token_ids >= vocab_size)
 
 
-class SuffixSession(DraftSession):
+class SuffixSession(BatchSession):
     """A text and its suffix tree.
 
     Attributes:
@@ -236,7 +213,7 @@ class SuffixSession(DraftSession):
         self, drafter: SuffixDrafter, prompt_ids: NDArray[np.int32], target: Target
     ) -> None:
         self.score = 0.0
-        self._drafter = drafter
+        self.drafter = drafter
         self._vocab_size = target.vocab_size
         self.kind = target.fingerprint
         if drafter.by_prompt:
@@ -261,12 +238,9 @@ class SuffixSession(DraftSession):
         """The sequence of the memory's tree that ends as the text does."""
         return None if self.output is None else self.output.live_sequence
 
-    def propose(self, budget: int) -> TokenTree:
-        return self._drafter.propose_rows([self], [budget])[0]
-
     def scored(self, budget: int) -> TokenTree:
         """Algorithm 1, its expansion counting the matched node; the memory first among equals."""
-        drafter, text = self._drafter, self.text
+        drafter, text = self.drafter, self.text
         how: dict[str, Any] = {
             "factor": drafter.alpha,
             "offset": -1.0,
@@ -284,9 +258,6 @@ class SuffixSession(DraftSession):
         tree = _frequency_tree(best, self._vocab_size)
         self.score = tree.expected_tokens
         return tree
-
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self._drafter.commit_rows([self], [token_ids], [feedback])
 
     def close(self) -> None:
         if self.output is not None:

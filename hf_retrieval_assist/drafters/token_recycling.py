@@ -23,7 +23,7 @@ from ..structures import successors
 from ..system.arguments import require_at_least
 from ..system.locks import Lock
 from ..token_tree import Float32Array, Forest, Int32Array, TokenTree
-from .base import Drafter, DraftSession, Feedback, FeedbackNeeds, Target
+from .base import BatchSession, Drafter, Feedback, FeedbackNeeds, Target
 
 # Parents and ranks, int32 [n]: node "rank r below p" stands for the r-th likeliest successor of p's
 # token. Parents of −1 are the root, of −2 the root for successors of the token before it.
@@ -147,10 +147,7 @@ class TokenRecyclingDrafter(Drafter):
     name = "token_recycling"
 
     def __init__(
-        self,
-        top_k: int = 8,
-        template: str | Sequence[int] = "2.2.2",
-        last_logits: bool = False,
+        self, top_k: int = 8, template: str | Sequence[int] = "2.2.2", last_logits: bool = False
     ) -> None:
         require_at_least(1, top_k=top_k)
         if isinstance(template, str):
@@ -165,7 +162,7 @@ class TokenRecyclingDrafter(Drafter):
         self._tables: dict[tuple[str, int], SuccessorTable] = {}
         self._lock = Lock()
 
-    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> DraftSession:
+    def start(self, prompt_ids: NDArray[np.int32], target: Target) -> _RecyclingSession:
         table = self._table_of(target)
         if target.expected or target.forms or not target.learn:
             # What a caller expects is told in confidence, and so is what comes of it.
@@ -236,22 +233,15 @@ class TokenRecyclingDrafter(Drafter):
             return self._tables[key]
 
 
-class _RecyclingSession(DraftSession):
+class _RecyclingSession(BatchSession):
     """The last two tokens of a text, and the table that it reads and teaches."""
 
     def __init__(
         self, drafter: TokenRecyclingDrafter, table: SuccessorTable, prompt_ids: NDArray[np.int32]
     ) -> None:
-        self._drafter = drafter
-        self.table = table
+        self.drafter, self.table = drafter, table
         self.before, self.last = [_UNKNOWN, _UNKNOWN, *prompt_ids[-2:].tolist()][-2:]
         table.learn_text(prompt_ids)
-
-    def propose(self, budget: int) -> TokenTree:
-        return self._drafter.propose_rows([self], [budget])[0]
-
-    def commit(self, token_ids: Sequence[int], feedback: Feedback | None) -> None:
-        self._drafter.commit_rows([self], [token_ids], [feedback])
 
 
 class SuccessorTable:

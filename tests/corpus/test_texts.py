@@ -50,7 +50,7 @@ def test_paths_of_texts_and_of_datastores(tokenizer, ids, tmp_path):
 
 def test_an_assistant_drafts_from_texts(tokenizer, ids):
     assistant = SamAssistant(corpus=TEXTS, tokenizer=tokenizer)
-    assert assistant.drafters[0].corpus.tree.token_count == sum(map(len, ids))
+    assert assistant.drafters[0].corpus.token_count == sum(map(len, ids))
 
 
 def test_what_is_no_corpus(tokenizer):

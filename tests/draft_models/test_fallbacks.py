@@ -14,8 +14,7 @@ from packaging.version import Version
 from hf_retrieval_assist import Assistant, EagleHead, EarlyExit, SamAssistant, SuffixAssistant
 from hf_retrieval_assist.draft_models.dflash import DFlashDrafter
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
-from hf_retrieval_assist.draft_models.mtp import MtpDrafter
-from hf_retrieval_assist.draft_models.mtp_layers import mtp_layers
+from hf_retrieval_assist.draft_models.mtp import MtpDrafter, mtp_layers
 from tests.support.drafted_texts import Texts
 from tests.support.eagle_fixtures import CASES, load_case
 from tests.support.feature_following import assert_same

@@ -11,8 +11,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 from hf_retrieval_assist import Assistant, SamAssistant
-from hf_retrieval_assist.draft_models.mtp import MtpDrafter
-from hf_retrieval_assist.draft_models.mtp_layers import mtp_layers
+from hf_retrieval_assist.draft_models.mtp import MtpDrafter, mtp_layers
 from hf_retrieval_assist.drafters.base import Target
 from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.verification.service import choose_service

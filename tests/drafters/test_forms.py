@@ -12,9 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from benchmarks.tool_calls import CALLS, FORMATS, TOOLS, recorded
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, simulate
 from hf_retrieval_assist.drafters.base import Target
-from hf_retrieval_assist.drafters.forms import Form, Forms
+from hf_retrieval_assist.drafters.forms import Form, Forms, schema_forms, tool_forms
 from hf_retrieval_assist.drafters.grammar import FormSession
-from hf_retrieval_assist.drafters.rendered_forms import schema_forms, tool_forms
 from hf_retrieval_assist.drafters.token_recycling import PrivateTable, TokenRecyclingDrafter
 from tests.support.byte_model import byte_tokenizer
 from tests.support.tiny_models import tiny_config, tiny_model

@@ -84,7 +84,7 @@ def test_a_corpus_contributes_and_is_only_read():
     drafter = SuffixDrafter(corpus=corpus, min_prob=0.0001)
     tree = session(drafter, [1, 2, 40, 7], [1, 2]).propose(8)
     assert {(30,), (40,), (30, 31)} <= {*paths(tree)}
-    assert drafter.corpus.tree.token_count == 7
+    assert drafter.corpus.token_count == 7
 
 
 def test_corpora_that_cannot_be_drafted_from_are_refused():

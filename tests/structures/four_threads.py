@@ -56,7 +56,7 @@ def call(assistant, dice):
         fed = np.concatenate([last, tree.token_ids])
         generator = torch.Generator().manual_seed(dice.randrange(99))
         logits = torch.randn(len(fed), VOCABULARY, generator=generator)
-        shown = RowFeedback(fed, np.zeros(1, np.int32), None, {}, TopLogits(logits))
+        shown = RowFeedback(fed, np.zeros(1, np.int32), top=TopLogits(logits))
         assistant.commit([session], [tokens.tolist()], [shown])
         last = tokens[-1:]
     session.close()

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from hf_retrieval_assist.draft_models import features
+from hf_retrieval_assist.draft_models.features import FeatureDrafter
 from hf_retrieval_assist.drafters.base import Feedback
 from hf_retrieval_assist.host.feature_taps import FeatureTaps
 
@@ -36,7 +36,7 @@ def assert_same(tree, other):
 def chains_of(monkeypatch, generator):
     """What one of transformers' candidate generators drafts behind each text, and what ours do."""
     theirs, ours = {}, {}
-    get_candidates, draft_rows = generator.get_candidates, features.draft_rows
+    get_candidates, propose_rows = generator.get_candidates, FeatureDrafter.propose_rows
 
     def record_theirs(self, input_ids, *args, **kwargs):
         result = get_candidates(self, input_ids, *args, **kwargs)
@@ -44,12 +44,12 @@ def chains_of(monkeypatch, generator):
             theirs[tuple(input_ids[0].tolist())] = new
         return result
 
-    def record_ours(sessions, budgets):
-        trees = draft_rows(sessions, budgets)
+    def record_ours(self, sessions, budgets):
+        trees = propose_rows(self, sessions, budgets)
         for session, tree in zip(sessions, trees, strict=True):
             ours[tuple(session.tokens)] = tree.token_ids.tolist()
         return trees
 
     monkeypatch.setattr(generator, "get_candidates", record_theirs)
-    monkeypatch.setattr(features, "draft_rows", record_ours)
+    monkeypatch.setattr(FeatureDrafter, "propose_rows", record_ours)
     return theirs, ours

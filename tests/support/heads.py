@@ -7,11 +7,10 @@ from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.modeling_layers import MtpModel
 
 from hf_retrieval_assist import EagleHead
-from hf_retrieval_assist.draft_models import mtp_layers
+from hf_retrieval_assist.draft_models import mtp
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.draft_models.eagle_format import HeadConfig, default_boundaries
-from hf_retrieval_assist.draft_models.mtp import MtpDrafter
-from hf_retrieval_assist.draft_models.mtp_layers import MtpLayers
+from hf_retrieval_assist.draft_models.mtp import MtpDrafter, MtpLayers
 from hf_retrieval_assist.host.borrowed import BorrowedLayers, TargetShape
 from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 
@@ -55,12 +54,12 @@ def eagle_head(target, draft_ids=None, **changes):
 
 def give_mtp_layer(target):
     """Give a model an MTP layer of its own decoder layer, as if its checkpoint had brought it."""
-    owner = mtp_layers.WithMtpConfig(target, 1)
+    owner = mtp.WithMtpConfig(target, 1)
     # A new `MtpModel` initialises all that it holds, so what is the model's comes in afterwards.
     owner.lm_head, owner.get_input_embeddings = None, lambda: None
     module = MtpModel(owner, 1)
     module.tie_with_main_model(target)
-    layers = mtp_layers._loaded[target] = MtpLayers(module)
+    layers = mtp._loaded[target] = MtpLayers(module)
     return layers.to(target.device)
 
 
@@ -77,7 +76,7 @@ def head_drafter(name, target):
 def layers_of(drafter, target):
     """What drafts: the target's MTP layers, the head, or the model."""
     if isinstance(drafter, MtpDrafter):
-        return mtp_layers.mtp_layers(target)
+        return mtp.mtp_layers(target)
     return drafter.head if isinstance(drafter, EagleDrafter) else drafter.model
 
 

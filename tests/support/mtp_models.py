@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
-from hf_retrieval_assist.draft_models.mtp_layers import loadable
+from hf_retrieval_assist.draft_models.mtp import loadable
 
 from .tiny_models import randomise, tiny_config, tiny_model
 
