@@ -119,7 +119,7 @@ HOST = Path(transformers_private.__file__)
 HOSTS = (HOST, HOST.with_name("continuous_batching.py"))
 # PyTorch's; those of its operators that wait for a device, and the end of a broken capture, last.
 PYTORCH = {"_C", "_nn", "_len_torch_function_stack", "_parameters", "_schema", "_version"}
-PYTORCH |= {"_TensorMeta"}
+PYTORCH |= {"_TensorMeta", "_buffers"}
 PYTORCH |= {"_unique2", "_local_scalar_dense", "_to_copy", "_index_put_impl_"}
 PYTORCH |= {"_cuda_endAllocateToPool"}
 OTHERS = {
