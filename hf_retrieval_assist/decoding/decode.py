@@ -117,7 +117,9 @@ def _decode_with_drafts(
     seconds = time.perf_counter() - started - once
     plain_steps, plain_step = generation.tokens - 1, generation.plain_step
     counts.saved_forwards = plain_steps - counts.forwards
-    counts.saved_seconds = plain_steps * plain_step - sum(counts.seconds[name] for name in PHASES)
+    if plain_step is not None:
+        spent = sum(counts.seconds[name] for name in PHASES)
+        counts.saved_seconds = plain_steps * plain_step - spent
     # What is compiled is compiled once, and says nothing of calls to come.
     if account is not None and compilations() == before:
         account.count_drafted(seconds, plain_steps, plain_step)

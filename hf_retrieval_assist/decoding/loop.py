@@ -131,9 +131,10 @@ class Generation:
         return self.walk.stopping.end(self.rows)
 
     @property
-    def plain_step(self) -> float:
-        """Seconds that a step without drafts is expected to take."""
-        return self.pricing.price(self.forward.verifier, len(self.rows)).seconds(1)
+    def plain_step(self) -> float | None:
+        """Seconds that a step without drafts is expected to take; None: no step was timed yet."""
+        cost = self.pricing.price(self.forward.verifier, len(self.rows))
+        return cost.seconds(1) if cost.known else None
 
     def prefill(self) -> None:
         """transformers' own prefill, and the first token of every row."""

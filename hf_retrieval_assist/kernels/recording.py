@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
@@ -51,13 +51,6 @@ class UnrecordableError(Exception):
     """Why a forward cannot be computed again from what was recorded of it."""
 
 
-class CacheLayer(Protocol):
-    """What a program asks of a layer of the cache."""
-
-    def update(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values; all that attention reads."""
-
-
 class Given:
     """What the next forward is given.
 
@@ -67,7 +60,7 @@ class Given:
         shown: what each layer has shown in this forward.
     """
 
-    layers: Sequence[CacheLayer]
+    layers: Sequence[Any]
     masks: Sequence[torch.Tensor]
 
     def __init__(self) -> None:
@@ -105,7 +98,7 @@ class Program:
     def __call__(
         self,
         inputs: Mapping[str, torch.Tensor],
-        layers: Sequence[CacheLayer],
+        layers: Sequence[Any],
         masks: Sequence[torch.Tensor],
     ) -> torch.Tensor:
         """The logits of a forward that is given these."""
@@ -345,6 +338,14 @@ class Recorder(TorchDispatchMode):
             raise UnrecordableError("an operator reads a tensor that is not the model's")
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits, those of NaN and the signs of zeros among them."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    first, second = (x.contiguous().view(-1).view(torch.uint8) for x in (one, other))
+    return torch.equal(first, second)
+
+
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -376,7 +377,7 @@ def _into(func: Any, packet: Any, args: Any, kwargs: Any, result: torch.Tensor) 
         with suppress(ValueError, TypeError, RuntimeError):  # it is none of its kind
             again = way()
             again()
-            if torch.equal(result, expected):
+            if same_bits(result, expected):
                 return again
     result.copy_(expected)
     return partial(_compute_into, func, args, kwargs, [result])

@@ -239,7 +239,7 @@ class Account:
             self._plain_calls += 1
             self._plain[rerouted].observe(seconds, tokens)
 
-    def count_drafted(self, seconds: float, tokens: int, plain_step: float) -> None:
+    def count_drafted(self, seconds: float, tokens: int, plain_step: float | None) -> None:
         """Count a call that was drafted for.
 
         Where no drafter pays and calls get on no faster than plain steps should, one call is
@@ -249,7 +249,7 @@ class Account:
         Args:
             seconds: from the first token to the last.
             tokens: between them, of the longest row.
-            plain_step: seconds that a plain step is expected to take.
+            plain_step: seconds that a plain step is expected to take; None: nobody knows.
         """
         with self.lock:
             self._calls += 1
@@ -257,7 +257,7 @@ class Account:
                 self._drafted.observe(seconds, tokens)
                 self._choose_rests(plain_step)
 
-    def _choose_rests(self, plain_step: float) -> None:
+    def _choose_rests(self, plain_step: float | None) -> None:
         if any(map(self.pays, range(len(self._entries)))):
             self._streak = 0
             return
@@ -269,6 +269,8 @@ class Account:
             return
         self._streak = 0
         self._waited += 1
+        if plain_step is None:
+            return
         if self._waited >= self._patience and pace > _DOUBTFUL * plain_step:
             self._waited, self._rests = 0, 1
             self._patience = min(2 * self._patience, _MOST_PATIENCE)

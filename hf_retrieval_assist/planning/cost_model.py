@@ -199,6 +199,11 @@ class CostModel:
         """Move the uncertainty towards the prior's."""
         self._covariance += min(share, 1.0) * (self._prior_covariance - self._covariance)
 
+    @property
+    def known(self) -> bool:
+        """Whether its seconds are more than a shape: a forward like these was timed."""
+        return self.observations > 0
+
     def seconds(self, tokens: int) -> float:
         """Expected seconds of a step that feeds `tokens` tokens per row."""
         return float(self.curve(tokens)[-1])
@@ -288,6 +293,8 @@ class CostModel:
 
 class _FixedCostModel(CostModel):
     """A known t(n); see `CostModel.fixed`."""
+
+    known = True
 
     def __init__(self, seconds: Callable[[int], float]):
         super().__init__()

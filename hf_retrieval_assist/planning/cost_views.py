@@ -25,6 +25,10 @@ class CostView(CostModel):
         self._cost = cost
         self.observations = cost.observations
 
+    @property
+    def known(self) -> bool:
+        return self._cost.known
+
     def curve(self, max_tokens: int) -> Float64Array:
         fed = self._fed(max_tokens)
         return self._cost.curve(int(fed[-1]))[fed - 1]

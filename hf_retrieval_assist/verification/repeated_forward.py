@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -19,12 +19,13 @@ from torch.utils.hooks import RemovableHandle
 from ..host.callers_hooks import LIBRARIES, written_in
 from ..host.transformers_private import CACHE, attention_of, hooks_of
 from ..kernels.linear import MAX_ROWS
-from ..kernels.recording import Program, Recorder, UnrecordableError
+from ..kernels.recording import Program, Recorder, UnrecordableError, same_bits
 from ..system.locks import Lock
 from ..system.log import get_logger
 from ..system.modules import modules_of
 from .kv_cache import SlotCache
 from .recorded_state import recorded_state
+from .replay import SHORTAGES
 from .slot_layers import SlotLayer
 
 logger = get_logger(__name__)
@@ -62,6 +63,14 @@ class _Kind:
     recorded_at: int = 0
     output: Any = None
     lengths: set[int] = field(default_factory=set)
+
+
+class _Asked(NamedTuple):
+    """A forward that is wanted: the model's arguments, and of these what a program is given."""
+
+    arguments: dict[str, Any]
+    inputs: Mapping[str, torch.Tensor]
+    masks: list[torch.Tensor]
 
 
 class _Programs:
@@ -112,7 +121,9 @@ class RepeatedForward:
         arguments: of the call.
 
     Attributes:
-        typical: whether the last forward took the time that others like it will take.
+        repeats: whether some forwards were repeated when the call began: a step then takes as long
+            as a repeated one, else as long as a computed one.
+        typical: whether the last forward was one of these.
         repeated, recordings: forwards that were repeated, and programs that were made.
     """
 
@@ -137,6 +148,7 @@ class RepeatedForward:
                 idle = _idle.setdefault(model, [])
                 idle[:] = [programs for programs in idle if programs.state == state]
                 self._programs = idle.pop() if idle else _Programs(state)
+        self.repeats = self._programs is not None and self._programs.trusted
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -144,11 +156,6 @@ class RepeatedForward:
         programs = self._programs
         hopes = programs is not None and (programs.trusted or programs.fault is None)
         return WIDTHS if hopes else ()
-
-    @property
-    def repeats(self) -> bool:
-        """Whether some forwards are repeated, so that others are not as they will be."""
-        return self._programs is not None and self._programs.trusted
 
     def __call__(self, **given: Any) -> Any:
         """A forward, as the model's own."""
@@ -175,59 +182,51 @@ class RepeatedForward:
             torch.get_num_threads(),
         )
         kind = self._programs.kinds.setdefault(key, _Kind())
-        return self._run(kind, given, inputs, [one for one in masks if one is not None])
+        asked = _Asked(given, inputs, [one for one in masks if one is not None])
+        return self._run(kind, asked)
 
-    def _run(
-        self,
-        kind: _Kind,
-        given: dict[str, Any],
-        inputs: Mapping[str, torch.Tensor],
-        masks: list[torch.Tensor],
-    ) -> Any:
+    def _run(self, kind: _Kind, asked: _Asked) -> Any:
         programs = self._programs
         assert programs is not None
         layers, longest = self._cache.layers, self._cache.slots.longest
         length = longest.bit_length()
         if kind.program is not None and length in kind.lengths:
             self.repeated += 1
-            return kind.output(logits=kind.program(inputs, layers, masks))
+            self.typical = self.repeats
+            return kind.output(logits=kind.program(asked.inputs, layers, asked.masks))
         kind.uses += 1
         if kind.program is None and (kind.uses <= PATIENCE or programs.fault is not None):
-            self.typical = not programs.trusted
-            return self._model(**given)
+            self.typical = not self.repeats
+            return self._model(**asked.arguments)
         self.typical = False
         if kind.program is not None and longest == kind.recorded_at:
-            return self._model(**given)
+            return self._model(**asked.arguments)
         lengths = [layer.get_seq_length() for layer in layers]
         try:
             if kind.program is None:
-                return self._record(kind, given, inputs, masks)
-            again = kind.program(inputs, layers, masks)
+                return self._record(kind, asked)
+            again = kind.program(asked.inputs, layers, asked.masks)
+        except SHORTAGES:
+            kind.program = again = None
         except Exception as error:  # whatever a forward does that cannot be recorded
             self._refuse(kind, str(error))
             again = None
         for layer, before in zip(layers, lengths, strict=True):
             layer.set_length(before)
-        outputs = self._model(**given)
+        outputs = self._model(**asked.arguments)
         if again is not None:
-            if _are_equal(again, outputs.logits):
+            if same_bits(again, outputs.logits):
                 kind.lengths.add(length)
                 programs.trusted = True
             else:
                 self._refuse(kind, "repeated logits are not the model's")
         return outputs
 
-    def _record(
-        self,
-        kind: _Kind,
-        given: dict[str, Any],
-        inputs: Mapping[str, torch.Tensor],
-        masks: list[torch.Tensor],
-    ) -> Any:
+    def _record(self, kind: _Kind, asked: _Asked) -> Any:
         assert self._programs is not None
-        recorder = Recorder(self._model, inputs, self._cache.layers, masks)
+        recorder = Recorder(self._model, asked.inputs, self._cache.layers, asked.masks)
         with recorder:
-            outputs = self._model(**given | recorder.inputs)
+            outputs = self._model(**asked.arguments | recorder.inputs)
         if strange := {name for name, x in outputs.items() if x is not None} - {"logits", CACHE}:
             raise UnrecordableError(f"a forward that returns {sorted(strange)}")
         program = recorder.program(outputs.logits)
@@ -262,11 +261,3 @@ class RepeatedForward:
                 idle = _idle.setdefault(self._model, [])
                 idle.append(programs)
                 del idle[:-_MOST_IDLE]
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits, NaN among them."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    first, second = (x.contiguous().view(torch.uint8) for x in (one, other))
-    return torch.equal(first, second)

@@ -11,6 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from ..host.transformers_private import CACHE, input_device, is_callers, why_no_mask
 from ..kernels.fixed_attention import AttentionBy
+from .chain_verifier import ChainVerifier
 from .fixed_memory import can_stay
 from .fixed_verifier import WIDTHS, FixedVerifier, ForwardOptions
 from .kv_cache import SlotCache
@@ -18,7 +19,7 @@ from .reach import UNLIMITED, Reach
 from .slot_layers import SlotLayer
 from .states import SavedStates, States
 from .tree_attention import LayerMask, Rules, TreeAttention
-from .verifiers import ChainVerifier, TreeVerifier, Verifier
+from .verifiers import TreeVerifier, Verifier
 from .workspace import WORKSPACES
 
 

@@ -14,8 +14,9 @@ from hf_retrieval_assist.host.transformers_private import CACHE
 from hf_retrieval_assist.kernels import compact, linear
 from hf_retrieval_assist.kernels.compact import COMPACT
 from hf_retrieval_assist.kernels.quantized import WEIGHTS
+from hf_retrieval_assist.verification.chain_verifier import ChainVerifier
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
-from hf_retrieval_assist.verification.verifiers import ChainVerifier, TreeVerifier
+from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from tests.support.copied_models import HIDDEN, TOKENS, Watch, compact_products, model_of
 from tests.support.lossless import PROMPT, padded, run
 

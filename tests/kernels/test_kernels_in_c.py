@@ -15,8 +15,8 @@ RUNNER = os.environ.get("KERNEL_RUN", "").split()
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler")
-@pytest.mark.parametrize("kernel", ["linear", "attention"])
-def test_every_path_against_sums_in_double(kernel, tmp_path):
+@pytest.mark.parametrize("kernel", ["linear", "attention", "small"])
+def test_every_path_against_single_numbers(kernel, tmp_path):
     kernels, program = ROOT / "cython_ext" / "kernels", tmp_path / kernel
     sources = [ROOT / "tests" / "kernels" / "c" / f"check_{kernel}.c", *kernels.glob("*.c")]
     options = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
