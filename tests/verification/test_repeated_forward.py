@@ -28,6 +28,7 @@ from hf_retrieval_assist.kernels.recording import (
     same_bits,
     thread,
 )
+from hf_retrieval_assist.kernels.reroute import standing_in
 from hf_retrieval_assist.verification import repeated_forward
 from tests.support.lossless import INPUTS, PROMPT, build, knowing, run, same
 
@@ -211,19 +212,31 @@ def test_programs_are_compared_anew_where_the_text_has_doubled(monkeypatch):
 
 
 def test_a_length_that_was_made_a_constant_would_be_noticed(monkeypatch):
-    """No program is first tried at the length of the cache at which it was recorded."""
-    model, call, first = build(LlamaForCausalLM), Program.__call__, {}
+    """No program is tried at the length of the cache at which it was recorded."""
+    model, call, tried = build(LlamaForCausalLM), Program.__call__, []
 
-    def noted(program, inputs, layers, masks):
-        first.setdefault(id(program), layers[0].get_seq_length())
-        return call(program, inputs, layers, masks)
+    def noted(*given):
+        tried.append(given)
+        return call(*given)
 
     monkeypatch.setattr(Program, "__call__", noted)
-    for _ in range(6):
-        same(model, assistant=Assistant([], budget=0), max_new_tokens=4)
-    kinds = repeated_forward._idle[model][0].kinds.values()
-    assert first
-    assert all(first[id(kind.program)] != kind.recorded_at for kind in kinds)
+    for _ in range(5):  # of one forward each, all at one length
+        same(model, assistant=Assistant([], budget=0), max_new_tokens=2)
+    assert not tried
+    same(model, assistant=Assistant([], budget=0), max_new_tokens=3)
+    assert tried
+
+
+def test_forwards_are_filled_up_to_no_more_than_was_tested(monkeypatch):
+    model, call, fed = build(LlamaForCausalLM), repeated_forward.RepeatedForward.__call__, set()
+
+    def noted(forward, **given):
+        fed.add(given["input_ids"].shape[1])
+        return call(forward, **given)
+
+    monkeypatch.setattr(repeated_forward.RepeatedForward, "__call__", noted)
+    repeating(model, knowing(run(model), budget=16))
+    assert max(fed) == 17
 
 
 def test_programs_go_with_the_model_and_hold_no_weights_back():
@@ -347,6 +360,17 @@ def test_a_program_computes_from_what_it_is_given(compute):
         for _ in range(3):
             x = torch.randn(1, 8)
             assert same_bits(program({"x": x}, [], []), compute(model, x))
+
+
+def test_a_program_reads_what_stands_for_a_weight():
+    model, x = Small(), torch.randn(1, 8)
+    recording = Recorder(model, {"x": x}, [], [])
+    with reroute(), torch.no_grad():
+        with recording:
+            made = recording.program(model.linear(recording.inputs["x"]) + 1)
+        with standing_in({id(model.linear.weight): lambda x, bias: 2 * x}):
+            assert same_bits(made({"x": x}, [], []), 2 * x + 1)
+        assert same_bits(made({"x": x}, [], []), model.linear(x) + 1)
 
 
 def test_a_new_assistant_claims_nothing_beside_steps_that_were_never_timed():
