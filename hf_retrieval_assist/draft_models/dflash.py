@@ -23,10 +23,10 @@ from ..host.transformers_private import with_cache
 from ..kernels.largest import largest
 from ..system.arguments import require_at_least
 from ..token_tree import Float32Array, TokenTree
-from ..verification.tree_attention import LayerMask
+from ..verification.tree_attention import Fed, LayerMask
 from .features import DFLASH_SETTINGS, FeatureDrafter, FeatureSession, Follower, NewText, is_dflash
 from .growth import by_probability
-from .rows import DraftCache, Fed, Group
+from .rows import DraftCache, Group, fed_texts
 
 
 class DFlashDrafter(FeatureDrafter):
@@ -126,7 +126,7 @@ class BlockFollower(Follower):
         counts, block = torch.tensor(text.counts)[:, None], torch.arange(size)
         column = torch.arange(width + size).expand(len(counts), -1)
         fed = Fed(
-            offsets=torch.cat([Fed.texts(width - counts, width).offsets, column[:, width:]], dim=1),
+            offsets=torch.cat([fed_texts(width - counts, width).offsets, column[:, width:]], dim=1),
             depths=counts + block,
             columns=torch.cat([column[:, :width], counts + block], dim=1),
             sees=((column < counts) | (column >= width))[:, None].expand(-1, size, -1),
@@ -137,7 +137,7 @@ class BlockFollower(Follower):
             noise_embeds=self._block_embeddings(group).to(self.device, self.dtype),
             context_hidden_states=text.features[torch.from_numpy(text.sources).to(self.device)],
             position_ids=torch.from_numpy(positions).to(self.device),
-            attention_mask=cache.feed(Fed(*(part.to(self.device) for part in fed))),
+            attention_mask=cache.feed(fed.to(self.device)),
             **with_cache(self._model, cache),
         ).last_hidden_state
         cache.keep([range(count) for count in text.counts])

@@ -24,9 +24,20 @@ from ..token_tree import Float32Array, Forest, TokenTree
 from ..verification.fixed_memory import can_stay, stays_in_place
 from ..verification.service import choose_service
 from ..verification.tiers import Service, Tier
+from ..verification.tree_attention import Fed
 from .growth import Level
 from .recorded import RecordedDrafts
-from .rows import DraftCache, Fed, Group, RowSession, fills_of, groups, parts, proposed
+from .rows import (
+    DraftCache,
+    Group,
+    RowSession,
+    fed_nodes,
+    fed_texts,
+    fills_of,
+    groups,
+    parts,
+    proposed,
+)
 from .sequoia import PRIORS, Drawn, Foreseen, ShapeChooser, StaticGrowth, TreeShape
 from .translation import DraftTranslation, TranslatedText, found
 
@@ -200,7 +211,7 @@ class _Nodes:
             for line, new, span in zip(ids, news, spans, strict=True):
                 line[width - len(span) :] = torch.tensor(new[span.start : span.stop])
             fills = fills_of([width - len(span) for span in spans])
-            fed = Fed.texts(fills, width)
+            fed = fed_texts(fills, width)
             # What fills a line up stands in no position that the text has not.
             depths = fed.depths.minimum((width - 1 - fills).clamp(min=0))
             logits = self._feed(ids, fed._replace(depths=depths), self._drafter.last_only)[:, -1:]
@@ -208,7 +219,7 @@ class _Nodes:
         return logits
 
     def run(self, level: Level) -> Tensor:
-        fed = Fed.nodes(level, self._depths)
+        fed = fed_nodes(level, self._depths)
         self._depths = fed.columns[0]
         return self._feed(level.token_ids, fed, {})
 
@@ -220,7 +231,7 @@ class _Nodes:
         device, lengths = self._model.device, torch.tensor(self._cache.slots.lengths)[:, None]
         return self._model(
             input_ids=token_ids.to(device),
-            attention_mask=self._cache.feed(Fed(*(part.to(device) for part in fed))),
+            attention_mask=self._cache.feed(fed.to(device)),
             position_ids=(lengths + fed.depths).to(device),
             **with_cache(self._model, self._cache),
             use_cache=True,

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from ..token_tree import Forest, TokenTree
+from ..verification.arena import Shape
 from ..verification.fixed_memory import FixedMemory, can_stay, stays_in_place
 from ..verification.packed_buffer import Field
 from ..verification.replay import Shown
 from ..verification.states import state_of
 from ..verification.tree_attention import Int64Array
-from ..verification.workspace import Repeated, Shape
+from ..verification.workspace import Repeated
 from .features import FeatureSession, Follower, NewText
 from .growth import BestFirst, Grown, GrowthLimits, Level, by_probability
-from .rows import DraftCache, Fed, Group, fills_of
+from .rows import DraftCache, Group, fed_nodes, fed_texts, fills_of
 
 Step = TypeVar("Step", bound=Repeated)
 
@@ -196,7 +197,7 @@ def read(
         of each text, [rows, hidden_size].
     """
     width = token_ids.shape[1]
-    fed = Fed.texts(fills, width)
+    fed = fed_texts(fills, width)
     output = module(k, token_ids, hidden, positions, cache.feed(fed), cache)
     said = output[:, -1]
     before = torch.zeros_like(said) if cache.last is None else cache.last
@@ -246,7 +247,7 @@ class LayerNodes:
                 break
             parents = level.parent_rows[..., None].expand(-1, -1, hidden.shape[2])
             # A layer has read all levels so far, or reads no more of them.
-            fed = Fed.nodes(level, self._depths[k])
+            fed = fed_nodes(level, self._depths[k])
             self._depths[k] = fed.columns[0]
             mask, hidden = self._caches[k].feed(fed), hidden.gather(1, parents)
             below[k] = self._module(k, level.token_ids, hidden, positions, mask, self._caches[k])
@@ -284,39 +285,21 @@ class _InPlace:
             device=follower.device,
             states=(len(states), states[0].shape[1]),
         )
-        layers = [layer for cache in group.caches for layer in cache.slot_layers]
-        self._memory = FixedMemory(
-            *(self._module, layers, shape, {}),
-            recorded=follower.graphs,
-            slots=self._longest + _WIDTHS[-1],
+        self.memory = FixedMemory(
+            *(self._module, group.caches, shape, {}), recorded=follower.graphs, room=_WIDTHS[-1]
         )
-        self._hold(states)
-
-    def _hold(self, states: Sequence[Tensor]) -> None:
-        """What the layers said last lies in the memory too."""
-        places = self._memory.workspace.states
-        for cache, place, said in zip(self._caches, places, states, strict=True):
-            cache.last = place.copy_(said)
-
-    @property
-    def _longest(self) -> int:
-        return max(cache.slots.longest for cache in self._caches)
-
-    def _reserve(self, tokens: int) -> None:
-        """Make room for so many tokens behind every text."""
-        slots = self._longest + tokens
-        if self._memory.lacks(slots):
-            self.show()
-            states = self._memory.workspace.states
-            self._memory.grow(slots + slots // 4)
-            self._hold([*states])
+        for place, said in zip(self.memory.workspace.states, states, strict=True):
+            place.copy_(said)
 
     def _step(self, key: Any, kind: type[Step], values: Mapping[str, Int64Array]) -> Step:
         """What is repeated for a key, its inputs sent, with where the texts' slots end."""
         lengths = np.array([cache.slots.lengths for cache in self._caches])
         told = {**values, "kept": lengths[..., None]}
         fields: dict[str, Field] = {n: (torch.int64, value.shape) for n, value in told.items()}
-        memory = self._memory.workspace
+        memory = self.memory.workspace
+        # What the layers said last lies there too.
+        for cache, said in zip(self._caches, memory.states, strict=True):
+            cache.last = said
         step = memory.kept(key, lambda: kind(fields, memory.shape, memory.record))
         step.inputs.wait()
         for name, value in told.items():
@@ -327,12 +310,12 @@ class _InPlace:
     def _begin(self, inputs: Mapping[str, Tensor]) -> None:
         """What follows reads and writes the memory behind what is kept of each text."""
         for cache, kept in zip(self._caches, inputs["kept"], strict=True):
-            cache.held = self._memory.workspace, kept
+            cache.held = self.memory.workspace, kept
 
     def follow(self, text: NewText) -> None:
         """Read what is new in the texts."""
         rows, width = text.token_ids.shape
-        self._reserve(width)
+        self.memory.reserve(width)
         values = {
             "token_ids": text.token_ids,
             "positions": text.positions + 1,
@@ -344,10 +327,11 @@ class _InPlace:
             step.features = text.features.new_zeros((rows, width, text.features.shape[1]))
         features, inputs = step.features, step.inputs.device
         torch.index_select(text.features, 0, inputs["sources"], out=features.flatten(0, 1))
-        shown = self._memory.run(step, lambda: self._read(inputs, features))
+        shown = self.memory.run(step, lambda: self._read(inputs, features))
         # Only now: a forward that is computed again must find what it found before.
-        self._memory.workspace.states.copy_(shown.outputs)
-        self.keep_fed([range(count) for count in text.counts])
+        self.memory.workspace.states.copy_(shown.outputs)
+        for cache in self._caches:
+            cache.keep([range(count) for count in text.counts])
 
     def _read(self, inputs: dict[str, Tensor], features: Tensor) -> Shown:
         self._begin(inputs)
@@ -360,10 +344,10 @@ class _InPlace:
 
     def draft(self) -> Forest:
         """A tree below each text, as large as the limits allow."""
-        self._reserve(self._limits.depth * self._limits.width)
+        self.memory.reserve(self._limits.depth * self._limits.width)
         reached = np.array([[0 if row is None else row.reached] for row in self._rows])
         step = self._step(self._limits, Repeated, {"reached": reached})
-        grown: Grown = self._memory.run(step, lambda: self._grow(step.inputs.device)).outputs
+        grown: Grown = self.memory.run(step, lambda: self._grow(step.inputs.device)).outputs
         return grown.trees(by_probability)
 
     def _grow(self, inputs: dict[str, Tensor]) -> Shown:
@@ -374,20 +358,3 @@ class _InPlace:
         growth.grow(LayerNodes(self._module, self._caches, known, inputs["reached"]))
         # A recording may order near ties otherwise, which hardly changes the likeliest paths.
         return Shown(growth.best, {}, growth.grown())
-
-    def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
-        """Nodes are never kept: texts are read with the target's hidden states."""
-        for cache in self._caches:
-            pairs = zip(cache.slots.lengths, paths, strict=True)
-            cache.slots.set_lengths([length + len(path) for length, path in pairs])
-
-    def show(self) -> None:
-        for cache in self._caches:
-            cache.slots.places = None
-            for layer in cache.slot_layers:
-                layer.set_length(cache.slots.longest)
-
-    @torch.no_grad()  # as it was recorded
-    def release(self) -> None:
-        self.show()
-        self._memory.give_back()

@@ -7,7 +7,6 @@ follow one another without a look at their results, whose tokens never leave the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ import torch
 from ..host.transformers_private import with_cache
 from ..verification.fixed_verifier import FixedVerifier, ForwardOptions
 from ..verification.tiers import Service
-from ..verification.tree_attention import FedTokens, TreeAttention
-from .rows import DraftCache, Fed
+from ..verification.tree_attention import Fed, TreeAttention
+from .rows import DraftCache
 
 
 class RecordedDrafts(FixedVerifier):
@@ -27,7 +26,7 @@ class RecordedDrafts(FixedVerifier):
         model: a transformers model.
         cache: of texts that begin at position 0.
         service: how the model is fed trees.
-        most: tokens of each row that are fed between two calls of `keep_fed` at most.
+        most: tokens of each row that are fed before some are kept at most.
         recorded: whether forwards may be repeated from a recording. Those of compiled models are
             not: under what looks for waits, torch would run them as if they were not.
     """
@@ -59,39 +58,19 @@ class RecordedDrafts(FixedVerifier):
         (rows, width), known = token_ids.shape, fed.columns.shape[1]
         if known == width:
             # The memory of a tree that has begun cannot be exchanged.
-            self._reserve(self.cache.slots.longest + self._columns)
+            self.memory.reserve(self._columns)
         step = self.memory.workspace.step(self._bucket(width), self._columns)
-        # Lines are filled up to a bucket.
+        # Lines are filled up to a bucket, behind all that lies there.
         spare = self._bucket(width) - width
-        filler = np.broadcast_to(np.arange(known, known + spare), (rows, spare))
-        offsets, depths, columns, sees = (x.expand(rows, *x.shape[1:]).numpy() for x in fed)
-        told = token_ids.device.type == "cpu"
-        line = (0, 0), (0, spare)
-        tokens = FedTokens(
-            rows=np.arange(rows),
-            counts=np.full(rows, width),
-            lengths=np.array(self.cache.slots.lengths, np.int64),
-            token_ids=np.pad(token_ids.numpy() if told else np.zeros_like(offsets), line),
-            depths=np.pad(depths, line),
-            sees=np.pad(sees, (*line, (0, spare))),
-            offsets=np.concatenate([offsets, filler], axis=1),
-            behind=np.pad(columns, line),
+        filler, line = np.arange(known, known + spare)[None], ((0, 0), (0, spare))
+        lines = Fed(
+            depths=np.pad(fed.depths, line),
+            columns=np.pad(fed.columns, line),
+            sees=np.pad(fed.sees.expand(rows, -1, -1), (*line, (0, spare))),
+            offsets=np.concatenate([fed.offsets, filler.repeat(len(fed.offsets), 0)], axis=1),
         )
-        self._send(step, tokens)
+        told = token_ids.device.type == "cpu"
+        self._send(step, np.pad(token_ids, line) if told else np.zeros(1, np.int64), lines)
         if not told:
             step.inputs.device["token_ids"][:, :width].copy_(token_ids)
         return self._run_step(step).logits[:, :width]
-
-    def keep_fed(self, paths: Sequence[Sequence[int]]) -> None:
-        """Forget what was fed since the last time, except the given slots of each row."""
-        self._keep(paths)
-
-    def show(self) -> None:
-        """Make the layers of the cache show what is kept."""
-        self._hand_over()
-
-    @torch.no_grad()  # as it was recorded
-    def release(self) -> None:
-        """Give the memory back, for the model's next drafts."""
-        self._hand_over()
-        self.memory.give_back()

@@ -7,7 +7,7 @@ when. A text that is drafted for alone is a batch of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,49 +17,33 @@ from ..drafters.base import BatchSession
 from ..token_tree import Forest, TokenTree
 from ..verification.kv_cache import SLOT_LAYERS, SlotCache
 from ..verification.slot_layers import SlotLayer
-from ..verification.tree_attention import FedTrees, LayerMask, Rules, TreeAttention, table_of
+from ..verification.tree_attention import Fed, LayerMask, Rules, TreeAttention, table_of
 from ..verification.workspace import Workspace
 from .growth import Level
 
 
-class Fed(NamedTuple):
-    """The next tokens of some texts; all is counted from the end of what is cached of each text.
+def fed_texts(fills: Tensor, width: int) -> Fed:
+    """How texts go on, in lines of which the first `fills` columns hold nothing new.
 
-    Attributes:
-        offsets: int64 [rows or 1, w], the slots that they are written in.
-        depths: int64 [rows or 1, q], of the last q of them, which ask.
-        columns: int64 [rows or 1, n], depths of what lies in the n slots behind each text.
-        sees: bool [rows or 1, q, n], which of these slots each of the last q sees.
+    What fills a line up lies behind the text's own, so that nobody has to look at it.
+
+    Args:
+        fills: int64 [rows or 1, 1].
+        width: of a line.
     """
+    column = torch.arange(width, device=fills.device)
+    offsets = (column - fills) % width
+    return Fed(offsets, column[None], column <= offsets[..., None], offsets)
 
-    offsets: Tensor
-    depths: Tensor
-    columns: Tensor
-    sees: Tensor
 
-    @classmethod
-    def texts(cls, fills: Tensor, width: int) -> Fed:
-        """How texts go on, in lines of which the first `fills` columns hold nothing new.
-
-        What fills a line up lies behind the text's own, so that nobody has to look at it.
-
-        Args:
-            fills: int64 [rows or 1, 1].
-            width: of a line.
-        """
-        column = torch.arange(width, device=fills.device)
-        offsets = (column - fills) % width
-        return cls(offsets, offsets, column[None], column <= offsets[..., None])
-
-    @classmethod
-    def nodes(cls, level: Level, above: Tensor) -> Fed:
-        """A level of trees, behind nodes at the depths `above`, int64 [f], of which the first
-        levels may be missing."""
-        width = level.token_ids.shape[1]
-        columns = torch.cat([above, above.new_full((width,), level.depth - 1)])[None]
-        count = columns.shape[1]
-        offsets = torch.arange(count, device=above.device)[None, -width:]
-        return cls(offsets, columns[:, -width:], columns, level.visible[:, :, -count:])
+def fed_nodes(level: Level, above: Tensor) -> Fed:
+    """A level of trees, behind nodes at the depths `above`, int64 [f], of which the first levels
+    may be missing."""
+    width = level.token_ids.shape[1]
+    columns = torch.cat([above, above.new_full((width,), level.depth - 1)])[None]
+    count = columns.shape[1]
+    offsets = torch.arange(count, device=above.device)[None, -width:]
+    return Fed(columns[:, -width:], columns, level.visible[:, :, -count:], offsets)
 
 
 class DraftCache(SlotCache):
@@ -98,27 +82,21 @@ class DraftCache(SlotCache):
         return all(type(layer) in (SlotLayer, *SLOT_LAYERS) for layer in self.layers)
 
     def feed(self, fed: Fed) -> Any:
-        """Say where the next tokens are written; returns the mask of those that ask."""
-        rows, count = len(self.slots.lengths), fed.columns.shape[1]
-        sees = fed.sees.expand(rows, -1, -1)
+        """Say where the next tokens are written; returns the mask of those that ask: of a line the
+        last ones, of which depths and what they see are told."""
+        sees = fed.sees.expand(len(self.slots.lengths), -1, -1)
         if self.held is not None:
             (workspace, kept), rule = self.held, cast(LayerMask, self.rules)
             self.slots.places = workspace.rows, kept + fed.offsets
             sees, unseen = rule.limited(sees, kept, fed.depths, fed.columns)
             return workspace.masks.mask(table_of(sees), unseen, 1 - kept)
-        if not self.slots.uniform or len(fed.offsets) > 1:
-            every, lengths = self.slots.index(1, sees.device)
-            self.slots.places = every, lengths + fed.offsets
-            self.slots.extent = self.slots.longest + count
-        depths, columns = (x.expand(rows, -1) for x in (fed.depths, fed.columns))
-        # Nothing lies deeper than there are columns.
-        trees = FedTrees(depths, depths, sees, columns, count - 1)
-        masks, self.slots.view_from = self._attention.masks(trees, self.slots)
+        self.slots.place(fed.offsets, fed.columns.shape[1])
+        masks, self.slots.view_from = self._attention.masks(fed._replace(sees=sees), self.slots)
         return masks
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Forget what was fed behind the texts, except the given slots of each row."""
-        self.slots.places = self.slots.extent = None
+        self.slots.free()
         super().keep(paths)
 
     def shorten(self, lengths: Sequence[int]) -> None:
@@ -199,9 +177,8 @@ class Group:
     Attributes:
         rows: the texts; None for one that has left.
         caches: with a row for each.
-        in_place: the caches in memory that stays in place, where forwards may be recorded; None:
-            they grow. It can `keep_fed` slots, as `keep` does, make the caches `show` what is kept,
-            and `release` the memory.
+        in_place: what drafts in the `memory` that the caches stay in, where forwards may be
+            recorded; None: they grow.
     """
 
     in_place: Any = None
@@ -216,13 +193,10 @@ class Group:
         """Go on without a text."""
         self.rows[index] = None
         if not any(self.rows) and self.in_place is not None:
-            self.in_place.release()
+            self.in_place.memory.release()
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Forget what was fed behind the texts, except the given slots of each row."""
-        if self.in_place is not None:
-            self.in_place.keep_fed(paths)
-            return
         for cache in self.caches:
             cache.keep(paths)
 
@@ -247,7 +221,7 @@ class Group:
         for one in {id(row.group): row.group for row in asked}.values():
             one.settle()
             if one.in_place is not None:
-                one.in_place.show()
+                one.in_place.memory.show()
         caches = [
             DraftCache.joined([(row.group.caches[number], row.index) for row in asked])
             for number in range(len(group.caches))

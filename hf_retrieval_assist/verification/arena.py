@@ -7,13 +7,14 @@ what lies beyond their window share others, of a smaller capacity, which begin w
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 
-from .slot_layers import Block, Home, SlotLayer, move_in_turn
+from ..kernels.fixed_attention import AttentionBy
+from .slot_layers import Block, Home, Kind, SlotLayer, kinds_of, move_in_turn
+from .tree_attention import Rules
 
 # The smallest difference of two capacities.
 _MIN_STEP = 256
@@ -26,6 +27,12 @@ _LEAST_ROOMY = 2048
 # Bytes from which on layers share another tensor. Moving a path then takes two launches more, which
 # is nothing beside reading so much, and a cache is moved in without twice its memory.
 MOST_BYTES = 1 << 30
+
+# A recorded forward is repeated in memory of at most so many times the capacity that a call needs.
+_MOST_SPARE = 4
+
+# Slots behind a window, of the widest trees, so that buffers are seldom moved to the front.
+_BEYOND_WINDOW = 512
 
 
 def capacity_bucket(slots: int) -> int:
@@ -45,34 +52,72 @@ def with_room(capacity: int, slot_bytes: int) -> int:
     return roomy if roomy * slot_bytes <= _MOST_ROOMY else capacity
 
 
-class _Kind(NamedTuple):
-    """What buffers have in common that share a tensor; `part` tells tensors of one kind apart."""
+@dataclass(frozen=True)
+class Shape:
+    """What a recorded forward depends on besides the tensors it reads.
 
-    heads: int
-    depth: int
+    Attributes:
+        batch: rows.
+        capacity: slots of each row.
+        rules: the masks'.
+        dtype, device: the model's.
+        positions: leading axes of its position ids.
+        top_k: how many of the largest logits are brought to the host.
+        vocab_size: of these, ids from here on being left out.
+        taps: the boundaries whose hidden states are wanted.
+        attention_by: what computes attention.
+        exact: whether another capacity, by which kernels may divide their sums, does not do.
+        states: hidden states of a row, [layers, width], that forwards leave to the next ones.
+        window: of layers that forget what lies beyond it; None: no layer does.
+    """
+
+    batch: int
+    capacity: int
+    rules: Rules
     dtype: torch.dtype
     device: torch.device
-    forgets: bool
-    part: int
+    positions: tuple[int, ...] = ()
+    top_k: int = 0
+    vocab_size: int = 0
+    taps: tuple[tuple[int, ...], ...] = ()
+    attention_by: AttentionBy = "mask"
+    exact: bool = False
+    states: tuple[int, int] = (0, 0)
+    window: int | None = None
+
+    @property
+    def near(self) -> int | None:
+        """Slots of each row in the buffers of layers that forget."""
+        if self.window is None:
+            return None
+        return min(self.capacity, capacity_bucket(self.window + _BEYOND_WINDOW))
+
+    def serves(self, other: Shape) -> bool:
+        """Whether memory of this shape does for a call that asks for the other one."""
+        if self.exact:
+            return self == other
+        fits = self.has_room(other.batch, other.capacity)
+        return fits and self == replace(other, capacity=self.capacity)
+
+    def has_room(self, batch: int, slots: int) -> bool:
+        """Whether so many rows of so many slots fit in, and do not leave too much of it empty."""
+        return batch == self.batch and slots <= self.capacity <= slots * _MOST_SPARE
 
 
 class Arena:
     """Where the layers of some caches write while their memory has to stay where it is.
 
     Args:
-        batch: rows.
-        capacity: slots of each row.
-        near: the same in layers that forget; None: no layer does.
+        shape: of the memory.
 
     Attributes:
-        first: the slot with which the buffers of those begin.
+        first: the slot with which the buffers of layers that forget begin.
     """
 
-    def __init__(self, batch: int, capacity: int, near: int | None = None):
-        self.batch, self.capacity, self.near = batch, capacity, near
-        self.first = 0
-        # By kind the numbers of buffers, of layer i 2i for the keys and 2i + 1 for the values.
-        self._members: dict[_Kind, list[int]] = {}
+    def __init__(self, shape: Shape):
+        self.shape, self.first = shape, 0
+        # By kind the numbers of buffers, see `kinds_of`.
+        self._members: dict[Kind, list[int]] = {}
         self._groups: list[torch.Tensor] = []
         # Of each group the one that its present layers write to. One that grows leaves the group.
         self._blocks: list[Block] = []
@@ -102,7 +147,7 @@ class Arena:
         """
         windows = [layer.window or 0 for layer in layers if layer.forgets]
         first = layers[0].slots.longest - max(windows) + 1 if windows else 0
-        members = self._kinds(layers)
+        members = kinds_of(layers, MOST_BYTES, lambda layer: layer.forgets, self._capacity)
         if members != self._members:
             self._members, self._groups, self._blocks = members, [], []
         homes = self._homes()
@@ -112,48 +157,31 @@ class Arena:
                 layer.move_out()
             self._empty()
         self.first = max(0, first)
-        move_in_turn(
-            ([(layers[n // 2], n % 2) for n in numbers], self._block(i, kind, len(numbers)))
-            for i, (kind, numbers) in enumerate(members.items())
-        )
+        groups = enumerate(members.items())
+        move_in_turn(layers, ((group[1], self._block(i, *group)) for i, group in groups))
 
-    def _block(self, group: int, kind: _Kind, buffers: int) -> Block:
+    def _block(self, i: int, kind: Kind, numbers: Sequence[int]) -> Block:
         """That of a group, which is made where it is missing."""
-        if group == len(self._groups):
-            shape = buffers, self.batch, kind.heads, self._capacity(kind), kind.depth
-            self._groups.append(torch.zeros(shape, dtype=kind.dtype, device=kind.device))
-            self._blocks.append(Block(self._groups[group]))
-        self._blocks[group].put(self._groups[group], self.first if kind.forgets else 0)
-        return self._blocks[group]
+        if i == len(self._groups):
+            self._groups.append(kind.zeros(len(numbers), self._capacity(kind)))
+            self._blocks.append(Block(self._groups[i]))
+        self._blocks[i].put(self._groups[i], self.first if kind.apart else 0)
+        return self._blocks[i]
 
     def _empty(self) -> None:
         """Leave nothing of earlier caches in the tensors."""
-        self._blocks = []
         for group in self._groups:
             group.zero_()
-            self._blocks.append(Block(group))
+        self._blocks = [*map(Block, self._groups)]
 
     def _homes(self) -> dict[int, Home]:
         """Buffers by their numbers, as far as they were made."""
         pairs = zip(self._members.values(), self._blocks, strict=False)
         return {n: (block, i) for numbers, block in pairs for i, n in enumerate(numbers)}
 
-    def _kinds(self, layers: Sequence[SlotLayer]) -> dict[_Kind, list[int]]:
-        members: defaultdict[_Kind, list[int]] = defaultdict(list)
-        taken = 0
-        for i, layer in enumerate(layers):
-            # Of keys and values together, so that the layer can leave its memory.
-            part = taken // MOST_BYTES
-            for number, states in enumerate((layer.keys, layer.values), start=2 * i):
-                _, heads, _, depth = states.shape
-                kind = _Kind(heads, depth, states.dtype, states.device, layer.forgets, part)
-                members[kind].append(number)
-                slots = self.batch * self._capacity(kind)
-                taken += slots * heads * depth * states.element_size()
-        return dict(members)
-
-    def _capacity(self, kind: _Kind) -> int:
-        return self.near if kind.forgets and self.near is not None else self.capacity
+    def _capacity(self, kind: Kind) -> int:
+        near = self.shape.near if kind.apart else None
+        return self.shape.capacity if near is None else near
 
     def move(self, rows: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy slots within rows: int64 [batch, 1] and [batch, moved]."""
@@ -164,6 +192,6 @@ class Arena:
         """Let the buffers of layers that forget begin with a later slot."""
         behind, self.first = first - self.first, first
         for kind, block in zip(self._members, self._blocks, strict=True):
-            if kind.forgets and behind:
+            if kind.apart and behind:
                 block.states[..., :-behind, :] = block.states[..., behind:, :].clone()
                 block.put(block.states, first)

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from ..kernels.fixed_attention import Seen
+from .arena import Shape
 from .packed_buffer import Field
-from .tree_attention import FedTokens, LayerMask, Rules, by_kind, every_rule, seen_slots
+from .tree_attention import Fed, Int64Array, LayerMask, by_kind, every_rule, seen_slots
 
 # The number of a slot that nobody sees, padding: behind all others.
 _NOWHERE = 1 << 40
@@ -24,47 +25,32 @@ Masks = dict[str, torch.Tensor] | torch.Tensor
 
 
 class FixedMasks:
-    """The masks of one batch over `capacity` slots.
-
-    Args:
-        rules: one rule per layer type, or a single rule for all layers.
-        batch: rows.
-        capacity: slots of each row.
-        dtype: of the masks, the model's.
-        device: of the masks.
-        near: slots of each row in the buffers of layers that forget; None: no layer does.
+    """The masks over memory of a shape.
 
     Attributes:
         first: int32 [batch], the slots of padding in front of each row.
         gapless: whether all other slots of the prompts hold tokens.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        batch: int,
-        capacity: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        near: int | None = None,
-    ):
-        self.rules = rules
-        self.batch, self.capacity, self.near = batch, capacity, near
-        self._distinct = list(dict.fromkeys(every_rule(rules)))
-        slots = capacity + (near or 0)
-        self._columns = torch.zeros((batch, slots), dtype=torch.int64, device=device)
-        self._near_slots = torch.arange(near or 0, device=device)
+    def __init__(self, shape: Shape):
+        self._shape, self._near = shape, shape.near
+        self._distinct = list(dict.fromkeys(every_rule(shape.rules)))
+        dtype, device, near = shape.dtype, shape.device, self._near or 0
+        slots = shape.batch, shape.capacity + near
+        self._columns = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._near_slots = torch.arange(near, device=device)
         self._shown = torch.zeros((), dtype=dtype, device=device)
         self._hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
         self._empty = torch.full((len(self._distinct),), torch.nan, dtype=dtype, device=device)
-        self.first = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.first = torch.zeros(shape.batch, dtype=torch.int32, device=device)
         self.start(None)
 
     def start(self, prompt_mask: torch.Tensor | None) -> None:
         """Hide the padding of a call's prompt, bool [batch, length]; None: there is none."""
-        columns = torch.arange(self._columns.shape[1]).repeat(self.batch, 1)
+        batch, slots = self._columns.shape
+        columns = torch.arange(slots).repeat(batch, 1)
         # The slot of each row's first token.
-        self._first = np.zeros(self.batch, np.int64)
+        self._first = np.zeros(batch, np.int64)
         self.gapless = True
         if prompt_mask is not None:
             seen = prompt_mask.cpu()
@@ -76,25 +62,27 @@ class FixedMasks:
 
     def fields(self, width: int, columns: int) -> dict[str, Field]:
         """What `write` fills and `build` reads; `columns` are tokens behind the kept slots."""
+        batch = self._shape.batch
         fields: dict[str, Field] = {
-            "shift": (torch.int64, (self.batch, 1)),
-            "kept": (torch.int32, (self.batch,)),
+            "shift": (torch.int64, (batch, 1)),
+            "kept": (torch.int32, (batch,)),
         }
-        if self.near is not None:
+        if self._near is not None:
             fields["begin"] = torch.int64, (1,)
         for i, rule in enumerate(self._distinct):
-            fields[f"table{i}"] = (torch.bool, (self.batch, width, columns + 2))
+            fields[f"table{i}"] = (torch.bool, (batch, width, columns + 2))
             if rule.reach is not None:
-                fields[f"unseen{i}"] = (torch.int64, (self.batch, width, 1))
+                fields[f"unseen{i}"] = (torch.int64, (batch, width, 1))
         return fields
 
-    def write(self, host: Mapping[str, torch.Tensor], fed: FedTokens, begin: int = 0) -> None:
-        """Tell of the tokens of all rows; `begin`: the slot that buffers of layers begin with which
-        forget."""
-        kept = fed.lengths[:, None]
+    def write(
+        self, host: Mapping[str, torch.Tensor], fed: Fed, kept: Int64Array, begin: int = 0
+    ) -> None:
+        """Tell of tokens behind `kept` slots, int64 [batch, 1]; `begin`: the slot that buffers of
+        layers begin with which forget."""
         host["shift"].numpy()[:] = 1 - kept
         host["kept"].numpy()[:] = kept[:, 0] - self._first
-        if self.near is not None:
+        if self._near is not None:
             host["begin"].numpy()[:] = begin
         first = self._first[:, None]
         for i, rule in enumerate(self._distinct):
@@ -110,7 +98,7 @@ class FixedMasks:
         """The same for kernels that need no mask, by the address of the empty one."""
         kinds = masks.values() if isinstance(masks, dict) else [masks]
         found = {}
-        for mask, rule in zip(kinds, every_rule(self.rules), strict=True):
+        for mask, rule in zip(kinds, every_rule(self._shape.rules), strict=True):
             i = self._distinct.index(rule)
             kept, first, unseen = device["kept"], self.first, device.get(f"unseen{i}")
             if unseen is not None and "begin" in device:
@@ -131,22 +119,22 @@ class FixedMasks:
             rule: self.mask(device[f"table{i}"], device.get(f"unseen{i}"), shift, begin)
             for i, rule in enumerate(self._distinct)
         }
-        return by_kind(self.rules, made.__getitem__)
+        return by_kind(self._shape.rules, made.__getitem__)
 
     def empty(self, width: int) -> Masks:
         """Masks that tell kinds of layers apart and take no memory; whatever reads them is NaN."""
 
         def empty(rule: LayerMask) -> torch.Tensor:
-            slots = self.capacity if rule.reach is None else self.near or self.capacity
+            shape, near = self._shape, None if rule.reach is None else self._near
             one = self._empty[self._distinct.index(rule)]
-            return one.expand(self.batch, 1, width, slots)
+            return one.expand(shape.batch, 1, width, near or shape.capacity)
 
-        return by_kind(self.rules, empty)
+        return by_kind(self._shape.rules, empty)
 
     def _columns_of(self, limited: bool, begin: torch.Tensor | None) -> torch.Tensor:
         """int64 [batch, slots], the columns of a buffer's slots."""
         if begin is None or not limited:
-            return self._columns[:, : self.capacity]
+            return self._columns[:, : self._shape.capacity]
         return self._columns.index_select(1, self._near_slots + begin)
 
     def mask(

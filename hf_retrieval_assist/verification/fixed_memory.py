@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..system.log import get_logger
-from .arena import capacity_bucket, with_room
+from .arena import Shape, capacity_bucket, with_room
 from .kv_cache import SlotCache
 from .recorded_state import recorded_state
 from .replay import Shown
 from .slot_layers import SlotLayer
-from .workspace import WORKSPACES, Repeated, Shape, Workspace
+from .workspace import MOST_MOVED, WORKSPACES, Repeated, Workspace
 
 logger = get_logger(__name__)
 
@@ -44,18 +46,21 @@ def can_stay(cache: SlotCache, device: torch.device) -> bool:
 class FixedMemory:
     """What the layers of some caches write to, and the forwards that are repeated there.
 
+    Meanwhile layers show no lengths, and what a cache keeps of a forward is moved with the next.
+
     Args:
         model: for whose next calls the memory is kept.
-        layers: of the caches.
+        caches: of the same rows.
         shape: of the memory, with the capacity that will be needed as far as that is known.
         arguments: of the call, which forwards may read.
         recorded: whether forwards may be repeated from a recording.
+        room: tokens that there is room for behind each row, whenever memory is taken.
         prompt_mask: bool [batch, length], which slots of the prompts hold tokens; None: all.
-        slots: that each row needs at first.
         reserved: what the layers were filled in, where that was done in memory that stays.
 
     Attributes:
         workspace: lent by :data:`~.workspace.WORKSPACES`.
+        moves: of kept paths, from where and to where: int64 [2, batch, moved].
         repeated, recordings: forwards that were repeated, and recordings that were made, so far.
     """
 
@@ -64,42 +69,85 @@ class FixedMemory:
     def __init__(
         self,
         model: Any,
-        layers: Sequence[SlotLayer],
+        caches: Sequence[SlotCache],
         shape: Shape,
         arguments: Mapping[str, Any],
         *,
         recorded: bool,
-        slots: int,
+        room: int,
         prompt_mask: torch.Tensor | None = None,
         reserved: Workspace | None = None,
     ) -> None:
-        self._model, self._layers, self._shape = model, layers, shape
+        self._model, self._caches, self._shape, self._room = model, caches, shape, room
         self._arguments, self._prompt_mask = arguments, prompt_mask
+        self._layers = [layer for cache in caches for layer in cache.slot_layers]
+        self.moves = self._still = np.empty((2, shape.batch, 0), np.int64)
         self.repeated = self.recordings = 0
         # Read once: within a call, transformers' scopes change settings for some of its forwards.
         self._state: Any = None
         if recorded and not WORKSPACES.refuses(model):
             self._state = recorded_state(model, arguments, shape.device)
-        self.grow(slots, reserved)
+        self.grow(self._longest + room, reserved)
+        for cache in caches:
+            # In no circle, so that what a verifier holds goes with it.
+            cache.memory = weakref.proxy(self)
 
     @property
     def records(self) -> bool:
         """Whether forwards are repeated from recordings."""
         return self._state is not None and self.workspace.record is not None
 
-    def lacks(self, slots: int) -> bool:
-        """Whether rows of so many slots have no room."""
-        return slots > self.workspace.shape.capacity
+    @property
+    def _longest(self) -> int:
+        return max(cache.slots.longest for cache in self._caches)
 
-    def forgets(self, slots: int) -> bool:
-        """Whether rows of so many slots have no room in layers that forget."""
-        arena = self.workspace.arena
-        return arena.near is not None and slots - arena.first > arena.near
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens behind every row."""
+        slots, arena = self._longest + tokens, self.workspace.arena
+        near = self.workspace.shape.near
+        if slots > self.workspace.shape.capacity:
+            self.show()
+            states = self.workspace.states
+            self.grow(slots + slots // 4 + self._room)
+            self.workspace.states.copy_(states)
+        elif near is not None and slots - arena.first > near:
+            self.move()
+            arena.begin_with(max(0, self._longest - (self._shape.window or 0) + 1))
 
-    def forget(self, kept: int) -> None:
-        """Forget what lies beyond the window of rows that have kept so many slots."""
-        arena, window = self.workspace.arena, self._shape.window
-        arena.begin_with(max(0, kept - (window or 0) + 1))
+    def move_later(self, lengths: Sequence[int], sources: Sequence[Sequence[int]]) -> None:
+        """Move paths with the next forward, see :func:`~.kv_cache.moved_from`."""
+        self.move()
+        base = np.asarray(lengths, np.int64)[:, None]
+        self.moves = np.stack([base + np.asarray(sources), base + np.arange(len(sources[0]))])
+        if len(sources[0]) > MOST_MOVED:
+            self.move()
+
+    def move(self, told: torch.Tensor | None = None) -> None:
+        """Move kept paths, now instead of with the next forward unless that has told of them."""
+        if self.moves.shape[2]:
+            moves = torch.from_numpy(self.moves).to(self._shape.device) if told is None else told
+            self.workspace.arena.move(self.workspace.rows, *moves)
+            self.moves = self._still
+
+    def show(self) -> None:
+        """Make the layers show what is kept, as those of other caches do."""
+        self.move()
+        for cache in self._caches:
+            cache.slots.places = cache.slots.near = None
+            for layer in cache.slot_layers:
+                layer.set_length(cache.slots.longest)
+
+    def leave(self) -> None:
+        """Leave the caches as others are, though their layers lie here."""
+        self.show()
+        for cache in self._caches:
+            cache.memory = None
+
+    @torch.no_grad()  # as it was recorded
+    def release(self) -> None:
+        """Serve the caches no longer, and whoever drafts next."""
+        self.leave()
+        self.give_back()
 
     def grow(self, slots: int, reserved: Workspace | None = None) -> None:
         """Go on where rows of so many slots have room; the layers show what is kept."""

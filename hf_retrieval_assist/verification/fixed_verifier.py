@@ -23,13 +23,13 @@ from ..host.transformers_private import attention_of, why_no_mask
 from ..kernels.fixed_attention import AttentionBy
 from ..row_text import RowText
 from ..token_tree import TokenTree
+from .arena import Shape
 from .fixed_memory import FixedMemory
-from .kv_cache import moved_from
 from .replay import Shown
-from .tree_attention import FedTokens
+from .tree_attention import Fed, FedTokens, Int64Array
 from .verified import TopLogits, Verified
 from .verifiers import TreeVerifier
-from .workspace import MOST_MOVED, Shape, Step
+from .workspace import Step
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)
 """Tokens fed per row; what is wider is fed as it is."""
@@ -138,8 +138,6 @@ class FixedVerifier(TreeVerifier):
         # Nodes of a tree lie in other slots than kept ones, and sums over slots round by order.
         self.chains = options.fixed_width is not None
         self._first = self.next_position.cpu().numpy()
-        # Of accepted paths, from where and to where: int64 [2, batch, moved].
-        self._moves = self._still = np.empty((2, len(self.prompt_ids), 0), np.int64)
         room, layers = self.widths[-1], self.cache.slot_layers
         shape = Shape(
             batch=len(self.prompt_ids),
@@ -156,9 +154,9 @@ class FixedVerifier(TreeVerifier):
             window=max((layer.window or 0 for layer in layers if layer.forgets), default=None),
         )
         self.memory = FixedMemory(
-            *(self.model, layers, shape, self.kwargs),
+            *(self.model, [self.cache], shape, self.kwargs),
             recorded=options.recorded,
-            slots=self.cache.slots.longest + room,
+            room=room,
             prompt_mask=self.attention.prompt_mask,
             reserved=self.cache.reserved,
         )
@@ -179,9 +177,11 @@ class FixedVerifier(TreeVerifier):
     ) -> Verified:
         fed = 1 + max(map(len, trees))
         width = self._bucket(fed)
-        self._reserve(self.cache.slots.longest + width)
+        self.memory.reserve(width)
         step = self.memory.workspace.step(width, width)
-        self._send(step, FedTokens.of(roots, trees, self.cache.slots.lengths, width=width))
+        tokens = FedTokens.of(roots, trees, self.cache.slots.lengths, width=width)
+        lines = Fed(tokens.depths, tokens.depths, tokens.sees, np.arange(width))
+        self._send(step, tokens.token_ids, lines)
         repeats = self._repeats
         # Where nothing repeats them, all forwards are alike.
         typical = step.used and (step.decided or not repeats)
@@ -193,29 +193,22 @@ class FixedVerifier(TreeVerifier):
         step.used = True
         return FixedVerified(shown, step, typical, chosen)
 
-    def _reserve(self, slots: int) -> None:
-        if self.memory.lacks(slots):
-            self._hand_over()
-            self.memory.grow(slots + slots // 4 + self.widths[-1])
-        elif self.memory.forgets(slots):
-            self._move()
-            self.memory.forget(self.cache.slots.longest)
-
-    def _send(self, step: Step, fed: FedTokens) -> None:
-        """Tell the device of the tokens, and move what the last step kept."""
+    def _send(self, step: Step, token_ids: Int64Array, fed: Fed) -> None:
+        """Tell the device of the tokens of all rows, and move what the last step kept."""
         # Catching up, forwards follow one another without a look at their results.
         step.inputs.wait()
         host = step.inputs.host
-        host["token_ids"].numpy()[:] = fed.token_ids
-        host["slots"].numpy()[:] = fed.slots
+        kept = np.array(self.cache.slots.lengths)[:, None]
+        host["token_ids"].numpy()[:] = token_ids
+        host["slots"].numpy()[:] = kept + fed.offsets
         progress = np.asarray(self.processed)[:, None]
         host["positions"].numpy()[:] = self._first + progress + fed.depths
         workspace = self.memory.workspace
-        workspace.masks.write(host, fed, workspace.arena.first)
-        moved = self._moves.shape[2]
-        host["moves"].numpy()[:, :, :moved] = self._moves
+        workspace.masks.write(host, fed, kept, workspace.arena.first)
+        moved = self.memory.moves.shape[2]
+        host["moves"].numpy()[:, :, :moved] = self.memory.moves
         step.inputs.send()
-        self._move(step.inputs.device["moves"][:, :, :moved])
+        self.memory.move(step.inputs.device["moves"][:, :, :moved])
 
     def _run_step(self, step: Step) -> Shown:
         shown = self.memory.run(step, lambda: self._compute(step))
@@ -251,34 +244,8 @@ class FixedVerifier(TreeVerifier):
             step.summarise(outputs.logits)
         return Shown(outputs.logits, self.taps.shown())
 
-    def _keep(self, accepted: Sequence[Sequence[int]]) -> None:
-        lengths = self.cache.slots.lengths
-        if sources := moved_from(accepted):
-            self._move()
-            base = np.asarray(lengths, np.int64)[:, None]
-            self._moves = np.stack([base + np.asarray(sources), base + np.arange(len(sources[0]))])
-            if len(sources[0]) > MOST_MOVED:
-                self._move()
-        self.cache.slots.set_lengths(
-            [length + len(path) for length, path in zip(lengths, accepted, strict=True)]
-        )
-
-    def _move(self, told: torch.Tensor | None = None) -> None:
-        """Move accepted paths, now instead of with the next step unless that has told of them."""
-        if self._moves.shape[2]:
-            moves = torch.from_numpy(self._moves).to(self.device) if told is None else told
-            self.memory.workspace.arena.move(self.memory.workspace.rows, *moves)
-            self._moves = self._still
-
-    def _hand_over(self) -> None:
-        """Make the layers show what is kept, as other caches do."""
-        self._move()
-        self.cache.slots.places = self.cache.slots.near = None
-        for layer in self.cache.slot_layers:
-            layer.set_length(self.cache.slots.longest)
-
     def finish(self, tokens: int) -> None:
-        self._hand_over()
+        self.memory.leave()
         self.repeated, self.recordings = self.memory.repeated, self.memory.recordings
         super().finish(tokens)
         if self.options.keeps_cache:
@@ -286,7 +253,7 @@ class FixedVerifier(TreeVerifier):
         self.memory.give_back()
 
     def abandon(self) -> None:
-        self._hand_over()
+        self.memory.leave()
         super().abandon()
         self._move_out()
 

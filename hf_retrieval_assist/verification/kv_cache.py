@@ -7,7 +7,6 @@ front of them, which costs O(accepted). See :mod:`.slot_layers`.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,8 +30,10 @@ from .slot_layers import (
     Block,
     HybridSlotLayer,
     IndexedSlotLayer,
+    Kind,
     RowSlots,
     SlotLayer,
+    kinds_of,
     move_in_turn,
 )
 
@@ -67,11 +68,13 @@ class SlotCache(DynamicCache):
         room: tokens per row that the lender has room for; None without limit.
         reserved: the memory that stays in place in which its layers begin; None: there is none yet.
         in_place: whether its layers are to write to such memory.
+        memory: the one that they write to; None: they hold what they show.
     """
 
     lender: StaticCache | None = None
     room: int | None = None
     reserved: Any = None
+    memory: Any = None
     in_place = False
 
     def __init__(
@@ -163,37 +166,28 @@ class SlotCache(DynamicCache):
         """Take over after a prefill, which appended to all rows alike."""
         length = max((layer.get_seq_length() for layer in self.slot_layers), default=0)
         self.slots.set_lengths([length] * batch_size)
+        self.memory = None
         if not self.in_place:
             self.house()
             self._forget_passed()
 
     def house(self) -> None:
         """Move the layers that hold tensors of their own into blocks."""
-        if all(layer.homes is not None for layer in self.slot_layers):
+        layers = self.slot_layers
+        if all(layer.homes is not None for layer in layers):
             return
-        kinds: defaultdict[Any, list[tuple[SlotLayer, int]]] = defaultdict(list)
-        taken = 0
-        for layer in self.slot_layers:
-            part = taken // _MOST_BYTES  # of keys and values together
-            for number, states in enumerate((layer.keys, layer.values)):
-                batch, heads, _, depth = states.shape
-                kind = layer.window, batch, heads, depth, states.dtype, states.device, part
-                kinds[kind].append((layer, number))
-                taken += states.nbytes
-        length = max(layer.get_seq_length() for layer in self.slot_layers)
-        move_in_turn((members, self._block(members, length)) for members in kinds.values())
+        length = max(layer.get_seq_length() for layer in layers)
+        kinds = kinds_of(layers, _MOST_BYTES, lambda layer: layer.window, lambda kind: length)
 
-    def _block(self, members: Sequence[tuple[SlotLayer, int]], length: int) -> Block:
-        """An empty block for keys or values that are alike."""
-        layer, number = members[0]
-        states = layer.values if number else layer.keys
-        room, base = max(self.capacity, length + MIN_GROWTH), 0
-        if layer.forgets:
-            # So that a step that is interrupted can be taken back.
-            base = max(self.needed - SLACK, *(layer.dropped for layer, _ in members))
-            room = min(room - base, length - base + SLACK)
-        batch, heads, _, depth = states.shape
-        return Block(states.new_zeros((len(members), batch, heads, room, depth)), base)
+        def block(kind: Kind, numbers: Sequence[int]) -> Block:
+            room, base = max(self.capacity, length + MIN_GROWTH), 0
+            if kind.apart is not None and self.slots.forgets:
+                # So that a step that is interrupted can be taken back.
+                base = max(self.needed - SLACK, *(layers[n // 2].dropped for n in numbers))
+                room = min(room - base, length - base + SLACK)
+            return Block(kind.zeros(len(numbers), room), base)
+
+        move_in_turn(layers, ((numbers, block(kind, numbers)) for kind, numbers in kinds.items()))
 
     def hold_all(self) -> None:
         """Forget nothing from now on; what windows have dropped becomes empty slots."""
@@ -262,14 +256,18 @@ class SlotCache(DynamicCache):
         Args:
             paths: for each row, ascending indices into the tokens that were fed.
         """
-        lengths = self.slots.lengths
-        self.house()
-        sources = moved_from(paths)
-        if sources:
+        lengths, sources = self.slots.lengths, moved_from(paths)
+        if self.memory is None:
+            self.house()
+        if sources and self.memory is not None:
+            self.memory.move_later(lengths, sources)
+        elif sources:
             self._move(sources)
         self.slots.set_lengths(
             [length + len(path) for length, path in zip(lengths, paths, strict=True)]
         )
+        if self.memory is not None:
+            return
         for layer in self.slot_layers:
             layer.set_length(self.slots.longest)
         self._forget_passed()

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..row_text import RowText
-from .tree_attention import FedTrees
+from .tree_attention import Fed
 from .verifiers import TreeVerifier, Verifier
 
 
@@ -91,5 +91,5 @@ class OwnForwards:
         self._depths = np.concatenate([self._depths, depths], axis=1)
         self.columns = columns
         every = torch.from_numpy(self._depths).to(device)
-        fed = FedTrees(ids, every[:, -width:], attends, every, depth)
-        return self._verifier.draft(fed)
+        offsets = torch.arange(self.columns - width, self.columns, device=device)[None]
+        return self._verifier.draft(ids, Fed(every[:, -width:], every, attends, offsets))

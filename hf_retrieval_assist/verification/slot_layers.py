@@ -12,8 +12,9 @@ given, as transformers' own layers do; so it does again once somebody else crops
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,17 @@ class RowSlots:
                 slots = slots + torch.arange(width, device=device)
             self._index[key] = rows, slots
         return self._index[key]
+
+    def place(self, offsets: torch.Tensor, columns: int) -> None:
+        """Let the next tokens be written in the given ones, int64 [batch or 1, width], of so many
+        slots behind each row's length."""
+        if not self.uniform or len(offsets) > 1:
+            rows, lengths = self.index(1, offsets.device)
+            self.places, self.extent = (rows, lengths + offsets), self.longest + columns
+
+    def free(self) -> None:
+        """Let them be written behind each row's length again."""
+        self.places = self.extent = None
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
@@ -377,20 +389,68 @@ class SlotLayer(DynamicLayer):
             self._own = [states[:, :, : length - self._dropped] for states in self._own]
 
 
-def move_in_turn(groups: Iterable[tuple[Sequence[tuple[SlotLayer, int]], Block]]) -> None:
+class Kind(NamedTuple):
+    """What buffers have in common that share a block.
+
+    `apart` tells layers that show or hold other slots, None or False: all; `part` blocks of a kind.
+    """
+
+    batch: int
+    heads: int
+    depth: int
+    dtype: torch.dtype
+    device: torch.device
+    apart: int | None
+    part: int
+
+    def zeros(self, buffers: int, slots: int) -> torch.Tensor:
+        """[buffers, batch, heads, slots, depth]"""
+        shape = buffers, self.batch, self.heads, slots, self.depth
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+
+def kinds_of(
+    layers: Sequence[SlotLayer],
+    most_bytes: int,
+    apart: Callable[[SlotLayer], int | None],
+    slots: Callable[[Kind], int],
+) -> dict[Kind, list[int]]:
+    """By kind the numbers of buffers, of layer i 2i for its keys and 2i + 1 for its values.
+
+    Args:
+        most_bytes: from which on layers share another block.
+        apart: see `Kind`.
+        slots: of a row in blocks of a kind.
+    """
+    members: defaultdict[Kind, list[int]] = defaultdict(list)
+    taken = 0
+    for i, layer in enumerate(layers):
+        # Of keys and values together, so that the layer can leave its memory.
+        own = apart(layer), taken // most_bytes
+        for number, states in enumerate((layer.keys, layer.values), start=2 * i):
+            batch, heads, _, depth = states.shape
+            kind = Kind(batch, heads, depth, states.dtype, states.device, *own)
+            members[kind].append(number)
+            taken += batch * heads * slots(kind) * depth * states.element_size()
+    return dict(members)
+
+
+def move_in_turn(
+    layers: Sequence[SlotLayer], groups: Iterable[tuple[Sequence[int], Block]]
+) -> None:
     """Move layers into blocks that are made one after another, so that a layer has left its own
     memory before the next block is made.
 
     Args:
-        groups: for each block the layers of its buffers, with 0 for their keys or 1 for values.
+        groups: for each block the numbers of its buffers, see `kinds_of`.
     """
-    homes: dict[int, dict[int, Home]] = {}
-    for members, block in groups:
-        for buffer, (layer, number) in enumerate(members):
-            both = homes.setdefault(id(layer), {})
-            both[number] = block, buffer
-            if len(both) == 2 and not layer.is_in(both[0]):
-                layer.move_in(both[0], both[1])
+    homes: dict[int, Home] = {}
+    for numbers, block in groups:
+        for buffer, number in enumerate(numbers):
+            homes[number] = block, buffer
+            both, layer = number // 2 * 2, layers[number // 2]
+            if both in homes and both + 1 in homes and not layer.is_in(homes[both]):
+                layer.move_in(homes[both], homes[both + 1])
 
 
 class IndexedSlotLayer(SlotLayer, DynamicIndexedLayer):

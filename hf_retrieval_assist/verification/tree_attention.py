@@ -127,29 +127,31 @@ def single_mask(config: PreTrainedConfig) -> LayerMask:
     )
 
 
-@dataclass(frozen=True)
-class FedTrees:
-    """The token trees of a batch on the model's device, laid out for one forward.
+class Fed(NamedTuple):
+    """Where the tokens of a forward lie and what they see, all counted from what is kept of a row.
 
-    A line is a row of the batch, or one token where the tokens of all rows are packed.
+    A line is a row of the batch, or one token where the tokens of all rows are packed. Where lines
+    are alike, one stands for all. All are NumPy arrays, or tensors.
 
     Attributes:
-        token_ids: int64 [lines, width].
-        depths: int64 [lines, width]; the root has depth 0.
-        sees: bool [lines, width, columns], self or ancestor. The last columns are the tokens of
-            this forward; those of earlier forwards that the cache holds behind the kept slots, all
-            rows being equally long, come first.
-        columns: int64 [lines, columns], depths of the columns.
-        max_depth: of any node.
+        depths: int64 [lines or 1, width], of the tokens; the root has depth 0.
+        columns: int64 [lines or 1, columns], depths of what lies in the slots behind the kept ones:
+            tokens of this forward, and of earlier ones of which none are kept yet.
+        sees: bool [lines, width, columns], self or ancestor.
+        offsets: int64 [lines or 1, width], in which of these slots the tokens are written; None: in
+            one after another.
         rows: int64 [lines], the rows of packed tokens; None: they are not packed.
     """
 
-    token_ids: torch.Tensor
-    depths: torch.Tensor
-    sees: torch.Tensor
-    columns: torch.Tensor
-    max_depth: int
+    depths: Any
+    columns: Any
+    sees: Any
+    offsets: Any = None
     rows: Int64Array | None = None
+
+    def to(self, device: torch.device) -> Fed:
+        """On a device, of rows that are not packed."""
+        return Fed(*(part.to(device) for part in self[:4]))
 
 
 @dataclass(frozen=True)
@@ -162,11 +164,8 @@ class FedTokens:
         lengths: int64 [n], slots that each row has kept.
         token_ids: int64 [n, width]; filler repeats the root's.
         depths: int64 [n, width]; the root has depth 0.
-        sees: bool [n, width, columns], queries and keys: a token itself and those that it descends
+        sees: bool [n, width, width], queries and keys: a token itself and those that it descends
             from. Nobody sees filler.
-        offsets: int64 [n, width], in which of the slots behind the kept ones they are written;
-            None: in one after another.
-        behind: int64 [n, columns], depths of what lies in these slots; None: of the tokens.
     """
 
     rows: Int64Array
@@ -175,8 +174,6 @@ class FedTokens:
     token_ids: Int64Array
     depths: Int64Array
     sees: BoolArray
-    offsets: Int64Array | None = None
-    behind: Int64Array | None = None
 
     @classmethod
     def of(
@@ -214,13 +211,7 @@ class FedTokens:
     @property
     def slots(self) -> Int64Array:
         """int64 [n, width]: where the tokens are written."""
-        offsets = np.arange(self.width) if self.offsets is None else self.offsets
-        return self.lengths[:, None] + offsets
-
-    @property
-    def columns(self) -> Int64Array:
-        """int64 [n, columns]: depths of all that lies behind the kept slots."""
-        return self.depths if self.behind is None else self.behind
+        return self.lengths[:, None] + np.arange(self.width)
 
     @property
     def begins(self) -> Int64Array:
@@ -232,19 +223,19 @@ class FedTokens:
         """bool [n, width]: what is no filler."""
         return np.arange(self.width) < self.counts[:, None]
 
-    def lines(self, device: torch.device) -> FedTrees:
-        """On a device, row by row."""
+    def lines(self, device: torch.device) -> tuple[torch.Tensor, Fed]:
+        """On a device, row by row: int64 [n, width], the tokens, and where they lie."""
         arrays = self.token_ids, self.depths, self.sees
         ids, depths, sees = (torch.from_numpy(array).to(device) for array in arrays)
-        return FedTrees(ids, depths, sees, depths, int(self.depths.max()))
+        return ids, Fed(depths, depths, sees)
 
-    def packed(self, device: torch.device) -> FedTrees:
+    def packed(self, device: torch.device) -> tuple[torch.Tensor, Fed]:
         """On a device, a line for every token, whose columns are the tokens of its row."""
-        real, rows = self.real, np.repeat(self.rows, self.counts)
-        arrays = (a[real][:, None] for a in (self.token_ids, self.depths, self.sees))
-        ids, depths, sees = (torch.from_numpy(array).to(device) for array in arrays)
-        columns = torch.from_numpy(np.repeat(self.depths, self.counts, axis=0)).to(device)
-        return FedTrees(ids, depths, sees, columns, int(self.depths.max()), rows)
+        real = self.real
+        arrays = [a[real][:, None] for a in (self.token_ids, self.depths, self.sees)]
+        arrays.append(np.repeat(self.depths, self.counts, axis=0))
+        ids, depths, sees, columns = (torch.from_numpy(array).to(device) for array in arrays)
+        return ids, Fed(depths, columns, sees, rows=np.repeat(self.rows, self.counts))
 
 
 def table_of(sees: torch.Tensor) -> torch.Tensor:
@@ -304,7 +295,7 @@ class TreeAttention:
     dtype: torch.dtype
 
     def masks(
-        self, fed: FedTrees, slots: RowSlots
+        self, fed: Fed, slots: RowSlots
     ) -> tuple[dict[str, torch.Tensor | None] | torch.Tensor | None, int]:
         """The masks of one forward, and the first slot that layers of limited reach are to show.
 
@@ -326,7 +317,7 @@ class TreeAttention:
             masks[kind] = self._mask(rule, fed, kept, begin, rule.explicit)
         return masks, first
 
-    def _kept(self, fed: FedTrees, slots: RowSlots) -> _Kept:
+    def _kept(self, fed: Fed, slots: RowSlots) -> _Kept:
         rows, columns = fed.rows, fed.sees.shape[2]
         lengths = slots.lengths if rows is None else [slots.lengths[row] for row in rows]
         shortest, longest = min(lengths), max(lengths)
@@ -340,15 +331,16 @@ class TreeAttention:
         return _Kept(shortest, longest, kept, (tail, places))
 
     def _mask(
-        self, rule: LayerMask, fed: FedTrees, kept: _Kept, first: int, needed: bool
+        self, rule: LayerMask, fed: Fed, kept: _Kept, first: int, needed: bool
     ) -> torch.Tensor | None:
         """The mask of the slots from the first one on; None, unless it is needed anyway, where it
         would hide nothing."""
         (lines, width, columns), device = fed.sees.shape, fed.depths.device
         padded = self.prompt_mask is not None
-        # Whether all slots shown are within the reach of all queries.
+        # Whether all slots shown are within the reach of all queries, none of which lies deeper
+        # than there are columns.
         near = rule.reach is None or (
-            not padded and rule.last_unseen(kept.longest + fed.max_depth) < first
+            not padded and rule.last_unseen(kept.longest + columns - 1) < first
         )
         if columns == 1 and near and kept.tail is None and not (padded or needed):
             return None

@@ -24,7 +24,7 @@ from ..token_tree import Limits, TokenTree
 from .kv_cache import SlotCache
 from .reach import UNLIMITED
 from .repeated_forward import RepeatedForward, can_repeat
-from .tree_attention import FedTokens, FedTrees, TreeAttention
+from .tree_attention import Fed, FedTokens, TreeAttention
 from .verified import Verified
 
 # Tokens per row that one forward catches up on at most, since each of them gets logits.
@@ -307,8 +307,8 @@ class TreeVerifier(Verifier):
         # Rows that need no filler cost less side by side.
         if self.packed and (len(fed.rows) < len(trees) or not fed.real.all()):
             return self._feed_packed(fed, len(trees))
-        lines = fed.lines(self.device)
-        outputs = self._run(lines.token_ids, fed.width, self._tree_arguments(lines))
+        ids, lines = fed.lines(self.device)
+        outputs = self._run(ids, fed.width, self._tree_arguments(lines))
         if self.packed:
             verified = Verified(outputs.logits.flatten(0, 1)[None], fed.begins.tolist(), outputs)
         else:
@@ -317,7 +317,7 @@ class TreeVerifier(Verifier):
             verified.typical = self._repeated.typical
         return verified
 
-    def _tree_arguments(self, fed: FedTrees) -> dict[str, Any]:
+    def _tree_arguments(self, fed: Fed) -> dict[str, Any]:
         """Masks, with which layers show no more slots than needed, and positions of each line."""
         masks, self.cache.slots.view_from = self.attention.masks(fed, self.cache.slots)
         # Of each row's root: [batch, 1], or with a leading axis where ids have one.
@@ -331,7 +331,7 @@ class TreeVerifier(Verifier):
         return {"attention_mask": masks, "position_ids": positions + fed.depths}
 
     def _feed_packed(self, fed: FedTokens, batch: int) -> Verified:
-        slots, lines = self.cache.slots, fed.packed(self.device)
+        slots, (ids, lines) = self.cache.slots, fed.packed(self.device)
         arguments = self._tree_arguments(lines)
         arguments["position_ids"] = arguments["position_ids"].transpose(-1, -2)
         for name, types in self._token_types(1).items():
@@ -343,9 +343,9 @@ class TreeVerifier(Verifier):
         try:
             slots.places, slots.extent = places, extent
             with self._attending(PackedAttention(spans, extent)):
-                outputs = self._run(lines.token_ids.T, len(lines.token_ids), arguments)
+                outputs = self._run(ids.T, len(ids), arguments)
         finally:
-            slots.places = slots.extent = None
+            slots.free()
         begins = np.zeros(batch, np.int64)
         begins[fed.rows] = fed.begins
         return Verified(outputs.logits, begins.tolist(), outputs)
@@ -359,24 +359,20 @@ class TreeVerifier(Verifier):
             self._repeated.give_back()
         super().finish(tokens)
 
-    def draft(self, fed: FedTrees) -> torch.Tensor:
+    def draft(self, token_ids: torch.Tensor, fed: Fed) -> torch.Tensor:
         """Logits [batch, width, vocab_size] of nodes fed behind those since the last `forget`.
 
         Neither these nor the rows' roots, which are fed first, are ever kept.
         """
-        slots, arguments = self.cache.slots, self._tree_arguments(fed)
-        if not slots.uniform:
-            width, columns = fed.sees.shape[1:]
-            rows, places = slots.index(columns, self.device)
-            slots.places = rows, places[:, columns - width :]
-            slots.extent = slots.longest + columns
-        logits: torch.Tensor = self._run(fed.token_ids, fed.sees.shape[1], arguments).logits
+        arguments = self._tree_arguments(fed)
+        self.cache.slots.place(fed.offsets, fed.columns.shape[1])
+        logits: torch.Tensor = self._run(token_ids, token_ids.shape[1], arguments).logits
         self._unsound = self._unsound or bool(logits[..., 0].isnan().any())
         return logits
 
     def forget(self) -> None:
         """Forget what `draft` has fed."""
-        self.cache.slots.places = self.cache.slots.extent = None
+        self.cache.slots.free()
         self.cache.truncate(self.cache.slots.longest)
         self.feeding = False
         if self._unsound:
@@ -390,11 +386,8 @@ class TreeVerifier(Verifier):
     def keep(
         self, rows: Sequence[RowText], verified: Verified, accepted: Sequence[Sequence[int]]
     ) -> None:
-        self._keep(accepted)
-        self.feeding = False
-
-    def _keep(self, accepted: Sequence[Sequence[int]]) -> None:
         self.cache.keep(accepted)
+        self.feeding = False
 
     def catch_up(self, rows: Sequence[RowText], tokens: int) -> None:
         stops = [min(tokens - 1, done + self._most_lacking) for done in self.processed]
@@ -406,5 +399,5 @@ class TreeVerifier(Verifier):
 
     def abandon(self) -> None:
         # What sets places may have been interrupted before its end.
-        self.cache.slots.places = self.cache.slots.extent = None
+        self.cache.slots.free()
         super().abandon()

@@ -4,90 +4,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from ..kernels.fixed_attention import AttentionBy
 from ..system.locks import Lock
 from . import recorded_state, replay
-from .arena import Arena, capacity_bucket
+from .arena import Arena, Shape
 from .fixed_masks import FixedMasks
 from .packed_buffer import Field, PackedBuffer, runs_behind
 from .replay import Record, Replay, Shown
-from .tree_attention import Rules
 
 # Slots by which one step moves an accepted path in the copy that all of its inputs share.
 MOST_MOVED = 64
 
-# A recorded forward is repeated in memory of at most so many times the capacity that a call needs.
-_MOST_SPARE = 4
-
 # Workspaces of a model that wait for calls.
 _MOST_IDLE = 3
 _MOST_IDLE_BYTES = 1 << 30
-
-# Slots behind a window, of the widest trees, so that buffers are seldom moved to the front.
-_BEYOND_WINDOW = 512
 
 # Tokens per row that there is room for where the logits of all widths lie, as far as they are few.
 _LOGITS_OF = (64, 256)
 
 _HALF_PRECISION_TOLERANCE = 0.2
 _TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a recorded forward depends on besides the tensors it reads.
-
-    Attributes:
-        batch: rows.
-        capacity: slots of each row.
-        rules: the masks'.
-        dtype, device: the model's.
-        positions: leading axes of its position ids.
-        top_k: how many of the largest logits are brought to the host.
-        vocab_size: of these, ids from here on being left out.
-        taps: the boundaries whose hidden states are wanted.
-        attention_by: what computes attention.
-        exact: whether another capacity, by which kernels may divide their sums, does not do.
-        states: hidden states of a row, [layers, width], that forwards leave to the next ones.
-        window: of layers that forget what lies beyond it; None: no layer does.
-    """
-
-    batch: int
-    capacity: int
-    rules: Rules
-    dtype: torch.dtype
-    device: torch.device
-    positions: tuple[int, ...] = ()
-    top_k: int = 0
-    vocab_size: int = 0
-    taps: tuple[tuple[int, ...], ...] = ()
-    attention_by: AttentionBy = "mask"
-    exact: bool = False
-    states: tuple[int, ...] = ()
-    window: int | None = None
-
-    @property
-    def near(self) -> int | None:
-        """Slots of each row in the buffers of layers that forget."""
-        if self.window is None:
-            return None
-        return min(self.capacity, capacity_bucket(self.window + _BEYOND_WINDOW))
-
-    def serves(self, other: Shape) -> bool:
-        """Whether memory of this shape does for a call that asks for the other one."""
-        if self.exact:
-            return self == other
-        fits = self.has_room(other.batch, other.capacity)
-        return fits and self == replace(other, capacity=self.capacity)
-
-    def has_room(self, batch: int, slots: int) -> bool:
-        """Whether so many rows of so many slots fit in, and do not leave too much of it empty."""
-        return batch == self.batch and slots <= self.capacity <= slots * _MOST_SPARE
 
 
 class Repeated(Replay):
@@ -211,12 +151,11 @@ class Workspace:
     ) -> None:
         self.shape, self.record, self.state = shape, record, state
         self.faults = {} if faults is None else faults
-        batch, like = shape.batch, (shape.dtype, shape.device)
-        self.arena = Arena(batch, shape.capacity, shape.near)
-        self.masks = FixedMasks(shape.rules, batch, shape.capacity, *like, shape.near)
-        self.rows = torch.arange(batch, device=shape.device)[:, None]
-        layers, width = shape.states or (0, 0)
-        self.states = torch.zeros((layers, batch, width), dtype=shape.dtype, device=shape.device)
+        self.arena, self.masks = Arena(shape), FixedMasks(shape)
+        self.rows = torch.arange(shape.batch, device=shape.device)[:, None]
+        layers, width = shape.states
+        states = layers, shape.batch, width
+        self.states = torch.zeros(states, dtype=shape.dtype, device=shape.device)
         self._left: torch.cuda.Event | None = None
         self._place = LogitsPlace()
         self._steps: dict[Hashable, Repeated] = {}

@@ -7,8 +7,9 @@ import torch
 from transformers import Gemma3ForCausalLM, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_retrieval_assist import Assistant, SamAssistant
+from hf_retrieval_assist.verification.arena import Shape
 from hf_retrieval_assist.verification.tree_attention import LayerMask
-from hf_retrieval_assist.verification.workspace import Shape, Workspace
+from hf_retrieval_assist.verification.workspace import Workspace
 from tests.support.lossless import build, padded, run
 from tests.support.op_recorder import serve_in_place
 from tests.support.oracle_drafter import oracle_assistant

@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 from hf_retrieval_assist import EarlyExit
-from hf_retrieval_assist.draft_models.rows import Fed, fills_of, parts
+from hf_retrieval_assist.draft_models.rows import fed_texts, fills_of, parts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from hf_retrieval_assist.presets import fallback_drafters
 from tests.support.drafted_texts import ROWS, Texts
@@ -140,5 +140,5 @@ def test_the_newest_of_every_text_are_fed_last():
     ]
     assert not list(parts([0, 0], 4))
     # What fills a line up stands in slots behind the text's.
-    offsets = Fed.texts(fills_of([2, 0, 3]), 3).offsets
+    offsets = fed_texts(fills_of([2, 0, 3]), 3).offsets
     assert offsets.tolist() == [[1, 2, 0], [0, 1, 2], [0, 1, 2]]

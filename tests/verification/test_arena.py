@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from hf_retrieval_assist.verification.arena import Arena, capacity_bucket
+from hf_retrieval_assist.verification.arena import Arena, Shape, capacity_bucket
 from hf_retrieval_assist.verification.kv_cache import SlotCache
+from hf_retrieval_assist.verification.tree_attention import LayerMask
 from tests.support.tiny_models import tiny_config
 
 
@@ -40,7 +41,7 @@ def test_a_cache_moves_into_an_arena_without_twice_its_memory(monkeypatch):
     monkeypatch.setattr("hf_retrieval_assist.verification.arena.MOST_BYTES", whole // 3)
     # Whose memory stays taken, so that nothing is freed that was not counted.
     before = [(layer.keys, layer.values) for layer in cache.slot_layers]
-    arena = Arena(2, slots)
+    arena = Arena(Shape(2, slots, LayerMask(), torch.float32, torch.device("cpu")))
 
     def move():
         for layer in cache.slot_layers:

@@ -12,13 +12,15 @@ from transformers import LlamaForCausalLM
 
 from hf_retrieval_assist.decoding.node_choices import NodeChoices
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification import fixed_verifier, packed_buffer, replay
+from hf_retrieval_assist.verification import packed_buffer, replay
 from hf_retrieval_assist.verification import workspace as module
-from hf_retrieval_assist.verification.arena import Arena
+from hf_retrieval_assist.verification.arena import Arena, Shape
+from hf_retrieval_assist.verification.fixed_memory import FixedMemory
+from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
 from hf_retrieval_assist.verification.replay import Replay, Shown
 from hf_retrieval_assist.verification.tree_attention import LayerMask
-from hf_retrieval_assist.verification.workspace import WORKSPACES, Shape, Workspace, Workspaces
+from hf_retrieval_assist.verification.workspace import WORKSPACES, Workspace, Workspaces
 from tests.support.cuda_rules import Cuda
 from tests.support.lossless import build
 from tests.support.op_recorder import serve_in_place
@@ -257,9 +259,8 @@ def lag(cuda, monkeypatch):
     monkeypatch.setattr(NodeChoices, "__call__", chosen)
     monkeypatch.setattr(Arena, "move", queued(Arena.move))
     monkeypatch.setattr(Replay, "__call__", repeated)
-    for name in ("_hand_over", "_compute"):
-        whole = getattr(fixed_verifier.FixedVerifier, name)
-        monkeypatch.setattr(fixed_verifier.FixedVerifier, name, at_once(whole))
+    for owner, name in ((FixedMemory, "show"), (FixedVerifier, "_compute")):
+        monkeypatch.setattr(owner, name, at_once(getattr(owner, name)))
 
 
 def test_rows_that_catch_up_overwrite_nothing_on_its_way(cuda, monkeypatch):

@@ -20,9 +20,15 @@ from transformers.integrations import moe
 
 from hf_retrieval_assist import SamAssistant
 from hf_retrieval_assist.host.transformers_private import CACHE
-from hf_retrieval_assist.verification import fixed_verifier, replay, service, tiers, workspace
+from hf_retrieval_assist.verification import (
+    arena,
+    fixed_memory,
+    fixed_verifier,
+    replay,
+    service,
+    tiers,
+)
 from hf_retrieval_assist.verification.arena import Arena
-from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 from hf_retrieval_assist.verification.fixed_verifier import FixedVerifier
 from hf_retrieval_assist.verification.verifiers import TreeVerifier
 from hf_retrieval_assist.verification.workspace import WORKSPACES
@@ -80,14 +86,14 @@ def test_buffers_grow_in_mid_call(monkeypatch):
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_windows_move_on_in_mid_call(inputs, monkeypatch):
-    monkeypatch.setattr(workspace, "capacity_bucket", lambda slots: slots)
-    monkeypatch.setattr(workspace, "_BEYOND_WINDOW", 72)
+    monkeypatch.setattr(arena, "capacity_bucket", lambda slots: slots)
+    monkeypatch.setattr(arena, "_BEYOND_WINDOW", 72)
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2, 4, 8))
     kinds = ["sliding_attention", "full_attention"]
     options = {"sliding_window": 8, "layer_types": kinds, "num_hidden_layers": 2}
-    model, moved, forget = build(Gemma3ForCausalLM, **options), [], FixedMemory.forget
+    model, moved, begin = build(Gemma3ForCausalLM, **options), [], Arena.begin_with
     monkeypatch.setattr(
-        FixedMemory, "forget", lambda memory, kept: moved.append(kept) or forget(memory, kept)
+        Arena, "begin_with", lambda held, first: moved.append(first) or begin(held, first)
     )
     for _ in range(3):
         moved.clear()
@@ -100,7 +106,7 @@ def test_windows_move_on_in_mid_call(inputs, monkeypatch):
 
 def test_drafts_wider_than_any_bucket(monkeypatch):
     monkeypatch.setattr(fixed_verifier, "WIDTHS", (1, 2))
-    monkeypatch.setattr(fixed_verifier, "MOST_MOVED", 1)
+    monkeypatch.setattr(fixed_memory, "MOST_MOVED", 1)
     monkeypatch.setattr("hf_retrieval_assist.verification.workspace.MOST_MOVED", 1)
     model = build(LlamaForCausalLM)
     for inputs in INPUTS.values():
@@ -168,11 +174,11 @@ def test_what_was_recorded_lasts_while_the_model_stays_as_it_is():
 def test_its_memory_goes_with_the_model():
     model = build(LlamaForCausalLM)
     both(model, INPUTS["one row"], do_sample=False, max_new_tokens=20)
-    arena, alive = weakref.ref(idle(model).arena), weakref.ref(model)
+    memory, alive = weakref.ref(idle(model).arena), weakref.ref(model)
     del model
     gc.collect()
     assert alive() is None
-    assert arena() is None
+    assert memory() is None
 
 
 def test_an_interrupted_call_leaves_a_cache_to_go_on_from():
@@ -221,10 +227,10 @@ def test_a_call_of_another_kind_leaves_others_their_recordings(make, recorded, m
         assistant.graphs = recorded
         return assistant
 
-    def held(arena, layers):
+    def held(memory, layers):
         if layers[0].slots.longest == inputs["input_ids"].shape[1]:
             lent.append(first not in WORKSPACES._idle[model])
-        hold(arena, layers)
+        hold(memory, layers)
 
     agreeing(model, inputs, **OPTIONS)
     first = idle(model)

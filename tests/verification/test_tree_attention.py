@@ -1,18 +1,17 @@
 """Masks of token trees, of views and of whole buffers, against their definition slot by slot."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 
 from hf_retrieval_assist.token_tree import TokenTree
+from hf_retrieval_assist.verification.arena import Shape
 from hf_retrieval_assist.verification.fixed_masks import FixedMasks
 from hf_retrieval_assist.verification.packed_buffer import PackedBuffer
 from hf_retrieval_assist.verification.slot_layers import RowSlots
 from hf_retrieval_assist.verification.tree_attention import (
+    Fed,
     FedTokens,
-    FedTrees,
     LayerMask,
     TreeAttention,
 )
@@ -77,7 +76,7 @@ def built(rule, lengths, trees, padding, per_type):
     slots = RowSlots(lengths)
     rules = {"kind": rule} if per_type else rule
     attention = TreeAttention(rules, masked(lengths, padding), torch.float32)
-    fed = FedTokens.of([7] * len(lengths), trees, lengths).lines(CPU)
+    _, fed = FedTokens.of([7] * len(lengths), trees, lengths).lines(CPU)
     masks, first = attention.masks(fed, slots)
     mask = masks["kind"] if per_type else masks
     first = first if rule.reach else 0
@@ -95,16 +94,18 @@ def built(rule, lengths, trees, padding, per_type):
 CAPACITY = 32
 
 
-def in_buffers(rules, lengths, padding, fed, columns):
+def in_buffers(rules, lengths, padding, depths, sees, columns):
     """The masks over whole buffers of some kinds of layers, bool [batch, width, slots]."""
-    fixed = FixedMasks(rules, len(lengths), CAPACITY, torch.float32, CPU)
+    fixed = FixedMasks(Shape(len(lengths), CAPACITY, rules, torch.float32, CPU))
     fixed.start(masked(lengths, padding))
-    buffer = PackedBuffer(fixed.fields(fed.width, columns), CPU)
-    fixed.write(buffer.host, fed)
+    width = sees.shape[1]
+    buffer = PackedBuffer(fixed.fields(width, columns), CPU)
+    fed = Fed(depths[:, -width:], depths, sees)
+    fixed.write(buffer.host, fed, np.array(lengths)[:, None])
     buffer.send()
     masks = fixed.build(buffer.device)
     for mask in masks.values():
-        assert mask.shape == (len(lengths), 1, fed.width, CAPACITY)
+        assert mask.shape == (len(lengths), 1, width, CAPACITY)
     return {kind: (mask[:, 0] == 0).numpy() for kind, mask in masks.items()}
 
 
@@ -138,7 +139,7 @@ def test_masks_over_whole_buffers_are_their_definition(seed):
     lengths, padding, trees = random_rows(seed)
     width = 1 + max(map(len, trees)) + seed % 3
     fed = FedTokens.of([7] * len(lengths), trees, lengths, width=width)
-    actual = in_buffers(RULES, lengths, padding, fed, width)
+    actual = in_buffers(RULES, lengths, padding, fed.depths, fed.sees, width)
     for kind, rule in RULES.items():
         wanted = expected(rule, lengths, trees, padding, range(CAPACITY))
         for row, tree in enumerate(trees):
@@ -156,8 +157,8 @@ def test_every_query_sees_something(rule):
 
 def test_layout_of_trees():
     trees = [TokenTree.build([4, 5, 6], [-1, 0, -1], [0.9, 0.8, 0.7]), TokenTree.empty()]
-    fed = FedTokens.of([1, 2], trees, [5, 9]).lines(CPU)
-    assert fed.token_ids.tolist() == [[1, 4, 5, 6], [2, 2, 2, 2]]
+    ids, fed = FedTokens.of([1, 2], trees, [5, 9]).lines(CPU)
+    assert ids.tolist() == [[1, 4, 5, 6], [2, 2, 2, 2]]
     assert fed.depths.tolist() == [[0, 1, 2, 1], [0, 0, 0, 0]]
     assert fed.sees[0].tolist() == [
         [True, False, False, False],
@@ -167,7 +168,6 @@ def test_layout_of_trees():
     ]
     assert fed.sees[1, :, 0].all()
     assert not fed.sees[1, :, 1:].any()
-    assert fed.max_depth == 2
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=list(RULES))
@@ -181,16 +181,10 @@ def test_levels_fed_one_after_the_other_see_what_one_tree_sees(rule):
         tree.probs,
     )
     whole, shown = built(rule, [10], [tree], [0], per_type=False)
-    fed = FedTokens.of([7], [tree], [10]).lines(CPU)
+    _, fed = FedTokens.of([7], [tree], [10]).lines(CPU)
     last = int(tree.depths.max())
     level = [0, *tree.depths.tolist()].index(last)
-    late = FedTrees(
-        token_ids=fed.token_ids[:, level:],
-        depths=fed.depths[:, level:],
-        sees=fed.sees[:, level:],
-        max_depth=last,
-        columns=fed.depths,
-    )
+    late = Fed(fed.depths[:, level:], fed.depths, fed.sees[:, level:])
     slots = RowSlots([10])
     mask, _ = TreeAttention(rule, None, torch.float32).masks(late, slots)
     actual = (mask[:, 0] == 0).numpy()
@@ -203,16 +197,8 @@ def test_tokens_fed_one_after_another_see_in_buffers_what_they_would_together(be
     trees = [random_tree(np.random.default_rng(before + row), 8, 4) for row in range(2)]
     lengths, padding = [9, 12], [0, 0]
     together = FedTokens.of([1, 1], trees, lengths)
-    later = replace(
-        together,
-        token_ids=together.token_ids[:, before:],
-        depths=together.depths[:, before:],
-        sees=together.sees[:, before:],
-        offsets=np.arange(before, 9)[None],
-        behind=together.depths,
-    )
-    assert np.array_equal(later.slots, together.slots[:, before:])
-    whole = in_buffers(RULES, lengths, padding, together, together.width)
-    part = in_buffers(RULES, lengths, padding, later, 9 + before % 4)
+    rows = RULES, lengths, padding, together.depths
+    whole = in_buffers(*rows, together.sees, together.width)
+    part = in_buffers(*rows, together.sees[:, before:], 9 + before % 4)
     for kind in RULES:
         np.testing.assert_array_equal(part[kind], whole[kind][:, before:])
