@@ -9,7 +9,7 @@ from hf_retrieval_assist.decoding import dice
 from hf_retrieval_assist.decoding.loop import Generation
 
 from .support.accelerator import DEVICE, Accelerator
-from .support.heads import as_launches, head_drafter, layers_of, put_head
+from .support.heads import DRAFTERS, as_launches, layers_of, put_head
 from .support.lossless import build
 from .support.oracle_drafter import oracle_assistant
 
@@ -105,7 +105,7 @@ def test_a_head_adds_two_launches_and_three_copies(kind, rows, monkeypatch):
     """At any number of rows, whose hidden states are gathered together."""
 
     def with_head(plain, mask, model, machine):
-        drafter = head_drafter(kind, model)
+        drafter = DRAFTERS[kind](model)
         head = layers_of(drafter, model)
         put_head(machine, model, head)
         as_launches(machine, head, monkeypatch)

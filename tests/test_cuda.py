@@ -20,7 +20,7 @@ from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support.threads import in_threads
 
 from .decoding.test_node_choices import OPTIONS as CHOICES
-from .support.heads import head_drafter, layers_of
+from .support.heads import DRAFTERS, layers_of
 from .support.lossless import INPUTS, PROMPT, build, equal, padded, run, same
 from .support.op_recorder import growing, hidden_states_told, idle
 from .support.oracle_drafter import agreeing, oracle_assistant
@@ -185,7 +185,7 @@ def test_drafts_are_recorded(llama, kind):
     if kind == "draft model":
         fallback = drafting = copy.deepcopy(llama)
     else:
-        fallback = head_drafter(kind, llama)
+        fallback = DRAFTERS[kind](llama)
         drafting = layers_of(fallback, llama)
     plain, made = run(llama, max_new_tokens=60), []
     for graphs in (False, True, True, True):

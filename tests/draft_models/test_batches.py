@@ -3,17 +3,12 @@
 from contextlib import contextmanager
 
 import pytest
-import transformers
 
-from hf_retrieval_assist import EarlyExit
 from hf_retrieval_assist.draft_models.rows import fed_texts, fills_of, parts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
-from hf_retrieval_assist.presets import fallback_drafters
 from tests.support.drafted_texts import ROWS, Texts
 from tests.support.feature_following import assert_same
-from tests.support.heads import block_drafter, head_drafter, layers_of
-from tests.support.lossless import build
-from tests.support.tiny_models import randomise
+from tests.support.heads import assisted, layers_of
 
 NAMES = ["DFlash", "EAGLE", "MTP", "draft model", "windows", "early exit"]
 
@@ -26,18 +21,7 @@ def _one_shape(monkeypatch):
 
 def batch_of(name):
     """Texts of which all have begun."""
-    target = build(transformers.LlamaForCausalLM)
-    if name == "early exit":
-        drafter = EarlyExit(2)
-    elif name in ("EAGLE", "MTP"):
-        drafter = head_drafter(name, target)
-    elif name == "DFlash":
-        (drafter,) = fallback_drafters(block_drafter(window=6))
-    else:
-        kind = "Gemma3ForCausalLM" if name == "windows" else "LlamaForCausalLM"
-        model = build(getattr(transformers, kind))
-        randomise(model, 0.3)
-        (drafter,) = fallback_drafters(model)
+    target, drafter = assisted(name)
     batch = Texts(drafter, target)
     batch.start(*ROWS)
     return batch
@@ -59,8 +43,8 @@ def proposed(batch, *rows):
 @contextmanager
 def counted(batch):
     """An entry for each forward."""
-    forwards, drafter = [], getattr(batch.sessions[0], "drafter", batch.drafter)
-    hook = layers_of(drafter, batch.target).register_forward_hook(lambda *_: forwards.append(1))
+    forwards, layers = [], layers_of(batch.drafter, batch.target)
+    hook = layers.register_forward_hook(lambda *_: forwards.append(1))
     yield forwards
     hook.remove()
 

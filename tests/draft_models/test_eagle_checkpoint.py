@@ -1,6 +1,5 @@
 """Checkpoints as they are published, damaged ones, and ones for another target."""
 
-import copy
 import json
 import os
 import pickle
@@ -16,6 +15,10 @@ from tests.support.eagle_fixtures import CASES, load_case, outputs, tiny_target,
 
 def save_bin(tensors, folder):
     torch.save(tensors, folder / "pytorch_model.bin")
+
+
+def save_whole(tensors, folder):
+    save_file(tensors, folder / "model.safetensors")
 
 
 def save_safetensors_shards(tensors, folder):
@@ -45,14 +48,11 @@ def save_under_model_prefix(tensors, folder):
 @pytest.mark.parametrize("name", ["eagle1_fcbias", "eagle3_d2t"])
 def test_files_of_every_kind(name, save, tmp_path):
     case, target = load_case(name), load_case(name).target()
-    folders = [tmp_path / "plain", tmp_path / "other"]
-    for folder in folders:
-        folder.mkdir()
-        write_config(folder, case.config)
-    save_file(case.published(), folders[0] / "model.safetensors")
-    save(case.published(), folders[1])
-    first, second = (EagleHead.from_pretrained(folder, target) for folder in folders)
-    torch.testing.assert_close(outputs(first), outputs(second), rtol=0, atol=0)
+    expected = outputs(EagleHead.from_pretrained(case.save(tmp_path), target))
+    (tmp_path / "model.safetensors").unlink()
+    save(case.published(), tmp_path)
+    found = outputs(EagleHead.from_pretrained(tmp_path, target))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def as_speculators(case):
@@ -71,30 +71,28 @@ def as_speculators(case):
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("eagle3")])
 def test_the_speculators_format(name, tmp_path):
     case, target = load_case(name), load_case(name).target()
-    (tmp_path / "safeai").mkdir()
-    expected = outputs(EagleHead.from_pretrained(case.save(tmp_path / "safeai"), target))
+    expected = outputs(EagleHead.from_pretrained(case.save(tmp_path), target))
     tensors, config = as_speculators(case)
     write_config(tmp_path, config)
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_whole(tensors, tmp_path)
     head = EagleHead.from_pretrained(tmp_path, target)
     torch.testing.assert_close(outputs(head), expected, rtol=0, atol=0)
-    config["norm_before_residual"] = True
-    write_config(tmp_path, config)
+    write_config(tmp_path, config | {"norm_before_residual": True})
     head = EagleHead.from_pretrained(tmp_path, target)
     assert not torch.allclose(outputs(head), expected, atol=1e-2)
 
 
 def test_speculators_names_of_eagle1(tmp_path):
     case, target = load_case("eagle1_fcbias"), load_case("eagle1_fcbias").target()
-    (tmp_path / "safeai").mkdir()
-    expected = outputs(EagleHead.from_pretrained(case.save(tmp_path / "safeai"), target))
-    tensors = {
-        k.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): v
-        for k, v in case.published().items()
-    }
-    config = {"speculators_model_type": "eagle", "transformer_layer_config": case.config}
-    write_config(tmp_path, config)
-    save_file(tensors, tmp_path / "model.safetensors")
+    expected = outputs(EagleHead.from_pretrained(case.save(tmp_path), target))
+    names = ("layers.0.", "transformer."), ("fc.", "fusion_fc.")
+    tensors = case.published()
+    for ours, theirs in names:
+        tensors = {name.replace(ours, theirs): tensor for name, tensor in tensors.items()}
+    write_config(
+        tmp_path, {"speculators_model_type": "eagle", "transformer_layer_config": case.config}
+    )
+    save_whole(tensors, tmp_path)
     assert torch.equal(outputs(EagleHead.from_pretrained(tmp_path, target)), expected)
 
 
@@ -108,71 +106,98 @@ def test_boundaries_follow_the_config_when_it_names_them(tmp_path):
     assert EagleHead.from_pretrained(tmp_path, case.target()).config.boundaries == (1, 4, 9)
 
 
-def refused(folder, message, tensors=None, without="", **settings):
-    """Loading a checkpoint that is changed like this fails, and the message says why."""
-    case = load_case("eagle3_d2t")
-    write_config(folder, {**case.config, **settings})
-    changed = {**case.published(), **(tensors or {})}
-    changed.pop(without, None)
-    save_file(changed, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
+def refused(folder, message, changes, name="eagle3_d2t", save=None):
+    """Loading a checkpoint that is changed like this fails, and the message says why.
+
+    Args:
+        changes: settings, and tensors, those that are None left out.
+    """
+    case = load_case(name)
+    tensors = {k: v for k, v in changes.items() if v is None or isinstance(v, torch.Tensor)}
+    write_config(folder, case.config | {k: v for k, v in changes.items() if k not in tensors})
+    changed = {k: v for k, v in (case.published() | tensors).items() if v is not None}
+    (save or save_whole)(changed, folder)
+    with pytest.raises(ValueError, match=".*".join(map(re.escape, message.split(" ... ")))):
         EagleHead.from_pretrained(folder, case.target())
 
 
-MISFITS = {
-    "fc.weight: expected (64, 192) for the target's boundaries [2, 5, 7] of width 64 each, found "
-    "(64, 150)": {"fc.weight": torch.zeros(64, 150)},
-    "norm.weight: expected (64,), found (32,)": {"norm.weight": torch.ones(32)},
-    "layers.0.mlp.down_proj.weight: expected (64, 160), found (64, 80)": {
-        "midlayer.mlp.down_proj.weight": torch.zeros(64, 80)
-    },
-    "t2d: expected (128,), found (100,)": {"t2d": torch.ones(100, dtype=torch.bool)},
-    "surprise: expected no such tensor, found (1,)": {"surprise": torch.zeros(1)},
-    "norm.weight: expected finite values": {"norm.weight": torch.full((64,), torch.nan)},
-    "d2t: expected offsets to ids in [0, 128), found the id 130": {
-        "d2t": torch.cat([torch.zeros(95, dtype=torch.long), torch.tensor([35])])
-    },
-    "d2t: expected offsets to the ids that t2d marks": {
-        "d2t": torch.zeros(96, dtype=torch.long),
-        "t2d": torch.arange(128) >= 32,
-    },
-    "d2t: expected integers": {"d2t": torch.zeros(96)},
-    "layers: expected them numbered from 0 on": {
-        "layers.1000000000.mlp.up_proj.weight": torch.ones(1, 1)
-    },
-}
+QKV = dict.fromkeys(f"midlayer.self_attn.{name}_proj.weight" for name in "qkv")
+LATENT = QKV | {"midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(24, 128)}
+FLAGS = {"fc_norm": True, "norm_output": True}
+P_EAGLE = "P-EAGLE head ... : expected an EAGLE head ... at once"
+NO_EMBEDDINGS = {"embed_tokens.weight": None}, "eagle3_target_hidden48_theta5e5"
+MISFITS = [
+    # Tensors of another shape or kind, too many and too few.
+    (
+        "fc.weight: expected (64, 192) for the target's boundaries [2, 5, 7] of width 64 each, "
+        "found (64, 150)",
+        {"fc.weight": torch.zeros(64, 150)},
+    ),
+    ("norm.weight: expected (64,), found (32,)", {"norm.weight": torch.ones(32)}),
+    (
+        "layers.0.mlp.down_proj.weight: expected (64, 160), found (64, 80)",
+        {"midlayer.mlp.down_proj.weight": torch.zeros(64, 80)},
+    ),
+    ("t2d: expected (128,), found (100,)", {"t2d": torch.ones(100, dtype=torch.bool)}),
+    ("surprise: expected no such tensor, found (1,)", {"surprise": torch.zeros(1)}),
+    ("norm.weight: expected finite values", {"norm.weight": torch.full((64,), torch.nan)}),
+    (
+        "d2t: expected offsets to ids in [0, 128), found the id 130",
+        {"d2t": torch.cat([torch.zeros(95, dtype=torch.long), torch.tensor([35])])},
+    ),
+    (
+        "d2t: expected offsets to the ids that t2d marks",
+        {"d2t": torch.zeros(96, dtype=torch.long), "t2d": torch.arange(128) >= 32},
+    ),
+    ("d2t: expected integers", {"d2t": torch.zeros(96)}),
+    (
+        "layers: expected them numbered from 0 on",
+        {"layers.1000000000.mlp.up_proj.weight": torch.ones(1, 1)},
+    ),
+    ("norm.weight: expected (64,), found no such tensor", {"norm.weight": None}),
+    ("t2d: expected (128,), found no such tensor", {"t2d": None}),
+    ("lm_head.weight: expected 128 rows", {"d2t": None}),
+    (
+        "expected a matrix layers.0.self_attn.o_proj.weight",
+        {"midlayer.self_attn.o_proj.weight": None},
+    ),
+    ("embed_tokens.weight: expected in the checkpoint", *NO_EMBEDDINGS),
+    # Settings.
+    ("rope_theta: expected a number from", {"rope_theta": 0.5}),
+    ("rope_parameters: expected numbers, ... 'factor'", {"rope_scaling": {"type": "linear"}}),
+    ("rope_parameters: expected one set", {"rope_parameters": "default"}),
+    ("rope_type to be one of", {"rope_scaling": {"type": ["linear"]}}),
+    ("vocab_size: expected at least", {"vocab_size": 3}),
+    ("vocab_size: expected a number", {"vocab_size": "many"}),
+    ("hidden_act: expected one of", {"hidden_act": {"silu": 1}}),
+    ("num_attention_heads: expected even parts of", {"num_attention_heads": 7}),
+    ("num_attention_heads: expected a whole number", {"num_attention_heads": 2.0}),
+    ("layer_ids: expected a list", {"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}),
+    ("eagle_config: expected an object, got [1]", {"eagle_config": [1]}),
+    # Relatives.
+    (
+        "fc_norm.1.weight: expected (64,), found no such",
+        FLAGS | {"fc_norm.0.weight": torch.ones(64)},
+    ),
+    (P_EAGLE, {"mask_hidden": torch.zeros(1, 192)}),
+    (P_EAGLE, {"model.mask_hidden": torch.zeros(1, 192)}),
+    (P_EAGLE, {"parallel_drafting": True, "mask_token_id": 5}),
+    (P_EAGLE, {"eagle_config": {"parallel_drafting": True}}),
+    ("multi-head latent attention: expected one with q_proj", LATENT),
+]
 
 
-@pytest.mark.parametrize("message", MISFITS)
-def test_the_first_tensor_that_does_not_fit_is_named(message, tmp_path):
-    refused(tmp_path, re.escape(message), MISFITS[message])
-
-
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        ("norm.weight", r"norm.weight: expected \(64,\), found no such tensor"),
-        ("t2d", r"t2d: expected \(128,\), found no such tensor"),
-        ("d2t", "lm_head.weight: expected 128 rows"),
-        ("midlayer.self_attn.o_proj.weight", "expected a matrix layers.0.self_attn.o_proj.weight"),
-    ],
-)
-def test_a_missing_tensor_is_named(missing, message, tmp_path):
-    refused(tmp_path, message, without=missing)
+@pytest.mark.parametrize("misfit", MISFITS, ids=lambda misfit: misfit[0])
+def test_what_does_not_fit_is_named(misfit, tmp_path):
+    refused(tmp_path, *misfit)
 
 
 def test_a_target_of_another_width_or_vocabulary(tmp_path):
-    case = load_case("eagle1_fcbias")
+    load_case("eagle1_fcbias").save(tmp_path)
     with pytest.raises(ValueError, match=r"fc.weight: expected \(32, 64\), found \(64, 128\)"):
-        EagleHead.from_pretrained(case.save(tmp_path), tiny_target(32))
+        EagleHead.from_pretrained(tmp_path, tiny_target(32))
     with pytest.raises(ValueError, match=r"embed_tokens.weight: expected \(99, 64\)"):
         EagleHead.from_pretrained(tmp_path, tiny_target(64, vocab_size=99))
-    case = load_case("eagle3_target_hidden48_theta5e5")
-    tensors = {k: v for k, v in case.published().items() if k != "embed_tokens.weight"}
-    save_file(tensors, tmp_path / "model.safetensors")
-    write_config(tmp_path, case.config)
-    with pytest.raises(ValueError, match=r"embed_tokens.weight: expected in the checkpoint"):
-        EagleHead.from_pretrained(tmp_path, case.target())
 
 
 class Evil:
@@ -206,21 +231,17 @@ def test_a_truncated_file_is_one_value_error(name, size, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weight: weight.to(torch.float8_e4m3fn), "expected float64, .* found .*float8"),
-        (lambda weight: weight.to(torch.int8), "expected float64, .* found torch.int8"),
-        (lambda weight: weight.to(torch.complex64), "expected float64, .* found torch.complex64"),
+        (lambda weight: weight.to(torch.float8_e4m3fn), "expected float64, ... found ... float8"),
+        (lambda weight: weight.to(torch.int8), "expected float64, ... found torch.int8"),
+        (lambda weight: weight.to(torch.complex64), "expected float64, ... found torch.complex64"),
         (lambda weight: weight[0, 0], "at least 1 dimension, found torch.float32 of 0"),
         (lambda weight: weight.to(torch.int64), "expected floating point, found torch.int64"),
     ],
 )
 @pytest.mark.parametrize("save", [save_bin, save_safetensors_shards])
 def test_tensors_of_other_kinds_are_refused_by_name(change, message, save, tmp_path):
-    case = load_case("eagle3_d2t")
-    write_config(tmp_path, case.config)
-    published = case.published()
-    save({**published, "fc.weight": change(published["fc.weight"]).clone()}, tmp_path)
-    with pytest.raises(ValueError, match=rf"fc.weight: .*{message}"):
-        EagleHead.from_pretrained(tmp_path, case.target())
+    weight = change(load_case("eagle3_d2t").published()["fc.weight"]).clone()
+    refused(tmp_path, f"fc.weight:  ... {message}", {"fc.weight": weight}, save=save)
 
 
 @pytest.mark.parametrize(
@@ -238,25 +259,6 @@ def test_a_damaged_config(content, message, tmp_path):
     (case.save(tmp_path) / "config.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         EagleHead.from_pretrained(tmp_path, case.target())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rope_theta": 0.5}, "rope_theta: expected a number from"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_parameters: expected numbers, .*'factor'"),
-        ({"rope_parameters": "default"}, "rope_parameters: expected one set"),
-        ({"rope_scaling": {"type": ["linear"]}}, "rope_type to be one of"),
-        ({"vocab_size": 3}, r"vocab_size: expected at least"),
-        ({"vocab_size": "many"}, "vocab_size: expected a number"),
-        ({"hidden_act": {"silu": 1}}, "hidden_act: expected one of"),
-        ({"num_attention_heads": 7}, "num_attention_heads: expected even parts of"),
-        ({"num_attention_heads": 2.0}, "num_attention_heads: expected a whole number"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 99]}, "layer_ids: expected a list"),
-    ],
-)
-def test_a_bad_setting_is_named(settings, message, tmp_path):
-    refused(tmp_path, message, **settings)
 
 
 def test_an_index_that_leaves_its_folder(tmp_path):
@@ -299,24 +301,12 @@ def test_moving_a_head_leaves_the_target_alone(tmp_path):
     assert target.model.embed_tokens.weight.dtype == torch.float32
 
 
-def test_an_offloaded_target(tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    for name in ("eagle1_fcbias", "eagle3_d2t"):
-        case = load_case(name)
-        folder = case.save(tmp_path)
-        expected = outputs(EagleHead.from_pretrained(folder, case.target()))
-        target = accelerate.cpu_offload(copy.deepcopy(case.target()), torch.device("cpu"))
-        assert target.model.embed_tokens.weight.device.type == "meta"
-        head = EagleHead.from_pretrained(folder, target)
-        torch.testing.assert_close(outputs(head), expected)
-
-
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_a_quantised_target(tmp_path):
     """The embeddings stay floats; an EAGLE-1 head drafts through the quantised output layer."""
     case = load_case("eagle1_fcbias")
     target = torch.ao.quantization.quantize_dynamic(
-        copy.deepcopy(case.target()), {torch.nn.Linear}, dtype=torch.qint8
+        case.target(), {torch.nn.Linear}, dtype=torch.qint8
     )
     quantised = EagleHead.from_pretrained(case.save(tmp_path), target, dtype=torch.float32)
     exact = EagleHead.from_pretrained(tmp_path, case.target())

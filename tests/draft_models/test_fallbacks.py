@@ -1,59 +1,38 @@
 """Drafters that follow the target's hidden states, and what holds of every fallback."""
 
 import functools
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packaging.version import Version
 
-from hf_retrieval_assist import Assistant, EagleHead, EarlyExit, SamAssistant, SuffixAssistant
-from hf_retrieval_assist.draft_models.dflash import DFlashDrafter
+from hf_retrieval_assist import Assistant, EagleHead, SamAssistant, SuffixAssistant
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
-from hf_retrieval_assist.draft_models.mtp import MtpDrafter, mtp_layers
 from tests.support.drafted_texts import Texts
-from tests.support.eagle_fixtures import CASES, load_case
+from tests.support.eagle_fixtures import CASES, load_case, outputs
 from tests.support.feature_following import assert_same
-from tests.support.heads import block_drafter, head_drafter
-from tests.support.lossless import build, padded
-from tests.support.mtp_models import FAMILIES, saved_with_mtp
+from tests.support.heads import assisted
+from tests.support.lossless import padded
 from tests.support.wrapped_models import WRAPS
 
 
-def make(name, folder=None):
+def make(name, folder):
     """(target, drafter)."""
-    if name == "MTP of Gemma 3" and Version(transformers.__version__) < Version("5.20"):
-        pytest.skip("before transformers 5.20 MTP layers share one rotary embedding")
-    if folder is not None and name in CASES:
-        target = load_case(name).target()
-        head = EagleHead.from_pretrained(load_case(name).save(folder), target)
-        return target, EagleDrafter(head, top_k=4, depth=3, total=16, min_prob=0.0)
-    if name in FAMILIES:
-        with TemporaryDirectory() as saved:
-            kind = getattr(transformers, name)
-            target = saved_with_mtp(kind, Path(saved), **FAMILIES[name])
-            mtp_layers(target)
-        return target, MtpDrafter()
-    kind = "Gemma3ForCausalLM" if name == "MTP of Gemma 3" else "LlamaForCausalLM"
-    target = build(getattr(transformers, kind))
-    if name == "DFlash model":
-        return target, DFlashDrafter(block_drafter())
-    if name == "early exit":
-        return target, EarlyExit(2)
-    return target, head_drafter(name, target)
+    if name not in CASES:
+        return assisted(name)
+    target = load_case(name).target()
+    head = EagleHead.from_pretrained(load_case(name).save(folder), target)
+    return target, EagleDrafter(head, top_k=4, depth=3, total=16, min_prob=0.0)
 
 
 @functools.cache
 def texts_of(name):
-    target, drafter = make(name)
+    target, drafter = assisted(name)
     return Texts(drafter, target)
 
 
-NAMES = ["DFlash model", "EAGLE", "MTP", "MTP of Gemma 3"]
+NAMES = ["DFlash", "EAGLE", "MTP", "MTP of Gemma 3"]
 
 
 # The last two have several layers, or ones that read tokens in a row.
@@ -73,7 +52,7 @@ def test_drafts_do_not_depend_on_the_steps(name, steps):
         assert_same(tree, expected)
 
 
-@pytest.mark.parametrize("name", ["DFlash model", "EAGLE"])
+@pytest.mark.parametrize("name", ["DFlash", "EAGLE"])
 def test_hidden_states_wait_in_bounded_numbers(name):
     """Who is never asked holds no more of a long text than its cache."""
     texts = texts_of(name)
@@ -126,6 +105,8 @@ def test_wrapped_targets(name, wrap, tmp_path):
     case = load_case(name)
     target = wrap(case.target())
     head = EagleHead.from_pretrained(case.save(tmp_path), target)
+    exact = EagleHead.from_pretrained(tmp_path, case.target())
+    torch.testing.assert_close(outputs(head), outputs(exact), atol=0.5, rtol=0.05)
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None} | padded(1)
     assistant = Assistant([EagleDrafter(head, total=16)], budget=12)
     plain = target.generate(**options)

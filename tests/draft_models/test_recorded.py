@@ -4,14 +4,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-import transformers
 
 from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.draft_models import growth
 from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
-from hf_retrieval_assist.draft_models.early_exit import EarlyExit
 from hf_retrieval_assist.draft_models.layers_follower import LayersFollower
-from hf_retrieval_assist.draft_models.mtp import MtpDrafter
 from hf_retrieval_assist.draft_models.recorded import RecordedDrafts
 from hf_retrieval_assist.draft_models.sequoia import ShapeChooser
 from hf_retrieval_assist.kernels import largest
@@ -21,9 +18,8 @@ from hf_retrieval_assist.verification.workspace import WORKSPACES
 from tests.support import dense_attention
 from tests.support.accelerator import DEVICE, Accelerator
 from tests.support.drafted_texts import DRAFT_MODELS, Texts, assert_same_drafts, drafting
-from tests.support.heads import as_launches, head_drafter, layers_of, put_head
-from tests.support.lossless import build, run
-from tests.support.mtp_models import FAMILIES, saved_with_mtp
+from tests.support.heads import as_launches, assisted, layers_of, put_head
+from tests.support.lossless import run
 from tests.support.op_recorder import serve_in_place
 
 
@@ -47,25 +43,14 @@ def in_place(monkeypatch):
 
 
 # Of draft models, and of heads with one layer, with three, with windows that trees are deeper than.
-NAMES = [*DRAFT_MODELS, "EAGLE", "MTP", "Glm4MoeForCausalLM", "MTP with windows"]
+NAMES = [*DRAFT_MODELS, "EAGLE", "MTP", "Glm4MoeForCausalLM", "MTP of windows"]
 
 
-def case_of(name, folder):
+def case_of(name):
     if name in DRAFT_MODELS:
         return drafting(name)
-    if name in FAMILIES:
-        target = saved_with_mtp(getattr(transformers, name), folder, **FAMILIES[name])
-        return Texts(MtpDrafter(), target, budget=40)
-    target = build(transformers.LlamaForCausalLM)
-    if name == "MTP with windows":
-        layers = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 2}
-        target = build(transformers.Gemma3ForCausalLM, num_hidden_layers=3, **layers)
-    return Texts(head_drafter(name, target), target, budget=40)
-
-
-@pytest.fixture(params=NAMES)
-def case(request, tmp_path):
-    return case_of(request.param, tmp_path)
+    target, drafter = assisted(name)
+    return Texts(drafter, target, budget=40)
 
 
 def idle(case):
@@ -74,8 +59,8 @@ def idle(case):
 
 
 @pytest.mark.parametrize(("name", "rows"), [("EAGLE", 1), *((name, 8) for name in NAMES)])
-def test_recordings_draft_what_forwards_do(name, rows, in_place, tmp_path):
-    case = case_of(name, tmp_path)
+def test_recordings_draft_what_forwards_do(name, rows, in_place):
+    case = case_of(name)
     expected = case.conversation(range(rows))
     assert sum(map(len, expected)) > 50
     in_place()
@@ -103,8 +88,9 @@ def test_draft_models_attend_by_kernels_without_masks(kind, rows, in_place, monk
     assert attended
 
 
-def test_memory_grows_between_drafts(case, in_place, monkeypatch):
-    turns = 24
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_grows_between_drafts(name, in_place, monkeypatch):
+    case, turns = case_of(name), 24
     expected = case.conversation([0, 3], turns)
     in_place()
     monkeypatch.setattr(fixed_memory, "capacity_bucket", lambda slots: slots)
@@ -128,9 +114,9 @@ def frozen(compute):
 @pytest.mark.parametrize("record", [refused, frozen])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "EAGLE"])
 def test_a_recording_that_fails_is_told_once_and_does_without(
-    name, record, in_place, monkeypatch, told, tmp_path
+    name, record, in_place, monkeypatch, told
 ):
-    case = case_of(name, tmp_path)
+    case = case_of(name)
     expected = case.conversation(range(3))
     in_place()
     monkeypatch.setattr(replay, "recorder", lambda device: record)
@@ -139,23 +125,9 @@ def test_a_recording_that_fails_is_told_once_and_does_without(
     assert len([text for text in told.messages if "one kernel at a time" in text]) == 1
 
 
-def drafter_of(name, target):
-    """A drafter, and what of it is recorded."""
-    sizes = {"max_nodes": 8, "max_levels": 3}
-    if name == "early exit":
-        exits = EarlyExit(1, **sizes)
-        return exits, lambda: exits._drafter_of(target).model
-    if name == "draft model":
-        model = drafting("LlamaForCausalLM").drafter.model
-        return DraftModelDrafter(model, **sizes), lambda: model
-    drafter = head_drafter(name, target)
-    return drafter, lambda: layers_of(drafter, target)
-
-
 @pytest.mark.parametrize("name", ["draft model", "early exit", "EAGLE", "MTP"])
 def test_calls_share_recordings_and_say_what_plain_decoding_says(name, in_place):
-    target = build(transformers.LlamaForCausalLM)
-    drafter, layers = drafter_of(name, target)
+    target, drafter = assisted(name)
     plain = run(target)
     in_place()
     # Kernels for CPUs are no operators that a recorder sees.
@@ -163,21 +135,22 @@ def test_calls_share_recordings_and_say_what_plain_decoding_says(name, in_place)
     for _ in range(4):
         assert torch.equal(run(target, assistant=assistant), plain)
         assert assistant.stats.last.drafted > 0
-        made.append(sum(workspace.made for workspace in WORKSPACES._idle[layers()]))
+        made.append(
+            sum(workspace.made for workspace in WORKSPACES._idle[layers_of(drafter, target)])
+        )
     assert made[0] > 0
     assert made[2:] == made[1:2] * 2
 
 
 @pytest.mark.parametrize("name", ["draft model", "EAGLE"])
 def test_a_caller_may_do_without_recordings(name, in_place):
-    target = build(transformers.LlamaForCausalLM)
-    drafter, layers = drafter_of(name, target)
+    target, drafter = assisted(name)
     plain = run(target)
     in_place()
     assistant = Assistant([drafter], budget=8, graphs=False)
     assert torch.equal(run(target, assistant=assistant), plain)
     assert assistant.stats.last.drafted > 0
-    assert layers() not in WORKSPACES._idle
+    assert layers_of(drafter, target) not in WORKSPACES._idle
 
 
 # The tokens of a level put in place and its masks narrowed, then the forward, at once or one kernel
@@ -238,9 +211,9 @@ OF_A_HEAD = 3
 
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("kind", ["EAGLE", "MTP"])
-def test_a_draft_is_two_copies_there_and_one_back(kind, rows, monkeypatch, tmp_path):
+def test_a_draft_is_two_copies_there_and_one_back(kind, rows, monkeypatch):
     """Of texts of which one joins late and one leaves."""
-    case = case_of(kind, tmp_path)
+    case = case_of(kind)
     expected = case.conversation(range(rows))
     machine, head = Accelerator(), layers_of(case.drafter, case.target)
     put_head(machine, case.target, head)

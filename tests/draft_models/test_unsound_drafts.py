@@ -4,26 +4,15 @@ import itertools
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
-from hf_retrieval_assist import Assistant, EarlyExit
+from hf_retrieval_assist import Assistant
 from hf_retrieval_assist.draft_models import dflash, draft_model, layers_follower
-from tests.support.heads import block_drafter, head_drafter
-from tests.support.lossless import PROMPT, build, run
+from tests.support.heads import DRAFTERS
+from tests.support.lossless import PROMPT, run
 
-NODES, BLOCKS = (draft_model._Nodes, "_feed"), (dflash.BlockFollower, "_logits")
 LEVELS = layers_follower.LayerNodes, "_logits"
-DRAFTERS = {
-    "draft model": (lambda _: draft_model.DraftModelDrafter(build(LlamaForCausalLM)), NODES),
-    "draws": (
-        lambda _: draft_model.DraftModelDrafter(build(LlamaForCausalLM), temperature=1.0),
-        NODES,
-    ),
-    "early exit": (lambda _: EarlyExit(2), NODES),
-    "DFlash": (lambda _: dflash.DFlashDrafter(block_drafter()), BLOCKS),
-    "EAGLE": (lambda target: head_drafter("EAGLE", target), LEVELS),
-    "MTP": (lambda target: head_drafter("MTP", target), LEVELS),
-}
+# What computes logits, but those of draft models.
+LOGITS = {"DFlash": (dflash.BlockFollower, "_logits"), "EAGLE": LEVELS, "MTP": LEVELS}
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -31,7 +20,7 @@ DRAFTERS = {
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_text_is_plain(llama, name, rows, value, every, monkeypatch):
-    make, (owner, method) = DRAFTERS[name]
+    owner, method = LOGITS.get(name, (draft_model._Nodes, "_feed"))
     compute, calls = getattr(owner, method), itertools.count(1)
 
     def spoilt(*args, **kwargs):
@@ -42,7 +31,7 @@ def test_text_is_plain(llama, name, rows, value, every, monkeypatch):
 
     monkeypatch.setattr(owner, method, spoilt)
     ids = PROMPT.repeat(rows, 1) + torch.arange(rows)[:, None]
-    assistant = Assistant([make(llama)], budget=8, residual=name == "draws")
+    assistant = Assistant([DRAFTERS[name](llama)], budget=8, residual=name == "draws")
     assert torch.equal(run(llama, ids), run(llama, ids, assistant=assistant))
     assert next(calls) > 2
     assert assistant.stats.last.drafted or every == 1

@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, simulate
 from hf_retrieval_assist.drafters.expected import Expected, ExpectedTexts
-
-from ..support.tiny_models import tiny_config, tiny_model
 
 FILE = np.random.default_rng(0).integers(1, 900, 300).tolist()
 EDITED = [*FILE[:100], 901, 902, *FILE[104:200], *FILE[230:]]
@@ -44,43 +41,38 @@ def test_an_expected_text_is_drafted_as_from_within_the_prompt(preset, budget):
     assert expecting.steps < without.steps / 4
 
 
+PROMPTS = torch.tensor([[5, 6, 7], [9, 8, 4]])
+OPTIONS = {"max_new_tokens": 24, "do_sample": False}
+
+
+def generated(llama, assistant, prompts=PROMPTS):
+    """How many expected tokens came; the texts are plain's."""
+    plain = llama.generate(PROMPTS, **OPTIONS)
+    assert torch.equal(llama.generate(prompts, assistant=assistant, **OPTIONS)[:2], plain)
+    return assistant.stats.last.expected_accepted
+
+
 @pytest.mark.parametrize("preset", [SamAssistant, SuffixAssistant])
-def test_generate_with_an_expected_text(preset):
+def test_generate_with_an_expected_text(llama, preset):
     """The first row comes out as expected, the second does not; both are plain's."""
-    model = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
-    prompts = torch.tensor([[5, 6, 7], [9, 8, 4]])
-    plain = model.generate(prompts, max_new_tokens=24, do_sample=False)
-    first = plain[0, 3:].tolist()
+    first = llama.generate(PROMPTS, **OPTIONS)[0, 3:].tolist()
     assistant = preset(budget=8, reroute=False)
-    assisted = model.generate(
-        prompts, max_new_tokens=24, do_sample=False, assistant=assistant.expecting(first)
-    )
-    assert torch.equal(plain, assisted)
+    accepted = generated(llama, assistant.expecting(first))
+    assert accepted >= len(first)
     last = assistant.stats.last
-    assert last.expected_accepted >= len(first)
-    assert last.expected_accepted + last.expected_rejected == 2 * len(first)
-    assert f"{last.expected_accepted} of {2 * len(first)} expected tokens came" in str(last)
+    assert accepted + last.expected_rejected == 2 * len(first)
+    assert f"{accepted} of {2 * len(first)} expected tokens came" in str(last)
     assert not assistant.expected
 
 
-def test_every_row_of_a_batch_may_expect_texts_of_its_own():
-    model = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig))
-    prompts = torch.tensor([[5, 6, 7], [9, 8, 4]])
-    options = {"max_new_tokens": 24, "do_sample": False}
-    plain = model.generate(prompts, **options)
-    first, second = plain[:, 3:].tolist()
+def test_every_row_of_a_batch_may_expect_texts_of_its_own(llama):
+    first, second = llama.generate(PROMPTS, **OPTIONS)[:, 3:].tolist()
     assistant = SamAssistant(budget=8, reroute=False)
-
-    def expected_tokens(inputs, *rows):
-        expecting = assistant.expecting([65, 66], rows=rows)
-        assert torch.equal(model.generate(inputs, assistant=expecting, **options)[:2], plain)
-        return assistant.stats.last.expected_accepted
-
-    assert expected_tokens(prompts, [first], [second]) == 48
-    assert expected_tokens(prompts, [first], []) == 24
-    assert expected_tokens(prompts, [second], [first]) < 24
+    for rows, came in (([[first], [second]], 48), ([[first], []], 24)):
+        assert generated(llama, assistant.expecting([65, 66], rows=rows)) == came
+    assert generated(llama, assistant.expecting([65, 66], rows=[[second], [first]])) < 24
     with pytest.raises(ValueError, match="expected a multiple of 3 rows, got 2"):
-        model.generate(prompts, assistant=assistant.expecting(rows=[[first]] * 3), **options)
+        generated(llama, assistant.expecting(rows=[[first]] * 3))
 
 
 def test_rows_of_one_prompt_expect_the_same():

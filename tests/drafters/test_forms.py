@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.tool_calls import CALLS, FORMATS, TOOLS, recorded
 from hf_retrieval_assist import SamAssistant, SuffixAssistant, simulate
@@ -16,7 +16,7 @@ from hf_retrieval_assist.drafters.forms import Form, Forms, schema_forms, tool_f
 from hf_retrieval_assist.drafters.grammar import FormSession
 from hf_retrieval_assist.drafters.token_recycling import PrivateTable, TokenRecyclingDrafter
 from tests.support.byte_model import byte_tokenizer
-from tests.support.tiny_models import tiny_config, tiny_model
+from tests.support.lossless import build, same
 
 SCHEMA = {
     "type": "object",
@@ -193,16 +193,9 @@ def test_a_function_is_a_tool(tokenizer):
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "seed": 5}])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_outputs_are_plains(tokenizer, options, rows):
-    model = tiny_model(LlamaForCausalLM, tiny_config(LlamaConfig, vocab_size=256))
-    options = dict(options)
-    seed = options.pop("seed", 0)
-    options = {"max_new_tokens": 24, "do_sample": False} | options
     prompts = torch.tensor([encoded(tokenizer, '{"name')] * rows)
-    outputs = []
-    for assistant in (None, SamAssistant(budget=8).expecting(schema=SCHEMA, tokenizer=tokenizer)):
-        torch.manual_seed(seed)
-        outputs.append(model.generate(prompts, assistant=assistant, **options))
-    assert torch.equal(*outputs)
+    assistant = SamAssistant(budget=8).expecting(schema=SCHEMA, tokenizer=tokenizer)
+    same(build(LlamaForCausalLM, vocab_size=256), prompts, assistant=assistant, **options)
 
 
 DOUBLING = {
@@ -244,20 +237,24 @@ def test_schemas_are_told_in_confidence(tokenizer):
     assert [isinstance(session.table, PrivateTable) for session in sessions] == [True, False]
 
 
-def test_what_is_refused(tokenizer):
-    assistant = SamAssistant()
-    for given in ({"schema": SCHEMA}, {"tools": TOOLS}):
-        with pytest.raises(TypeError, match="expected a tokenizer with schema or tools, got None"):
-            assistant.expecting(**given)
-    for wrong in ("{}", [SCHEMA], True):
-        with pytest.raises(TypeError, match="schema: expected a JSON schema"):
-            assistant.expecting(schema=wrong, tokenizer=tokenizer)
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"schema": SCHEMA}, TypeError, "expected a tokenizer with schema or tools, got None"),
+        ({"tools": TOOLS}, TypeError, "expected a tokenizer with schema or tools, got None"),
+        *(({"schema": s}, TypeError, "schema: expected a JSON schema") for s in ("{}", [{}], True)),
+        ({"tools": TOOLS}, ValueError, "expected a chat template that writes tool calls"),
+        ({"tools": [{"parameters": {}}]}, ValueError, "expected each to have a name"),
+        ({"tools": [3]}, TypeError, "tools: expected functions or JSON schemas, got int"),
+    ],
+)
+def test_what_is_refused(tokenizer, given, error, message):
     tokenizer.chat_template = "{{ messages[0].content }}"
-    with pytest.raises(ValueError, match="expected a chat template that writes tool calls"):
-        assistant.expecting(tools=TOOLS, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="expected each to have a name"):
-        assistant.expecting(tools=[{"parameters": {}}], tokenizer=tokenizer)
-    with pytest.raises(TypeError, match="tools: expected functions or JSON schemas, got int"):
-        assistant.expecting(tools=[3], tokenizer=tokenizer)
+    with_it = {} if "got None" in message else {"tokenizer": tokenizer}
+    with pytest.raises(error, match=message):
+        SamAssistant().expecting(**given, **with_it)
+
+
+def test_no_schema_beside_the_papers_budget(tokenizer):
     with pytest.raises(ValueError, match='budget="paper"'):
         SamAssistant(budget="paper").expecting(schema=SCHEMA, tokenizer=tokenizer)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor
 
 from hf_retrieval_assist import Assistant, SamAssistant, TokenTree
 from hf_retrieval_assist.drafters import grammar
@@ -96,37 +96,32 @@ def known(monkeypatch):
     """The library of this test is known."""
 
     def constraint_of(processors, row):
-        return (
-            RecordConstraint() if any(isinstance(p, RecordProcessor) for p in processors) else None
-        )
+        ours = any(isinstance(processor, RecordProcessor) for processor in processors)
+        return RecordConstraint() if ours else None
 
     monkeypatch.setattr(constraints, "constraint_of", constraint_of)
 
 
-def constrained(model, processor, **options):
-    return run(model, logits_processor=LogitsProcessorList([processor]), **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "seed": 4}])
-def test_keys_are_drafted_and_outputs_are_plains(llama, known, options):
-    plain_processor, processor = RecordProcessor(), RecordProcessor()
-    plain = constrained(llama, plain_processor, max_new_tokens=9, **options)
-    assistant = Assistant([], budget=8)
-    assert torch.equal(
-        plain, constrained(llama, processor, max_new_tokens=9, assistant=assistant, **options)
-    )
-    assert processor.calls == plain_processor.calls
+def check(model, assistant, **options):
+    """Outputs are plain's, a processor is called as often, and drafts were accepted."""
+    found = []
+    for keyword in ({}, {"assistant": assistant}):
+        processor = RecordProcessor()
+        text = run(model, logits_processor=[processor], max_new_tokens=9, **options, **keyword)
+        found.append((text.tolist(), processor.calls))
+    assert found[0] == found[1]
     assert assistant.stats.last.accepted >= 3  # of the first key
 
 
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"do_sample": True, "seed": 4}])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_keys_are_drafted_and_outputs_are_plains(llama, known, options, rows):
+    check(llama, Assistant([], budget=8), ids=PROMPT.repeat(rows, 1), **options)
+
+
 def test_no_node_is_spent_on_what_cannot_be_chosen(llama, known):
-    plain = constrained(llama, RecordProcessor(), max_new_tokens=9)
     # It drafts the records of texts that went on otherwise.
-    assistant = SamAssistant([[*PROMPT[0].tolist(), 1, 2, 3, 4] * 3], budget=8)
-    assert torch.equal(
-        plain, constrained(llama, RecordProcessor(), max_new_tokens=9, assistant=assistant)
-    )
-    assert assistant.stats.last.accepted >= 3
+    check(llama, SamAssistant([[*PROMPT[0].tolist(), 1, 2, 3, 4] * 3], budget=8))
 
 
 def test_pruning_keeps_what_the_grammar_allows():
@@ -141,9 +136,19 @@ def test_pruning_keeps_what_the_grammar_allows():
     assert constraint.prune(kept) is kept
 
 
+CONSTRAINED = Target(vocab_size=67, processors=(RecordProcessor(),))
+
+
+def started():
+    return grammar.GrammarDrafter().start(np.array([1], np.int32), CONSTRAINED)
+
+
+def test_processors_of_no_library_are_left_alone():
+    assert not len(started().propose(9))
+
+
 def test_a_text_that_leaves_the_grammar_is_drafted_for_as_any_other(known):
-    target = Target(vocab_size=67, processors=(RecordProcessor(),))
-    session = grammar.GrammarDrafter().start(np.array([1], np.int32), target)
+    session = started()
     assert session.propose(2).token_ids.tolist() == [50, 51]
     session.commit([50], None)
     assert session.propose(9).token_ids.tolist() == [51, 52, 53]
@@ -265,30 +270,10 @@ def test_what_is_forced_is_looked_for_once():
     assert len(constraint.looked_at) == len(set(constraint.looked_at)) == 4
 
 
-def test_processors_of_no_library_are_left_alone():
-    target = Target(vocab_size=67, processors=(RecordProcessor(),))
-    session = grammar.GrammarDrafter().start(np.array([1], np.int32), target)
-    assert not len(session.propose(9))
-
-
-def test_rows_of_a_batch_have_a_state_each(llama, known):
-    ids = PROMPT.repeat(3, 1)
-    plain = constrained(llama, RecordProcessor(), ids=ids, max_new_tokens=9, do_sample=True)
-    assistant = Assistant([], budget=8)
-    found = constrained(
-        llama, RecordProcessor(), ids=ids, max_new_tokens=9, do_sample=True, assistant=assistant
-    )
-    assert torch.equal(plain, found)
-    assert assistant.stats.last.accepted > 0
-
-
 def test_a_text_is_followed_beside_one_that_nothing_constrains(known):
     policy = Assistant([], budget=8)
-    free, constrained = (
-        policy.start(np.array([1], np.int32), Target(vocab_size=67, processors=processors))
-        for processors in ((), (RecordProcessor(),))
-    )
-    policy.commit([free, constrained], [[50], [50]], [None, None])
-    nothing, tree = policy.propose([free, constrained], budget=4)
+    texts = [policy.start(np.array([1], np.int32), t) for t in (Target(67), CONSTRAINED)]
+    policy.commit(texts, [[50], [50]], [None, None])
+    nothing, tree = policy.propose(texts, budget=4)
     assert len(nothing) == 0
     assert tree.token_ids.tolist()[:3] == [51, 52, 53]

@@ -16,6 +16,7 @@ from hf_retrieval_assist.drafters.token_recycling import (
     template_of,
 )
 from hf_retrieval_assist.structures import draft_tree, successors
+from hf_retrieval_assist.token_tree import TokenTree
 from hf_retrieval_assist.verification.verified import TopLogits
 from tests.support.threads import in_threads
 from tests.support.trees import paths
@@ -55,32 +56,19 @@ def drafted_paths(tree):
 def test_templates_have_the_published_shape(name, per_level):
     parents, ranks = template_of(TEMPLATES[name], 8)
     assert np.bincount(draft_tree.depths(parents))[1:].tolist() == per_level
-    assert len(parents) == sum(per_level)
-    paths = [rank_path(parents, ranks, node) for node in range(len(parents))]
-    assert len(set(paths)) == len(paths)
+    shape = paths(TokenTree.build(ranks, parents, np.ones(len(ranks))))
+    assert len(set(shape)) == sum(per_level)
     # Every published tree is monotone: a path may lower any of its ranks and stay inside.
-    assert all((*p[:-1], p[-1] - 1) in set(paths) for p in paths if p[-1])
+    assert all((*p[:-1], p[-1] - 1) in set(shape) for p in shape if p[-1])
 
 
-def rank_path(parents, ranks, node):
-    path = ()
-    while node >= 0:
-        path = (int(ranks[node]), *path)
-        node = int(parents[node])
-    return path
+NO_TREES = [(), (1,), (0, 0), (2, 0), (2, -1, 0), (0, 1), (1, 0, 2, 0), "3.3.3"]
 
 
-@pytest.mark.parametrize("counts", [(), (1,), (0, 0), (2, 0), (2, -1, 0), (0, 1), (1, 0, 2, 0)])
-def test_counts_that_are_no_tree_are_refused(counts):
-    with pytest.raises(ValueError, match="template"):
-        TokenRecyclingDrafter(template=counts)
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="top_k"):
-        TokenRecyclingDrafter(top_k=0)
-    with pytest.raises(ValueError, match="template"):
-        TokenRecyclingDrafter(template="3.3.3")
+@pytest.mark.parametrize("wrong", [{"top_k": 0}, *({"template": given} for given in NO_TREES)])
+def test_bad_arguments_are_named(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        TokenRecyclingDrafter(**wrong)
 
 
 def test_the_template_is_laid_over_the_table():
@@ -183,10 +171,7 @@ def test_without_logits_the_text_teaches():
     assert session.propose(8).token_ids.tolist() == [2, 1]
     session.commit([3, 7], None)
     assert session.propose(8).token_ids.tolist() == [3, 2]
-
-
-def test_prompt_tokens_without_logits_are_learnt_from_the_text():
-    """Only the last prompt token has logits, as with transformers' `logits_to_keep=1`."""
+    # Only the last prompt token has logits, as with transformers' `logits_to_keep=1`.
     drafter = TokenRecyclingDrafter(top_k=1, template=(1, 1, 1, 0))
     session = drafter.start(ids(1, 2, 3), target())
     feed(session, (3,), (0,), logits_preferring(10, (9,)), [1])

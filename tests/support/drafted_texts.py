@@ -9,7 +9,7 @@ from hf_retrieval_assist.drafters.base import Target
 
 from .feature_following import assert_same, features_of, seen
 from .lossless import build
-from .tiny_models import VOCAB, randomise
+from .tiny_models import VOCAB
 
 # Known of each text when it starts.
 LENGTHS = [3, 9, 1, 17, 9, 30, 5, 12]
@@ -111,7 +111,6 @@ def drafting(name):
     """Texts of a draft model whose layers see everything, or windows that trees are deeper than."""
     windows = {"sliding_window": 2} if name == "Gemma3ForCausalLM" else {}
     model = build(getattr(transformers, name), **windows)
-    randomise(model, 0.3)
     return Texts(DraftModelDrafter(model, max_nodes=12, max_levels=4, width=3))
 
 

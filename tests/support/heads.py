@@ -2,12 +2,17 @@
 
 from collections import Counter
 
+import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.modeling_layers import MtpModel
 
-from hf_retrieval_assist import EagleHead
+from hf_retrieval_assist import EagleHead, EarlyExit
 from hf_retrieval_assist.draft_models import mtp
+from hf_retrieval_assist.draft_models.dflash import DFlashDrafter
+from hf_retrieval_assist.draft_models.draft_model import DraftModelDrafter
 from hf_retrieval_assist.draft_models.eagle import EagleDrafter
 from hf_retrieval_assist.draft_models.eagle_format import HeadConfig, default_boundaries
 from hf_retrieval_assist.draft_models.mtp import MtpDrafter, MtpLayers
@@ -15,6 +20,8 @@ from hf_retrieval_assist.host.borrowed import BorrowedLayers, TargetShape
 from hf_retrieval_assist.verification.fixed_memory import FixedMemory
 
 from .accelerator import DEVICE
+from .lossless import build
+from .mtp_models import FAMILIES, with_mtp
 from .tiny_models import VOCAB, randomise
 
 EVERY_SECOND = torch.arange(1, VOCAB, 2)
@@ -63,20 +70,55 @@ def give_mtp_layer(target):
     return layers.to(target.device)
 
 
-def head_drafter(name, target):
-    """A drafter of an EAGLE head, of every second id, or of an MTP layer."""
-    if name == "EAGLE":
-        head = eagle_head(target, EVERY_SECOND)
-        randomise(head)
-        return EagleDrafter(head)
+def _eagle(target):
+    """Of a head for every second id."""
+    head = eagle_head(target, EVERY_SECOND)
+    randomise(head)
+    return EagleDrafter(head)
+
+
+def _mtp(target):
     randomise(give_mtp_layer(target).layers)
     return MtpDrafter()
+
+
+def _model(kind, **options):
+    return lambda target: DraftModelDrafter(build(getattr(transformers, kind)), **options)
+
+
+DRAFTERS = {
+    "DFlash": lambda target: DFlashDrafter(block_drafter(window=6)),
+    "EAGLE": _eagle,
+    "MTP": _mtp,
+    "draft model": _model("LlamaForCausalLM"),
+    "windows": _model("Gemma3ForCausalLM"),
+    "draws": _model("LlamaForCausalLM", temperature=1.0),
+    "early exit": lambda target: EarlyExit(2),
+}
+"""Drafters of every kind by what drafts, each made for a target."""
+
+
+def assisted(name):
+    """A target and its drafter: one of `DRAFTERS`, or the target's own MTP layers."""
+    if name in FAMILIES:
+        return with_mtp(name), MtpDrafter()
+    if not name.startswith("MTP of"):
+        target = build(transformers.LlamaForCausalLM)
+        return target, DRAFTERS[name](target)
+    if Version(transformers.__version__) < Version("5.20"):
+        pytest.skip("before transformers 5.20 MTP layers share one rotary embedding")
+    # Windows that trees are deeper than.
+    layers = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 2}
+    target = build(transformers.Gemma3ForCausalLM, **(layers if name == "MTP of windows" else {}))
+    return target, _mtp(target)
 
 
 def layers_of(drafter, target):
     """What drafts: the target's MTP layers, the head, or the model."""
     if isinstance(drafter, MtpDrafter):
         return mtp.mtp_layers(target)
+    if isinstance(drafter, EarlyExit):
+        drafter = drafter._drafter_of(target)
     return drafter.head if isinstance(drafter, EagleDrafter) else drafter.model
 
 

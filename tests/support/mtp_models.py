@@ -1,12 +1,15 @@
 """Tiny models whose checkpoints hold multi-token-prediction layers, saved and loaded again."""
 
 import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
-from hf_retrieval_assist.draft_models.mtp import loadable
+from hf_retrieval_assist.draft_models.mtp import loadable, mtp_layers
 
 from .tiny_models import randomise, tiny_config, tiny_model
 
@@ -93,3 +96,12 @@ def saved_with_mtp(model_class, folder, std=0.3, **overrides):
             rf"model\.layers\.{len(model.get_decoder().layers) + i}\..*" for i in range(count)
         ]
     return loaded
+
+
+def with_mtp(name):
+    """A tiny model of one of `FAMILIES` whose MTP layers are loaded."""
+    with TemporaryDirectory() as folder:
+        kind = getattr(transformers, name)
+        model = saved_with_mtp(kind, Path(folder), **FAMILIES[name])
+        mtp_layers(model)
+    return model
